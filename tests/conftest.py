@@ -1,14 +1,14 @@
-"""What holds for every test and for every process that it starts."""
+"""Settings for all tests and for the processes that they start."""
 
 import os
 import sys
 
-# torch asks for the name of each address that it connects to, and of 127.0.0.1 as IPv6 writes it only a name server can
-# tell. Where one loses a question, five seconds are waited for the answer, in each of thousands of process groups.
+# torch looks up the host name of each address that it connects to. Only a name server can resolve 127.0.0.1 written as
+# IPv6. If the server loses a query, each of thousands of process groups waits five seconds for the answer.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_sessionfinish() -> None:
-    """The ranks end while this process may still take its time; a worker is soon killed after its session."""
+    """Stop the ranks while this process still has time: a worker is killed soon after its session."""
     if ranks := sys.modules.get("tests.support.ranks"):
         ranks.stop_ranks()

@@ -1,4 +1,4 @@
-"""Random programs for as long as is asked: `make soak`."""
+"""Random programs on a sharded model for a given time: `make soak`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.monkey import Operation, Program, Setting, failure_of, progra
 
 
 def soak(seconds: float, first: int) -> tuple[int, str | None]:
-    """Programs of seeds from `first` on. How many, and the shortest form of the first that failed."""
+    """Run programs of seeds from `first` on; return their number, and the first failure, shortened, or None."""
     deadline = time.monotonic() + seconds
     for seed in count(first):
         program = program_of(seed)

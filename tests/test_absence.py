@@ -1,4 +1,4 @@
-"""Who waits in vain is told which rank did not come, died, or was elsewhere; and nothing piles up in the store."""
+"""Errors that say which rank did not arrive, died, or ran something else; and a store that does not grow."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _forks.set_forkserver_preload(["tests.support.graphs"])
 def _message(call: Callable[[], Any]) -> str:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch tells of a second error of a module that has already failed
+            warnings.simplefilter("ignore")  # torch warns about a second error of a module that has already failed
             call()
     except Exception as error:
         return f"{type(error).__name__}: {error} [{error.__cause__}]"
@@ -41,7 +41,7 @@ def _message(call: Callable[[], Any]) -> str:
 
 
 def _trained(steps: int = 2, size: int = 2) -> tuple[nn.Module, Any]:
-    model = shard(blocks(3), size=size, shared_memory="off")  # of exchanges; test_shared_memory.py has the rest
+    model = shard(blocks(3), size=size, shared_memory="off")  # of collectives; test_shared_memory.py has the others
     optimizer = layerzero.shard_optimizer(sgd(model), model)
     for step in range(steps):
         _step(model, optimizer, step)
@@ -54,7 +54,7 @@ def _step(model: nn.Module, optimizer: Any, step: int) -> None:
     optimizer.zero_grad()
 
 
-# --- ranks that die: processes of their own, the first of which serves the store ---
+# --- ranks that die: separate processes; the first one serves the store ---
 
 
 def _live(rank: int, world_size: int, folder: Path, act: Callable[[int], str]) -> None:
@@ -72,11 +72,11 @@ def _live(rank: int, world_size: int, folder: Path, act: Callable[[int], str]) -
     said = act(rank)
     (folder / f"{rank}.new").write_text(said)
     (folder / f"{rank}.new").rename(folder / f"said.{rank}")
-    time.sleep(60)  # until all have been heard: whoever ends closes its connections
+    time.sleep(60)  # until all have reported: a rank that ends closes its connections
 
 
 def _said(folder: Path, act: Callable[[int], str], *, world_size: int, victim: int) -> dict[int, str]:
-    """What `act` returned on the ranks that outlived it."""
+    """Return the results of `act` on the ranks that outlived the victim."""
     ranks = [
         _forks.Process(target=_live, args=(rank, world_size, folder, act), daemon=True) for rank in range(world_size)
     ]
@@ -125,7 +125,7 @@ def _die_with_the_store(rank: int) -> str:
     require_equal("first", {}, ranks=range(3))
     dist.barrier()
     if rank == 0:
-        time.sleep(1)  # the others wait for its verdict by then
+        time.sleep(1)  # the others wait for its result by then
         _die()
     failure = LookupError("of rank 1 itself") if rank == 1 else None
     return _message(lambda: require_equal("second", {}, ranks=range(3), failure=failure))
@@ -137,7 +137,7 @@ def test_a_rank_that_failed_keeps_its_own_error_where_the_store_has_died(tmp_pat
     assert "second" in said[2] and "store" in said[2] and "rank 0" in said[2], said
 
 
-# --- ranks that live, and do something else ---
+# --- ranks that are alive and do something else ---
 
 
 def _sleep(rank: int) -> str:
@@ -151,7 +151,7 @@ def test_a_rank_that_comes_too_late_is_named_and_is_told_who_gave_up() -> None:
     waited, late = run_ranks(_sleep, world_size=2, pg_timeout=SECONDS)
     assert "gather of" in waited and "rank 1 did not take part within 3 s" in waited, waited
     assert "last left word at: comparison of orders before the gather of 'units.0')" in waited, waited
-    assert re.search("Timed out|timeout caused", waited), waited  # gloo's own words, by which of its waits ends first
+    assert re.search("Timed out|timeout caused", waited), waited  # the message depends on the wait that ends first
     assert "rank 0 had waited for it so long" in late, late
     assert "different orders" not in waited + late
 
@@ -257,7 +257,7 @@ def test_agreements_leave_nothing_in_the_store(kind: str, tmp_path: Path) -> Non
     store_file = tmp_path / "store" if kind == "file" else None
     for counts in run_ranks(_count_keys, world_size=4, store_file=store_file):
         failed = 4
-        assert counts[-1] - counts[1] <= failed - 1, counts  # the sentences of those that failed
+        assert counts[-1] - counts[1] <= failed - 1, counts  # the messages of the ranks that failed
 
 
 def _steady_calls(rank: int) -> int:

@@ -1,4 +1,4 @@
-"""No gradient is lost or counted twice, whatever mix of `no_sync`, `zero_grad` and clipping; see invariant 1."""
+"""No gradient is lost or counted twice with any mix of `no_sync`, `zero_grad` and clipping; see invariant 1."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.ranks import BOTH, run_ranks
 
 
 def _any_mix_of_backwards(rank: int, zero3_size: int) -> None:
-    """Two steps of each model, of two patterns; those that come first in one mode are the second ones in the other."""
+    """Train each model for two steps with two patterns, in alternating order from mode to mode."""
     patterns = list(itertools.product((False, True), repeat=3))  # True: inside no_sync
     if zero3_size != 2:
         patterns = patterns[2::5]
@@ -45,7 +45,7 @@ def _any_mix_of_backwards(rank: int, zero3_size: int) -> None:
             optimizer.zero_grad()
 
 
-# With S = 1 there is no memory that is shared.
+# With S = 1 there is no shared memory.
 @pytest.mark.parametrize(
     ("zero3_size", "shared_memory"), [(1, "off"), (2, "off"), (4, "off"), (2, None), (4, None)], ids=str
 )
@@ -54,7 +54,7 @@ def test_any_mix_of_no_sync_and_plain_backwards_gives_the_same_bits(zero3_size: 
 
 
 def _accumulate_over_steps(rank: int) -> None:
-    # Without zero_grad, the second step's gradient is that of all backwards so far.
+    # Without zero_grad, the gradient of the second step is the sum over all backwards so far.
     for mode, pattern in itertools.product(MODES, itertools.product((False, True), repeat=2)):
         net = integer_net()
         theirs = exact_sgd(net.parameters())
@@ -115,7 +115,7 @@ def _forget_in_every_way(rank: int, way: str) -> None:
             assert_step(model, optimizer, expected, f"{case}: step {when}")
 
 
-# In shared memory one way of each kind: the others do the same to each parameter.
+# In shared memory one case of each kind suffices: the others do the same to each parameter.
 @pytest.mark.parametrize(
     ("way", "shared_memory"),
     [*((way, "off") for way in FORGET), ("p.grad = None", None), ("model.zero_grad(set_to_none=False)", None)],
@@ -167,7 +167,7 @@ def test_zero_grad_of_one_optimizer_leaves_the_gradients_of_another() -> None:
 
 
 def _norm_alone(net: nn.Module, norm_type: float) -> Tensor:
-    """Clip to a quarter of the norm; that norm."""
+    """Clip to a quarter of the norm; return that norm."""
     norm = torch.nn.utils.clip_grad_norm_(net.parameters(), math.inf, norm_type)
     torch.nn.utils.clip_grad_norm_(net.parameters(), norm.item() / 4, norm_type)
     return norm
@@ -183,7 +183,7 @@ def _clip(rank: int, sizes: tuple[tuple[int, str], ...]) -> None:
         every_rank_holds_rows = all(0 not in parameter.to_local().shape for parameter in model.parameters())
         for norm_type, clip in itertools.product((2.0, math.inf, 1.0), (torch_clips, layerzero.clip_grad_norm_)):
             if clip is torch_clips and math.isinf(norm_type) and not every_rank_holds_rows:
-                continue  # torch.norm has no maximum of nothing; see the tests below
+                continue  # torch.norm has no maximum of an empty tensor; see the tests below
             case = f"S={zero3_size} {mode} norm {norm_type} {clip.__name__}"
             net = integer_net()
             integer_loss(net, union([integer_batch(rank=r) for r in range(WORLD)])).backward()
@@ -199,12 +199,12 @@ def _clip(rank: int, sizes: tuple[tuple[int, str], ...]) -> None:
 
 @BOTH
 def test_clipping_uses_the_norm_of_the_whole_model(shared_memory: str | None) -> None:
-    alone = () if shared_memory is None else ((1, "sharded"),)  # where nothing is shared
+    alone = () if shared_memory is None else ((1, "sharded"),)  # without shared memory
     run_ranks(_clip, (*alone, (2, "sharded"), (2, "full"), (4, "full")), shared_memory=shared_memory)
 
 
 class Matrix(nn.Module):
-    """One parameter of `rows` rows of 4 elements."""
+    """Module with one parameter [rows, 4]."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class Matrix(nn.Module):
 
 
 def _backward_of_matrix(rank: int, rows: int) -> tuple[nn.Module, Tensor]:
-    """A sharded Matrix after a backward, and the whole of its true gradient."""
+    """Return a sharded Matrix after a backward, and its full expected gradient."""
     model = layerzero.shard_model(Matrix(rows), zero3_size=2)
     model(torch.tensor([[1.0, -2.0, 3.0, 4.0 * rank]])).sum().backward()
     return model, torch.tensor([1.0, -2.0, 3.0, 6.0]).expand(rows, 4)
@@ -240,7 +240,7 @@ def test_our_clipping_where_most_ranks_hold_no_row() -> None:
 
 
 def _infinite_norm_of_no_row(rank: int) -> None:
-    # What torch's own clipping computes before its first collective: a bare error here leaves other ranks waiting.
+    # Runs in torch's clipping before its first collective: an error on one rank leaves the other ranks waiting.
     model, _ = _backward_of_matrix(rank, 1)
     norms = {
         "linalg": lambda model: torch.linalg.vector_norm(model.matrix.grad, math.inf).to_local().item(),
@@ -257,7 +257,7 @@ def test_the_infinite_norm_of_no_row_is_zero_or_an_error_that_names_the_way_out(
 
 
 def _clip_in_the_midst(rank: int) -> None:
-    # Clipping reduces what no_sync left; later contributions come on top of the clipped gradient, as in one process.
+    # Clipping reduces the gradients that no_sync left. Later contributions add to the clipped one, as in one process.
     for mode, inside_no_sync in itertools.product(MODES, (False, True)):
         net = integer_net()
         model, optimizer = prepare(mode)
@@ -292,14 +292,14 @@ USES: dict[str, Callable[[nn.Module], object]] = {
 def _use_unreduced(rank: int) -> None:
     (expected,) = alone([[0, 1]])
     wrong = {}
-    for mode, pattern in itertools.product(MODES, ("uu", "ru")):  # r: a reduced gradient is there from before
+    for mode, pattern in itertools.product(MODES, ("uu", "ru")):  # r: a reduced gradient exists already
         case = f"{mode}, {pattern}"
         model, optimizer = prepare(mode)
         backward(model, rank, 0, inside_no_sync=pattern[0] == "u")
         backward(model, rank, 1, inside_no_sync=True)
         for use, value in USES.items():
             text = answer_of(value, model)
-            if "no_sync" not in text or "zero_grad" not in text:  # it names the reason and a way out
+            if "no_sync" not in text or "zero_grad" not in text:  # it names the reason and a remedy
                 wrong[f"{case}, {use}"] = text
         assert_step(model, optimizer, expected, f"{case}, after the refusals")
     assert not wrong, "\n".join(f"{case}: {text}" for case, text in wrong.items())
@@ -331,7 +331,7 @@ def test_no_sync_ends_with_its_block_and_nests() -> None:
 
 
 def _forward_elsewhere(rank: int) -> None:
-    # What counts is where backward() runs.
+    # The context around backward() counts.
     for forward_inside, backward_inside in itertools.product((False, True), repeat=2):
         (expected,) = alone([[0]])
         model, optimizer = prepare("sharded")

@@ -1,4 +1,4 @@
-"""Tensors are added up piece by piece, with the bits of adding them whole."""
+"""Adding tensors in pieces gives the same bits as adding them at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that do not agree get an error that names field and ranks, on every rank; and meshes from given groups."""
+"""Ranks that disagree raise an error that names field and ranks, on every rank; meshes from existing groups."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from tests.support.models import (
 from tests.support.ranks import run_ranks
 
 WORLD = 4
-SECONDS = 10.0  # until every rank has raised; with room for a busy machine
+SECONDS = 10.0  # time until every rank has raised, with a margin for a busy machine
 
-# The rank that is not like the others; its number appears in no value below.
+# The rank that differs from the others; its number appears in no value below.
 ODD = 3
 
 
 class Net(nn.Module):
-    """Two linear layers of chosen sizes."""
+    """Two linear layers of given sizes."""
 
     def __init__(self, *, width: int = 5, hidden: int = 6, bias: bool = True, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Raised(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What the odd rank does where the others shard a Net, and patterns that every rank's message must contain."""
+    """Call of the odd rank while the others shard a Net, and patterns that every rank's message must contain."""
 
     call: Callable[[], Any]
     patterns: tuple[str, ...]
@@ -172,7 +172,7 @@ def _disagree(rank: int) -> dict[str, Raised | None]:
             raised[name] = None
         except Exception as error:
             raised[name] = Raised(type(error).__name__, str(error), time.monotonic() - start)
-        # Whatever went wrong, the same process group still serves a model that all agree on.
+        # After each failure the same process group still serves a model that all ranks agree on.
         model = _shard()
         model(torch.ones(2, 5)).sum().backward()
         assert all(p.grad is not None for p in model.parameters()), name
@@ -191,7 +191,7 @@ def test_difference_is_an_error_on_every_rank_that_names_field_and_rank(
     for rank, of_rank in enumerate(raised):
         error = of_rank[name]
         assert error is not None, f"rank {rank}: nothing was raised"
-        # The odd rank sees its own exception, which need not say its number.
+        # The odd rank raises its own exception, which need not contain its number.
         patterns = [p for p in CASES[name].patterns if not (rank == ODD and p == RANK)]
         missing = [pattern for pattern in patterns if not re.search(pattern, error.message, re.DOTALL)]
         assert not missing, f"rank {rank}: no {missing} in {error}"
@@ -254,7 +254,7 @@ def _leave_out(rank: int, absent: int) -> Raised | None:
     raise AssertionError(f"rank {rank}: nothing was raised")
 
 
-@pytest.mark.parametrize(("absent", "store"), [(0, "file"), (2, "file"), (2, "server")])  # what they raise differs
+@pytest.mark.parametrize(("absent", "store"), [(0, "file"), (2, "file"), (2, "server")])  # their exceptions differ
 def test_rank_that_never_comes_is_named_by_the_others_within_the_timeout(
     absent: int, store: str, tmp_path: Path
 ) -> None:
@@ -266,13 +266,13 @@ def test_rank_that_never_comes_is_named_by_the_others_within_the_timeout(
         assert error.seconds < 5 + SECONDS, error
 
 
-# --- meshes from groups that a framework has made ---
+# --- meshes from process groups of another framework ---
 
 STEPS = 2
 
 
 def _train(mesh: Any, ranks: list[int]) -> tuple[list[Step], str]:
-    """Train an IntegerNet on the batches of `ranks`; what each step left, and what differs from one process."""
+    """Train an IntegerNet on the batches of `ranks`; return the state of each step and differences from one process."""
     rank = dist.get_rank()
     model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
@@ -295,7 +295,7 @@ def _train(mesh: Any, ranks: list[int]) -> tuple[list[Step], str]:
 
 
 def _groups(*ranks: list[int]) -> dist.ProcessGroup:
-    """Make a process group of each list; return the one that this rank is in."""
+    """Make a process group of each list; return the one that contains this rank."""
     made = [dist.new_group(members) for members in ranks]
     return next(group for members, group in zip(ranks, made, strict=True) if dist.get_rank() in members)
 
@@ -320,7 +320,7 @@ def test_mesh_from_groups_trains_like_init_mesh_and_like_one_process() -> None:
     run_ranks(_train_on_given_groups, world_size=WORLD)
 
 
-# Data-parallel groups as tensor or pipeline parallelism leaves them, and the blocks that share weights.
+# Data-parallel groups as with tensor or pipeline parallelism, and the blocks that share weights.
 PARTS: dict[str, tuple[list[list[int]], list[list[int]]]] = {
     "strided, S = 1": ([[0, 2], [1, 3]], [[0], [1], [2], [3]]),
     "strided, S = 2": ([[0, 2], [1, 3]], [[0, 2], [1, 3]]),
@@ -390,12 +390,12 @@ def test_blocks_that_are_not_consecutive_or_equal_are_refused_on_every_rank() ->
 
 def _one_group_more(rank: int) -> None:
     if rank == 0:
-        dist.new_group([0], use_local_synchronization=True)  # torch's own names are another on the two ranks now
+        dist.new_group([0], use_local_synchronization=True)  # torch's group names now differ on the two ranks
     layerzero.mesh_from_groups(dist.group.WORLD, dist.group.WORLD)
     mesh = layerzero.init_mesh(2)
     impatient = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     if rank == 0:
-        with pytest.raises(RuntimeError):  # the other rank does not come
+        with pytest.raises(RuntimeError):  # the other rank does not arrive
             new_group_like([0, 1], like=impatient, device_type="cpu")
     dist.barrier()
     with pytest.raises(ValueError, match="number of process groups made so far is 2 on rank 0, 1 on rank 1"):

@@ -1,4 +1,4 @@
-"""NVIDIA Apex's optimizers, emulated, compute on sharded parameters what torch does in one process, or are refused."""
+"""Emulated optimizers of NVIDIA Apex: on sharded parameters they match torch in one process, or are refused."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from tests.support.ranks import mesh_of, run_ranks
 CPU = torch.device("cpu")
 Factory = Callable[[Iterable[Tensor]], Optimizer]
 MOMENTUM = {"lr": 2**-4, "momentum": 0.5}
-# Adam divides by the gradient's own size: eps is far above the rounding noise of one that cancels.
+# Adam divides by the gradient's magnitude: eps is far above the rounding noise of a gradient that cancels.
 ADAM = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.25}
 NO_LIMIT = {"max_grad_norm": float("inf")}
 
-# Apex's and torch's. SGD is exact.
+# Apex's and torch's classes. SGD is exact.
 PAIRS: dict[str, tuple[Factory, Factory]] = {
     "FusedSGD": (lambda p: apex.FusedSGD(p, **MOMENTUM), lambda p: torch.optim.SGD(p, **MOMENTUM)),
     "FusedSGD without momentum": (lambda p: apex.FusedSGD(p, lr=2**-4), lambda p: torch.optim.SGD(p, lr=2**-4)),
@@ -65,7 +65,7 @@ def shard(net: nn.Module, zero3_size: int = 2, **settings: Any) -> nn.Module:
 
 
 def lacks_rows_at_the_end(model: nn.Module) -> bool:
-    """Some rank has no rows of the last parameter, and some of another one."""
+    """Check that some rank has no rows of the last parameter, and some rank none of another one."""
     rows = [parameter.to_local().numel() for parameter in model.parameters()]
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, rows[-1] == 0 and any(rows))
@@ -88,7 +88,7 @@ def test_the_emulation_launches_nothing_after_the_last_chunk_of_the_last_tensor(
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_emulation_computes_what_torch_does(name: str) -> None:
-    nets = [SideBySide(40) for _ in range(2)]  # more parameters than a launch takes
+    nets = [SideBySide(40) for _ in range(2)]  # more parameters than one kernel launch takes
     pair = [factory(net.parameters()) for factory, net in zip(PAIRS[name], nets, strict=True)]
     for step in range(3):
         for net, optimizer in zip(nets, pair, strict=True):
@@ -147,7 +147,7 @@ def test_the_users_word_that_they_need_whole_parameters_works_too() -> None:
 
 
 class Late(nn.Module):
-    """An IntegerNet without its first parameters in a forward of a certain kind."""
+    """An IntegerNet that skips its first parameters in some forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ LATE: dict[str, tuple[Factory, Factory]] = {
         lambda p: apex.FusedSGD(p, **MOMENTUM, dampening=0.5, weight_decay=0.5),
         lambda p: torch.optim.SGD(p, **MOMENTUM, dampening=0.5, weight_decay=0.5),
     ),
-    # Counts its steps for a group, torch for each parameter.
+    # Apex counts steps per group, torch per parameter.
     "Adam": (lambda p: apex.FusedAdam(p, **ADAM), lambda p: apex.FusedAdam(p, **ADAM)),
 }
 
@@ -285,7 +285,7 @@ def test_checkpoints_of_apexs_optimizers_load_on_other_numbers_of_ranks(tmp_path
 
 
 class Own(apex.FusedAdam):
-    """A class of a user, derived from Apex's."""
+    """A user's subclass of an Apex optimizer."""
 
 
 Own.__module__ = __name__
@@ -310,7 +310,7 @@ def test_apexs_own_classes_are_known_without_a_step(monkeypatch: pytest.MonkeyPa
         assert kinds_that_need_whole(optimizer, CPU) == set()
 
 
-# One that needs whole parameters
+# An optimizer that needs full parameters
 
 
 def _lamb(rank: int, zero3_size: int) -> None:
@@ -328,16 +328,16 @@ def test_fused_lamb_updates_whole_parameters(zero3_size: int) -> None:
 
 
 def test_a_stack_of_matrices_is_put_together_for_apex() -> None:
-    # It would not be for others: without weight decay, LAMB treats each element by itself. A stack may be empty.
+    # Not so for other settings: without weight decay, LAMB treats each element separately. A stack may be empty.
     lamb = apex.FusedLAMB([nn.Parameter(torch.ones(2, 2, 2))], weight_decay=0.0, **NO_LIMIT)
     assert not steps_stacks_apart(lamb, CPU, 3)
 
 
-# What is refused
+# Refusals
 
 
 class FusedFuture(apex.FusedAdagrad):
-    """A class that a later Apex may have."""
+    """A class that a later Apex might have."""
 
 
 FusedFuture.__module__ = "apex.optimizers.future"
@@ -414,11 +414,11 @@ def test_the_host_and_dtypes_that_apex_does_not_update_are_refused_when_an_optim
     run_ranks(_refused_on_all_ranks, world_size=2)
 
 
-# Any optimizer of another package
+# Optimizers of other packages
 
 
 class Fussy(Optimizer):
-    """SGD with momentum that takes no empty tensor, counts the steps of each parameter, and has weights to evaluate."""
+    """SGD with momentum that rejects empty tensors, counts the steps of each parameter, and has evaluation weights."""
 
     def __init__(self, params: Iterable[Any], lr: float = 2**-4) -> None:
         super().__init__(params, {"lr": lr})
@@ -491,7 +491,7 @@ def test_no_optimizer_but_torchs_own_sees_an_empty_tensor(tmp_path: Path) -> Non
 
 
 def on_cuda(dtype: torch.dtype = torch.float32) -> nn.Parameter:
-    """A parameter that says it is on CUDA, on any machine."""
+    """Return a parameter that reports a CUDA device, on any machine."""
     with FakeTensorMode():
         return nn.Parameter(torch.empty(2, 3, device="cuda", dtype=dtype))
 

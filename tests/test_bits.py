@@ -1,4 +1,4 @@
-"""Bits that flip by themselves are noticed before the next step, and located; and nothing else is taken for one."""
+"""Silent bit flips are detected before the next step and located; there are no false alarms."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def _flipped(rank: int, size: int, low: bool, seed: int) -> list[str]:
 
 
 def flipped_in_turn(model: nn.Module, optimizer: Any, batch: int, *, low: bool, seed: int) -> list[str]:
-    """Flips in turn in every kind of memory, on every rank that has some; what was not found as it was.
+    """Flip one bit in each kind of memory, on every rank that has it; return the flips that were not found correctly.
 
     Args:
-        batch: which of the ranks' this one trains with.
-        low: masters and compute weights are not one memory.
+        batch: rank whose batches this rank trains with.
+        low: masters and compute weights have separate memory.
     """
     rank, handles = dist.get_rank(), [handle for handle in get_state(model).handles if handle.members]
     guard = layerzero.guard_corruption(model, optimizer, every=1, on_found="log")
@@ -69,7 +69,7 @@ def flipped_in_turn(model: nn.Module, optimizer: Any, batch: int, *, low: bool, 
         step += 1
         said = [(each.kind, each.ranks, each.handle, each.parameter) for each in guard.found]
         dist.broadcast_object_list(boxes := [wanted], src=victim)
-        if boxes[0] is not None:  # what the victim knows of its own flip
+        if boxes[0] is not None:  # what the victim reports about its own flip
             tried.add((what, victim))
             expected = boxes[0]
             hits = [
@@ -110,7 +110,7 @@ def _graded(handle: Handle) -> list[Any]:
 def _hit(what: str, handles: list[Handle], optimizer: Any, number: int, *, low: bool) -> dict[str, Any] | None:
     chosen = random.Random(number)
     able = [handle for handle in handles if places(handle, Extent.ZERO1)]
-    if what == "gradients":  # experts may have had no tokens
+    if what == "gradients":  # experts may have received no tokens
         able = [handle for handle in able if _graded(handle)]
     if not able:
         return None

@@ -1,4 +1,4 @@
-"""Bits that flip beside tensor parallel layers, and in experts on a mesh of their own: located, and made anew."""
+"""Bit flips with tensor parallel layers and with experts on their own mesh are located and repaired."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.support.models import full_parameters, integer_batch, integer_loss
 from tests.support.ranks import run_ranks
 from tests.test_bits import BF16, flipped_in_turn
 
-# Tensor parallel layers, experts that are DTensors, and such that are plain; ranks on the axis; S; S of the experts.
+# Tensor parallel layers, experts as DTensors, and plain experts; ranks on the axis; S; S of the experts.
 CASES = [("tp", 2, 1, 1), ("tp", 2, 2, 1), ("tp", 4, 1, 1)]
 CASES += [("ep", 2, 1, 1), ("ep", 2, 2, 2), ("ep", 4, 2, 1), ("plain ep", 2, 4, 1), ("plain ep", 4, 1, 1)]
 Case = tuple[str, int, int, int]
 
 
 def _sharded(case: Case, *, low: bool) -> tuple[nn.Module, Any, int]:
-    """A model, its optimizer, and whose batches this rank trains with."""
+    """Return a model, its optimizer, and the rank whose batches this rank trains with."""
     (kind, axis, size, expert_size), policy = case, {"mp_policy": BF16} if low else {}
     if kind == "tp":
         mesh = init_device_mesh("cpu", (dist.get_world_size() // axis, axis), mesh_dim_names=("dp", "tp"))
@@ -48,7 +48,7 @@ def test_a_flipped_bit_is_noticed_and_located_whatever_the_meshes(case: Case, lo
 
 
 class _Run:
-    """A model that is trained."""
+    """A model in training."""
 
     def __init__(self, case: Case) -> None:
         self.model, self.optimizer, self._batch = _sharded(case, low=True)
@@ -64,7 +64,7 @@ class _Run:
         self.optimizer.zero_grad()
 
     def flip(self, what: str, number: int) -> bool:
-        """Of some handle, of the experts too; whether this rank has any."""
+        """Flip a bit of some handle, experts included; return whether this rank has any."""
         if what == "compute weights":
             able = [(handle.zero3_shard, at) for handle in self.handles for at, _ in places(handle, Extent.ZERO3)]
         else:
@@ -81,9 +81,11 @@ class _Run:
 
 
 def _repeated(rank: int, case: Case) -> tuple[int, int, int]:
-    """Flips in each step but the first, on each rank that can; of how many handles, and steps that were repeated.
+    """Flip bits in each step but the first, on each rank that can.
 
-    Of two kinds, of which each rank has one, and in every other case the other.
+    Each rank flips one of two kinds of memory; every other case swaps the kinds.
+
+    Returns: the numbers of affected handles and of repeated steps.
     """
     calm, run, flips, repeated, handles = _Run(case), _Run(case), torch.zeros(()), 0, set()
     guard = layerzero.guard_corruption(run.model, run.optimizer, every=1)

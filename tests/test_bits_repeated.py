@@ -1,4 +1,4 @@
-"""A step that was refused for flipped bits is repeated, with the bits that it should have had; or cannot be."""
+"""A step refused for flipped bits is repeated with the correct bits, or reported as unrecoverable."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 6
 
 
 class _Run:
-    """A model that is trained, with the final numbers of all ranks."""
+    """A model in training, with the final parameters and states of all ranks."""
 
     def __init__(self, size: int, *, low: bool, guarded: bool = True) -> None:
         policy = {"mp_policy": BF16} if low else {}
@@ -54,7 +54,7 @@ class _Run:
         if what == "compute weights":
             own = handle.topology.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)
             all_of_it = [element for element, _ in places(handle, Extent.ZERO3)]
-            able = [each for each in all_of_it if not own.start <= each < own.stop] or all_of_it  # others' first
+            able = [each for each in all_of_it if not own.start <= each < own.stop] or all_of_it  # other ranks' first
             flip(handle.zero3_shard, able[at % len(able)], 12)
         elif what == "masters":
             flip(member.master, at, 20)
@@ -65,7 +65,7 @@ class _Run:
 
 
 def _repeated(rank: int, size: int, low: bool) -> int:
-    """Flips in each step but the first, on each rank; how many steps were repeated."""
+    """Flip bits in each step but the first, on each rank; return the number of repeated steps."""
     calm, run, repeated = _Run(size, low=low, guarded=False), _Run(size, low=low), 0
     for step in range(STEPS):
         calm.step(rank, step)
@@ -101,7 +101,7 @@ def test_a_repeated_step_has_the_bits_of_one_without_a_fault(size: int, low: boo
 
 
 def _lost(rank: int, folder: str, what: str, low: bool) -> None:
-    """What cannot be made anew is on a checkpoint only; what is found after that is told as ever."""
+    """Raise an unrecoverable error for memory that only a checkpoint can restore. Later flips are reported as usual."""
     calm, run = _Run(4, low=low, guarded=False), _Run(4, low=low)
     for step in range(3):
         calm.step(rank, step)
@@ -131,12 +131,12 @@ def _lost(rank: int, folder: str, what: str, low: bool) -> None:
 
 @pytest.mark.parametrize(("what", "low"), [("masters", True), ("moments", True), ("compute weights", False)])
 def test_what_cannot_be_made_anew_needs_a_checkpoint(tmp_path: Path, what: str, low: bool) -> None:
-    """In fp32 with one replica compute weights are the masters."""
+    """In fp32 with one replica the compute weights are the masters."""
     run_ranks(_lost, str(tmp_path), what, low)
 
 
 def _persistent(rank: int) -> None:
-    """A cell of memory that does not keep what is written to it."""
+    """Simulate a memory cell that does not keep written values."""
     run = _Run(2, low=True)
     run.step(rank, 0)
     refreshes, victim = get_state(run.model).refreshes, 3
@@ -169,7 +169,7 @@ def test_memory_that_does_not_keep_its_bits_is_a_persistent_fault() -> None:
 
 
 def _gradient_again(rank: int) -> None:
-    """A gradient is written anew by the repetition: where it is wrong again, its memory is broken."""
+    """Repeat a step with a flipped gradient. The repetition rewrites it; if it is wrong again, its memory is broken."""
     run = _Run(2, low=True)
     run.step(rank, 0)
     for times in range(2):
@@ -194,7 +194,7 @@ def test_a_gradient_that_is_wrong_again_is_a_persistent_fault() -> None:
 
 
 def _frozen(rank: int, every: int) -> None:
-    """Steps do not write frozen weights: what looks seldom does not know how many steps have computed with them."""
+    """Flip frozen weights, which steps do not write. With rare checks the number of affected steps is unknown."""
     model = integer_net()
     model.first.requires_grad_(False)
     model = layerzero.shard_model(model, mesh=mesh_of(2), units=IntegerNet.UNITS, mp_policy=BF16)
@@ -225,7 +225,7 @@ def test_frozen_weights_are_made_anew_where_each_step_is_looked_at(every: int) -
 
 
 def _scaled(rank: int) -> None:
-    """A loss scaler, in two optimizers of which the guard was given one."""
+    """Use a loss scaler with two optimizers, one of which has the guard."""
     results = []
     for faulty in (False, True):
         model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, mp_policy=BF16)

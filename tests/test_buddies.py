@@ -1,4 +1,4 @@
-"""Snapshots in the memory of other nodes: a node that is lost costs the steps since the last one, and no bit."""
+"""Snapshots in the memory of other nodes: losing a node costs only the steps since the last snapshot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAME = "run"
 
 
 def _node(folder: Path, rank: int, ranks_of_node: int = 2) -> Path:
-    """Of four ranks on two emulated nodes: where the shared memory of a rank's node is mounted."""
+    """Return the folder that plays the shared memory of this rank's node; four ranks on two emulated nodes."""
     place = folder / f"node{rank // ranks_of_node}"
     place.mkdir(exist_ok=True)
     return place
@@ -39,7 +39,7 @@ def _home(place: Path) -> Path:
 
 
 def _lose(place: Path) -> None:
-    """A node: its memory is gone."""
+    """Lose the memory of a node."""
     shutil.rmtree(place)
 
 
@@ -48,7 +48,7 @@ def _buddies(folder: Path, model, optimizer, node: int | None = None) -> checkpo
     return checkpoint.Buddies(model, optimizer, name=NAME, memory=place)
 
 
-# --- what is taken, where it lies, and what is loaded ---
+# --- contents, location and loading of snapshots ---
 
 
 def _taken(rank: int, folder: Path) -> None:
@@ -60,7 +60,7 @@ def _taken(rank: int, folder: Path) -> None:
     for step in (3, 4, 5):
         states[step] = everything(model, optimizer)
         keeper.snapshot({"step": step, "mine": checkpoint.per_rank(rank)})
-        train(model, optimizer, range(step, step + 1))  # while it travels
+        train(model, optimizer, range(step, step + 1))  # while it is being sent
     keeper.wait()
     dist.barrier()
     home = _home(_node(folder, rank))
@@ -88,7 +88,7 @@ def _taken(rank: int, folder: Path) -> None:
     found = keeper.load()
     assert found is not None and not different(everything(again, its_optimizer), states[5])
     dist.barrier()
-    (keeper.folder / "view.7").mkdir(exist_ok=True)  # of a process that has died while it loaded
+    (keeper.folder / "view.7").mkdir(exist_ok=True)  # from a process that died while it loaded
     dist.barrier()
     keeper.close()
     dist.barrier()
@@ -123,7 +123,7 @@ def test_a_snapshot_is_loaded_by_fewer_ranks_than_have_taken_it(tmp_path: Path) 
 
 
 def _returns(rank: int, folder: Path) -> None:
-    """A node that comes back after long, with more snapshots than were taken since."""
+    """Bring back a node after a long time, with more snapshots than were taken since."""
     model, optimizer = sharded_net(2, adam=True)
     keeper = _buddies(folder, model, optimizer)
     long_ago = time.time() - 1e6
@@ -149,7 +149,7 @@ def _returns(rank: int, folder: Path) -> None:
         (folder / "away").rename(folder / "node1")
     dist.barrier()
     keeper = _buddies(folder, model, optimizer)
-    (keeper.folder / "view.7").mkdir(exist_ok=True)  # of a rank that is no more
+    (keeper.folder / "view.7").mkdir(exist_ok=True)  # from a rank that no longer exists
     dist.barrier()
     found = keeper.load()
     assert found is not None and found.extra == "young"
@@ -175,7 +175,7 @@ def _beside_a_disk(rank: int, folder: Path) -> None:
     assert keeper.load(newer_than=runs) is None
     assert keeper.load().extra == "before"
     time.sleep(1.1)
-    keeper._period = 1e4  # a snapshot is spread over a quarter of it; who waits for it does not want that
+    keeper._period = 1e4  # a snapshot is spread over a quarter of the interval; callers of wait() do not want that
     keeper._began = time.monotonic() - 1e4
     keeper.snapshot("after")
     keeper.wait()
@@ -187,7 +187,7 @@ def test_what_is_newer_in_memory_or_on_a_disk_is_loaded(tmp_path: Path) -> None:
     run_ranks(_beside_a_disk, tmp_path, timeout=100)
 
 
-# --- never half new ---
+# --- snapshots replaced completely or not at all ---
 
 
 def _half_new(rank: int, folder: Path) -> None:
@@ -199,7 +199,7 @@ def _half_new(rank: int, folder: Path) -> None:
     state = everything(model, optimizer)
     train(model, optimizer, range(2, 3))
     real = buddy_snapshots.read_pieces
-    if rank == 1:  # what rank 3 sent has arrived damaged
+    if rank == 1:  # the data from rank 3 arrived damaged
 
         def damaged(path: Path, *args: object) -> None:
             content = bytearray(path.read_bytes())
@@ -219,11 +219,11 @@ def _half_new(rank: int, folder: Path) -> None:
     found = _buddies(folder, again, its_optimizer).load()
     assert found is not None and found.extra == 2
     assert not different(everything(again, its_optimizer), state)
-    keeper.snapshot(3)  # and the next one is taken
+    keeper.snapshot(3)  # and the next snapshot is taken
     keeper.wait()
     found = _buddies(folder, again, its_optimizer).load()
     assert found is not None and found.extra == 3
-    # A bit flips in memory: the one before is loaded, and the log says so.
+    # After a bit flip in memory the previous snapshot is loaded, and the log says so.
     train(model, optimizer, range(3, 4))
     keeper.snapshot(4)
     keeper.wait()
@@ -263,11 +263,11 @@ def _no_room(rank: int, folder: Path) -> None:
             setattr(buddy_snapshots, what, real)
         found = keeper.load()
         assert found is not None and found.extra == 1
-    for what in ("_link", "allocate_file"):  # where a snapshot is looked at, and where a file comes from elsewhere
+    for what in ("_link", "allocate_file"):  # when a snapshot is inspected, and when a file comes from another node
         real = getattr(snapshot_files, what)
         dist.barrier()
         lost = _node(folder, rank) / "away"
-        if what == "allocate_file" and rank == 0:  # all files of the first node are to come from the second
+        if what == "allocate_file" and rank == 0:  # all files of the first node must come from the second
             lost.mkdir()
             for piece in list(keeper.folder.iterdir()):
                 piece.rename(lost / piece.name)
@@ -337,7 +337,7 @@ def test_partners_are_on_another_node_and_each_rank_has_one(sizes: list[int]) ->
     assert _partners(["a", "a"], 1) == (None, None)
 
 
-# --- processes that are killed, and a node whose memory is gone ---
+# --- killed processes, and a node that lost its memory ---
 
 STEPS, EVERY = 24, 4
 
@@ -355,7 +355,7 @@ def _worker(rank: int, folder: str, store: str, node_of: dict[int, int], speed: 
     losses.write_text(str(first))
     for step in range(first, STEPS):
         train(model, optimizer, range(step, step + 1))
-        Path(folder, f"step.{rank}.new").write_text(str(step + 1))  # whole, whenever it is read or this rank is killed
+        Path(folder, f"step.{rank}.new").write_text(str(step + 1))  # complete whenever it is read
         Path(folder, f"step.{rank}.new").rename(Path(folder, f"step.{rank}"))
         time.sleep(speed)
         if (step + 1) % EVERY == 0:
@@ -402,9 +402,9 @@ def test_a_node_that_is_killed_is_replaced_by_a_spare_and_the_bits_are_the_same(
     time.sleep(draw.uniform(0, 0.1))
     _kill(ranks[2 * node : 2 * node + 2])
     died_at = int((killed / f"step.{2 * node}").read_text())
-    _kill(ranks)  # as a launcher ends those that are left
+    _kill(ranks)  # as a launcher kills the remaining ranks
     _lose(killed / f"node{node}")
-    other = 1 - node  # the spare takes the first ranks: who has what moves, too
+    other = 1 - node  # the spare hosts the first ranks, so snapshots move between nodes, too
     ranks = _start(killed, 1, {0: 2, 1: 2, 2: other, 3: other}, 0.0)
     for process in ranks:
         process.join(120)

@@ -1,4 +1,4 @@
-"""Buffers that `buffer_dtype` has cast, in state dicts and checkpoints: in their original dtype."""
+"""Buffers cast by `buffer_dtype` keep their original dtype in state dicts and checkpoints."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _shard() -> nn.Module:
 
 
 def _expected(plain: nn.Module) -> dict[str, Tensor]:
-    """Buffers rounded to bf16, in their original dtype."""
+    """Return buffers rounded to bf16, in their original dtype."""
     names = {name for name, _ in plain.named_buffers(remove_duplicate=False)}
     return {
         name: value.bfloat16().to(value.dtype) if value.is_floating_point() else value
@@ -82,7 +82,7 @@ def _round_trips(rank: int, folder: str) -> None:
     _assert_same(get_model_state_dict(model, options=options), expected)
     assert "inner.temporary" not in model.state_dict()
 
-    loaded = Net()  # a model that is not sharded
+    loaded = Net()  # an unsharded model
     loaded.load_state_dict(full)
     _assert_same(loaded.state_dict(), expected)
 

@@ -1,4 +1,4 @@
-"""Memory that is reused: full buffers take turns, scratch is kept, and a steady state allocates nothing."""
+"""Reuse of memory: full buffers alternate, scratch is kept, and a steady state allocates nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that was resumed is proven equal to one that was not, by a chain of digests in its checkpoints."""
+"""A chain of digests in checkpoints proves that a resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.test_tensor_parallel import Net, parallel
 
 
 def _run(rank: int, folder: str, plan: list[Any], start: int) -> list[Any]:
-    """Steps from `start`, with what `plan` says of each; the links."""
+    """Train from `start` as `plan` says for each step; return the links of the chain."""
     torch.manual_seed(rank + 100 * start)
     model, optimizer = sharded_net(2, seed=start, adam=True)
     chain = checkpoint.Chain(model, optimizer)
@@ -48,7 +48,7 @@ def test_a_resumed_run_has_the_links_of_one_that_was_not_stopped(tmp_path: Path)
     assert all(links == whole[0] for links in whole), "the same on all ranks"
     again = run_ranks(_run, str(tmp_path), [0] * 4, 2)
     assert [link["head"] for link in again[0]] == [link["head"] for link in whole[0][1:]]
-    other = run_ranks(_run, str(tmp_path), [0, 1, 0, 0], 2)  # another sample on the way
+    other = run_ranks(_run, str(tmp_path), [0, 1, 0, 0], 2)  # another sample in between
     assert other[0][0]["weights"] == whole[0][1]["weights"], "that did not matter to the weights"
     assert all(a["head"] != b["head"] for a, b in zip(other[0], whole[0][1:], strict=True)), "but to all links since"
 
@@ -73,7 +73,7 @@ def _broken(rank: int, folder: str, world: int) -> None:
             if turn == 0:
                 with pytest.raises(checkpoint.CheckpointError, match=f"saved at step 2: {what}$"):
                     chain.resume(extra["chain"])
-    with torch.no_grad():  # rows that have changed places
+    with torch.no_grad():  # swapped rows
         whole = last.flip(0).clone()
         last.copy_(whole)
     if world == 1:
@@ -143,7 +143,7 @@ def _buffers(rank: int) -> None:
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     chain = checkpoint.Chain(model, optimizer)
     with torch.no_grad():
-        model.seen.fill_(rank + 1)  # a checkpoint has the first rank's
+        model.seen.fill_(rank + 1)  # a checkpoint stores those of the first rank
     link = chain.link(1)
     with torch.no_grad():
         model.seen.fill_(1)

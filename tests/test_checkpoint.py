@@ -1,4 +1,4 @@
-"""layerzero.checkpoint: what was saved comes back, into any number of ranks and any units."""
+"""layerzero.checkpoint: a saved state loads into any number of ranks and any units."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _resume(rank: int, path: str, zero3_size: int, adam: bool, expected: dict[st
         wrong = different(everything(model, optimizer), expected["saved"])
         assert not wrong, f"loaded on {dist.get_world_size(), zero3_size} units={units}: {wrong}"
         train(model, optimizer, range(extra["step"], 4))
-        if not adam or dist.get_world_size() == 4:  # Adam's steps are not exact: other ranks round them otherwise
+        if not adam or dist.get_world_size() == 4:  # Adam rounds differently on other ranks
             wrong = different(everything(model, optimizer), expected["continued"])
             assert not wrong, f"continued on {dist.get_world_size(), zero3_size} units={units}: {wrong}"
 
@@ -92,7 +92,7 @@ def test_every_rank_writes_what_it_alone_owns(tmp_path: Path) -> None:
 
 
 class Changed(IntegerNet):
-    """An IntegerNet with another head, and a parameter more."""
+    """An IntegerNet with another head and an additional parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def _strict(rank: int, folder: str) -> None:
 
 
 def _another_model(rank: int, folder: str) -> None:
-    """Parameters [28] under other names or in other shapes; one message, however many there are."""
+    """Load 28 parameters into other names or shapes; a single message covers all of them."""
     net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(14)))
     model = layerzero.shard_model(net, mesh=mesh_of(2))
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), momentum=0.9), model)
@@ -268,7 +268,7 @@ def test_only_the_last_checkpoints_are_kept_and_latest_finds_the_last(tmp_path: 
     assert checkpoint.latest(tmp_path) is None
     assert checkpoint.latest(tmp_path / "nowhere") is None
     left = run_ranks(_rotation, str(tmp_path), world_size=2)[0]
-    theirs = [".step-98.partial", "notes.txt", "step-99"]  # somebody may be writing the first
+    theirs = [".step-98.partial", "notes.txt", "step-99"]  # another process may be writing the first
     assert left == sorted([*theirs, "step-10", "step-11"]), "only what is a checkpoint is counted, and removed"
     assert checkpoint.latest(tmp_path) == tmp_path / "step-11"
     (tmp_path / "step-11" / "contents.json").unlink()
@@ -307,7 +307,7 @@ def _ignored(rank: int, folder: str) -> None:
 
     model, optimizer = built(0, 2)
     train(model, optimizer, range(2))
-    dist.broadcast(model.first.weight.data, 0)  # layerzero leaves it alone
+    dist.broadcast(model.first.weight.data, 0)  # layerzero does not touch it
     dist.broadcast(optimizer.state[model.first.weight]["momentum_buffer"], 0)
     checkpoint.save(f"{folder}/one", model, optimizer)
     again, its_optimizer = built(1, 1)

@@ -1,4 +1,4 @@
-"""save_async writes what was there when it was called, while training goes on."""
+"""save_async writes the state at the time of the call while training goes on."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _failing(rank: int, folder: str) -> None:
             checkpoint.load(f"{folder}/three", model, optimizer)
         with pytest.raises(checkpoint.CheckpointError, match="four could not be written"):
             pending.wait()
-        pending.wait()  # has been said
+        pending.wait()  # has been reported
     finally:
         safetensors_writer.write_file = write
     checkpoint.save_async(f"{folder}/five", model, optimizer).wait()
@@ -120,7 +120,7 @@ def _lost_by_one(rank: int, folder: str) -> None:
     group = get_state(model).staging.group
     for name, loser in (("two", 1), ("three", 0)):
         if rank == loser:
-            get_state(model).staging.group = None  # as a talk leaves it that failed for this rank only
+            get_state(model).staging.group = None  # as after an agreement that failed on this rank only
         checkpoint.save_async(f"{folder}/{name}", model, optimizer).wait()
         assert get_state(model).staging.group is not group, "all have made another one"
         group = get_state(model).staging.group
@@ -151,7 +151,7 @@ def _told_at_a_step(rank: int, folder: str) -> None:
         safetensors_writer.write_file = write
     with pytest.warns(RuntimeWarning, match="one could not be written: rank 0: OSError: .*No space"):
         train(model, optimizer, range(1, 2))
-    train(model, optimizer, range(2, 3))  # it is told once
+    train(model, optimizer, range(2, 3))  # it is reported once
     checkpoint.save_async(f"{folder}/two", model, optimizer).wait()
     train(model, optimizer, range(3, 4))
     assert checkpoint.latest(folder) == Path(folder, "two")

@@ -1,4 +1,4 @@
-"""What a rank reads is what was written, or an error; what it does not read costs it nothing."""
+"""Each rank reads the written bytes or raises; data that it does not read costs it nothing."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_without_xxhash_files_have_sha256_and_xxh3_is_an_error_with_a_way_out(tm
 
 
 class Large(nn.Module):
-    """Whose files have several chunks."""
+    """Model whose files have several chunks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def test_large_files_are_read_in_place_on_any_number_of_ranks(tmp_path: Path, wo
 
 
 class Trap(nn.Module):
-    """Its extra state is put back when all has been read once, and before it is read again, in place."""
+    """Module that damages a file when its extra state is restored, between the first and the second read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def _torn(rank: int, folder: Path) -> None:
             use()
     model.harmed = None
     with pytest.raises(CheckpointError, match=r"rank-00001.* is damaged: bytes"):
-        checkpoint.load(folder / "one", model, optimizer)  # nothing is changed by this one, and so it stays
+        checkpoint.load(folder / "one", model, optimizer)  # this load changes nothing, so the model stays unusable
     with pytest.raises(RuntimeError, match=said):
         model()
     with pytest.warns(UserWarning, match="left out") if rank == 0 else nullcontext():

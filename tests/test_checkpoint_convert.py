@@ -1,4 +1,4 @@
-"""``python -m layerzero inspect``, ``export`` and ``import``: whole models in one process, without a process group."""
+"""``python -m layerzero inspect``, ``export`` and ``import``: full models in one process, without a process group."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def command(*arguments: str | Path) -> Result:
-    """``python -m layerzero``, in this process."""
+    """Run ``python -m layerzero`` in this process."""
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
@@ -134,7 +134,7 @@ def test_inspect_lists_the_tensors_and_notices_damage(tmp_path: Path) -> None:
     assert damaged.exit_code == 1 and "rank-00002.safetensors is damaged" in damaged.stderr
 
 
-# Peak memory, beyond imports, of exporting and importing a model of several layers.
+# Peak memory of exporting and importing a model of several layers, without imports.
 MEASURE = """
 import sys, resource, torch
 from pathlib import Path
@@ -195,7 +195,7 @@ def _stream(rank: int) -> tuple[int, int]:
 
 
 class AllocationPeak(TorchDispatchMode):
-    """The most bytes of new storages that are alive at once."""
+    """Peak bytes of new storages that are alive at the same time."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

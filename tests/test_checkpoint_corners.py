@@ -1,4 +1,4 @@
-"""Checkpoints of models and loops that are not the plain ones: wrappers, odd states, what fits in part."""
+"""Checkpoints of unusual models and loops: wrappers, odd states, states that fit in part."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.ranks import mesh_of, run_ranks
 
 
 class Scale(nn.Module):
-    """A parameter, a buffer and an extra state that is a tensor, as low-precision layers have."""
+    """Module with a parameter, a buffer and a tensor as extra state, as low-precision layers have."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def _no_memory(rank: int, folder: str) -> None:
     staging = get_state(model).staging
     broken = staging.group
     checkpoint.save_async(f"{folder}/two", model, optimizer).wait()
-    staging.group = None  # what a lost peer leaves
+    staging.group = None  # as after a lost peer
     if rank == 0:
         dist.new_group([0], use_local_synchronization=True)
     checkpoint.save_async(f"{folder}/three", model, optimizer).wait()

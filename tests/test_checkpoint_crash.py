@@ -1,6 +1,6 @@
-"""Whatever ends a save, the checkpoint before it loads, and nothing that looks whole is not.
+"""If a save ends early for any reason, the previous checkpoint loads, and no incomplete one looks complete.
 
-The ranks that die here are processes of their own, forked from one that has imported torch.
+The ranks that die here are separate processes, forked from one that has imported torch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _second_save(folder: str, rank: int, world_size: int, victim: int, turn: int
 
 
 def _start(folder: Path, world_size: int, victim: int, turn: int, *, half: bool = False) -> list[Any]:
-    """Ranks that save step-2, one of which may die of it."""
+    """Start ranks that save step-2, one of which may die during the save."""
     ranks = [
         forks.Process(target=_second_save, args=(str(folder), rank, world_size, victim, turn, half), daemon=True)
         for rank in range(world_size)
@@ -64,7 +64,7 @@ def _start(folder: Path, world_size: int, victim: int, turn: int, *, half: bool 
 
 
 def _first_save(rank: int, folder: str) -> list[dict[str, Tensor]]:
-    """Saves step-1; returns the states of both steps."""
+    """Save step-1; return the states of both steps."""
     model, optimizer = sharded_net(1)
     train(model, optimizer, range(1))
     checkpoint.save(f"{folder}/step-1", model, optimizer, {"step": 1}, keep_last=1)
@@ -74,7 +74,7 @@ def _first_save(rank: int, folder: str) -> list[dict[str, Tensor]]:
 
 
 def _survey(rank: int, folders: list[Path], states: list[dict[str, Tensor]]) -> list[str]:
-    """What is the latest checkpoint of each folder; it must be whole, and nothing may be in the way of the next."""
+    """Return the latest checkpoint of each folder; assert that it is complete and that the next save can start."""
     found = []
     model, optimizer = sharded_net(1, seed=1)
     for folder in folders:
@@ -104,7 +104,7 @@ def test_a_kill_at_any_write_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "False", tmp_path / "True")
     shutil.copytree(
         tmp_path / "True" / "step-1", tmp_path / "True" / f".step-2.{16 * '0'}.partial"
-    )  # of an earlier death
+    )  # from an earlier crash
     folders = []
     for turn in range(100):
         saves = []
@@ -153,7 +153,7 @@ def _small_disk(folder: Path, options: str) -> Iterator[Path]:
 
 
 def _fill(folder: Path, *, free: int, pages: bool) -> None:
-    """Leave so many pages, or so many files, of a small disk."""
+    """Fill a small disk up to `free` pages, or `free` files."""
     filler = folder / "filler"
     shutil.rmtree(filler, ignore_errors=True)
     filler.mkdir()
@@ -165,7 +165,7 @@ def _fill(folder: Path, *, free: int, pages: bool) -> None:
 
 
 def _crowded(rank: int, folder: Path, pages: bool) -> int:
-    """Save with ever more room until it works; returns the number of failures."""
+    """Save with increasing free space until it succeeds; return the number of failures."""
     model, optimizer = sharded_net(2)
     train(model, optimizer, range(1))
     checkpoint.save(folder / "step-1", model, optimizer, {"step": 1})
@@ -180,7 +180,7 @@ def _crowded(rank: int, folder: Path, pages: bool) -> int:
             if free % 2:
                 pending = checkpoint.save_async(folder / "step-2", model, optimizer, {"step": 2}, keep_last=2)
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", RuntimeWarning)  # it may have failed by now, which a step tells
+                    warnings.simplefilter("ignore", RuntimeWarning)  # the save may have failed by now
                     train(model, optimizer, range(1, 2))
                 pending.wait()
             else:
@@ -239,7 +239,7 @@ def _lost(rank: int, folder: Path) -> None:
     with pytest.raises(
         checkpoint.CheckpointError, match=r"rank 1: FileNotFoundError.*cwd/\.here\.\w+\.partial/rank-00001"
     ):
-        checkpoint.save("/proc/self/cwd/here", model, optimizer)  # two machines: one name for two places
+        checkpoint.save("/proc/self/cwd/here", model, optimizer)  # two machines: the same path is a different place
     dist.barrier()
     assert list(Path().iterdir()) == []
     os.chdir("/")

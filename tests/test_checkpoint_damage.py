@@ -1,4 +1,4 @@
-"""A damaged checkpoint is an error that names the file, on all ranks; it never gives wrong weights."""
+"""A damaged checkpoint raises on all ranks and names the file; it never gives wrong weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def damaged(intact: Path, tmp_path: Path) -> Path:
-    """A copy for a test to harm."""
+    """Return a copy of a checkpoint for a test to damage."""
     return Path(shutil.copytree(intact, tmp_path / "damaged"))
 
 
@@ -48,7 +48,7 @@ def _verify(path: Path) -> None:
 
 
 def _write_byte(file: Path, offset: int, byte: int) -> None:
-    """In place: cutting a file that has just been written makes some file systems wait for the disk."""
+    """Overwrite a byte in place: truncating a new file makes some file systems wait for the disk."""
     with file.open("r+b", buffering=0) as opened:
         opened.seek(offset)
         opened.write(bytes([byte]))
@@ -103,7 +103,7 @@ def test_a_file_that_is_not_as_it_was_written_is_named(intact: Path, tmp_path: P
 
 
 def _unharmed(rank: int, path: Path) -> None:
-    """No rank loads anything, and all ranks hear the same error, whoever has found it."""
+    """Damage each file in turn: no rank loads anything, and all ranks raise the same error."""
     model, optimizer = sharded_net(1, adam=True, seed=1)
     train(model, optimizer, range(1))
     before = everything(model, optimizer)
@@ -188,9 +188,9 @@ def test_a_manifest_cannot_name_what_is_not_in_the_checkpoint(damaged: Path) -> 
 
 
 def _as_nobody(folder: Path) -> Path | None:
-    """What :func:`latest` says to a user who may not open some of the folders."""
+    """Return :func:`latest` as seen by a user without access to some of the folders."""
     receiver, sender = os.pipe()
-    os.chdir(folder)  # whose parents are root's alone
+    os.chdir(folder)  # only root may access its parents
     if (child := os.fork()) == 0:
         os.setegid(65534)
         os.seteuid(65534)
@@ -243,13 +243,13 @@ class Untied(nn.Module):
         super().__init__()
         self.one, self.two = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
         self.register_buffer("seen", torch.rand(3))
-        self.more = nn.Parameter(torch.rand(8, 4))  # so that the root is not cut as a unit is
+        self.more = nn.Parameter(torch.rand(8, 4))  # so that the root is cut differently from a unit
         if tied:
             self.two.weight = self.one.weight
 
 
 def _shared(rank: int, folder: Path) -> None:
-    """Tensors that are stored once, and wanted twice."""
+    """Load tensors that are stored once and needed twice."""
     torch.manual_seed(0)
     net = Untied(tied=True)
     weight, seen = net.one.weight.detach().clone(), net.seen.clone()

@@ -1,4 +1,4 @@
-"""``extra``: values of every kind come back as they were, each to its rank."""
+"""``extra``: values of every kind are restored unchanged, each on its rank."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _refused_extra(rank: int, folder: str) -> None:
     namesake = layerzero.shard_model(torch.nn.ModuleDict({"first": torch.nn.Linear(9, 9)}), mesh=mesh_of(2))
     with pytest.raises((TypeError, RuntimeError), match=r"cut like 'first\.weight' of another sharded model"):
         checkpoint.save(f"{folder}/refused", model, optimizer, {"teacher": namesake["first"].weight.detach()})
-    twin, _ = sharded_net(2, seed=1)  # cut as the model is, so that a load can cut it so
+    twin, _ = sharded_net(2, seed=1)  # sharded like the model, so that a load can reshard it
     checkpoint.save(f"{folder}/twin", model, optimizer, {"teacher": twin.first.weight.detach()})
     loaded = checkpoint.load(f"{folder}/twin", model, optimizer)["teacher"]
     assert torch.equal(loaded.full_tensor(), twin.first.weight.detach().full_tensor())

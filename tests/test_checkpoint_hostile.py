@@ -1,4 +1,4 @@
-"""A checkpoint that somebody has made up, with digests that are right, is loaded or refused; it can do nothing else."""
+"""A forged checkpoint with correct digests is loaded or refused; it cannot do anything else."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _rewrite(path: Path, change: Change) -> None:
 
 
 def _all_refuse(rank: int, folder: Path, named: str) -> list[str]:
-    """Load every checkpoint in `folder`; returns what does not end in an error that names the file."""
+    """Load every checkpoint in `folder`; return those that do not raise an error naming the file."""
     model, optimizer = sharded_net(2, adam=True, seed=1)
     train(model, optimizer, range(1))
     before, loaded = everything(model, optimizer), []

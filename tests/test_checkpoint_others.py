@@ -1,4 +1,4 @@
-"""Checkpoints of FSDP2 load into sharded models, and ours into FSDP2."""
+"""Checkpoints of FSDP2 load into sharded models, and layerzero's into FSDP2."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ours(name: str, zero3_size: int, seed: int = 0) -> tuple[nn.Module, Optimize
 
 
 def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Of FSDP2 and DDP: what `everything` is of ours."""
+    """Return the full state of an FSDP2 or DDP model, as `everything` does for sharded models."""
 
     def gathered(value: Tensor) -> Tensor:
         return (value.detach().full_tensor() if hasattr(value, "full_tensor") else value.detach()).clone()

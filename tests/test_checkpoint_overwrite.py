@@ -1,4 +1,4 @@
-"""A checkpoint that is to take the place of another one, and does not: the other one is still to be found."""
+"""A failed attempt to overwrite a checkpoint leaves the old one in place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BOTH_WAYS = pytest.mark.parametrize("exchanges", [True, False], ids=["exchange",
 
 @contextmanager
 def _disk(exchanges: bool, rename: Callable[[Any, Any], None] = os.rename) -> Iterator[None]:
-    """One that cannot exchange two names, or that renames in its own way."""
+    """Simulate a disk that cannot swap two names, or that has its own rename."""
     exchange, real = atomic_files._renameat2, os.rename
     atomic_files._renameat2 = exchange if exchanges else None
     os.rename = rename
@@ -36,7 +36,7 @@ def _disk(exchanges: bool, rename: Callable[[Any, Any], None] = os.rename) -> It
 
 
 def _refuses(name: str, times: int) -> Callable[[Any, Any], None]:
-    """A rename to `name` fails so many times."""
+    """Return a rename that fails `times` times for the target `name`."""
     real, left = os.rename, list(range(times))
 
     def rename(source: Any, target: Any) -> None:
@@ -122,7 +122,7 @@ def _cannot_be_read(rank: int, folder: str) -> None:
     path, is_at = f"{folder}/last", atomic_files._is_at
     model, optimizer = sharded_net(2)
     checkpoint.save(path, model, optimizer, {"step": 1})
-    atomic_files._is_at = lambda *_: False  # the disk does not give the manifest
+    atomic_files._is_at = lambda *_: False  # reading the manifest fails
     try:
         with pytest.raises(checkpoint.CheckpointError, match="does not hold what has just been renamed to it"):
             checkpoint.save(path, model, optimizer, {"step": 2}, overwrite=True)
@@ -156,7 +156,7 @@ def test_what_another_job_has_put_there_meanwhile_stays(tmp_path: Path, exchange
     with _disk(exchanges), pytest.raises(checkpoint.CheckpointError, match="does not hold"):
         atomic_files.take_name(partial, path, intrudes, overwrite=True)
     assert (path / "rank-00002.safetensors").exists()
-    atomic_files.remove(partial)  # as a save does that has failed
+    atomic_files.remove(partial)  # as a failed save does
     (old,) = tmp_path.glob(".last.*.replaced")
     assert (old / "rank-00001.safetensors").exists(), "the old one is not what a failed save discards"
 

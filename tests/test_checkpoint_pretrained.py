@@ -1,4 +1,4 @@
-"""Safetensors files of whole models, as Hugging Face lays them out, into sharded models."""
+"""Safetensors files of full models in the layout of Hugging Face, loaded into sharded models."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.test_tensor_parallel import net, shard
 
 
 def _state(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Of a tied model, one name of what is tied, as transformers saves it."""
+    """Return the state of a tied model with one name for the tied weight, as transformers saves it."""
     state = {name: value.to(dtype) for name, value in TiedTransformer(seed=1).state_dict().items()}
     del state["head.weight"]
     return state
 
 
 def _folder(path: Path, state: dict[str, Tensor]) -> Path:
-    """In two files with an index, beside what other programs put there."""
+    """Write two files with an index, beside files of other programs."""
     path.mkdir()
     weight_map = {}
     for number, names in enumerate((sorted(state)[::2], sorted(state)[1::2])):
@@ -86,7 +86,7 @@ def test_a_rank_reads_its_own_rows(tmp_path: Path) -> None:
         state = {f"model.{i}.weight": torch.full((256, 256), float(i), dtype=dtype) for i in range(8)}
         save_file(state, tmp_path / "model.safetensors")
         for peak in run_ranks(_stream, str(tmp_path)):
-            assert 0 < peak <= whole / 4 + whole / 32 + 4096, dtype  # its rows, and those of a tensor as they are read
+            assert 0 < peak <= whole / 4 + whole / 32 + 4096, dtype  # its rows, and the rows of the tensor being read
 
 
 def _load_parts(rank: int, path: str, wanted: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Two jobs that save to one path, or into one folder, at the same time: what is reported as saved can be loaded."""
+"""Two jobs save to one path or into one folder at the same time: a checkpoint reported as saved can be loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.rivals import meet, save_beside, start, winner
 
 
 def _job_of(rank: int) -> tuple[int, dist.ProcessGroup]:
-    """Two ranks are one job, the other two another one."""
+    """Return the job of this rank and its group: two jobs of two ranks."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     return rank // 2, groups[rank // 2]
 
@@ -50,7 +50,7 @@ def _saved(path: Path, model: Any, optimizer: Any, extra: Any, *, later: bool, k
 
 
 def race(rank: int, folder: Path, rounds: int, seed: int) -> list[bool]:
-    """In which rounds this rank's job got the name that both wanted; it has then loaded what it has saved."""
+    """Return for each round whether this rank's job won the name. The winner has loaded its checkpoint."""
     job, group = _job_of(rank)
     (model, optimizer), (again, its_optimizer) = _built(group, job), _built(group, 2)
     generator = random.Random(100 * seed + rank)
@@ -68,7 +68,7 @@ def race(rank: int, folder: Path, rounds: int, seed: int) -> list[bool]:
             wrong = different(everything(again, its_optimizer), state)
             assert not wrong, f"job {job} saved in round {turn}, and loads other {wrong}"
         dist.barrier()
-        if won[-1]:  # also when the other has ended
+        if won[-1]:  # also after the other job has ended
             assert checkpoint.load(folder / str(turn), again, its_optimizer) == {"job": job, "turn": turn}
     dist.barrier()
     left = sorted(path.name for path in folder.iterdir())
@@ -128,7 +128,7 @@ def _loads(rank: int, winners: dict[Path, int], states: list[dict[str, Tensor]])
 
 
 def kill_one_of_two(folder: Path, turns: range) -> int:
-    """Two jobs in each of some folders, of which one dies; returns how many of the others have a checkpoint."""
+    """Run two jobs in each of several folders, one of which dies; return how many other jobs have a checkpoint."""
     states = run_ranks(_states, world_size=1)[0]
     processes = {(place := folder / str(turn)): start(_rival, place, (turn % 2, turn // 2 % 2), turn) for turn in turns}
     winners = {place: won for place, each in processes.items() if (won := winner(place, each)) is not None}
@@ -178,7 +178,7 @@ def test_a_checkpoint_that_came_in_place_of_an_old_one_is_put_back(intact: Path,
 
 
 def test_what_is_not_there_after_publishing_is_an_error(intact: Path, tmp_path: Path) -> None:
-    """A file system that merges folders instead of refusing, or another job that removes what it takes for old."""
+    """Cover a file system that merges folders instead of refusing, or another job that removes a folder as outdated."""
     rename = os.rename
     for name, harm in {
         "merged": lambda path: sign(path, token="another"),
@@ -203,7 +203,7 @@ def test_what_is_not_there_after_publishing_is_an_error(intact: Path, tmp_path: 
 
 
 def test_a_rename_that_worked_and_is_reported_as_failed_is_a_success(intact: Path, tmp_path: Path) -> None:
-    """As NFS does when the answer to the first request was lost."""
+    """Cover NFS, where the reply to the first request may be lost."""
     rename = os.rename
 
     def twice(source: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that are too large to read, that write on terminals, or whose optimizer could not go on."""
+"""Checkpoints that are too large to read, write to terminals, or have unusable optimizer states."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _cheaply(read: Callable[[], Any], match: str) -> None:
-    """Refused in less than a second of CPU and 200 MB."""
+    """Require a refusal within one second of CPU time and 200 MB."""
     before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(CheckpointError, match=match):
         read()
@@ -64,7 +64,7 @@ def _save_long(rank: int, path: Path) -> None:
     model = layerzero.shard_model(nn.Linear(2, 2), mesh=mesh_of(1))
     checkpoint.save(path / "short", model, None, [0] * 100_000)
     assert checkpoint.load(path / "short", model) == [0] * 100_000
-    free, safe_json._FREE_VALUES = safe_json._FREE_VALUES, 1000  # so that 8 million are not needed
+    free, safe_json._FREE_VALUES = safe_json._FREE_VALUES, 1000  # so that 8 million entries are not needed
     try:
         with pytest.raises(CheckpointError, match=r"contents.json has [\d,]+ values .*belong into tensors"):
             checkpoint.save(path / "long", model, None, [0] * 100_000)
@@ -214,7 +214,7 @@ def _judged(rank: int, folder: Path) -> None:
         assert {**optimizer.param_groups[0], "params": None} == group, case
         with pytest.warns(UserWarning, match="left out what does not fit"):
             checkpoint.load(folder, model, optimizer, strict=False)
-        train(model, optimizer, range(1))  # what has been loaded can be stepped
+        train(model, optimizer, range(1))  # the loaded state can be stepped
         model, optimizer = _adam()
         train(model, optimizer, range(1))
     for case, change in ACCEPTED.items():
@@ -230,7 +230,7 @@ def test_a_state_that_the_optimizer_could_not_step_is_refused_by_name(intact: Pa
 
 
 class Odd(Optimizer):
-    """Keeps one thing for matrices and another for the rest, and a word; it draws random numbers."""
+    """Optimizer with different states for matrices and the rest, and a string; it draws random numbers."""
 
     def __init__(self, params: Any, *, limit: float | None = None) -> None:
         super().__init__(params, {"lr": 0.5, "limit": limit})
@@ -252,12 +252,12 @@ class Odd(Optimizer):
 
 
 def _words(optimizer: Optimizer) -> list[str]:
-    """What is no number; taken out of the state, so that the rest can be compared as tensors."""
+    """Remove the strings from the state and return them, so that the rest can be compared as tensors."""
     return [values.pop("kind", "") for values in optimizer.state.values()]
 
 
 def _round_trips(rank: int, folder: Path) -> None:
-    """States that are right, however odd: each loads into an optimizer that has stepped and one that has not."""
+    """Load valid but unusual states, each into an optimizer that has stepped and one that has not."""
     cases: dict[str, tuple[Callable[..., Optimizer], dict[str, Any], dict[str, Any]]] = {
         "amsgrad on": (torch.optim.AdamW, {"amsgrad": True}, {"amsgrad": False}),
         "amsgrad off": (torch.optim.AdamW, {"amsgrad": False}, {"amsgrad": True}),
@@ -302,7 +302,7 @@ def test_whatever_an_optimizer_keeps_comes_back(tmp_path: Path) -> None:
 
 
 def _no_buffer_yet(rank: int, folder: Path) -> None:
-    """Older versions of SGD keep None before the first step."""
+    """Load a state of older versions of SGD, which keep None before the first step."""
     model = layerzero.shard_model(integer_net(), mesh=mesh_of(1), units=IntegerNet.UNITS)
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5), model)
     train(model, optimizer, range(1))

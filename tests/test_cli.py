@@ -1,4 +1,4 @@
-"""The command line, as people run it."""
+"""The command line, run as users run it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layerzero.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# A module in the current directory, of which the command line knows nothing but the name.
+# A module in the current directory; the command line gets only its name.
 MODULE = """
 import torch
 from torch import nn
@@ -55,7 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """``python -m layerzero`` in `folder`."""
+    """Run ``python -m layerzero`` in `folder`."""
     command = [sys.executable, "-W", "error", "-m", "layerzero", *arguments]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)

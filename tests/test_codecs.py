@@ -1,4 +1,4 @@
-"""What travels in gathers instead of the weights: ``shard_model(gather_codec=...)``."""
+"""Encoded weights in gathers: ``shard_model(gather_codec=...)``."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.support.ranks import mesh_of, run_ranks, run_sharing
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WIDTH = 64
-MOST = 2.0**-4  # of the largest number of a row: what float8_e4m3fn may be off by
+MOST = 2.0**-4  # relative to the largest number of a row: the error bound of float8_e4m3fn
 
 
 class AsTheyAre:
-    """Of a user: the weights, with nothing between them."""
+    """User-defined codec that sends the weights unchanged."""
 
     def nbytes(self, blocks: Sequence[RowBlock], dtype: torch.dtype) -> int:
         return dtype.itemsize * sum(block.numel for block in blocks)
@@ -135,7 +135,7 @@ def test_a_weight_is_off_by_a_sixteenth_of_the_largest_of_its_row_at_most(dtype:
 
 
 def test_a_decoded_weight_is_its_number_times_its_scale_rounded_once() -> None:
-    """Every number of float8_e4m3fn, times scales whose products have to be rounded."""
+    """Cover every number of float8_e4m3fn, times scales whose products have to be rounded."""
     numbers = torch.arange(256, dtype=torch.uint8)
     exact = numbers.view(torch.float8_e4m3fn).float()
     scales = torch.logspace(-3, 1, 37)
@@ -149,7 +149,7 @@ def test_a_decoded_weight_is_its_number_times_its_scale_rounded_once() -> None:
 
 
 def test_coding_takes_scratch_for_some_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that nobody counts: torch's temporaries, as its profiler sees them."""
+    """Bound the temporaries of torch, which layerzero.memory does not count, with torch's profiler."""
     torch.manual_seed(0)
     codec, blocks = layerzero.Float8Rows(), [RowBlock(0, 500, 1000), RowBlock(500_000, 3, 100_000)]
     shard = torch.randn(800_000).bfloat16()
@@ -170,7 +170,7 @@ def test_coding_takes_scratch_for_some_rows_at_once(monkeypatch: pytest.MonkeyPa
 
 
 def _seen(rank: int) -> None:
-    """What a forward computes with, beside the masters in bf16; the same on all ranks."""
+    """Compare the weights used in a forward with the bf16 masters; they must be equal on all ranks."""
     for kept in (True, 2):
         model = shard(gather_codec=layerzero.Float8Rows(), reshard_after_forward=kept)
         train(model, rank, 2)
@@ -231,7 +231,7 @@ def test_a_codec_of_the_user_that_changes_nothing_changes_no_bit() -> None:
 
 
 def _beside_tensor_parallel(rank: int) -> None:
-    """Rows of what tp has cut along both dims, and of what it copies."""
+    """Encode rows of parameters that tp cuts along both dims, and of copies."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     cut = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
     weights, losses, sent = [], [], []
@@ -254,7 +254,7 @@ def _beside_tensor_parallel(rank: int) -> None:
     assert different(weights[2], weights[0])
     for ours, theirs in zip(losses[2], losses[0], strict=True):
         assert abs(ours - theirs) < 0.05 * theirs
-    assert sent[2] < 0.62 * sent[0], sent  # the rows of a half are shorter, and have a scale each
+    assert sent[2] < 0.62 * sent[0], sent  # the rows of a half are shorter, and each has a scale
 
 
 def test_rows_that_tensor_parallelism_has_cut_are_encoded_too() -> None:
@@ -317,7 +317,7 @@ class Lies(AsTheyAre):
 
 
 class Bits(AsTheyAre):
-    """Of one class, with settings of its own."""
+    """Codec with settings that change its size."""
 
     def __init__(self, spare: int) -> None:
         self._spare = spare
@@ -332,7 +332,7 @@ class Bits(AsTheyAre):
 
 @dataclass(frozen=True)
 class Shifted(AsTheyAre):
-    """Of one size, whatever is set."""
+    """Codec whose size does not depend on its settings."""
 
     by: int
 

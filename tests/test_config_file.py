@@ -1,4 +1,4 @@
-"""LayerZeroConfig.from_yaml: every name works or is refused with a reason."""
+"""LayerZeroConfig.from_yaml: every key works or is refused with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control by hand, by the names of FSDP2: when units are gathered and freed, and what is reduced."""
+"""Manual control with FSDP2's method names: when units are gathered and freed, and which gradients are reduced."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support.logs import logged
 from tests.support.ranks import mesh_of, run_ranks, run_sharing
 
 MICRO_BATCHES = 2
-GATHER = ("launch", "gather")  # of a trace's event: kind, exchange
+GATHER = ("launch", "gather")  # fields of a trace event: kind, collective
 
 
 def gathers(model: nn.Module) -> int:
-    """Since it was asked last."""
+    """Return the number of gathers since the last call."""
     return layerzero.traffic(model, reset=True).calls.get("gather", 0)
 
 
@@ -31,7 +31,7 @@ def pass_through(model: nn.Module, rank: int, step: int = 0) -> None:
     loss_of(model(batch(rank, step))).backward()
 
 
-# --- each is right, in all modes ---
+# --- correct results in all modes ---
 
 
 def unsharded_ahead(model: nn.Module, rank: int, step: int) -> None:
@@ -58,7 +58,7 @@ def stay_for_micro_batches(model: nn.Module, rank: int, step: int) -> None:
 
 
 def by_lists(model: nn.Module, rank: int, step: int) -> None:
-    """Two ahead in the forward, the nearest last; in the backward one, and one in vain."""
+    """Prefetch two units in the forward, the nearer one last. In the backward prefetch one, and one unnecessarily."""
     if hasattr(model, "unshard"):
         first, second, third = model.units
         model.set_modules_to_forward_prefetch([first])
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_one_process_in_shared_memory() -> None:
     run_sharing(_right_shared, world_size=WORLD)
 
 
-# --- each does what it says ---
+# --- each method does what it says ---
 
 
 def _edit(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Sockets and messages of a rank grow with S + R, and communicators are connected when the model is built."""
+"""Sockets and messages of a rank grow with S + R, and communicators connect when the model is built."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Halves(nn.Module):
 
 
 def _reads_before_others_step(rank: int) -> None:
-    """Rank 0 alone reads a gradient, and then waits for the others in an exchange of the user's."""
+    """Read a gradient on rank 0 only, before all ranks take part in a collective of the user."""
     relay = PendingUse.relay
 
     def relay_late(pending: PendingUse) -> None:
@@ -169,10 +169,10 @@ def test_one_rank_may_read_a_gradient_before_it_meets_the_others() -> None:
 
 
 class _Connecting(wrapped_gloo.WrappedGloo):
-    """Connects at the first launch, which blocks until all ranks of the group have come, as ``ncclCommInit`` does."""
+    """Backend that connects at the first launch and blocks until all ranks have arrived, like ``ncclCommInit``."""
 
     NAME = "connecting"
-    built = False  # from here on no group may connect
+    built = False  # no group may connect after this point
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

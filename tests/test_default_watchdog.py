@@ -63,7 +63,7 @@ def _threads() -> int:
 def test_the_line_comes_before_the_process_is_killed() -> None:
     for timeout in (12.0, 60.0, 600.0, 1800.0, 86400.0):
         limit = default_limit(timeout)
-        longest = limit + 2 * module._period(limit) + 1  # noticed, seen by all ranks, answered by all
+        longest = limit + 2 * module._period(limit) + 1  # detected, seen by all ranks, answered by all
         assert longest <= limit + max(5.0, limit / 10) < timeout
         assert limit <= 300
 
@@ -114,7 +114,7 @@ def test_an_absent_rank_is_named_before_the_timeout_of_the_group() -> None:
         assert "gather of" in reports[0], reports
 
 
-# Its life
+# Its lifetime
 
 
 def _lives(rank: int) -> None:
@@ -184,7 +184,7 @@ def test_there_is_none_on_the_cpu() -> None:
 
 
 def _in_time(rank: int) -> None:
-    """Nothing is kept that collectives have used, and the device is not asked."""
+    """Check that the watchdog keeps no tensor of a collective alive and does not query the device."""
     works: list[PendingCollective] = []
     with Device().installed():
         model = _on_device()

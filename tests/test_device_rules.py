@@ -35,7 +35,7 @@ def _clip(rank: int) -> None:
     with pytest.warns(UserWarning, match="offload_optimizer"):
         model = layerzero.shard_model(integer_net(), mesh=mesh_of(1), offload_optimizer=True)
     integer_loss(model, integer_batch(rank=rank)).backward()
-    # Gradients are in host memory; the device is another one.
+    # Gradients are in host memory, which is not the accelerator.
     object.__setattr__(get_state(model).mesh_info, "device", torch.device("meta"))
     object.__setattr__(get_state(model).ranks.mesh_info, "device", torch.device("meta"))
     devices: list[torch.device] = []
@@ -85,13 +85,13 @@ def _streams(rank: int) -> int:
     mesh = mesh_on(NAME, 2)
     with Device().installed() as device:
         before = len(device.streams)
-        # Groups of the simulated backend have streams of their own, from their first collective on.
+        # Groups of the simulated backend have their own streams from their first collective on.
         layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS, sync_module_states=False)
         return len(device.streams) - before
 
 
 def test_a_model_has_no_more_streams_than_communicators() -> None:
-    # The backend's own, since its groups are connected when the model is built; and one of ours for each of them.
+    # The backend's streams, since its groups connect when the model is built; and one of layerzero for each of them.
     assert run_ranks(_streams, world_size=4) == [3 + 3] * 4, "gathers, hop 1, the replica axis"
 
 
@@ -128,7 +128,7 @@ def test_one_hardware_queue_is_warned_of_in_the_flags_of_megatron(tensor: int, c
 
 
 class _Log:
-    """Streams whose events and waits are written down."""
+    """Streams whose events and waits are recorded."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -163,7 +163,7 @@ def test_memory_is_freed_on_the_stream_that_it_was_allocated_on(can_park: bool) 
         pool.free(storage)
         assert device.log == ["ahead waits for event on compute"]
         assert storage.nbytes() == 0
-        if can_park:  # parked first, and freed to make room for memory of another size
+        if can_park:  # parked first, then freed to make room for memory of another size
             pool.limit = 64
             device.now = "ahead"
             pool.allocate(storage, 64)
@@ -177,7 +177,7 @@ def test_memory_is_freed_on_the_stream_that_it_was_allocated_on(can_park: bool) 
 
 
 def _side_streams_after_a_failure(rank: int) -> None:
-    """A backward that raises leaves gradients that are still being added on the stream of their leaves."""
+    """Raise in a backward while gradients are still being added on the stream of their leaves."""
     register()
     mesh = mesh_on(NAME, 2)
     with Device().installed():

@@ -1,4 +1,4 @@
-"""How differences are measured; arithmetic alone."""
+"""Measures of differences between two runs; pure arithmetic."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ START = {"a": torch.zeros(2), "b": torch.zeros(2)}
 
 
 def row_of(plain: StepRecord, ours: StepRecord, start: dict[str, Tensor] | None = None) -> ParameterDifference:
-    """Of parameter "a"."""
+    """Return the row of parameter "a"."""
     comparison = Comparison(START if start is None else start, zero3_size=2, precision="float32", tolerance=1e-3)
     comparison.add(0, plain, ours)
     return next(row for row in comparison.rows() if row.name == "a")
 
 
 def snapshot(a: Tensor | None = ONE, *, weight: Tensor = ONE) -> StepRecord:
-    """Of parameters a, with gradient `a` and value `weight`, and b."""
+    """Return a record of the parameters a, with gradient `a` and value `weight`, and b."""
     return StepRecord({"a": a, "b": ONE}, {"a": weight, "b": ONE})
 
 
@@ -74,7 +74,7 @@ NORM = torch.tensor([1.0, 1.5, 1.0 + 2**-20])  # weights of a norm, near 1.0
 
 
 def norm_row(weight: Tensor, plain: Tensor = NORM) -> ParameterDifference:
-    """Of a norm's weights that training moved by about 2 ulps, where the tolerance is a hundredth of an ulp."""
+    """Return the row of a norm's weights that training moved by about 2 ulps; the tolerance is 0.01 ulp."""
     comparison = Comparison({"a": plain * (1 - 2 * ULP)}, zero3_size=2, precision="float32", tolerance=1e-7)
     tiny = StepRecord({"a": torch.full((3,), 1e-6)}, {"a": plain})
     comparison.add(0, tiny, StepRecord(tiny.gradients, {"a": weight}))

@@ -1,4 +1,4 @@
-"""Whether an optimizer can work on rows, or needs whole parameters, is found out; the user may know better."""
+"""Detection of optimizers that need full parameters; the user may override the result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Scaled(Optimizer):
-    """SGD whose rate is multiplied by what a subclass says; all its settings are attributes, as in many packages."""
+    """SGD whose update is multiplied by a factor of the subclass; all settings are attributes, as in many packages."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.1, **settings: Any) -> None:
         self.settings = {"seen": [], **settings}  # torch's __getstate__ drops it
@@ -45,7 +45,7 @@ class Scaled(Optimizer):
 
 
 class Signs(Scaled):
-    """As Lion: an element-wise optimizer with attributes of its own and a moment."""
+    """Element-wise optimizer with its own attributes and a moment, like Lion."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -56,7 +56,7 @@ class Signs(Scaled):
 
 
 class CentredRows(Scaled):
-    """Takes the mean out of each row of the gradient, as gradient centralisation does: rows are never cut."""
+    """Subtracts the mean of each row of the gradient (gradient centralization): rows are never cut."""
 
     def factor(self, parameter: Tensor) -> Any:
         return 1.0 if parameter.ndim < 2 else parameter.grad.mean(dim=tuple(range(1, parameter.ndim)), keepdim=True)
@@ -73,7 +73,7 @@ class OfKernels(Scaled):
 
 
 class ButSingleRows(Scaled):
-    """Mixes columns, and single rows are as they are."""
+    """Mixes columns, but leaves single rows unchanged."""
 
     def factor(self, parameter: Tensor) -> Any:
         return 1.0 if parameter.shape[0] <= 1 else parameter.grad.mean(0, keepdim=True)
@@ -94,7 +94,7 @@ class Clips(Scaled):
 
 
 class EstimatesRate(Scaled):
-    """As the D-adaptation family in its first steps: keeps a sum over all parameters that does not act yet."""
+    """Keeps a sum over all parameters that has no effect yet, like the first steps of D-adaptation."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -104,7 +104,7 @@ class EstimatesRate(Scaled):
 
 
 class KeepsNumber(Scaled):
-    """The same by parameter, in a tensor of one element."""
+    """Keeps the sum per parameter, in a tensor of one element."""
 
     def factor(self, parameter: Tensor) -> Any:
         self.state[parameter]["norm"] = parameter.grad.norm().view(1)
@@ -133,7 +133,7 @@ class WithClosure(Scaled):
 
 
 class Prodigy(Scaled):
-    """Only its name is known to be wrong."""
+    """Element-wise, but refused by its name."""
 
 
 class OfProdigy(Prodigy):
@@ -163,7 +163,7 @@ def test_an_optimizer_that_mixes_only_inside_a_parameter_needs_it_whole(kind: ty
 
 
 class CountsEverywhere(LayerwiseScaling):
-    """Its rate follows counts in the group, in an attribute and in a state of its own, as those of packages do."""
+    """The rate depends on counts in the group, in an attribute and in a state, as in some packages."""
 
     def __init__(self, params: Iterable[Any], rate: float = 1.0) -> None:
         self.count = 0
@@ -270,7 +270,7 @@ def test_the_users_word_is_not_asked_where_nothing_could_work() -> None:
 
 
 class Around(Scaled):
-    """An optimizer around an optimizer, as Lookahead."""
+    """Optimizer that wraps another one, like Lookahead."""
 
     def __init__(self, params: Iterable[Any]) -> None:
         params = list(params)
@@ -283,7 +283,7 @@ def test_trying_an_optimizer_out_leaves_everything_as_it_was() -> None:
     parameters = optimizer.param_groups[0]["params"]
     before, random = [p.detach().clone() for p in parameters], torch.get_rng_state()
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("the hooks are the user's"))
-    optimizer.step = lambda *_: pytest.fail("bound to the original")  # as schedulers do
+    optimizer.step = lambda *_: pytest.fail("bound to the original")  # like schedulers
     kinds_that_need_whole(optimizer, CPU)
     assert (optimizer.count, optimizer.settings["seen"]) == (0, []) and not optimizer.state
     assert torch.equal(optimizer.settings["table"]["of"][0], torch.ones(2))

@@ -1,4 +1,4 @@
-"""layerzero.EMA averages as torch's swa_utils does, and gives the weights back."""
+"""layerzero.EMA averages as torch's swa_utils does, and restores the weights."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_average_is_that_of_torch_in_one_process() -> None:
 
 
 def _swap(rank: int, zero3_size: int) -> None:
-    inputs, _ = integer_batch(samples=5)  # the same on all ranks: so must the outputs be
+    inputs, _ = integer_batch(samples=5)  # equal on all ranks, so the outputs must be, too
     for policy in (MixedPrecisionPolicy(), BF16):
         mesh = layerzero.init_mesh(zero3_size)
         (model, optimizer), undisturbed = shard(mesh, mp_policy=policy), shard(mesh, mp_policy=policy)
@@ -84,7 +84,7 @@ def _swap(rank: int, zero3_size: int) -> None:
                 functional_call(integer_net(), {n: p.to(dtype) for n, p in weights.items()}, inputs.to(dtype))
                 for weights in (averages, kept)
             )
-            with ema.swapped(), torch.no_grad():  # the refresh of the step above is still under way
+            with ema.swapped(), torch.no_grad():  # the refresh of this step is still in flight
                 assert torch.equal(model(inputs), expected), f"S={zero3_size} {dtype} step {step}"
                 assert not different(full_parameters(model), averages)
                 assert not different(whole(ema), averages), "the average can be saved inside"
@@ -113,7 +113,7 @@ def _leave_by_exception(rank: int) -> None:
     before, averages = full_parameters(model), whole(ema)
     with pytest.raises(ZeroDivisionError), ema.swapped():
         with torch.no_grad():
-            model.shift.add_(1.0)  # an edit inside is undone
+            model.shift.add_(1.0)  # a write inside is undone
         raise ZeroDivisionError
     assert not different(full_parameters(model), before)
     assert not different(whole(ema), averages)
@@ -212,7 +212,7 @@ def _load(rank: int, folder: str) -> None:
             fresh.load_state_dict(saved if source == "sharded" else saved | {"averages": averages})
         assert not (wrong := different(whole(fresh), averages)), f"{source}: {wrong}"
         assert fresh.n_averaged == 2
-    # Two updates later both are still the same: the number of updates decides what the first one does.
+    # After two updates both are still equal: the number of updates decides what the first one does.
     again = layerzero.EMA(model, decay=0.5)
     again.load_state_dict(saved)
     with torch.no_grad():

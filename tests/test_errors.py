@@ -1,4 +1,4 @@
-"""Bad input: every mistake gets an error that names the value and the way out."""
+"""Bad input: every mistake raises an error that names the value and the remedy."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tests.support.models import integer_net
 from tests.support.ranks import run_ranks
 
 WORLD = 4
-BAD = (TypeError, ValueError)  # where it is a matter of taste which one
+BAD = (TypeError, ValueError)  # where either is acceptable
 
 
 class Refusal(NamedTuple):
-    """What a call raised on a rank."""
+    """Exception of a call on one rank."""
 
     kinds: tuple[str, ...]  # names of the exception's class and of its bases
     message: str
 
 
 class Case(NamedTuple):
-    """A mistake, the classes its error may have, and patterns that its message must contain."""
+    """A mistake, the classes that its error may have, and patterns that its message must contain."""
 
     call: Callable[[], Any]
     kind: type[Exception] | tuple[type[Exception], ...]
@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 
 class Mixed(nn.Module):
-    """A net with something in it that cannot be sharded, or need not be."""
+    """A net with a part that cannot be sharded, or need not be."""
 
     def __init__(self, **parts: nn.Module | nn.Parameter | None) -> None:
         super().__init__()

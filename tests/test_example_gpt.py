@@ -1,4 +1,4 @@
-"""The example's model, data and cost formulas: no process group. The run itself is tested elsewhere."""
+"""The example's model, data and cost formulas, without a process group. Other tests run the example."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sampler(text: torch.Tensor, **changes: int) -> WindowSampler:
 
 
 def windows_of_step(source: WindowSampler, step: int) -> list[tuple[int, ...]]:
-    """The inputs of all ranks and micro-batches, in the order of the global counter."""
+    """Return the inputs of all ranks and micro-batches, in the order of the global counter."""
     return [
         tuple(row.tolist())
         for micro_batch in range(source.micro_batches)
@@ -242,8 +242,8 @@ def test_top_k_of_one_and_temperature_of_zero_take_the_likeliest_token(model: GP
 
 
 def test_costs_of_a_case_worked_by_hand() -> None:
-    # 80 parameters on 2 nodes of 2 ranks, bf16 compute, fp32 gradients, 3 micro-batches: a rank keeps 20
-    # elements of what is split over all and 40 of what is split over its node, and half of 40 leave the node.
+    # 80 parameters on 2 nodes of 2 ranks, bf16 compute, fp32 gradients, 3 micro-batches: a rank keeps 20 elements of
+    # what all ranks shard and 40 of what the ranks of a node shard; half of 40 leave the node.
     layerzero, fsdp, hsdp = scheme_costs(80, ranks=4, zero3_size=2, micro_batches=3)
     assert layerzero.state_bytes == 20 * 12 + 40 * 2 + 40 * 4
     assert fsdp.state_bytes == 20 * 16

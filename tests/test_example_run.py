@@ -1,4 +1,4 @@
-"""examples/train_gpt.py on real ranks: it learns, and a run that is stopped and started again is the same run."""
+"""examples/train_gpt.py on real ranks: the loss falls, and a stopped and restarted run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _log(rank: int, folder: str) -> None:
     argv = [*ARGS, "--steps", "2", "--device", "cpu", "--no-sample", "--logdir", folder]
     quiet = contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO())
     with quiet[0], quiet[1], warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of TensorBoard's
+        warnings.simplefilter("ignore")  # from TensorBoard
         train_gpt.main(argv)
 
 

@@ -1,4 +1,4 @@
-"""The examples that need torch alone, on real ranks: they learn."""
+"""The examples that need only torch, on real ranks: the loss falls."""
 
 from __future__ import annotations
 

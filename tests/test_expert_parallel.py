@@ -1,4 +1,4 @@
-"""Units on another mesh than the rest: experts, which are data-parallel over fewer ranks."""
+"""Units on a different mesh: experts, which are data-parallel over fewer ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXPERTS = 4
 
 
 class Exchange(torch.autograd.Function):
-    """An all-to-all of rows; of its gradient the other way round."""
+    """All-to-all of rows; the backward sends the gradient back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
@@ -46,7 +46,7 @@ class Exchange(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """This rank's experts, or the columns of them that a rank of `tp` has, in one tensor."""
+    """Experts of this rank, or the columns of them that a rank of `tp` has, in one tensor."""
 
     def __init__(self, weight: Tensor, tp: DeviceMesh | None = None) -> None:
         super().__init__()
@@ -70,13 +70,13 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token goes to the expert that a fixed router chooses, on whatever rank of `ep` it is."""
+    """Sends each token to the expert that a fixed router chooses, on any rank of `ep`."""
 
     def __init__(self, weight: Tensor, ep: DeviceMesh | None, *, skips: bool) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(5))
         self.experts = Experts(weight)
-        self.register_buffer("router", torch.tensor([[0, 0, 1, 1, 3]]).T)  # by the hot place of a token; none goes to 2
+        self.register_buffer("router", torch.tensor([[0, 0, 1, 1, 3]]).T)  # by one-hot index of a token; none go to 2
         self.ep = ep
         self.skips = skips
 
@@ -97,7 +97,7 @@ class MixtureOfExperts(nn.Module):
         if len(rows) or not self.skips:
             out = self.experts(rows, theirs)
         else:
-            out = rows.new_zeros(0, 6).requires_grad_()  # the exchange must be there in the backward of all
+            out = rows.new_zeros(0, 6).requires_grad_()  # the backward of all ranks must include the all-to-all
             out = out + rows.sum() * 0
         back = Exchange.apply(out, received, sent, group)
         return torch.zeros_like(back).index_add(0, order, back)
@@ -129,7 +129,7 @@ class Net(nn.Module):
 
 
 def meshes(ep: int, size: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """What experts are sharded over, `size` ranks sharing their weights, and the axis on which they differ."""
+    """Return the mesh over which experts are sharded, with `size` ranks per shared copy, and the ep mesh."""
     replicas = dist.get_world_size() // ep // size
     whole = init_device_mesh("cpu", (replicas, size, ep), mesh_dim_names=("edp_replicate", "edp_shard", "ep"))
     return whole["edp_replicate", "edp_shard"], whole["ep"]
@@ -152,7 +152,7 @@ def shard(ep: int, size: int, *, expert_size: int = 1, dtensor: bool = True, **s
 
 
 def mine(values: dict[str, Tensor], ep: int, rank: int) -> dict[str, Tensor]:
-    """What one process has of the experts that are plain tensors here."""
+    """Select from the values of one process those that this rank has; experts are plain tensors here."""
     return {n: v.chunk(ep)[rank % ep] if "experts" in n else v for n, v in values.items()}
 
 
@@ -190,7 +190,7 @@ CASES = [  # ep; S of the rest, S of the experts
     (4, 2, 1, {}),
     (4, 4, 1, {"accumulation": "full", "reshard_after_forward": False}),
     (4, 1, 1, {"dtensor": False, "units": (Experts,)}),
-    (2, 4, 2, {"reshard_after_forward": 2}),  # kept by two of four, and of the experts by both: they are freed
+    (2, 4, 2, {"reshard_after_forward": 2}),  # kept by two of four ranks, and experts by both of theirs: they are freed
 ]
 
 
@@ -204,7 +204,7 @@ def test_experts_on_a_mesh_of_their_own_train_as_one_process() -> None:
 
 
 class Late(torch.autograd.Function):
-    """Nothing, and a backward that comes late on some ranks."""
+    """Identity whose backward is late on some ranks."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, delays: list[float]) -> Tensor:
@@ -218,11 +218,11 @@ class Late(torch.autograd.Function):
 
 
 def _on_one_mesh(rank: int, skips: bool, seed: int) -> None:
-    """The model exchanges tokens in groups that are axes of the meshes of its units."""
+    """Send tokens in groups that are axes of the meshes of the units."""
     draw = random.Random(10 * seed + rank)
     whole = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_replicate", "expert_shard", "dp_shard"))
     own, ep, rest = whole["dp_replicate"], whole["dp_shard"], whole["dp_replicate", "dp_shard"]
-    if skips:  # weights that are gathered must be called by all who share them
+    if skips:  # all ranks that share gathered weights must call their unit
         own = whole["dp_replicate", "expert_shard"]
     model = layerzero.shard_model(
         Net(ep, skips=skips),
@@ -257,7 +257,7 @@ def _skips(rank: int) -> None:
 
 
 def _unused(rank: int) -> None:
-    """All tokens go to the first experts in one layer, to the last ones in the other."""
+    """Send all tokens to the first experts in one layer and to the last ones in the other."""
     batch = torch.eye(5)[:1].repeat(2, 1), torch.ones(2, 3)
     alone = Net()
     integer_loss(alone, batch).backward()
@@ -279,7 +279,7 @@ def test_experts_without_tokens_have_a_gradient_where_they_are_one_parameter_wit
 
 
 def test_ranks_whose_experts_got_no_tokens_keep_nobody_waiting() -> None:
-    """They do not call them: in other expert-parallel groups, other units are called, between exchanges of tokens."""
+    """In other expert-parallel groups other units are called, between all-to-alls of tokens."""
     run_ranks(_skips, world_size=4)
 
 
@@ -302,7 +302,7 @@ def _shown(rank: int) -> None:
     integer_loss(model, integer_batch(rank=rank)).backward()
     with pytest.raises(RuntimeError):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    # Plain experts train, but no state of the whole model could tell them apart.
+    # Plain experts train, but a full state dict could not tell them apart.
     model, optimizer = shard(2, 2, dtensor=False)
     for ask in (
         lambda: layerzero.full_state_dict(model),
@@ -312,7 +312,7 @@ def _shown(rank: int) -> None:
         with pytest.raises(ValueError) as error:
             ask()
         assert "'layers.0.experts.weight' (2 like it) is sharded over some ranks only" in str(error.value), error.value
-    # What differs between the ranks that share it is an error, as for all parameters.
+    # Values that differ between the ranks that share them are an error, as for all parameters.
     with torch.no_grad():
         model.layers[0].experts.weight.copy_(torch.full((2, 5, 6), float(rank % 2)))
         model(integer_batch(rank=rank)[0])
@@ -326,7 +326,7 @@ def test_users_see_all_experts() -> None:
 
 
 def _scaled(rank: int, experts_first: bool) -> None:
-    """An overflow in the experts of one ep rank only; with nothing for the experts of the other in `skips`."""
+    """Let the experts of one ep rank overflow."""
     for dtensor, expert_size in ((True, 2), (False, 1)):
         model, _ = shard(2, 2, expert_size=expert_size, dtensor=dtensor)
         own = sorted(model.named_parameters(), key=lambda entry: ("experts" in entry[0]) is not experts_first)
@@ -351,7 +351,7 @@ def test_a_scaler_skips_on_all_ranks() -> None:
 
 
 def _scaled_alone(rank: int) -> None:
-    """Ranks whose experts got no tokens would not be asked about the gradients of these experts."""
+    """Refuse an optimizer of experts only: ranks without tokens would not take part in its overflow check."""
     model, _ = shard(2, 2, dtensor=False)
     experts = [p for name, p in model.named_parameters() if "experts" in name]
     optimizer = layerzero.shard_optimizer(exact_sgd(experts), model)
@@ -414,7 +414,7 @@ def _refuses(rank: int) -> None:
     wrong = pairs["pair" if rank < 2 else "other"]
     refused("mesh is .* for some units on", lambda name, _: wrong if "experts" in name else rest, dtensor=False)
     refused("shape of the mesh of unit", lambda name, _: own if rank and "experts" in name else rest, dtensor=False)
-    # Nested calls: name the one that works.
+    # Nested calls: the message names the one that works.
     inner = Net(axis)
     layerzero.shard_model(inner.layers[0].experts, mesh=own)
     with pytest.raises(ValueError, match=r"mesh=callable"):
@@ -429,7 +429,7 @@ def test_meshes_that_do_not_fit_are_one_error_on_all_ranks() -> None:
 
 
 def _three_axes(rank: int) -> None:
-    """Experts on (ep, tp), the rest tensor parallel: data-parallel over four ranks, the experts over two of them."""
+    """Shard experts on (ep, tp), the rest tensor parallel: four data-parallel ranks, two of them for experts."""
     whole = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     ep, tp = whole["dp_shard"], whole["tp"]
     net = parallelize_module(Net(ep, dtensor=False), tp, {"head": ColwiseParallel(output_layouts=Replicate())})

@@ -1,4 +1,4 @@
-"""Which units a forward calls, and in what order: experts without tokens, random depth, ranks that differ."""
+"""Varying calls of units: experts without tokens, random depth, ranks that differ."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.ranks import run_ranks
 
 
 class Expert(nn.Module):
-    """A unit only where a test says so."""
+    """Expert that is a unit only in some tests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Expert(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each token goes to the one expert that a fixed router chooses; an expert without tokens is not called."""
+    """Sends each token to the expert that a fixed router chooses; an expert without tokens is not called."""
 
     UNIT = True
 
@@ -69,7 +69,7 @@ def _compare_mixture(rank: int, script: str) -> None:
     case = Case(_mixture, partial(run_script, script=script))
     for settings in MODES:
         compare(rank, script, case, **settings)
-    compare(rank, script, case, size=1, units={Block, Expert})  # nothing is gathered: experts may be units
+    compare(rank, script, case, size=1, units={Block, Expert})  # nothing is gathered, so experts may be units
     compare(rank, script, case, size=4)
 
 
@@ -105,7 +105,7 @@ def test_random_depth_with_one_seed_trains_like_one_process() -> None:
 
 
 def _count_order(rank: int, evaluates: bool) -> list[int]:
-    """How often the ranks compared their orders, per step of a pipeline."""
+    """Return how often the ranks compared their gather orders, per step of a pipeline."""
     model = shard(blocks(4))
     optimizer = layerzero.shard_optimizer(sgd(model), model)
     counts = []
@@ -137,7 +137,7 @@ def _message(call: Any) -> str:
 
 
 def _swap_on_one_rank(rank: int, odd: int, steps: int, order: tuple[int, ...]) -> str:
-    """The blocks have equal sizes: nothing but a comparison of names can notice."""
+    """Swap two blocks on one rank. They have equal sizes, so only a comparison of names detects it."""
     model = shard(blocks(3))
     for step in range(steps):
         one_pass(model, rank, step)
@@ -191,7 +191,7 @@ def test_an_exception_on_one_rank_ends_the_others_within_the_timeout() -> None:
 
 
 class Optional(nn.Module):
-    """A layer with a second weight that only some ranks use."""
+    """Layer with a second weight that only some ranks use."""
 
     UNIT = True
 
@@ -228,7 +228,7 @@ def test_a_rank_that_leaves_out_a_parameter_of_the_last_unit_keeps_nobody_waitin
 
 
 class Chosen(nn.Module):
-    """Two rows of parameters, of which a call says whether they are used; gradients are ones."""
+    """Two rows of parameters. Each call says whether they are used; gradients are ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ def _use_again_elsewhere(rank: int) -> None:
         model(True, True).backward()
         assert sorted(told) == ["pair.0", "pair.1", "root"]
         told.clear()
-        model(rank == 2, False).backward()  # this rank has a gradient of everything already, and uses less
+        model(rank == 2, False).backward()  # this rank already has a gradient of everything, and uses less
         assert sorted(told) == ["pair.0", "root"], f"{mode} S={zero3_size}: {told}"
         assert _gradients(model) == {"root": 2.0, "pair.0": 1.25, "pair.1": 1.0}
 

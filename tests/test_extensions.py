@@ -1,4 +1,4 @@
-"""Parameters of tensor subclasses that say themselves what is all-gathered: FSDP2's all-gather extension."""
+"""Parameters of tensor subclasses that define what is all-gathered: FSDP2's all-gather extension."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FP64 = torch.float64
 
 
 class Inner(torch.Tensor):
-    """Keeps its values in one plain tensor; operators see that one."""
+    """Tensor subclass that keeps its values in one plain tensor, which operators see."""
 
     values: Tensor
 
@@ -37,7 +37,7 @@ class Inner(torch.Tensor):
         return made
 
     def __init__(self, values: Tensor) -> None:
-        """All is in __new__."""
+        """Do nothing: __new__ does everything."""
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["values"], None
@@ -58,13 +58,13 @@ def rounded(values: Tensor) -> Tensor:
 
 
 def coded(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row in 8 bits, and its scale."""
+    """Return each row in 8 bits, and its scale."""
     scale = values.abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
     return torch.round(values / scale).to(torch.int8), scale
 
 
 class Rounded(Inner):
-    """Travels in bf16; modules compute with a plain tensor, of other memory than what has arrived."""
+    """Gathered in bf16; modules compute with a plain tensor in memory other than the gathered one."""
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
         return (self.values.bfloat16(),), None
@@ -79,7 +79,7 @@ class Rounded(Inner):
 
 
 class Coded(Inner):
-    """Travels as two tensors; modules compute with a tensor of another class, a :class:`Gathered`."""
+    """Gathered as two tensors; modules compute with another class, :class:`Gathered`."""
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: MixedPrecisionPolicy
@@ -105,7 +105,7 @@ class Coded(Inner):
 
 
 class Gathered(torch.Tensor):
-    """Integers and scales that present as floating point; knows no operators but those that FSDP2 calls."""
+    """Integers and scales that present as floating point; supports only the operators that FSDP2 calls."""
 
     numbers: Tensor
     scale: Tensor
@@ -117,7 +117,7 @@ class Gathered(torch.Tensor):
         return made
 
     def __init__(self, numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
-        """All is in __new__."""
+        """Do nothing: __new__ does everything."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,7 +130,7 @@ class Gathered(torch.Tensor):
 
 
 class Multiply(torch.autograd.Function):
-    """With what the weight is after it has travelled; one process computes that from the weight itself."""
+    """Multiply by the gathered weight; one process computes the same value from its weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, code: bool) -> Tensor:
@@ -154,7 +154,7 @@ class Multiply(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """A weight of a class beside plain parameters."""
+    """Layer with a weight of a subclass beside plain parameters."""
 
     UNIT = True
 
@@ -169,12 +169,12 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Calls one of its layers twice, and one in a checkpoint."""
+    """Net that calls one of its layers twice, and one in a checkpoint."""
 
     def __init__(self, kind: type[Inner]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(kind) for _ in range(3))
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=FP64))  # the root's, a single one
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=FP64))  # the root's only weight
         self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class Net(nn.Module):
 
 
 def wrap(model: nn.Module) -> nn.Module:
-    """Put the layers' weights into the class, as conversions of packages do."""
+    """Convert the layers' weights to the class, as packages do."""
     for module in model.modules():
         if isinstance(module, Layer):
             module.weight = nn.Parameter(module.kind(module.weight.detach()))
@@ -258,7 +258,7 @@ def _reported(rank: int) -> None:
             assert extended.gathers == (size > 1) and extended.shared is None
             if size > 1 and sharing == "off":
                 assert traffic.predicted["gather"] == traffic.bytes["gather"]
-            # In each forward and each backward of a layer: the two inputs, and the plain parameters where they travel.
+            # In each forward and backward of a layer: the two inputs, and the plain parameters in the gathered dtype.
             assert traffic.calls.get("gather", 0) == 12 * (0 if size == 1 else 3 if plain.gathers else 2)
 
 
@@ -267,7 +267,7 @@ def test_what_it_takes_and_sends_is_counted() -> None:
 
 
 def _in_modes(rank: int) -> None:
-    """Old graphs, edits, inference, and gathered parameters that stay."""
+    """Cover old graphs, writes, inference, and parameters that stay gathered."""
     for kind, settings in ((Coded, {}), (Rounded, {"reshard_after_forward": False})):
         model = shard(wrap(Net(kind)), **settings)
         optimizer = layerzero.shard_optimizer(sgd(model), model)
@@ -338,7 +338,7 @@ class OneHook(Inner):
 
 
 class Two(Rounded):
-    """Of two inner tensors."""
+    """Subclass with two inner tensors."""
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["values", "scale"], None
@@ -349,7 +349,7 @@ class Two(Rounded):
 
 
 class Odd(Rounded):
-    """Breaks the protocol in the way that it is told."""
+    """Violates the protocol in the way that `way` says."""
 
     way = ""
 

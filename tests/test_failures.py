@@ -1,4 +1,4 @@
-"""Exceptions in a step: the model goes on as if the step had never begun, or every rank gets an error."""
+"""Exceptions in a step: the model continues as if the step had never begun, or every rank raises."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks
 
 
 class Fuse(nn.Module):
-    """Passes its input through, and blows at the given call of this step: forward or recomputation."""
+    """Identity that raises at the given call of this step: forward or recomputation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Fused(nn.Module):
         self.fuse = fuse
 
     def forward(self, x: Tensor) -> Tensor:
-        # First: a recomputation may stop early, where it has all that it needs.
+        # First, since a recomputation may stop early when it has all tensors.
         return self.inner(self.fuse(x))
 
 
@@ -122,7 +122,7 @@ FAILURES: dict[str, tuple[Callable[[nn.Module, Fuse, int], None], bool | None]] 
 
 
 def _train(rank: int, fails: list[Any], reentrant: bool | None, settings: dict[str, Any], accumulated: int) -> Any:
-    """Three steps of two micro-batches; in the second and third, one of `fails` comes first, with some accumulated."""
+    """Train three steps of two micro-batches. In the second and third a failure of `fails` comes first."""
     model, fuse = _make(reentrant)
     shard(model, **settings)
     optimizer = layerzero.shard_optimizer(sgd(model), model)
@@ -144,7 +144,7 @@ def _train(rank: int, fails: list[Any], reentrant: bool | None, settings: dict[s
 
 
 def _fail_in_every_mode(rank: int, reentrant: bool | None) -> None:
-    """Two failures in a run, and in another mode the other way round."""
+    """Fail twice in a run; other modes swap the order."""
     names = [name for name, (_, kind) in FAILURES.items() if kind is reentrant]
     for index, settings in enumerate((*MODES, {"size": 4})):
         accumulated = index % 2
@@ -161,7 +161,7 @@ def test_after_a_failure_training_goes_on_with_the_bits_of_a_run_without(reentra
 
 
 def _interrupt(rank: int) -> None:
-    """Ctrl-C in a notebook: torch runs no hooks then, and the next cell goes on, with zero_grad or without."""
+    """Press Ctrl-C in a notebook: torch runs no hooks, and the next cell continues with or without zero_grad."""
     for place, forgets in itertools.product(("forward", "backward"), (True, False)):
         results = []
         for interrupts in (False, True):
@@ -227,7 +227,7 @@ def _fail_on_rank_2(rank: int, fail: Any, reentrant: bool | None) -> str:
         for step in range(1, 4):
             one_pass(model, rank, step)
     except LookupError:
-        raise  # this rank stops, as a training script would
+        raise  # this rank stops, as in a training script
     except RuntimeError as error:
         return str(error)
     return "nothing was raised"
@@ -235,7 +235,7 @@ def _fail_on_rank_2(rank: int, fail: Any, reentrant: bool | None) -> str:
 
 @pytest.mark.parametrize("name", ["in a forward", "in a backward", "in a recomputation, checkpoint"])
 def test_a_failure_on_one_rank_is_an_error_on_the_others_within_the_timeout(name: str) -> None:
-    """The pool kills all ranks 5 seconds after the first failure; a rank that hangs would be reported as missing."""
+    """Fail on one rank. The pool kills all ranks 5 seconds later and reports a hanging rank as missing."""
     with pytest.raises(AssertionError, match=r"(?s)rank 2.*blown") as caught:
         run_ranks(_fail_on_rank_2, *FAILURES[name], world_size=WORLD, pg_timeout=2)
     assert "had not returned" not in str(caught.value)

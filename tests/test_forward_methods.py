@@ -1,4 +1,4 @@
-"""Methods that compute with parameters as forward does, and forwards inside `layerzero.unsharded`."""
+"""Registered forward methods, and forwards inside `layerzero.unsharded`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.support.ranks import mesh_of, run_ranks, run_sharing
 
 
 class Coder(Block):
-    """A unit that is called by a method of its own, too."""
+    """Unit with a second method that computes with its parameters."""
 
     def code(self, x: Tensor, *, gain: float = 1.0) -> Tensor:
         return gain * torch.tanh(x @ self.linear.weight) + self.linear.bias
 
 
 class AutoEncoder(nn.Module):
-    """Trained through `encode` and `decode`, which read a parameter of the root; its forward calls both."""
+    """Trains through `encode` and `decode`, which read a parameter of the root; its forward calls both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def _refused(rank: int) -> None:
     layerzero.register_forward_method(model, "encode")
     assert model.encode is once and once.__name__ == "encode" and once.__doc__ == AutoEncoder.encode.__doc__
 
-    # One that fails leaves nothing gathered, and the model usable.
+    # A failing method leaves nothing gathered, and the model usable.
     alone = AutoEncoder()
     torch.manual_seed(0)
     for parameter in alone.parameters():
@@ -156,7 +156,7 @@ def _generated(rank: int) -> None:
     for count in (3, 5, 1):
         assert torch.equal(model.generate(prompt, count), alone.generate(prompt, count))
         assert layerzero.memory(model).measured["full_buffer"] == 0
-    # Training goes on between.
+    # Training continues in between.
     Speaker.loss(model, Speaker.batch(step=1, rank=rank)).backward()
     assert torch.equal(model.generate(prompt, 2), alone.generate(prompt, 2))
 
@@ -208,7 +208,7 @@ def _inside(rank: int) -> None:
                 assert torch.equal(model(x), alone(x))
                 assert torch.equal(model.encode(x), alone.encode(x))
                 assert torch.equal(model.encoder(x), alone.encoder(x))
-                if rank == 0:  # nothing is exchanged
+                if rank == 0:  # no collective runs
                     assert torch.equal(model(x + 1), alone(x + 1))
             with torch.inference_mode():
                 assert torch.equal(model(x), alone(x))

@@ -1,4 +1,4 @@
-"""The memory of a model goes with the last reference to it, without Python's garbage collector."""
+"""The memory of a model is freed with the last reference to it, without Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _train(net: Callable[[], nn.Module], rank: int, passes: Any, **settings: Any
 def _forget(rank: int) -> None:
     nested = Chain(Chain(Block(), Block()), Block())
     cases: list[tuple[str, Callable[[], nn.Module], Any, dict[str, Any]]] = [
-        ("first", blocks, one_pass, {}),  # torch imports something, and keeps the frames that it was asked from
+        ("first", blocks, one_pass, {}),  # torch imports a module and keeps the frames of the caller
         ("blocks", blocks, one_pass, {}),
         ("full", blocks, one_pass, {"accumulation": "full"}),
         ("in flight", blocks, IN_FLIGHT, {}),

@@ -1,4 +1,4 @@
-"""What scripts that are written for FSDP2 do, and the other files of tests do not: see `docs/fsdp2.md`."""
+"""FSDP2 usage patterns that no other test file covers: see `docs/fsdp2.md`."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def test_optimizers_step_in_the_backward() -> None:
     run_ranks(_in_backward, world_size=WORLD)
 
 
-# --- what goes in and comes out ---
+# --- inputs and outputs ---
 
 
 @dataclass
 class Activations:
-    """Two tensors, of which the model may use one, and something that is none."""
+    """Two tensors, one of which the model may ignore, and a non-tensor."""
 
     used: Tensor
     other: Tensor
@@ -77,7 +77,7 @@ class Joining(Block):
 
 
 class Structured(nn.Module):
-    """Nothing goes in."""
+    """Module without inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def test_units_are_called_one_by_one_without_their_model() -> None:
 
 
 class Skipping(TiedTransformer):
-    """Its head can be left to the loss, which calls it on one chunk of tokens after the other."""
+    """Model whose loss may call the head, on one chunk of tokens at a time."""
 
     def __init__(self, *, tied: bool) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def test_a_loss_calls_the_head_in_chunks_outside_of_the_model() -> None:
     run_ranks(_chunks_outside, world_size=WORLD)
 
 
-# --- by the names of FSDP2 ---
+# --- FSDP2's method names ---
 
 
 def _names(rank: int) -> None:
@@ -173,7 +173,7 @@ def _names(rank: int) -> None:
     model.set_requires_gradient_sync(True)
     model(batch(rank, 1)).sum().backward()
     model.scale.grad.clone()
-    # Names that are not there say so; why, and what to use instead, is in docs/fsdp2.md.
+    # Missing names raise; docs/fsdp2.md gives the reasons and alternatives.
     for name in ("set_is_last_backward", "set_unshard_in_backward", "set_all_reduce_hook", "set_custom_all_gather"):
         with pytest.raises(AttributeError, match=name):
             getattr(model, name)

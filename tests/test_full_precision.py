@@ -1,4 +1,4 @@
-"""`layerzero.full_precision`: evaluation with masters, gathered unit by unit, against one process in fp32."""
+"""`layerzero.full_precision`: evaluation with masters, gathered per unit, compared with one process in fp32."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """A root with parameters of its own, layers with buffers, and a transposed weight."""
+    """Root with its own parameters, layers with buffers, and a transposed weight."""
 
     def __init__(self, width: int = 24, layers: int = 4) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def _shard(model: nn.Module, **settings: Any) -> nn.Module:
 
 
 def _alone(model: nn.Module, like: Net) -> Net:
-    """One process in fp32 with a model's masters and buffers."""
+    """Run one process in fp32 with a model's masters and buffers."""
     alone = copy.deepcopy(like)
     alone.load_state_dict(layerzero.full_state_dict(model, rank0_only=False))
     return alone.eval()
@@ -125,9 +125,9 @@ def _count(rank: int) -> None:
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
             model = layerzero.shard_model(net, zero3_size=size, units=units, mp_policy=policy, prefetch=prefetch)
             unit, full = 4 * width * width, get_state(model).buffers.full
-            full.limit = 0  # park nothing, so that most_bytes counts what is gathered at once
+            full.limit = 0  # park nothing, so that most_bytes counts simultaneously gathered bytes
             with torch.no_grad(), layerzero.full_precision(model):
-                for _ in range(2):  # the order is learnt
+                for _ in range(2):  # the gather order is known
                     model(torch.zeros(1, width))
                 layerzero.traffic(model, reset=True)
                 full.most_bytes = 0
@@ -150,7 +150,7 @@ def test_units_are_gathered_one_by_one_and_counted(shared_memory: str | None) ->
 
 
 def _between(rank: int) -> None:
-    """A forward in full precision between a training forward and its backward, and buffers that a forward updates."""
+    """Run a full-precision forward between a training forward and its backward; a forward updates buffers."""
     torch.manual_seed(0)
     plain = Net()
     models = [_shard(copy.deepcopy(plain), zero3_size=2, reshard_after_forward=False) for _ in range(2)]
@@ -247,7 +247,7 @@ def _refuse(rank: int) -> None:
         with pytest.raises(RuntimeError, match="changed in place"):
             model(x)
         handle.remove()
-        model(x)  # with weights that are gathered again
+        model(x)  # with regathered weights
     ema = layerzero.EMA(model)
     ema.update()
     with ema.swapped(), layerzero.full_precision(model), torch.no_grad():
@@ -281,7 +281,7 @@ def test_a_rank_inside_gathered_refuses_it_on_all_ranks() -> None:
 def _disagree(rank: int) -> str:
     model = _shard(nn.ModuleList([_Failing(), _Failing()]), zero3_size=2, units={_Failing}, buffer_dtype=None)
     with torch.no_grad(), layerzero.full_precision(model), pytest.raises(RuntimeError) as caught:
-        for unit in model if rank < 2 else reversed(model):  # replicas differ, which is legal elsewhere
+        for unit in model if rank < 2 else reversed(model):  # replicas differ, which is allowed elsewhere
             unit(torch.ones(1, 4))
     return str(caught.value)
 

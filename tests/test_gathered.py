@@ -1,4 +1,4 @@
-"""`layerzero.gathered`: weights that are used outside of their unit's forward, as fused and chunked losses do."""
+"""`layerzero.gathered`: weights used outside their unit's forward, as in fused and chunked losses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORLD, VOCABULARY, WIDTH, STEPS, MICRO_BATCHES = 4, 5, 6, 2, 2
 
 
 class Net(nn.Module):
-    """A language model of integers, whose head is left to the loss; see [Note: Exact arithmetic] in models.py."""
+    """Language model of integers whose loss applies the head; see [Note: Exact arithmetic] in models.py."""
 
     def __init__(self, *, tied: bool) -> None:
         super().__init__()
@@ -45,19 +45,19 @@ class Net(nn.Module):
 
 
 def batch(step: int, micro_batch: int, rank: int) -> Batch:
-    """Tokens [2] and weights of the logits [2, VOCABULARY]."""
+    """Return tokens [2] and weights of the logits [2, VOCABULARY]."""
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro_batch + rank)
     weights = torch.randint(-1, 2, (2, VOCABULARY), generator=generator).float()
     return torch.randint(0, VOCABULARY, (2,), generator=generator), weights
 
 
 def loss_of(model: nn.Module, hidden: Tensor, weights: Tensor) -> Tensor:
-    """A loss of the logits, which the weight of the head gives in chunks of one sample."""
+    """Return a loss of the logits, computed from the head's weight in chunks of one sample."""
     chunks = zip(hidden.split(1), weights.split(1), strict=True)
     return 8 / len(hidden) * torch.stack([(F.linear(h, model.head.weight) * w).sum() for h, w in chunks]).sum()
 
 
-# --- ways to use a weight: each runs a forward and a backward of one micro-batch ---
+# --- ways to use a weight: each runs forward and backward of one micro-batch ---
 
 
 def inside(model: nn.Module, data: Batch) -> None:
@@ -80,7 +80,7 @@ def around_forward(model: nn.Module, data: Batch) -> None:
 
 
 def of_all(model: nn.Module, data: Batch) -> None:
-    """The forward runs between uses of a part of it, and of what the root holds."""
+    """Run the forward between two contexts, which use a part of the body and a parameter of the root."""
     with layerzero.gathered(model.body), layerzero.gathered(model):
         scale = model.body[0].weight.sum() + model.embedding.weight.sum()
     hidden = model(data[0])
@@ -90,7 +90,7 @@ def of_all(model: nn.Module, data: Batch) -> None:
 
 
 def beside_forward(model: nn.Module, data: Batch) -> None:
-    """The unit of the head is called, too: inside, where it may also be the root's, and outside."""
+    """Also call the head's unit inside the context, where it may also be the root's, and outside."""
     hidden, other = model(data[0]), data[1].flip(1)
     with layerzero.gathered(model.head):
         loss = loss_of(model, hidden, data[1]) + 8 / len(hidden) * (model.head(hidden) * other).sum()
@@ -118,7 +118,7 @@ def twice(model: nn.Module, data: Batch) -> None:
 
 
 def chunk_by_chunk(model: nn.Module, data: Batch) -> None:
-    """One backward for each chunk, and one of the model, which alone reduces."""
+    """Run one backward per chunk, and one of the model, which alone reduces."""
     hidden = model(data[0])
     leaf = hidden.detach().requires_grad_()
     with layerzero.gathered(model.head), silent(model):
@@ -128,7 +128,7 @@ def chunk_by_chunk(model: nn.Module, data: Batch) -> None:
 
 
 def recomputed(model: nn.Module, data: Batch, *, reentrant: bool) -> None:
-    """Each chunk of the loss is computed again in a backward that runs after the context."""
+    """Recompute each chunk of the loss in a backward after the context."""
 
     def chunk(h: Tensor, w: Tensor) -> Tensor:
         return (F.linear(h, model.head.weight) * w).sum()
@@ -141,7 +141,7 @@ def recomputed(model: nn.Module, data: Batch, *, reentrant: bool) -> None:
 
 
 def recomputed_around(model: nn.Module, data: Batch) -> None:
-    """The context itself is entered again in the backward."""
+    """Enter the context again in the backward."""
 
     def loss(hidden: Tensor) -> Tensor:
         with layerzero.gathered(model.head):
@@ -151,7 +151,7 @@ def recomputed_around(model: nn.Module, data: Batch) -> None:
 
 
 def unequal(model: nn.Module, data: Batch) -> None:
-    """Some samples have no use for the head; the backward inside the context needs no gather of it."""
+    """Use the head for some samples only; the backward inside the context needs no gather of it."""
     hidden = model(data[0])
     with layerzero.gathered(model.head):
         used = data[1][:, 0] > 0
@@ -235,7 +235,7 @@ def test_gradients_and_weights_are_those_of_one_process(way: str, shared_memory:
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in ("inside", "after")])
 def test_so_they_are_in_each_way_to_use_a_weight(way: str) -> None:
-    """Half of the settings for one way, half of them for the next."""
+    """Run half of the settings for one way and half for the next."""
     run_ranks(_several_settings, way, list(WAYS).index(way) % 2, 2, world_size=WORLD)
 
 
@@ -248,7 +248,7 @@ def test_a_recomputed_loss_reads_shared_weights() -> None:
     run_sharing(_recomputed_shared, world_size=WORLD)
 
 
-# --- what is there, and when ---
+# --- gathered memory over time ---
 
 
 def _gathers(model: nn.Module, use: Callable[[nn.Module, Batch], None], rank: int) -> int:
@@ -258,7 +258,7 @@ def _gathers(model: nn.Module, use: Callable[[nn.Module, Batch], None], rank: in
 
 
 def _counted(rank: int) -> None:
-    """The body and the root are gathered for the forward and for the backward; the head once, or twice."""
+    """Count gathers: body and root for the forward and for the backward, the head once or twice."""
     for settings, expected in (({}, (5, 6)), ({"reshard_after_forward": False}, (3, 3))):
         model = sharded(Net(tied=False), units=["body", "head"], **settings)
         assert (_gathers(model, inside, rank), _gathers(model, after, rank)) == expected, settings
@@ -266,7 +266,7 @@ def _counted(rank: int) -> None:
 
 
 def _freed_in_the_backward(rank: int) -> None:
-    """The head is gone when the backward has reached the model; without gradients, when the context is left."""
+    """Free the head when the backward reaches the model or, without gradients, when the context ends."""
     model = sharded(Net(tied=False))
     tokens, weights = batch(0, 0, rank)
     seen: list[int] = []
@@ -348,7 +348,7 @@ def test_all_ranks_launch_in_one_order(tmp_path: Any) -> None:
 
 
 def _in_bf16(rank: int) -> None:
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch.compile looks
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch.compile inspects it
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = sharded(Net(tied=False), mp_policy=policy)
     hidden = model(batch(0, 0, rank)[0])
@@ -368,7 +368,7 @@ def test_weights_are_in_the_compute_dtype_and_a_compiled_loss_takes_them() -> No
     run_ranks(_in_bf16, world_size=WORLD)
 
 
-# --- what is refused, and failures ---
+# --- refusals and failures ---
 
 
 def _refused(rank: int) -> None:
@@ -420,7 +420,7 @@ def _refused(rank: int) -> None:
         layerzero.gathered(sharded(nn.Sequential(nn.ModuleList([nn.Linear(2, 2)])), units=["0.0"])[0]).__enter__()
     with pytest.raises(TypeError, match="got RowShardedTensor"):
         layerzero.gathered(model.head.weight).__enter__()
-    with layerzero.unsharded(model), torch.no_grad(), layerzero.gathered(model.head):  # whole already
+    with layerzero.unsharded(model), torch.no_grad(), layerzero.gathered(model.head):  # already full
         expected = loss_of(model, model(data[0]), data[1])
     with torch.no_grad(), layerzero.gathered(model.head):
         assert torch.equal(loss_of(model, model(data[0]), data[1]), expected)

@@ -1,4 +1,4 @@
-"""A run goes on from the last checkpoint that can be loaded, and what is good is not lost to what is not."""
+"""A run resumes from the last loadable checkpoint, and bad checkpoints never replace good ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _flip(path: Path, at: int) -> None:
 
 
 def _shown(folder: str) -> list[str]:
-    """On all ranks, when the first one has tidied up."""
+    """Return the visible folders on all ranks, after the first rank has cleaned up."""
     dist.barrier()
     return sorted(path.name for path in Path(folder).iterdir() if not path.name.startswith("."))
 
@@ -53,11 +53,11 @@ def _states_saved(folder: str, steps: int):
 def _damaged_in_every_way(rank: int, folder: str) -> None:
     _, _, states = _states_saved(folder, 6)
     if rank == 0:
-        _flip(Path(folder, "step-5", DATA), -1)  # noticed by the ranks that read it alone
+        _flip(Path(folder, "step-5", DATA), -1)  # detected by the ranks that read it only
         _flip(Path(folder, "step-4", "contents.json"), 40)
         Path(folder, "step-3", "manifest.json").unlink()
         (Path(folder, "step-2") / DATA).write_bytes(b"short")
-        Path(folder, "logs").mkdir()  # somebody else's: stays
+        Path(folder, "logs").mkdir()  # from another program: stays
         Path(folder, "logs", "events").write_text("...")
     dist.barrier()
     again, its_optimizer = sharded_net(4, seed=1)
@@ -115,7 +115,7 @@ def test_where_nothing_can_be_loaded_nothing_is_renamed(tmp_path: Path) -> None:
 
 
 def _halfway(rank: int, folder: str) -> None:
-    """A disk that gives the right bytes the first time and not the second, on one rank."""
+    """Simulate a disk of one rank that returns the right bytes the first time and not the second."""
     model, optimizer, states = _states_saved(folder, 2)
     again = layerzero.checkpoint.safetensors_reader.CheckpointFiles.read_again
 
@@ -232,7 +232,7 @@ def test_what_was_written_is_read_back_before_keep_last_deletes_anything(tmp_pat
 
 
 def _spoil(model: torch.nn.Module, rank: int, value: float) -> None:
-    """One number of one rank's rows."""
+    """Set one number in the rows of one rank."""
     rows = dict(model.named_parameters())["first.weight"].detach().to_local()
     if rank == 1:
         rows.view(-1)[0] = value
@@ -362,7 +362,7 @@ def test_a_broken_checkpoint_with_a_strange_file_in_it_is_not_taken_for_none(tmp
 
 
 def _of_two_minds(rank: int, folder: str) -> None:
-    """One rank cannot read what another finds damaged."""
+    """Let one rank be unable to read what another one finds damaged."""
     model, optimizer, states = _states_saved(folder, 2)
     opened = loading.CheckpointFiles
 

@@ -1,4 +1,4 @@
-"""The final gradient rests in the accumulator, and never meets what comes after it; see device/gradient_storage.py."""
+"""The final gradient stays in the accumulator, apart from later contributions; see device/gradient_storage.py."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.support.models import (
 )
 from tests.support.ranks import BOTH, mesh_of, run_ranks
 
-# Backwards outside (r) and inside (u) no_sync, and steps (s); gradients are forgotten by z (to None), k (to zeros) and
-# d (one parameter of a handle), and written by hand by w; f freezes or unfreezes a unit; e is a forward without a
-# backward; x is a backward that fails, and z.
+# Backwards outside (r) and inside (u) no_sync, and steps (s). Gradients are dropped by z (to None), k (to zeros) and
+# d (one parameter of a handle), and written by w. f freezes or unfreezes a unit, e is a forward without a
+# backward, x is a failing backward followed by z.
 ODD_ORDERS = (
     *("rr", "rrr", "rur", "ruur", "urur", "ruru", "rsr", "rsur", "rurs"),
     *("rzr", "rkr", "ruzr", "rukr", "ukur", "rkur", "rkk"),
@@ -38,7 +38,7 @@ ODD_ORDERS = (
 
 
 def _fail(model: nn.Module, rank: int, index: int) -> None:
-    """A backward that raises in its last unit, after the others have been reduced inside the node."""
+    """Raise in the last unit of a backward, after the others were reduced inside the ZeRO-3 group."""
     handle = model.first.weight.register_hook(_raise)
     with pytest.raises(LookupError):
         backward(model, rank, index, inside_no_sync=False)
@@ -124,7 +124,7 @@ def _usual_loop(rank: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         backward(model, rank, 0, inside_no_sync=False)
-        with pytest.raises(AssertionError, match="nobody wants"):  # the test would notice
+        with pytest.raises(AssertionError, match="nobody wants"):  # the test would detect it
             backward(model, rank, 1, inside_no_sync=False)
 
 

@@ -1,4 +1,4 @@
-"""Gradients that people write themselves, and graphs through parameters that are sharded at the moment."""
+"""User-written gradients, and graphs through parameters while they are sharded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.ranks import run_ranks
 
 
 def _decay(model: nn.Module) -> None:
-    """Weight decay by hand: the gradient of a penalty, added where there is a gradient and put where there is none."""
+    """Add the gradient of a penalty to existing gradients, or set it where there is none."""
     for parameter in model.parameters():
         pull = parameter.detach() * 0.25
         if parameter.grad is None:
@@ -52,11 +52,11 @@ def _replace(model: nn.Module) -> None:
 
 
 def _write(rank: int) -> None:
-    """r: a backward outside no_sync; d, x: gradients changed by hand; s: a step. Of the sum over ranks' gradients."""
+    """Change gradients by hand. r: a backward outside no_sync; d, x: changes; s: a step on the sum over ranks."""
     for settings in (*MODES[:2], {"size": 1}, {"size": 4}):
         for script in ("drd", "rdr", "rxr", "d", "drsrd", "rsdr"):
             torch.manual_seed(0)
-            alone = blocks(3, order=(0, 2))  # one unit is never used: its gradient is what is written, or none
+            alone = blocks(3, order=(0, 2))  # one unit is never used: its gradient is the written one, or None
             model = shard(copy.deepcopy(alone), **settings)
             optimizers = layerzero.shard_optimizer(sgd(model), model), sgd(alone)
             for step, action in enumerate(script):
@@ -86,7 +86,7 @@ def test_gradients_written_by_hand_count_like_those_of_a_backward() -> None:
 
 
 def _penalise(rank: int) -> None:
-    """A penalty in the loss, on this rank's rows: each row counts once, on the rank that holds it."""
+    """Add a penalty on this rank's rows to the loss; each row counts once."""
     for settings in (*MODES, {"size": 1}, {"size": 4}):
         for inside_no_sync in (False, True):
             torch.manual_seed(0)
@@ -112,7 +112,7 @@ def test_a_penalty_on_local_rows_is_a_part_of_the_loss() -> None:
 
 
 class _Scaled(nn.Module):
-    """Five rows, which ranks cut unevenly, and a number."""
+    """Five rows, which are sharded unevenly, and a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def _penalise_sharded(rank: int) -> None:
                     loss + 0.1 * number
                 with pytest.raises(RuntimeError, match=weight):
                     loss += number
-            assert torch.equal(number.detach().full_tensor(), before.detach().full_tensor()), name  # for a log
+            assert torch.equal(number.detach().full_tensor(), before.detach().full_tensor()), name  # for logging
             with torch.no_grad():
                 loss + number  # to print it
         with pytest.raises(RuntimeError, match=explained.format("scale")):
@@ -198,7 +198,7 @@ def test_one_process_may_do_as_it_likes() -> None:
 
 
 def _penalise_while_accumulating(rank: int) -> None:
-    """Autograd gives a penalty's gradient to ``.grad`` in the midst of a backward, after others have come."""
+    """Add a penalty whose gradient autograd writes to ``.grad`` during a backward, after other gradients."""
     for settings in (*MODES[:2], {"size": 1}, {"size": 4}):
         for pattern in ("uur", "rur", "rr"):  # u: inside no_sync
             torch.manual_seed(0)
@@ -219,7 +219,7 @@ def test_a_penalty_in_every_micro_batch() -> None:
 
 
 def _penalise_alone(model: nn.Module) -> None:
-    """A backward through no unit, of which the engine is told nothing."""
+    """Run a backward through no unit, which the engine does not see."""
     sum((p.to_local() if isinstance(p, DTensor) else p).square().sum() * 0.1 for p in model.parameters()).backward()
 
 
@@ -233,7 +233,7 @@ def _set(model: nn.Module) -> None:
         parameter.grad = torch.ones_like(parameter)
 
 
-# What asks for .grad first after a backward, on the model and, as often as there are ranks or once, on one process.
+# First reader of .grad after a backward, on the model and, once or once per rank, in one process.
 ASKS: dict[str, tuple[Callable[[nn.Module], object], int]] = {
     "nothing, but the optimizer": (lambda model: None, 1),
     "a read": (lambda model: [p.grad for p in model.parameters()], 1),
@@ -244,7 +244,7 @@ ASKS: dict[str, tuple[Callable[[nn.Module], object], int]] = {
     "torch's norm": (lambda model: nn.utils.clip_grad_norm_(model.parameters(), float("inf")), 1),
     "a penalty alone": (_penalise_alone, WORLD),
 }
-ORDERS = [(0, 2), (0, 2), (0, 1), (0, 1)]  # no rank uses all, and no rank uses the last unit
+ORDERS = [(0, 2), (0, 2), (0, 1), (0, 1)]  # no rank uses all units, and no rank uses the last one
 
 
 def _pass(model: nn.Module, rank: int, step: int) -> None:
@@ -258,7 +258,7 @@ def _pass_alone(alone: nn.Module, step: int) -> None:
 
 
 def _ask_late(rank: int, settings: Sequence[dict[str, Any]]) -> None:
-    warnings.filterwarnings("ignore", "offload_", UserWarning)  # what it is good for on a CPU
+    warnings.filterwarnings("ignore", "offload_", UserWarning)  # its purpose on a CPU
     for each in settings:
         for name, (ask, times) in ASKS.items():
             torch.manual_seed(0)
@@ -271,7 +271,7 @@ def _ask_late(rank: int, settings: Sequence[dict[str, Any]]) -> None:
                     _pass_alone(alone, 10 * step + number)
                 with plain_access():
                     known = any(p.grad is not None for p in model.parameters())
-                # The first backward agrees on more, and waits; before the last one there were some.
+                # The first backward has more agreements, and waits; before the last one there were some.
                 assert known is (step != 1), (each, name, step)
                 if step > 0:
                     ask(model)
@@ -301,7 +301,7 @@ def test_gradients_of_which_others_have_to_tell_are_there_when_they_are_asked_fo
 
 
 def _late(rank: int) -> tuple[nn.Module, nn.Module]:
-    """A model after a second backward, which nobody has asked for its result, and one process."""
+    """Return a model after a second backward whose result is unread, and the one-process model."""
     torch.manual_seed(0)
     alone = blocks(4)
     model = shard(copy.deepcopy(alone))
@@ -315,13 +315,13 @@ def _late(rank: int) -> tuple[nn.Module, nn.Module]:
 
 
 def _interrupt(rank: int) -> None:
-    """In the midst of being told, at one place after the other."""
+    """Interrupt the publication of gradients at each place in turn."""
     for publications in range(6):
         _interrupt_after(publications, rank)
 
 
 def _interrupt_after(publications: int, rank: int) -> None:
-    """0: after what was told was taken; else after so many handles have got their gradients; 5: that is all."""
+    """Interrupt after `publications` handles have published gradients; 0: after the agreement; 5: after all."""
     publish, take = GradAttribute.publish, GradientReducer._take_agreed
     model, alone = _late(rank)
     left = [publications]
@@ -375,7 +375,7 @@ def _drop(rank: int) -> None:
 
 
 def _freeze_late(rank: int) -> None:
-    """Freezing waits at the next forward; what had come is as it was."""
+    """Freeze a unit; it takes effect at the next forward, and present gradients stay."""
     model, alone = _late(rank)
     for net in (model, alone):
         net.units[1].requires_grad_(False)
@@ -408,7 +408,7 @@ def _hold(rank: int) -> None:
             model.order = (0, 2) if rank < 2 else (0, 1)
             with layerzero.no_sync(model) if step == 1 else nullcontext():
                 one_pass(model, rank, step)
-        seen = {name: gradient.full_tensor() for name, gradient in held.items()}  # nobody has asked the parameters
+        seen = {name: gradient.full_tensor() for name, gradient in held.items()}  # the parameters have not been read
         assert seen and all(torch.equal(seen[n], model.get_parameter(n).grad.full_tensor()) for n in seen), settings
 
 

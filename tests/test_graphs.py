@@ -1,4 +1,4 @@
-"""Graphs of every shape that a step can have, each against one-process PyTorch (invariants 4 to 7, D = 4, S = 2)."""
+"""Every shape of autograd graph in a step, compared with one-process PyTorch (invariants 4 to 7, D = 4, S = 2)."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Odd(nn.Module):
 
 
 class Through(nn.Module):
-    """A root whose own weight lies between a nested unit and the loss, and carries gradients that it does not get.
+    """Root whose own weight lies between a nested unit and the loss, and passes on gradients that it does not get.
 
     The weight gets a gradient of its own early, or none.
     """
@@ -96,7 +96,7 @@ class Through(nn.Module):
 
 
 class Recomputing(nn.Module):
-    """A root that recomputes parts of its own, which are no units, one after the other."""
+    """Root that recomputes parts of itself that are not units, one after the other."""
 
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ Parts = namedtuple("Parts", "hidden extra")
 
 
 class Plain:
-    """A class that nobody has told anybody about."""
+    """Class that is not registered as a pytree."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.inner = {"hidden": hidden}
@@ -128,7 +128,7 @@ class Plain:
 
 
 class Wrapping(nn.Module):
-    """A unit that returns its outputs in a container, and a root that does so too."""
+    """Unit that returns its outputs in a container; so does the root."""
 
     def __init__(self, wrap: Callable[..., Any], unwrap: Callable[[Any], list[Tensor]], *, root: bool = True) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ CONTAINERS: dict[str, tuple[Callable[..., Any], Callable[[Any], list[Tensor]]]] 
 
 
 def _choose(model: nn.Module, rank: int, step: int, *, used: Callable[[int, int], bool]) -> None:
-    """Whether the first half of the second unit is used, depends on rank and step."""
+    """Run a pass in which rank and step decide whether the first half of the second unit is used."""
     model.units[1].order = (0, 1) if used(rank, step) else (1,)
     one_pass(model, rank, step)
 
@@ -225,7 +225,7 @@ CASES: dict[str, Case] = {
 }
 
 
-# Where ranks share memory nothing is gathered, ahead or again, and a unit that stays costs nothing.
+# In shared memory nothing is gathered, ahead or again, and a unit that stays costs nothing.
 SHARED: tuple[dict[str, Any], ...] = (
     {"accumulation": "sharded"},
     {"accumulation": "full", "prefetch": 0, "reshard_after_forward": False},
@@ -241,11 +241,11 @@ def test_graph_has_the_gradients_of_one_process(name: str) -> None:
     run_ranks(_compare_modes, name, world_size=WORLD, pg_timeout=20, shared_memory=None)
 
 
-# --- the same bits, whatever happens between the steps ---
+# --- the same bits with any calls between the steps ---
 
 
 def _train(rank: int, make: Callable[[], nn.Module] = blocks, disturb: Sequence[Any] = (), **settings: Any) -> Any:
-    """Train for 3 steps, `disturb` before each; the parameters, and the number of gathers in the last step."""
+    """Train for 3 steps with `disturb` before each; return the parameters and the gathers of the last step."""
     torch.manual_seed(0)
     model = shard(make(), **settings)
     optimizer = layerzero.shard_optimizer(sgd(model), model)
@@ -328,7 +328,7 @@ def test_gathers_are_few_however_units_are_given_and_recomputation_adds_none() -
 
 
 def _count_gathered_units(rank: int) -> None:
-    """In the backward, no more than the root, the unit that ends, the one that begins, and those ahead."""
+    """Assert that a backward holds only the root, the unit that ends, the one that begins, and prefetched ones."""
     for reentrant, prefetch in itertools.product((None, True, False), (0, 1)):
         model = shard(blocks(6, reentrant=reentrant), prefetch=prefetch)
         gathered: list[int] = []
@@ -353,11 +353,11 @@ def test_a_backward_holds_few_units_also_under_checkpoints() -> None:
     run_ranks(_count_gathered_units, world_size=WORLD, shared_memory="off")
 
 
-# --- several models, and their end ---
+# --- several models, and their release ---
 
 
 def _play(models: list[nn.Module], ranks: list[int], place: int, step: int) -> None:
-    """The backward of the discriminator (place 1), or of the generator (0)."""
+    """Run the backward of the discriminator (place 1) or of the generator (0)."""
     generator, discriminator = models
     for rank in ranks:
         made = generator(batch(rank, step))
@@ -403,7 +403,7 @@ def _train_and_forget(rank: int) -> None:
         optimizer.zero_grad()
         if step in (16, 49):
             counts.append(_live_tensors())
-    # Timing decides which scratch buffers a sum has met, whose parts it knows; a leak is a tensor a step at least.
+    # Timing decides which scratch buffers were used; a leak would be at least one tensor per step.
     assert counts[1] - counts[0] < 49 - 16, counts
     dead = [weakref.ref(thing) for thing in (model, optimizer, model.units[0], *model.parameters())]
     del model, optimizer
@@ -416,12 +416,12 @@ def _train_and_forget(rank: int) -> None:
 
 
 def test_nothing_grows_over_steps_and_a_deleted_model_is_freed() -> None:
-    # In shared memory, how many buffers wait for others to read them is a matter of timing.
+    # In shared memory, timing decides how many buffers wait for readers.
     run_ranks(_train_and_forget, world_size=WORLD, shared_memory="off")
 
 
 def _one_backward(rank: int) -> None:
-    """Two models on one mesh, whose reductions end in another order on each rank."""
+    """Train two models on one mesh; their reductions end in a different order on each rank."""
     draw = random.Random(rank)
     mesh = layerzero.init_mesh(2)
     seeds = (0, 1)
@@ -460,7 +460,7 @@ def test_two_models_of_one_mesh_may_share_a_backward() -> None:
 
 
 def _follow(rank: int) -> None:
-    """What a call whose output nobody uses leaves to the others."""
+    """Check that a call with an unused output drops out of the chain of calls."""
     model = layerzero.shard_model(integer_net(), zero3_size=1, units=IntegerNet.UNITS)
     root, first, second, head = get_state(model).units
     for dead in range(4):

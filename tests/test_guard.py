@@ -1,4 +1,4 @@
-"""Gradients that are not finite are not stepped, on any rank, and whose they were is said."""
+"""A step with NaN or Inf gradients is skipped on all ranks, and the message names the ranks and parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _halves(model: nn.Module) -> list[list[Tensor]]:
 
 
 def _pass(model: nn.Module, rank: int, step: int, *, spoil: dict[int, float], where: str = "second") -> None:
-    """A backward; on the ranks of `spoil`, the gradient of one unit's bias has a bad number in it."""
+    """Run a backward; the ranks of `spoil` get a bad number in the gradient of one unit's bias."""
     inputs, targets = integer_batch(step=step, rank=rank)
     value = spoil.get(rank)
     unit = model.get_submodule(where)
@@ -75,7 +75,7 @@ def _skips_and_goes_on(rank: int, size: int, settings: dict[str, Any]) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert (not different(full_parameters(model), before)) == (value is not None)
-        if value is None:  # a run that never saw the others
+        if value is None:  # a run without the other batches
             _pass(plain, rank, step, spoil={})
             for optimizer in theirs:
                 optimizer.step()
@@ -120,7 +120,7 @@ def _refused(rank: int) -> None:
     guard = layerzero.guard_steps(model, *optimizers, nonfinite="raise")
     with pytest.raises(ValueError, match="guarded already"):
         layerzero.guard_steps(model, optimizers[0])
-    _pass(model, rank, 0, spoil=dict.fromkeys(range(4), 1.6e38))  # of two samples: finite on each rank
+    _pass(model, rank, 0, spoil=dict.fromkeys(range(4), 1.6e38))  # two samples: finite on each rank
     assert guard.in_a_row == 0
     with pytest.raises(
         layerzero.NonFiniteGradients, match=r"'second.bias'.* own gradient is finite: their sum overflow"
@@ -129,7 +129,7 @@ def _refused(rank: int) -> None:
     for optimizer in optimizers:
         optimizer.zero_grad()
     with layerzero.no_sync(model):
-        _pass(model, rank, 1, spoil={3: math.nan}, where="head")  # told at the step that reduces it
+        _pass(model, rank, 1, spoil={3: math.nan}, where="head")  # reported at the step that reduces it
     with pytest.raises(layerzero.NonFiniteGradients, match=r"rank 3: .*'head"):
         optimizers[0].step()
     with pytest.raises(ValueError, match="another model"):
@@ -145,7 +145,7 @@ def test_raise_names_the_rank_or_says_that_the_sum_overflowed() -> None:
 
 
 def _scaled(rank: int) -> None:
-    """A scaler that skips for itself leaves no blame for the next step."""
+    """Let a scaler skip a step; the next step must not blame its rank."""
     model, (first, second) = _net(2)
     guard = layerzero.guard_steps(model, first, second)
     _pass(model, rank, 0, spoil={1: math.inf}, where="first")
@@ -162,7 +162,7 @@ def test_nobody_is_blamed_for_an_earlier_step() -> None:
 
 
 def _evaluates(rank: int) -> None:
-    """No rank uses all parameters, and which others have used is not known before the evaluation."""
+    """Evaluate before the step. No rank uses all parameters, so the used parameters are not known yet."""
     model = shard(blocks(3))
     optimizer = layerzero.shard_optimizer(sgd(model), model)
     guard = layerzero.guard_steps(model, optimizer)
@@ -208,7 +208,7 @@ def test_every_number_that_is_not_finite_is_found_and_no_other() -> None:
 
 
 def _one_half_is_bad(rank: int) -> None:
-    """Only the first optimizer's gradients, which are gone when the other one asks."""
+    """Spoil only gradients of the first optimizer, which are gone when the second one checks."""
     model, optimizers = _net(2)
     guard = layerzero.guard_steps(model, *optimizers, skips=9)
     for turn, order in enumerate(((0, 1), (1, 0), (0, 1))):
@@ -231,7 +231,7 @@ def _one_half_is_bad(rank: int) -> None:
     optimizers[0].step()
     for optimizer in optimizers:
         optimizer.zero_grad()
-    _pass(model, rank, 5, spoil={})  # optimizers that take turns, a batch each
+    _pass(model, rank, 5, spoil={})  # optimizers that alternate by batch
     before = full_parameters(model)
     optimizers[1].step()
     assert different(full_parameters(model), before)

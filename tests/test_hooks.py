@@ -1,4 +1,4 @@
-"""Hooks and autograd functions of users: they fire as in one process, and see what they would see there."""
+"""User hooks and autograd functions: they fire as in one process, and see the same values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.ranks import run_ranks
 
 
 class _Product(torch.autograd.Function):
-    """``x @ w``, keeping a view of the weight in `keep`'s way."""
+    """``x @ w``; `keep` says how a view of the weight is kept for the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, keep: str) -> Tensor:
@@ -86,7 +86,7 @@ Log = Counter[str]
 
 
 def _log_modules(model: nn.Module, log: Log) -> None:
-    """Every kind of module hook on a unit, on a module inside one, and on the root; some change what passes."""
+    """Log every kind of module hook on a unit, on a module inside one, and on the root; some change values."""
 
     def note(name: str, kind: str, result: Any = None) -> Any:
         def hook(module: nn.Module, *args: Any) -> Any:
@@ -150,7 +150,7 @@ def test_module_and_tensor_hooks_fire_as_in_one_process(when: str, attach: Calla
 
 
 def _mask_rows(model: nn.Module, log: Log) -> list[RemovableHandle]:
-    """Hooks that zero and scale parts of whole gradients, as people do to embeddings."""
+    """Register hooks that zero and scale parts of full gradients, as for embeddings."""
     handles = []
     for name, parameter in model.named_parameters():
         if not name.startswith("units.2"):
@@ -194,7 +194,7 @@ def test_parameter_hooks_change_whole_gradients_once_a_backward_until_removed(wh
 
 
 def _step_in_hooks(rank: int, when: str) -> None:
-    """Post-accumulate hooks see the final gradient: of a backward that reduces, or when the step completes them."""
+    """Step in post-accumulate hooks, which see the final gradient: after a reducing backward or in step()."""
     for settings in MODES:
         torch.manual_seed(0)
         model, seen = blocks(), []
@@ -234,7 +234,7 @@ def _halve(parameter: Tensor) -> None:
 
 
 def _hook_parts(rank: int) -> None:
-    """Two losses, two backwards: a hook fires for the parameters that took part in each."""
+    """Run two backwards of two losses: a hook fires for the parameters of each."""
     for settings in MODES:
         torch.manual_seed(0)
         alone = Chain(blocks(1), blocks(1), own=False)
@@ -258,7 +258,7 @@ def test_post_accumulate_hooks_fire_only_for_what_a_backward_reached() -> None:
 
 
 def _differentiate_inputs(rank: int) -> None:
-    """Saliency: gradients of inputs between training steps leave no trace in those of parameters."""
+    """Compute gradients of inputs between training steps; gradients of parameters are unaffected."""
     for settings in MODES:
         torch.manual_seed(0)
         alone = blocks()
@@ -316,7 +316,7 @@ def _tagged(on_meta: bool) -> nn.Module:
 
 
 def _read_tags(rank: int) -> None:
-    """People mark parameters for the groups of their optimizer, and modules look at marks in their forward."""
+    """Read attributes of parameters in the forward, as code that tags them for optimizer groups does."""
     for on_meta in (False, True):
         model = _tagged(on_meta)
         model.scale = None if on_meta else model.scale

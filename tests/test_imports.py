@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "layerzero"
-# From the ground up; a folder may import itself and those of the floors before its own.
+# Bottom layer first; a folder may import itself and the layers before its own.
 FLOORS = [
     ("layout", "device", "utils"),
     ("comm",),
@@ -24,7 +24,7 @@ FLOORS = [
 ]
 
 
-# Circles of imports that only type checkers see. They are to go; no new ones.
+# Import cycles that only type checkers see. Remove them; add no new ones.
 KNOWN_CIRCLES = [
     {
         f"layerzero.dtensor.{name}"
@@ -50,7 +50,7 @@ KNOWN_CIRCLES = [
 
 
 def _imports(node: ast.AST, *, for_types: bool) -> Iterator[str]:
-    """Modules of the package that are imported anywhere in the file; `for_types`: under TYPE_CHECKING, too."""
+    """Return the modules of the package that the file imports; `for_types` includes those under TYPE_CHECKING."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
             if for_types:

@@ -1,4 +1,4 @@
-"""What people are told to install is what this project needs, under names that bring it."""
+"""Install commands in the docs match the requirements of this project, under names that provide them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 READ = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "layerzero", "docs", "examples", "benchmarks", "tests")
 
 INSTALL = re.compile(r"\bpip install((?: (?:-r [\w./-]+|-[\w-]+|\"[^\"\s]+\"|[\w.\[\],-]+))+)")
-STRANGER = re.compile(r"(?<![\w-])layerzero\[[\w, -]*\]")  # the distribution's old name, with extras
+STRANGER = re.compile(r"(?<![\w-])layerzero\[[\w, -]*\]")  # old name of the distribution, with extras
 OPTION_WITH_A_FILE = "-r"
 
 
@@ -31,7 +31,7 @@ def _texts() -> Iterator[tuple[Path, str]]:
 
 
 def _requirements(line: str) -> list[str]:
-    """What a line asks pip for, without its options; files of requirements as "-r FILE"."""
+    """Return the requirements of a pip command without its options; requirement files as "-r FILE"."""
     words = [word.strip('"') for word in line.split()]
     asked = []
     while words:
@@ -44,7 +44,7 @@ def _requirements(line: str) -> list[str]:
 
 
 def wrong_with(requirement: str) -> str | None:
-    """Why a requirement brings nothing, or something else; None if it is right."""
+    """Return why a requirement installs nothing or the wrong thing; None if it is right."""
     if requirement.startswith("-r "):
         return None if (ROOT / requirement[3:].rstrip(".,;:")).is_file() else "no such file"
     name, extras = re.fullmatch(r"([^\[<>=!]+)(?:\[([^\]]*)\])?.*", requirement).groups()

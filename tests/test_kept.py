@@ -1,4 +1,4 @@
-"""Weights that stay sharded over fewer ranks from a forward to its backward: ``reshard_after_forward=2`` of S = 4."""
+"""Weights that stay sharded over fewer ranks between forward and backward: ``reshard_after_forward=2`` of S = 4."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _accumulated(model: nn.Module, rank: int, step: int) -> None:
 
 
 def _some_units(model: nn.Module, rank: int, step: int) -> None:
-    """Another unit is left out in each step."""
+    """Leave out another unit in each step."""
     for micro_batch in range(2):
         model.order = [place for place in range(3) if place != (step + micro_batch) % 3]
         one_pass(model, rank, step)
@@ -55,7 +55,7 @@ def _some_units(model: nn.Module, rank: int, step: int) -> None:
 
 
 def _thrown_away(model: nn.Module, rank: int, step: int) -> None:
-    """Forwards without a backward, with and without gradients, before and inside of what is trained."""
+    """Run forwards without a backward, with and without gradients, before and inside training."""
     model(batch(rank, step, 1))
     with torch.no_grad():
         model(batch(rank, step, 2))
@@ -66,7 +66,7 @@ def _thrown_away(model: nn.Module, rank: int, step: int) -> None:
 
 
 def _part(model: nn.Module, rank: int, step: int) -> None:
-    """A unit is called by itself, and a part of the graph is left out of the backward."""
+    """Call a unit alone, and leave a part of the graph out of the backward."""
     x = batch(rank, step).requires_grad_()
     first, second = model.units[0](x), model(x)
     loss_of(first).backward()
@@ -106,7 +106,7 @@ def _same_bits(rank: int, name: str) -> None:
     compare(rank, name, case, size=WORLD, reshard_after_forward=2)
     for mode, prefetch in (("sharded", 1), ("full", 2)):
         settings = {"accumulation": mode, "prefetch": prefetch}
-        hows = (True, 2, False) if mode == "sharded" else (True, 2)  # whole: as ranks of test_graphs.py keep them
+        hows = (True, 2, False) if mode == "sharded" else (True, 2)  # gathered: as ranks of test_graphs.py keep them
         freed, *others = (_trained(rank, case, reshard_after_forward=how, **settings) for how in hows)
         assert not any(different(other, freed) for other in others), (name, settings)
 
@@ -135,7 +135,7 @@ def test_they_do_in_bf16_too() -> None:
 
 
 def _two_nodes(rank: int) -> None:
-    """D = 8, S = 4: two groups of two in each of two nodes."""
+    """Check D = 8, S = 4: two groups of two ranks in each of two ZeRO-3 groups."""
     found = [_trained(rank, Case(blocks, IN_FLIGHT), reshard_after_forward=kept) for kept in (True, 2)]
     assert not different(*found)
     model = shard(blocks(), reshard_after_forward=2)
@@ -147,7 +147,7 @@ def test_groups_are_neighbours_of_one_node() -> None:
     run_ranks(_two_nodes, world_size=8, timeout=300, pg_timeout=100)
 
 
-# --- what is held and sent ---
+# --- memory and traffic ---
 
 
 def _counted(rank: int) -> None:
@@ -190,7 +190,7 @@ def _counted(rank: int) -> None:
         passes = script.count("F") + script.count("B")
         assert (calls["gather"], calls["regather"]) == (gathers * len(sizes), (passes - gathers) * len(sizes)), script
         assert layerzero.memory(model).measured["full_buffer"] == 0
-    # The backward of something else, as of a loss in chunks, between a forward and its backward.
+    # Another backward, as of a chunked loss, between a forward and its backward.
     model = shard(blocks(), reshard_after_forward=2)
     head = model.units[2]
     layerzero.traffic(model, reset=True)
@@ -206,7 +206,7 @@ def test_gathers_of_a_backward_are_among_two_ranks_and_counted() -> None:
 
 
 def _twice(rank: int) -> None:
-    """The backward of a later call does not end what that of an earlier one wants."""
+    """Call a unit twice; the backward of the later call must not free weights of the earlier one."""
     model = shard(Chain(Block(), Block(), order=(0, 1, 1, 0)), reshard_after_forward=2)
     one_pass(model, rank, 0)
     layerzero.traffic(model, reset=True)
@@ -258,7 +258,7 @@ def test_where_ranks_share_memory_it_has_no_effect() -> None:
     run_sharing(_shared, world_size=WORLD)
 
 
-# --- what ends it ---
+# --- end of kept weights ---
 
 
 class Greedy(Chain):
@@ -271,9 +271,9 @@ def _raise(*_: object) -> None:
 
 
 def _ended(rank: int) -> None:
-    """What is kept of weights that have changed is never gathered; what makes no graph, or fails, keeps nothing.
+    """Check that kept weights are dropped when weights change, and that failed or graph-free passes keep none.
 
-    What is kept for a forward that is thrown away stays until the weights change.
+    Weights kept for an abandoned forward stay until the weights change.
     """
     for change in ("step", "edit", "load"):
         model = shard(blocks(), reshard_after_forward=2)
@@ -282,7 +282,7 @@ def _ended(rank: int) -> None:
         for each in (model, alone):
             optimizer = layerzero.shard_optimizer(sgd(each), each)
             one_pass(each, rank, 0)
-            each(batch(rank, 1))  # thrown away
+            each(batch(rank, 1))  # abandoned
             if change == "step":
                 optimizer.step()
             elif change == "edit":
@@ -316,7 +316,7 @@ def _ended(rank: int) -> None:
                 model(batch(rank, 0))
             assert layerzero.memory(model).measured["full_buffer"] == 0, (place, backward)
 
-    # An edit of gathered weights raises, and is not kept.
+    # A write to gathered weights raises and has no effect.
     before = model(batch(rank, 0)).detach()
     hook = model.units[1].register_forward_pre_hook(_damage)
     with pytest.raises(RuntimeError, match="changed in place while it was gathered"):
@@ -335,7 +335,7 @@ def test_changed_weights_failures_and_graphs_that_nobody_comes_back_for_end_it()
 
 
 def _elsewhere(rank: int, prefetch: int, steps: int) -> None:
-    """One rank has made no graph: it gathers among all where the others gather among two, as they have foreseen."""
+    """Run a forward without a graph on one rank: it gathers among all ranks, but the others among two."""
     model = shard(blocks(), reshard_after_forward=2, prefetch=prefetch)
     for step in range(steps):
         one_pass(model, rank, step)

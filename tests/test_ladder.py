@@ -1,4 +1,4 @@
-"""Grids, routes and sums, of all ranks in one process: what the engine decides without talking to anybody."""
+"""Grids, reduction specs and gradient buffers of all ranks in one process, without communication."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ def test_a_grid_that_cannot_be_is_refused() -> None:
         ShardGrid.of_rank(4, data_parallel=4, zero3_size=2)
 
 
-# Routes
+# Reduction specs
 
-ROWS = {  # (S > 1, R > 1, mode): lands, waits, exchanges with their ends
+ROWS = {  # (S > 1, R > 1, mode): incoming extent, accumulator extent, collectives with source and target
     (False, False, "sharded"): (RANK, RANK, []),
     (False, False, "full"): (RANK, RANK, []),
     (False, True, "sharded"): (WHOLE, WHOLE, [(WHOLE, RANK, Collective.HOP2)]),
@@ -138,14 +138,14 @@ def test_routes_are_those_of_the_table(data_parallel: int, zero3_size: int, mode
             assert reducing == route.stages == accumulating + route.between(waits, RANK)
 
 
-# fp16 on the wire, by arithmetic: what the sum of equal gradients comes to, added up as backends do
+# fp16 collectives by arithmetic: the sum of equal gradients, added as backends do
 
 F16, F32 = torch.float16, torch.float32
 WIRES = {"both": (F16, F16), "hop 1": (F16, F32), "hop 2": (F32, F16), "hop 2, bf16 inside": (torch.bfloat16, F16)}
 
 
 def _sum_of_equal(value: Tensor, ranks: int, *, adds: bool) -> Tensor:
-    """The sum over ranks, a power of two: in fp32, or in the wire's dtype."""
+    """Return the sum over ranks, a power of two, in fp32 or in the dtype of the collective."""
     value = value.float() if adds else value
     while ranks > 1:
         value, ranks = value + value, ranks // 2
@@ -153,7 +153,7 @@ def _sum_of_equal(value: Tensor, ranks: int, *, adds: bool) -> Tensor:
 
 
 def _reduced(gradient: float, route: ReductionSpec, grid: ShardGrid, *, adds: bool) -> float:
-    """The final gradient where each rank has the same one, in fp16."""
+    """Return the final gradient if every rank has the same one, in fp16."""
     value = (torch.tensor(gradient, dtype=F16).float() * route.incoming_scale).to(route.incoming_dtype)
     for leg in route.stages:
         ranks = grid.zero3_size if leg.collective is Collective.HOP1 else grid.replicas
@@ -162,7 +162,7 @@ def _reduced(gradient: float, route: ReductionSpec, grid: ShardGrid, *, adds: bo
 
 
 def _root_of_ranks(data_parallel: int, zero3_size: int) -> float:
-    """The most by which gradients are divided before the backend adds them."""
+    """Return the largest divisor of gradients before the backend adds them."""
     return max(2.0 ** math.ceil(math.log2(n) / 2) for n in (zero3_size, data_parallel // zero3_size))
 
 
@@ -181,7 +181,7 @@ def test_fp16_gradients_keep_their_size_on_the_way(
     lost = 1 if adds else _root_of_ranks(data_parallel, zero3_size)
     for gradient in (2.0**-24 * lost, 2.0**15 / lost, 1.0):
         assert _reduced(gradient, route, grid, adds=adds) == gradient
-    # A sum is what a loss wants that is divided by all tokens: then each rank's gradient is small already.
+    # A loss divided by all tokens needs a sum: then each rank's gradient is already small.
     summed = ReductionSpec.plan(grid, precision, divide_factor=1.0, **how)
     assert summed.incoming_scale == 1.0
     assert _reduced(2.0**-24, summed, grid, adds=adds) == 2.0**-24 * data_parallel
@@ -213,7 +213,7 @@ def test_hop_2_in_fp16_carries_no_more_than_one_rank_has(zero3_size: int, mode: 
     assert 0.5 < sent <= 1, "65504 times this is a number of fp16"
 
 
-# Sums
+# Gradient buffers
 
 
 class Rank(NamedTuple):
@@ -222,7 +222,7 @@ class Rank(NamedTuple):
 
 
 def make_rank(grid: ShardGrid, route: ReductionSpec, layout: FlatLayout, pool: BufferPool) -> Rank:
-    """Sums as the engine has them, the final gradient inside the node sum where that waits."""
+    """Build the gradient buffers as the engine does; a waiting ZeRO-3 gradient shard holds the final gradient."""
     sums: dict[Extent, GradientBuffer] = {}
     for extent in (WHOLE, NODE, RANK):
         numel = grid.numel(layout, extent)
@@ -237,7 +237,7 @@ def make_rank(grid: ShardGrid, route: ReductionSpec, layout: FlatLayout, pool: B
 
 
 def carry(ranks: list[Rank], layout: FlatLayout, legs: tuple[ReductionStage, ...], pool: BufferPool) -> None:
-    """What the engine does on each rank, and the exchanges in between."""
+    """Run the engine's stages on each rank, and the collectives in between."""
     for leg in legs:
         sent = []
         for rank in ranks:
@@ -259,7 +259,7 @@ def carry(ranks: list[Rank], layout: FlatLayout, legs: tuple[ReductionStage, ...
 
 
 def brought(*parts: Tensor) -> PendingReduction:
-    """An exchange that has ended."""
+    """A completed collective."""
     lane = Communicator("nobody's", "zero3", None, TrafficCounters(), size=1, rank=0, is_gloo=True)  # type: ignore[arg-type]
     works = PendingCollective((), LaunchedCollective(lane, Collective.HOP1, "", None))
     return PendingReduction(works, torch.empty(0), lambda: parts, parts[0].dtype, lambda: None)
@@ -271,7 +271,7 @@ def contribution(rank: int, index: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def programs() -> Iterator[str]:
-    """Backwards inside (u) and outside (r) no_sync, the rest of it (s), all forgotten (z), one forgotten (d)."""
+    """Yield programs: backwards inside (u) and outside (r) no_sync, step (s), drop all (z), drop one (d)."""
     yield from ("r", "ur", "uus", "rr", "rur", "ruurs", "rzr", "urzus", "rdr", "urdur", "udus", "rdus", "uzur")
 
 
@@ -324,7 +324,7 @@ def follow(program: str, layout: FlatLayout, all_grids: list[ShardGrid], mode: s
             flat = rank.grid.range_of(layout, RANK)
             for slot, each in enumerate(layout.slots):
                 rows = layout.rows_in(each, flat)
-                if final[slot] is SlotState.WRITTEN or len(ranks) > 1:  # an exchange fills all
+                if final[slot] is SlotState.WRITTEN or len(ranks) > 1:  # a collective fills all
                     ours, theirs = final.part(slot), expected[slot][rows.start : rows.stop]
                     assert torch.equal(ours, theirs), (program, mode, rank.grid, each.name)
 
@@ -403,7 +403,7 @@ def test_a_final_gradient_leaves_its_home_only_where_it_is_wanted() -> None:
     inside.restore(keep=False)
     inside.open(keep=True).fill_(3)
     inside.set_aside(keep=True)
-    inside.set_aside(keep=True)  # it has left
+    inside.set_aside(keep=True)  # it was released
     around.open(keep=True).fill_(7)
     assert inside.state is AliasState.SET_ASIDE and inside.open(keep=True).eq(3).all()
     inside.restore(keep=True)

@@ -1,4 +1,4 @@
-"""All ranks launch the same collectives in the same order over all communicators, whatever parameters they use."""
+"""All ranks launch the same collectives in the same order over all communicators, whichever parameters they use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.wrapped_gloo import mesh_on
 
 
 class Sometimes(nn.Module):
-    """A layer with two parameters, the second of which only every other rank uses.
+    """Layer with two parameters, the second of which only every other rank uses.
 
     Activations are sums of parameters, so that all results are exact.
     """
@@ -39,7 +39,7 @@ class Sometimes(nn.Module):
 
 
 class Outer(nn.Module):
-    """A unit that contains units, with parameters of its own that its forward uses last."""
+    """Unit that contains units; its forward uses its own parameters last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Net(nn.Module):
 
 
 UNITS = {Sometimes, Outer}
-# Each pair of values occurs together in one of these.
+# These cases cover every pair of values.
 SETTINGS = [
     {"recompute": recompute, "prefetch": prefetch, "accumulation": mode, "offload_grads": offload}
     for recompute, prefetch, mode, offload in (
@@ -107,7 +107,7 @@ def _side_stream(device: Device) -> Any:
 
 
 def _train(model: nn.Module, rank: int, path: str, device: Device | None = None) -> tuple[list[str], dict[str, Tensor]]:
-    """Launches of this rank in two steps of two micro-batches, and the weights after them."""
+    """Return the launches of this rank in two steps of two micro-batches, and the weights after them."""
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     with layerzero.trace(model, f"{path}-{rank}.json") as trace:
         for step in range(2):
@@ -155,7 +155,7 @@ def test_launches_are_alike_where_ranks_use_different_parameters(
 
 
 class Skipping(nn.Module):
-    """The second of three units is left out in the second step, by the ranks of the last node."""
+    """Net whose second of three units is left out in the second step, on the ranks of the last node."""
 
     def __init__(self) -> None:
         super().__init__()

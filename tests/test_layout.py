@@ -1,4 +1,4 @@
-"""The layout planner against an oracle that knows only the rules, and against small cases done by hand."""
+"""The layout planner compared with an oracle that knows only the rules, and with small cases done by hand."""
 
 import os
 import subprocess
@@ -49,7 +49,7 @@ PARAMS = st.one_of(
 
 
 def longest_shard(layout: Any) -> int:
-    """The bar of [Note: How long a shard may be] in layerzero/layout/flat_layout.py, computed from shapes alone."""
+    """Return the limit of [Note: How long a shard may be] in layerzero/layout/flat_layout.py, from shapes alone."""
     shapes = [slot.shape for slot in layout.slots if prod(slot.shape)]
     n = 0
     num_shards: int = layout.num_shards
@@ -60,7 +60,7 @@ def longest_shard(layout: Any) -> int:
 
 
 def faults(layouts: Any, params: Params, *, num_shards: int, align: int) -> list[str]:
-    """Every rule that `layouts` breaks as a plan for `params`; none for a right one."""
+    """Return every rule that `layouts` violates as a plan for `params`; empty for a correct plan."""
     found = []
     planned = [(slot.name, slot.shape) for layout in layouts for slot in layout.slots]
     if sorted(planned) != sorted(params):
@@ -87,7 +87,7 @@ def faults(layouts: Any, params: Params, *, num_shards: int, align: int) -> list
 
 
 def rows_by_shard(layout: FlatLayout, slot: Slot) -> list[tuple[int, int]]:
-    """First row and row past the last of `slot`, for every ZeRO-1 shard; `[(0, 2), (2, 4)]`."""
+    """Return first row and row past the last of `slot`, for every ZeRO-1 shard; `[(0, 2), (2, 4)]`."""
     pieces = [layout.rows_in(slot, layout.shard_range(k)) for k in range(layout.num_shards)]
     return [(piece.start, piece.stop) for piece in pieces]
 
@@ -272,7 +272,7 @@ def test_a_zero3_size_that_does_not_divide_the_ranks_is_refused() -> None:
 
 def test_another_process_with_other_string_hashes_and_no_torch_plans_the_same() -> None:
     params = [(f"p{i}", (i % 7 + 1, 3 ** (i % 5) * 2 ** (i % 3))) for i in range(40)]
-    # By its path, not as layerzero.layout.flat_layout: importing the package brings in torch.
+    # By its path, not as layerzero.layout.flat_layout: importing the package imports torch.
     program = f"""
 import runpy, sys
 plan_layouts = runpy.run_path({flat_layout.__file__!r})["plan_layouts"]
@@ -301,7 +301,7 @@ print("torch" in sys.modules, plan_layouts({params}, num_shards=24, align=4))
 def test_of_few_slots_the_search_finds_an_order_that_fits_if_there_is_one(
     shapes: list[tuple[int, int]], num_shards: int, extra: int, align: int
 ) -> None:
-    shard_numel = -(-sum(map(prod, shapes)) // num_shards) + extra  # little to spare, so that order matters
+    shard_numel = -(-sum(map(prod, shapes)) // num_shards) + extra  # little slack, so that order matters
 
     def fits(order: tuple[tuple[int, int], ...]) -> bool:
         end = 0
@@ -322,7 +322,7 @@ def test_of_few_slots_the_search_finds_an_order_that_fits_if_there_is_one(
         FlatLayout(placed, shard_numel, num_shards, align)
 
 
-# What a wrong planner would do. The first kind is caught by the oracle above, the second even by FlatLayout.
+# Results of wrong planners. The oracle above catches the first kind, FlatLayout itself the second.
 
 RIGHT: Params = [("weight", (6, 5)), ("bias", (6,))]
 

@@ -1,4 +1,4 @@
-"""A signal on one rank ends the run well: after the same step on all ranks, with a checkpoint, within a deadline."""
+"""A signal on one rank ends the run after the same step on all ranks, with a checkpoint, within a deadline."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _left(rank: int) -> None:
     model, _ = sharded_net(2)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyError), checkpoint.on_signal(signal.SIGTERM, model) as request:
-        if rank == 0:  # and the others never ask
+        if rank == 0:  # and the others never query
             assert not request.asked()
         raise KeyError
     dist.barrier()
@@ -85,7 +85,7 @@ def _left(rank: int) -> None:
         request.close()
     assert signal.getsignal(signal.SIGTERM) is before and signal.set_wakeup_fd(-1) == -1, "that came first"
     request = checkpoint.on_signal(signal.SIGUSR2, model)
-    request._before = None  # as of a handler that is not Python's
+    request._before = None  # as with a handler outside Python
     request.close()
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
 
@@ -121,7 +121,7 @@ def test_several_requests_share_what_wakes_them_until_the_last_is_closed() -> No
 
 
 def _with_children(rank: int) -> None:
-    """As a pool of workers that is terminated at its end, in an evaluation."""
+    """Run an evaluation with a worker pool, which is terminated at its end."""
     model, _ = sharded_net(1)
     with checkpoint.on_signal(signal.SIGTERM, model, deadline=0.5) as request:
         child = os.fork()
@@ -147,7 +147,7 @@ def test_a_signal_for_a_child_is_none_for_the_run() -> None:
 
 
 def _stuck(rank: int, folder: Path) -> None:
-    """Rank 0 waits, inside gloo, for rank 1, which never comes."""
+    """Let rank 0 wait in gloo for rank 1, which never arrives."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))

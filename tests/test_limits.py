@@ -1,4 +1,4 @@
-"""Every row and bullet of docs/limits.md is shown by a test, or says here why it is not."""
+"""Every row and bullet of docs/limits.md has a test, or a reason here why not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "limits.md"
 
-# The beginning of a row's first cell, or of a bullet: the tests that show what it says, and that its way out works.
+# Start of a row's first cell or of a bullet, and the tests that show its claim and its alternative.
 COVERED: dict[str, tuple[str, ...]] = {
     "Tensor subclasses with `fsdp_pre_all_gather`": (
         "test_extensions.py::test_what_does_not_keep_to_the_protocol_is_told_on_every_rank",
@@ -390,7 +390,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# What this suite cannot show, and why.
+# Claims that this suite cannot show, and why.
 NOT_HERE = {
     "Reading `weight.main_grad` in the backward": "no kernel that reads main_grad in its backward runs on a CPU",
     "`layerzero.memory` predicts steps": "says what is not predicted; tests compare what is",
@@ -403,7 +403,7 @@ NOT_HERE = {
 
 
 def lines_of(page: str) -> list[str]:
-    """First cells of the rows of all tables, without headings and rules, and bullets up to the end of their line."""
+    """Return the first cells of all table rows, without headings and rules, and the first line of each bullet."""
     found = []
     lines = page.splitlines()
     for at, line in enumerate(lines):

@@ -1,4 +1,4 @@
-"""Rows of docs/limits.md on loops, optimizers and settings that no larger subject shows."""
+"""Rows of docs/limits.md on loops, optimizers and settings that no other test file covers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_inside_a_backward_there_is_no_gradient_to_read() -> None:
 
 
 def _nodes_with_other_numbers(rank: int) -> None:
-    """Node 0 accumulates one micro-batch before the last, node 1 three."""
+    """Accumulate one micro-batch on node 0 and three on node 1, before the last."""
     for accumulation in ("sharded", "full"):
         torch.manual_seed(0)
         alone = blocks(2)
@@ -89,7 +89,7 @@ def test_the_first_forward_is_a_meeting_of_all_ranks_and_later_ones_need_not_be(
 
 
 def _scaled_by_the_schedule(rank: int) -> str:
-    """Two stages, each on two ranks: torch divides ``.grad`` at the end of its step, before it is reduced."""
+    """Run two stages of two ranks each: torch divides ``.grad`` at the end of its step, before it is reduced."""
     stage_index = rank % 2
     pipelines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -176,7 +176,7 @@ def test_units_under_checkpoints_alone_have_the_right_gradients() -> None:
 
 
 class Blockwise(torch.optim.SGD):
-    """Momentum that is kept in 8 bits with one scale for every 256 values, where there are enough of them."""
+    """Keeps momentum in 8 bits with one scale per 256 values, if there are enough of them."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -302,7 +302,7 @@ def test_with_one_replica_there_are_no_accumulators_to_offload() -> None:
 
 
 def _after_a_failure(rank: int) -> None:
-    """model.zero_grad() counts after the next forward; a model that shares the mesh goes on when this one was used."""
+    """Call model.zero_grad() after a failure: it counts from the next forward. A model on the same mesh continues."""
     mesh = mesh_of(2)
     torch.manual_seed(0)
     alone = blocks(2)
@@ -349,7 +349,7 @@ def test_a_penalty_computed_after_the_forward_is_an_error_inside_no_sync() -> No
 
 
 class _Tower(nn.Module):
-    """Its last unit has raw data as its input; the backward of the others comes after that of the tower."""
+    """Tower whose last unit gets raw data, so the other units' backward comes after that of the tower."""
 
     def __init__(self) -> None:
         super().__init__()

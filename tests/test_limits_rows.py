@@ -1,4 +1,4 @@
-"""Rows of docs/limits.md that no larger subject shows: what is refused or lost, and that the way out works."""
+"""Rows of docs/limits.md that no other test file covers: refusals and losses, and that the alternative works."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _train(model: nn.Module, x: Tensor | None = None) -> None:
 
 def _refused(call: Callable[[], Any], match: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of old functions
+        warnings.simplefilter("ignore")  # torch's, of old functions
         with pytest.raises(Exception, match=match):
             call()
 
@@ -44,7 +44,7 @@ def _refused(call: Callable[[], Any], match: str) -> None:
 
 
 class Sibling(nn.Module):
-    """Its last layer multiplies by the weight of its first."""
+    """Net whose last layer multiplies by the weight of the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def test_fully_shard_around_a_sharded_part_and_pruning_afterwards_raise() -> Non
 
 
 def _gradient_per_sample(rank: int) -> None:
-    """On an unsharded copy, from full_state_dict."""
+    """Compute per-sample gradients on an unsharded copy, from full_state_dict."""
     model = _shard(integer_net(1), units=IntegerNet.UNITS)
     plain = integer_net()
     plain.load_state_dict(layerzero.full_state_dict(model, rank0_only=False))
@@ -242,7 +242,7 @@ def _load_on_one_rank_first(rank: int, on: int) -> None:
     model, state = _shard(integer_net(), units=IntegerNet.UNITS), integer_net(1).state_dict()
     if rank == on:
         model.load_state_dict(state)
-    for _ in range(2):  # nothing has changed, and it is said again
+    for _ in range(2):  # nothing has changed, and the error comes again
         _refused(
             lambda: _train(model), rf"first forward.*changed is .*'first'.* on rank {on}[,.] .*load_full_state_dict"
         )
@@ -262,7 +262,7 @@ def _load_on_one_rank_later(rank: int) -> str:
 
 
 def test_loading_on_one_rank_only_is_an_error_on_both() -> None:
-    for on in (0, 1):  # before the first forward, where all ranks meet, at once: before the groups' timeout
+    for on in (0, 1):  # before the first forward, which all ranks enter: sooner than the groups' timeout
         run_ranks(_load_on_one_rank_first, on, world_size=WORLD, pg_timeout=60, timeout=30)
     first, second = run_ranks(_load_on_one_rank_later, world_size=WORLD, pg_timeout=3, timeout=60, shared_memory="off")
     assert "changed outside optimizer.step()" in first and "ranks [1] did not take part" in first, first

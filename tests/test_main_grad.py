@@ -1,4 +1,4 @@
-"""Kernels that add weight gradients to ``main_grad`` themselves: nothing is added twice, and nothing is lost."""
+"""Kernels that add weight gradients to ``main_grad``: nothing is added twice or lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORLD = 4
 
 
 class Fused(torch.autograd.Function):
-    """``x @ weight.T`` whose backward adds the weight's gradient to ``main_grad``, and returns rubbish in its place."""
+    """``x @ weight.T`` whose backward adds the weight's gradient to ``main_grad`` and returns a dummy value."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, early: bool, raises_flag: bool) -> Tensor:
@@ -144,7 +144,7 @@ def _dropped(rank: int) -> None:
         run(model, rank, step, 1)
         assert not different(full_gradients(model), gradients_alone(net, step, 1)), step
         model.zero_grad()
-    # A look is no gradient.
+    # A read is not a gradient.
     model[2].fused = False
     model[2].register_forward_pre_hook(look_at_main_grad)
     run(model, rank, 0)
@@ -165,7 +165,7 @@ def _refused(rank: int) -> None:
     with pytest.raises(RuntimeError, match=r"main_grad of '1.weight' was written to, but its gradient never came"):
         model(batch(rank, 0, 0)).sum().backward()
     with torch.no_grad():
-        model(batch(rank, 0, 0))  # ends what the failed backward has begun
+        model(batch(rank, 0, 0))  # completes the failed backward
     sharded = shard(net(), accumulation="sharded")
     with pytest.raises(AttributeError, match="main_grad"):
         sharded(batch(rank, 0, 0)).sum().backward()
@@ -199,7 +199,7 @@ def test_the_main_grad_of_another_framework_is_forgotten() -> None:
 
 
 def _kept_too_long(rank: int) -> None:
-    """A kernel that takes ``main_grad`` in its forward, and what may happen before its backward."""
+    """Run a kernel that takes ``main_grad`` in its forward, with various calls before its backward."""
     for disturb in ("reduce", "zero", "fail"):
         model = shard(net())
         for layer in model:

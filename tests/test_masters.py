@@ -1,4 +1,4 @@
-"""Masters read and edited from outside: the two copies of a weight never disagree (invariant 10)."""
+"""Masters read and written from outside: both copies of a weight always agree (invariant 10)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SETTINGS = [(size, dtype) for size in SIZES for dtype in DTYPES]
 
 
 class Odd(nn.Module):
-    """Parameters of awkward shapes, each of which takes part in the output."""
+    """Parameters of unusual shapes, all of which affect the output."""
 
     SHAPES = ((3, 7), (1, 3), (2,), (1,), (0, 4), (5,), (4, 2, 3), (6, 1))
 
@@ -65,20 +65,20 @@ def _output(model: nn.Module) -> Tensor:
 
 
 def _output_alone(net: nn.Module, dtype: torch.dtype) -> Tensor:
-    """The output of a one-process model whose weights and inputs are cast to `dtype`."""
+    """Return the output of a one-process model whose weights and inputs are cast to `dtype`."""
     cast = copy.deepcopy(net).to(dtype)
     with torch.no_grad():
         return cast(integer_batch(samples=6)[0].to(dtype))
 
 
 def _assert_same(model: nn.Module, alone: nn.Module, case: object, dtype: torch.dtype = torch.float32) -> None:
-    """Compute weights, as seen by a forward on every rank, and masters are those of the one-process model."""
+    """Assert that compute weights, as a forward on each rank sees them, and masters match the one-process model."""
     assert torch.equal(_output(model), _output_alone(alone, dtype)), case
     assert not different(full_parameters(model), dict(alone.named_parameters())), case
 
 
 def _message_of(call: Callable[[], Any]) -> str:
-    """What `call` raised within seconds; it must raise."""
+    """Return the message of the error that `call` raises within seconds."""
     start = time.monotonic()
     try:
         call()
@@ -88,7 +88,7 @@ def _message_of(call: Callable[[], Any]) -> str:
     raise AssertionError("nothing was raised")
 
 
-# --- edits that every rank makes ---
+# --- writes by all ranks ---
 
 
 def _set_local(p: Tensor) -> None:
@@ -184,7 +184,7 @@ def _edit_on_one_rank(rank: int, size: int, odd: int) -> str | None:
     model = _sharded(size=size)
     _output(model)
     if rank != odd:
-        with contextlib.suppress(Exception):  # with S = 1 nothing in a forward could tell these ranks
+        with contextlib.suppress(Exception):  # with S = 1 no collective in a forward could detect these ranks
             _output(model)
         return None
 
@@ -291,7 +291,7 @@ DERIVED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _full(make: Callable[[], Tensor]) -> Tensor | None:
-    """The whole tensor that `make` derives; None if it raises on a rank."""
+    """Return the full tensor that `make` derives; None if it raises on a rank."""
     try:
         derived = make()
     except Exception:
@@ -305,7 +305,7 @@ def _full(make: Callable[[], Tensor]) -> Tensor | None:
 
 
 def _derive(rank: int) -> list[str]:
-    """Derive tensors from sharded parameters; returns the derivations that raised."""
+    """Derive tensors from sharded parameters; return the derivations that raised."""
     refused = []
     for size in SIZES:
         model, alone = _sharded(Odd(), size), Odd()
@@ -330,7 +330,7 @@ def test_tensor_derived_from_a_parameter_is_right_or_raises() -> None:
         assert not {"p.detach()", "p.sum()"} & set(refused)
 
 
-# --- whole state ---
+# --- full state ---
 
 
 def _transformer(seed: int = 0) -> TiedTransformer:

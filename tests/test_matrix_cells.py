@@ -1,4 +1,4 @@
-"""The ranks that put whole parameters together: several optimizers, ranks that differ, what is made once."""
+"""Owner groups, the ranks that assemble full parameters: several optimizers, differing ranks, shared buffers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _too_late(rank: int) -> None:
     first = layerzero.shard_optimizer(STACKS["each matrix"](model), model)
     stacks_step(model, first, rank, 0)
     before = full_parameters(model)
-    again = layerzero.shard_optimizer(STACKS["each matrix"](model), model)  # needs no more than there is
+    again = layerzero.shard_optimizer(STACKS["each matrix"](model), model)  # needs no more than exists
     with pytest.raises(RuntimeError, match=r"another one has state for 'layers.\d.experts.weight'"):
         layerzero.shard_optimizer(STACKS["whole stack"](model), model)
     assert get_state(model).owners["layers.0.experts.weight"].axis is None
@@ -116,7 +116,7 @@ def _dropped(rank: int, name: str, there: int, of: int) -> None:
 
 @pytest.mark.parametrize(("name", "there", "of"), [("c.weight", 1, 2), ("a.weight", 3, 4)])
 def test_a_gradient_that_is_missing_in_one_cell_is_an_error_on_all_ranks(name: str, there: int, of: int) -> None:
-    """`c` is a copy on both tensor ranks, which two ZeRO-3 groups put together; `a` is cut over all four ranks."""
+    """Let a gradient of `c` be missing. `c` is a copy on both tensor ranks; `a` is cut over all four ranks."""
     run_ranks(_dropped, name, there, of)
 
 
@@ -145,11 +145,11 @@ def test_cells_are_made_once_and_before_rows_move() -> None:
     run_ranks(_groups)
 
 
-# State that one place has
+# State at one coordinate only
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of a tensor that was made."""
+    """Records the largest number of elements of a created tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class NeverEmpty(EachMatrix):
 
 
 class Few(nn.Module):
-    """A stack of one matrix, of which the second place of an axis has none."""
+    """Stack of one matrix, none of which is at the second coordinate of an axis."""
 
     def __init__(self, axis: DeviceMesh | None = None) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ def test_a_place_without_matrices_is_no_error_where_the_optimizer_takes_none() -
     run_ranks(_few)
 
 
-# Axes of which the root knows nothing
+# Axes that the root does not have
 
 
 class Branches(nn.Module):

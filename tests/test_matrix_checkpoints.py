@@ -1,4 +1,4 @@
-"""The state of whole parameters: on their owners alone, by name for all, and in checkpoints for any number of ranks."""
+"""State of full parameters: on their owners only, by name for all ranks, and in checkpoints for any number of ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCHES = 4  # of a step, whatever the number of ranks
 
 
 class Factored(Optimizer):
-    """Divides by sums of squares along each dim, which it keeps in a list, as SOAP keeps its matrices."""
+    """Divides by sums of squares along each dim, kept in a list, as SOAP keeps its matrices."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -56,7 +56,7 @@ NAMES = [name for name in ("Adafactor", "groups of one", "state in lists", "Muon
 
 
 def train(model: nn.Module, optimizers: Iterable[Any], steps: Iterable[int]) -> None:
-    """The same steps on any number of ranks, and in one process that has no ranks."""
+    """Train the same steps on any number of ranks, and in one process without ranks."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if hasattr(model, "no_sync") else (0, 1)
     for step in steps:
         for batch in range(rank, BATCHES, world):
@@ -67,7 +67,7 @@ def train(model: nn.Module, optimizers: Iterable[Any], steps: Iterable[int]) -> 
 
 
 def flat(key: str, value: Any) -> dict[str, Tensor]:
-    """What a value consists of, whole."""
+    """Return the full tensors in a value, by key."""
     if isinstance(value, (list, tuple)):
         found = {f"{key} of": torch.tensor(len(value))}
         for index, item in enumerate(value):
@@ -79,7 +79,7 @@ def flat(key: str, value: Any) -> dict[str, Tensor]:
 
 
 def whole_state(optimizer: layerzero.ShardedOptimizer) -> dict[str, Tensor]:
-    """All state by name, whole, on every rank."""
+    """Return all full states by name, on every rank."""
     found = {}
     for name, values in optimizer.state_dict()["state"].items():
         for key, value in values.items():
@@ -126,7 +126,7 @@ def _save(rank: int, path: str, zero3_size: int, name: str) -> None:
 
 def _resume(rank: int, path: str, zero3_size: int, name: str) -> None:
     model, optimizers = sharded(name, zero3_size)
-    train(model, optimizers, range(5, 6))  # has a state already, of which nothing may stay
+    train(model, optimizers, range(5, 6))  # has a state already, none of which may remain
     for index, optimizer in enumerate(optimizers):
         checkpoint.load(f"{path}-{index}", model, optimizer)
     case = f"D={dist.get_world_size()} S={zero3_size}"
@@ -135,7 +135,7 @@ def _resume(rank: int, path: str, zero3_size: int, name: str) -> None:
     expect(model, optimizers, name, 4, f"{case} resumed")
 
 
-# The cut of a file is that of its ranks, whatever optimizer wrote it: each is saved with both axes, some elsewhere.
+# A file is cut by its ranks, for any optimizer: each is saved with both axes, some elsewhere.
 @pytest.mark.parametrize(
     ("name", "saved_on"),
     [*((name, (4, 2)) for name in NAMES), *itertools.product(("state in lists", NAMES[-1]), ((2, 2), (1, 1)))],
@@ -194,7 +194,7 @@ def test_a_state_from_before_sharding_goes_to_the_owners() -> None:
 
 
 class Keeping(LayerwiseScaling):
-    """Keeps something that is neither a tensor nor a number, as some packages do."""
+    """Keeps a value that is neither a tensor nor a number, as some packages do."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

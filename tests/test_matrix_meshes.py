@@ -1,4 +1,4 @@
-"""Whole parameters beside other axes: tensor parallel ones, and experts on meshes of their own."""
+"""Full parameters with other axes: tensor parallel ones, and experts on their own meshes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_experts_on_a_mesh_of_their_own_are_updated_whole(dtensor: bool, accumul
 
 
 class Side(nn.Module):
-    """Layers side by side whose gradients are small integers whatever the weights: exact for any optimizer."""
+    """Layers side by side whose gradients are small integers for any weights: exact for any optimizer."""
 
     UNITS = ("a", "b", "c")
 
@@ -159,7 +159,7 @@ def steps_of(model: nn.Module, optimizers: list[Any], batches: range, steps: ran
 
 
 def tensor_parallel(tp: int, size: int, **settings: Any) -> tuple[nn.Module, range]:
-    """A model, and the numbers of this rank's batches: of all ranks there are eight."""
+    """Return a model and the indices of this rank's batches, out of eight for all ranks."""
     dp = dist.get_world_size() // tp
     mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
     built = {key: settings.pop(key) for key in ("tied", "frozen") if key in settings}
@@ -203,7 +203,7 @@ def test_tensor_parallel_matrices_are_updated_whole(name: str, tp: int, size: in
     run_ranks(_tensor_parallel, tp, size, name)
 
 
-# What keeps working
+# Unaffected features
 
 
 def _beside(rank: int) -> None:
@@ -244,7 +244,7 @@ def test_norms_scalers_and_averages_work_beside_tensor_parallel_owners() -> None
     run_ranks(_beside)
 
 
-# What is refused
+# Refusals
 
 
 def _refused(rank: int) -> None:
@@ -311,7 +311,7 @@ def trained(tp: int, size: int, name: str, steps: range) -> tuple[nn.Module, lis
 
 
 def digests(model: nn.Module, optimizers: list[Any]) -> list[dict[str, int]]:
-    """Of parameters and their states; the same however they are cut."""
+    """Return the digests of parameters and their states, which do not depend on the sharding."""
     return [checkpoint.Chain(model, optimizer).link(1)["weights"] for optimizer in optimizers]
 
 
@@ -339,7 +339,7 @@ def _saves(rank: int, path: str, tp: int, size: int, name: str) -> list[dict[str
 
 
 def _resumes(rank: int, path: str, tp: int, size: int, name: str) -> list[dict[str, int]]:
-    model, optimizers, batches = trained(tp, size, name, range(5, 6))  # has a state already, of which nothing may stay
+    model, optimizers, batches = trained(tp, size, name, range(5, 6))  # has a state already, none of which may remain
     for index, optimizer in enumerate(optimizers):
         checkpoint.load(f"{path}-{index}", model, optimizer)
     case = f"D={dist.get_world_size()} tp={tp} S={size}"
@@ -370,7 +370,7 @@ def test_a_checkpoint_of_tensor_parallel_matrices_goes_to_other_sizes(
 
 
 class Linearly(Mixture):
-    """Experts alone are trained, and their gradients are integers whatever the weights."""
+    """Trains only experts, whose gradients are integers for any weights."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -481,7 +481,7 @@ def test_it_is_tried_out_whether_stacks_are_treated_matrix_by_matrix() -> None:
 
 
 def _both_axes(rank: int, name: str) -> None:
-    """Stacks that ep cuts into matrices and tp cuts into columns, all on one replica."""
+    """Train stacks that ep cuts into matrices and tp into columns, all on one replica."""
     whole = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     ep, tp = whole["dp_shard"], whole["tp"]
     net = Linearly(ep, dtensor=False)
@@ -516,7 +516,7 @@ def test_stacks_of_experts_that_tensor_parallelism_cuts_are_put_together_along_t
         run_ranks(_both_axes, name)
 
 
-# What is held and sent
+# Memory and traffic
 
 
 def _held(rank: int, size: int) -> int:

@@ -1,4 +1,4 @@
-"""Optimizers that need whole parameters: each is updated by the rank that owns it, as one process would."""
+"""Optimizers that need full parameters: the owner rank updates each one as one process would."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GRIDS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]  # D, S
 
 
 class Wide(nn.Module):
-    """Units side by side whose gradients are small integers whatever the weights: exact for any optimizer."""
+    """Units side by side whose gradients are small integers for any weights: exact for any optimizer."""
 
     UNITS = ("a", "b", "c", "d")
 
@@ -43,7 +43,7 @@ class Wide(nn.Module):
         fill_with_integers(self)
 
     def forward(self, x: Tensor, use: str = "abcd") -> Tensor:
-        """The sum of the outputs of some units, each times an integer for each of its elements."""
+        """Return the sum of the outputs of some units, each element times an integer."""
         total = (x * self.scale).sum()
         for name in use:
             y = getattr(self, name)(x)
@@ -75,7 +75,7 @@ def adamw(parameters: Iterable[Tensor]) -> Optimizer:
 
 
 class Grouped(Optimizer):
-    """Scales matrices by their norms, and other parameters not at all: in groups of one optimizer that counts steps."""
+    """Scales matrices by their norms and leaves other parameters, in groups of one optimizer that counts steps."""
 
     def __init__(self, params: Iterable[dict[str, Any]]) -> None:
         super().__init__(params, {"lr": 0.1, "by_norm": False})
@@ -112,7 +112,7 @@ def shard_all(optimizers: list[Optimizer], model: nn.Module) -> list[layerzero.S
 
 
 def used_in(step: int) -> str:
-    """By all ranks: what is not named has no gradient. Every other node uses less: see `step_of`."""
+    """Return the units that all ranks use in a step. Every other node uses fewer: see `step_of`."""
     return ("abcd", "abc", "acd", "abcd")[step]
 
 
@@ -158,7 +158,7 @@ def test_matrix_optimizers_have_the_bits_of_one_process(world: int, zero3_size: 
 
 
 def owned_sgd(model: nn.Module) -> layerzero.ShardedOptimizer:
-    """SGD that is made to step whole parameters."""
+    """Return SGD that has to step full parameters."""
     return layerzero.shard_optimizer(exact_sgd(model.parameters()), model, elementwise=False)
 
 
@@ -179,7 +179,7 @@ def _follow_one_process(rank: int, world: int, zero3_size: int) -> None:
                         integer_loss(model, integer_batch(step=step, micro_batch=micro_batch, rank=rank)).backward()
                     batches += [integer_batch(step=step, micro_batch=micro_batch, rank=r) for r in range(world)]
                 (2 * integer_loss(net, union(batches))).backward()
-                if step == 3:  # the last one: what it leaves is not exact. The largest gradient is
+                if step == 3:  # the last step, whose result is not exact. The largest gradient is
                     ours = layerzero.clip_grad_norm_(model, 2.0**-3, float("inf"))
                     norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 2.0**-3, float("inf"))
                     assert torch.equal(ours, norm), case
@@ -199,7 +199,7 @@ def test_sgd_through_owners_has_the_bits_of_one_process(world: int, zero3_size: 
 
 
 def _tied_and_frozen(rank: int, world: int, zero3_size: int, name: str) -> None:
-    """One weight in two units, and matrices that are frozen and unfrozen between steps."""
+    """Train with one weight in two units, and with matrices frozen and unfrozen between steps."""
 
     def built() -> Wide:
         net = Wide()

@@ -1,4 +1,4 @@
-"""Whole parameters: what a step sends and holds, what keeps working beside them, and what is refused."""
+"""Full parameters: traffic and memory of a step, compatible features, and refusals."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def a_step(model: nn.Module, optimizer: Any, micro_batches: int = 1) -> None:
     optimizer.zero_grad()
 
 
-# What is sent
+# Traffic
 
 
 def _count(rank: int, zero3_size: int) -> tuple[int, int]:
-    """Bytes on the slow link, with whole parameters and on rows."""
+    """Return the bytes between nodes, with full parameters and with rows."""
     world = dist.get_world_size()
     replicas, on_replicas = world // zero3_size, []
     for elementwise in (False, True):
@@ -104,7 +104,7 @@ def test_a_step_sends_what_the_formulas_say_and_the_slow_link_carries_no_more(ze
         assert whole <= 1.05 * on_rows, f"node {node}"
 
 
-# What is held
+# Memory
 
 
 def _hold(rank: int, zero3_size: int) -> None:
@@ -143,7 +143,7 @@ def test_one_whole_parameter_and_its_gradient_are_there_at_a_time(zero3_size: in
     run_ranks(_hold, zero3_size)
 
 
-# What keeps working
+# Unaffected features
 
 
 def _beside(rank: int) -> None:
@@ -225,7 +225,7 @@ def test_on_a_backend_that_is_not_gloo_parts_of_unequal_length_travel_too() -> N
     run_ranks(_late)
 
 
-# What is refused
+# Refusals
 
 
 def _refuse(rank: int) -> None:
@@ -257,7 +257,7 @@ def _refuse(rank: int) -> None:
     model.zero_grad()
     with pytest.raises(RuntimeError, match=r"another one has state for .*before the first step"):
         layerzero.shard_optimizer(LayerwiseScaling(matrices(model)), model)
-    step_of(model, [sgd], [rank], 1, 1.0, 2)  # it goes on
+    step_of(model, [sgd], [rank], 1, 1.0, 2)  # it continues
 
     model, inner = build()
     ema, alias, entry = layerzero.EMA(model), model.a.weight.detach(), copy.deepcopy(model.state_dict())

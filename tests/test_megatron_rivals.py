@@ -1,4 +1,4 @@
-"""Two jobs that save all their stages to one path at the same time: what is reported as saved can be loaded."""
+"""Two jobs save all their stages to one path at the same time: a checkpoint reported as saved can be loaded."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _save = checkpoint.save
 
 
 def _groups(ranks: list[list[int]], rank: int) -> ProcessGroups:
-    """Of jobs of two ranks: two pipeline stages without data parallelism."""
+    """Return the groups of jobs of two ranks: two pipeline stages without data parallelism."""
     alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
     pipeline = next(group for job in ranks if (group := dist.new_group(job)) and rank in job)
     return ProcessGroups(zero1=alone, zero3=alone, tensor=alone, pipeline=pipeline, model=pipeline, embedding=None)
 
 
 def _chunks(groups: ProcessGroups, seed: int) -> list[ShardedChunk]:
-    """Two model chunks, as with interleaving; each stage has weights of its own."""
+    """Return two model chunks, as with interleaving; each stage has weights of its own."""
     mesh = layerzero.mesh_from_groups(groups.zero1, groups.zero3)
     chunks = []
     for chunk in range(2):
@@ -76,7 +76,7 @@ def _race(rank: int, folder: Path, rounds: int) -> list[bool]:
         time.sleep(alike.uniform(0, 0.03))
         with slow_disk(generator):
             won.append(_saved(path, chunks, {"job": job, "turn": turn}))
-        for _ in range(2):  # the second time after the other job has ended, too
+        for _ in range(2):  # the second time after the end of the other job
             if won[-1]:
                 assert layerzero.megatron.load(path, again) == {"job": job, "turn": turn}
                 wrong = different(_weights(again), state)
@@ -110,7 +110,7 @@ def _loads(rank: int, winners: dict[Path, int]) -> None:
 
 
 def kill_one_of_two(folder: Path, turns: list[int]) -> int:
-    """Two jobs in each of some folders, of which one dies; returns how many of the others have a checkpoint."""
+    """Run two jobs in each of several folders, one of which dies; return how many other jobs have a checkpoint."""
     winners: dict[Path, int] = {}
     for index, turn in enumerate(turns):
         place = folder / str(turn)
@@ -176,7 +176,7 @@ def test_a_checkpoint_with_one_damaged_stage_changes_none(tmp_path: Path) -> Non
 
 
 def _elsewhere(apart: Any, path: Path, *args: Any) -> None:
-    """As on a rank with a disk of its own: the first rank does not see what this one has written."""
+    """Save as a rank with its own disk: the first rank does not see the files of this one."""
     _save(path, *args)
     shutil.rmtree(path)
 

@@ -1,4 +1,4 @@
-"""The memory report: every kind is predicted to the byte, however fast exchanges are, and so is the peak of a step."""
+"""The memory report predicts every kind of memory to the byte at any speed of collectives, and the peak of a step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ POLICIES = (
     MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
 )
 
-# By zero3_size. With 1 there is one route, and no memory that is shared; see `_sizes_of`.
+# By zero3_size. With 1 there is one reduction spec and no shared memory; see `_sizes_of`.
 MODES = {1: ("sharded",), 2: ("sharded", "full"), 4: ("sharded", "full")}
 
 
@@ -54,7 +54,7 @@ def _layouts(sizes: Iterable[int]) -> list[tuple[int, str]]:
 
 @contextmanager
 def _in_use(pool: BufferPool) -> Iterator[dict[Size, int]]:
-    """The most buffers of a size that were in use at once."""
+    """Record the largest number of buffers of each size in use at once."""
     most: dict[Size, int] = {}
     now: dict[Size, int] = {}
     take, give = pool.acquire, pool.release
@@ -78,7 +78,7 @@ def _in_use(pool: BufferPool) -> Iterator[dict[Size, int]]:
 
 
 def _train(model: nn.Module, rank: int, micro_batches: Sequence[int], optimizer: Optimizer | None = None) -> Optimizer:
-    """As many steps as there are numbers; in the second, the order of units is known."""
+    """Train one step per number of micro-batches; in the second, the order of units is known."""
     optimizer = optimizer or layerzero.shard_optimizer(sgd(model), model)
     for step, count in enumerate(micro_batches):
         for micro_batch in range(count):
@@ -100,7 +100,7 @@ _wait = PendingReduction.wait
 
 
 def _slow(pending: PendingReduction, **how: bool) -> None:
-    """Later than the program wants it."""
+    """Wait longer than the program expects."""
     time.sleep(0.02)
     _wait(pending, **how)
 
@@ -111,7 +111,7 @@ def _very_slow(pending: PendingReduction, **how: bool) -> None:
 
 
 def _fast(pending: PendingReduction, **how: bool) -> None:
-    """As fast as it goes."""
+    """Wait without a delay."""
     _wait(pending, **how)
 
 
@@ -198,7 +198,7 @@ def test_memory_on_a_device_is_predicted_whatever_is_gathered_ahead() -> None:
 
 
 class _Wide(nn.Module):
-    """A layer of any width, between two of them."""
+    """Layer of any width between two others."""
 
     UNIT = True
 
@@ -210,7 +210,7 @@ class _Wide(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-# How units differ, and whether each way of gathering ahead has to do with it.
+# Differences between units, and whether each way of prefetching depends on them.
 ODD: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "sizes that differ": (lambda: Chain(*(_Wide(width) for width in (3, 40, 7, 7, 5, 7))), True),
     "strides of their own": (lambda: Chain(*(_strided(_Wide(8)) for _ in range(4))), False),
@@ -244,7 +244,7 @@ def _nested(rank: int) -> None:
     model = shard(Chain(_Wide(9), *inner, _Wide(9)).float(), size=2)
     _train(model, rank, (1, 2))
     report = layerzero.memory(model)
-    # Which of two sizes is parked between the steps is a matter of order; all else is not.
+    # The order of units decides which of two sizes is parked between the steps.
     assert abs(report.measured["idle_buffer"] - report.predicted["idle_buffer"]) < 0.03 * report.total
     for kind in report.predicted.keys() - {"idle_buffer"}:
         assert report.measured[kind] == report.predicted[kind], (kind, report)
@@ -261,7 +261,7 @@ def test_models_of_odd_sizes_are_predicted_too(shared_memory: str | None) -> Non
 
 
 def _predicted_with_owners(rank: int, sizes: Sequence[int]) -> None:
-    """Rows have moved to the owners of whole parameters; some are collected there in each step."""
+    """Predict memory with owners of full parameters, some of which are assembled there in each step."""
     for (size, mode), policy in itertools.product(_layouts(sizes), POLICIES[:2]):
         torch.manual_seed(0)
         chain = Chain(*(_Wide(width) for width in (3, 40, 7, 5, 7))).float()
@@ -295,7 +295,7 @@ def test_scratch_is_predicted_after_rows_have_moved_to_owners(shared_memory: str
 
 
 def _notices(rank: int) -> None:
-    """More reductions in flight than was planned for take more memory than was predicted."""
+    """Check that more reductions in flight than planned take more memory than predicted."""
     model = shard(_seeded(8), size=2)
     with (
         mock.patch.object(PendingReduction, "wait", _very_slow),
@@ -314,7 +314,7 @@ def test_the_test_notices_memory_that_was_not_planned() -> None:
 
 
 def _peak(rank: int, sizes: Sequence[int]) -> None:
-    """A language model whose head is its embedding: what lands in the root is there throughout a backward."""
+    """Measure a language model with tied head and embedding; the root's full gradient stays through a backward."""
     ahead = [(size, "sharded", {"prefetch": 0}) for size in sizes]
     for size, mode, settings in (*((*layout, {}) for layout in _layouts(sizes)), *ahead):
         model = layerzero.shard_model(
@@ -342,7 +342,7 @@ def test_the_peak_of_a_step_is_predicted(shared_memory: str | None) -> None:
 
 def _addresses(rank: int) -> None:
     whole = Handle.wait
-    seen: list[list[int]] = []  # by pass: where each unit was as it came, forwards and then backwards
+    seen: list[list[int]] = []  # by pass: address of each unit in order of gathering, forward and then backward
 
     def wait(handle: Handle) -> None:
         comes = handle.state is ShardState.GATHERING

@@ -1,4 +1,4 @@
-"""Meshes of torch's own, and the one that is made where none is given."""
+"""Meshes made by torch, and the default mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORLD = 4
 
 
 def _train(mesh: DeviceMesh | None, **settings: Any) -> tuple[int, dict[str, Tensor]]:
-    """S, and what two steps on the batches of the mesh's ranks lead to; they are those of one process."""
+    """Return S and the result of two steps on the batches of the mesh's ranks, which equals that of one process."""
     model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS, **settings)
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     found = next(model.parameters()).device_mesh
@@ -54,7 +54,7 @@ def _torchs(rank: int) -> None:
         (layerzero.init_mesh(2), 2),
     ):
         assert _train(mesh)[0] == size, mesh
-    # Parts of a larger one: the data-parallel ranks of each tensor-parallel rank, side by side and two apart.
+    # Submeshes: the data-parallel ranks of each tensor-parallel rank, adjacent and two apart.
     for names, part in ((("dp", "tp"), "dp"), (("pp", "dp"), "dp")):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
         assert _train(mesh[part])[0] == 2

@@ -1,4 +1,4 @@
-"""layerzero.metrics: flat numbers that agree with the reports; and what a plain job says."""
+"""layerzero.metrics: flat numbers that agree with the reports, and the log of a plain job."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _count(rank: int) -> None:
 
 
 def _straggles(rank: int, victim: int) -> dict[str, float]:
-    """One rank computes for longer in each step, and in the node and between nodes others wait for it."""
+    """Let one rank compute longer in each step; the others wait for it inside the ZeRO-3 group and across replicas."""
     model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=2**-4), model)
     for step in range(12):
@@ -92,7 +92,7 @@ def test_who_is_waited_for_waits_least() -> None:
 
 
 def _emptied(rank: int) -> list[tuple[float, float]]:
-    """Gradients that stay, as zeros."""
+    """Keep gradients as zeros."""
     model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=2**-4), model)
     counted = []
@@ -109,7 +109,7 @@ def _emptied(rank: int) -> list[tuple[float, float]]:
     optimizer.zero_grad(set_to_none=False)
     optimizer.zero_grad()
     count()
-    for waits in (False, True):  # these are not stepped
+    for waits in (False, True):  # these steps are skipped
         optimizer.zero_grad(set_to_none=False)
         model.set_requires_gradient_sync(not waits)
         model(torch.ones(2, 5)).sum().backward()

@@ -1,4 +1,4 @@
-"""`no_sync` by the names that other loops call, and a word to those who reduce in each micro-batch."""
+"""`no_sync` under the names that other loops use, and a hint if every micro-batch reduces."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _shard(zero3_size: int = 2, **settings: Any) -> tuple[nn.Module, layerzero.S
 
 
 class _Heard(logging.Handler):
-    """What the logger of layerzero says inside the context."""
+    """Collects the messages of the layerzero logger inside the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class _Heard(logging.Handler):
 def _accumulate(
     rank: int, model: nn.Module, optimizer: Any, quiet: Callable[[bool], AbstractContextManager[Any]]
 ) -> None:
-    """Two steps of two micro-batches, each rank's two batches of the step beside those of the others."""
+    """Run two steps of two micro-batches, compared with a step on all batches at once."""
     for step in range(2):
         for number in range(2):
             with quiet(number == 0):
@@ -117,7 +117,7 @@ def _keep(rank: int) -> None:
     assert model.no_sync() == "its own"
     assert len(heard) == 1 and "no_sync of its own" in heard[0] and "layerzero.no_sync(model)" in heard[0], heard
     backward(model, rank)
-    with layerzero.no_sync(model):  # the way out
+    with layerzero.no_sync(model):  # the remedy
         backward(model, rank)
     with pytest.raises(RuntimeError, match="no_sync"):
         _ = model.shift.grad + 0
@@ -127,7 +127,7 @@ def test_a_no_sync_of_the_models_own_stays_and_the_log_says_so() -> None:
     run_ranks(_keep, world_size=WORLD)
 
 
-# --- a word to the loop ---
+# --- the hint ---
 
 
 def _plain(model: nn.Module, optimizer: Any, rank: int) -> None:
@@ -152,7 +152,7 @@ def _single(model: nn.Module, optimizer: Any, rank: int) -> None:
 
 
 def _adversary(model: nn.Module, optimizer: Any, rank: int) -> None:
-    """A discriminator: what the generator's loss gives to it is zeroed before its own."""
+    """Train as a discriminator does: zero the gradients of the generator's loss before its own backward."""
     backward(model, rank)
     optimizer.zero_grad()
     backward(model, rank)
@@ -160,7 +160,7 @@ def _adversary(model: nn.Module, optimizer: Any, rank: int) -> None:
 
 
 def _other_optimizer(model: nn.Module, optimizer: Any, rank: int) -> None:
-    """Of the same model, as where generator and discriminator are sharded together."""
+    """Step another optimizer of the same model, as if generator and discriminator were sharded together."""
     backward(model, rank)
     optimizer.step()
     backward(model, rank)

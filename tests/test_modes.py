@@ -1,4 +1,4 @@
-"""torch.compile, autocast, and modes that come and go between training steps."""
+"""torch.compile, autocast, and modes that change between training steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Three units, and a head of the root's own; `autocasts` inside where asked."""
+    """Three units and a head of the root; `autocasts` runs autocast inside."""
 
     def __init__(self, *, autocasts: bool = False) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def _compile(rank: int, way: str, backend: str) -> None:
     net = copy.deepcopy(alone)
     if when == "before":
         compile_net(net, backend)
-    accumulation = "full" if way == "units, before sharding" else "sharded"  # their gathered parameters differ in class
+    accumulation = "full" if way == "units, before sharding" else "sharded"  # their gathered classes differ
     model = layerzero.shard_model(net, zero3_size=2, units={Layer}, accumulation=accumulation)
     if when == "after":
         compile_net(net, backend)
@@ -201,7 +201,7 @@ def _interleave(rank: int) -> None:
             outputs.append((model(_data(rank, 50 + step)), alone(_data(rank, 50 + step))))
         model.train()
         assert layerzero.memory(model).measured["full_buffer"] == 0 or step % 3 == 2
-        if step % 3 == 2:  # a forward that could have a backward, and gets none
+        if step % 3 == 2:  # a forward that could have a backward, but gets none
             del outputs[:]
             with torch.no_grad():
                 model(_data(rank, 0))

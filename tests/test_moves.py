@@ -1,4 +1,4 @@
-"""What replaces the memory of a sharded parameter: ``.data``, ``model.to(...)`` and the like; calls of ``forward``."""
+"""Calls that replace the memory of a sharded parameter: ``.data``, ``model.to(...)`` and others; ``forward``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _net(size: int = 2, **settings: object) -> nn.Module:
 
 
 def _assign(rank: int) -> None:
-    """Averaging weights in the way of many scripts: p.data = ..., between steps."""
+    """Average weights between steps with p.data = ..., as many scripts do."""
     for size in (1, 2, 4):
         ours, alone = _net(size), integer_net()
         optimizer = layerzero.shard_optimizer(exact_sgd(ours.parameters()), ours)
@@ -88,7 +88,7 @@ def _refuse_to_assign(rank: int) -> None:
         vector_to_parameters(torch.zeros(200), model.parameters())
     assert not [n for n, value in full_parameters(model).items() if not torch.equal(value, before[n])]
 
-    with layerzero.unsharded(model, writeback=True):  # what the error says
+    with layerzero.unsharded(model, writeback=True):  # text of the error
         vector = parameters_to_vector(model.parameters())
         vector_to_parameters(vector * 2, model.parameters())
     assert not [n for n, value in full_parameters(model).items() if not torch.equal(value, before[n] * 2)]
@@ -99,7 +99,7 @@ def test_what_does_not_fit_the_rows_is_not_taken_for_data() -> None:
 
 
 def _write_what_was_empty(rank: int) -> None:
-    """What ``empty_like`` has made is taken for nothing until it is written, however that is done."""
+    """Write to results of ``empty_like`` in every way; before that they count as uninitialized."""
     writes: dict[str, Callable[[nn.Parameter, torch.Tensor], object]] = {
         "copy_ of a whole one": lambda p, e: e.copy_(torch.arange(p.numel() * 1.0).view(p.shape)),
         "drawn": lambda p, e: e.normal_(),
@@ -136,7 +136,7 @@ STAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "of a layer": lambda m: m.first.float() and m,
     "requires_grad_": lambda m: m.requires_grad_(),
     "train": lambda m: m.eval().train(),
-    "to_empty": lambda m: m.to_empty(device="cpu"),  # has memory there, and keeps what is in it
+    "to_empty": lambda m: m.to_empty(device="cpu"),  # has memory there, and keeps its contents
 }
 MOVES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "half": (lambda m: m.half(), "torch.float16"),
@@ -171,7 +171,7 @@ def _move(rank: int) -> None:
         assert_same_bits(ours, alone, name)
     with layerzero.no_sync(ours):
         backward(ours, rank)
-    ours.to("cpu")  # with gradients that refuse to be read
+    ours.to("cpu")  # with gradients that cannot be read
     ours.zero_grad()
     for step, (name, (move, pattern)) in enumerate(MOVES.items(), start=10):
         layerzero.load_full_state_dict(ours, integer_net(step).state_dict())
@@ -209,7 +209,7 @@ def test_moves_that_would_replace_parameters_name_the_setting() -> None:
 
 
 def _move_others(rank: int) -> None:
-    """Recurrent layers keep weak references to their weights; mp_policy keeps the compute weights in bf16."""
+    """Move an LSTM, which keeps weak references to its weights, and a model with bf16 compute weights."""
     torch.manual_seed(0)
     model = layerzero.shard_model(nn.LSTM(3, 4), mesh=mesh_of(2)).to("cpu")
     model(torch.ones(2, 3))[0].sum().backward()

@@ -1,1 +1,1 @@
-"""Every fault that a long run meets, tried on real processes: `make chaos`."""
+"""Fault injection on real processes, for the faults of long runs: `make chaos`."""

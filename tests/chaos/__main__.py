@@ -1,8 +1,8 @@
-"""Every fault that a long run meets, as often as is asked, and what became of it: `make chaos`.
+"""Inject each fault several times into real processes and count the outcomes: `make chaos`.
 
-Each try is a run of its own: real processes, a fault at a moment and a place that the seed draws, and where it is to be
-survived a restart as a launcher would make it. A try has *survived* if the run ends with the bits of one that met no
-fault; the fault is *noticed* if an error or the log names what it was and where; else it is *lost*.
+Each try is a separate run. The seed chooses the time and the place of the fault. If the run should survive the fault,
+it is restarted as a launcher would do it. A try *survived* if the run ends with the same bits as a run without
+faults. The fault is *noticed* if an error or the log names its kind and place. All other tries are *lost*.
 
     python -m tests.chaos --tries 5 --only node --json benchmarks/results/chaos/faults.json
 """
@@ -26,7 +26,7 @@ from tests.chaos.tries import Lost, Try, undisturbed
 
 
 def tries_of(name: str, tries: int, seed: int, calm: str) -> dict[str, Any]:
-    """What became of each try of a fault."""
+    """Inject the fault `tries` times and return the outcomes, the lost tries and the seconds to recover."""
     outcomes: Counter[str] = Counter()
     lost, seconds = [], []
     for number in range(tries):
@@ -38,7 +38,7 @@ def tries_of(name: str, tries: int, seed: int, calm: str) -> dict[str, Any]:
                 seconds.append(round(run.seconds, 2))
         except Lost as error:
             lost.append(f"seed {seed + number}: {error}")
-        except Exception as error:  # others are tried all the same
+        except Exception as error:  # the other tries still run
             lost.append(f"seed {seed + number}: {type(error).__name__}: {error}")
         finally:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The faults of processes, disks and bits."""
+"""Faults of processes, disks and bits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def killed_rank(run: Try, draw: random.Random) -> str:
 
 
 def killed_node(run: Try, draw: random.Random) -> str:
-    """And its memory is lost: no disk is read, a spare takes the first ranks."""
+    """Kill both ranks of a node and delete its shared memory. No disk is read; a spare node hosts the first ranks."""
     node = draw.randrange(2)
     victims = [2 * node, 2 * node + 1]
     plan = {"what": "kill", "rank": victims[0], "ranks": victims, "step": draw.randrange(EVERY, STEPS - 1)}
@@ -57,7 +57,7 @@ def skipped_collective(run: Try, draw: random.Random) -> str:
 
 
 def _named(run: Try, draw: random.Random, what: str, said: str) -> str:
-    """By the watchdog within 5 s beyond its limit; then all go on, or are started again."""
+    """Expect the watchdog to name the victim within 5 s beyond its limit. The run then goes on or is restarted."""
     victim = draw.randrange(RANKS)
     plan = {"what": what, "watch": True, "rank": victim, "step": draw.randrange(1, STEPS - 1)}
     ranks = run.start(plan)
@@ -132,7 +132,7 @@ def flipped(what: str) -> Callable[[Try, random.Random], str]:
     return fault
 
 
-NETWORK: dict[str, Callable[[Try, random.Random], str]] = {  # which needs root
+NETWORK: dict[str, Callable[[Try, random.Random], str]] = {  # needs root
     "SIGKILL of all of a node, and torchrun takes a spare: from memory": replaced_from_memory,
     "SIGKILL of all of a node, and torchrun takes a spare: from a disk": replaced_from_disk,
     "the cable of a node cut": cut_cable,

@@ -1,4 +1,4 @@
-"""The faults of cables between nodes, and of nodes: two or three emulated ones, which need root."""
+"""Faults of network links and of machines, on two or three emulated nodes, which need root."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RATE, SLOW = "100mbit", "1mbit"
 
 
 def _network(switch: Switch) -> dict[str, Any]:
-    """Two ranks a node."""
+    """Return the network part of a plan, with two ranks on each node."""
     nodes = [switch.nodes[rank // 2] for rank in range(RANKS)]
     names = {"namespaces": [node.prefix[-1] for node in nodes], "interfaces": [node.interface for node in nodes]}
     return names | {"address": switch.nodes[0].address}
@@ -33,7 +33,7 @@ def _network(switch: Switch) -> dict[str, Any]:
 
 @functools.cache
 def _calm() -> str:
-    """The digest of such a run that meets no fault."""
+    """Return the digest of a run on two emulated nodes without faults."""
     with switched(2, RATE) as switch:
         return undisturbed({"network": _network(switch)}, 90)
 
@@ -44,7 +44,7 @@ def _until(run: Try, ranks: list[Any], step: int) -> None:
 
 
 def cut_cable(run: Try, draw: random.Random) -> str:
-    """Named on all ranks by the watchdog; all end by the timeout, and are started again when the cable is back."""
+    """Cut the cable of one node. The watchdog names it on all ranks, all end by the timeout and are started again."""
     run.calm, node = _calm(), draw.randrange(2)
     with switched(2, RATE) as switch:
         plan = {"watch": True, "network": _network(switch), "timeout": 20}
@@ -53,7 +53,7 @@ def cut_cable(run: Try, draw: random.Random) -> str:
             _until(run, ranks, draw.randrange(1, STEPS - 1))
             time.sleep(draw.uniform(0, 0.05))
             switch.cut(node)
-            # The store is on node 0: ranks there know who does not answer; the others, that they are cut off.
+            # The store is on node 0. Its ranks name those that do not answer; the others report that they are cut off.
             run.logged(r"late by .*rank [23] has not come and does not answer", LIMIT + 5, 2, {0, 1})
             run.logged(r"late by .*the store has not answered .* this one is cut off", LIMIT + 5, 2, {2, 3})
             ended(ranks, 90, (1,))
@@ -65,7 +65,7 @@ def cut_cable(run: Try, draw: random.Random) -> str:
 
 
 def slow_cable(run: Try, draw: random.Random) -> str:
-    """To 1 %: named on all ranks while it lasts; the run goes on."""
+    """Slow one link to 1 %. All ranks report the slow link, and the run goes on."""
     run.calm = _calm()
     with switched(2, RATE) as switch:
         ranks = run.start({"watch": True, "network": _network(switch)})
@@ -86,7 +86,7 @@ def slow_cable(run: Try, draw: random.Random) -> str:
     return "survived, link named"
 
 
-# --- a node that dies, and torchrun, which takes the spare ---
+# --- a node dies, and torchrun replaces it by the spare ---
 
 _EXAMPLE = Path(__file__).parents[2] / "examples" / "train_restarts.py"
 _PORT = 29400
@@ -96,7 +96,7 @@ _SERVES += "wait_for_workers=False); print('serving', flush=True); time.sleep(60
 
 
 class _Nodes:
-    """An agent of torchrun on each of three nodes, of which two take part; they meet at the switch."""
+    """torchrun agents on three nodes, two of which take part. Their rendezvous store runs on the switch."""
 
     def __init__(self, switch: Switch, folder: Path, *, memory: bool) -> None:
         self._folder, self._switch = folder, switch
@@ -107,15 +107,15 @@ class _Nodes:
         self.agents = [self._agent(index, memory) for index in range(2)]
 
     def spare(self, *, memory: bool) -> None:
-        """Comes last."""
+        """Start the agent of the spare node after the other two have begun to train."""
         self.until(r"attempt 0: from step 0")
         self.agents.append(self._agent(2, memory))
 
     def first_save(self, seconds: float = 120) -> None:
-        """Wait for one that is whole."""
+        """Wait for the first complete checkpoint."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            with suppress(FileNotFoundError):  # a folder that is removed meanwhile
+            with suppress(FileNotFoundError):  # a folder may be removed meanwhile
                 if list(self._folder.glob(f"*/**/{MANIFEST}")):
                     return
             time.sleep(0.01)
@@ -147,7 +147,7 @@ class _Nodes:
         return found
 
     def kill(self, index: int) -> None:
-        """All processes of a node."""
+        """Kill all processes of a node."""
         for process in _said_by("ip", "netns", "pids", self._switch.nodes[index].prefix[-1]).split():
             with suppress(ProcessLookupError):
                 os.kill(int(process), signal.SIGKILL)
@@ -167,7 +167,7 @@ def _said_by(*command: str) -> str:
 
 @functools.cache
 def _digest() -> str:
-    """Of a run of the example that meets no fault."""
+    """Return the digest of a run of the example without faults."""
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     try:
         ranks = ("--standalone", "--nproc-per-node", "4")
@@ -178,7 +178,7 @@ def _digest() -> str:
 
 
 def _replaced(run: Try, draw: random.Random, memory: bool) -> str:
-    """The spare takes the place of the dead node, and goes on from memory, or from a disk that all nodes have."""
+    """Kill a node. The spare replaces it and resumes from host memory, or from a disk that all nodes share."""
     digest, node = _digest(), draw.randrange(2)
     with switched(3, "1gbit") as switch:
         nodes = _Nodes(switch, run.folder, memory=memory)

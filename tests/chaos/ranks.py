@@ -1,4 +1,4 @@
-"""One rank of a run that meets a fault."""
+"""One rank of a run with an injected fault."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEPS, EVERY, LIMIT = 16, 4, 2.0
 
 
 def rank_main(rank: int, world: int, folder: str, attempt: int, plan: dict[str, Any]) -> None:
-    """Train, or go on with it, and meet the fault of `plan` in the first attempt."""
+    """Train from the start or from a checkpoint. The first attempt injects the fault of `plan`."""
     place, flips = Path(folder), plan.get("flip")
     _join(rank, world, place, attempt, plan)
     model, optimizer = _models(plan)
@@ -67,7 +67,7 @@ def rank_main(rank: int, world: int, folder: str, attempt: int, plan: dict[str, 
         elif (step + 1) % EVERY == 0:
             _save(place, rank, model, optimizer, step + 1, plan if attempt == 0 else {})
         if plan.get("what") in ("kill", "term"):
-            time.sleep(0.02)  # so that a moment is in one of these steps
+            time.sleep(0.02)  # so that the delay of the fault falls into one of these steps
         if request is not None and request.asked():
             if (step + 1) % EVERY:
                 _save(place, rank, model, optimizer, step + 1, {})
@@ -90,7 +90,7 @@ def _join(rank: int, world: int, place: Path, attempt: int, plan: dict[str, Any]
     store: dist.Store
     if net is None:
         store = dist.FileStore(str(place / f"store.{attempt}"), world)
-    else:  # as launchers have it: on the machine of the first rank
+    else:  # on the machine of the first rank, as launchers do
         _enter(net["namespaces"][rank])
         os.environ["GLOO_SOCKET_IFNAME"] = net["interfaces"][rank]
         store = dist.TCPStore(net["address"], 29500 + attempt, world, rank == 0, timeout)
@@ -98,7 +98,7 @@ def _join(rank: int, world: int, place: Path, attempt: int, plan: dict[str, Any]
 
 
 def _enter(namespace: str) -> None:
-    """Run this process on an emulated node from here on."""
+    """Move this process into the network namespace of an emulated node."""
     handle = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(handle, 0x40000000):  # CLONE_NEWNET
@@ -107,7 +107,7 @@ def _enter(namespace: str) -> None:
 
 
 def _gone_on(place: Path, attempt: int, plan: dict[str, Any], model: Any, optimizer: Any) -> tuple[Any, int]:
-    """Who keeps snapshots, if somebody does; and the step from which the run goes on."""
+    """Resume the run; return the snapshot keeper, or None with checkpoints on disk, and the first step."""
     rank, keeper = dist.get_rank(), None
     if nodes := plan.get("nodes"):
         memory = place / f"node{nodes[attempt][rank]}"
@@ -120,7 +120,7 @@ def _gone_on(place: Path, attempt: int, plan: dict[str, Any], model: Any, optimi
     if found is not None:
         first = int(found.extra["step"])
         checkpoint.set_random_states(found.extra["random"])
-        checkpoint.Chain(model, optimizer).resume(found.extra["chain"])  # what was loaded is what was saved
+        checkpoint.Chain(model, optimizer).resume(found.extra["chain"])  # raises if the state differs
     (place / f"first.{attempt}.{rank}").write_text(str(first))
     return keeper, first
 
@@ -133,7 +133,10 @@ def _backward(model: Any, step: int) -> None:
 
 
 def _models(plan: dict[str, Any]) -> tuple[Any, Any]:
-    """For bits that flip, in bf16: masters and compute weights are not one memory. For links, something to carry."""
+    """Return model and optimizer. Bit flips need bf16, so that masters and compute weights have separate memory.
+
+    With a network the model is wide, so that the links carry enough bytes.
+    """
     settings = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if "flip" in plan else {}
     if "network" not in plan:
         return sharded_net(2, shared_memory="off", **settings)
@@ -192,7 +195,7 @@ def _meet(plan: dict[str, Any], rank: int, model: Any) -> None:
 
 
 def _flip(plan: dict[str, Any], model: Any, optimizer: Any) -> None:
-    """Of one bit of this rank's, drawn by the seed."""
+    """Flip one bit of this rank, chosen by the seed, in the kind of memory that the plan names."""
     draw = random.Random(plan["draw"])
     runtime = get_state(model)
     member = draw.choice([each for each in runtime.members.values() if each.master.numel()])

@@ -1,4 +1,4 @@
-"""One try of a fault: a run in a folder of its own, from which it is judged."""
+"""One try of a fault: a run in its own folder, and the checks of its outcome."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ RANKS = 4
 
 
 class Lost(Exception):
-    """What the fault was not survived or noticed by."""
+    """The fault was neither survived nor noticed."""
 
 
 class Try:
-    """A run in a folder of its own, from which it is judged."""
+    """A run in its own folder, whose files show the outcome."""
 
     def __init__(self, folder: Path, calm: str) -> None:
         self.folder, self.calm = folder, calm
-        self.seconds: float | None = None  # from the restart to the first new step
+        self.seconds: float | None = None  # from the restart to the end of the first step
 
     def start(self, plan: dict[str, Any], attempt: int = 0, world: int = RANKS) -> list[Any]:
         for old in self.folder.glob("end.*"):
@@ -41,9 +41,10 @@ class Try:
         return [path.read_text() for path in sorted(self.folder.glob(f"{name}.*"))]
 
     def restarted(self, plan: dict[str, Any], world: int = RANKS) -> None:
-        """The run goes on, to the end, with the bits of one that met no fault.
+        """Restart the run and require the bits of a run without faults.
 
-        Other ranks add in another order: of them it is proven that they go on from the bits that were saved.
+        With another number of ranks additions have another order, so the final bits are not compared. There each rank
+        proves when it resumes that it loaded the saved bits.
         """
         began = time.time()
         ended(self.start(plan, 1, world), seconds=60)
@@ -52,7 +53,7 @@ class Try:
             raise Lost(f"ended with other bits: {self.texts('end')}")
 
     def logged(self, pattern: str, seconds: float, ranks: int = 1, of: Collection[int] = range(RANKS)) -> None:
-        """The logs of so many ranks of those have a line like that in time."""
+        """Wait until at least `ranks` of the ranks `of` have logged the pattern; else raise :class:`Lost`."""
         deadline = time.monotonic() + seconds
         while sum(bool(re.search(pattern, self._log(rank))) for rank in of) < ranks:
             if time.monotonic() > deadline:
@@ -65,7 +66,7 @@ class Try:
 
 
 def undisturbed(plan: dict[str, Any], seconds: float = 60) -> str:
-    """The digest of a run that meets no fault."""
+    """Return the digest of a run without faults."""
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     try:
         run = Try(folder, "")
@@ -87,7 +88,7 @@ def ended(ranks: list[Any], seconds: float, codes: tuple[int, ...] = (0,)) -> No
 
 
 def kill(ranks: list[Any]) -> None:
-    """As a launcher ends those that are left."""
+    """Kill the remaining ranks, as a launcher does."""
     for process in ranks:
         if process.is_alive():
             process.kill()

@@ -1,4 +1,4 @@
-"""layerzero.integrations.accelerate beside Accelerate's own DistributedDataParallel, on the same data."""
+"""layerzero.integrations.accelerate compared with Accelerate's DistributedDataParallel on the same data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.models import (
 )
 from tests.support.ranks import run_ranks
 
-SAMPLES = 64  # on 4 ranks, in batches of 2: 8 micro-batches
+SAMPLES = 64  # 8 micro-batches of 2 samples on 4 ranks
 
 
 def accelerator(plugin: LayerZeroPlugin | None = None, *, ours: bool = True, **settings: Any) -> Accelerator:
@@ -55,7 +55,7 @@ def objects(net: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimi
 def train(
     acc: Accelerator, prepared: tuple[Any, ...], max_norm: float = 1e9, skip: int = 0
 ) -> tuple[list[float], list[float]]:
-    """Losses of the micro-batches and norms of the steps."""
+    """Return the losses of the micro-batches and the gradient norms of the steps."""
     model, optimizer, loader, scheduler = prepared
     losses, norms = [], []
     for batch in acc.skip_first_batches(loader, skip) if skip else loader:
@@ -86,7 +86,7 @@ def _same_as_ddp(rank: int) -> None:
             assert losses == expected[0]  # the same bits
             assert_like(norms, expected[1])
             traffic = layerzero.traffic(prepared[0])
-            handles = 4  # of three units and the root
+            handles = 4  # three units and the root
             assert traffic.calls.get("hop2", 0) == (0 if plugin["zero3_size"] == 4 else handles * 4)  # of 8 backwards
             assert acc.unwrap_model(prepared[0]) is prepared[0]
             state = acc.get_state_dict(prepared[0])
@@ -107,7 +107,7 @@ def _clipping(rank: int) -> None:
         assert max(expected[1]) > 4.0, "something is clipped"
         assert_like(got[0], expected[0])
         assert_like(got[1], expected[1])
-        # Of some parameters only; and through a list from before prepare.
+        # Clip some parameters only, and with a list made before prepare.
         acc = accelerator(LayerZeroPlugin(**PLUGIN), gradient_accumulation_steps=1)
         net, optimizer, loader, _ = objects()
         before, some = list(net.parameters()), list(net.head.parameters())
@@ -161,7 +161,7 @@ def _resume(rank: int, folder: str) -> None:
         whole = iter(prepared[2])
         losses = train(acc, (*prepared[:2], [next(whole) for _ in range(3)], prepared[3]))[0]
         acc.save_state(folder)
-        acc.save_state(folder)  # in place of the first
+        acc.save_state(folder)  # replaces the first
         assert seen == [1, 1]
         drawn = torch.rand(1)
         losses += train(acc, (*prepared[:2], list(whole), prepared[3]))[0]
@@ -173,7 +173,7 @@ def _resume(rank: int, folder: str) -> None:
             acc.load_state(folder)
             assert torch.equal(torch.rand(1), drawn)
             got = train(acc, prepared, skip=3)[0]
-            assert_like(got, losses[3:], rtol=0 if zero3_size == 2 else 1e-5)  # the order of additions is another one
+            assert_like(got, losses[3:], rtol=0 if zero3_size == 2 else 1e-5)  # additions happen in another order
             assert prepared[3].get_last_lr() != [2**-4]
             if zero3_size == 2:
                 for name, value in full_parameters(prepared[0]).items():
@@ -308,7 +308,7 @@ def test_a_model_that_was_prepared_for_evaluation_is_sharded_when_it_is_to_be_tr
 def _overflow(rank: int) -> None:
     with launched():
         acc = accelerator(LayerZeroPlugin(**PLUGIN), gradient_accumulation_steps=1)
-        acc.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # Accelerate itself makes one on devices only
+        acc.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # Accelerate makes one on devices only
         model, optimizer, loader, scheduler = acc.prepare(*objects())
         before = full_parameters(model)
         for step, batch in enumerate(loader):

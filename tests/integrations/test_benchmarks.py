@@ -1,4 +1,4 @@
-"""The benchmarks run, count what they say they count, and judge by right arithmetic. No time is asserted."""
+"""The benchmarks run, count correctly and compute their verdicts correctly. No time is asserted."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ TRAINED = [name for name, entry in ENTRIES.items() if entry.needs is None and en
 
 
 def three_steps(rank: int, name: str, reduce: str) -> tuple[list[float], dict[str, int]]:
-    """Losses, and the ledger of the last step."""
+    """Return the losses and the traffic of the last step."""
     task = Task(micro_batches=2, reduce=reduce, **TINY)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the peers
+        warnings.simplefilter("ignore")  # those of the peers
         contestant = ENTRIES[name].load()(task)
         losses = []
         for step in range(3):
@@ -102,11 +102,11 @@ def test_two_emulated_nodes_carry_the_bytes_of_the_formula() -> None:
     numel = sum(parameter.numel() for parameter in make_model(task).parameters())
     results = Results("two-nodes", {"ranks": 2, "node_size": 1, "parameters": numel})
     for sent in summarise(ranks, nodes=2)["wire_bytes"]:
-        assert sent == pytest.approx(results.formula_bytes("fp32"), rel=0.05)  # barriers and headers weigh more here
+        assert sent == pytest.approx(results.formula_bytes("fp32"), rel=0.05)  # barriers and headers count more here
 
 
 def _reaches(switch: network.Switch, a: int, b: int) -> bool:
-    """A connection from one node to another is made in time."""
+    """Check that one node can connect to another within the time limit."""
     there, here = switch.nodes[b], switch.nodes[a]
     listening = "import socket; s = socket.create_server(('', 7777)); print(flush=True); s.accept()"
     connects = f"import socket; socket.create_connection(('{there.address}', 7777), 3)"
@@ -150,7 +150,7 @@ def test_model_state_counts_each_storage_once_and_leaves_batches_out() -> None:
     whole, batch = torch.zeros(1000), torch.zeros(500)
     half = whole[:500]
     weight = torch.nn.Parameter(whole)
-    weight.sum().backward()  # a gradient that Python has not seen
+    weight.sum().backward()  # a gradient that Python has not accessed
     parked = torch.UntypedStorage(300)  # no tensor has it
     assert measure.model_state_bytes(apart_from=[batch]) - before == 2 * 4000 + parked.nbytes()
     assert half.numel() == 500
@@ -169,7 +169,7 @@ def test_shared_memory_counts_once_for_those_who_share_it() -> None:
         assert measure.model_state_bytes(sharers=2) - before == (1 << 18) + private.nbytes
         shared = measure.shared_memory()
         assert (shared.held, shared.resident) == (1 << 19, weights.nbytes) and neighbours[0] == 1
-        for _ in range(100):  # until looking at it does not raise it any more
+        for _ in range(100):  # until accessing it no longer raises
             two, four, again = (measure.peak_bytes(sharers=sharers) for sharers in (2, 4, 2))
             if two == again:
                 break
@@ -184,7 +184,7 @@ def _moment(model: torch.nn.Module, batch: torch.Tensor) -> tuple[int, int]:
 
 
 def _counted_by_others(rank: int) -> None:
-    """What layerzero.memory says, and what the garbage collector finds, at three moments of a step."""
+    """Compare layerzero.memory with the tensors that the garbage collector finds, at three points of a step."""
     before = measure.model_state_bytes(sharers=2)
     for settings in ({}, {"accumulation": "full"}, {"prefetch": 3}, {"shared_memory": "off"}):
         torch.manual_seed(0)
@@ -207,7 +207,7 @@ def _counted_by_others(rank: int) -> None:
         for found, told in moments:
             assert abs((found - before) / told - 1) < 0.03, (settings, moments, before)
         del model, optimizer
-        dist.barrier()  # a neighbour may still hold its end of what was shared
+        dist.barrier()  # another rank may still map the shared memory
 
 
 def test_the_memory_report_leaves_nothing_out() -> None:
@@ -227,7 +227,7 @@ def shared_mappings(rank: int, name: str) -> int:
 
 
 def example(where: str = "two-nodes", **seconds: float) -> Results:
-    """Results of runs that took `seconds` a step; names with `_` for `-`."""
+    """Return results of runs with the given `seconds` per step; names use `_` for `-`."""
     settings = {"ranks": 4, "node_size": 2, "parameters": 1_000_000, "rate": "1gbit", "batch_size": 1, "seq_len": 8}
     if where == "one-machine":
         del settings["rate"]
@@ -277,9 +277,9 @@ def test_verdicts_are_printed_and_are_on_no_page(tmp_path: Path, capsys: Any) ->
     ("compute", "bound"),
     [
         (0.480, 0.480),  # forward 40 ms, backward 80 ms: both hide
-        (0.096, 0.096),  # 8 and 16 ms: just so
+        (0.096, 0.096),  # 8 and 16 ms: just hidden
         (0.048, 0.048 + 0.008 + 0.004),
-        (0.0, 0.024),  # nothing to hide behind: all bytes at the link's speed
+        (0.0, 0.024),  # no computation to overlap with: all bytes at the link's speed
     ],
 )
 def test_the_bound_is_compute_and_what_of_the_exchanges_cannot_hide(compute: float, bound: float) -> None:

@@ -1,4 +1,4 @@
-"""The examples for other people's loops on real ranks: they learn, and their checkpoints are there."""
+"""The examples for third-party training loops run on real ranks: the loss falls, and checkpoints exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""layerzero.integrations.fabric beside Fabric's own strategy for DDP, on the same data."""
+"""layerzero.integrations.fabric compared with Fabric's DDP strategy on the same data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.ranks import run_ranks
 
 
 def train(strategy: Any, folder: str | None = None, **settings: Any) -> tuple[list[float], list[float], Any]:
-    """Losses of the micro-batches, norms of the steps, and the model; from a checkpoint in `folder` if there is one."""
+    """Train, from a checkpoint in `folder` if there is one; return losses, gradient norms and the model."""
     fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy, **settings)
     fabric.launch()
     net = integer_net(0 if folder is None else 1)
@@ -52,7 +52,7 @@ def train(strategy: Any, folder: str | None = None, **settings: Any) -> tuple[li
 
 
 class Saving:
-    """Says where to."""
+    """Callback that names the folder to save to."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""layerzero.integrations.lightning beside Lightning's own strategy for DDP, on the same data."""
+"""layerzero.integrations.lightning compared with Lightning's DDP strategy on the same data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UNITS = [f"net.{name}" for name in IntegerNet.UNITS]
 
 
 class Module(LightningModule):
-    """An IntegerNet, with a parameter of its own that is used after the net."""
+    """An IntegerNet and a parameter of the module itself, which is used after the net."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def _same_as_ddp(rank: int, folder: str) -> None:
         for settings in ({"gradient_clip_val": 2.0}, {"precision": "bf16-mixed"}):
             theirs = fit("ddp", folder, **settings).lightning_module
             ours = fit(LayerZeroStrategy(2, UNITS), folder, **settings).lightning_module
-            rtol = 1e-4 if "precision" not in settings else 2**-6  # of the largest: a loss is a difference
+            rtol = 1e-4 if "precision" not in settings else 2**-6  # relative to the largest: a loss is a difference
             for got, expected in ((ours.losses[:4], theirs.losses[:4]), (ours.norms[:2], theirs.norms[:2])):
                 assert_like(got, expected, rtol=0, atol=rtol * max(map(abs, expected)))
         assert {handle.precision.compute for handle in get_state(ours).handles} == {torch.bfloat16}
@@ -99,7 +99,7 @@ def _resume(rank: int, folder: str) -> None:
         saving = ModelCheckpoint(dirpath=folder, save_top_k=2, monitor="step", mode="max")
         settings = {"accumulate_grad_batches": 1, "limit_train_batches": 3}
         whole = fit("layerzero", folder, enable_checkpointing=True, callbacks=[saving], max_epochs=3, **settings)
-        torch.distributed.barrier()  # the first rank removes what is not kept
+        torch.distributed.barrier()  # the first rank removes old checkpoints
         kept = sorted(path.name for path in Path(folder).iterdir())
         assert kept == ["epoch=1-step=6.ckpt", "epoch=2-step=9.ckpt"]
         losses = whole.lightning_module.losses

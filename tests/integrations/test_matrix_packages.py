@@ -21,7 +21,7 @@ from tests.test_matrix_optimizers import Wide, step_of
 
 NAMES = ("SOAP", "Shampoo", "Lamb", "CAME", "StableAdamW", "MARS")
 SETTINGS: dict[str, dict[str, float]] = {
-    "Shampoo": {"matrix_eps": 1.0},  # a root of a matrix that is nearly singular is no number on some processors
+    "Shampoo": {"matrix_eps": 1.0},  # the root of a nearly singular matrix is NaN on some processors
 }
 
 pytestmark = pytest.mark.skipif(
@@ -36,7 +36,7 @@ def _build(name: str, model: nn.Module) -> Optimizer:
 
 
 def _train(rank: int, zero3_size: int) -> None:
-    warnings.simplefilter("ignore")  # theirs
+    warnings.simplefilter("ignore")  # from pytorch_optimizer
     for name in NAMES:
         model, net = layerzero.shard_model(Wide(), mesh=mesh_of(zero3_size), units=Wide.UNITS), Wide()
         ours, theirs = layerzero.shard_optimizer(_build(name, model), model), _build(name, net)
@@ -67,9 +67,7 @@ def _resume(rank: int, path: str, saves: bool) -> None:
     net = Wide()
     theirs = _build("SOAP", net)
     train(net, [theirs], range(2))
-    for (
-        state
-    ) in theirs.state.values():  # bases come from torch by columns; a checkpoint has rows, and products other bits
+    for state in theirs.state.values():  # torch's bases are in column order, those of a checkpoint in rows
         state.update({key: [m.contiguous() for m in state[key]] for key in ("Q", "GG") if _has_matrices(state, key)})
     train(net, [theirs], range(2, 4))
     wrong = different(full_parameters(model), dict(net.named_parameters()))

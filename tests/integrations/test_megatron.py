@@ -1,4 +1,4 @@
-"""layerzero.megatron beside Megatron's own data-parallel wrapper and optimizer, on the same data."""
+"""layerzero.megatron compared with Megatron's data-parallel wrapper and optimizer on the same data."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if find_spec("megatron") is None:
 
 
 def compare(*cases: Case, world_size: int = 4) -> None:
-    # One layout for each default process group: torch names a new group by how many a rank is in, which must be the
-    # same on all members, and layouts differ in which ranks hold embeddings.
+    # One layout per default process group: torch names a new group by the number of groups that a rank has joined. That
+    # number must be equal on all members, but layouts differ in the ranks that hold embeddings.
     layouts = {(case.tp, case.pp) for case in cases}
     for layout in sorted(layouts):
         run_ranks(_compare, [case for case in cases if (case.tp, case.pp) == layout], world_size=world_size)
@@ -74,7 +74,7 @@ def test_the_reference_may_be_the_distributed_optimizer() -> None:
 
 
 def test_fp16_skips_a_step_on_all_ranks_of_the_model_when_one_overflows() -> None:
-    overflow = PIPELINE.but(dtype="float16", overflow_at=1, steps=5)  # after three good ones the scale grows
+    overflow = PIPELINE.but(dtype="float16", overflow_at=1, steps=5)  # after three finite steps the scale grows
     compare(overflow, overflow.but(tp=2, pp=1, zero3_size=1), overflow.but(chunks=2))
 
 

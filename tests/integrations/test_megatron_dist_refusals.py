@@ -1,5 +1,5 @@
 # ruff: noqa: PLC0415 (Megatron is imported where the stand-ins are in place)
-"""Megatron's distributed checkpoints: what they have no place for, and loads that fail or find less."""
+"""Megatron's distributed checkpoints: unsupported state is refused, and loads that fail or miss entries."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ if find_spec("megatron") is None:
 
 
 def _finds_less(rank: int, path: str) -> tuple[bool, bool]:
-    """Load what was saved without q/k norms into a model that has them; tells what this rank has missed."""
+    """Load a checkpoint without q/k norms into a model that has them.
+
+    Returns: whether a strict load of the model raised on this rank, and whether the load of the optimizer did.
+    """
     case = DATA.but(settings=(*GATED, ("qk_layernorm", True)))
     with megatron(case):
         from megatron.core import dist_checkpointing
@@ -68,7 +71,7 @@ def test_a_load_that_is_not_strict_leaves_what_the_checkpoint_lacks(tmp_path: Pa
     path = f"{tmp_path}/saved"
     run_ranks(save_and_go_on, path, DATA, None, make_ours, world_size=4)
     for refused in zip(*run_ranks(_finds_less, path, world_size=4), strict=True):
-        assert any(refused)  # by the ranks that have rows of what is missing
+        assert any(refused)  # on the ranks that have rows of the missing parameter
 
 
 def _refuses(rank: int, path: str) -> None:
@@ -93,7 +96,7 @@ def _refuses(rank: int, path: str) -> None:
             optimizer.sharded_state_dict({})
         inner.state[key] = lost
         states = [state for state in inner.state.values() if state]
-        if dist.get_rank(optimizer.groups.pipeline) == 1:  # only one stage notices anything by itself
+        if dist.get_rank(optimizer.groups.pipeline) == 1:  # only one stage detects it by itself
             states[0]["step"] += 1
         with pytest.raises(ValueError, match="have been stepped 2, 3 times"):
             optimizer.sharded_state_dict({})
@@ -137,7 +140,7 @@ def test_what_the_format_has_no_place_for_is_refused_and_a_failed_load_changes_n
 
 
 def _described_wrongly(rank: int, index: tuple[slice, ...], axis: int) -> bool:
-    """A module that stores a part of its weight only; whether this rank has refused that."""
+    """Save a module that stores only a part of its weight; return whether this rank raised."""
     case = Case(zero3_size=2)
     with megatron(case):
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -166,7 +169,7 @@ def _described_wrongly(rank: int, index: tuple[slice, ...], axis: int) -> bool:
 def test_pieces_that_are_not_all_rows_are_refused() -> None:
     columns, rows = (slice(None), slice(0, HIDDEN)), (slice(0, HIDDEN // 2),)
     assert all(run_ranks(_described_wrongly, columns, 1, world_size=4))
-    refused = run_ranks(_described_wrongly, rows, 0, world_size=4)  # by who holds the others
+    refused = run_ranks(_described_wrongly, rows, 0, world_size=4)  # on the ranks that hold the other rows
     assert any(refused) and not all(refused)
 
 

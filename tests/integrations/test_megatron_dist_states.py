@@ -1,5 +1,5 @@
 # ruff: noqa: PLC0415 (Megatron is imported where the stand-ins are in place)
-"""Sharded state dicts in Megatron's own distributed checkpoints: between layouts, and from and to Megatron itself."""
+"""Sharded state dicts in Megatron's distributed checkpoints: between layouts, and to and from Megatron."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RESHARDABLE = {
 
 
 def _resume(rank: int, path: str, case: Case, metadata: Any, make: Make, parallel: bool = False) -> Run:
-    """Load, save what was loaded once more, and train on."""
+    """Load, save the loaded state again, and train on."""
     with megatron(case):
         chunks, optimizer = make(case)
         scheduler = make_scheduler(optimizer)
@@ -55,7 +55,7 @@ def _resume(rank: int, path: str, case: Case, metadata: Any, make: Make, paralle
 
 
 def assert_same_content(one: str, other: str) -> None:
-    """Two checkpoints have the same tensors, bit for bit, the same settings and counts."""
+    """Assert that two checkpoints have the same tensors, bit for bit, and the same settings and counts."""
     from megatron.core import dist_checkpointing
 
     first, second = (
@@ -102,7 +102,7 @@ def _assert_bits(one: Run, other: Run) -> None:
 def test_a_checkpoint_resumes_in_any_layout(saved: Case, tmp_path: Path) -> None:
     path = f"{tmp_path}/saved"
     expected = run_ranks(save_and_go_on, path, saved, None, make_ours, True, world_size=4)
-    losses = max(run.losses for run in expected)  # of a rank on the last stage
+    losses = max(run.losses for run in expected)  # from a rank of the last stage
     for layout in (
         {},
         {"tp": 1, "pp": 2},
@@ -116,7 +116,7 @@ def test_a_checkpoint_resumes_in_any_layout(saved: Case, tmp_path: Path) -> None
         if other == saved:
             for one, two in zip(expected, resumed, strict=True):
                 _assert_bits(one, two)
-        elif other.tp * other.pp == saved.tp * saved.pp:  # as many data-parallel ranks: the same batches
+        elif other.tp * other.pp == saved.tp * saved.pp:  # the same number of data-parallel ranks: the same batches
             assert any(_close(run.losses, losses) for run in resumed), (other, resumed, losses)
 
 
@@ -136,8 +136,8 @@ INTERCHANGED = {
 @pytest.mark.parametrize(("case", "metadata"), INTERCHANGED.values(), ids=INTERCHANGED)
 def test_megatron_and_layerzero_load_each_others_checkpoints(case: Case, metadata: Any, tmp_path: Path) -> None:
     both = (("theirs", make_reference, make_ours), ("ours", make_ours, make_reference))
-    # Megatron's distributed optimizer can load into the fused optimizers of Apex and Transformer Engine only. That it
-    # finds what it looks for is seen from what it has saved itself, which is equal to what we save after loading it.
+    # Megatron's distributed optimizer can load only into the fused optimizers of Apex and Transformer Engine. This test
+    # instead compares the checkpoint that Megatron saved with the one that layerzero saves after loading it.
     for name, saver, loader in both[:1] if case.distributed else both:
         path = f"{tmp_path}/{name}"
         expected = run_ranks(save_and_go_on, path, case, metadata, saver, world_size=4)
@@ -161,7 +161,7 @@ AVOID = {"singleton_local_shards": True, "chained_optim_avoid_prefix": True}  # 
 
 
 def _on(case: Case, ranks: int, **changes: Any) -> Case:
-    """With experts on so many ranks."""
+    """Return the case with experts sharded over this number of ranks."""
     return case.but(settings=(*case.settings[:-1], ("expert_model_parallel_size", ranks)), **changes)
 
 
@@ -189,14 +189,14 @@ def test_expert_parallel_checkpoints_resume_on_other_ranks(tmp_path: Path) -> No
 
 
 def _make_without_momentum(case: Case) -> tuple[list[nn.Module], Any]:
-    """The optimizer keeps no state at all."""
+    """Make an optimizer that keeps no state."""
     chunks, _ = make_ours(case)
     make = functools.partial(torch.optim.SGD, lr=1e-2)
     return chunks, layerzero.megatron.ShardedMegatronOptimizer(chunks, optimizer_config(case), make_optimizer=make)
 
 
 def _make_with_frozen_stage(case: Case) -> tuple[list[nn.Module], Any]:
-    """The first stage has nothing to train."""
+    """Make a model whose first stage has no trainable parameter."""
     config = make_config(case)
     models = make_chunks(case, config)
     chunks = layerzero.megatron.wrap(models, config, zero3_size=case.zero3_size)
@@ -212,7 +212,7 @@ def _make_with_frozen_stage(case: Case) -> tuple[list[nn.Module], Any]:
 )
 def test_optimizers_that_keep_nothing_are_saved_and_loaded(make: Make, case: Case, tmp_path: Path) -> None:
     path = f"{tmp_path}/saved"
-    metadata = {"non_homogeneous_layers": True}  # a stack of layers cannot be saved in part
+    metadata = {"non_homogeneous_layers": True}  # a part of a layer stack cannot be saved
     expected = run_ranks(save_and_go_on, path, case, metadata, make, world_size=4)
     for one, other in zip(expected, run_ranks(_resume, path, case, metadata, make, world_size=4), strict=True):
         _assert_bits(one, other)

@@ -1,4 +1,4 @@
-"""layerzero.megatron.save, load and export of experts that are others on other data-parallel ranks."""
+"""layerzero.megatron.save, load and export with expert parallelism: data-parallel ranks hold different experts."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ if find_spec("megatron") is None:
     pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)
 
 
-# What Megatron-LM passes: experts under their own names, which other expert-parallel sizes can load.
+# Metadata that Megatron-LM passes: each expert has its own name, so other expert-parallel sizes can load it.
 METADATA = {"singleton_local_shards": True, "chained_optim_avoid_prefix": True}
 
 
 def experts(size: int, **changes: Any) -> Case:
-    """A run with its experts on so many data-parallel ranks."""
+    """Expert-parallel run, with the experts spread over this number of data-parallel ranks."""
     settings = (
         ("num_moe_experts", 4),
         ("moe_router_topk", 2),
@@ -58,7 +58,7 @@ def experts(size: int, **changes: Any) -> Case:
 
 
 class Grouped(nn.Module):
-    """Experts under the names that they have in Transformer Engine's layers: linear_fc1.weight0, linear_fc1.weight1."""
+    """Experts named as in Transformer Engine's layers: linear_fc1.weight0, linear_fc1.weight1."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Grouped(nn.Module):
 
 
 class Shared(nn.Module):
-    """Experts in one tensor for each layer, as Megatron's GroupedMLP has them."""
+    """Experts in one tensor per layer, as in Megatron's GroupedMLP."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def _averaging(case: Case, change: Change | None = None) -> tuple[list[Any], Any
 
 
 def _all_of(chunks: list[Any], optimizer: Any) -> dict[str, Tensor]:
-    """Weights, states and averages, whole."""
+    """Return the full weights, optimizer states and averages."""
     found: dict[str, Tensor] = {}
     for index, (chunk, stepped, ema) in enumerate(zip(chunks, optimizer.sharded, optimizer.emas, strict=True)):
         values = {f"{index} {name}": weight for name, weight in chunk.named_parameters()}
@@ -136,7 +136,7 @@ def _go_on(rank: int, folder: str, case: Case) -> tuple[Any, dict[str, Tensor]]:
     with megatron(case), SequenceParallelNorm.used():
         chunks, optimizer = _averaging(case)
         for parameter in (p for chunk in chunks for p in chunk.parameters()):
-            parameter.data.zero_()  # what is not loaded shows
+            parameter.data.zero_()  # values that are not loaded stay visible
         scheduler = make_scheduler(optimizer)
         extra = layerzero.megatron.load(folder, chunks, optimizer)
         assert extra["step"] == 2
@@ -147,7 +147,7 @@ def _go_on(rank: int, folder: str, case: Case) -> tuple[Any, dict[str, Tensor]]:
 
 
 def _merged_by_megatron(rank: int, path: str, case: Case) -> dict[str, Tensor]:
-    """The compute weights, by Megatron's own names on one rank."""
+    """Return the compute weights under the names that Megatron uses on one rank."""
     with megatron(case):
         from megatron.core import dist_checkpointing  # noqa: PLC0415
 
@@ -197,7 +197,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_export_has_all_experts(which
 
 
 def _by_number(chunks: list[Any], optimizer: Any) -> dict[str, Tensor]:
-    """All that this rank has a part of, whole, under names with the numbers of the whole model's experts."""
+    """Return the full tensors that this rank has a part of, named with the expert numbers of the full model."""
     stored = experts_of(chunks[0]).stored
     found = {}
     for name, value in _all_of(chunks, optimizer).items():
@@ -226,7 +226,7 @@ def _load(rank: int, folder: str, case: Case, change: Change | None = None) -> d
 
 
 def _everything(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The whole model; ranks that have the same have it alike."""
+    """Gather the full model. Tensors that several ranks hold must be equal."""
     together: dict[str, Tensor] = {}
     for found in of_ranks:
         for name, value in found.items():
@@ -300,7 +300,9 @@ def _misfits(rank: int, folder: str) -> None:
         with pytest.raises(ValueError, match=r"router.weight: expected shape") as caught:
             layerzero.megatron.load(f"{folder}/fewer", chunks, None)
         assert "unexpected" not in str(caught.value)
-        assert ("missing: decoder" in str(caught.value)) == (rank % 2 == 1)  # of whose experts it has none
+        assert ("missing: decoder" in str(caught.value)) == (
+            rank % 2 == 1
+        )  # the checkpoint has none of this rank's experts
         with pytest.raises(ValueError, match=r"unexpected: decoder.*local_experts\.[4-7]") as caught:
             layerzero.megatron.load(f"{folder}/more", smaller, None)
         assert "missing" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Tensor and pipeline parts of layerzero.megatron.save become one model, and averages of weights come along."""
+"""Export merges the tensor and pipeline parts of layerzero.megatron.save into one model, weight averages included."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _train_and_save(rank: int, folder: str, case: Case) -> None:
             scheduler.step(1)
             layerzero.megatron.save(f"{folder}/{step}", chunks, optimizer, {"step": step})
         save(f"{folder}/megatron", chunks, optimizer, scheduler, None, parallel=False)
-        # Loaded, the average is what was saved, and goes on.
+        # The loaded average equals the saved one and continues from it.
         again, other = _averaging(case)
         assert layerzero.megatron.load(f"{folder}/0", again, other) == {"step": 0}
         layerzero.megatron.load(f"{folder}/2", again, other)

@@ -1,4 +1,4 @@
-"""A NaN in the gradient of one rank stops all of them before the step, as Megatron's own wrapper stops."""
+"""A NaN in the gradient of one rank stops all ranks before the step, as in Megatron's wrapper."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ if find_spec("megatron") is None:
 
 ODD = 1  # the rank whose gradient is not finite
 DATA = Case(zero3_size=2, micro_batches=2, layers=2, optimizer="sgd")
-SPOILT = {False: "mlp.linear_fc1.weight", True: "input_layernorm.weight"}  # by: all tensor ranks hold it whole
+SPOILT = {False: "mlp.linear_fc1.weight", True: "input_layernorm.weight"}  # by whether all tensor ranks hold it
 
 
 class Poison:
-    """Spoils a parameter's gradient on the odd rank, in the second of two micro-batches, while it is armed."""
+    """Hook that puts a bad value into a gradient on the odd rank, in the second of two micro-batches, while armed."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -60,7 +60,7 @@ class Poison:
 
 @contextmanager
 def poisoned(value: float = math.nan, *, whole: bool = False) -> Iterator[Poison]:
-    """Models that are made inside have it in the same place: before whoever wraps them, one parameter of a layer."""
+    """Register a :class:`Poison` on one parameter of a layer of each model made inside, before it is wrapped."""
     poison = Poison(value)
 
     def make(case: Case, config: Any) -> list[nn.Module]:
@@ -76,7 +76,7 @@ def poisoned(value: float = math.nan, *, whole: bool = False) -> Iterator[Poison
 
 
 def scheduled(case: Case, make: Callable[[Case], tuple[list[nn.Module], Any]]) -> tuple[list[nn.Module], Any]:
-    """With the learning rates and weight decays that Megatron's scheduler gives to the groups."""
+    """Make the optimizer with the learning rates and weight decays that Megatron's scheduler sets in the groups."""
     chunks, optimizer = make(case)
     make_scheduler(optimizer).step(1)
     return chunks, optimizer
@@ -113,7 +113,7 @@ def _stop_as_megatron(rank: int, cases: list[Case], value: float) -> None:
             if rank == ODD:
                 with pytest.raises(RuntimeError, match=r"Rank 1.*local grad norm"):
                     step(case, theirs, optimizer, 1)
-                theirs[0].ddp_config.check_for_nan_in_grad = False  # the others wait for what it has not sent
+                theirs[0].ddp_config.check_for_nan_in_grad = False  # the others wait for the data that it has not sent
                 theirs[0].finish_grad_sync()
             else:
                 zero(theirs, optimizer)
@@ -133,7 +133,7 @@ def _stop_as_megatron(rank: int, cases: list[Case], value: float) -> None:
             assert text.count("rank ") == 1, text
             after = whole_weights(ours[0])
             assert all(torch.equal(before[name], after[name]) for name in before), case
-            step(case, ours, optimizer, 2)  # the way out: it begins with zero_grad_buffer()
+            step(case, ours, optimizer, 2)  # the remedy, which begins with zero_grad_buffer()
             close(ours, theirs, case)
 
 
@@ -159,7 +159,7 @@ def _stop_all(rank: int, case: Case, whole: bool) -> None:
 
 def test_ranks_of_other_stages_and_tensor_ranks_stop_too() -> None:
     run_ranks(_stop_all, DATA.but(pp=2), False, world_size=4)
-    # What all tensor ranks hold is not in the norm of any but the first.
+    # Parameters that all tensor ranks hold count in the norm of the first one only.
     run_ranks(_stop_all, DATA.but(tp=2, zero3_size=1), True, world_size=4)
 
 
@@ -184,7 +184,7 @@ def _scaled(rank: int) -> None:
         )
         optimizer = layerzero.megatron.ShardedMegatronOptimizer(ours, optimizer_config(DATA))
         poison.armed = True
-        succeeded, norm, _ = step(DATA, ours, optimizer, 0)  # as Megatron without the check
+        succeeded, norm, _ = step(DATA, ours, optimizer, 0)  # as in Megatron without the check
         assert succeeded and math.isnan(norm)
 
 
@@ -196,7 +196,7 @@ def test_a_dynamic_loss_scale_skips_a_constant_one_stops_and_the_check_can_be_tu
 
 
 def _saved(rank: int, cases: list[Case]) -> None:
-    """What Megatron-LM's training loop collects between the last backward and the step."""
+    """Compare the gradients that Megatron-LM's training loop collects between the last backward and the step."""
     for case in cases:
         collected = []
         with megatron(case):

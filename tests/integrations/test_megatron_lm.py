@@ -1,7 +1,7 @@
-"""Megatron-LM's own pretraining script, with layerzero and without: the same digits; flags work or are refused.
+"""Megatron-LM's pretraining script with and without layerzero: the same printed digits; flags work or are refused.
 
-Needs a checkout of Megatron-LM: at core_v0.16.1 where the environment variable MEGATRON_LM says, or, with Megatron-Core
-0.19, at core_v0.19.0 where MEGATRON_LM_0_19 says.
+Needs a checkout of Megatron-LM: core_v0.16.1 at the path in the environment variable MEGATRON_LM or, with
+Megatron-Core 0.19, core_v0.19.0 at the path in MEGATRON_LM_0_19.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ RESHARDABLE = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardab
 
 
 def own(rank: int, arguments: Sequence[str], also: Any = None) -> Printed:
-    """Megatron-LM's script as it is."""
+    """Run Megatron-LM's unchanged script."""
     script = str(Path(CHECKOUT) / "pretrain_gpt.py")
     return pretrain([*ARGUMENTS, *arguments], lambda: runpy.run_path(script, run_name="__main__"), also=also)
 
 
 def ours(rank: int, arguments: Sequence[str], also: Any = None, node: int = 2, without: str = "") -> Printed:
-    """The script of a user, with the ranks of a node as torchrun says."""
+    """Run a user's script with layerzero; LOCAL_WORLD_SIZE is `node`, as torchrun would set it."""
 
     def main() -> None:
         import pretrain_megatron  # noqa: PLC0415 - Megatron-LM is there now
@@ -87,15 +87,15 @@ def test_every_printed_digit_is_that_of_megatrons_own_training(layout: str) -> N
     assert float(mine[-1]["lm loss"]) < float(mine[0]["lm loss"])
     for step, (reference, printed) in enumerate(zip(theirs, mine, strict=True)):
         for steps in (reference, printed):
-            steps.pop("num zeros")  # gradients of key biases are zero but for rounding
-            if "--overlap-param-gather" in arguments:  # its own is of weights half of which are a step old
+            steps.pop("num zeros")  # gradients of key biases are zero except for rounding
+            if "--overlap-param-gather" in arguments:  # Megatron's loss is of weights half of which are a step old
                 steps.pop("params norm")
         assert_alike(printed, reference, (layout, step))
     assert "Weight hashes match after 4 iterations" in told[0][1].text
 
 
 def assert_alike(mine: dict[str, str], theirs: dict[str, str], where: object, units: int = 1) -> None:
-    """The same text, but for so many units of the last digit of a number, at which two roundings may part."""
+    """Assert that two texts are equal except for `units` of the last digit of a number, where roundings may differ."""
     assert mine.keys() == theirs.keys(), where
     for name, text in theirs.items():
         if "." not in text:
@@ -151,7 +151,7 @@ limit_all_gathers: true
 
 
 def _wrapped(rank: int, folder: str, zero3_size: int) -> tuple[dict[str, Any], list[str]]:
-    """What a run with a file of MindSpeed's is wrapped with, and what the log says."""
+    """Return the `wrap` settings of a run with a MindSpeed config file, and the warnings logged."""
     file = Path(folder) / f"{rank}.yaml"
     file.write_text(MINDSPEED.replace("8", str(zero3_size)))
     found: dict[str, Any] = {}
@@ -235,7 +235,7 @@ def _save_gradients(rank: int, folder: str) -> None:
         run(rank, [*_saving(f"{folder}/{run.__name__}", 100), "--save-wgrads-interval", "2"], may_start_writers())
 
 
-@pytest.mark.parametrize("mode", ["disabled", "validate_results"])  # it has no other that works
+@pytest.mark.parametrize("mode", ["disabled", "validate_results"])  # Megatron-LM has no other mode that works
 def test_steps_are_run_again_as_in_megatron(mode: str, tmp_path: Path) -> None:
     told = run_ranks(_with_a_nan, mode, str(tmp_path), world_size=2, timeout=400)
     theirs, mine = [pair[0] for pair in told], [pair[1] for pair in told]
@@ -258,7 +258,7 @@ def _with_a_nan(rank: int, mode: str, folder: str) -> list[Printed]:
 
 @contextlib.contextmanager
 def _nan_once(rank: int, happens: bool) -> Iterator[None]:
-    """The loss of one micro-batch of the second step, on one rank, and not when it is computed again."""
+    """Make the loss of one micro-batch NaN in the second step on one rank, but not when it is recomputed."""
     from megatron.core.models.gpt import GPTModel  # noqa: PLC0415
 
     plain, calls = GPTModel.compute_language_model_loss, itertools.count()
@@ -279,7 +279,7 @@ def _saving(folder: str, interval: int) -> list[str]:
 
 
 def _resumed(rank: int, folder: str, arguments: list[str], whose: str) -> list[list[dict[str, str]]]:
-    """The steps of a whole run, of one that stops after two steps, and of one that goes on from there."""
+    """Return the steps of an uninterrupted run, of one that stops after two steps, and of the run that resumes it."""
     first, second = {"ours": (ours, ours), "to megatron": (ours, own), "from megatron": (own, ours)}[whose]
     stop = [*_saving(folder, 2), "--exit-interval", "2"]
     of_layerzero = ["--layerzero-ema-decay", "0.5"]
@@ -299,7 +299,7 @@ def test_a_run_goes_on_where_it_was_saved_in_megatrons_format(whose: str, tmp_pa
 
 
 def assert_goes_on(whole: list[dict[str, str]], *runs: list[dict[str, str]]) -> None:
-    """Runs, one after the other, have printed what one run has. See steps_of about their second losses."""
+    """Assert that consecutive runs printed the steps of one run. See steps_of about their second losses."""
     told = [step for run in (_as_if_each_were_printed(run) for run in runs) for step in run]
     for number, (step, expected) in enumerate(zip(told, _as_if_each_were_printed(whole), strict=True)):
         assert_alike(step, expected, number, units=4)

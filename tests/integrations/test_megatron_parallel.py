@@ -1,4 +1,4 @@
-"""layerzero.megatron with context parallelism and mixtures of experts, beside Megatron's own wrapper and optimizer."""
+"""layerzero.megatron with context parallelism and mixtures of experts, compared with Megatron's own classes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if find_spec("megatron") is None:
 
 
 def assert_equal_but_for_rounding(ours: Run, theirs: Run, case: Case) -> None:
-    # SGD moves weights by 1e-4, Adam by 1e-2: also those whose gradients are nothing but rounding, such as key biases.
+    # SGD moves weights by 1e-4, Adam by 1e-2, even if gradients are only rounding noise, as those of key biases.
     close = {"rtol": 1e-5, "atol": 1e-7 if case.optimizer == "sgd" else 2e-5} if case.dtype == "float32" else None
     assert_same(ours, theirs, case, close=close)
 
@@ -38,7 +38,7 @@ CONTEXT = Case(cp=2, layers=2, optimizer="sgd")
 
 
 def of_whole_batches(case: Case, result: Run) -> Run:
-    """With the losses of all replicas, by step and number of the micro-batch; the same in any layout."""
+    """Average the losses over replicas, by step and micro-batch, so that they are equal in any layout."""
     from megatron.core import parallel_state  # noqa: PLC0415
 
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -54,7 +54,7 @@ def of_whole_batches(case: Case, result: Run) -> Run:
 
 
 def _train_whole_sequences(rank: int, folder: str, cases: list[Case]) -> None:
-    """Megatron without context parallelism on the same data: more replicas with fewer micro-batches each."""
+    """Train with Megatron without context parallelism on the same data: more replicas, fewer micro-batches each."""
     wholes = [case.but(cp=1, micro_batches=case.micro_batches // case.cp) for case in cases]
     with megatron(wholes[0]):
         for index, whole in enumerate(wholes):
@@ -104,10 +104,10 @@ def experts(**settings: Any) -> tuple[tuple[str, Any], ...]:
         "num_moe_experts": 8,
         "moe_router_topk": 1,
         "moe_router_pre_softmax": True,
-        "moe_aux_loss_coeff": 0.5,  # of the same size as the gradients of the loss itself
+        "moe_aux_loss_coeff": 0.5,  # of the same magnitude as the gradients of the loss
         "moe_ffn_hidden_size": 16,
         "moe_token_dispatcher_type": "allgather",
-        "add_bias_linear": False,  # Megatron's experts add a bias in place to what autograd protects
+        "add_bias_linear": False,  # Megatron's experts add a bias in place to a tensor that autograd has saved
     }
     return tuple({**mixture, **settings}.items())
 
@@ -117,7 +117,7 @@ MIXTURE = Case(layers=2, optimizer="sgd", micro_batches=2, settings=experts())
 
 @contextlib.contextmanager
 def counted_tokens() -> Iterator[list[Tensor]]:
-    """Tokens that reach each expert of this rank: one tensor, [experts], for each forward of a layer."""
+    """Record the tokens that reach each expert of this rank: one tensor, [experts], per forward of a layer."""
     from megatron.core.transformer.moe.experts import SequentialMLP  # noqa: PLC0415
 
     counts: list[Tensor] = []
@@ -163,7 +163,7 @@ def test_experts_beside_tensor_parallel() -> None:
 
 def test_experts_with_context_parallel(tmp_path: Path) -> None:
     compare_with_whole_sequences(tmp_path, CONTEXT.but(settings=experts()))
-    # Megatron scales the auxiliary loss by the tokens of the rank here, not by those of the sequence.
+    # Megatron scales the auxiliary loss by the tokens of the rank here, not by those of the sequence
     run_ranks(_mixtures, [CONTEXT.but(per_token=True, zero3_size=4, settings=experts())])
 
 
@@ -222,7 +222,7 @@ def test_experts_each_on_one_rank() -> None:
 
 def test_experts_apart_of_stages_beside_tensor_parallel() -> None:
     run_ranks(_mixtures, [APART.but(pp=2), APART.but(pp=2, zero3_size=1, tied=False, optimizer="adam")])
-    gathering = experts(expert_model_parallel_size=2)  # the other dispatcher wants uneven gathers, which gloo lacks
+    gathering = experts(expert_model_parallel_size=2)  # the other dispatcher needs uneven gathers, which gloo lacks
     run_ranks(_mixtures, [APART.but(tp=2, sequence_parallel=True, settings=gathering)])
 
 

@@ -1,4 +1,4 @@
-"""What layerzero.megatron exchanges and holds while Megatron's schedules drive it, and what it saves."""
+"""Collectives, memory and checkpoints of layerzero.megatron under Megatron's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _counts(rank: int, cases: list[Case]) -> None:
                 assert calls.get("refresh", 0) == (handles if replicas > 1 else 0), (case, calls)
                 if case.zero3_size == 1:
                     assert set(calls) <= {"hop2", "refresh", "agree"}, (case, calls)
-                # Whole gradients wait without any exchange for the one that reduces.
+                # Full gradients wait, without any collective, for the backward that reduces.
                 backwards = 1 if case.accumulation == "full" else case.micro_batches
                 assert calls.get("hop1", 0) + calls.get("node_sum", 0) == (
                     handles * backwards if case.zero3_size > 1 else 0
@@ -111,8 +111,8 @@ def _holds(rank: int, cases: list[Case]) -> None:
             with mock.patch.object(Unit, "gather", count), mock.patch.object(P2PCommunicator, "_communicate", nothing):
                 run_step(case, chunks, 0)
                 run_step(case, chunks, 1)
-            # The root, the unit that computes and the one prefetched; and of a backward the first unit of the chunk,
-            # whose input is no result of a gathered one, and the embedding or the output layer.
+            # The root, the computing unit and the prefetched one. In a backward also the first unit of the chunk, whose
+            # input is not the output of a gathered unit, and the embedding or the output layer.
             assert 1 < most[0] <= 5, (case, most)
             units = max(len(get_state(chunk).units) for chunk in chunks)
             assert units > 5, "the bound must mean something"
@@ -167,7 +167,7 @@ def _defers(rank: int) -> None:
         for step in range(2):
             optimizer.zero_grad()
             run_step(case, chunks, step)
-            # A graph of these weights, for the step to outdate.
+            # A graph of the current weights, which the step makes stale.
             tokens, labels, _ = micro_batch(case, 0, 0)
             stage = torch.randn(SEQUENCE, MICRO_BATCH, HIDDEN, requires_grad=True)
             chunks[1].module.set_input_tensor(stage)
@@ -177,7 +177,7 @@ def _defers(rank: int) -> None:
             optimizer.step()
             handles = [len(get_state(chunk).handles) for chunk in chunks]
             refreshed = [layerzero.traffic(chunk).calls.get("refresh", 0) for chunk in chunks]
-            assert refreshed == [handles[0], 0]  # the schedule has the second chunk refreshed
+            assert refreshed == [handles[0], 0]  # the schedule refreshes the second chunk
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 stale.backward()
             optimizer.zero_grad()
@@ -191,7 +191,7 @@ def _defers(rank: int) -> None:
             assert refreshed == handles  # also where no schedule calls param_sync_func
             for chunk in chunks:
                 layerzero.refresh(chunk)
-            assert run_step(case, chunks, 7, forward_only=True) == before[0]  # it was with the new weights
+            assert run_step(case, chunks, 7, forward_only=True) == before[0]  # the forward used the new weights
 
 
 def test_a_refresh_left_to_the_schedule_comes_before_the_next_forward() -> None:
@@ -200,7 +200,7 @@ def test_a_refresh_left_to_the_schedule_comes_before_the_next_forward() -> None:
 
 @contextlib.contextmanager
 def fused_kernel() -> Iterator[mock.Mock]:
-    """A stand-in for the CUDA kernel that adds a weight's gradient to ``main_grad``."""
+    """Stand-in for the CUDA kernel that adds a weight's gradient to ``main_grad``."""
     from megatron.core.tensor_parallel import layers  # noqa: PLC0415
 
     def accumulate(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
@@ -252,7 +252,7 @@ def _refuses(rank: int) -> None:
         chunks, optimizer = make_ours(case)
         from megatron.core.distributed import finalize_model_grads  # noqa: PLC0415
 
-        # A training script that sets this after wrap would leave tied embeddings unsummed, if it went on.
+        # If a training script could set this after wrap, tied embeddings would not be summed.
         chunks[0].config.finalize_model_grads_func = finalize_model_grads
         with pytest.raises(AttributeError, match=r"Leave config.finalize_model_grads_func as .*wrap has set it"):
             run_step(case, chunks, 0)

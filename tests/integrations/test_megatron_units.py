@@ -1,5 +1,5 @@
 # ruff: noqa: PLC0415 (Megatron is imported where the stand-ins are in place)
-"""Which modules of a Megatron model are units, and what is said of layers that are not recognised."""
+"""Units of Megatron models, and the messages about unknown layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASE = Case(tp=1, pp=1, zero3_size=2, layers=2)
 
 
 class Mixer(nn.Module):
-    """In the place of the state space kernels, which are for GPUs only."""
+    """Replacement for the state space kernels, which need a GPU."""
 
     def __init__(self, config: Any, d_model: int, **unused: Any) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def _mamba_layers(config: Any) -> list[nn.Module]:
 
 
 def _units(chunk: nn.Module) -> list[str]:
-    """Without the root."""
+    """Return the names of the units, without the root."""
     return [unit.name for unit in get_state(chunk).units if unit.name]
 
 

@@ -1,4 +1,4 @@
-"""layerzero.megatron works with the releases of Megatron-Core that it names, and refuses others by number."""
+"""layerzero.megatron accepts the supported releases of Megatron-Core and refuses others by version number."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHERS = ("0.15.3", "0.17.1", "0.18.2", "0.20.0rc0+d98e8a6", "1.16.1")
 
 
 def other(number: str) -> mock._patch[str]:
-    """Megatron-Core as if it were of another version."""
+    """Return Megatron-Core with another version number."""
     import megatron.core  # noqa: PLC0415
 
     return mock.patch.object(megatron.core, "__version__", number)

@@ -1,4 +1,4 @@
-"""What Megatron's loop asks of the weights of the whole model, beside what one process computes."""
+"""Parameter norms that Megatron's training loop computes over the full model, compared with one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if find_spec("megatron") is None:
 
 
 def _norms(rank: int, case: Case) -> tuple[float, list[float]]:
-    """The norm, and the squares of this rank's part of the model, without what other ranks hold, too."""
+    """Return the norm, and the sum of squares of this rank's part of the model, without parts of other ranks."""
     with megatron(case):
         chunks, _ = make_ours(case)
         first_tensor_rank = dist.get_rank(chunks[0].groups.tensor) == 0

@@ -1,4 +1,4 @@
-"""Models of transformers, of many families, beside one process: losses, gradients and weights."""
+"""Models of many families of transformers, compared with one process: losses, gradients and weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.models import different, full_gradients
 from tests.support.ranks import mesh_of, run_ranks
 
 POLICIES = (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
-Kinds = tuple[bool | None, ...]  # of checkpointing, by step: none, or reentrant or not
+Kinds = tuple[bool | None, ...]  # checkpointing, by step: none, or reentrant or not
 ON_TWO_NODES = ("llama, tied", "qwen3_moe", "clip", "whisper")
 VOCABULARY = 24
 TEXT = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -36,7 +36,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # dropout
 IMAGE = {"image_size": 8, "patch_size": 4, "num_channels": 3}
 
-# By family: the model, and its config.
+# Family to model class and config.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", DECODER),
     "llama, tied": ("LlamaForCausalLM", {**DECODER, "tie_word_embeddings": True}),
@@ -156,7 +156,7 @@ def cast(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def alone(family: str, dtype: torch.dtype, kinds: Kinds, world: int) -> Iterator[tuple[list[float], dict[str, Tensor]]]:
-    """Losses of the ranks' batches, and gradients, step by step, computed in one process with weights in `dtype`."""
+    """Return losses of the ranks' batches and gradients by step, from one process with weights in `dtype`."""
     masters, model = build(family), build(family)
     optimizer = optimizer_of(masters)
     for parameter in model.parameters():
@@ -196,7 +196,7 @@ def _family(rank: int, family: str) -> None:
         for policy in POLICIES:
             model, dtype = build(family), policy.param_dtype or torch.float32
             assert model.supports_gradient_checkpointing
-            if family == "mamba":  # its layers pass each other fp32
+            if family == "mamba":  # its layers exchange fp32 activations
                 policy = replace(policy, cast_forward_inputs=False)  # noqa: PLW2901
             layerzero.shard_model(model, mesh=mesh_of(2), units="auto", mp_policy=policy)
             assert len(get_state(model).units) > 2

@@ -1,4 +1,4 @@
-"""The snippets of the pages that need other people's packages."""
+"""Snippets of the docs that need third-party packages."""
 
 from __future__ import annotations
 

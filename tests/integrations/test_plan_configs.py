@@ -1,4 +1,4 @@
-"""The sizes read from a config.json are those of the model that transformers builds from it."""
+"""Sizes read from a config.json match the model that transformers builds from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchao's tensor subclasses: float8 training beside FSDP2, and bases in NF4."""
+"""torchao's tensor subclasses: float8 training compared with FSDP2, and NF4 base weights."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def train(model: nn.Module, optimizer: Any, rank: int) -> list[float]:
 
 def _beside_fsdp2(rank: int) -> None:
     for policy in POLICIES:
-        emulate = policy.param_dtype is None  # torch._scaled_mm on the CPU where it is not
+        emulate = policy.param_dtype is None  # otherwise torch._scaled_mm runs on the CPU
         theirs = make(emulate=emulate)
         mesh = init_device_mesh("cpu", (WORLD,))
         for part in (theirs[0], theirs[1], theirs):
@@ -65,7 +65,7 @@ def _beside_fsdp2(rank: int) -> None:
         for settings in ({"zero3_size": 1}, {"zero3_size": 2}, {"zero3_size": 4, "accumulation": "full"}):
             model = layerzero.shard_model(make(emulate=emulate), units={Block}, mp_policy=policy, **settings)
             optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model)
-            # The same casts of the same numbers: a sum in another order may move a weight across a border of float8.
+            # The casts are the same, but another order of a sum may move a weight to the next float8 value.
             torch.testing.assert_close(train(model, optimizer, rank), expected, rtol=1e-3, atol=0)
             state = layerzero.full_state_dict(model, rank0_only=False)
             assert {type(value) for value in state.values()} == {Tensor}
@@ -89,10 +89,10 @@ def _float8_travels(rank: int) -> None:
     with torch.no_grad():
         before = model(torch.ones(4, WIDTH))
     assert seen == [Float8TrainingTensor]
-    # A byte for each of a rank's half of the weights, and four for the biases.
+    # One byte per weight in this rank's half of the weights, and four per bias.
     matrices, biases = 4 * 2 * WIDTH * WIDTH + 16 * WIDTH, 2 * 3 * WIDTH + 16
     assert matrices // 2 <= layerzero.traffic(model).bytes["gather"] <= matrices // 2 + 4 * biases // 2 + 64
-    precompute_float8_dynamic_scale_for_fsdp(model)  # finds no weight of its class, and changes nothing
+    precompute_float8_dynamic_scale_for_fsdp(model)  # finds no weight of its class and changes nothing
     assert torch.equal(model(torch.ones(4, WIDTH)), before)
 
 

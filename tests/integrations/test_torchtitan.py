@@ -1,4 +1,4 @@
-"""layerzero.integrations.torchtitan in torchtitan's own trainer, beside its FSDP2 on the same data."""
+"""layerzero.integrations.torchtitan in torchtitan's trainer, compared with its FSDP2 on the same data."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _NoSleep = SimpleNamespace(**(vars(time) | {"sleep": lambda seconds: None}))
 
 
 def train(config: Any, *, keep: bool = False) -> tuple[list[float], list[float], dict[str, Tensor], Any]:
-    """Losses and norms as torchtitan logs them, whole weights at the end, and the trainer."""
+    """Train; return losses and norms as torchtitan logs them, the final full weights, and the trainer."""
     losses, norms = [], []
     with launched(), on_cpu(), contextlib.redirect_stderr(io.StringIO()):
         trainer = config.build()
@@ -73,7 +73,7 @@ def drawn(name: str, shape: torch.Size) -> Tensor:
 
 @torch.no_grad()
 def overwrite(parts: list[torch.nn.Module]) -> None:
-    """The same weights for everybody."""
+    """Write the same weights into the model of every rank."""
     for part in parts:
         for name, parameter in part.named_parameters():
             whole = drawn(plain(name), parameter.shape)
@@ -92,7 +92,7 @@ def settings(folder: str, how: str) -> Trainer.Config:
     made = mixture(folder) if how.startswith("experts") else tiny(folder)
     if how == "tensor parallel":
         made.parallelism.data_parallel_replicate_degree, made.parallelism.tensor_parallel_degree = 1, 2
-    if how == "replicated":  # its DDP
+    if how == "replicated":  # torchtitan's DDP
         made.parallelism.data_parallel_replicate_degree = 4
     if how in ("experts, parallel", "experts, kept"):
         made.parallelism.data_parallel_replicate_degree, made.parallelism.expert_parallel_degree = 1, 2
@@ -113,7 +113,7 @@ def settings(folder: str, how: str) -> Trainer.Config:
 
 
 def _same(rank: int, folder: str, ways: list[str]) -> None:
-    theirs: dict[str, Any] = {}  # runs by settings, of which ways may have the same
+    theirs: dict[str, Any] = {}  # from settings to their run; several ways may share settings
     for how in ways:
         said = _SETTINGS_OF.get(how, how)
         if said not in theirs:
@@ -126,20 +126,20 @@ def _same(rank: int, folder: str, ways: list[str]) -> None:
 
 def _compare(folder: str, how: str, losses: list[float], norms: list[float], weights: dict[str, Tensor]) -> None:
     mine = with_layerzero(settings(folder, how), accumulation="full" if how == "full" else "sharded")
-    if how == "by hand":  # in torchtitan's own trainer
+    if how == "by hand":  # in torchtitan's trainer
         mine = settings(folder, how)
         mine.model_spec.parallelize_fn = parallelize
         mine.optimizer = with_layerzero(mine).optimizer
     if how == "kept":
         mine.parallelism.fsdp_reshard_after_forward = 2
-    if how == "experts, kept":  # by four ranks, of which two share experts
+    if how == "experts, kept":  # on four ranks, two of which share experts
         mine.parallelism.fsdp_reshard_after_forward = 4
     ours = train(mine)
-    exact = how != "bf16" and not how.startswith("experts")  # which torch multiplies in bf16
+    exact = how != "bf16" and not how.startswith("experts")  # torch multiplies experts in bf16
     assert_like(ours[0], losses, rtol=1e-5 if exact else 1e-4)
     assert_like(ours[1], norms, rtol=1e-5 if exact else 2e-3 if how == "bf16" else 5e-5)
     assert ours[2].keys() == weights.keys()
-    for name, value in weights.items():  # AdamW makes much of the rounding of a gradient that is nearly zero
+    for name, value in weights.items():  # AdamW amplifies the rounding of a gradient that is nearly zero
         change = value - drawn(name, value.shape)
         assert (ours[2][name] - value).norm() <= (1e-3 if exact else 0.05) * change.norm(), name
     (part,) = ours[3].model_parts
@@ -151,12 +151,13 @@ def _compare(folder: str, how: str, losses: list[float], norms: list[float], wei
     elif not how.endswith("parallel") and how not in (
         "experts, replicas",
         "experts, kept",
-    ):  # where there is one replica
+    ):  # with one replica
         units = 4 if how == "tied" else 5  # two layers, the root, and the ends
         assert hop2 == units * 3  # two micro-batches in each of three steps
 
 
-# Of one mesh in one call of ranks, which learn once how torch exchanges its DTensors: that takes longer than a run.
+# Runs of one mesh share one call of ranks: torch learns how to redistribute its DTensors once, which takes longer
+# than a run.
 WAYS = {
     "dense": ["chunked loss", "by hand", "full", "whole loss", "checkpointed", "tied", "bf16"],
     "one node, or many": ["kept", "replicated"],
@@ -338,7 +339,7 @@ def test_the_example_learns_and_saves(tmp_path: Path) -> None:
 
 
 def _command(rank: int, folder: str) -> None:
-    """As torchtitan.train reads its command line: a registry of one's own, and flags that reach the sharded config."""
+    """Parse a command line as torchtitan.train does: a user's registry, and flags that reach the sharded config."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
     flags = ["--module", "train_torchtitan", "--config", "small_llama", "--training.steps", "7"]
     flags += ["--parallelism.data_parallel_replicate_degree", "16", "--parallelism.spmd_backend", "partial_dtensor"]

@@ -1,4 +1,4 @@
-"""layerzero.integrations.transformers beside the Trainer's own DistributedDataParallel, on the same data."""
+"""layerzero.integrations.transformers compared with the Trainer's DistributedDataParallel on the same data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.models import assert_same_bits, full_parameters
 from tests.support.ranks import run_ranks
 
 SETTINGS = {"zero3_size": 2}
-SLOW = 300.0  # seconds; a machine may be busy
+SLOW = 300.0  # seconds, with a margin for a busy machine
 
 
 def llama(seed: int = 0, **settings: Any) -> LlamaForCausalLM:
@@ -253,7 +253,7 @@ def _load_adapter(rank: int, folder: str) -> None:
             assert not model.load_adapter(folder, "default", is_trainable=True).missing_keys
             assert_same_bits(model, source, "adapters")
             assert torch.equal(model(input_ids=tokens).logits, expected)
-            # Others beside it stay whole on every rank: to compute with, not to train.
+            # Other models beside it stay unsharded on every rank: for inference, not for training.
             model.load_adapter(folder, "other")
             model.set_adapter("other", inference_mode=True)
             assert torch.equal(model(input_ids=tokens).logits, expected)
@@ -315,7 +315,7 @@ def test_an_encoder_decoder_model_generates(tmp_path: Path) -> None:
 
 
 class Doubled(Trainer):
-    """A trainer of somebody else."""
+    """A third-party subclass of Trainer."""
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return 2 * super().compute_loss(*args, **kwargs)
@@ -350,7 +350,7 @@ def test_a_mixin_for_other_trainers_and_arguments_on_the_command_line(tmp_path: 
     run_ranks(_mixin_and_arguments, str(tmp_path), timeout=SLOW)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, whose older names PEFT uses
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # from transformers, whose older names PEFT uses
 def test_units_of_a_model_are_its_layers() -> None:
     assert block_classes(llama()) == block_classes(adapted()) == {"LlamaDecoderLayer"}
     assert block_classes(nn.Linear(2, 2)) == set()

@@ -1,4 +1,4 @@
-"""TRL's trainers under the mixin, beside their own DistributedDataParallel, on the same text."""
+"""TRL's trainers with the mixin, compared with their DistributedDataParallel on the same text."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def llama() -> LlamaForCausalLM:
 
 
 def text(size: int, seed: int = 0) -> list[str]:
-    """Sentences of unequal length."""
+    """Return sentences of unequal length."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(4, 12, (size,), generator=generator).tolist()
     return [" ".join(WORDS[i] for i in torch.randint(0, len(WORDS), (n,), generator=generator)) for n in lengths]
@@ -119,7 +119,7 @@ def _dpo(rank: int, folder: str, peft: bool) -> None:
         runs = []
         for kind, name, more in ((DPOTrainer, "ddp", {}), (Preferences, "ours", {"layerzero": SETTINGS})):
             args = settings(f"{folder}/{name}", DPOConfig, learning_rate=2.0, beta=0.5)
-            reference = {"peft_config": adapters} if peft else {"ref_model": llama()}  # stays whole
+            reference = {"peft_config": adapters} if peft else {"ref_model": llama()}  # stays unsharded
             torch.manual_seed(1)
             runs.append(kind(llama(), args=args, **common, **reference, **more))
         theirs, ours = runs
