@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PYTHON312 ?= $(shell for each in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python; do \
 	$$each -c "import sys; sys.exit(sys.version_info[:2] != (3, 12))" 2>/dev/null && echo $$each && break; done)
 
-.PHONY: demo demo-megatron test test-megatron soak chaos integrations quick check format coverage docs dist bench bench-gpu clean
+.PHONY: demo demo-megatron test test-slow test-megatron soak chaos integrations quick check format coverage docs dist bench bench-gpu clean
 
 demo: $(VENV)/ready  ## train a small GPT on 4 ranks of this machine, about two minutes
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
@@ -20,8 +20,11 @@ demo-megatron: $(VENV)/ready  ## the same inside Megatron's schedules: pipeline 
 # A worker takes whole files, and has ranks of its own: up to eight processes. WORKERS=0 runs everything in one process.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-test: $(VENV)/ready  ## the whole test suite
-	$(PYTEST) $(ARGS)
+test: $(VENV)/ready  ## the default tests
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/ready  ## tests with restarts, kills, timeouts, pages, examples and long schedules
+	$(PYTEST) -m slow $(ARGS)
 
 soak: $(VENV)/ready  ## five minutes of random programs beside a plain model; ARGS="--seconds 3600 --seed 1000" for more and others
 	$(BIN)/python -m tests.soak $(ARGS)

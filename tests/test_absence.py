@@ -23,6 +23,8 @@ from layerzero.comm.agreement import require_equal
 from tests.support.graphs import batch, blocks, one_pass, sgd, shard
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 STORES = ("server", "file")
 SECONDS = 3.0  # of the process group
 

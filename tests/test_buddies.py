@@ -24,6 +24,8 @@ from tests.support.crashing import forks
 from tests.support.models import different
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 NAME = "run"
 
 

@@ -20,6 +20,8 @@ from tests.support.models import exact_sgd, integer_batch, integer_loss
 from tests.support.ranks import mesh_of, run_ranks
 from tests.test_tensor_parallel import Net, parallel
 
+pytestmark = pytest.mark.slow
+
 
 def _run(rank: int, folder: str, plan: list[Any], start: int) -> list[Any]:
     """Train from `start` as `plan` says for each step; return the links of the chain."""

@@ -26,6 +26,8 @@ from tests.support.checkpointing import WithBuffers, everything, sharded_net, tr
 from tests.support.models import TiedTransformer, different
 from tests.support.ranks import mesh_of, run_ranks
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -29,6 +29,8 @@ from tests.support.crashing import RAISED, SURVIVED, TIMEOUT, WRONG, die_at, exi
 from tests.support.models import different
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 PARTIAL = re.compile(r"\.step-\d\.[0-9a-f]{16}\.partial")
 
 

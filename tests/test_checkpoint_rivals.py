@@ -24,6 +24,8 @@ from tests.support.models import IntegerNet, different, exact_sgd, integer_net, 
 from tests.support.ranks import run_ranks
 from tests.support.rivals import meet, save_beside, start, winner
 
+pytestmark = pytest.mark.slow
+
 
 def _job_of(rank: int) -> tuple[int, dist.ProcessGroup]:
     """Return the job of this rank and its group: two jobs of two ranks."""

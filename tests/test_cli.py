@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from layerzero.__main__ import main
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # A module in the current directory; the command line gets only its name.

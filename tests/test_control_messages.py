@@ -30,6 +30,8 @@ from tests.support.models import (
 )
 from tests.support.ranks import mesh_of, run_ranks
 
+pytestmark = pytest.mark.slow
+
 WORLD = 4
 
 # One process forks all ranks: 64 interpreters that import torch each would take minutes.

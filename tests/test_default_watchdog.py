@@ -25,6 +25,8 @@ from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_l
 from tests.support.ranks import run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT = 12.0  # seconds, of the groups
 
 

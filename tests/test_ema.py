@@ -32,6 +32,8 @@ from tests.support.models import (
 )
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 

@@ -15,6 +15,8 @@ from gpt import GPT, Block, GPTConfig, generate, next_token_loss
 from scheme_costs import scheme_costs
 from stdlib_text import IGNORED, WindowSampler, is_held_out, load_corpus, validation_share
 
+pytestmark = pytest.mark.slow
+
 CONFIG = GPTConfig(layers=2, width=32, heads=2, context=16)
 
 

@@ -21,6 +21,8 @@ import train_gpt
 
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 ARGS = ["--model", "tiny", "--steps", "4", "--save-every", "2", "--seq-len", "16", "--validation-windows", "16"]
 
 

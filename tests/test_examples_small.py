@@ -9,7 +9,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

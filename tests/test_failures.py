@@ -15,6 +15,8 @@ from tests.support.graphs import IN_FLIGHT, MODES, WORLD, Chain, batch, blocks, 
 from tests.support.models import different, full_parameters
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 class Fuse(nn.Module):
     """Identity that raises at the given call of this step: forward or recomputation."""

@@ -16,6 +16,8 @@ from layerzero.engine.hooks import get_state
 from tests.support.models import full_parameters
 from tests.support.ranks import BOTH, run_ranks
 
+pytestmark = pytest.mark.slow
+
 WORLD = 4
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
 

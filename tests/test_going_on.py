@@ -21,6 +21,8 @@ from tests.support.logs import logged
 from tests.support.models import different
 from tests.support.ranks import mesh_of, run_ranks
 
+pytestmark = pytest.mark.slow
+
 DATA = "rank-00001.safetensors"
 
 

@@ -57,6 +57,8 @@ from tests.support.models import (
 )
 from tests.support.ranks import BOTH, mesh_of, run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 class Odd(nn.Module):
     """Parameters that are empty, of one element, shorter than the world, non-contiguous, of another dtype."""

@@ -21,6 +21,8 @@ from tests.support.models import different, exact_sgd, full_parameters
 from tests.support.ranks import mesh_of, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
+pytestmark = pytest.mark.slow
+
 
 class Sometimes(nn.Module):
     """Layer with two parameters, the second of which only every other rank uses.

@@ -19,6 +19,8 @@ from tests.support.crashing import exit_codes, forks
 from tests.support.models import different
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 ASKING = (signal.SIGTERM, signal.SIGUSR1)
 
 

@@ -22,6 +22,8 @@ from tests.support.ranks import mesh_of, run_ranks
 from tests.test_matrix_optimizers import CASES as FLAT
 from tests.test_matrix_optimizers import Wide, matrices, owned_sgd, rows, shard_all
 
+pytestmark = pytest.mark.slow
+
 TOPOLOGIES = ((2, 1), (1, 1), (2, 2), (4, 2), (4, 1), (4, 4))
 BATCHES = 4  # of a step, whatever the number of ranks
 

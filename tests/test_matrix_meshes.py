@@ -46,6 +46,8 @@ from tests.test_memory import needs_parking
 from tests.test_tensor_parallel import Net as Uneven
 from tests.test_tensor_parallel import parallel as uneven
 
+pytestmark = pytest.mark.slow
+
 
 def owned_sgd(model: nn.Module) -> Any:
     return layerzero.shard_optimizer(exact_sgd(model.parameters()), model, elementwise=False)

@@ -23,6 +23,8 @@ from tests.support.models import IntegerNet, different, full_parameters, integer
 from tests.support.ranks import run_ranks
 from tests.support.rivals import meet, save_beside, start, winner
 
+pytestmark = pytest.mark.slow
+
 _UNITS = [f"module.{name}" for name in IntegerNet.UNITS]
 _save = checkpoint.save
 

@@ -29,6 +29,8 @@ from tests.support.models import TiedTransformer
 from tests.support.ranks import BOTH, mesh_of, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
+pytestmark = pytest.mark.slow
+
 needs_parking = pytest.mark.skipif(
     not FullBufferPool.can_cache,
     reason="needs a torch that moves memory between storages, as 2.13 does and 2.11 does not",

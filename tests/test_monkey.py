@@ -13,6 +13,8 @@ from tests.support.lasting import Held, growth, held_over
 from tests.support.monkey import OPERATIONS, Operation, Program, Setting, _Monkey, failure_of, program_of, shrunk
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 # Programs that failed once, in their shortest form.
 FOUND = {
     "hop 2 of a sharded handle and of a full one that comes from hop 1, in an order of timing": Program(

@@ -34,6 +34,8 @@ from tests.support.models import (
 from tests.support.node import node_pool, numbered
 from tests.support.ranks import run_sharing as run_ranks
 
+pytestmark = pytest.mark.slow
+
 NUMEL = 64
 ROUNDS = 60
 POLICIES = (

@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.ranks import serve
 
+pytestmark = pytest.mark.slow
+
 _SCRIPT = """
 import logging, sys
 import torch, torch.distributed as dist

@@ -24,6 +24,8 @@ from tests.support.models import IntegerNet, assert_same_bits, exact_sgd, in_loc
 from tests.support.node import node_pool, numbered
 from tests.support.ranks import run_sharing as run_ranks
 
+pytestmark = pytest.mark.slow
+
 NUMEL = 64
 ROUNDS = 60
 

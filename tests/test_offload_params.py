@@ -26,6 +26,8 @@ from tests.support.ranks import run_ranks, run_sharing
 from tests.support.wrapped_gloo import mesh_on
 from tests.test_offload_optimizer import LOW, MODES, WORLD, _shard, _train
 
+pytestmark = pytest.mark.slow
+
 OTHERS: tuple[dict[str, Any], ...] = (
     {},
     {"offload_optimizer": True},

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
+
 import layerzero
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import WORLD, blocks, one_pass, sgd, shard
 from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
 
 UNITS = 6
 

@@ -19,6 +19,8 @@ from layerzero.__main__ import main
 from tests.support.ranks import run_ranks
 from tests.support.snippets import Block, MyModel
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -16,6 +16,8 @@ from layerzero.cli import app
 from tests.support.pages import PAGES, ROOT, Page, read_page, run_page
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 ALL = {path.relative_to(ROOT).as_posix(): read_page(path) for path in PAGES}
 WITH_PYTHON = [name for name, page in ALL.items() if page.snippets("python")]
 

@@ -30,6 +30,8 @@ from layerzero.planning.transformer_shapes import TransformerBlock
 from layerzero.utils.text_tables import rate, seconds, size, table
 from tests.support.ranks import mesh_of, run_ranks
 
+pytestmark = pytest.mark.slow
+
 # --- memory and bytes, beside real ranks ---
 
 

@@ -23,6 +23,8 @@ from layerzero.utils.text_tables import size
 from tests.support.models import TiedTransformer
 from tests.support.ranks import mesh_of, run_ranks
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = TransformerShape(layers=4, hidden=512, ffn=1408, vocab=4096, heads=8)
 CHROMIUM = next(

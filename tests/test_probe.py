@@ -20,6 +20,8 @@ from layerzero.planning.probe import _host_bytes, _slowest, speeds_of
 from tests.support.models import integer_net
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 COMPUTED = {"tflops", "reserve", "memory", "memory_speed", "host_memory", "host_memory_speed", "processor_per_byte"}
 SHAPE = {"nodes", "accelerators", "device"}

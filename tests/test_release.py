@@ -37,6 +37,8 @@ from tests.support.models import (
 from tests.support.ranks import BOTH, mesh_of, run_ranks, run_sharing
 from tests.support.wrapped_gloo import mesh_on
 
+pytestmark = pytest.mark.slow
+
 WORLD = 4
 CLOSED = "the model was closed"
 

@@ -21,6 +21,8 @@ from tests.support.checkpointing import sharded_net, train
 from tests.support.crashing import forks
 from tests.support.ranks import serve
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "train_restarts.py"
 MENDED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"

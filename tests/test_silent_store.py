@@ -21,6 +21,8 @@ from tests.support.crashing import forks
 from tests.support.logs import logged
 from tests.support.ranks import serve
 
+pytestmark = pytest.mark.slow
+
 LIMIT, TIMEOUT, SECONDS = 1.0, 8, 100
 
 

@@ -33,6 +33,8 @@ from layerzero.planning.simulator import SimMachine, simulate
 from tests.support.models import TiedTransformer
 from tests.support.ranks import BOTH, mesh_of, run_ranks
 
+pytestmark = pytest.mark.slow
+
 MACHINE = SimMachine(node_size=4, inside=100.0, between=10.0)  # bytes a second
 
 

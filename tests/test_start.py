@@ -9,7 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.pages import ROOT, read_page
+
+pytestmark = pytest.mark.slow
 
 PAGE = read_page(ROOT / "docs" / "start.md")
 

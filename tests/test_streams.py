@@ -26,6 +26,8 @@ from tests.support.models import SideBySide, different, exact_sgd, full_paramete
 from tests.support.ranks import mesh_of, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
+pytestmark = pytest.mark.slow
+
 UNITS = 5
 
 

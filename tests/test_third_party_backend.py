@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ from tests.support.models import (
 )
 from tests.support.ranks import mesh_of, run_ranks
 from tests.support.wrapped_gloo import mesh_on
+
+pytestmark = pytest.mark.slow
 
 WORLD = 4
 UNITS = 5

@@ -25,6 +25,8 @@ from layerzero.device.streams import StreamThread
 from tests.support.models import SideBySide, different, exact_sgd, full_parameters, integer_batch, integer_loss
 from tests.support.ranks import BOTH, mesh_of, run_ranks
 
+pytestmark = pytest.mark.slow
+
 UNITS = [f"units.{index}" for index in range(4)]
 MOST_LATE = 3e-3  # seconds
 

@@ -25,6 +25,8 @@ import layerzero
 from tests.support.models import IntegerNet, assert_same_bits, different, integer_batch, integer_net
 from tests.support.ranks import mesh_of, run_ranks
 
+pytestmark = pytest.mark.slow
+
 GLOBAL_BATCHES = 4
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, weight_decay=0.5),

@@ -22,6 +22,8 @@ from layerzero.engine.weight_refresh import RefreshRound
 from tests.support.models import Block, TiedTransformer
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 

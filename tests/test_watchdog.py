@@ -18,6 +18,8 @@ from tests.support.checkpointing import sharded_net, train
 from tests.support.logs import logged
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 2.0
 
 
