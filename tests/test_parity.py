@@ -84,7 +84,7 @@ def accumulate(
     batches: Sequence[tuple[Tensor, Tensor]],
     loss_of: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor] = integer_loss,
 ) -> Tensor:
-    """Run forward and backward of each micro-batch, all but the last inside no_sync; return losses averaged over ranks."""
+    """Run each micro-batch, all but the last inside no_sync; return the losses averaged over ranks."""
     losses = []
     for index, batch in enumerate(batches):
         with layerzero.no_sync(model) if index + 1 < len(batches) else nullcontext():
