@@ -65,7 +65,7 @@ class Pair(nn.Module):
 
 
 def _use_outputs_by_rank(model: nn.Module, rank: int, step: int) -> None:
-    """On odd ranks the backward reaches the inner unit first, on even ones the outer."""
+    """Use outputs so that the backward reaches the inner unit first on odd ranks, the outer one on even ranks."""
     outputs = model(batch(rank, step).requires_grad_())
     loss_of(outputs[0] if rank % 2 else sum(outputs)).backward()
 

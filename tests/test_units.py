@@ -105,7 +105,7 @@ def _policies(rank: int) -> None:
     everything = layerzero.shard_model(Tower(), mesh=mesh_of(1), units=policies.always_wrap_policy)
     assert _names(everything)[:3] == ["", "embed", "layers.0"]
     assert not {"layers", "act"} & set(_names(everything)), "which gather nothing, or hold nothing"
-    # A container without a forward is no unit, and leaves its layers to the module around it.
+    # A container without a forward is not a unit; its layers belong to the module around it.
     policy = _by_size(min_num_params=100, exclude_wrap_modules=set())
     inside = layerzero.shard_model(nn.Sequential(Tower()), mesh=mesh_of(1), units=policy)
     assert _names(inside) == ["", "0", "0.layers.2"]
