@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.checkpoint import CheckpointError, whole_model_files
-from layerzero.checkpoint.contents_checks import ranks_that_saved
+from layerzero.checkpoint.contents_checks import num_saving_ranks
 from layerzero.checkpoint.safe_json import printable
 from layerzero.cli_planning import add_commands
-from layerzero.megatron.export_parts import export_parts, holds_parts
+from layerzero.megatron.export_parts import export_parts, is_megatron_checkpoint
 from layerzero.utils.import_path import load_named
 from layerzero.verification import verify
 
@@ -118,7 +118,7 @@ def _inspect(checkpoint: Annotated[Path, typer.Argument(help="A folder from laye
     for name, shape, dtype, nbytes, files in rows:
         texts = (name.ljust(widths[0]), shape.ljust(widths[1]), dtype.ljust(widths[2]))
         typer.echo("  ".join((*texts, nbytes.rjust(widths[3]), files.rjust(widths[4]))))
-    ranks, zero3_size = ranks_that_saved(found.topology) or 0, found.topology["zero3_size"]
+    ranks, zero3_size = num_saving_ranks(found.topology) or 0, found.topology["zero3_size"]
     typer.echo(
         f"saved by {ranks} rank{'s' * (ranks > 1)} with zero3_size={zero3_size}; "
         f"number {found.sequence} in its folder; {found.nbytes:,} bytes in all; every file is intact"
@@ -139,7 +139,7 @@ def _export(
     The parts of Megatron's tensor ranks and pipeline stages are joined into one model.
     """
     with _readable_failures():
-        write = export_parts if holds_parts(checkpoint) else whole_model_files.export_model
+        write = export_parts if is_megatron_checkpoint(checkpoint) else whole_model_files.export_model
         write(checkpoint, out, dtype=_dtype(dtype, "--dtype"), averages=ema)
 
 

@@ -158,7 +158,7 @@ class Late(nn.Module):
         return self.early(x) + self.late(x) if self.uses_late else self.early(x)
 
 
-# Which steps use the parameters at the end of a launch.
+# Steps that use the parameters at the end of a launch.
 PATTERNS = ((False, True, True), (False, False, True), (True, False, True))
 LATE: dict[str, tuple[Factory, Factory]] = {
     "momentum": PAIRS["FusedSGD"],

@@ -177,7 +177,7 @@ def _beside_a_disk(rank: int, folder: Path) -> None:
     assert keeper.load(newer_than=runs) is None
     assert keeper.load().extra == "before"
     time.sleep(1.1)
-    keeper._period = 1e4  # a snapshot is spread over a quarter of the interval; callers of wait() do not want that
+    keeper._period = 1e4  # a snapshot is spread over a quarter of the interval, too long for wait()
     keeper._began = time.monotonic() - 1e4
     keeper.snapshot("after")
     keeper.wait()

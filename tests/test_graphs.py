@@ -295,7 +295,7 @@ def _disturb(rank: int) -> None:
         for backward in (False, True):
             disturbances[f"{place} {backward}"] = _fail(place, backward=backward, micro_batches=len(place) % 2)
     names = list(disturbances)
-    # Three at a time, each of them before another step in each of three settings.
+    # Three disturbances at a time, each before another step in each of three settings.
     for turn, settings in enumerate(({}, {"accumulation": "full", "prefetch": 0}, {"reshard_after_forward": False})):
         expected, _ = _train(rank, **settings)
         for first in range(3):

@@ -25,7 +25,7 @@ from tests.test_matrix_optimizers import Wide, matrices, owned_sgd, rows, shard_
 pytestmark = pytest.mark.slow
 
 TOPOLOGIES = ((2, 1), (1, 1), (2, 2), (4, 2), (4, 1), (4, 4))
-BATCHES = 4  # of a step, whatever the number of ranks
+BATCHES = 4  # batches of a step, for any number of ranks
 
 
 class Factored(Optimizer):
@@ -168,7 +168,7 @@ def _states(rank: int, zero3_size: int) -> None:
         expect(model, optimizers, name, 2, f"{name}, put back")
         net, theirs = alone(name, 3)
         for optimizer, their in zip(optimizers, theirs, strict=True):
-            optimizer.load_state_dict(their.state_dict())  # by number, whole
+            optimizer.load_state_dict(their.state_dict())  # by number, full
         layerzero.load_full_state_dict(model, net.state_dict())
         train(model, optimizers, range(3, 4))
         expect(model, optimizers, name, 4, f"{name}, from one process")

@@ -334,7 +334,7 @@ def _saves(rank: int, path: str, tp: int, size: int, name: str) -> list[dict[str
     expect(model, optimizers, name, 2, "put back")
     net, theirs = alone(name, 3)
     for optimizer, their in zip(optimizers, theirs, strict=True):
-        optimizer.load_state_dict(their.state_dict())  # by number, whole
+        optimizer.load_state_dict(their.state_dict())  # by number, full
     layerzero.load_full_state_dict(model, net.state_dict())
     expect(model, optimizers, name, 3, "from one process")
     return digested

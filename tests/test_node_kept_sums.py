@@ -1,4 +1,4 @@
-"""Sums that wait in the memory of the node, where hop 1 reads them: as with exchanges, and nobody writes too early."""
+"""Gradient sums that wait in shared memory for hop 1: same results as with collectives, and no early overwrite."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ POLICIES = (
 
 
 def _kept(rank: int, seed: int, breaks: bool) -> list[int]:
-    """Many sums from one place that is written again and again, with naps; the numbers of wrong ones."""
+    """Reduce many sums from one reused buffer, with random delays; return the indices of wrong ones."""
     lane, pool = node_pool()
     world, naps = dist.get_world_size(), random.Random(10 * seed + rank)
     place, wrong = NodePlace(NUMEL, torch.float32, pool), []
@@ -64,7 +64,7 @@ def _kept(rank: int, seed: int, breaks: bool) -> list[int]:
         loan.end()
         piece = slice(rank * NUMEL // world, (rank + 1) * NUMEL // world)
         expected = torch.zeros(())
-        for each in range(world):  # each rounded to what travels, then added in fp32
+        for each in range(world):  # each rounded to the dtype of the collective, then added in fp32
             expected = expected + numbered(each, number)[piece].bfloat16().float()
         if not torch.equal(target, expected):
             wrong.append(number)
@@ -88,7 +88,7 @@ def _seeded(count: int) -> nn.Module:
 
 
 def _backwards_without_a_step(model: nn.Module, rank: int, naps: random.Random) -> list[dict[str, Tensor]]:
-    """Final gradients after each of some steps, which have reducing backwards in their midst."""
+    """Return final gradients after each of several steps with reducing backwards in between."""
     optimizer = layerzero.shard_optimizer(sgd(model), model)
     seen = []
     for step in range(2):
@@ -97,7 +97,7 @@ def _backwards_without_a_step(model: nn.Module, rank: int, naps: random.Random) 
                 loss = loss_of(model(batch(rank, step, micro_batch).float()))
                 time.sleep(naps.uniform(0, 0.01))
                 loss.backward()
-        layerzero.clip_grad_norm_(model, 1.0)  # which reduces what the last one has left
+        layerzero.clip_grad_norm_(model, 1.0)  # which reduces what the last one left
         seen.append(full_gradients(model))
         optimizer.step()
         optimizer.zero_grad()
@@ -130,7 +130,7 @@ def test_backwards_that_reduce_several_times_a_step_give_the_bits_of_exchanges(
 
 
 def _late_reader(rank: int, breaks: bool) -> bool:
-    """Rank 1 reads late what rank 0 writes again in its next backward, for which nobody waits else; all is right."""
+    """Delay a read of rank 1 from memory that rank 0 rewrites in its next backward; the result is correct."""
     net = integer_net()
     model = layerzero.shard_model(integer_net(), zero3_size=2, accumulation="full")
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
@@ -168,7 +168,7 @@ def test_the_test_notices_an_engine_that_does_not_wait_for_late_readers() -> Non
 
 
 def _offloaded(rank: int) -> None:
-    """Sums in slabs are copied to be read: the device is the CPU, and the warning is right."""
+    """Offload sums, which are copied before others read them. The device is the CPU, hence the warning."""
     with pytest.warns(UserWarning, match="there is no device to free memory of"):
         model = shard(_seeded(2), size=2, accumulation="full", offload_grads=True)
     ours = _backwards_without_a_step(model, rank, random.Random(0))

@@ -1,4 +1,4 @@
-"""Where a node shares memory in earnest: with the settings of a user who chooses nothing, in processes of torchrun."""
+"""Shared memory with default settings, in processes started as torchrun does."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ needs_root = pytest.mark.skipif(
 
 
 def _ranks(folder: Path, *before: str) -> list[str]:
-    """What two ranks print, each started by the command `before`."""
+    """Return the output of two ranks, each started with the command `before`."""
     script = folder / "script.py"
     script.write_text(_SCRIPT)
     store = serve()
@@ -73,7 +73,7 @@ def test_memory_is_shared_by_default(tmp_path: Path) -> None:
 
 @needs_root
 def test_a_small_dev_shm_is_no_obstacle(tmp_path: Path) -> None:
-    """The weights are half a megabyte, and /dev/shm has 64 kB."""
+    """Use weights of half a megabyte; /dev/shm has 64 kB."""
     mounted = 'mount -t tmpfs -o size=64k none /dev/shm && exec "$0" "$@"'
     assert _ranks(tmp_path, "unshare", "-m", "sh", "-c", mounted) == [
         "rank 0: shared True, said 0",
@@ -83,6 +83,6 @@ def test_a_small_dev_shm_is_no_obstacle(tmp_path: Path) -> None:
 
 @needs_root
 def test_ranks_that_do_not_see_each_others_processes_exchange_and_one_of_them_says_so(tmp_path: Path) -> None:
-    """As in two containers of one machine."""
+    """Run as in two containers of one machine."""
     apart = _ranks(tmp_path, "unshare", "-m", "-p", "-f", "--mount-proc")
     assert apart == ["rank 0: shared False, said 1", "rank 1: shared False, said 0"]

@@ -1,4 +1,4 @@
-"""Gradients that are added straight out of the memory of others: when a buffer is written again, and how many."""
+"""Gradients added directly from the memory of other ranks: when buffers are rewritten, and how many there are."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ NUMEL = 64
 ROUNDS = 60
 
 
-# --- sums of a node, without an engine ---
+# --- sums of a ZeRO-3 group, without an engine ---
 
 
 def _sums(rank: int, seed: int, breaks: str, buffers: int) -> list[int]:
-    """Many sums, one in flight behind the one that is filled, with naps of each rank's own; the numbers of wrong ones.
+    """Reduce many sums, one in flight while the next is filled, with random delays; return the indices of wrong ones.
 
-    A reader naps between its parts, so that a buffer that was written too early is read in the midst of it.
+    A reader pauses between parts, so that it would notice a buffer that is overwritten too early.
     """
     lane, pool = node_pool()
     pool.expected = {(NUMEL, torch.float32): buffers}  # with fewer than the usual four, ranks must wait for readers
@@ -154,7 +154,7 @@ def test_numbers_are_compared_across_their_wrap() -> None:
 
 
 def _waits(rank: int) -> float:
-    """Seconds of CPU that a wait of two seconds took."""
+    """Return the CPU seconds that a wait of two seconds takes."""
     lane, pool = node_pool()
     dist.barrier()
     if rank == 1:
@@ -175,7 +175,7 @@ def test_who_waits_sleeps() -> None:
 
 
 def _train_with_naps(rank: int, seed: int) -> None:
-    """Each rank naps where it likes, in the midst of backwards and of additions."""
+    """Train with random delays on each rank, during backwards and additions."""
     naps = random.Random(10 * seed + rank)
     whole = PendingReduction.add_to
 
@@ -220,7 +220,7 @@ def _scratch(rank: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
             held.append(pool._used - RING_BYTES)
-        if "accumulation" in settings:  # the sums themselves, whatever travels, and nothing beside them
+        if "accumulation" in settings:  # the sums themselves, in any dtype of the collective, and nothing else
             sums = sum(aligned_bytes(handle.layout.numel * 4) for handle in get_state(model).handles)
             assert held[-1] == sums == pool.kept_bytes, (settings, held, sums)
             continue

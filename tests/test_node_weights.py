@@ -1,4 +1,4 @@
-"""Weights in the memory of a node: any unit in any order on each rank, and no write while another rank still reads."""
+"""Weights in shared memory: any unit in any order on each rank, and no write while another rank still reads."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from tests.support.ranks import run_sharing as run_ranks
 FP32 = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 LATE = 0.3  # seconds
-VERY_LATE = 1.5  # where a rank that does not wait must come in time to do harm, however busy the machine is
+VERY_LATE = 1.5  # long enough that a rank that does not wait writes too early even on a busy machine
 
 
-# --- a rank that is late ---
+# --- a late rank ---
 
 
 class _Slow(nn.Module):
-    """Says how its weights were before and after a nap."""
+    """Records its weights before and after a delay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def _swap(model: nn.Module, optimizer: Any, turn: int) -> None:
 
 
 WRITES = (_write_by_step, _write_by_edit, _write_data, _write_whole, _load, _load_plain, _swap)
-# No exchange orders these. In bf16 an edit is written to masters only, and carried on after an agreement of all ranks.
+# No collective orders these. In bf16 a write goes to the masters only; a refresh follows an agreement of all ranks.
 OWN_TIMES = [
     *((write, FP32) for write in (_write_by_step, _write_by_edit, _write_data, _load_plain, _swap)),
     *((write, BF16) for write in (_write_by_step, _swap)),
@@ -106,7 +106,7 @@ OWN_TIMES = [
 
 
 def _late_reads(rank: int, write: Callable[..., None], policy: MixedPrecisionPolicy, late: int, honest: bool) -> bool:
-    """Whether all ranks saw weights that stood still, and were whole, whoever of them was late."""
+    """Return whether all ranks saw unchanged, complete weights, with each of them late in turn."""
     model = layerzero.shard_model(_Slow(), zero3_size=2, mp_policy=policy)
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.25), model)
     if not honest:
@@ -149,15 +149,15 @@ def test_the_test_notices_where_nobody_waits(write: Callable[..., None], policy:
     assert not all(run_ranks(_late_reads, write, policy, 1, False, world_size=2))
 
 
-# --- a refresh that is late ---
+# --- a late refresh ---
 
 
 def _read_early(rank: int, honest: bool) -> bool:
-    """One rank of a node lands late; whether the other saw its new weights all the same."""
+    """Publish the weights of one rank late; return whether the other rank read its new weights."""
     model = layerzero.shard_model(_Slow(), zero3_size=2, mp_policy=BF16)
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.25), model)
     with torch.no_grad():
-        model(torch.zeros(2))  # all ranks come to a first forward together
+        model(torch.zeros(2))  # all ranks enter a first forward together
     (handle,) = get_state(model).handles
     own = handle.zero3_shard
     land = SharedFullBuffer.publish_shard
@@ -185,11 +185,11 @@ def test_weights_are_read_when_the_refresh_of_all_ranks_has_landed() -> None:
     assert not all(run_ranks(_read_early, False, world_size=2)), "the test notices where nobody waits"
 
 
-# --- each rank in an order of its own ---
+# --- another order on each rank ---
 
 
 class _Choice(nn.Module):
-    """Calls the units that a rank is told to, in that order."""
+    """Calls the units that a rank selects, in that order."""
 
     def __init__(self, count: int = 4) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ def test_the_ranks_of_a_node_may_call_different_units_in_any_order() -> None:
 
 
 def _evaluate_alone(rank: int) -> None:
-    """Rank 0 of a model of two replicas evaluates; the others wait for it outside of the model."""
+    """Evaluate on rank 0 of a model with two replicas; the others wait for it outside the model."""
     model = shard(blocks(3), size=2)
     optimizer = layerzero.shard_optimizer(sgd(model), model)
     outputs = []
@@ -295,7 +295,7 @@ def test_an_evaluation_on_one_rank_alone_must_not_come_first() -> None:
     run_ranks(_evaluate_first, world_size=2, pg_timeout=2)
 
 
-# --- what stays an error ---
+# --- remaining errors ---
 
 
 class _InPlace(nn.Module):
@@ -354,7 +354,7 @@ def test_a_step_that_raises_on_all_ranks_leaves_the_model_usable() -> None:
     run_ranks(_fail_in_step, world_size=4)
 
 
-# --- the same bits as with exchanges ---
+# --- the same bits as with collectives ---
 
 
 def _programs(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""0-dim parameters, such as a learned temperature: one row on one rank, shown as a number."""
+"""0-dim parameters, such as a learned temperature: one row on one rank, presented as a scalar."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUMBERS = ("images.gate", "texts.gate", "logit_bias", "logit_scale")
 
 
 class Tower(nn.Module):
-    """A unit with a number among its parameters."""
+    """Unit with a scalar among its parameters."""
 
     UNIT = True
 
@@ -126,7 +126,7 @@ def test_numbers_count_once_in_the_norm_of_all_gradients() -> None:
     run_ranks(_clipped, world_size=WORLD)
 
 
-# --- what people do to a temperature ---
+# --- usage of a temperature ---
 
 
 def _handled(rank: int) -> None:
@@ -134,7 +134,7 @@ def _handled(rank: int) -> None:
     model = shard(Clip())
     start = math.log(1 / 0.07)
     with torch.no_grad():
-        model.logit_scale.clamp_(0, 2.0)  # CLIP's own, after each step
+        model.logit_scale.clamp_(0, 2.0)  # as CLIP does after each step
         assert model.logit_scale.exp().full_tensor().item() == pytest.approx(math.exp(2.0))
         model.logit_bias.copy_(torch.tensor(3.0, dtype=torch.float64))
         model.images.gate.fill_(0.25)
@@ -189,7 +189,7 @@ def test_a_temperature_is_clamped_set_and_looked_at() -> None:
     run_ranks(_handled, world_size=WORLD)
 
 
-# --- whole states, checkpoints, averages ---
+# --- full states, checkpoints, averages ---
 
 
 def _adam(model: nn.Module) -> Optimizer:
@@ -218,7 +218,7 @@ def _everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def _assert_goes_on(ours: tuple[nn.Module, Optimizer], theirs: tuple[nn.Module, Optimizer], case: str) -> None:
-    """Both hold the same, and do after another step."""
+    """Assert that both models are equal, now and after another step."""
     for steps in (range(0), range(3, 4)):
         for each in (ours, theirs):
             _steps(*each, steps)
@@ -245,7 +245,7 @@ def _whole_states(rank: int) -> None:
 
         fresh = _trained(size, seed=1)
         layerzero.load_full_state_dict(fresh[0], whole if rank == 0 else None)
-        fresh[1].load_state_dict(adam.state_dict())  # of an optimizer that is not sharded, by number
+        fresh[1].load_state_dict(adam.state_dict())  # of an unsharded optimizer, by number
         _assert_goes_on(_copy_of(ours), fresh, "one process's")
         fresh = _trained(size, seed=1)
         fresh[0].load_state_dict(whole)
@@ -257,7 +257,7 @@ def _whole_states(rank: int) -> None:
             model.logit_scale.fill_(1.5)
         assert model.logit_scale.detach().full_tensor().item() == 1.5
 
-    # An optimizer that has stepped before the model is sharded.
+    # An optimizer that stepped before the model was sharded.
     twin, stepped = copy.deepcopy(alone), _trained(2)
     _steps(*stepped, range(2))
     inner = _adam(twin)

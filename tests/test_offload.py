@@ -1,7 +1,7 @@
-"""`offload_grads`: accumulators in host memory, the same bits, two units on the device, and no copy used too early.
+"""`offload_grads`: accumulators in host memory, the same bits, two units on the device, no copy used too early.
 
-There is no device here whose copies run late. `LateTransfers` stands in for one: it carries a copy out only when the
-computation waits for it, and notices what touches either side before.
+There is no device here whose copies run late. `LateTransfers` replaces one: it performs a copy only when the
+computation waits for it, and detects accesses to either side before.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MODES = ("sharded", "full")
 CPU = torch.device("cpu")
 
 
-# The stand-in notices what it is there for
+# The stand-in detects what it is meant to detect
 
 
 def _accumulators() -> tuple[list[Any], LateTransfers]:
@@ -112,7 +112,7 @@ def test_without_waits_the_stand_in_sees_wrong_contents() -> None:
 
 
 def _train(mesh: Any, rank: int, *, patterns: Sequence[tuple[bool, ...]], **settings: Any) -> tuple[Any, nn.Module]:
-    """A step for each pattern: which of its micro-batches are inside no_sync."""
+    """Train a step for each pattern, which says which of its micro-batches are inside no_sync."""
     model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS, **settings)
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     seen = []
@@ -144,7 +144,7 @@ def _policy(reduce: torch.dtype) -> Any:
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
 
 
-# Each route of engine/reduction_spec.py.
+# Each reduction spec of engine/reduction_spec.py.
 @pytest.mark.parametrize(
     ("world_size", "size", "mode"),
     [(2, 1, "sharded"), *itertools.product((2,), (2,), MODES), *itertools.product((WORLD,), (2,), MODES)],
@@ -207,7 +207,7 @@ def _recovers(rank: int, setting: str) -> None:
                     with layerzero.no_sync(model) if micro_batch < 2 else nullcontext():
                         one_pass(model, rank, micro_batch)
                 if mode == "sharded":
-                    model.units[2].zero_grad()  # a part of what waits is dropped
+                    model.units[2].zero_grad()  # a part of the waiting gradients is dropped
                     one_pass(model, rank, 5)
             got, expected = (full_gradients(model) for model in models)
             assert not different(got, expected), mode
@@ -234,7 +234,7 @@ def _where_it_lies(rank: int) -> None:
                 if micro_batch < 2:
                     assert transfers.stores == len(handles), f"{mode}: every unit takes part"
                     first = micro_batch == 0
-                    # Two units may still be there from the backward before.
+                    # Two units of the previous backward may still be there.
                     assert len(handles) - 2 <= transfers.fetches + len(handles) * first <= len(handles), mode
                 else:
                     assert transfers.stores <= 1, f"{mode}: what has been reduced is not kept; the root comes in parts"

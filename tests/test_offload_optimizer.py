@@ -1,4 +1,4 @@
-"""`offload_optimizer`: the host updates, with the same bits, and reads and writes nothing that is still being copied.
+"""`offload_optimizer`: the host updates with the same bits, and does not access memory that is still being copied.
 
 There is no device here whose copies run late: see tests/support/late_transfers.py. Odd graphs and failures are in
 test_offload.py.
@@ -47,7 +47,7 @@ def _shard(zero3_size: int, **settings: Any) -> nn.Module:
 
 
 def _train(model: nn.Module, optimizer: Any, rank: int, steps: range, pattern: tuple[bool, ...]) -> list[Any]:
-    """What users see after each step: gradients, weights. They clip, edit weights and gradients, and keep gradients."""
+    """Return gradients and weights after each step, with clipping, user writes and kept gradients in between."""
     seen = []
     for step in steps:
         for index, inside in enumerate(pattern):
@@ -64,13 +64,13 @@ def _train(model: nn.Module, optimizer: Any, rank: int, steps: range, pattern: t
         if step == 3:
             with torch.no_grad():
                 model.second.weight.mul_(0.5)
-        if step != 2:  # what the next step adds to
+        if step != 2:  # which the next step adds to
             optimizer.zero_grad(set_to_none=step != 1)
     return seen
 
 
 def _same_bits(rank: int, zero3_size: int, mode: str) -> None:
-    steps = range(1, 5)  # those with something of their own, and what they leave to the next
+    steps = range(1, 5)  # the special steps, and their effect on the next one
     for policy, pattern in itertools.product(({}, {"mp_policy": LOW}), ((False,), (True, False))):
         settings = {"accumulation": mode, **policy}
         model = _shard(zero3_size, **settings)
@@ -85,7 +85,7 @@ def _same_bits(rank: int, zero3_size: int, mode: str) -> None:
                 assert not different(ours, theirs), (mode, bool(policy), pattern, grads, index)
 
 
-# Each route of engine/reduction_spec.py.
+# Each reduction spec of engine/reduction_spec.py.
 @pytest.mark.parametrize(
     ("world_size", "zero3_size", "mode"),
     [

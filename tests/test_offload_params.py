@@ -1,4 +1,4 @@
-"""`offload_params`: compute weights lie in the host, and are gathered from there with the same bits.
+"""`offload_params`: compute weights are in host memory, and are gathered from there with the same bits.
 
 There is no device here whose copies run late: see tests/support/late_transfers.py and late_device.py.
 """
@@ -85,7 +85,7 @@ def _on_a_device(rank: int) -> None:
     for size, others in itertools.product((1, 2), ({}, {"offload_grads": True, "offload_optimizer": True})):
         for mode in MODES if size == 2 else ("sharded",):
             settings = {"accumulation": mode, "mp_policy": LOW, "units": IntegerNet.UNITS}
-            mesh = mesh_on(NAME, size)  # whose backend adds in the wire's dtype, unlike gloo here
+            mesh = mesh_on(NAME, size)  # its backend adds in the dtype of the collective, unlike gloo
             with Device().installed():
                 model = layerzero.shard_model(integer_net(), mesh=mesh, **settings)
                 expected = _trained(model, rank, range(4, 6))
@@ -232,7 +232,7 @@ def test_what_lies_in_the_host_is_pinned_unless_the_user_says_otherwise(pin_memo
 
 
 class _RecordedTransfers(HostDeviceCopies):
-    """Records which marks each copy comes after, and which marks the current stream waits for."""
+    """Records which marks each copy follows, and which marks the current stream waits for."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -260,7 +260,7 @@ def test_copies_of_a_shard_come_one_after_the_other_on_whatever_stream_they_are_
     shard.arrive()
     assert transfers.record == [
         ("fetch", []),
-        ("store", [1]),  # which must not overwrite what the fetch reads
+        ("store", [1]),  # must not overwrite what the fetch reads
         ("wait", 2),
         ("give", full),
         ("fetch", [2]),

@@ -1,4 +1,4 @@
-"""The wrapped optimizer does what it would do in one process, or refuses; see invariants 1 and 10."""
+"""The wrapped optimizer gives the results of one process, or refuses; see invariants 1 and 10."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def alone(seed: int = 0) -> tuple[nn.Module, Optimizer]:
     return net, exact_sgd(net.parameters())
 
 
-# Adam divides by the gradient's own size: eps is chosen well above the rounding noise of a gradient that cancels.
+# Adam divides by the gradient's magnitude: eps is far above the rounding noise of a gradient that cancels.
 OPTIMIZERS: dict[str, Factory] = {
     "SGD foreach": lambda p: torch.optim.SGD(p, lr=2**-4, momentum=0.5, nesterov=True, foreach=True),
     "SGD fused": lambda p: torch.optim.SGD(p, lr=2**-4, momentum=0.5, weight_decay=0.25, fused=True),
@@ -87,7 +87,7 @@ def test_every_element_wise_optimizer_follows_one_process_built_before_or_after_
 
 
 def four_groups(net: nn.Module) -> list[dict[str, Any]]:
-    """Two learning rates, and decay only for matrices."""
+    """Return groups with two learning rates, and weight decay only for matrices."""
     fast = [net.first.weight, net.second.bias, net.head.weight, net.shift]
     slow = [net.first.bias, net.second.weight, net.head.bias]
     return [
@@ -203,7 +203,7 @@ def _save_and_load(rank: int) -> None:
             assert all(value.shape == shapes[parameter_name] for value in sharded.values()), f"{name} {values}"
             whole[parameter_name] = values | {key: value.full_tensor() for key, value in sharded.items()}
 
-        # Into the same sharding, with sharded values as they are; into another one, with whole values.
+        # Into the same sharding with sharded values, into another one with full values.
         runs = [(model, optimizer)]
         for fresh_mesh, state in ((mesh, saved["state"]), (other_mesh, whole)):
             fresh = shard(integer_net(seed=7), fresh_mesh)
@@ -334,7 +334,7 @@ def _refuse_strangers(rank: int) -> None:
         layerzero.shard_optimizer(plain, stranger)
     with pytest.raises(ValueError, match="already"):
         layerzero.shard_optimizer(wrapped, model)
-    # Refused optimizers are as they were: this one goes on with its momentum.
+    # Refused optimizers are unchanged: this one continues with its momentum.
     before = stranger.weight.detach().clone()
     plain.step()
     assert torch.equal(stranger.weight, before - 0.5 * 1.5)
@@ -377,7 +377,7 @@ def test_an_optimizer_that_has_not_been_sharded_raises_when_it_steps_the_model()
 
 
 def _step_while_a_model_dies(rank: int) -> None:
-    # A deleted model is a cycle, which Python frees at any moment, also in the midst of torch's global hooks.
+    # A deleted model is a cycle, which Python may free at any time, even inside torch's global hooks.
     ours, reference = shard_with_sgd(), alone()
     gc.collect()
     gc.disable()

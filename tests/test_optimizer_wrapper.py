@@ -1,4 +1,4 @@
-"""What the wrapper passes on: methods that change masters, hooks, foreign parameters; and edits of groups."""
+"""Pass-through of the wrapper: methods that change masters, hooks, foreign parameters, and changes of groups."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.ranks import mesh_of, run_ranks
 
 
 class ScheduleFree(Optimizer):
-    """SGD on z; parameters show a mixture of z and the average x while training, and x in evaluation."""
+    """SGD on z. Parameters are a mixture of z and the average x in training, and x in evaluation."""
 
     MIX = 0.5
 
@@ -84,7 +84,7 @@ def _sharded(factory: Any, *, zero3_size: int = 2, net: nn.Module | None = None)
 
 
 def _outputs(model: nn.Module, net: nn.Module, rank: int) -> None:
-    """Forwards give what one process gets: the compute weights are those of the masters."""
+    """Assert that forwards match one process: the compute weights are those of the masters."""
     inputs, _ = integer_batch(step=9, rank=rank)
     with torch.no_grad():
         torch.testing.assert_close(model(inputs), net(inputs), rtol=1e-5, atol=1e-5)
@@ -111,7 +111,7 @@ def _schedule_free(rank: int) -> None:
             assert different(full_parameters(model), trained), "the two modes show different weights"
         assert optimizer.rate() == 2**-4 and optimizer.loudness == 1
         if rank == 0:
-            optimizer.rate()  # changes nothing: no other rank needs to know
+            optimizer.rate()  # changes nothing, so no other rank needs to know
         model(integer_batch(rank=rank)[0])
         optimizer.loudness = 2
         assert optimizer.inner.loudness == 2
@@ -189,7 +189,7 @@ def test_hooks_run_once_a_step_with_the_optimizer_that_the_user_holds() -> None:
 
 
 class WithForeign(nn.Module):
-    """A net, and a parameter that another framework has made a DTensor."""
+    """Net with a parameter that another framework has made a DTensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ def _edited_groups(rank: int) -> None:
     params.pop()
     group["params"] = others[:2]
     refused("group 0 were changed")
-    group["params"] = list(params)  # another list of the same ones
+    group["params"] = list(params)  # another list of the same parameters
     optimizer.param_groups = [group]
     refused("list of parameter groups was replaced")
     optimizer.param_groups = groups
@@ -303,7 +303,7 @@ def test_groups_that_were_edited_behind_the_wrapper_are_noticed_and_add_param_gr
 
 
 class SlowWeights(Optimizer):
-    """As Lookahead: an optimizer around an optimizer, whose groups it shows."""
+    """Optimizer that wraps another one and exposes its groups, like Lookahead."""
 
     def __init__(self, fast: Optimizer) -> None:
         self.fast = fast

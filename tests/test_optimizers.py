@@ -1,4 +1,4 @@
-"""layerzero.optimizers computes what torch does, takes the fastest kernel there is, and says which."""
+"""layerzero.optimizers matches torch, uses the fastest available kernel, and reports which."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def by_decay(parameters: Iterable[Tensor]) -> list[dict[str, object]]:
     ]
 
 
-# Ours and torch's. Adam divides by the gradient's own size: eps is far above the rounding noise of one that cancels.
+# layerzero's and torch's. Adam divides by the gradient's magnitude: eps is far above the rounding noise.
 PAIRS: dict[str, tuple[Factory, Factory]] = {
     "AdamW": (
         lambda p: optimizers.adamw(p, lr=0.1, betas=(0.8, 0.9), eps=0.1, weight_decay=0.25),
@@ -126,7 +126,7 @@ def test_a_parameter_may_get_its_first_gradient_later_than_others(dampening: flo
 
 
 def _one_step_of_defaults(rank: int) -> None:
-    # One step only: with the default eps every later one would compare rounding noise.
+    # One step only: with the default eps later steps would compare rounding noise.
     for ours, theirs in ((optimizers.adamw, torch.optim.AdamW), (optimizers.sgd, torch.optim.SGD)):
         net, model = integer_net(), shard(integer_net())
         reference = theirs(net.parameters())
@@ -194,7 +194,7 @@ def test_apex_follows_torch() -> None:
 
 def _state_of_another_order(rank: int) -> None:
     saved = {}
-    for zero3_size in (2, 4):  # two rows of the weight on each rank, but not the same ones
+    for zero3_size in (2, 4):  # two rows of the weight on each rank, but different ones
         model = layerzero.shard_model(nn.Linear(2, 8, bias=False), zero3_size=zero3_size)
         optimizer = layerzero.shard_optimizer(optimizers.sgd(model.parameters(), momentum=0.5), model)
         (model(torch.ones(1, 2)) * torch.arange(8.0)).sum().backward()
@@ -210,7 +210,7 @@ def test_state_that_is_sharded_in_another_order_is_refused() -> None:
 
 
 class CountsInGroup(torch.optim.SGD):
-    """As NVIDIA Apex's capturable optimizers: steps are counted in a tensor of the group, in place."""
+    """Counts steps in a tensor of the group, in place, like NVIDIA Apex's capturable optimizers."""
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
@@ -228,7 +228,7 @@ def test_trying_an_optimizer_out_leaves_its_counts_alone() -> None:
 
 
 def _two_that_step(rank: int, shared_memory: str) -> None:
-    """One refresh for both, from the second step on; also where one is left out, or something is read in between."""
+    """Step two optimizers: one refresh for both from the second step on, unless one is skipped or a value is read."""
     net = integer_net()
     model = layerzero.shard_model(integer_net(), zero3_size=2, units=IntegerNet.UNITS, shared_memory=shared_memory)
     alone = [exact_sgd(parameters) for parameters in _halves(net)]
@@ -244,7 +244,7 @@ def _two_that_step(rank: int, shared_memory: str) -> None:
             assert not different(full_parameters(model), dict(net.named_parameters())), (step, index)
         for optimizer in (*ours, *alone):
             optimizer.zero_grad()
-        with torch.no_grad():  # a forward takes what is left
+        with torch.no_grad():  # a forward refreshes the rest
             x = integer_batch(step=step, rank=0)[0]
             assert torch.equal(model(x), net(x)), step
         assert layerzero.traffic(model).calls["refresh"] == refreshes * handles, step

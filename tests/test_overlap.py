@@ -1,4 +1,4 @@
-"""What may run behind what, read from the program order of a trace: launches come early, waits come late."""
+"""Overlap, read from the program order of a trace: early launches and late waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNITS = 6
 
 
 def _steps(rank: int, folder: str, **settings: Any) -> Sequence[layerzero.TraceEvent]:
-    """The events of two steps of two micro-batches, in a steady state."""
+    """Return the events of two steps of two micro-batches, in a steady state."""
     model = shard(blocks(UNITS), **settings)
     optimizer = layerzero.shard_optimizer(sgd(model), model)
 
@@ -39,7 +39,7 @@ def _steps(rank: int, folder: str, **settings: Any) -> Sequence[layerzero.TraceE
 
 
 def _place(events: Sequence[layerzero.TraceEvent], start: int = 0, **wanted: str) -> int:
-    """Of the first event from `start` on with these fields."""
+    """Return the index of the first event from `start` on with these fields."""
     for place in range(start, len(events)):
         if all(getattr(events[place], field) == value for field, value in wanted.items()):
             return place
@@ -68,7 +68,7 @@ def _check(rank: int, folder: str) -> None:
                 later = names[names.index(below) - 1]
                 assert hop1 < _place(events, start=_last_backward(events, first_update), kind="begin", name=later), case
         assert reducing < first_update, mode
-        # Refresh: launched by the step, awaited where the unit is next gathered, behind the forward of earlier units.
+        # Refresh: launched by the step; waited for at the next gather of the unit, behind the forward of earlier units.
         for index in range(2, UNITS):
             launched = _place(events, start=first_update, kind="launch", exchange="refresh", name=names[index])
             awaited = _place(events, start=launched, kind="wait", exchange="refresh", name=names[index])

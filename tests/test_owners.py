@@ -1,4 +1,4 @@
-"""Who owns which parameter, and the cuts that follow: integers only, of all ranks in one process."""
+"""Owners of parameters and the resulting cuts: integers only, for all ranks in one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def block(name: str, width: int) -> Params:
 def planned(
     handles: list[Params], replicas: int, zero3_size: int
 ) -> tuple[list[FlatLayout], list[set[str]], OwnerLayouts]:
-    """Matrices are owned."""
+    """Return the plan in which matrices are owned."""
     layouts = [
         layout for params in handles for layout in plan_layouts(params, num_shards=replicas * zero3_size, align=4)
     ]
@@ -36,7 +36,7 @@ def planned(
 
 
 def check(layouts: list[FlatLayout], owned: list[set[str]], plan: OwnerLayouts, replicas: int, zero3_size: int) -> None:
-    """The rules that every plan keeps."""
+    """Check the rules that every plan obeys."""
     assert plan.owners.keys() == set().union(*owned)
     for before, layout, names in zip(layouts, plan.layouts, owned, strict=True):
         assert (layout.slots, layout.shard_numel) == (before.slots, before.shard_numel), "the flat order stays"
@@ -103,7 +103,7 @@ def test_owners_have_equal_shares_where_there_are_enough_parameters(
 ) -> None:
     layouts, owned, plan = planned([block(f"{i}", 768) for i in range(layers)], replicas, zero3_size)
     if 4 * layers <= 4 * replicas * zero3_size:
-        return  # an owner has four matrices or fewer, of unlike sizes
+        return  # an owner has at most four matrices, of different sizes
     held: Counter[int] = Counter()
     for layout in plan.layouts:
         for k in range(layout.num_shards):
@@ -142,7 +142,7 @@ def test_bounds_that_cannot_be_are_refused() -> None:
 
 @pytest.mark.parametrize(("replicas", "zero3_size", "places"), [(1, 1, 2), (2, 2, 2), (1, 2, 4), (2, 1, 8)])
 def test_owners_are_balanced_over_the_places_of_a_further_axis(replicas: int, zero3_size: int, places: int) -> None:
-    """Each block's matrices are cut along dim 0 over `places`: here are the parts of one of them."""
+    """Cut each block's matrices along dim 0 over `places`; the plan is for the parts at one coordinate."""
     width = 64
     handles = [block(f"b{i}", width) for i in range(4 * places)]
     parts = [[(name, (shape[0] // places, *shape[1:])) for name, shape in params] for params in handles]

@@ -1,4 +1,4 @@
-"""What is packed and installed: one version, complete sources, a command line that says what it lacks."""
+"""Packages: one version, complete sources, and a command line that reports missing requirements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every snippet of README and docs runs as it stands; every command of theirs exists."""
+"""Every snippet of README and docs runs unchanged; every command in them exists."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
 ALL = {path.relative_to(ROOT).as_posix(): read_page(path) for path in PAGES}
 WITH_PYTHON = [name for name, page in ALL.items() if page.snippets("python")]
 
-# What cannot run on a machine without GPUs and other people's checkouts: by page, how many snippets. A page that gets
-# another one says so here, too.
+# Snippets that need GPUs or third-party checkouts: their number by page. A page with another such snippet raises its
+# number here.
 NOT_RUN = {"docs/megatron.md": 1, "docs/optimizers.md": 2}
 
 
@@ -46,7 +46,7 @@ def test_what_is_not_run_has_a_reason_and_is_counted() -> None:
     assert {name: len(page.left_out()) for name, page in ALL.items() if page.left_out()} == NOT_RUN
 
 
-# In a block without a language or of a shell's, and between backticks: what readers are told to type.
+# Commands: in a block without a language or in a shell block, and between backticks.
 COMMAND = re.compile(r"^(?:\$ )?((?:[A-Z_]+=\S+ )*(?:python -m|layerzero(?= +(?:--)?[a-z])|make|torchrun) .+)$")
 INLINE = re.compile(r"`((?:python -m|layerzero|make|torchrun) [^`]+)`")
 LANGUAGES = ("text", "bash", "sh", "console")
@@ -63,11 +63,11 @@ def _commands() -> list[tuple[str, str]]:
     return found
 
 
-OTHERS = {"torchtitan"}  # packages whose commands pages show
+OTHERS = {"torchtitan"}  # packages with commands in the docs
 
 
 def wrong_with(command: str) -> str | None:
-    """Why a command cannot be typed so; None if it can."""
+    """Return why a command is wrong; None if it is right."""
     words = [word for word in shlex.split(command, comments=True) if not re.fullmatch(r"[A-Z_]+=.*", word)]
     program, *rest = words
     if program == "make":
@@ -78,10 +78,10 @@ def wrong_with(command: str) -> str | None:
         program, rest = rest[1], rest[2:]
     if program == "layerzero":
         return _wrong_usage(rest)
-    if not (ROOT / program.split(".")[0]).exists():  # somebody else's
+    if not (ROOT / program.split(".")[0]).exists():  # from another project
         package = program.split(".")[0]
         if package in OTHERS and find_spec(package) is None:
-            return None  # not here
+            return None  # not in this repository
         return None if find_spec(package) and find_spec(program) else "no such module"
     return None if (ROOT / f"{program.replace('.', '/')}.py").is_file() or _is_package(program) else "no such module"
 
@@ -97,11 +97,11 @@ def _wrong_launch(rest: list[str]) -> str | None:
         return "torchrun has no such options"
     if given.module:
         return wrong_with(shlex.join(["python", "-m", given.training_script, *given.training_script_args]))
-    mine = given.training_script == "train.py"  # the reader's own
+    mine = given.training_script == "train.py"  # from the reader
     return None if mine or (ROOT / given.training_script).is_file() else "no such program"
 
 
-(USAGE_ERROR,) = typer.BadParameter.__bases__  # of the click that typer has inside
+(USAGE_ERROR,) = typer.BadParameter.__bases__  # from the click that typer includes
 
 
 def _wrong_usage(rest: list[str]) -> str | None:

@@ -79,7 +79,7 @@ def test_an_edit_of_a_gathered_weight_with_strides_of_its_own_is_noticed() -> No
 
 
 class Small(nn.Module):
-    """More ranks than rows: one row, one element, no element."""
+    """Parameters with fewer rows than ranks: one row, one element, no element."""
 
     UNIT = True
 
@@ -110,7 +110,7 @@ def test_fewer_rows_than_ranks_and_no_elements() -> None:
 
 
 def _train_on_tokens(rank: int) -> dict[str, Tensor]:
-    """Each rank has another number of tokens; the loss is divided by the tokens of all ranks and micro-batches."""
+    """Train with a different number of tokens per rank; the loss is divided by all tokens of the step."""
     torch.manual_seed(0)
     model = shard(blocks(), accumulation="full" if rank is None else "sharded", gradient_divide_factor=1)
     counts = [[1 + r, 5 - r] for r in range(WORLD)]
@@ -137,7 +137,7 @@ def test_a_divide_factor_of_one_sums_gradients_as_per_token_losses_need() -> Non
 
 
 def _factors(rank: int, world: int) -> None:
-    """Exactly the mean's gradient, times D / factor, on every path that a gradient can take."""
+    """Check that gradients are exactly the mean's times D / factor, on every path of a gradient."""
     fp16 = MixedPrecisionPolicy(reduce_dtype=torch.float16)
     for settings in (*MODES, {"mp_policy": fp16}):
         for size in (s for s in (1, 2, 4) if world % s == 0):
@@ -239,7 +239,7 @@ _peaks: list[int] = []
 
 
 def _live_bytes() -> int:
-    """Bytes of all storages on the CPU."""
+    """Return the bytes of all storages on the CPU."""
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and type(thing) in _PLAIN]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.device.type == "cpu"}
     return sum(storages.values())
@@ -249,7 +249,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def _start_from_meta(rank: int, init: str, count: int) -> None:
-    torch.manual_seed(rank)  # ranks that draw different values must still start alike
+    torch.manual_seed(rank)  # ranks that draw different values must start alike
     _generator.manual_seed(rank)
     with torch.device("meta"):
         model = nn.Sequential(*(Big() for _ in range(count)))
@@ -260,7 +260,7 @@ def _start_from_meta(rank: int, init: str, count: int) -> None:
     chosen: Callable[[nn.Module], None] | None = (lambda m: m.reset_parameters()) if init == "param_init_fn" else None
     layerzero.shard_model(model, zero3_size=2, units={Big}, param_init_fn=chosen)
     unit = 4 * (BIG * BIG + 2 * BIG)
-    shards = [unit * index / 2 for index in range(count)]  # of the units before: N/S in fp32, masters inside
+    shards = [unit * index / 2 for index in range(count)]  # of earlier units: N/S in fp32, masters included
     assert len(_peaks) == count
     for index, (peak, held) in enumerate(zip(_peaks, shards, strict=True)):
         assert peak - before <= held + 1.5 * unit, f"{index} units done: {peak - before} bytes, {held} of them shards"

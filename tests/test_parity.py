@@ -1,4 +1,4 @@
-"""Training with layerzero equals one process that works on the union of the batches; see invariants 2 to 4."""
+"""Training with layerzero equals one process on the union of the batches; see invariants 2 to 4."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STEPS = 3
 
 
 def unions(data_parallel: int, micro_batches: int, batch_of: Callable[..., tuple[Tensor, Tensor]] = integer_batch):
-    """What one process trains on: the micro-batches of each step."""
+    """Return the micro-batches of each step for one process: the union of those of all ranks."""
     return [
         [
             union([batch_of(step=step, micro_batch=index, rank=rank) for rank in range(data_parallel)])
@@ -59,7 +59,7 @@ def mean_over_ranks(losses: Sequence[Tensor]) -> Tensor:
 
 
 def assert_replicas_agree(model: nn.Module, case: str) -> None:
-    """Each ZeRO-3 shard is bitwise the cast masters inside it, those of all replicas, hence the same on all."""
+    """Assert that each ZeRO-3 shard equals the cast masters of all replicas bitwise, hence is the same on all."""
     rank = dist.get_rank()
     for handle in get_state(model).handles:
         zero3_size = handle.layout.numel // handle.zero3_shard.numel()
@@ -84,7 +84,7 @@ def accumulate(
     batches: Sequence[tuple[Tensor, Tensor]],
     loss_of: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor] = integer_loss,
 ) -> Tensor:
-    """Forward and backward of each micro-batch, all but the last inside no_sync; the losses, averaged over ranks."""
+    """Run each micro-batch, all but the last inside no_sync; return the losses averaged over ranks."""
     losses = []
     for index, batch in enumerate(batches):
         with layerzero.no_sync(model) if index + 1 < len(batches) else nullcontext():
@@ -108,7 +108,7 @@ def test_the_integer_net_is_exact_in_fp32(data_parallel: int, micro_batches: int
 
 
 def train_exactly(rank: int, case: str, micro_batches: int, reference: Sequence[Step], **settings: object) -> None:
-    """Train an integer net under `settings`; everything must be bitwise as in `reference`."""
+    """Train an integer net under `settings`; every result must be bitwise as in `reference`."""
     model = layerzero.shard_model(integer_net(), units=IntegerNet.UNITS, **settings)
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     assert_nothing_is_gathered(model, case)
@@ -161,8 +161,8 @@ def test_settings_of_speed_and_memory_change_no_bit(shared_memory: str) -> None:
 
 
 def _train_with_a_late_rank(rank: int) -> None:
-    # The others have issued their exchange long before the late rank does: who does not wait, computes with old bytes.
-    # Nothing else may bring the ranks together between two steps, hence losses are compared without a collective.
+    # The others launch their collective long before the late rank; a rank that does not wait computes with old bytes.
+    # Nothing else may synchronize the ranks between two steps, so losses are compared without a collective.
     for late, accumulation in ((0, "sharded"), (3, "full")):
         nap = functools.partial(time.sleep, 0.03 if rank == late else 0.0)
         model = layerzero.shard_model(integer_net(), zero3_size=2, units=IntegerNet.UNITS, accumulation=accumulation)
@@ -209,7 +209,7 @@ def _train_transformer(rank: int) -> list[dict[str, Tensor]]:
         mesh = layerzero.init_mesh(zero3_size)
         for repetition in range(2 if zero3_size == 2 else 1):
             case = f"S={zero3_size} {accumulation}, repetition {repetition}"
-            torch.manual_seed(rank)  # the bits may not hang on the generator's state
+            torch.manual_seed(rank)  # the bits must not depend on the generator's state
             model = layerzero.shard_model(
                 TiedTransformer(seed=rank), mesh=mesh, units=TiedTransformer.UNITS, accumulation=accumulation
             )
@@ -219,7 +219,7 @@ def _train_transformer(rank: int) -> list[dict[str, Tensor]]:
                 batches = [batch_of(step=step, micro_batch=i, rank=rank) for i in range(3)]
                 losses = accumulate(model, batches, loss_of)
                 # fp32 has 1.2e-7 of relative rounding; sums of some tens of terms in another order lose a digit or so
-                # of it. AdamW divides by the gradient's own size, so eps is chosen well above that noise.
+                # of it. AdamW divides by the gradient's magnitude, so eps is chosen well above that noise.
                 torch.testing.assert_close(
                     losses, torch.stack(expected.losses), rtol=1e-5, atol=1e-5, msg=lambda m, c=case: f"{c}: {m}"
                 )

@@ -1,4 +1,4 @@
-"""Chunks of a model called one by one, in the orders of pipeline schedules."""
+"""Chunks of a model, called one by one in the orders of pipeline schedules."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.support.graphs import MODES, WORLD, Chain, assert_same_gradients, bat
 from tests.support.models import full_parameters
 from tests.support.ranks import run_ranks
 
-# F1.0: forward of micro-batch 1 through chunk 0; B1.0: its backward. Schedules of a rank that holds two chunks whose
-# inputs and gradients come from elsewhere, as in interleaved 1F1B (Narayanan et al. 2021).
+# F1.0: forward of micro-batch 1 through chunk 0; B1.0: its backward. Schedules of a rank with two chunks whose inputs
+# and gradients come from other ranks, as in interleaved 1F1B (Narayanan et al. 2021).
 ONE_F_ONE_B = "F0.0 F1.0 B0.0 F2.0 B1.0 B2.0"
 INTERLEAVED = "F0.0 F1.0 F0.1 F1.1 B0.1 F2.0 B1.1 F3.0 B0.0 F2.1 B1.0 F3.1 B2.1 B3.1 B2.0 B3.0"
 ALL_FORWARDS_FIRST = "F0.0 F1.0 F2.0 F0.1 F1.1 F2.1 B2.1 B1.1 B0.1 B2.0 B1.0 B0.0"
 
 
 def _run(chunks: Any, rank: int, step: int, script: str) -> None:
-    """Each chunk gets an input and sends back a gradient of its own, as between pipeline stages."""
+    """Run a schedule in which each chunk gets an input and returns a gradient, as between pipeline stages."""
     outputs: dict[str, tuple[Tensor, Tensor]] = {}
     for action in script.split():
         place, micro_batch, chunk = action[1:], int(action[1]), int(action[3])
@@ -82,7 +82,7 @@ def test_chunks_of_one_model_train_like_one_process(make: Callable[[], nn.Module
 
 
 def _train_models(rank: int, script: str) -> None:
-    """Each chunk a sharded model of its own, with one optimizer each, of different S."""
+    """Train chunks that are separate sharded models with an optimizer each and different S."""
     torch.manual_seed(0)
     alone = [blocks(2), blocks(2)]
     chunks = [shard(copy.deepcopy(model), size) for model, size in zip(alone, (2, 4), strict=True)]
@@ -105,7 +105,7 @@ def test_chunks_that_are_models_of_their_own_train_like_one_process(script: str)
 
 
 def _prefer(rank: int, order: str) -> dict[str, Tensor]:
-    """A policy and a frozen reference, and a loss over chosen and rejected samples (DPO, Rafailov et al. 2023)."""
+    """Train a policy with a frozen reference; the loss compares pairs of samples (DPO, Rafailov et al. 2023)."""
     torch.manual_seed(0)
     policy, reference = shard(blocks()), shard(blocks().requires_grad_(False), 4)
     optimizer = layerzero.shard_optimizer(sgd(policy), policy)

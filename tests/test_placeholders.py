@@ -1,4 +1,4 @@
-"""A parameter without rows is two elements while an optimizer works on it, and is as it was afterwards."""
+"""A parameter without rows has two elements while an optimizer updates it, and is restored afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans: memory to the byte of what a run holds, the bytes that it sends, and the order of the engine's schedule."""
+"""Plans predict the memory of a run to the byte, its traffic, and the order of the engine's schedule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.ranks import mesh_of, run_ranks
 
 pytestmark = pytest.mark.slow
 
-# --- memory and bytes, beside real ranks ---
+# --- memory and traffic, compared with real ranks ---
 
 
 class Block(nn.Module):
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks of sizes that pad, one of them with strides of its own, one in part frozen, and a root around them."""
+    """Blocks whose sizes need padding, one with its own strides, one partly frozen, inside a root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ SETTINGS: list[dict[str, object]] = [
 
 
 def _train(model: nn.Module, micro_batches: int) -> torch.optim.Optimizer:
-    """Three steps; traffic is counted in the last one."""
+    """Train for three steps; traffic is counted in the last one."""
     optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
     for _ in range(3):
         layerzero.traffic(model, reset=True)
@@ -103,15 +103,15 @@ def _train(model: nn.Module, micro_batches: int) -> torch.optim.Optimizer:
 
 
 def _measured(rank: int) -> list[tuple[dict[str, int], int, int]]:
-    """By settings: memory as measured, peaks as measured and predicted."""
+    """Return measured memory, and measured and predicted peaks, by settings."""
     found = []
     for index, settings in enumerate(SETTINGS):
         torch.manual_seed(0)
         given = {name: value for name, value in settings.items() if name != "zero3_size"}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # there is no device to free memory of
+            warnings.simplefilter("ignore")  # the CPU has no device memory to free
             model = layerzero.shard_model(Net(), mesh=mesh_of(settings["zero3_size"]), units={Block}, **given)
-        # What is offloaded has memory in the host from the first time on that it waits between micro-batches.
+        # Offloaded tensors have host memory from the first time on that they wait between micro-batches.
         optimizer = _train(model, 2 if settings.get("offload_grads") else 1 + index % 3)
         report = layerzero.memory(model)
         assert optimizer.state, "it is there, so that its state is counted"
@@ -141,7 +141,7 @@ def test_a_plan_is_to_the_byte_what_real_ranks_hold() -> None:
 
 
 class Trained(Net):
-    """What is frozen is gathered, and neither reduced nor refreshed: a plan's bytes are of models that train all."""
+    """Net without frozen parameters: plans count traffic for models that train all parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ SENT = [(settings, micro_batches) for settings in SETTINGS[:4] for micro_batches
 
 
 def _sent(rank: int) -> list[dict[str, int]]:
-    """By settings: bytes of a step by axis."""
+    """Return the bytes of a step by axis, for each setting."""
     found = []
     for settings, micro_batches in SENT:
         given = {name: settings[name] for name in ("accumulation", "mp_policy")}
@@ -180,11 +180,11 @@ def test_planned_bytes_are_those_that_real_ranks_send() -> None:
         assert row.sent == pytest.approx(sent, rel=1e-12), (settings, micro_batches)
 
 
-# --- the schedule, beside the engine's ---
+# --- the schedule, compared with the engine's ---
 
 
 def _said(program: Sequence[Operation]) -> list[str]:
-    """What is launched, awaited and computed in the last step, in order."""
+    """Return the launches, waits and computations of the last step, in order."""
     numbers: dict[int, str] = {}
     said: list[str] = []
     for operation in program:
@@ -204,7 +204,7 @@ def _said(program: Sequence[Operation]) -> list[str]:
 
 
 def _without_splinters(said: Sequence[str]) -> Iterator[str]:
-    """A recording splits what a unit computes around what it launches; its first part counts."""
+    """Merge the parts of a unit's computation, which a recording splits at launches."""
     phase = ""
     for each in said:
         if each.startswith(("forward blocks", "backward blocks")):
@@ -249,7 +249,7 @@ def test_a_row_of_many_micro_batches_is_what_all_of_them_would_take() -> None:
         assert row.step == pytest.approx(simulate(program, machine).step, rel=1e-6), row.choice
 
 
-# --- what people give and get ---
+# --- inputs and outputs ---
 
 SMALL = TransformerShape(layers=3, hidden=64, ffn=160, vocab=256, heads=4)
 

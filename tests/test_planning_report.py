@@ -1,4 +1,4 @@
-"""What people see of plans, traces and reports: commands, the page with charts, and tables."""
+"""Presentation of plans, traces and reports: commands, the page with charts, and tables."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_the_page_is_rendered_without_a_complaint_and_is_no_wider_than_the_scree
     found: Plan, tmp_path: Path, width: int
 ) -> None:
     assert CHROMIUM is not None
-    # What is wider than the page would have to be scrolled: the page says how wide it became.
+    # Content wider than the page would need scrolling; the page reports its width.
     told = "<script>document.title = document.documentElement.scrollWidth + ' of ' + innerWidth</script></body>"
     (tmp_path / "report.html").write_text(report_html(found, nodes=(2, 8)).replace("</body>", told))
     picture = tmp_path / "picture.png"
@@ -199,7 +199,7 @@ def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path, monkey
         assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
 
 
-# --- what a run says ---
+# --- log of a run ---
 
 
 def _printed(rank: int, folder: str) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""Low-precision compute over fp32 masters, against a reference written by hand."""
+"""Low-precision compute with fp32 masters, compared with a reference written by hand."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Smooth(nn.Module):
 
 
 class Scale(nn.Module):
-    """Outputs its weight: shows the compute weight, and has a gradient that the caller chooses."""
+    """Outputs its weight, which shows the compute weight; the caller chooses its gradient."""
 
     def __init__(self, *values: float, dtype: torch.dtype = FP32) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def _sgd(model: nn.Module) -> layerzero.ShardedOptimizer:
 def _train_by_hand(
     model: nn.Module, *, steps: int, micro_batches: int
 ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """fp32 masters, bf16 weights and activations, fp32 mean of the ranks' gradients; yields gradients and masters."""
+    """Train with fp32 masters, bf16 weights and activations, fp32 mean gradients; yield gradients and masters."""
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
     momenta = {name: torch.zeros_like(master) for name, master in masters.items()}
     for step in range(steps):
@@ -188,8 +188,8 @@ def test_updates_below_bf16_resolution_add_up_in_the_master_and_reach_the_weight
 # --- the dtypes of the two reductions ---
 
 # Rank 0 has a gradient of 256, the others have 1. The mean, 64.75, takes 9 bits, and so do 256 + 1 and its fractions.
-# Where bf16 travels between more than one rank, a backend may add in bf16 or in fp32; what hop 1 has added is rounded
-# before it travels on in bf16.
+# If bf16 is sent between more than one rank, a backend may add in bf16 or in fp32. The result of hop 1 is rounded to
+# bf16 before hop 2 sends it.
 EXACT, ROUNDED, EITHER = {True}, {False}, {True, False}
 EXCHANGES = [
     # zero3_size, reduce_dtype, replica_reduce_dtype
@@ -229,7 +229,7 @@ def _reduce(rank: int) -> None:
             assert ((gradient - 64.75).abs() <= 0.75).all(), (case, gradient)
 
             sent = layerzero.traffic(model).bytes
-            # What is added up here anyway, in fp32, travels as it was computed.
+            # Sums that layerzero itself adds in fp32 are sent in the compute dtype.
             hop1_bytes = (BF16 if accumulation == "sharded" else reduce_dtype or BF16).itemsize
             hop2_bytes = (replica_reduce_dtype or reduce_dtype or BF16).itemsize
             assert sent.get("hop1", 0) == 16 * (size - 1) // size * hop1_bytes, (case, sent)
@@ -247,7 +247,7 @@ def _keep_tiny_gradients(rank: int, added_by_the_backend: bool) -> None:
         mesh = mesh_on(late_backend.NAME, size) if added_by_the_backend else mesh_of(size)
         for accumulation in ACCUMULATIONS:
             model = layerzero.shard_model(Scale(*[1.0] * 8), mesh=mesh, mp_policy=policy, accumulation=accumulation)
-            for gradient in (tiny, -(2.0**14)):  # the sum of which is too large for fp16
+            for gradient in (tiny, -(2.0**14)):  # their sum is too large for fp16
                 (model() * gradient).sum().backward()
                 assert (model.weight.grad.full_tensor() == gradient).all(), (size, accumulation, model.weight.grad)
                 model.weight.grad = None
@@ -289,7 +289,7 @@ def _land(rank: int) -> None:
             weights.append(full_parameters(model))
             scratch.append(layerzero.memory(model).measured["reduce_buffer"])
         assert not different(*weights), (size, accumulation, "the bits of fp32 on the wire")
-        if accumulation == "full" or get_state(model).handles[0].shared is not None:  # which counts by pages
+        if accumulation == "full" or get_state(model).handles[0].shared is not None:  # which counts pages
             assert scratch[0] == scratch[1], scratch
         else:
             assert scratch[0] < 0.75 * scratch[1], scratch
@@ -304,7 +304,7 @@ def test_what_is_added_up_here_lands_as_it_was_computed_and_adds_up_to_the_same_
 
 
 class Probe(nn.Module):
-    """Notes the dtypes that arrive, and passes the first input through a weight."""
+    """Records the dtypes of its inputs, and passes the first one through a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,7 +360,7 @@ def test_inputs_are_cast_if_asked_and_outputs_to_the_output_dtype() -> None:
     run_ranks(_cast, world_size=WORLD)
 
 
-# --- masters of other models ---
+# --- masters of models in other dtypes ---
 
 
 def _keep_fp64(rank: int) -> None:
@@ -391,7 +391,7 @@ def _promote_masters(rank: int) -> None:
             original = Smooth().to(dtype)
             model = _sharded(copy.deepcopy(original), size)
             output = model(torch.ones(1, 5, dtype=dtype))
-            assert output.dtype == dtype, (size, dtype)  # param_dtype None: computes as the model is
+            assert output.dtype == dtype, (size, dtype)  # param_dtype None: computes in the model's dtype
             output.float().sum().backward()
             for name, p in model.named_parameters():
                 assert p.dtype == p.grad.dtype == FP32, (size, dtype, name)
@@ -404,7 +404,7 @@ def test_low_precision_model_gets_fp32_masters_and_computes_as_before() -> None:
 
 
 def _freeze(rank: int) -> None:
-    third = torch.tensor([1 / 3, 2 / 3, 1 + 2**-20, 5.0, 7.0], dtype=FP64)  # not representable in anything smaller
+    third = torch.tensor([1 / 3, 2 / 3, 1 + 2**-20, 5.0, 7.0], dtype=FP64)  # not representable in a smaller dtype
     for size in SIZES:
         for dtype in (BF16, FP32, FP64):
             for param_dtype in (None, BF16):
@@ -434,7 +434,7 @@ def test_frozen_parameter_keeps_its_bits_and_has_no_gradient_and_no_optimizer_by
 
 
 class _Float8Product(torch.autograd.Function):
-    """`x @ weight.T` of numbers in float8 with one scale each, as layers that train in float8 compute it."""
+    """`x @ weight.T` of float8 numbers with one scale per tensor, as float8 training layers compute it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

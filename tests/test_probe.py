@@ -1,4 +1,4 @@
-"""What a cluster reaches, measured by the ranks that run on it."""
+"""Cluster performance, measured by the ranks that run on it."""
 
 from __future__ import annotations
 

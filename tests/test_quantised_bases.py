@@ -1,4 +1,4 @@
-"""Adapters on frozen bases that cannot be sharded: integer weights, tensors of classes of their own."""
+"""Adapters on frozen weights that cannot be sharded: integer weights and tensor subclasses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FP64 = torch.float64
 
 
 class Int8(torch.Tensor):
-    """A weight in 8 bits with a scale for each row, as packages for quantisation make them."""
+    """Weight in 8 bits with a scale per row, as in quantization packages."""
 
     numbers: Tensor
     scale: Tensor
@@ -36,7 +36,7 @@ class Int8(torch.Tensor):
         return made
 
     def __init__(self, numbers: Tensor, scale: Tensor) -> None:
-        """All is in __new__."""
+        """Do nothing: __new__ does everything."""
 
     def whole(self) -> Tensor:
         return self.numbers * self.scale
@@ -49,7 +49,7 @@ class Int8(torch.Tensor):
 
 
 class Flat(Int8):
-    """Says what it is made of, as torch's convention has it: one of them is of a class, too."""
+    """Subclass that lists its inner tensors by torch's convention; one of them is a subclass, too."""
 
     bits = 8
 
@@ -58,7 +58,7 @@ class Flat(Int8):
 
 
 class Nested(Flat):
-    """With scales that are of a class themselves."""
+    """Weight whose scales are a subclass, too."""
 
     outer: Flat
 
@@ -77,7 +77,7 @@ def _quantised() -> tuple[Tensor, Tensor]:
 
 
 class Odd(Flat):
-    """What it says of itself depends on `way`."""
+    """Subclass whose description of itself depends on `way`."""
 
     way = "raises"
 
@@ -96,7 +96,7 @@ class Odd(Flat):
 
 
 class OnDevice(Flat):
-    """Says where it is, as torch's own arguments of tensors do."""
+    """Subclass that describes its device, as torch's own tensor arguments do."""
 
     where = torch.device("cuda", 1)
 
@@ -105,7 +105,7 @@ class OnDevice(Flat):
 
 
 class Stateful(nn.Module):
-    """With a state beside its tensors, which is a tensor of a class."""
+    """Subclass with a state beside its tensors, which is a tensor subclass, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Stateful(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A low-rank adapter on a frozen weight, which is integers with a scale, or a tensor of a class."""
+    """Low-rank adapter on a frozen weight: integers with a scale, or a tensor subclass."""
 
     UNIT = True
 
@@ -280,14 +280,14 @@ def _odd(rank: int, folder: Path) -> None:
     ):
         layerzero.checkpoint.save(folder / "odd", model)
     assert not (folder / "odd").exists()
-    # Wherever it is, it is the same.
+    # It is the same on every device.
     layerzero.checkpoint.save(folder / "there", saved := _adapted(OnDevice, 0, 2)[0])
     here = _adapted(OnDevice, 1, 2)[0]
     with mock.patch.object(OnDevice, "where", torch.device("cuda", 2 + rank)):
         layerzero.checkpoint.load(folder / "there", here)
         layerzero.checkpoint.save(folder / "elsewhere", here)
     assert all(map(torch.equal, _numbers(here), _numbers(saved)))
-    # One that cannot be filled, and a checkpoint that has plain values under its name.
+    # One that cannot be filled, and a checkpoint with plain values under its name.
     torch.manual_seed(0)
     plain = Base()
     for layer in plain.layers:
@@ -311,13 +311,13 @@ def _all_or_nothing(rank: int, folder: Path) -> None:
     pending = layerzero.checkpoint.save_async(folder / "saved", model)
     expected = _numbers(model)
     for layer in model.layers:
-        layer.weight.numbers.zero_()  # what is written is what was there
+        layer.weight.numbers.zero_()  # the written value equals the old one
     pending.wait()
     whole = _adapted(Flat, 1, 2)[0]
     layerzero.checkpoint.load(folder / "saved", whole)
     assert all(map(torch.equal, _numbers(whole), expected))
     other, _ = _adapted(Flat, 1, 2)
-    other.layers[0].weight.scale = other.layers[0].weight.scale[:1].clone()  # of the same settings, so to say
+    other.layers[0].weight.scale = other.layers[0].weight.scale[:1].clone()  # nominally of the same settings
     before = _numbers(other)
     with pytest.raises(ValueError, match=r"scale of layers.0.weight: expected shape \[1, 1\]"):
         layerzero.checkpoint.load(folder / "saved", other)
@@ -348,7 +348,7 @@ def _refused(rank: int) -> None:
             shard(Base(as_class=as_class), size=1)
     with pytest.raises(TypeError, match="ignored_params='frozen'; give parameters of the model, or 'unsupported'"):
         shard(Base(), size=1, ignored_params="frozen")
-    # What is to be trained is not left out in silence.
+    # Trainable parameters are never left out silently.
     for dtype in (torch.float8_e4m3fn, torch.complex64):
         model = Base()
         model.odd = nn.Parameter(torch.zeros(3, dtype=dtype))

@@ -1,4 +1,4 @@
-"""Random numbers in sharded parameters: those of one process with the same seed."""
+"""Random numbers in sharded parameters equal those of one process with the same seed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORLD = 4
 
 
 class Odd(nn.Module):
-    """Long rows, fewer rows than ranks, one row, and none."""
+    """Parameters with long rows, fewer rows than ranks, one row, and none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ INITS: dict[str, Fill] = {
 
 
 def _in_pieces(parameter: Tensor, generator: torch.Generator | None) -> None:
-    """As fused projections are initialised: each part is drawn whole, in a tensor of its own."""
+    """Initialize like fused projections: each part is drawn in full, in a separate tensor."""
     first, *rest = (min(1, len(parameter)), *parameter.shape[1:])
     top = nn.init.trunc_normal_(parameter.new_empty(1, first, *rest))
     below = nn.init.normal_(parameter.new_zeros((1, len(parameter) - first, *rest)))
@@ -129,7 +129,7 @@ def test_random_numbers_are_those_of_one_process_with_the_seed(size: int) -> Non
 
 
 def _initialise(rank: int) -> None:
-    """What people write, and that it reaches the forward on every replica."""
+    """Initialize in the ways users do, and compare the forward on every replica."""
     x = torch.ones(2, 5)
     for init in (_weight_init, _reset):
         alone = _odd(None)
@@ -166,7 +166,7 @@ def _corners(rank: int) -> None:
     assert not different(full_parameters(model), before)
 
     torch.manual_seed(5)
-    with layerzero.unsharded(model, writeback=True):  # what the error says
+    with layerzero.unsharded(model, writeback=True):  # text of the error
         nn.init.orthogonal_(model.linear.weight)
     torch.manual_seed(5)
     expected = nn.init.orthogonal_(torch.empty(37, 5))
@@ -191,7 +191,7 @@ def _corners(rank: int) -> None:
     scale = weight.grad.to_local()
     assert scale.shape == weight.to_local().shape and ((scale == 0) | (scale == 2)).all()
 
-    torch.manual_seed(rank)  # ranks that differ: each draws its rows
+    torch.manual_seed(rank)  # ranks with different seeds: each draws its rows
     with torch.no_grad():
         weight.normal_()
     assert len(weight.detach().full_tensor().unique()) == 37 * 5

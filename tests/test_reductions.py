@@ -1,4 +1,4 @@
-"""Numbers of whole sharded parameters and gradients: the right one, or an error; never this rank's part of it."""
+"""Reductions over full sharded parameters and gradients are right or raise; they never cover this rank's part only."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Few(nn.Module):
 
 
 def _outcome(where: str, call: Callable[[], Any]) -> Any:
-    """What `call` returns; None if it raises on a rank."""
+    """Return the result of `call`; None if it raises on a rank."""
     try:
         made: Any = call()
     except (RuntimeError, ValueError, NotImplementedError, TypeError, IndexError, UserWarning) as error:
@@ -142,7 +142,7 @@ def _read(rank: int) -> None:
     parameter = model.first.weight
     for tensor in (parameter, parameter.grad, optimizer.state_dict()["state"]["first.weight"]["exp_avg_sq"]):
         for name, read in READS.items():
-            if rank == 0:  # as who logs does; nothing is waited for
+            if rank == 0:  # as for logging; nothing is waited for
                 with pytest.raises(RuntimeError, match=r"first\.weight.*full_tensor\(\)"):
                     pytest.fail(f"{name} is {read(tensor)}")
         whole = tensor.detach().full_tensor()

@@ -64,7 +64,7 @@ def run_step(
     syncs: Sequence[bool],
     loss_of: Callable[..., Tensor],
 ) -> list[Tensor]:
-    """Forward and backward of the micro-batches of one step; return the losses."""
+    """Run forward and backward of the micro-batches of one step; return the losses."""
     losses = []
     for batch, sync in zip(micro_batches, syncs, strict=True):
         with nullcontext() if sync else no_sync():
@@ -112,7 +112,7 @@ def batches_of(
 
 
 def batches_of_all(micro_batches: int, batch_of: Callable[..., tuple[Tensor, Tensor]] = integer_batch):
-    """Batches of all ranks together, which one process trains on."""
+    """Return the batches of all ranks together, for one process."""
     by_rank = [batches_of(rank, micro_batches, batch_of) for rank in range(dist.get_world_size())]
     return [[union(same) for same in zip(*step, strict=True)] for step in zip(*by_rank, strict=True)]
 
@@ -207,7 +207,7 @@ def _transformers_agree(rank: int, dtype: torch.dtype) -> None:
         run = (adamw, batches_of(rank, len(syncs), TiedTransformer.batch), syncs, TiedTransformer.loss)
         theirs = train_reference(make_reference(TiedTransformer(), zero3_size, dtype), *run)
         # A sum of two has the same bits in either order. To an accumulator, the engine adds one rank after the other,
-        # and the reference their sum.
+        # but the reference adds their sum.
         is_exact = max(zero3_size, world // zero3_size) <= 2 and (len(syncs) == 1 or zero3_size == 1)
         for step, (ours, expected) in enumerate(zip(train_engine(model, *run), theirs, strict=True)):
             at = f"D={world}, S={zero3_size}, A={len(syncs)}, step {step}"

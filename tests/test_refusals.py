@@ -1,4 +1,4 @@
-"""What people do to a model before, around and after sharding that cannot work: errors that say so, and ways out."""
+"""Unsupported changes of a model before, around and after sharding: each raises and names an alternative."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 class Wrapped(torch.Tensor):
-    """A tensor that keeps its values in another one, as quantised weights of libraries do."""
+    """Tensor that keeps its values in another one, as quantized weights of libraries do."""
 
     @staticmethod
     def __new__(cls, values: Tensor) -> Wrapped:
@@ -61,7 +61,7 @@ class Asks(nn.Parameter):
 
 
 class Named(nn.Parameter):
-    """A class that only names; its data are all there is to it."""
+    """Tensor subclass without additional data."""
 
 
 class Double(nn.Module):
@@ -70,7 +70,7 @@ class Double(nn.Module):
 
 
 def _quiet(call: Callable[[], Any]) -> Any:
-    """Without torch's warnings about what is old, or about random numbers of DTensors."""
+    """Suppress torch's warnings about deprecations and about random numbers of DTensors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return call()
@@ -113,7 +113,7 @@ def _quantised() -> Tensor:
 
 
 def _after(change: Callable[[nn.Module], Any]) -> None:
-    """A change of a sharded model, and the forward that follows."""
+    """Change a sharded model, then run a forward."""
     model = _shard(units=["first"])
     _quiet(lambda: change(model))
     _train(model)
@@ -241,7 +241,7 @@ def _message(call: Callable[[], Any]) -> str:
 
 def _refuse_all(rank: int) -> dict[str, str]:
     said = {name: _message(case.call) for name, case in CASES.items()}
-    _train(_shard(units=["first"]))  # the process group has survived them all
+    _train(_shard(units=["first"]))  # the process group still works
     return said
 
 
@@ -257,7 +257,7 @@ def test_it_is_refused_on_every_rank(name: str, said: list[dict[str, str]]) -> N
 
 
 def _goes_on(rank: int) -> None:
-    """A refused transform leaves nothing behind: the next step is exact."""
+    """Train exactly after a refused transform, which leaves nothing behind."""
     model, net = _shard(units=IntegerNet.UNITS), integer_net()
     optimizer, alone = layerzero.shard_optimizer(exact_sgd(model.parameters()), model), exact_sgd(net.parameters())
     with pytest.raises(RuntimeError, match=r"torch\.func"):
@@ -270,7 +270,7 @@ def _goes_on(rank: int) -> None:
 
 
 class Foreign(nn.Module):
-    """A parameter of another framework: a DTensor of one axis, which the model itself puts together."""
+    """Model with another framework's parameter: a DTensor on one axis, which the model gathers itself."""
 
     def __init__(self, group_mesh: Any) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ def _ways_out(rank: int) -> None:
     _train(_shard(_normed(), mp_policy=BF16, buffer_dtype=torch.bfloat16))
     _shard(_buffer_of(_quantised()), sync_module_states=False)(_x())
 
-    # Parameters of classes of their own.
+    # Parameters of tensor subclasses.
     for weight in (nn.Parameter(Wrapped(torch.ones(6, 5))), Asks(torch.ones(6, 5))):
         model = _with_weight(weight)
         _train(_shard(model, ignored_params=[model.first.weight]))
@@ -309,7 +309,7 @@ def _ways_out(rank: int) -> None:
     model.first.extra = nn.Parameter(_quantised(), requires_grad=False)
     _train(_shard(model, ignored_params=[model.first.extra]))
 
-    # Wrappers that keep what is theirs: DDP averages, FSDP2 shards.
+    # Wrappers that manage parameters: DDP averages, FSDP2 shards.
     for wrap in (DistributedDataParallel, lambda m: fully_shard(m, mesh=init_device_mesh("cpu", (WORLD,)))):
         torch.manual_seed(3)
         net = _with_part(nn.Linear(5, 5))
@@ -322,13 +322,13 @@ def _ways_out(rank: int) -> None:
             gradient = ours.grad.full_tensor() if isinstance(ours.grad, DTensor) else ours.grad
             torch.testing.assert_close(gradient, theirs.grad)
 
-    # A DTensor that shard_model was told to ignore.
+    # A DTensor in ignored_params.
     mesh = init_device_mesh("cpu", (WORLD,))
     model, net = Foreign(mesh), Foreign(None)
     with pytest.raises(ValueError, match=r"'scale' is a DTensor of another framework.*ignored_params"):
         _shard(model)
     _shard(model, ignored_params=[model.scale], units=["inner.first"])
-    integer_loss(model, integer_batch(rank=0)).backward()  # the same batch everywhere
+    integer_loss(model, integer_batch(rank=0)).backward()  # the same batch on every rank
     integer_loss(net, integer_batch(rank=0)).backward()
     assert torch.equal(model.inner.first.weight.grad.full_tensor(), net.inner.first.weight.grad)
     local = model.scale.grad.redistribute(placements=[Shard(0)]).to_local()

@@ -1,4 +1,4 @@
-"""A model releases what it has made: when it is garbage collected, and by layerzero.close."""
+"""A model releases its resources when it is garbage collected, and in layerzero.close."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BESIDE = {
 
 
 def counts() -> dict[str, int]:
-    """What of this process models add to, after what was collected has been released."""
+    """Return the counts of process resources that models use, after collected models have been released."""
     gc.collect()
     settle_releases()
     deadline = time.monotonic() + 3
@@ -69,7 +69,7 @@ def counts() -> dict[str, int]:
 
 
 def grown(before: dict[str, int], seconds: float = 5.0) -> list[str]:
-    """What is more than before; the system takes a moment to forget a thread that has ended."""
+    """Return the resources that have grown. The system takes a moment to remove a thread that has ended."""
     deadline = time.monotonic() + seconds
     while True:
         more = [f"{name}: {before[name]} to {count}" for name, count in counts().items() if count > before[name]]
@@ -79,7 +79,7 @@ def grown(before: dict[str, int], seconds: float = 5.0) -> list[str]:
 
 
 def keys() -> int:
-    """Of the store, when all ranks have come here."""
+    """Return the number of keys in the store, after all ranks have arrived."""
     dist.barrier()
     number: int = _get_default_store().num_keys()
     dist.barrier()
@@ -87,7 +87,7 @@ def keys() -> int:
 
 
 def sharded(rank: int, size: int = 2, **settings: Any) -> tuple[nn.Module, layerzero.ShardedOptimizer]:
-    """A model that has made a step, and its optimizer."""
+    """Return a model that has made a step, and its optimizer."""
     net = integer_net()
     where = {} if "mesh" in settings else {"zero3_size": size}
     model = layerzero.shard_model(net, units=net.UNITS, **where, **settings)
@@ -106,7 +106,7 @@ def without_collector() -> Iterator[None]:
         gc.enable()
 
 
-# Models in turn
+# Successive models
 
 
 def _no_thread(thread: threading.Thread) -> None:
@@ -114,7 +114,7 @@ def _no_thread(thread: threading.Thread) -> None:
 
 
 def _at_shutdown(rank: int) -> None:
-    """Since Python 3.12 the release thread, which runs until the exit, can start no thread of its own then."""
+    """Release a model at shutdown. Since Python 3.12 the release thread cannot start threads then."""
     sharded(rank)
     before = counts()
     model, optimizer = sharded(rank)
@@ -186,10 +186,10 @@ def test_a_model_in_a_cycle_of_the_user_is_released_by_the_collector() -> None:
 
 
 def _at_different_times(rank: int) -> None:
-    """Names of groups depend on no number that differs between ranks then."""
+    """Release models at different times per rank; group names must not depend on counts that then differ."""
     sharded(rank), sharded(rank, 4)
     before = counts()
-    pairs = []  # torch itself would give the name of a group that has ended to the next one
+    pairs = []  # torch itself would reuse the name of a destroyed group for the next one
     with without_collector():
         for turn in range(3):
             model, optimizer = sharded(rank)
@@ -275,7 +275,7 @@ def _dropped_after_a_failure(rank: int, fails_on: tuple[int, ...]) -> None:
     model(torch.ones(1, 8)).sum().backward()
     model.fails = rank in fails_on
     if model.fails:
-        # Its own error, or that the others are gone already.
+        # Its own error, or one that the others are gone.
         with pytest.raises((ValueError, RuntimeError), match=r"cannot be read|has ended|gather"):
             model(torch.ones(1, 8))
     del model
@@ -285,7 +285,7 @@ def _dropped_after_a_failure(rank: int, fails_on: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("fails_on", [(0, 1, 2, 3), (0,)], ids=["all", "one"])
 def test_a_model_with_a_gather_in_flight_is_released(fails_on: tuple[int, ...]) -> None:
-    """Where one rank alone has begun it, the others' release ends it."""
+    """Begin the gather on all ranks or on one; in the latter case the others' release ends it."""
     run_ranks(_dropped_after_a_failure, fails_on, world_size=WORLD, pg_timeout=60)
 
 
@@ -414,7 +414,7 @@ def test_the_rows_of_a_closed_model_keep_no_shared_memory() -> None:
     run_sharing(_shared_parameters, world_size=WORLD)
 
 
-# Beside the model
+# Resources outside the model
 
 
 def _watched(rank: int) -> None:
@@ -469,7 +469,7 @@ def test_groups_of_other_backends_end_on_all_ranks_together() -> None:
 
 
 class Square(nn.Linear):
-    """Returns its loss."""
+    """Model that returns its loss."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)

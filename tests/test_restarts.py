@@ -1,4 +1,4 @@
-"""torchrun starts a run again that has died, and it ends with the bits of one that never stopped."""
+"""torchrun restarts a run that has died; it ends with the bits of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _run(folder: Path, *arguments: str, restarts: int, kept: str = "--checkpoint
     command += ["--max-restarts", str(restarts), str(EXAMPLE), kept, str(folder), *arguments]
     known = {key: value for key, value in os.environ.items() if key != MENDED}
     known |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
-    for _ in range(3):  # with MENDED, torchrun looks up a free port, and a rank listens on it some seconds later
+    for _ in range(3):  # with MENDED, torchrun picks a free port, and a rank listens on it some seconds later
         done = subprocess.run(command, env=known, capture_output=True, text=True, timeout=240, check=False)
         if "EADDRINUSE" not in done.stderr:
             break
@@ -48,7 +48,7 @@ def _digest(said: str) -> str:
 
 @pytest.fixture(scope="module")
 def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What a run says that nobody has killed."""
+    """Return the output of an uninterrupted run."""
     return _run(tmp_path_factory.mktemp("calm") / "run", restarts=1)
 
 
@@ -60,7 +60,7 @@ def test_a_killed_run_is_started_again_and_ends_with_the_same_bits(
     killed = int(re.findall(r"is killed \d+ ms into step (\d+)", said)[0])
     attempts = [(int(number), int(step)) for number, step in re.findall(r"attempt (\d): from step (\d+)", said)]
     assert attempts[0] == (0, 0) and len(attempts) == 2
-    # A save waits for the one before it, so that is on the disk.
+    # A save waits for the previous one, so that one is on the disk.
     assert attempts[1][0] == 1 and killed - 10 < attempts[1][1] <= killed + 5
     assert _digest(said) == _digest(never_stopped)
     assert f"{MENDED}=1" not in said, "there is nothing to warn of"
@@ -74,14 +74,14 @@ def test_restarts_that_torch_cannot_make_are_warned_of_at_the_start(never_stoppe
 
 
 def _keys(rank: int, port: int, attempt: int, dies: bool) -> None:
-    """An attempt on a store that others have used before: what they have left must not be met."""
+    """Run an attempt on a store that earlier attempts used; their keys must not interfere."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
     dist.init_process_group("gloo", store=dist.PrefixStore(f"attempt {attempt}", store), rank=rank, world_size=2)
     model, optimizer = sharded_net(1, adam=True)
     layerzero.watchdog(model, 5.0)
     train(model, optimizer, range(1))
-    if dies and rank == 1:  # while the other one waits for an agreement that it has come to
+    if dies and rank == 1:  # while the other one waits in an agreement
         os.kill(os.getpid(), signal.SIGKILL)
     require_equal("a test", {"attempt": attempt}, ranks=(0, 1))
     train(model, optimizer, range(1, 3))

@@ -1,4 +1,4 @@
-"""torch's GradScaler decides alike on all ranks, and as it would in one process."""
+"""torch's GradScaler decides the same on all ranks as in one process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SPIKES = (0.0, math.inf, math.inf, 0.0, 0.0, math.nan, 0.0, -math.inf, 0.0)
 
 
 class SpikyNet(IntegerNet):
-    """An IntegerNet with a parameter of one row, which one rank owns, and one that nobody uses."""
+    """An IntegerNet with a parameter of one row, owned by one rank, and an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,12 +70,12 @@ def make_scaler() -> torch.amp.GradScaler:
 
 
 def spike_of(spikes: tuple[float, ...], step: int, micro_batch: int, rank: int) -> Tensor:
-    """[1]; the overflow is in the first micro-batch, so that it has to survive no_sync."""
+    """Return the spike, [1]. The overflow is in the first micro-batch, so that it has to survive no_sync."""
     return torch.tensor([spikes[step] if rank == 1 and micro_batch == 0 else 1.0])
 
 
 class Reference(NamedTuple):
-    """A step of one process with torch's own scaler."""
+    """Step of one process with torch's scaler."""
 
     norm: float
     scaler: dict[str, float]
@@ -85,7 +85,7 @@ class Reference(NamedTuple):
 
 @cache
 def reference(dtype: torch.dtype) -> list[Reference]:
-    """What one process does that computes in `dtype`, each rank's samples by themselves, as low precision demands."""
+    """Return the steps of one process that computes in `dtype`, each rank's samples separately for equal rounding."""
     net, scaler, record = spiky_net(), make_scaler(), []
     optimizer = exact_sgd(net.parameters())
     for step in range(len(SPIKES)):
@@ -117,7 +117,7 @@ def reference(dtype: torch.dtype) -> list[Reference]:
 def backward(
     model: nn.Module, scaler: torch.amp.GradScaler, rank: int, step: int, *, spikes: tuple[float, ...] = SPIKES
 ) -> None:
-    """The micro-batches of one step; the first ones inside no_sync."""
+    """Run the micro-batches of one step, the first ones inside no_sync."""
     for micro_batch in range(MICRO_BATCHES):
         inputs, targets = integer_batch(step=step, micro_batch=micro_batch, rank=rank)
         with layerzero.no_sync(model) if micro_batch + 1 < MICRO_BATCHES else contextlib.nullcontext():
@@ -130,7 +130,7 @@ def clip_by_torch(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> 
 
 
 CLIPS = {"layerzero": layerzero.clip_grad_norm_, "torch": clip_by_torch}
-# Precision, accumulation, and who clips after an explicit unscale_.
+# Precision, accumulation, and the function that clips after an explicit unscale_.
 CASES = (
     ("fp32", "sharded", None),
     ("fp32", "full", "torch"),
@@ -147,7 +147,7 @@ def shard(mesh: DeviceMesh, net: nn.Module | None = None, **settings: object) ->
 
 
 def assert_rows(tensors: dict[str, DTensor], expected: dict[str, Tensor], case: str, *, exact: bool = True) -> None:
-    """This rank's rows against those of whole tensors, without a collective."""
+    """Compare this rank's rows with those of full tensors, without a collective."""
     assert tensors.keys() == expected.keys(), case
     for name, tensor in tensors.items():
         rows = tensor.to_local().spec.rows
@@ -171,7 +171,7 @@ def follow(
     case: str,
     exact: bool,
 ) -> list[object]:
-    """Train beside the steps of one process; what all ranks see alike."""
+    """Train along the steps of one process; return the values that all ranks see."""
     scaler, seen = make_scaler(), []
     for step, theirs in enumerate(references):
         where = f"{case}, step {step}"
@@ -180,7 +180,7 @@ def follow(
         assert model.unused.grad is None, where
         if clip is not None:
             scaler.unscale_(optimizer)
-            norm = CLIPS[clip](model, 1e6)  # so large a norm is kept that finite gradients stay as they are
+            norm = CLIPS[clip](model, 1e6)  # a norm so large that finite gradients stay unchanged
             tolerance = 1e-6 if exact else 1e-3
             torch.testing.assert_close(norm.item(), theirs.norm, equal_nan=True, rtol=tolerance, atol=0)
             seen.append(str(norm.item()))
@@ -201,7 +201,7 @@ def _follow(rank: int, zero3_size: int, references: dict[torch.dtype, list[Refer
     for precision, accumulation, clip in CASES:
         policy = POLICIES[precision]
         model, optimizer = shard(mesh, mp_policy=policy, accumulation=accumulation)
-        exact = "wire" not in precision  # a sum of micro-batches or ranks that travels as fp16 may be rounded
+        exact = "wire" not in precision  # a sum of micro-batches or ranks sent as fp16 may be rounded
         case = f"S={zero3_size} {precision} {accumulation} clipped by {clip}"
         theirs = references[policy.param_dtype or torch.float32]
         seen += follow(model, optimizer, rank, theirs, clip, case, exact)
@@ -286,7 +286,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_gives_that_norm_on_all() -> N
 
 
 class PartlyUsed(SpikyNet):
-    """`spike` only counts where it is given."""
+    """Net in which `spike` is used only if it is given."""
 
     def forward(self, x: Tensor, spike: Tensor | None) -> tuple[Tensor, Tensor]:
         output = IntegerNet.forward(self, x)
@@ -303,7 +303,7 @@ def _unscale_inside_no_sync(rank: int, zero3_size: int) -> None:
         before = full_parameters(model)
         inputs, targets = integer_batch(rank=rank)
         with layerzero.no_sync(model):
-            # The rank that owns `spike` is not the one that uses it.
+            # The owner of `spike` is not the rank that uses it.
             scaler.scale(loss_of(model(inputs, torch.ones(1) if rank == 1 else None), targets)).backward()
         for use in (scaler.unscale_, scaler.step):
             with pytest.raises(RuntimeError, match="no_sync"):
@@ -311,7 +311,7 @@ def _unscale_inside_no_sync(rank: int, zero3_size: int) -> None:
         with pytest.raises(RuntimeError, match="no_sync"):
             clip_by_torch(model, 1.0)
         assert not different(full_parameters(model), before), "nothing was stepped"
-        # Nothing is lost either: the next backward outside no_sync makes it right.
+        # Nothing is lost: the next backward outside no_sync reduces it.
         scaler.scale(0 * loss_of(model(inputs, None), targets)).backward()
         scaler.unscale_(optimizer)
         scaled_once = full_gradients(model)["spike"].item()

@@ -1,4 +1,4 @@
-"""Learning rates and other settings of groups that differ between ranks are found out without a further exchange."""
+"""Differences of learning rates and other group settings between ranks are detected without another collective."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_group_and_the_field_are_named() -> None:
 
 
 def _alike(rank: int) -> dict[str, int]:
-    """Schedulers, accumulation, skipped steps, an optimizer that is replaced."""
+    """Cover schedulers, accumulation, skipped steps, and a replaced optimizer."""
     model, optimizer = _sharded(lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(0.5)))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     for step in range(6):
@@ -184,7 +184,7 @@ def test_an_optimizer_that_one_rank_alone_steps_is_named_and_long_lists_are_cut(
 
 
 class _Stepped:
-    """An optimizer with one learning rate."""
+    """Optimizer with one learning rate."""
 
     def __init__(self, lr: float) -> None:
         self.lr = lr

@@ -1,4 +1,4 @@
-"""Units on two meshes: what is gathered ahead, what that takes, and whose parameters are on which."""
+"""Units on two meshes: prefetching and its memory, and the mesh of each parameter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COUNT = 6
 
 
 def _gathered_ahead(model: nn.Module) -> dict[str, list[str]]:
-    """What a backward gathers ahead when it has come to each unit."""
+    """Return the units that a backward prefetches at each unit."""
     ahead: dict[str, list[str]] = {}
     prefetch = Scheduler._prefetch_before
 
@@ -70,7 +70,7 @@ def test_memory_is_as_predicted_with_several_meshes() -> None:
 
 
 class Experts(nn.Module):
-    """An expert's weight, a DTensor on the ep axis, beside which something plain lies."""
+    """Module with an expert's weight, a DTensor on the ep axis, and a plain router."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -103,5 +103,5 @@ def _router(rank: int) -> None:
 
 
 def test_a_router_on_the_mesh_of_its_experts_is_refused() -> None:
-    """Its copies would be trained as parameters of their own."""
+    """Refuse the mesh: the router's copies would be trained as separate parameters."""
     run_ranks(_router)

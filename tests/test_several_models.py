@@ -1,4 +1,4 @@
-"""A module that holds sharded models without being one: a trainer's wrapper, a GAN."""
+"""A module that contains sharded models but is not one: a trainer's wrapper, a GAN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of a node share memory: who does, who cannot, what is left when a rank dies or a model goes."""
+"""Shared memory: its use and benefit, ranks that cannot use it, and cleanup after a crash or release."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 def _shares(model: nn.Module) -> bool:
-    """Whether all handles of a model lie in the memory of the node; some alone never do."""
+    """Return whether all handles of a model use shared memory; it must be all or none."""
     shared = {handle.shared is not None for handle in get_state(model).handles}
     assert len(shared) == 1, shared
     return shared.pop()
 
 
-# --- who shares, and what it is worth ---
+# --- use and benefit ---
 
 
 def _who_shares(rank: int) -> None:
@@ -78,7 +78,7 @@ def test_other_settings_are_refused() -> None:
 
 
 def _count(rank: int) -> None:
-    # Sums of a micro-batch are in what computes, bf16; of a step, in what the masters are in, float64 here.
+    # Gradients of a micro-batch have the compute dtype, bf16; those of a step the masters' dtype, float64 here.
     for size, accumulation, sums, itemsize in ((2, "sharded", 3, 2), (4, "sharded", 3, 2), (2, "full", 1, 8)):
         model = shard(blocks(3), size=size, mp_policy=BF16, accumulation=accumulation)
         optimizer = layerzero.shard_optimizer(sgd(model), model)
@@ -92,7 +92,7 @@ def _count(rank: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
             traffic = layerzero.traffic(model)
-            # Of each sum, (size - 1) / size are read in the memory of others.
+            # (size - 1) / size of each sum is read from other ranks' memory.
             expected = sums * sum(numel * itemsize * (size - 1) // size for numel in numels)
             counted = (traffic.bytes["node_sum"], traffic.calls["node_sum"])
             assert counted == (expected, sums * len(handles)), (counted, expected, accumulation)
@@ -115,7 +115,7 @@ def _weigh(rank: int) -> None:
         whole = sum(handle.layout.numel * handle.zero3_shard.itemsize for handle in runtime.handles)
         assert report.measured["zero3_shard"] == whole // size, "a rank's own part, as with exchanges"
         assert report.measured["full_buffer"] == report.measured["idle_buffer"] == 0
-        # Once per node: the weights, the buffers that others read, and pages for signals.
+        # Once per node: the weights, the buffers that other ranks read, and pages for signals.
         memory = runtime.handles[0].shared.barrier.memory
         assert all(handle.shared.barrier.memory is memory for handle in runtime.handles)
         parts = torch.tensor([runtime.buffers.outgoing.allocated_bytes])
@@ -134,7 +134,7 @@ def test_the_report_counts_what_is_shared_once() -> None:
     run_ranks(_weigh)
 
 
-# --- who cannot share ---
+# --- ranks that cannot share ---
 
 
 class _Heard(logging.Handler):
@@ -172,7 +172,7 @@ def _cannot(rank: int, limit: Callable[[], Any], limited: int) -> list[str]:
     net, theirs = _alone()
     with _sharing_under(limit) if rank == limited else nullcontext():
         model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
-    # The other node is well, and shares.
+    # The other node works, and shares.
     assert _shares(model) is (rank // 2 != limited // 2), rank
     files = len([name for name in os.listdir("/proc/self/fd") if "layerzero" in _target(name)])
     assert (files > 0) is _shares(model), f"{before} files before"
@@ -191,7 +191,7 @@ def _target(name: str) -> str:
 
 @contextmanager
 def _sharing_under(limit: Callable[[], Any]) -> Any:
-    """Let this rank run into a limit of the system where it makes or opens shared memory, and nowhere else."""
+    """Let this rank reach a system limit when it creates or opens shared memory, and only then."""
     before = {name: vars(SharedSegment)[name] for name in ("create", "open")}
     for name in ("create", "open"):
         whole = getattr(SharedSegment, name)
@@ -262,7 +262,7 @@ def test_a_container_that_is_full_lends_nothing(
         SharedSegment.create(SegmentSizes(words=4, common=1 << 16, part=1 << 16, foreseen=1 << 16), 2)
 
 
-# --- what is left ---
+# --- cleanup ---
 
 
 def _many(rank: int) -> None:
@@ -282,7 +282,7 @@ def _many(rank: int) -> None:
             assert held() >= (1, 1), "the test sees what it counts"
             del optimizer
         del model
-        deadline = time.monotonic() + 20  # the refresh of the step may keep it until it has landed
+        deadline = time.monotonic() + 20  # the refresh of the step may keep it until it completes
         while held() != (0, 0) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert held() == (0, 0), index
@@ -369,15 +369,15 @@ def test_a_rank_that_is_killed_at_any_moment_is_missed_and_leaves_nothing(
 
 
 def end_while_a_refresh_flies(rank: int, folder: str) -> nn.Module:
-    """What a process does that ends then; it keeps the model."""
+    """Run a process that ends during a refresh; it keeps the model alive."""
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=15)  # which gloo's end waits for
+    timeout = timedelta(seconds=15)  # the destructor of gloo waits this long
     store = dist.FileStore(f"{folder}/store", 4)
     store.set_timeout(timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timeout)
     model = layerzero.shard_model(blocks(1), zero3_size=2, shared_memory="auto")
     dist.barrier()
-    if rank >= 2:  # the other node never comes
+    if rank >= 2:  # the other node never arrives
         time.sleep(60)
     layerzero.refresh(model)
     handle = get_state(model).handles[0]
@@ -400,7 +400,7 @@ def test_a_process_may_end_while_a_refresh_is_in_flight(tmp_path: Path) -> None:
             process.wait()
 
 
-# --- one process that is missing ---
+# --- one missing process ---
 
 
 def _message(call: Callable[[], Any]) -> str:

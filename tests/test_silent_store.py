@@ -1,4 +1,4 @@
-"""The store that ranks meet in does not answer any more: who waits is told so, and does not wait for it, too."""
+"""The store stops answering: waiting ranks report it, and do not wait for the store, too."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _read(path: Path) -> str:
 
 
 def _stop(process: int) -> None:
-    """Its threads stop one after the other, as they get a processor: until then they go on."""
+    """Stop the store. Its threads stop one after the other when scheduled, and run until then."""
     os.kill(process, signal.SIGSTOP)
     deadline = time.monotonic() + SECONDS
     while any(
@@ -57,7 +57,7 @@ def _stop(process: int) -> None:
 
 
 def _rank(rank: int, place: str, port: int, server: int, size: int, hears: bool) -> None:
-    """Rank 1 does not come, and rank 0 gets no answer: from the start, or once it has asked for the words of others."""
+    """Run without rank 1. The store never answers rank 0, or stops before rank 0 reads other ranks' status."""
     torch.set_num_threads(1)
     timeout = timedelta(seconds=TIMEOUT)
     store = dist.TCPStore("127.0.0.1", port, timeout=timeout)
@@ -89,7 +89,7 @@ def _rank(rank: int, place: str, port: int, server: int, size: int, hears: bool)
 
 
 def _told(folder: Path, size: int, *, hears: bool = False) -> list[str]:
-    """What rank 0 logs, and raises at last."""
+    """Return the log of rank 0 and its final error."""
     server = forks.Process(target=_serve, args=(str(folder),))
     server.start()
     port = int(_read(folder / "port"))
@@ -120,7 +120,7 @@ def test_a_store_that_does_not_answer_is_told_and_not_waited_for(tmp_path: Path,
 
 
 def test_a_store_that_falls_silent_once_it_has_answered_is_not_waited_for(tmp_path: Path) -> None:
-    """Who asks it has the only client, which the last word would wait for."""
+    """Silence the store while a query holds its only client, which publishing the final status would wait for."""
     told = _told(tmp_path, 2, hears=True)
     assert told[-1].startswith("raised: layerzero: gather of "), told
     assert f"rank 1 did not take part within {TIMEOUT} s; the store that the ranks meet in does not answer" in told[-1]

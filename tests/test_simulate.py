@@ -1,4 +1,4 @@
-"""The simulator on schedules whose times one can work out by hand, and on the engine's own."""
+"""The simulator on schedules whose times can be computed by hand, and on the engine's schedules."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_hop_2_follows_hop_1_by_itself_and_additions_share_the_processor() -> No
 
 
 def step(micro_batches: int) -> list[Operation]:
-    """A unit of 100 bytes inside and 10 between the nodes: gather, compute, reduce; refresh once a step."""
+    """Return a step with a unit of 100 bytes inside and 10 between the nodes: gather, compute, reduce; one refresh."""
     program: list[Operation] = []
     for index in range(micro_batches):
         last = index + 1 == micro_batches
@@ -153,7 +153,7 @@ def test_micro_batches_add_up_and_the_slow_link_is_paid_once(micro_batches: int)
     assert simulate(step(micro_batches) * 3, MACHINE).step == outcome.seconds
 
 
-# The engine's own schedule
+# The engine's schedule
 
 
 SETTINGS = [
@@ -240,7 +240,7 @@ def test_the_file_of_a_trace_is_all_that_the_simulator_needs(tmp_path: Path, sha
         outcome = simulate(
             read_recording(tmp_path / f"rank{rank}.json").program(), SimMachine(node_size=2, inside=1e9, between=1e8)
         )
-        counted.pop("hand_over", None)  # which sends nothing, and a trace does not show
+        counted.pop("hand_over", None)  # sends nothing, so a trace does not show it
         assert outcome.bytes == counted, "the real engine on gloo"
         assert len(outcome.step_ends) == 2 and outcome.computed > 0
         assert outcome.seconds >= (1 - 1e-9) * outcome.computed
@@ -262,7 +262,7 @@ def test_projected_bytes_between_nodes_are_the_formulas() -> None:
         shared = TINY.numel / 8 * (1 - 1 / nodes)
         assert layerzero_row.between == pytest.approx(shared * (4 + 2))
         assert hsdp.between == pytest.approx(shared * 2 * 4)
-        # The root is gathered once a micro-batch, the blocks twice.
+        # The root is gathered once per micro-batch, the blocks twice.
         blocks = TINY.blocks * TINY.block_numel
         sent = micro_batches * (2 * blocks * 2 + TINY.root_numel * 2 + TINY.numel * 4) / 8 * (1 - 1 / (8 * nodes))
         assert full.between == pytest.approx(sent)

@@ -1,4 +1,4 @@
-"""Small promises of the engine that larger tests keep by accident: each was broken once and nothing else noticed."""
+"""Details of the engine that larger tests do not cover: each was broken once without a failing test."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from tests.support.ranks import run_ranks
 FP64 = torch.float64
 
 
-# --- the order of gathers ---
+# --- gather order ---
 
 
 class Pair(nn.Module):
-    """Returns the output of a unit inside it, and one of its own."""
+    """Returns the output of an inner unit and its own output."""
 
     UNIT = True
 
@@ -65,7 +65,7 @@ class Pair(nn.Module):
 
 
 def _use_outputs_by_rank(model: nn.Module, rank: int, step: int) -> None:
-    """On odd ranks the backward reaches the inner unit first, on even ones the outer."""
+    """Use outputs so that the backward reaches the inner unit first on odd ranks, the outer one on even ranks."""
     outputs = model(batch(rank, step).requires_grad_())
     loss_of(outputs[0] if rank % 2 else sum(outputs)).backward()
 
@@ -82,7 +82,7 @@ def test_ranks_may_use_different_outputs_of_a_unit_with_units_inside() -> None:
 def _message(call: Any) -> str:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch tells of a second error of a module that has already failed
+            warnings.simplefilter("ignore")  # torch warns about a second error of a module that has already failed
             call()
     except RuntimeError as error:
         return str(error)
@@ -106,7 +106,7 @@ def test_a_rank_that_did_as_always_is_told_that_another_did_not() -> None:
 def _leave_after_a_new_order(rank: int) -> str:
     model = shard(blocks(3))
     for step in range(4):
-        model.order = (0, 1, 2) if step < 2 else (1, 0, 2)  # on all ranks: a surprise, but no difference
+        model.order = (0, 1, 2) if step < 2 else (1, 0, 2)  # on all ranks: unexpected, but no difference
         one_pass(model, rank, step)
     return "left" if rank == 1 else _message(lambda: one_pass(model, rank, 4))
 
@@ -145,7 +145,7 @@ def test_a_unit_gathered_ahead_and_not_called_is_freed_by_the_end_of_the_forward
 
 
 class Ending(nn.Module):
-    """Calls its units with gradient, and ends without one."""
+    """Calls its units with gradient, but ends without one."""
 
     def __init__(self, end: str) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def _evaluate(rank: int) -> int:
 
 
 def test_evaluation_frees_each_unit_even_where_training_keeps_them() -> None:
-    """The root, without parameters here, counts as whole while it runs."""
+    """Count the root as gathered while it runs; it has no parameters here."""
     assert max(run_ranks(_evaluate, world_size=WORLD)) <= 2
 
 
@@ -209,7 +209,7 @@ def test_a_partly_frozen_unit_is_reduced_as_early_as_any_other() -> None:
 
 
 def _large_in_fp16(rank: int) -> None:
-    """Each rank's gradient fits in fp16, and so does the mean; a sum over ranks does not."""
+    """Use gradients that fit in fp16, as does their mean; their sum over ranks does not."""
     fp16 = MixedPrecisionPolicy(reduce_dtype=torch.float16)
     for accumulation in ("sharded", "full"):
         for size in (1, SIZE, WORLD):
@@ -240,7 +240,7 @@ def test_clipping_and_stepping_call_no_hook_for_gradients_that_were_final_before
 
 
 class Turned(nn.Module):
-    """One weight in strides of its own, which the backward of the layer needs."""
+    """Linear layer whose weight has other strides; the backward needs the weight."""
 
     UNIT = True
 
@@ -269,7 +269,7 @@ def test_a_graph_that_outlived_a_step_is_refused(unit: type[nn.Module], size: in
 
 
 def _portions(rank: int) -> None:
-    """A reentrant checkpoint is a backward inside the backward, each with gradients of its own."""
+    """Use a reentrant checkpoint: a backward inside the backward, with gradients of its own."""
     for settings in (*MODES, {"size": 1}, {"size": 4}):
         compare(rank, "portions", Case(lambda: blocks(order=(0, 1, 0, 2, 0), reentrant=True)), **settings)
 
@@ -279,7 +279,7 @@ def test_gradients_that_come_in_portions_after_their_unit_was_reduced_are_all_re
 
 
 def _clip_with_extra_groups(rank: int) -> None:
-    """A group of W ranks that hold parts of equal norm: the p-norm of all is W ** (1 / p) times that of one."""
+    """Clip with an extra group of W ranks with equal norms: the total p-norm is W ** (1 / p) times that of one."""
     model = shard(blocks())
     one_pass(model, rank, 0)
     for norm_type, factor in ((2.0, WORLD**0.5), (1.0, float(WORLD)), (float("inf"), 1.0)):
@@ -343,7 +343,7 @@ def test_after_a_backward_that_failed_nothing_stays_whole() -> None:
 
 
 def _look_into_units(rank: int) -> list[str]:
-    """Why torch.compile did not take a unit's whole call as one graph."""
+    """Return why torch.compile did not compile a unit's full call as one graph."""
     torch._dynamo.reset()
     counters.clear()
     with warnings.catch_warnings():

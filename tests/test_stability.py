@@ -1,4 +1,4 @@
-"""docs/stability.md gives every public name one tier."""
+"""docs/stability.md assigns one tier to every public name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIERS = {"stable", "experimental"}  # every other name is internal
 
 
 def _all_of(path: Path) -> list[str]:
-    """The names in `__all__` of a source file, without importing it."""
+    """Return the names in `__all__` of a source file, without importing it."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return list(ast.literal_eval(node.value))
@@ -33,7 +33,7 @@ def _public() -> Counter[str]:
 
 
 def names_with_tiers(page: str) -> list[tuple[str, str]]:
-    """Qualified names and tiers in the tables of a page; a section's title is the module of its names."""
+    """Return qualified names and tiers from the tables of a page; a section title is the module of its names."""
     listed = []
     for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
         module, _, text = section.partition("\n")

@@ -1,4 +1,4 @@
-"""docs/start.md: its program is copied out of the page and run by the page's own command."""
+"""The program in docs/start.md runs, started by the command on the page."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_first_program_trains_saves_and_goes_on(tmp_path: Path) -> None:
 
 def test_a_run_that_is_prolonged_is_the_longer_run(tmp_path: Path) -> None:
     (program,) = PAGE.snippets("file train.py")
-    text = program.text.replace("width=64, layers=4", "width=16, layers=1")  # the same, in less time
+    text = program.text.replace("width=64, layers=4", "width=16, layers=1")  # the same program in less time
     on_two = ["--standalone", "--nproc-per-node", "2", "train.py"]
     for folder in ("at once", "prolonged"):
         (tmp_path / folder).mkdir()

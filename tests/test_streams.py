@@ -1,6 +1,6 @@
-"""A device's streams: nothing is read before it is there or overwritten while it is read; one order of launches.
+"""Streams of a device: no early read, no overwrite during a read, one order of launches.
 
-See tests/support/late_device.py for what stands in for a device.
+See tests/support/late_device.py for the simulated device.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def _shard(mesh: Any, **settings: Any) -> nn.Module:
 
 
 def _steps(model: nn.Module, rank: int, path: str, device: Device | None = None) -> tuple[list[str], dict[str, Tensor]]:
-    """What this rank launched in three steps of two micro-batches, by unit and exchange; the weights after."""
+    """Return the launches of this rank in three steps of two micro-batches, and the weights after."""
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     with layerzero.trace(model, f"{path}-{rank}.json") as trace:
         for step in range(3):
-            # The last step runs on another stream than the one that shard_model was called under.
+            # The last step runs on a different stream from that of shard_model.
             with _on_another_stream(device) if device is not None and step == 2 else nullcontext():
                 for number in range(2):
                     with layerzero.no_sync(model) if number == 0 and step else nullcontext():
@@ -71,7 +71,7 @@ SETTINGS = [
 
 
 def _settings_of(zero3_size: int) -> list[dict[str, Any]]:
-    """With S = 1 there is one route, whatever the accumulation."""
+    """Return the settings to test for S; with S = 1 there is one reduction spec for any accumulation."""
     return [each for each in SETTINGS if zero3_size > 1 or each["accumulation"] == "full"]
 
 
@@ -79,7 +79,7 @@ def _compare(rank: int, zero3_size: int, path: str) -> list[list[str]]:
     logs = []
     register()
     mesh = mesh_on(NAME, zero3_size)
-    on_cpu: dict[tuple[str, bool], dict[str, Tensor]] = {}  # the weights, whatever is offloaded
+    on_cpu: dict[tuple[str, bool], dict[str, Tensor]] = {}  # the weights, with any offloading
     for settings in _settings_of(zero3_size):
         key = settings["accumulation"], "mp_policy" in settings
         if key not in on_cpu:
@@ -125,7 +125,7 @@ def test_the_stand_in_sees_who_does_not_wait_for_gradients_to_land(tmp_path: Any
 
 
 class _Reads(TorchDispatchMode):
-    """Counts where the host needs a number that was computed: on a device it would wait for it."""
+    """Counts reads of computed numbers by the host, which would wait for a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,27 +138,27 @@ class _Reads(TorchDispatchMode):
 
 @pytest.fixture
 def one_of_128() -> Iterator[None]:
-    """Rank 0 of many, whose exchanges return at once, with garbage."""
+    """Run as rank 0 of 128 on a fake backend, whose collectives return at once with garbage."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=128)
     yield
     dist.destroy_process_group()
 
 
 class _Waits(NamedTuple):
-    """Of the host, in three steps after two."""
+    """Waits of the host in three steps, after two others."""
 
-    for_numbers: int = 0  # that were computed
+    for_numbers: int = 0  # computed numbers
     for_events: int = 0
     in_backward: int = 0  # for an agreement of the same step
     later: int = 0  # the same, outside of a backward
-    for_the_last_step: int = 0  # for an agreement of the step before, and whatever else ranks tell each other
-    agreements: int = 0  # that were made
+    for_the_last_step: int = 0  # for an agreement of the step before, and for other messages between ranks
+    agreements: int = 0  # started agreements
 
 
 def _waits_of_steps(model: nn.Module, *, uses_all: bool) -> _Waits:
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     reads, control = _Reads(), get_state(model).mesh_info.control_comms
-    made: list[PendingSmallGather] = []  # in the step that runs
+    made: list[PendingSmallGather] = []  # in the current step
     fresh: list[PendingCollective] = []
     old: list[PendingCollective] = []
     backwards = 0

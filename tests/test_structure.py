@@ -1,4 +1,4 @@
-"""Modules and parameters that come, go or are replaced after shard_model."""
+"""Modules and parameters that are added, removed or replaced after shard_model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORLD = 4
 
 
 class Tower(nn.Module):
-    """Units in a list, one of them without a bias, and something that is left alone."""
+    """Units in a list, one of them without a bias, and an ignored part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ def _x(rank: int = 0) -> Tensor:
 
 
 def _add_bias(model: nn.Module) -> None:
-    model.layers[1].bias = nn.Parameter(torch.zeros(3))  # there was None
+    model.layers[1].bias = nn.Parameter(torch.zeros(3))  # it was None
 
 
 def _tie(model: nn.Module) -> None:
     model.layers[2].extra = model.layers[0].weight
 
 
-# What is done to a Tower, and what the error must name.
+# Changes of a Tower, and text that the error must contain.
 REFUSED: dict[str, tuple[Callable[[nn.Module], object], tuple[str, ...]]] = {
     "module": (lambda m: setattr(m, "head", nn.Linear(3, 1)), ("head.weight", "head.bias", "before shard_model")),
     "module in its place": (lambda m: setattr(m, "frozen", nn.Linear(3, 3)), ("frozen.weight",)),
@@ -102,7 +102,7 @@ def test_trainable_parameters_that_come_after_sharding_are_named_at_the_next_for
 
 
 def _ways_out(rank: int) -> None:
-    """Freezing, ignoring and adding before; the others' training goes on."""
+    """Freeze, ignore and add before sharding; training of the others continues."""
     model = _tower()
     model.teacher = nn.Linear(3, 3)
     model.teacher.requires_grad_(False)
@@ -132,7 +132,7 @@ def _legitimate(rank: int) -> None:
         lambda: model.layers[0].register_forward_hook(lambda *_: None),
         lambda: model.layers[0].register_buffer("table", torch.ones(3)),
         lambda: model.requires_grad_(False).requires_grad_(True),
-        lambda: setattr(model.adapter, "weight", nn.Parameter(torch.ones(3, 3))),  # left whole: the user's
+        lambda: setattr(model.adapter, "weight", nn.Parameter(torch.ones(3, 3))),  # left full, for the user
         lambda: setattr(model, "other", layerzero.shard_model(nn.Linear(3, 3), mesh=mesh_of(1))),
         lambda: model.layers.__setitem__(0, nn.Sequential(model.layers[0])),
     ]
@@ -152,7 +152,7 @@ def test_wrappers_hooks_and_what_has_no_trainable_parameters_may_come() -> None:
 
 
 class Shorter(IntegerNet):
-    """May do without its second branch."""
+    """May skip its second branch."""
 
     def forward(self, x: Tensor) -> Tensor:
         second = self.second(x.flip(1)) if self.second is not None else 0.0

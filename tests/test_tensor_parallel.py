@@ -1,4 +1,4 @@
-"""Parameters that are DTensors on an axis beside the data-parallel ones: tensor parallelism."""
+"""Tensor parallelism: parameters that are DTensors on a model-parallel axis."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.support.ranks import run_ranks
 
 
 class Block(nn.Module):
-    """A column-wise and a row-wise linear layer."""
+    """Column-wise and row-wise linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks side by side, a head of odd width, and parameters of the root: one copied by tp, one plain."""
+    """Two blocks side by side, a head of odd width, and parameters of the root: one replicated by tp, one plain."""
 
     UNITS = ("blocks.0", "blocks.1", "head")
 
@@ -83,14 +83,14 @@ def net(seed: int = 0) -> Net:
 
 
 def parallel(tp: DeviceMesh, seed: int = 0) -> Net:
-    """The same, on a tp axis: Shard(0), Shard(1), Replicate, a dim that it does not divide, and a plain parameter."""
+    """Return the net on a tp axis: Shard(0), Shard(1), Replicate, an unevenly divided dim, and a plain parameter."""
     made = parallelize_module(net(seed), tp, PLAN | {"head": ColwiseParallel(output_layouts=Replicate())})
     made.scale = nn.Parameter(distribute_tensor(made.scale.detach(), tp, [Replicate()]))
     return made
 
 
 def train(model: nn.Module, mesh: DeviceMesh, steps: range) -> None:
-    """Against one process: gradients, norms and parameters of some steps with two micro-batches."""
+    """Compare gradients, norms and parameters of some steps with two micro-batches with one process."""
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     alone = net()
     exact = exact_sgd(alone.parameters())
@@ -178,13 +178,13 @@ def _shown(rank: int) -> None:
             (parameter.detach().max().full_tensor(), expected[name].max()),
         ):
             torch.testing.assert_close(ours, theirs)
-    # torch's own clipping, where all is on one mesh.
+    # torch's clipping, if all parameters are on one mesh.
     one_step(model, optimizer, mesh["dp"].get_local_rank())
     integer_loss(model, integer_batch(step=1, rank=mesh["dp"].get_local_rank())).backward()
     ours = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     torch.testing.assert_close(ours.full_tensor(), layerzero.clip_grad_norm_(model, 1e9))
     optimizer.zero_grad()
-    # Random numbers are those of one process.
+    # Random numbers equal those of one process.
     torch.manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -216,7 +216,7 @@ def _whole_states(rank: int) -> None:
         other = net(seed=1).state_dict()
         layerzero.load_full_state_dict(model, other if rank == 0 else None)
         assert not different(full_parameters(model), other)
-        model.load_state_dict(expected)  # whole tensors, the same on all ranks
+        model.load_state_dict(expected)  # full tensors, the same on all ranks
         assert not different(full_parameters(model), expected)
         with torch.no_grad():
             assert torch.equal(model(x), _alone(1)(x))
@@ -254,7 +254,7 @@ def _scaled(rank: int) -> None:
     place = mesh["dp"].get_local_rank()
 
     def spoil() -> None:
-        """In what one of the tp ranks has alone, and one or two of its data-parallel ranks."""
+        """Put infinities into gradients that only one tp rank holds, on one or two of its data-parallel ranks."""
         if mesh.get_local_rank("tp") == 1:
             held = [block.up.weight.grad.to_local() for block in model.blocks]
             next(iter([rows for rows in held if rows.numel()]), torch.zeros(1)).fill_(float("inf"))
@@ -311,7 +311,7 @@ def _loads(rank: int, folder: Path, tp: int, size: int) -> None:
         model, optimizer = shard(mesh, size, seed=1)
         extra = layerzero.checkpoint.load(folder / path, model, optimizer)
         assert not different(full_parameters(model), _alone(1).state_dict()), path
-        # Momentum came along: two ranks' batches, by however many ranks there are.
+        # Momentum was loaded, too: batches of two ranks, on any number of ranks.
         ranks = range(mesh["dp"].size())
         batch = integer_batch(step=1, rank=mesh["dp"].get_local_rank() % 2)
         if len(ranks) == 1:
@@ -338,7 +338,7 @@ def test_a_checkpoint_goes_to_other_sizes_of_all_axes(tmp_path: Path) -> None:
 
 
 def _starts(rank: int) -> None:
-    """Each rank of dp with values of its own: those of its first rank count, of copies those of the first of all."""
+    """Start with different values per rank: dp's first rank counts; for copies, the first of all ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     made = parallel(mesh["tp"])
     for parameter in made.parameters():
@@ -364,7 +364,7 @@ def _from_meta(rank: int) -> None:
 
     def initialise(module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
-            nn.init.constant_(parameter, 3.0 + rank // 2)  # the first ranks' count
+            nn.init.constant_(parameter, 3.0 + rank // 2)  # the first ranks' values count
 
     model = layerzero.shard_model(made, mesh=mesh["dp"], units=Net.UNITS, param_init_fn=initialise)
     assert all((value == 3).all() for value in full_parameters(model).values())
@@ -377,7 +377,7 @@ def test_a_model_on_meta_is_initialised_on_each_ranks_part() -> None:
 
 
 class Normed(nn.Module):
-    """An embedding tied to the head, norms in sequence parallel, and attention-like linear layers."""
+    """Net with an embedding tied to the head, sequence-parallel norms, and attention-like linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -429,7 +429,7 @@ def _sequence_parallel(rank: int) -> None:
 
 
 def test_norms_in_sequence_parallel_get_the_sum_of_their_gradients() -> None:
-    """Gradients of copies come as sums that are still to be made; a tied weight is cut once."""
+    """Check sums over copies, whose gradients are partial, and a tied weight that is cut once."""
     run_ranks(_sequence_parallel, world_size=4)
 
 
@@ -452,7 +452,7 @@ def _refuses(rank: int) -> None:
     made = parallel(mesh["tp"])
     with pytest.raises((ValueError, RuntimeError), match=r"prefetch|failed with ValueError"):  # on one rank alone
         layerzero.shard_model(made, mesh=mesh["dp"], prefetch=-1 if rank == 3 else 1)
-    # Ranks of a tp group that have cut a parameter in different ways.
+    # Ranks of a tp group that cut a parameter in different ways.
     made = parallel(mesh["tp"])
     placement = [Shard(0) if mesh["tp"].get_local_rank() else Replicate()]
     made.shift = nn.Parameter(DTensor.from_local(torch.zeros(3), mesh["tp"], placement, run_check=False))

@@ -1,4 +1,4 @@
-"""Ranks of tensor parallelism that disagree: one error on all of them, as among data-parallel ranks."""
+"""Tensor parallel ranks that disagree: one error on all of them, as among data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.ranks import run_ranks
 
 
 class Net(nn.Module):
-    """A parameter that is cut, a copy on each rank as a DTensor, a plain one, and a layer."""
+    """Net with a sharded parameter, a replicated DTensor, a plain parameter, and a layer."""
 
     def __init__(self, tp: DeviceMesh, *, on_meta: bool = False) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 def _meshes() -> DeviceMesh:
-    """Of all ranks: two on the tp axis, and the others data-parallel."""
+    """Return the mesh of all ranks: two on the tp axis, the others data-parallel."""
     return init_device_mesh("cpu", (torch.distributed.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
 
 
@@ -61,7 +61,7 @@ def _refuse(rank: int) -> None:
             change(net)
         with pytest.raises(ValueError, match=match):
             layerzero.shard_model(net, mesh=mesh["dp"], **settings)
-    # One data-parallel group whose ranks are alike, and are told what the other ones are not.
+    # Ranks of one data-parallel group are alike, and learn how the others differ.
     with pytest.raises((ValueError, RuntimeError), match="prefetch"):
         layerzero.shard_model(Net(mesh["tp"]), mesh=mesh["dp"], prefetch=2 if rank == 3 else 1)
     layerzero.shard_model(Net(mesh["tp"]), mesh=mesh["dp"])(torch.ones(4)).backward()
@@ -83,7 +83,7 @@ def _initialise(rank: int) -> tuple[str, float]:
     with pytest.raises((ValueError, RuntimeError)) as caught:
         layerzero.shard_model(Net(mesh["tp"], on_meta=True), mesh=mesh["dp"], param_init_fn=initialise)
     said = str(caught.value), time.monotonic() - began
-    layerzero.shard_model(Net(mesh["tp"]), mesh=mesh["dp"])  # nobody is left in an exchange
+    layerzero.shard_model(Net(mesh["tp"]), mesh=mesh["dp"])  # no rank is left in a collective
     return said
 
 
@@ -102,7 +102,7 @@ def _edit(rank: int) -> None:
         assert not different(full_parameters(model), before)
     with layerzero.unsharded(model, writeback=True), torch.no_grad():
         model.plain.add_(1)
-        model.cut.to_local().add_(rank % 2)  # each rank has a part of its own
+        model.cut.to_local().add_(rank % 2)  # each rank has its own part
     assert torch.equal(model.plain.detach().full_tensor(), torch.full((4,), 2.0))
     assert torch.equal(model.cut.detach().full_tensor(), torch.tensor([1.0, 1, 2, 2]))
     if torch.distributed.get_world_size() == 4:

@@ -1,4 +1,4 @@
-"""Backends that are not gloo: the order of launches is a function of the program alone, and nothing odd is asked."""
+"""Backends other than gloo: the launch order depends on the program alone; no unusual features are used."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ UNITS = 5
 
 
 def _steps(model: nn.Module, rank: int, path: str) -> tuple[list[str], dict[str, Tensor]]:
-    """What this rank launched in three steps of two micro-batches, by lane, unit and exchange; the weights after."""
+    """Return the launches of this rank in three steps of two micro-batches and the weights after.
+
+    Launches are listed by communicator, unit and collective.
+    """
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     with layerzero.trace(model, f"{path}-{rank}.json") as trace:
         for step in range(3):
@@ -110,7 +113,7 @@ def _bound(rank: int) -> None:
 
 
 def test_groups_of_some_ranks_are_not_split_off_from_all() -> None:
-    """There is no backend here that splits. What torch does first, where it would, is to ask what to split."""
+    """Check the splitting of groups without a backend that splits: torch first asks what to split."""
     run_ranks(_bound, world_size=WORLD, pg_timeout=20)
 
 

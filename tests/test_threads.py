@@ -1,4 +1,4 @@
-"""Threads that play streams on gloo: who is late changes no bit and no order; what fails there the program raises."""
+"""Threads that replace streams on gloo: delays change no bit and no order; the program raises their errors."""
 
 from __future__ import annotations
 
@@ -35,12 +35,10 @@ Log = dict[str, list[tuple[str, str]]]
 
 @contextmanager
 def _late(rank: int) -> Iterator[None]:
-    """Threads come late to exchanges, and add slowly. What is received into is poison until it comes, and nobody may
-    write what is sent before it was waited for.
-    """
+    """Delay waits and additions at random and fill receive buffers with NaN; raise if a buffer in use is written."""
     draw = random.Random(rank)
     wait, add, take = PendingReduction.wait, PendingReduction.add_to, BufferPool.acquire
-    sent: dict[int, Tensor] = {}  # by exchange in flight
+    sent: dict[int, Tensor] = {}  # by collective in flight
 
     def launch(*args: Any, **settings: Any) -> PendingReduction:
         pending = reduce_scatter(*args, **settings)
@@ -71,7 +69,7 @@ def _late(rank: int) -> Iterator[None]:
 
 
 def _train(model: nn.Module, optimizer: Any, ranks: Sequence[int]) -> None:
-    """Three steps of two micro-batches. Of a sharded one, the second step keeps the first back, and the third both."""
+    """Train three steps of two micro-batches; sharded, the second runs one inside no_sync and the third both."""
     for step in range(3):
         for micro_batch in range(2):
             if len(ranks) == 1:
@@ -148,7 +146,7 @@ def test_what_fails_in_a_thread_is_raised_in_the_backward_and_the_next_step_is_r
 
 
 def _fails_alone(rank: int) -> str:
-    """Rank 0 cannot add up what hop 1 of a unit has brought: no other hop 2 of it may be taken for that unit's."""
+    """Fail on rank 0 in the addition after hop 1 of a unit; no other hop 2 may be matched to that unit."""
     model = layerzero.shard_model(SideBySide(len(UNITS)), mesh=mesh_of(2), units=UNITS)
     integer_loss(model, integer_batch(step=0, rank=rank)).backward()
     add = PendingReduction.add_to
@@ -184,7 +182,7 @@ def _ends(rank: int, shared_memory: str | None) -> None:
         model(integer_batch(step=0, rank=rank)[0])
     assert len(_threads()) == before, "a model that only computes has none"
     _train(model, optimizer, [rank])
-    of_weights = {"layerzero refresh"} if shared_memory is None else set()  # that ranks share
+    of_weights = {"layerzero refresh"} if shared_memory is None else set()  # shared between ranks
     assert {thread.name for thread in _threads()[before:]} == {
         "layerzero node",
         "layerzero replica",

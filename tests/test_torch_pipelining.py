@@ -35,7 +35,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def loss_of_micro_batch(output: Tensor, target: Tensor) -> Tensor:
-    """The schedules' own scaling at the end (`scale_grads`) would come before the reduction."""
+    """Return the scaled loss: scaling by the schedules (`scale_grads`) would come before the reduction."""
     return loss_of(output, target) / MICRO_BATCHES
 
 
@@ -71,7 +71,7 @@ def _train(rank: int, interleaved: bool, zero3_size: int, accumulation: str) -> 
     mesh = layerzero.mesh_from_groups(replicas[pipeline], zero3_group)
     count = 2 * stages_here
     layers = 2 * count
-    sent = torch.zeros(SAMPLES, WIDTH, requires_grad=True)  # between stages; given, so that torch traces nothing
+    sent = torch.zeros(SAMPLES, WIDTH, requires_grad=True)  # between stages; given so that torch traces nothing
     chunks, stages, optimizers = [], [], []
     for index in range(pipeline, count, 2):
         chunk = nn.Sequential(*whole_model(layers)[2 * index : 2 * index + 2])

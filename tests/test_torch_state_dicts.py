@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint.state_dict`` on sharded models and optimizers: torch's recipe, names and options."""
+"""``torch.distributed.checkpoint.state_dict`` with sharded models and optimizers: recipe, names and options."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FULL_FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=T
 
 
 def _net(seed: int = 0) -> IntegerNet:
-    """With a tied parameter and a frozen one."""
+    """Return a net with a tied parameter and a frozen one."""
     net = integer_net(seed)
     net.second.weight = net.first.weight
     net.head.bias.requires_grad_(False)
@@ -58,7 +58,7 @@ def _sharded(kind: str, zero3_size: int, seed: int = 0, lr: float = 2**-4) -> tu
 
 
 def _train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
-    """On the same global batches for any number of ranks."""
+    """Train on the same global batches with any number of ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for step in steps:
         for batch in range(rank, GLOBAL_BATCHES, world):
@@ -116,7 +116,7 @@ def _resume(
     case = dist.get_world_size(), zero3_size
     assert not (wrong := different(_everything(model, optimizer), expected["saved"])), f"{case}: {wrong}"
     _train(model, optimizer, range(2, 4))
-    if kind == "SGD" or case == (4, 2):  # Adam's steps are not exact: another order of additions rounds otherwise
+    if kind == "SGD" or case == (4, 2):  # Adam's steps are not exact: another order of additions rounds differently
         assert not (wrong := different(_everything(model, optimizer), expected["continued"])), f"{case}: {wrong}"
 
 
@@ -200,7 +200,7 @@ def _full_options(rank: int, kind: str) -> None:
     both = get_state_dict(model, optimizer, options=everywhere)
     for size, options, state in ((4, FULL_FROM_RANK_0, (model_state, optimizer_state)), (1, everywhere, both)):
         other, its_optimizer = _sharded(kind, size, seed=1, lr=1.0)
-        # Apart: torch's set_state_dict takes an empty state for a wish to leave the model alone.
+        # Separately: torch's set_state_dict leaves the model alone if the state is empty.
         set_model_state_dict(other, state[0], options=options)
         set_optimizer_state_dict(other, its_optimizer, state[1], options=options)
         wrong = different(_everything(other, its_optimizer), saved)
@@ -221,7 +221,7 @@ def _model_only(rank: int) -> None:
     assert_same_bits_but_for_ignored(model, source)
     partly = {name: value for name, value in _net(seed=3).state_dict().items() if name.startswith("head")}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    set_model_state_dict(model, dict(partly) if rank == 0 else {}, options=options)  # torch puts its own into it
+    set_model_state_dict(model, dict(partly) if rank == 0 else {}, options=options)  # torch adds its own entries
     source.load_state_dict(partly, strict=False)
     assert_same_bits_but_for_ignored(model, source)
     trained = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
@@ -241,7 +241,7 @@ def test_a_model_alone_is_set_from_rank_0() -> None:
 
 
 def _numbered(rank: int) -> None:
-    """What ``torch.optim.Optimizer.state_dict`` of the model in one process has: numbers and whole tensors."""
+    """Compare with ``torch.optim.Optimizer.state_dict`` of one process: numbered entries and full tensors."""
     alone = integer_net()
     theirs = OPTIMIZERS["SGD"](_groups(alone))
     model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
@@ -267,7 +267,7 @@ def test_the_numbered_state_of_an_optimizer_that_is_not_sharded_loads() -> None:
 
 
 def _other_names(rank: int) -> None:
-    """torch leaves out what wrappers add to names, and may know a tied parameter by another of its names."""
+    """Use names without wrapper parts, and another name of a tied parameter, as torch may."""
     net = _net()
     net.head = torch.compile(net.head, backend="eager")
     model = layerzero.shard_model(net, mesh=mesh_of(2), units=["first"])

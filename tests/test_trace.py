@@ -1,4 +1,4 @@
-"""`layerzero.trace` and the ranges of torch's profiler: complete, named, in order, and gone when nobody listens."""
+"""`layerzero.trace` and the ranges of torch's profiler: complete, named, in order, and absent when off."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNITS = {"the root", *TiedTransformer.UNITS}
 
 
 def transformer(**settings: Any) -> tuple[nn.Module, layerzero.ShardedOptimizer]:
-    """A sharded TiedTransformer that has made two steps, of which the first has more to agree on."""
+    """Return a sharded TiedTransformer after two steps; the first one has more agreements."""
     model = layerzero.shard_model(TiedTransformer(), mesh=mesh_of(2), units=TiedTransformer.UNITS, **settings)
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for step in range(2):
@@ -48,7 +48,7 @@ def of_kind(events: Sequence[layerzero.TraceEvent], *kinds: str) -> list[layerze
 
 
 def nesting(events: Sequence[layerzero.TraceEvent]) -> list[str]:
-    """Every span of a unit with those around it: ``forward the root/forward blocks.0``. Begins and ends must match."""
+    """Return every span of a unit with its parents: ``forward the root/forward blocks.0``. Spans must be nested."""
     path: list[str] = []
     found = []
     for event in of_kind(events, "begin", "end"):
@@ -92,8 +92,8 @@ def _schedule(rank: int, folder: str) -> list[tuple[str, str, str, int]]:
         assert wait.exchange in ("hop1", "hop2") or launch.end <= wait.start  # a thread launches and adds those
         assert launch.start <= launch.completed <= wait.end
     unwaited = launched.keys() - {wait.number for wait in waits}
-    # For refreshes the next step's gathers wait; who has used every parameter learns nothing from an agreement. And
-    # what has been added up by the time that it is wanted need not be waited for.
+    # The next step's gathers wait for refreshes. A rank that used every parameter does not wait for an agreement. Sums
+    # that are complete when they are needed need no wait.
     never = {launched[number].exchange for number in unwaited}
     assert {"refresh", "agree"} <= never <= {"refresh", "agree", "hop1", "hop2"}
     assert {event.exchange for event in waits} >= {"gather", "norm"}
@@ -146,7 +146,7 @@ def _check_file(trace: layerzero.Trace, rank: int) -> None:
     for row, on_lane in bars.items():
         ordered = sorted(on_lane, key=lambda bar: (bar["ts"], bar["dur"]))
         for before, after in pairwise(ordered):
-            assert before["ts"] + before["dur"] <= after["ts"] + 1, f"bars on {row} overlap"  # doubles of 1e15
+            assert before["ts"] + before["dur"] <= after["ts"] + 1, f"bars on {row} overlap"  # doubles near 1e15
     assert any(bar["name"] == "gather blocks.0" for bar in bars["zero3 gather"])
 
 
@@ -233,7 +233,7 @@ def test_spans_are_nested_for_every_kind_of_graph(tmp_path: Path) -> None:
 
 
 def _around(event: Any) -> list[str]:
-    """Names of the ranges around an event of the profiler."""
+    """Return the names of the ranges around an event of the profiler."""
     names = []
     while (event := event.cpu_parent) is not None:
         names.append(event.name)
@@ -249,7 +249,7 @@ def _profiled(rank: int) -> None:
         for name in ("gather", "wait gather", "forward", "backward", "hop1"):
             assert found[f"layerzero.{name} {unit}"] >= 2, f"{name} {unit}: {found}"
         assert found[f"layerzero.refresh {unit}"] == 1, f"{unit}: {found}"
-    # Threads, which the profiler does not see, launch hop 2; the program waits for those that are not done by then.
+    # Threads, which the profiler does not see, launch hop 2; the program waits for unfinished ones.
     assert any(name.startswith("layerzero.wait hop") for name in found), found
     assert found["layerzero.update optimizer"] == 1
     norms = [event for event in profiler.events() if event.name == "aten::native_layer_norm"]

@@ -1,4 +1,4 @@
-"""Counted bytes equal the formulas of DESIGN section 3, and held bytes the predicted ones; see invariants 4 and 11."""
+"""Counted bytes equal the formulas of DESIGN section 3, and measured memory the predicted; see invariants 4 and 11."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PRECISIONS = (
 
 
 def sharded_net(mesh: object, **settings: object) -> tuple[nn.Module, layerzero.ShardedOptimizer]:
-    """A sharded IntegerNet that has made its first step, which may have more to agree on."""
+    """Return a sharded IntegerNet after its first step, which may have more agreements."""
     model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS, **settings)
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     one_step(model, optimizer, dist.get_rank(), 1)
@@ -75,12 +75,12 @@ def traffic_of_a_step(model: nn.Module, optimizer: layerzero.ShardedOptimizer, r
 
 
 def padded_sizes(model: nn.Module) -> list[int]:
-    """Elements G of each handle, padding included."""
+    """Return the elements G of each handle, padding included."""
     return [handle.layout.numel for handle in get_state(model).handles]
 
 
 def sent(sizes: Sequence[int], axis: int, dtype: torch.dtype, *, share: int = 1, times: int = 1) -> int:
-    """Bytes a rank sends when `1/share` of each handle is exchanged `times` over an axis of `axis` ranks."""
+    """Return the bytes that a rank sends if `1/share` of each handle goes `times` over an axis of `axis` ranks."""
     total = sum(Fraction(size, share) for size in sizes) * (1 - Fraction(1, axis)) * dtype.itemsize * times
     assert total.denominator == 1
     return int(total)
@@ -100,7 +100,7 @@ def _count(rank: int, zero3_size: int) -> None:
             case = f"D={world} S={zero3_size} A={micro_batches} {mode} {precision}"
             traffic = traffic_of_a_step(model, optimizer, rank, micro_batches)
             hop1s = 1 if mode == "full" else micro_batches
-            # What is added up here anyway travels as it was computed.
+            # Sums that layerzero itself adds are sent in the compute dtype.
             hop1 = precision.reduce if mode == "full" else min(precision.compute, precision.reduce, key=_width)
             expected_bytes = {
                 "gather": sent(sizes, zero3_size, precision.compute, times=2 * micro_batches),
@@ -155,7 +155,7 @@ def test_bytes_between_nodes_do_not_depend_on_the_number_of_micro_batches() -> N
 
 
 def calls_of(traffic: layerzero.TrafficReport) -> dict[str, int]:
-    """Calls that were made, but for those of a first pass, whose order of units nobody could foresee."""
+    """Return nonzero call counts except "order", which a first pass needs because its gather order is unknown."""
     return {name: calls for name, calls in traffic.calls.items() if calls and name != "order"}
 
 
@@ -192,7 +192,7 @@ def _count_other_schedules(rank: int) -> None:
         model, optimizer = sharded_net(mesh, **settings)
         handles = len(padded_sizes(model))
         assert traffic_of_a_step(model, optimizer, rank, forwards).calls["gather"] == gathers * handles, str(settings)
-    # Every plain backward is a reduction of its own, but there is one refresh: that of the step.
+    # Every plain backward is reduced, but the step alone refreshes.
     backward(model, rank)
     backward(model, rank)
     optimizer.step()
@@ -216,7 +216,7 @@ def test_gathers_follow_resharding_and_evaluation_and_each_plain_backward_reduce
 
 
 def _kinds_predicted(model: nn.Module, zero3_size: int, mode: str, precision: Precision) -> dict[str, int]:
-    """Bytes by DESIGN section 2, padding included, of what is there between two passes after a backward."""
+    """Return the bytes between two passes after a backward by DESIGN section 2, padding included."""
     world, total = dist.get_world_size(), sum(padded_sizes(model))
     shares_master = precision.compute == FP32
     return {
@@ -262,7 +262,7 @@ def assert_as_predicted(model: nn.Module, by_formula: dict[str, int], case: str)
     report = layerzero.memory(model)
     measured = {kind: report.measured[kind] for kind in report.predicted}
     assert measured == report.predicted, f"{case}: measured and predicted"
-    # Where one rank's shard is all of it, the library may do without a buffer of its own; never the reverse.
+    # If one rank's shard is everything, the library may skip a separate buffer; never the reverse.
     for kind in ("zero1_shard", "zero3_shard", "full_buffer", "gradient_shard"):
         assert report.predicted[kind] == by_formula[kind], f"{case}: {kind}"
     assert report.predicted["accumulator"] <= by_formula["accumulator"], f"{case}: accumulator"
@@ -298,7 +298,7 @@ def test_no_more_units_are_whole_than_the_root_the_current_one_and_those_ahead()
 
 
 class Mixed(nn.Module):
-    """Units of two dtypes, one of them frozen."""
+    """Net with units of two dtypes, one of them frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ def test_frozen_weights_are_neither_reduced_nor_refreshed() -> None:
 
 
 def _reentrant(rank: int) -> None:
-    """Units that nested backwards come to, outside of any forward of the root."""
+    """Run nested backwards into units, outside any forward of the root."""
     model = layerzero.shard_model(integer_net(), zero3_size=1, units=IntegerNet.UNITS)
     alone = integer_net()
 

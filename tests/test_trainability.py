@@ -1,4 +1,4 @@
-"""What is trained may change: frozen and unfrozen between steps, adapters beside frozen weights."""
+"""Changes of trainable parameters: freezing between steps, and adapters beside frozen weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.ranks import run_ranks
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a low-rank adapter of its own (LoRA, Hu et al. 2021)."""
+    """Frozen layer with its own low-rank adapter (LoRA, Hu et al. 2021)."""
 
     UNIT = True
 
@@ -57,7 +57,7 @@ def _train_only(model: nn.Module, rank: int, step: int, *, frozen: Callable[[int
 
 
 def _off_for_reference(model: nn.Module, rank: int, step: int, *, with_graph: bool) -> None:
-    """As PEFT turns adapters off for a while: between a forward and its backward some parameters are frozen."""
+    """Freeze some parameters between a forward and its backward, as PEFT disables adapters for a while."""
     for micro_batch in range(2):
         freeze(model)
         loss = loss_of(model(batch(rank, step, micro_batch)))
@@ -117,7 +117,7 @@ def _freeze_to_save_traffic(rank: int) -> None:
     _traffic_of(model, optimizer, rank)
     for frozen, trained in ((("units.0",), 3), (("units.0", "units.1", "units.2"), 1), ((), 4)):
         freeze(model, *frozen)
-        for _ in range(2):  # the first step after a change agrees on the order anew
+        for _ in range(2):  # the first step after a change agrees on the order again
             calls = _traffic_of(model, optimizer, rank)
         assert [calls.get(name, 0) for name in ("hop1", "hop2", "refresh")] == [trained] * 3, (frozen, calls)
         assert calls["gather"] <= 2 * units
@@ -128,7 +128,7 @@ def test_what_is_frozen_is_not_reduced_or_refreshed() -> None:
 
 
 def _keep_pending_gradients(rank: int) -> list[Any]:
-    """Gradients that came before a freeze stay, as in torch, and are still reduced by the step."""
+    """Keep gradients from before a freeze, as in torch; the step still reduces them."""
     model = shard(blocks(2))
     optimizer = layerzero.shard_optimizer(sgd(model), model)
     with layerzero.no_sync(model):
@@ -143,7 +143,7 @@ def _keep_pending_gradients(rank: int) -> list[Any]:
 
 
 def _freeze_before_the_step(rank: int) -> None:
-    """What was frozen after its backward still has a gradient, and the step still updates it."""
+    """Freeze after the backward: the gradient stays, and the step still updates the parameter."""
     for settings in (*MODES, {"size": 1}, {"size": 4}):
         torch.manual_seed(0)
         alone = blocks()
@@ -190,7 +190,7 @@ def test_an_average_takes_in_what_is_unfrozen() -> None:
 
 
 def _freeze_what_some_ranks_used(rank: int) -> None:
-    """Inside no_sync no rank knows what the others have used."""
+    """Freeze inside no_sync, where no rank knows which parameters the others have used."""
     for settings in MODES:
         torch.manual_seed(0)
         alone = Chain(Block(), blocks(1), Block())
@@ -269,7 +269,7 @@ def test_a_frozen_bf16_master_is_too_coarse_to_be_unfrozen() -> None:
 
 
 def _freeze_in_flight(model: nn.Module, rank: int, step: int) -> None:
-    """Torch drops the gradient of a parameter that was frozen after its forward; so must we."""
+    """Freeze after the forward: torch drops the gradient of such a parameter, and so must layerzero."""
     freeze(model)
     first = loss_of(model(batch(rank, step)))
     freeze(model, "units.1.linear.weight", "units.2")
@@ -288,7 +288,7 @@ def test_freezing_between_forward_and_backward_drops_the_gradient_as_torch_does(
 
 
 def _too_coarse(rank: int) -> None:
-    """All is frozen, and all unfrozen at once: what can be trained comes before what cannot, or after it."""
+    """Freeze everything and unfreeze everything, with frozen layers before or after trainable ones."""
     for first in (torch.float32, torch.bfloat16):
         other = torch.bfloat16 if first is torch.float32 else torch.float32
         torch.manual_seed(0)

@@ -133,7 +133,7 @@ def test_values_in_strings_read_as_ellipses() -> None:
     ("row", "wrong"),
     [
         ("| `zero3_size=… does not divide the … data-parallel ranks` | a | b |", 0),
-        ("| `does not divide the … data-parallel ranks` | a | b |", 1),  # not the beginning
+        ("| `does not divide the … data-parallel ranks` | a | b |", 1),  # not the start of the message
         ("| `zero3_size=… is a nice number of ranks` | a | b |", 1),
         ("| `CUDA out of memory` | a | b |", 0),
     ],

@@ -1,4 +1,4 @@
-"""Parameters that tensor parallel ranks cannot cut into equal parts: they lie in different orders on those ranks."""
+"""Parameters that tensor parallel ranks cut unevenly: their layout order differs between those ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from layerzero.engine.hooks import get_state
 from tests.support.models import different, exact_sgd, full_gradients, full_parameters
 from tests.support.ranks import run_ranks
 
-# By case: the shapes of parameters, each cut along a dim, or a plain one.
+# Shapes of parameters by case, each cut along a dim, or plain.
 CASES: dict[str, dict[str, tuple[tuple[int, ...], int | None]]] = {
     "other order": {"a": ((5,), 0), "n": ((3,), None)},
     "more handles": {"a": ((4, 4), 0), "b": ((23, 11), 0), "c": ((24, 7), 0)},
@@ -22,7 +22,7 @@ CASES: dict[str, dict[str, tuple[tuple[int, ...], int | None]]] = {
 
 
 class Parts(nn.Module):
-    """The sum of some parameters, times an input; a parameter may be left out."""
+    """Module that returns the sum of some parameters times an input; it may skip a parameter."""
 
     def __init__(self, case: str, tp: DeviceMesh | None) -> None:
         super().__init__()

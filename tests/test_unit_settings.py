@@ -1,4 +1,4 @@
-"""What is chosen for each unit: precision, what is kept, which modules are one unit."""
+"""Settings per unit: precision, reshard_after_forward, and modules grouped into one unit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FP32_NORM = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.b
 
 
 class Watched(nn.LayerNorm):
-    """A norm that says in which dtypes it is called and computes."""
+    """Norm that records the dtypes of its inputs and its computation."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH)
@@ -54,7 +54,7 @@ def _policy(name: str, module: nn.Module) -> MixedPrecisionPolicy:
 
 
 def _by_hand(model: nn.Module, x: Tensor) -> Tensor:
-    """The same casts in one process."""
+    """Apply the same casts in one process."""
     weights = {n: p.bfloat16() if "norm" not in n else p for n, p in model.named_parameters()}
     x = x.bfloat16()
     for i in range(len(model)):
@@ -92,7 +92,7 @@ def test_norms_compute_in_fp32_beside_blocks_in_bf16(run: Callable[..., Any]) ->
     run(_mixed, world_size=WORLD)
 
 
-# --- what is kept ---
+# --- weights that stay gathered ---
 
 
 def _kept(rank: int) -> None:
@@ -150,7 +150,7 @@ def test_settings_of_units_that_are_wrong_are_refused() -> None:
 
 
 class ChunkedLoss(nn.Module):
-    """The cross-entropy of a head, some tokens at a time, so that few logits are there at once."""
+    """Cross-entropy of a head, for a few tokens at a time, so that few logits exist at once."""
 
     def __init__(self, head: nn.Linear) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class ChunkedLoss(nn.Module):
 
 
 class WithLoss(TiedTransformer):
-    """A language model that returns its loss; its head is its embedding."""
+    """Language model that returns its loss; head and embedding are tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ def _tied_head(rank: int) -> None:
         before = layerzero.traffic(model).calls.get("gather", 0)
         model(*TiedTransformer.batch(step=1, rank=rank)).backward()
         calls = layerzero.traffic(model).calls.get("gather", 0) - before
-        # The root, two blocks, and the group where it embeds and where it takes the loss; and again for the backward.
+        # The root, two blocks, and the group for the embedding and for the loss; the same again for the backward.
         assert calls in (0, 5 + 5), calls
 
 
@@ -212,7 +212,7 @@ def test_a_chunked_loss_is_one_unit_with_its_tied_head(run: Callable[..., Any]) 
 
 
 class TwoInOne(nn.Module):
-    """Two layers, called one after the other or with another unit in between."""
+    """Two layers, called consecutively or with another unit in between."""
 
     def __init__(self, *, apart: bool) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ def _consecutive(rank: int) -> None:
                 forward = layerzero.traffic(model).calls["gather"] - before
                 output.sum().backward()
                 backward = layerzero.traffic(model).calls["gather"] - before - forward
-                once = step > 0 and not apart  # from the second forward on it is known what follows
+                once = step > 0 and not apart  # from the second forward on the next unit is known
                 assert (forward, backward) == ((2 if once else 4 if apart else 3), (4 if apart else 2)), (
                     apart,
                     prefetch,
@@ -252,7 +252,7 @@ def _consecutive(rank: int) -> None:
                     backward,
                 )
                 assert layerzero.memory(model).measured["full_buffer"] == 0
-    # What is expected next does not come: nothing stays.
+    # The expected unit does not come: nothing stays.
     model = shard(TwoInOne(apart=False), units=_pair)
     for step in range(2):
         model(batch(rank, step)).sum().backward()
@@ -304,7 +304,7 @@ class Layer(Block):
 
 
 class Backbone(nn.Module):
-    _no_split_modules: Any = ("Layer", "VisionLayer")  # transformers lists more than a model has
+    _no_split_modules: Any = ("Layer", "VisionLayer")  # transformers lists more classes than a model has
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ def _auto(rank: int) -> None:
 
 
 class GradientCheckpointingLayer(nn.Module):
-    """As transformers has it."""
+    """Stand-in for the class in transformers."""
 
 
 class Wave(GradientCheckpointingLayer):

@@ -1,4 +1,4 @@
-"""The units that a model gets from each kind of ``units``, their list, and what is refused before any exchange."""
+"""Units for each kind of ``units``, their list, and refusals before any collective."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Layer(nn.Module):
 
 
 class Tower(nn.Module):
-    """Layers of unequal size, a container without forward, a module without parameters."""
+    """Layers of unequal size, a container without forward, and a module without parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Tower(nn.Module):
 
 
 def _stages() -> nn.Module:
-    """Layers in containers that have a forward, and so can be wrapped with what their layers leave."""
+    """Return layers in containers that have a forward, so a container can be wrapped with the rest of its layers."""
     first, second = nn.Sequential(Layer(4), Layer(8)), nn.Sequential(Layer(16), nn.LayerNorm(4))
     return nn.Sequential(nn.Linear(3, 4), first, second, nn.Linear(4, 2))
 
@@ -73,7 +73,7 @@ def _by_size(**settings: Any) -> Any:
 
 
 def _subtree(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """Wrap each layer, and look inside none of them."""
+    """Wrap each layer without inspecting its submodules."""
     return not isinstance(module, Layer) if recurse else isinstance(module, Layer)
 
 
@@ -105,7 +105,7 @@ def _policies(rank: int) -> None:
     everything = layerzero.shard_model(Tower(), mesh=mesh_of(1), units=policies.always_wrap_policy)
     assert _names(everything)[:3] == ["", "embed", "layers.0"]
     assert not {"layers", "act"} & set(_names(everything)), "which gather nothing, or hold nothing"
-    # A container without a forward is no unit, and leaves its layers to the module around it.
+    # A container without a forward is not a unit; its layers belong to the module around it.
     policy = _by_size(min_num_params=100, exclude_wrap_modules=set())
     inside = layerzero.shard_model(nn.Sequential(Tower()), mesh=mesh_of(1), units=policy)
     assert _names(inside) == ["", "0", "0.layers.2"]
@@ -186,7 +186,7 @@ def _list_units(rank: int) -> dict[str, list[range]]:
             assert each.shape == held[each.name].shape
             assert each.local_numel == held[each.name].to_local().numel()
             whole = integer_net().state_dict().get(each.name)
-            if whole is not None:  # the rows are those that the numbers say
+            if whole is not None:  # the rows have the stated sizes
                 assert torch.equal(held[each.name].to_local().cpu(), whole[each.rows.start : each.rows.stop])
     shown = str(found)
     assert "first+second (Linear)" in shown and "first.bias" in shown and "float32, frozen" in shown

@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Nested(nn.Module):
-    """A root with parameters of its own, units inside units, and a weight that is tied across units."""
+    """Root with its own parameters, units inside units, and a weight tied across units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Nested(nn.Module):
 
 
 def nested(seed: int = 0) -> Nested:
-    """With weights in {-1, 0, 1}."""
+    """Return a Nested with weights in {-1, 0, 1}."""
     generator, net = torch.Generator().manual_seed(seed), Nested()
     with torch.no_grad():
         for parameter in net.parameters():
@@ -120,7 +120,7 @@ def _show(rank: int) -> None:
                                 assert isinstance(ours, DTensor), (what, name)
                         if isinstance(model.block.inner.weight, DTensor):
                             assert isinstance(model.other.weight, DTensor), what
-                        else:  # tied wherever it is held
+                        else:  # tied in all its modules
                             assert model.other.weight is model.block.inner.weight, what
                     assert all(isinstance(p, DTensor) for p in model.parameters()), (what, rank0_only)
         model(torch.ones(2, 5)).sum().backward()
@@ -132,7 +132,7 @@ def test_parts_are_full_inside_and_sharded_outside(shared_memory: str | None) ->
 
 
 class _OnDevice(Tensor):
-    """A tensor that can be moved to the host."""
+    """Tensor that can be moved to the host."""
 
     def cpu(self) -> Tensor:
         return self.as_subclass(Tensor)
@@ -147,7 +147,7 @@ def test_each_tensor_is_moved_to_the_host_once_it_is_gathered(offload_to_cpu: bo
 
 
 def _storages() -> int:
-    """Bytes of all storages that a tensor refers to."""
+    """Return the bytes of all storages that a tensor refers to."""
     gc.collect()
     held = {}
     for each in gc.get_objects():
@@ -158,7 +158,7 @@ def _storages() -> int:
 
 
 def _await_bytes(expected: int) -> None:
-    """A thread of gloo may hold the tensors of a collective for a moment after it has ended."""
+    """Wait for freed memory: a gloo thread may hold a collective's tensors for a moment after it ends."""
     deadline = time.monotonic() + 10
     while (held := _storages()) != expected and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -365,7 +365,7 @@ def test_gradients_that_one_rank_dropped_or_a_backward_left_are_refused_on_every
 
 
 def _several(rank: int) -> None:
-    """A unit of several modules, and a module with two sharded models."""
+    """Unshard a unit of several modules, and a module with two sharded models."""
     keyed = {"first": "ends", "head": "ends"}
     model = _shard(nested(), units=lambda name, module: keyed.get(name, False))
     with layerzero.unsharded(model.first):

@@ -1,4 +1,4 @@
-"""Models built on meta: nothing trains on memory that neither an initialisation nor a load nor the user has written."""
+"""Models built on meta: training raises on memory that no initialization, load or user has written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INV_FREQ = r"nothing has written 'rotary.inv_freq'.*non-persistent.*param_init_f
 
 
 class Rotary(nn.Module):
-    """A non-persistent buffer that no state holds, as in most language models."""
+    """Module with a non-persistent buffer that no state holds, as in most language models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def _on_meta() -> Net:
 
 
 def _nothing(module: nn.Module) -> None:
-    """What is given where a load follows."""
+    """Initialize nothing, since a load follows."""
 
 
 def _tables_only(module: nn.Module) -> None:
@@ -58,7 +58,7 @@ def _tables_only(module: nn.Module) -> None:
 
 
 def _all(module: nn.Module) -> None:
-    """Through ``.data``, as many initialisations do, which leaves no trace in version counters."""
+    """Initialize through ``.data``, as many functions do; version counters do not change."""
     _tables_only(module)
     if isinstance(module, nn.BatchNorm1d):
         module.reset_running_stats()
@@ -88,7 +88,7 @@ def _source() -> Net:
 
 
 def _refused(model: nn.Module, match: str) -> None:
-    for _ in range(2):  # it does not go away by itself
+    for _ in range(2):  # the error persists
         with pytest.raises(RuntimeError, match=match):
             model(_x())
 
@@ -123,7 +123,7 @@ def _unwritten_parameters(rank: int) -> None:
     _refused(model, r"nothing has written .*'norm\.num_batches_tracked', 'first\.weight'.*load_full_state_dict")
     layerzero.load_full_state_dict(model, source.state_dict())
     _same_as(source, model)
-    # One row that was left out is as unwritten as a whole parameter.
+    # One missing row counts as unwritten, like a full parameter.
     _refused(_shard(_forget_bias), r"nothing has written '(first|head)\.bias'.* since")
 
 
@@ -143,7 +143,7 @@ def _right_recipes(rank: int, folder: str) -> None:
     layerzero.checkpoint.load(folder, model)
     _same_as(_source(), model)
     _shard(_all)(_x()).sum().backward()
-    _shard(_all if rank == 0 else _nothing)(_x()).sum().backward()  # rank 0's values are what all ranks get
+    _shard(_all if rank == 0 else _nothing)(_x()).sum().backward()  # all ranks get rank 0's values
 
 
 def test_recipes_that_write_everything_in_the_end_are_left_alone(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_the_mark_is_seen_until_everything_is_written(dtype: torch.dtype) -> Non
     fill_sentinel(tensor)
     assert has_sentinel(tensor)
     tensor[:2] = 1
-    few_bits = dtype in (torch.int64, torch.uint8, torch.bool)  # where a written value might be the mark
+    few_bits = dtype in (torch.int64, torch.uint8, torch.bool)  # if a written value could equal the mark
     assert has_sentinel(tensor) is not few_bits
     tensor[2:] = 0
     assert not has_sentinel(tensor)

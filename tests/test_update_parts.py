@@ -1,4 +1,4 @@
-"""A step updates some masters, launches their refresh, and goes on: the same bits, and nothing waits for the rest."""
+"""Pipelined step: masters are updated in parts, each followed by its refresh; the same bits, no extra waits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _masters(handle: Handle) -> Tensor:
 
 @contextmanager
 def _seen_at_refreshes(model: nn.Module) -> Iterator[dict[int, list[bool]]]:
-    """By the index of a handle, when its refresh was launched: which handles' masters had been updated."""
+    """Return, by index of a handle, which handles' masters had been updated when its refresh was launched."""
     handles = get_state(model).handles
     before = [_masters(handle) for handle in handles]
     seen: dict[int, list[bool]] = {}
@@ -76,7 +76,7 @@ def _order(rank: int, size: int, settings: dict[str, Any], in_parts: bool) -> No
         (2, {"shared_memory": "off"}, True),
         (1, {}, True),
         (2, {"mp_policy": torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, True),
-        (4, {}, False),  # nothing travels
+        (4, {}, False),  # nothing is sent
         (4, {"offload_optimizer": True}, True),
     ],
 )
@@ -107,7 +107,7 @@ def _same(rank: int, size: int, settings: dict[str, Any]) -> None:
             optimizer = layerzero.shard_optimizer(inner, model)
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
             looked: list[int] = []
-            if at_once:  # whoever looks at all parameters before their refresh
+            if at_once:  # readers of all parameters before their refresh
                 inner.register_step_post_hook(lambda *_, to=looked: to.append(1))
             for step in range(3):
                 one_pass(model, rank, step)
@@ -203,7 +203,7 @@ def test_an_update_that_fails_halfway_leaves_a_model_that_can_be_loaded(shared_m
 
 
 class Halfway(torch.optim.SGD):
-    """Updates all parameters but the last one of its first group, and raises."""
+    """Updates all parameters except the last one of its first group, then raises."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -216,7 +216,7 @@ def _halfway(rank: int, size: int) -> None:
     model = _sharded(size)
     optimizer = layerzero.shard_optimizer(Halfway(model.parameters(), lr=1.0), model, elementwise=True)
     x = batch(rank, 0)
-    for steps in (1, 2, 1):  # the last of them expects another one, and leaves the refresh to it
+    for steps in (1, 2, 1):  # the last one expects another one, and leaves the refresh to it
         one_pass(model, rank, steps)
         for _ in range(steps):
             with pytest.raises(ArithmeticError):

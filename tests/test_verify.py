@@ -32,7 +32,7 @@ def token_batch(index: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def make_batch(index: int, rank: int) -> Tensor:
-    """What the command line finds by itself. [6, 4], from the random numbers that verify seeds."""
+    """Return a batch [6, 4] from the random numbers that verify seeds; the command line finds it by name."""
     return torch.randn(6, 4)
 
 
@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 class KeepsEdits(Net):
-    """Plain training keeps what this does to its weight, sharded training loses it; neither says a word."""
+    """Writes to its weight. Plain training keeps the write, sharded training loses it; neither raises."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.second.weight.data.mul_(0.9)
@@ -60,14 +60,14 @@ class KeepsEdits(Net):
 
 
 class UsesRank(Net):
-    """Its first layer does other things on other ranks."""
+    """Net whose first layer differs between ranks."""
 
     def hidden(self, x: Tensor) -> Tensor:
         return super().hidden(x) * (1 + dist.get_rank())
 
 
 class Noisy(Net):
-    """Batch-norm and dropout, both in training mode, and a bias whose gradient is nothing but rounding."""
+    """Net with batch-norm and dropout in training mode, and a bias whose gradient is only rounding noise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Noisy(Net):
 
 
 class Unused(Net):
-    """One parameter that nobody uses, one that only some ranks use, and one that is frozen."""
+    """Net with an unused parameter, one that only some ranks use, and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Unused(Net):
 
 
 class Counts(Net):
-    """Remembers, outside parameters and buffers, how often it was called."""
+    """Counts its calls outside parameters and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def keyword_batch(index: int, rank: int) -> dict[str, Tensor]:
 
 
 class Right(NamedTuple):
-    """A call that must find no difference."""
+    """Call that must find no difference."""
 
     model: Callable[[], nn.Module]
     batch: Callable[[int, int], Any] = make_batch
@@ -226,7 +226,7 @@ def test_a_broken_engine_is_found_out() -> None:
         names = set(dict(Net().named_parameters()))
         strict = {row for precision, row in wrong if precision == "float32"}
         assert strict == names, f"{name}\n{report}"
-        if name != "off by a thousandth":  # which bf16 cannot tell from rounding
+        if name != "off by a thousandth":  # bf16 cannot distinguish it from rounding
             assert {row for precision, row in wrong if precision == "bfloat16"} == names, f"{name}\n{report}"
 
 
@@ -234,7 +234,7 @@ _calls = {"loss": 0}
 
 
 def _evaluates_on_rank_0(model: nn.Module, batch: Tensor) -> Tensor:
-    """Every loss but the first, which all ranks must come to, is followed by a forward on rank 0 alone."""
+    """Run a forward on rank 0 alone after every loss but the first, which all ranks must enter."""
     _calls["loss"] += 1
     loss: Tensor = model(batch)
     if _calls["loss"] > 1 and dist.get_rank() == 0:
@@ -251,7 +251,7 @@ def _verify_an_evaluation_on_one_rank(rank: int) -> str:
 
 
 def test_an_evaluation_on_one_rank_alone_is_found_out_on_a_cpu_too() -> None:
-    # What the ranks do of themselves is to share memory, where such an evaluation is allowed.
+    # By default the ranks use shared memory, which allows such an evaluation.
     for said in run_ranks(_verify_an_evaluation_on_one_rank, world_size=2, shared_memory=None, pg_timeout=10):
         assert "the plain run works, the sharded run with zero3_size=2 in float32 does not" in said, said
         assert "rank 0 was elsewhere: in gather" in said or "gather of 'the root' failed on rank 0" in said, said
@@ -376,7 +376,7 @@ def test_mistakes_are_named_on_every_rank() -> None:
             assert pattern in messages[name], name
 
 
-# Processes that verify starts itself
+# Processes started by verify
 
 
 def _in_a_sharded_run_on_rank_1(model: nn.Module) -> bool:

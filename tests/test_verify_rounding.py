@@ -1,4 +1,4 @@
-"""layerzero.verify where weights hardly move: rounding to the next number is no difference, all else is."""
+"""layerzero.verify with tiny updates: rounding to the next number is no difference, everything else is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.ranks import run_ranks
 
 
 class Gains(nn.Module):
-    """The weights of a norm, 1.0 at first, whose gradient on each rank is that rank's batch."""
+    """Weights of a norm, 1.0 at first, whose gradient on each rank is that rank's batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Gains(nn.Module):
 
 
 def tiny_batch(index: int, rank: int) -> Tensor:
-    """1.0 less the mean of four ranks' is a tie but for the mean's last bit, which depends on the order of sums."""
+    """Return a batch for which 1.0 minus the ranks' mean is a tie except for the mean's last bit (order of sums)."""
     return torch.tensor([4 * 2.0**-25 if rank == 0 else 4 * 2.0**-49, 0.0])
 
 

@@ -1,4 +1,4 @@
-"""An exchange that is late is told on every rank, with the ranks that have not come to it and what they do instead."""
+"""A late collective is reported on every rank, with the missing ranks and what they run instead."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _watched(size: int = 2, **settings):
 
 
 def _reported(dog: layerzero.Watchdog) -> str:
-    """What is logged within 5 s beyond the limit."""
+    """Return the reports within 5 s beyond the limit."""
     deadline = time.monotonic() + LIMIT + 5
     while not dog.reports and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -38,12 +38,12 @@ def _reported(dog: layerzero.Watchdog) -> str:
 
 
 def _sleeps(rank: int, victim: int) -> str:
-    """A rank that is busy with something else, as one that evaluates alone."""
+    """Keep one rank busy, as if it evaluated alone."""
     model, optimizer, dog = _watched()
     if rank == victim:
         _reported(dog)
     train(model, optimizer, range(2, 3))
-    said = _reported(dog)  # a rank may go on before its own watchdog has said so
+    said = _reported(dog)  # a rank may continue before its own watchdog reports
     dist.barrier()
     dog.close()
     assert get_state(model).mesh_info.counters.on_launch is None
@@ -152,7 +152,7 @@ def test_who_is_in_time_is_not_told_of(memory: str | None) -> None:
 
 
 def _two_models(rank: int) -> tuple[list[str], list[str]]:
-    """Two models on the same ranks, of which one is waited for."""
+    """Run two models on the same ranks, one of which is waited for."""
     models = [sharded_net(2, seed=seed) for seed in (0, 1)]
     for each in models:
         train(*each, range(2))

@@ -1,4 +1,4 @@
-"""An optimizer's whole state on the first rank, and back into a plain optimizer, owned parameters included."""
+"""Full optimizer state on the first rank, and back into a plain optimizer, owned parameters included."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORLD = 4
 
 
 class Momentum(Optimizer):
-    """Steps each matrix whole: its largest momentum moves with it, which no rank that has rows knows. Exact."""
+    """Needs full matrices: the update depends on the largest momentum, which a rank with rows does not know. Exact."""
 
     def __init__(self, params: Any, lr: float = 2**-4) -> None:
         super().__init__(params, {"lr": lr})
@@ -84,14 +84,14 @@ def _there_and_back(rank: int, kind: str) -> None:
         assert all(type(value) is Tensor for value in _flat(everywhere).values())
         if rank == 0:
             assert not different(_flat(state), _flat(expected))
-            # The recipe: a plain model and a plain optimizer go on from there.
+            # The recipe: a plain model and a plain optimizer continue from there.
         weights = layerzero.full_state_dict(model, rank0_only=False)
         fresh = integer_net(seed=1)
         fresh.load_state_dict(weights)
         its = _pair(fresh, kind)
         its.load_state_dict(copy.deepcopy(everywhere))
         assert [group["lr"] for group in its.param_groups] == [group["lr"] for group in plain.param_groups]
-        # And back: every rank gives the whole state.
+        # And back: every rank passes the full state.
         again = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
         its_optimizer = layerzero.shard_optimizer(_pair(again, kind), again, elementwise=elementwise)
         layerzero.load_full_state_dict(again, weights)

@@ -1,4 +1,4 @@
-"""Whole tensors into sharded parameters, and copies of sharded states: what a loop does with ``state_dict()``."""
+"""Full tensors loaded into sharded parameters, and copies of sharded states, as training loops use ``state_dict()``."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_parts_of_a_state_load_and_what_does_not_fit_is_an_error() -> None:
 
 
 def _like(parameter: DTensor, rows: Tensor) -> DTensor:
-    """As libraries make it who cut for themselves."""
+    """Make a DTensor as libraries with their own sharding do."""
     return DTensor.from_local(
         rows,
         parameter.device_mesh,
@@ -157,7 +157,7 @@ def _load_other_values(rank: int) -> None:
     assert torch.equal(model(inputs), integer_net(seed=0)(inputs))
     model.load_state_dict(integer_net(seed=rank).state_dict())
     assert "ranks disagree" in _raised(lambda: model(inputs))
-    model.load_state_dict(integer_net(seed=2).state_dict())  # the other way out
+    model.load_state_dict(integer_net(seed=2).state_dict())  # the other remedy
     assert torch.equal(model(inputs), integer_net(seed=2)(inputs))
 
 
@@ -222,7 +222,7 @@ def _keep_the_best(rank: int) -> None:
     assert len(different(further, expected)) == 7, "the copies are copies"
     copied = best["first.weight"]
     assert torch.equal(copied.full_tensor(), expected["first.weight"]) and copied.to_local().tracker is None
-    copied.add_(1)  # an edit of a copy is no edit of the model
+    copied.add_(1)  # a write to a copy does not change the model
     copied.sub_(1)
     model.load_state_dict(best)
     optimizer.load_state_dict(its_state)
@@ -281,7 +281,7 @@ def _save_naively(rank: int) -> None:
         lambda: safetensors.torch.save_model(model, "never.safetensors"),
     ):
         assert "layerzero.full_state_dict(model)" in _raised(save)
-    state = layerzero.full_state_dict(model)  # the way out that the messages name
+    state = layerzero.full_state_dict(model)  # the remedy that the messages name
     if rank == 0:
         del state["head.weight"]
         loaded = safetensors.torch.load(safetensors.torch.save(state))
@@ -294,7 +294,7 @@ def test_saving_a_part_as_if_it_were_the_whole_is_one_clear_error() -> None:
 
 
 def _ignored_dtensor(rank: int) -> None:
-    """Of another framework: cut by torch over all ranks."""
+    """Ignore a DTensor of another framework, sharded or replicated by torch over all ranks."""
     mesh = init_device_mesh("cpu", (WORLD,))
     for placement in (Shard(0), Replicate()):
         net, other = integer_net(), integer_net(seed=1)

@@ -194,7 +194,7 @@ class Buddies:
         self._period, self._began = (now - self._began if self._began else 0.0), now
         self._hurries.clear()
         self._pending = PendingSave(partial(self._exchange, job), f"{_WHAT}.snapshot")
-        self._hooks = [each.register_step_pre_hook(self._pending.tell_if_done) for each in runtime.optimizers]
+        self._hooks = [each.register_step_pre_hook(self._pending.warn_if_failed) for each in runtime.optimizers]
 
     def wait(self) -> None:
         """Wait until the last snapshot is complete on all nodes; raise the error that prevented it."""

@@ -19,7 +19,7 @@ import torch
 
 from layerzero.checkpoint.json_codec import DEPTH, Decoder, is_deeper, references
 
-__all__ = ["StoredTensor", "check_document", "check_tensors", "check_topology", "ranks_that_saved"]
+__all__ = ["StoredTensor", "check_document", "check_tensors", "check_topology", "num_saving_ranks"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def check_topology(topology: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is {topology[name]!r}")
 
 
-def ranks_that_saved(topology: Mapping[str, int]) -> int | None:
+def num_saving_ranks(topology: Mapping[str, int]) -> int | None:
     """Return the number of ranks that saved, including model-parallel ones; None if it is unknown."""
     return topology.get("ranks", topology.get("data_parallel"))
 

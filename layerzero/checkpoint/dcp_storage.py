@@ -46,7 +46,7 @@ from layerzero.checkpoint.contents_checks import (
     check_document,
     check_tensors,
     check_topology,
-    ranks_that_saved,
+    num_saving_ranks,
 )
 from layerzero.checkpoint.json_codec import DTYPES, dtype_named, with_all_ranks
 from layerzero.checkpoint.safe_json import CONTENTS_BYTES, check_json, parse, read_capped
@@ -103,7 +103,7 @@ class CheckpointContents:
                 raise ValueError(f"{min(odd)} has a dtype that safetensors files do not have")
             check_topology(content["topology"])
             check_tensors(tensors, {name: record.size for name, record in manifest.files.items()})
-            check_document(content["document"], tensors, ranks=ranks_that_saved(content["topology"]))
+            check_document(content["document"], tensors, ranks=num_saving_ranks(content["topology"]))
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} was not written by layerzero: {type(error).__name__}: {error}") from None
         return cls(content["topology"], content["document"], tensors)

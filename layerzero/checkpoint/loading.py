@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from layerzero.checkpoint.atomic_files import CheckpointError, Manifest
-from layerzero.checkpoint.contents_checks import ranks_that_saved
+from layerzero.checkpoint.contents_checks import num_saving_ranks
 from layerzero.checkpoint.dcp_storage import CheckpointContents
 from layerzero.checkpoint.json_codec import has_own_values
 from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, agree_or_raise, check_usable
@@ -126,7 +126,7 @@ def prepare_from(
             raise RuntimeError("a load inside EMA.swapped() would be undone; leave the context first")
         source = opened(runtime)
         fields["files"] = source.fingerprint
-        ranks = ranks_that_saved(source.contents.topology)
+        ranks = num_saving_ranks(source.contents.topology)
         rank = everyone.rank if ranks == everyone.size else None
         if rank is None and everyone.rank == 0 and has_own_values(source.contents.document["extra"]):
             _LOG.warning(

@@ -215,7 +215,7 @@ def _sum_of_owned(value: Any, owned: OwnedParam) -> Tensor:
     if isinstance(value, (list, tuple)):
         items = [_sum_of_owned(item, owned) * _odd(str(place)) for place, item in enumerate(value)]
         return torch.stack([item.cpu() for item in items] or [_nothing()]).sum()
-    return _sum_of(value, None) if owned.leads else _nothing()
+    return _sum_of(value, None) if owned.is_first_in_group else _nothing()
 
 
 def _odd(text: str) -> int:

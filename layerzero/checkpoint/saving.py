@@ -142,7 +142,7 @@ def save_async(
     require_equal("checkpoint.save_async", {}, ranks=runtime.ranks.ranks, failure=failure)
     _renew_group(runtime, staging)
     staging.pending = pending = PendingSave(partial(_write_staged, replace(job, tensors=tensors), staging))
-    staging.listeners += [each.register_step_pre_hook(pending.tell_if_done) for each in runtime.optimizers]
+    staging.listeners += [each.register_step_pre_hook(pending.warn_if_failed) for each in runtime.optimizers]
     return pending
 
 
@@ -176,9 +176,9 @@ class PendingSave:
     def settle(self) -> None:
         """Wait for the save; warn if it has failed and neither a warning nor :meth:`wait` has reported it."""
         self._thread.join()
-        self.tell_if_done()
+        self.warn_if_failed()
 
-    def tell_if_done(self, *_: object) -> None:
+    def warn_if_failed(self, *_: object) -> None:
         """Warn, once, if the save has failed and :meth:`wait` has not raised its error."""
         if self._told or not self.done():
             return

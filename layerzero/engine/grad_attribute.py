@@ -10,7 +10,7 @@ from layerzero.dtensor.row_shard_spec import MutationTracker
 from layerzero.dtensor.sharded_tensor import RowShardedTensor, plain, sharded
 from layerzero.engine.handle_gradients import HandleGradients
 from layerzero.engine.managed_param import ManagedParam
-from layerzero.layout.usage import GradUsage
+from layerzero.layout.grad_usage import GradUsage
 
 __all__ = ["GradAttribute"]
 

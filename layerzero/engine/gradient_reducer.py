@@ -19,7 +19,7 @@ from layerzero.engine.hyperparameter_check import SettingsCheck
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.reduction_queue import ReductionQueue
 from layerzero.engine.used_params import PendingUse, UsedParamMap
-from layerzero.layout.usage import GradUsage
+from layerzero.layout.grad_usage import GradUsage
 
 __all__ = ["GradientReducer"]
 

@@ -20,8 +20,8 @@ from layerzero.device.streams import ReductionStreams, Waitable
 from layerzero.engine.gradient_buffer import GradientBuffer
 from layerzero.engine.reduction_spec import ReductionSpec, ReductionStage
 from layerzero.layout.flat_layout import FlatLayout
+from layerzero.layout.grad_usage import GradUsage
 from layerzero.layout.shard_grid import Extent
-from layerzero.layout.usage import GradUsage
 
 __all__ = ["HandleGradients", "HandleReduction", "Inspect", "PendingSlots"]
 

@@ -370,7 +370,7 @@ class Scheduler(Closable):
         if any(handle.full_precision is not None for handle in absent):
             self._full_precision_orders[unit.topology].check(self._index[unit])
         if any(handle.gathers and handle.full_precision is None for handle in absent):
-            self._orders[unit.topology].check(self._index[unit] + unit.has_post_forward * len(self._units))
+            self._orders[unit.topology].check(self._index[unit] + unit.has_post_forward_shard * len(self._units))
         if absent:
             unit.gather()
 
@@ -448,7 +448,7 @@ class Scheduler(Closable):
             if call.forward is not None and call.ends_with_input_grad and call.is_last_in_backward:
                 self._reduce_ended(backward, call.unit.handles, called=True)
         earlier = call.preceding(
-            None if call.unit.has_post_forward else 1
+            None if call.unit.has_post_forward_shard else 1
         )  # any of them may use the post-forward shard
         begun = earlier if backward is None else backward.gathered_calls
         coming = [each for each in earlier if each.unit is call.unit and each not in begun]
@@ -543,7 +543,7 @@ class Scheduler(Closable):
         self._ahead.clear()
         passed = {call.forward for call in backward.gathered_calls} - {None}
         for unit in self._units:
-            if (unit.gathered or unit.has_post_forward) and not self._is_running(unit):
+            if (unit.gathered or unit.has_post_forward_shard) and not self._is_running(unit):
                 unit.drop_post_forward(passed) if self.is_held(unit) else unit.end_backward(passed)
         self._gradients.finish(list(backward.completed_handles), reduces=backward.requires_gradient_sync)
         self._backward = None

@@ -78,7 +78,7 @@ class Unit:
         return any(handle.state is not ShardState.SHARDED for handle in self.handles)
 
     @property
-    def has_post_forward(self) -> bool:
+    def has_post_forward_shard(self) -> bool:
         """True if the next gather uses post-forward shards."""
         return any(handle.kept.nbytes for handle in self.handles)
 

@@ -19,14 +19,14 @@ from layerzero.checkpoint.safetensors_writer import write_safetensors
 from layerzero.checkpoint.whole_model_files import model_keys
 from layerzero.megatron.global_layout import layer_of, module_name
 
-__all__ = ["export_parts", "holds_parts"]
+__all__ = ["export_parts", "is_megatron_checkpoint"]
 
 _MARKER = "complete"
 
 _MOST_CHUNKS = 1000  # upper bound for the chunks of a rank in an untrusted checkpoint
 
 
-def holds_parts(path: str | os.PathLike[str]) -> bool:
+def is_megatron_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Return whether the folder is a checkpoint of :func:`layerzero.megatron.save`."""
     return (Path(path) / _MARKER).exists() and any(Path(path).glob("layout-*"))
 

@@ -73,7 +73,7 @@ class OwnedParam:
         return self.numel_on(self.owner.s) == self.numel
 
     @property
-    def leads(self) -> bool:
+    def is_first_in_group(self) -> bool:
         """True for the first of the parameter's owners along the model-parallel axes that are not joined.
 
         The other owners have copies, or different matrices of one stack.

@@ -102,7 +102,7 @@ def guard_corruption(
     return CorruptionGuard(runtime, optimizers, every, on_found == "raise")
 
 
-class _Resting(NamedTuple):
+class _ExpectedBits(NamedTuple):
     """State of a tensor that nothing should write until the next check."""
 
     address: int
@@ -111,12 +111,12 @@ class _Resting(NamedTuple):
     sum: Tensor  # 0-dim int64
 
 
-def _graded(gradient: Tensor) -> _Resting:
+def _graded(gradient: Tensor) -> _ExpectedBits:
     """Return the state of a final gradient. Its mutation tracker counts all writes, so the version is not needed."""
     rows = gradient._local_tensor if isinstance(gradient, DTensor) else None
     edits = rows.tracker.write_count if isinstance(rows, LocalShard) and rows.tracker is not None else 0
     tensor = plain(gradient)
-    return _Resting(tensor.data_ptr(), 0, edits, sum64(tensor))
+    return _ExpectedBits(tensor.data_ptr(), 0, edits, sum64(tensor))
 
 
 def _hook_on(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
@@ -146,7 +146,7 @@ class CorruptionGuard:
         self._every = every
         self._raises = raises
         self._steps = 0
-        self._resting: dict[tuple[str, str], _Resting] = {}  # by kind and parameter
+        self._resting: dict[tuple[str, str], _ExpectedBits] = {}  # by kind and parameter
         self._refused: SilentDataCorruption | None = None  # error of the last step, if it was refused
         self._made_anew: set[tuple[str, tuple[int, ...], str]] = set()  # recomputed for the step to be repeated
         self._handle_of = {member.name: handle for handle in runtime.handles for member in handle.members}
@@ -264,10 +264,10 @@ class CorruptionGuard:
                     if isinstance(value, Tensor) and value.numel() and type(value) in (Tensor, nn.Parameter):
                         yield (f"optimizer state {key!r}", name), value
 
-    def _at_rest(self, tensor: Tensor, name: str) -> _Resting:
+    def _at_rest(self, tensor: Tensor, name: str) -> _ExpectedBits:
         handle = self._handle_of.get(name)
         edits = 0 if handle is None else handle.tracker.write_count
-        return _Resting(tensor.data_ptr(), tensor._version, edits, sum64(tensor))
+        return _ExpectedBits(tensor.data_ptr(), tensor._version, edits, sum64(tensor))
 
     def _at_rest_since(self) -> dict[tuple[str, str], bool]:
         """Return, for each recorded tensor that was not written since, whether its bits are unchanged."""

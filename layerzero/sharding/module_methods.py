@@ -21,7 +21,6 @@ __all__ = [
     "UnshardHandle",
     "bind_methods",
     "gathered",
-    "mark_units",
     "no_sync",
     "register_forward_method",
     "reshard",
@@ -31,6 +30,7 @@ __all__ = [
     "set_requires_gradient_sync",
     "set_reshard_after_backward",
     "set_reshard_after_forward",
+    "show_units_in_repr",
     "unshard",
 ]
 
@@ -370,7 +370,7 @@ def _method(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any
     return method
 
 
-def mark_units(units: Iterable[Unit]) -> None:
+def show_units_in_repr(units: Iterable[Unit]) -> None:
     """Mark the units in the output of ``print(model)``, through their ``extra_repr``."""
     for unit in units:
         sizes = f"zero3_size={unit.topology.zero3_size} of {unit.topology.data_parallel} ranks"

@@ -29,8 +29,8 @@ from layerzero.config import OFFLOADS, Accumulation, LayerZeroConfig, Policy, Re
 from layerzero.device.accelerator import CurrentStream, HostDeviceCopies
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool
 from layerzero.device.gradient_offload import AccumulatorAllocator, ModelPools
-from layerzero.dtensor.quiet import quieten
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
+from layerzero.dtensor.warning_filter import filter_mesh_warnings
 from layerzero.engine.hooks import register_hooks
 from layerzero.engine.state import LayerZeroState
 from layerzero.estimates.memory_estimate import held_bytes
@@ -49,7 +49,7 @@ from layerzero.sharding.build_units import (
 )
 from layerzero.sharding.launchers import connections_warning, restart_warning
 from layerzero.sharding.meta_init import UninitializedTensor, initialization_check
-from layerzero.sharding.module_methods import bind_methods, mark_units
+from layerzero.sharding.module_methods import bind_methods, show_units_in_repr
 from layerzero.sharding.optimizer_hook import guard_optimizers
 from layerzero.sharding.shared_segment import Node, share_node
 from layerzero.sharding.unit_meshes import (
@@ -315,8 +315,8 @@ def _open(runtime: LayerZeroState, plans: Iterable[UnitDefinition]) -> None:
     guard_wrappers()
     refuse_fully_shard(module for plan in plans for module in plan.modules)
     bind_methods(runtime)
-    mark_units(runtime.units)
-    quieten()
+    show_units_in_repr(runtime.units)
+    filter_mesh_warnings()
     topology = runtime.mesh_info
     if runtime.ranks.is_first:
         size = held_bytes(specs_of(runtime.units), runtime.config) / 2**20

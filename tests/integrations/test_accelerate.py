@@ -137,7 +137,7 @@ def _orders(rank: int) -> None:
                 shuffled = [things[i] for i in order]
                 if together:
                     ready = acc.prepare(*shuffled)
-                elif order[0] != 3:  # Accelerate itself wants the optimizer before its scheduler
+                elif order[0] != 3:  # Accelerate requires the optimizer before its scheduler
                     ready = [acc.prepare(each) for each in shuffled]
                 else:
                     continue

@@ -1,4 +1,4 @@
-"""Optimizers of pytorch_optimizer that need whole parameters train as in one process."""
+"""Optimizers of pytorch_optimizer that need full parameters train as in one process."""
 
 from __future__ import annotations
 

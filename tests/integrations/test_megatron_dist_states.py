@@ -34,7 +34,7 @@ from tests.support.ranks import run_ranks
 if find_spec("megatron") is None:
     pytest.skip("needs megatron-core: pip install --no-deps -r requirements-megatron.txt", allow_module_level=True)
 
-# What Megatron-LM passes with --dist-ckpt-optim-fully-reshardable
+# Metadata that Megatron-LM passes with --dist-ckpt-optim-fully-reshardable
 RESHARDABLE = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,

@@ -96,7 +96,11 @@ Change = Callable[[Any], nn.Module]
 
 
 def _averaging(case: Case, change: Change | None = None) -> tuple[list[Any], Any]:
-    """Args: change: makes of a layer's experts what takes their place."""
+    """Return model chunks and an optimizer with weight averages.
+
+    Args:
+        change: maps the experts of a layer to their replacement.
+    """
     config = make_config(case)
     modules = make_chunks(case, config)
     layers = [m for chunk in modules for m in chunk.modules() if hasattr(m, "local_expert_indices")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["quieten"]
+__all__ = ["filter_mesh_warnings"]
 
 
 class _AboutOurMesh(logging.Filter):
@@ -17,7 +17,7 @@ class _AboutOurMesh(logging.Filter):
         return '["zero3", "replica"]' not in record.getMessage()
 
 
-def quieten() -> None:
+def filter_mesh_warnings() -> None:
     """Install the filter. ``p.norm().full_tensor()`` reduces along two axes, so torch would warn once on each rank."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     if not any(isinstance(found, _AboutOurMesh) for found in logger.filters):
