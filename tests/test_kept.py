@@ -229,14 +229,14 @@ def _by_unit(rank: int) -> None:
     assert [unit.reshard_after_forward for unit in runtime.units] == [True, 2, False, True]
     assert [type(unit.reshard_after_forward) for unit in runtime.units] == [bool, int, bool, bool]
     loss = loss_of(model(batch(rank, 0)))
-    assert [(unit.name, unit.gathered, unit.has_post_forward) for unit in runtime.units] == [
+    assert [(unit.name, unit.gathered, unit.has_post_forward_shard) for unit in runtime.units] == [
         ("", False, False),
         ("units.0", False, True),
         ("units.1", True, False),
         ("units.2", False, False),
     ]
     loss.backward()
-    assert not any(unit.gathered or unit.has_post_forward for unit in runtime.units)
+    assert not any(unit.gathered or unit.has_post_forward_shard for unit in runtime.units)
     compare(rank, "by unit", Case(blocks, IN_FLIGHT), size=WORLD, reshard_after_forward=chosen)
 
 
