@@ -1,22 +1,22 @@
-"""Count Python calls, stack depth and changes of file in the engine during one backward. Nothing is timed.
+"""Count Python calls and files between a hook of the engine and the collective that it launches. Nothing is timed.
 
     python -m benchmarks.engine_calls
 
-One process is rank 0 of 4 on torch's fake process group. It profiles the interpreter (``sys.setprofile``) in a backward
-with reductions, for a model of a few units in steady state:
+One process is rank 0 of 4 on torch's fake process group. It profiles the interpreter (``sys.setprofile``) during one
+step of a model of a few units in steady state, and prints
 
-- the depth from a parameter's hook to the function of torch.distributed that sends its unit's gradients, counted in
-  frames of layerzero on the stack, including the hook;
-- frames of layerzero, and changes between its files, per unit.
+- for a weight, the longest chain of layerzero's functions from a module's forward hook to the all-gather of its unit;
+- for a gradient, the longest chain from a hook of the backward to the collective that sends its unit's gradients;
+- calls of functions of layerzero, and changes between its files, per unit of the backward.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -27,8 +27,13 @@ from torch.testing._internal.distributed import fake_pg
 import layerzero
 
 _PACKAGE = str(Path(layerzero.__file__).parent)
-_HOOK = "_gradient_hook"  # name of the function that makes the hooks of parameters
-_COLLECTIVES = {"all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single"}
+_WAYS = {  # by name: the hooks, and the functions of torch.distributed that they reach
+    "weight": ({"_BeforeForward.__call__"}, {"all_gather_into_tensor", "all_gather_single"}),
+    "gradient": (
+        {"_OnGradient.__call__", "Scheduler.pre_backward", "Scheduler.post_backward", "Scheduler.finalize_backward"},
+        {"all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single"},
+    ),
+}
 
 
 class Block(nn.Module):
@@ -43,36 +48,44 @@ class Block(nn.Module):
 
 
 class Watcher:
-    """Profile function that counts frames, file changes and depths inside layerzero."""
+    """Profile function that counts calls and file changes inside layerzero, and records chains from hooks."""
 
     def __init__(self) -> None:
-        self.frames = 0
+        self.calls = 0
         self.changes = 0
-        self.depths: Counter[int] = Counter()  # depths of hop 1 below the hook of a parameter
+        self.chains: dict[str, list[CodeType]] = {}  # by name of the way: the longest chain, the hook first
         self._last = ""
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         if event != "call":
             return
         code = frame.f_code
-        if code.co_name in _COLLECTIVES and "distributed" in code.co_filename:
+        if "distributed" in code.co_filename:
             self._reach(frame)
         if not code.co_filename.startswith(_PACKAGE):
             return
-        self.frames += 1
+        self.calls += 1
         self.changes += code.co_filename != self._last
         self._last = code.co_filename
 
     def _reach(self, frame: FrameType) -> None:
-        depth, above = 0, frame.f_back
-        while above is not None:
-            code = above.f_code
-            if code.co_filename.startswith(_PACKAGE):
-                depth += 1
-                if _HOOK in code.co_qualname if sys.version_info >= (3, 11) else code.co_name == "hook":
-                    self.depths[depth] += 1
-                    return
-            above = above.f_back
+        for name, (hooks, collectives) in _WAYS.items():
+            if frame.f_code.co_name not in collectives:
+                continue
+            chain: list[CodeType] = []
+            above = frame.f_back
+            while above is not None and not (chain and chain[-1].co_qualname in hooks):
+                if above.f_code.co_filename.startswith(_PACKAGE):
+                    chain.append(above.f_code)
+                above = above.f_back
+            if chain and chain[-1].co_qualname in hooks and len(chain) > len(self.chains.get(name, ())):
+                self.chains[name] = chain[::-1]
+
+
+def _described(chain: Sequence[CodeType]) -> str:
+    files = list(dict.fromkeys(code.co_filename for code in chain))
+    names = " -> ".join(code.co_qualname for code in chain)
+    return f"{len(chain)} calls in {len(files)} files: {names}"
 
 
 def main() -> None:
@@ -84,21 +97,23 @@ def main() -> None:
     for accumulation in ("sharded", "full"):
         model = nn.Sequential(*(Block(16) for _ in range(args.units)))
         layerzero.shard_model(model, zero3_size=2, units=Block, accumulation=accumulation, shared_memory="off")
-        watcher = Watcher()
+        forward, backward = Watcher(), Watcher()
         for step in range(4):
+            # For a model on the CPU, autograd runs hooks in this thread.
+            sys.setprofile(forward if step == 3 else None)
             loss = model(torch.ones(2, 16)).sum()
-            if step == 3:
-                # For a model on the CPU, autograd runs hooks in this thread.
-                sys.setprofile(watcher)
+            sys.setprofile(backward if step == 3 else None)
             loss.backward()
             sys.setprofile(None)
             model.zero_grad()
-        depths = ", ".join(f"{depth} ({count} times)" for depth, count in sorted(watcher.depths.items()))
         print(
-            f"{accumulation}: calls from a parameter's hook to torch.distributed: {depths}; for each unit "
-            f"{watcher.frames / args.units:.1f} frames, {watcher.changes / args.units:.1f} changes of file"
+            f"{accumulation}: for each unit of the backward {backward.calls / args.units:.1f} calls, "
+            f"{backward.changes / args.units:.1f} changes of file"
         )
-    dist.destroy_process_group()
+        for watcher in (forward, backward):
+            for name, chain in watcher.chains.items():
+                print(f"  {name}: {_described(chain)}")
+        layerzero.close(model)
 
 
 if __name__ == "__main__":
