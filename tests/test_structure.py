@@ -143,7 +143,7 @@ def _legitimate(rank: int) -> None:
         for change in changes:
             change()
             model(_x(rank)).sum().backward()
-            assert not get_state(model)._structure._has_changed()
+            assert not get_state(model).status._structure._has_changed()
         torch._dynamo.reset()
 
 
