@@ -32,6 +32,8 @@ from tests.support.models import (
 )
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 WORLD = 4
 SECONDS = 10.0  # time until every rank has raised, with a margin for a busy machine
 

@@ -20,6 +20,8 @@ from tests.support.models import full_parameters, integer_batch, integer_loss
 from tests.support.ranks import run_ranks
 from tests.test_bits import BF16, flipped_in_turn
 
+pytestmark = pytest.mark.slow
+
 # Tensor parallel layers, experts as DTensors, and plain experts; ranks on the axis; S; S of the experts.
 CASES = [("tp", 2, 1, 1), ("tp", 2, 2, 1), ("tp", 4, 1, 1)]
 CASES += [("ep", 2, 1, 1), ("ep", 2, 2, 2), ("ep", 4, 2, 1), ("plain ep", 2, 4, 1), ("plain ep", 4, 1, 1)]

@@ -24,6 +24,8 @@ from layerzero.engine.hooks import get_state
 from tests.support.models import different, full_parameters
 from tests.support.ranks import mesh_of, run_ranks, run_sharing
 
+pytestmark = pytest.mark.slow
+
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WIDTH = 64
 MOST = 2.0**-4  # relative to the largest number of a row: the error bound of float8_e4m3fn

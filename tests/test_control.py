@@ -14,6 +14,8 @@ from tests.support.graphs import MODES, WIDTH, WORLD, Block, Case, batch, blocks
 from tests.support.logs import logged
 from tests.support.ranks import mesh_of, run_ranks, run_sharing
 
+pytestmark = pytest.mark.slow
+
 MICRO_BATCHES = 2
 GATHER = ("launch", "gather")  # fields of a trace event: kind, collective
 

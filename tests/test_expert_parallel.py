@@ -27,6 +27,8 @@ from tests.support.models import (
 )
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 EXPERTS = 4
 
 

@@ -29,6 +29,8 @@ from tests.support.graphs import (
 )
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 class Expert(nn.Module):
     """Expert that is a unit only in some tests."""

@@ -20,6 +20,8 @@ from layerzero.engine.hooks import get_state
 from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Case, batch, compare, one_pass, sgd, shard
 from tests.support.ranks import run_ranks, run_sharing
 
+pytestmark = pytest.mark.slow
+
 FP64 = torch.float64
 
 

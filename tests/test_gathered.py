@@ -21,6 +21,8 @@ import layerzero
 from tests.support.models import Batch, assert_same_bits, different, exact_sgd, full_gradients, union
 from tests.support.ranks import BOTH, mesh_of, run_ranks, run_sharing
 
+pytestmark = pytest.mark.slow
+
 WORLD, VOCABULARY, WIDTH, STEPS, MICRO_BATCHES = 4, 5, 6, 2, 2
 
 

@@ -33,6 +33,8 @@ from tests.support.graphs import shard as shard_over
 from tests.support.models import different, full_parameters
 from tests.support.ranks import run_ranks, run_sharing
 
+pytestmark = pytest.mark.slow
+
 shard = partial(shard_over, size=WORLD)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

@@ -32,6 +32,8 @@ from tests.support.models import (
 )
 from tests.support.ranks import mesh_of, run_ranks
 
+pytestmark = pytest.mark.slow
+
 WORLD = 4
 SIZES = (1, 2, 4)
 DTYPES = (torch.float32, torch.bfloat16)

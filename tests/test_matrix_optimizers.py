@@ -27,6 +27,8 @@ from tests.support.models import (
 )
 from tests.support.ranks import BOTH, mesh_of, run_ranks
 
+pytestmark = pytest.mark.slow
+
 GRIDS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]  # D, S
 
 

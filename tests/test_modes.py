@@ -19,6 +19,8 @@ from tests.support.graphs import WORLD
 from tests.support.models import assert_close, full_gradients, full_parameters
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 WIDTH = 8
 
 

@@ -28,6 +28,8 @@ from tests.support.models import (
 )
 from tests.support.ranks import run_sharing as run_ranks
 
+pytestmark = pytest.mark.slow
+
 FP32 = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 LATE = 0.3  # seconds

@@ -28,6 +28,8 @@ from tests.support.graphs import IN_FLIGHT, MODES, WIDTH, WORLD, Case, batch, co
 from tests.support.models import full_gradients, full_parameters
 from tests.support.ranks import run_ranks, run_sharing
 
+pytestmark = pytest.mark.slow
+
 NUMBERS = ("images.gate", "texts.gate", "logit_bias", "logit_scale")
 
 

@@ -38,6 +38,8 @@ from tests.support.models import (
 )
 from tests.support.ranks import mesh_of, run_ranks
 
+pytestmark = pytest.mark.slow
+
 MODES = ("sharded", "full")
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 

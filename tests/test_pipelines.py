@@ -15,6 +15,8 @@ from tests.support.graphs import MODES, WORLD, Chain, assert_same_gradients, bat
 from tests.support.models import full_parameters
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 # F1.0: forward of micro-batch 1 through chunk 0; B1.0: its backward. Schedules of a rank with two chunks whose inputs
 # and gradients come from other ranks, as in interleaved 1F1B (Narayanan et al. 2021).
 ONE_F_ONE_B = "F0.0 F1.0 B0.0 F2.0 B1.0 B2.0"

@@ -40,6 +40,8 @@ from tests.support.models import (
 )
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 class Block(nn.Module):
     """Column-wise and row-wise linear layers."""

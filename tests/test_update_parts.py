@@ -19,6 +19,8 @@ from tests.support.graphs import WORLD, Block, batch, blocks, one_pass
 from tests.support.models import different
 from tests.support.ranks import mesh_of, run_ranks
 
+pytestmark = pytest.mark.slow
+
 UNITS = 12
 
 
