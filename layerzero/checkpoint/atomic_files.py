@@ -3,21 +3,21 @@
 [Note: When a checkpoint exists]
 All files of a checkpoint are written into ``.NAME.TOKEN.partial`` and flushed to the disk. The manifest is written
 last: it lists every other file with its size and checksums. Only then is the folder renamed to ``NAME``. If a process
-dies before that, it leaves a name with a leading dot, which is never read as a checkpoint. A folder without an intact
-manifest is not a checkpoint either.
+dies before that, it leaves a folder whose name starts with a dot, which is never read as a checkpoint. A folder without
+an intact manifest is not a checkpoint either.
 
 [Note: Two jobs at one name]
 A restarted job, or a node that rejoins, may save to a path that another job is saving to. The first rank draws a random
 token for each save and sends it to the other ranks with the global plan. So no job writes into or removes a folder that
-another job is writing. rename() decides which job gets the name: it fails if the target is a folder with files, also on
-NFS. (It replaces an empty folder, which loses nothing.) A folder is renamed before it is removed. So a job that is
-about to publish that folder fails, and does not publish a folder that is being deleted.
+another job is writing. rename() decides which job gets the name: it fails, on NFS as well, if the target is a folder
+with files. (It replaces an empty folder, which loses nothing.) A folder is renamed before it is removed. So a job that
+is about to publish that folder fails, and does not publish a folder that is being deleted.
 
 [Note: One for another]
 An overwritten checkpoint is swapped with the new one by a single rename, if the file system supports that. If not
 (NFS), the old checkpoint is first renamed to ``.NAME.TOKEN.replaced``. If publishing the new one then fails, the old
-one is renamed back. A process that dies between the two renames leaves nothing at the name. While the name is free, the
-``.replaced`` folder counts as a checkpoint: it is found when loading, and is not removed.
+one is renamed back. A process that dies between the two renames leaves nothing at ``NAME``. While that name is free,
+the ``.replaced`` folder counts as a checkpoint: loads find it, and it is not removed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Li
 
 
 class PathTakenError(FileExistsError):
-    """A file or folder of another writer is at the path of a checkpoint."""
+    """The path of a checkpoint is taken by a file or folder of another writer."""
 
     @classmethod
     def at(cls, path: Path) -> PathTakenError:
@@ -85,7 +85,7 @@ class PathTakenError(FileExistsError):
 
 
 def write_file(path: Path, content: Iterable[Any]) -> FileRecord:
-    """Write a new file from `content`, an iterable of objects with a buffer, and flush it to the disk."""
+    """Write the buffers in `content` to a new file, fsync it, and return its size and checksums."""
     sums = ChunkHasher(ChecksumScheme.best())
     with open(path, "xb", buffering=0) as file:
         begun = 0
@@ -100,7 +100,9 @@ def write_file(path: Path, content: Iterable[Any]) -> FileRecord:
 
 
 def read_back(folder: Path, record: FileRecord) -> None:
-    """Compare a flushed file with what was written, reading it from the disk if the page cache can be dropped.
+    """Read a flushed file and compare its checksums with those of the data that was written.
+
+    Where the system supports it, the page cache of the file is dropped first, so that the disk is read.
 
     Raises:
         CheckpointError: the contents differ.
@@ -116,12 +118,12 @@ def read_back(folder: Path, record: FileRecord) -> None:
 
 
 def host_values(tensor: Tensor) -> Tensor:
-    """Return the values of a plain tensor, contiguous and on the CPU; `tensor` itself if it already is."""
+    """Return the values of a plain tensor as a contiguous CPU tensor, copied only if necessary."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def tensor_bytes(tensor: Tensor) -> Iterator[Any]:
-    """Yield the memory of a contiguous CPU tensor in pieces, without a copy; `tensor` must outlive them."""
+    """Yield the memory of a contiguous CPU tensor in pieces, without copying. `tensor` must outlive the pieces."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     nbytes, address = tensor.numel() * tensor.element_size(), tensor.data_ptr()
     for start in range(0, nbytes, _PIECE):
@@ -129,12 +131,12 @@ def tensor_bytes(tensor: Tensor) -> Iterator[Any]:
 
 
 def new_token() -> str:
-    """Return the random token of one save; see [Note: Two jobs at one name]."""
+    """Return a new random token for one save; see [Note: Two jobs at one name]."""
     return secrets.token_hex(8)
 
 
 def partial_of(path: Path, token: str) -> Path:
-    """Return the folder in which the save with this token writes the checkpoint `path`."""
+    """Return the hidden folder that the save with this token writes before it publishes the checkpoint `path`."""
     return path.with_name(f".{path.name}.{token}.partial")
 
 
@@ -144,7 +146,7 @@ def is_leftover(path: Path) -> bool:
 
 
 def has_lost_its_name(path: Path) -> bool:
-    """Return whether `path` is a replaced checkpoint with no new one at its name; see [Note: One for another]."""
+    """Return whether `path` is a replaced checkpoint whose former path is free; see [Note: One for another]."""
     match = _HIDDEN.fullmatch(path.name)
     return match is not None and match[2] == "replaced" and not os.path.lexists(path.with_name(match[1]))
 
@@ -163,11 +165,12 @@ def publish(
 
     Args:
         finite: see :class:`Manifest`.
-        overwrite: replace what is at `path`, if it is a checkpoint.
+        overwrite: replace an existing checkpoint at `path`.
 
     Raises:
-        CheckpointError: a file is missing or differs in size: the ranks do not share the file system.
-        PathTakenError: `path` exists already.
+        CheckpointError: a file is missing or has another size than recorded, for instance because the ranks do not
+            share a file system; or the manifest is too large.
+        PathTakenError: `path` exists already, and `overwrite` is False or it is not a checkpoint.
     """
     files = {record.name: record for record in records}
     manifest = Manifest(partial, files, ChecksumScheme.best(), sequence, token, finite)
@@ -187,12 +190,13 @@ def take_name(partial: Path, path: Path, is_there: Callable[[], bool], *, overwr
     """Rename a complete checkpoint to `path` unless that name is taken; see [Note: Two jobs at one name].
 
     Args:
-        is_there: returns whether the contents of `partial` are now at `path`.
-        overwrite: remove a checkpoint that is at `path`.
+        is_there: function that returns whether the contents of `partial` are now at `path`.
+        overwrite: replace an existing checkpoint at `path`.
 
     Raises:
-        PathTakenError: `path` exists already.
-        CheckpointError: another job has removed the checkpoint right after the rename.
+        PathTakenError: `path` exists already, and `overwrite` is False or it is not a checkpoint.
+        CheckpointError: the checkpoint is not at `path` after the rename, for instance because another job has removed
+            it.
     """
     flush_folder(partial)
     replaced: Path | None = None  # path of the old checkpoint: `partial`, if the two were swapped
@@ -229,7 +233,7 @@ def take_name(partial: Path, path: Path, is_there: Callable[[], bool], *, overwr
 
 
 def refuse_to_replace(path: Path) -> None:
-    """Raise PathTakenError unless `path` is a folder with files of a checkpoint only, complete or damaged."""
+    """Raise PathTakenError unless `path` is a folder that contains only checkpoint files, complete or damaged."""
     if path.is_symlink() or not path.is_dir() or not all(_OURS.fullmatch(name) for name in os.listdir(path)):
         raise PathTakenError(f"{path} is there, and is not a checkpoint alone: it is not overwritten")
 
@@ -241,10 +245,11 @@ def _exchange(partial: Path, path: Path) -> bool:
 
 
 def _put_back(replaced: Path | None, partial: Path, path: Path, ours: os.stat_result) -> None:
-    """Undo the renames for a new checkpoint that is not at `path` or cannot be read there.
+    """Move the old checkpoint back to `path` after publishing the new one has failed.
 
     Args:
-        ours: stat result of the new checkpoint. A folder that another job has put at `path` stays there.
+        ours: stat result of the new checkpoint's folder. If another job has put a different folder at `path`, that
+            folder stays there.
     """
     with suppress(OSError):  # if this fails, the old checkpoint is found under the name that it has now
         if replaced != partial:
@@ -256,7 +261,7 @@ def _put_back(replaced: Path | None, partial: Path, path: Path, ours: os.stat_re
 
 @contextmanager
 def _held(folder: Path) -> Iterator[os.stat_result]:
-    """Yield the stat result of a folder, and keep it open so that its inode number is not reused meanwhile."""
+    """Open a folder and yield its stat result. While the folder is open, its inode number is not reused."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         yield os.fstat(descriptor)
@@ -293,7 +298,7 @@ def publish_file(partial: Path, path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its parents, and flush each new name to the disk."""
+    """Create a folder and its parents, and fsync each new directory entry."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -301,16 +306,16 @@ def make_folder(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint, or a leftover of one, so that no process finds half of it.
+    """Remove a checkpoint, or a leftover of one. It is renamed first, so that no process finds it half-deleted.
 
     Raises:
-        FileNotFoundError: another job has removed or published it.
+        FileNotFoundError: another job has removed or published the folder.
     """
     remove(hide(folder))
 
 
 def hide(folder: Path, kind: Literal["partial", "replaced"] = "partial") -> Path:
-    """Rename a checkpoint, or a leftover of one, so that no other job uses it; return the new path."""
+    """Rename a checkpoint, or a leftover of one, to a hidden name that no other job uses; return the new path."""
     match = _HIDDEN.fullmatch(folder.name)
     hidden = folder.with_name(f".{match[1] if match else folder.name}.{new_token()}.{kind}")
     os.rename(folder, hidden)
@@ -327,7 +332,7 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove(partial: Path) -> None:
-    """Remove a file or folder whose name no other job knows."""
+    """Remove a file or folder with a name that only this job uses."""
     if partial.is_dir():
         shutil.rmtree(partial, ignore_errors=True)
     else:
@@ -342,13 +347,13 @@ def _write_all(descriptor: int, data: Any) -> int:
 
 
 def _begin_flush(descriptor: int, start: int, stop: int) -> None:
-    """Start the flush of written bytes while more are being written; :func:`os.fsync` waits for all of them."""
+    """Start writing the bytes from `start` to `stop` of a file to the disk. A later :func:`os.fsync` waits for them."""
     if _sync_file_range is not None:
         _sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(stop - start), _SYNC_FILE_RANGE_WRITE)
 
 
 def flush_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk."""
+    """Fsync a folder, so that its directory entries are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,19 +1,19 @@
-"""In-memory snapshots that survive the loss of a node: each rank's part is on its own node and on another one.
+"""In-memory snapshots that survive the loss of a node: each rank's part is stored on its own node and on another node.
 
 [Note: A snapshot is a checkpoint]
-A snapshot has the files of a checkpoint, with the same manifest and checksums. It is loaded like one, by any number of
-ranks. The files are in shared memory, which outlives processes. Each rank's file is on its own node and on its
-partner's node. So if one node is lost, the other nodes together still have all files.
+A snapshot has the files of a checkpoint, with the same manifest and checksums. Like a checkpoint, it can be loaded by
+any number of ranks. The files are in shared memory, which outlives processes. Each rank's file is on its own node and
+on its partner's node. So if one node is lost, the other nodes together still have all files.
 
 [Note: Never half new]
 The manifest is written last, after all ranks have confirmed that their own file and their partner's file are complete
-and correct. So a single manifest proves that all files existed. The files of the previous snapshot are removed when all
-ranks start the one after. So at any moment one snapshot is complete.
+and correct. So a single manifest proves that all files existed. When all ranks start a new snapshot, older ones are
+removed except the last complete one. So once the first snapshot is complete, there is a complete one at any moment.
 
 [Note: Which one is newer]
-The number of a snapshot is the time at which it was taken, in seconds, or one more than the previous number. So an old
-snapshot on a node that rejoins late does not take precedence over a newer one. The numbers also compare with the times
-of checkpoints on a disk.
+The number of a snapshot is the time at which it was taken, in seconds, or one more than the previous number, whichever
+is larger. So an old snapshot on a node that rejoins late does not take precedence over a newer one. The numbers can
+also be compared with the times of checkpoints on a disk.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ _WHAT = "layerzero.checkpoint.Buddies"
 class Buddies:
     """In-memory snapshots of a run that survive the loss of a node.
 
-    All data-parallel ranks must create one and call its methods together. A snapshot holds what a checkpoint holds.
-    Each rank writes its part into shared memory of its node, and sends it to a rank of another node. The transfer runs
-    in the background, spread over a quarter of the time between two snapshots. After a restart, also on other nodes and
-    with another number of ranks, :meth:`load` restores model and optimizer from the last complete snapshot. It does not
-    read a disk.
+    All data-parallel ranks must create a ``Buddies`` and call its methods together. A snapshot has the same contents as
+    a checkpoint. Each rank writes its part into shared memory of its node and sends a copy to a rank of another node.
+    The transfer runs in the background, spread over a quarter of the time between two snapshots. After a restart,
+    :meth:`load` restores model and optimizer from the last complete snapshot without reading a disk. The restart may
+    use other nodes and another number of ranks.
 
-    With AdamW this takes 48 N/D bytes of host memory per rank: two snapshots, each with this rank's part and its
+    With AdamW, snapshots take 48 N/D bytes of host memory per rank: two snapshots, each with this rank's part and its
     partner's part. The snapshots stay when processes die. Call :meth:`close` at the regular end of a run to remove
     them.
 
@@ -147,14 +147,15 @@ class Buddies:
     def snapshot(self, extra: object = None) -> None:
         """Take a snapshot of the current state. All ranks must call this, between ``optimizer.step()`` and a backward.
 
-        When this returns, this rank's part has been copied. It is sent in the background. The call first waits for the
-        previous snapshot. If a snapshot fails, the next step warns, and the snapshot before it stays.
+        The call first waits for the previous snapshot. When it returns, this rank's part has been copied. The copy is
+        sent in the background. If a snapshot fails, the next step warns, and the previous snapshot stays.
 
         Args:
             extra: further state of the run, as for :func:`save`.
 
         Raises:
-            CheckpointError: too little memory, or values are not finite. No snapshot is taken; existing ones stay.
+            CheckpointError: a node has too little memory, or values are not finite. No snapshot is taken; existing
+                snapshots stay.
         """
         self._finish()
         runtime, failure = self._runtime, None
@@ -239,7 +240,7 @@ class Buddies:
         return _SnapshotJob(here, record, chunks, state)
 
     def _exchange(self, job: _SnapshotJob) -> None:
-        """In a background thread, exchange files with the partners and publish the snapshot."""
+        """Exchange files with the partners and publish the snapshot. This runs in a background thread."""
         lane, folder = self._lane, job.here.folder
         try:
             first = job.state.document if lane.rank == 0 else None
@@ -267,7 +268,7 @@ class Buddies:
         self._newest = job.here.token
 
     def _swap(self, folder: Path, mine: FileRecord, theirs: FileRecord | None) -> None:
-        """Send this rank's file and receive another rank's, chunk by chunk with pauses in between."""
+        """Send this rank's file and receive and verify another rank's file, in chunks with pauses between them."""
         if theirs is None:
             return
         sent, count = mapped(folder / mine.name, mine.size), -(-max(mine.size, theirs.size) // CHUNK)
@@ -284,14 +285,14 @@ class Buddies:
     def load(self, *, strict: bool = True, newer_than: str | os.PathLike[str] | None = None) -> Resumed | None:
         """Load the last complete snapshot into model and optimizer; return None if there is none.
 
-        All ranks must call this. Each rank reads its rows from the memory of its node and verifies their checksums. It
-        receives missing data from other nodes. If a snapshot is damaged, a warning is logged and the previous one is
-        tried.
+        All ranks must call this. Each rank reads its rows from the shared memory of its node and verifies their
+        checksums. Files that the node lacks are received from other nodes. If a snapshot is damaged, a warning is
+        logged and the previous snapshot is tried.
 
         Args:
             strict: as for :func:`load`.
-            newer_than: a folder of checkpoints, as for :func:`load_latest`. Snapshots that were taken before its last
-                complete checkpoint was started are skipped.
+            newer_than: a folder of checkpoints, as for :func:`load_latest`. Snapshots are skipped if they were taken
+                before the last complete checkpoint in this folder was started.
 
         Raises:
             ValueError: names, shapes or dtypes do not match.
@@ -324,7 +325,10 @@ class Buddies:
         return None
 
     def _saved(self, folder: str | os.PathLike[str] | None) -> int:
-        """Return the start time of the last checkpoint in a folder in seconds, read by the first rank; -1 if none."""
+        """Return the start time in seconds of the last checkpoint in `folder`; -1 if there is none.
+
+        The first rank reads the folder and sends the result to all ranks.
+        """
         saved = -1
         if folder is not None and self._lane.rank == 0:
             with suppress(OSError):  # another job may remove the checkpoint meanwhile
@@ -348,13 +352,13 @@ class _SnapshotJob:
 
 
 def _partners(nodes: Sequence[str], rank: int) -> tuple[int | None, int | None]:
-    """Return the rank that receives this rank's part and the rank that sends its own; None if there is only one node.
+    """Return the rank that this rank sends its part to and the rank that it receives from; two None on a single node.
 
-    Ranks are numbered node by node. The partner is as many ranks away as the largest node has. So it is on another
-    node, unless that node has more than half of the ranks.
+    The ranks are sorted by node. The partner is n positions away in this order, where n is the number of ranks on the
+    largest node. So the partner is on another node, unless the largest node has more than half of the ranks.
 
     Args:
-        nodes: the node of each rank.
+        nodes: identifier of the node of each rank.
     """
     order = sorted(range(len(nodes)), key=lambda each: (nodes.index(nodes[each]), each))
     if len(set(nodes)) == 1:
@@ -374,7 +378,7 @@ def _document(told: Sequence[Sequence[Any]]) -> dict[str, Any]:
 
 
 def _table(records: Sequence[FileRecord], told: Sequence[Sequence[Any]]) -> dict[str, StoredTensor]:
-    """Return the table of all tensors and the files that hold them; of several copies, the first counts."""
+    """Return all tensors by key, with the files that hold their chunks. If a chunk has copies, the first is used."""
     found: dict[str, tuple[str, list[int], dict[tuple[int, ...], tuple[str, tuple[int, ...], tuple[int, ...]]]]] = {}
     for record, (_, chunks, *_) in zip(records, told, strict=True):
         for key, dtype, shape, offsets, sizes in chunks:

@@ -1,9 +1,9 @@
-"""Checksums per chunk of a file, so that damage is detected in the parts that are read without reading the rest.
+"""Checksums per chunk of a file, so that a reader can verify the chunks it reads without reading the whole file.
 
 [Note: What a checksum is for]
-Disks, networks and truncated copies change bytes by accident. Any good 128-bit hash detects that. XXH3-128, of the
-package xxhash, is so fast that its cost is negligible beside that of the disk. Checksums do not protect against an
-attacker, who would write new checksums with the new bytes. A cryptographic hash would not help either.
+Disks, networks and truncated copies change bytes by accident. Any good 128-bit hash detects that. XXH3-128, from the
+package xxhash, is so fast that its cost is negligible compared with that of the disk. Checksums do not protect against
+an attacker, who would write new checksums with the new bytes. A cryptographic hash would not help either.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ChecksumScheme:
     """Checksum algorithm and chunk size of the files of a checkpoint.
 
     Attributes:
-        chunk: bytes of a file per checksum; the last chunk may be shorter.
+        chunk: size of a chunk in bytes; the last chunk of a file may be shorter.
     """
 
     algorithm: str
@@ -93,7 +93,7 @@ class ChecksumScheme:
 
 
 class ChunkHasher:
-    """Hasher of a file that arrives piece by piece."""
+    """Incremental hasher that computes one checksum per chunk of a file."""
 
     def __init__(self, scheme: ChecksumScheme) -> None:
         self.size = 0
@@ -102,7 +102,7 @@ class ChunkHasher:
         self._hasher = scheme.hasher()
 
     def update(self, piece: Any) -> None:
-        """Add the next bytes: any object with a buffer."""
+        """Hash the next bytes of the file. `piece` is any object that supports the buffer protocol."""
         rest = memoryview(piece)
         while rest.nbytes:
             room = (len(self._done) + 1) * self._scheme.chunk - self.size
@@ -129,7 +129,7 @@ def sums_of(text: bytes, scheme: ChecksumScheme) -> str:
 
 @dataclass(frozen=True)
 class ByteRange:
-    """A byte range of a file that is to be read.
+    """A byte range to be read from a file.
 
     Attributes:
         into: destination, uint8 of shape [stop - start], on any device; None if the bytes are only verified.
@@ -141,11 +141,12 @@ class ByteRange:
 
 
 def read_pieces(path: Path, size: int, sums: str, scheme: ChecksumScheme, pieces: Sequence[ByteRange]) -> None:
-    """Read pieces of a file and verify the checksums of all chunks that they touch.
+    """Read byte ranges of a file and verify the checksums of all chunks that overlap with them.
 
     Args:
+        size: size of the file in bytes.
         sums: checksums of the full file.
-        pieces: in file order, without overlap.
+        pieces: byte ranges in file order, without overlap.
 
     Raises:
         CheckpointError: the file is damaged or cannot be read. The contents of the destinations are then undefined.
@@ -178,7 +179,7 @@ class _Damage(Exception):
 
 @dataclass(frozen=True)
 class _Stretch:
-    """One chunk of a file, read in one go.
+    """One chunk of a file, and the requested byte ranges inside it.
 
     Attributes:
         pieces: byte ranges inside the chunk, in order. Bytes between them are only hashed.

@@ -1,4 +1,4 @@
-"""State that a save writes: model, optimizer and the user's extra state, after all ranks agree on it."""
+"""Collection of the state that a save writes (model, optimizer, the user's ``extra``), and agreement of all ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class CollectedState(NamedTuple):
 
     Attributes:
         document: nested values; the same on all ranks, except for entries that are read from the first rank only.
-        tensors: by key, what this rank writes: its shards, and unsharded tensors if it is the first rank that has them.
-        own: its :class:`PerRank` values, and its own entries of :class:`MergedValue`.
+        tensors: by key, the tensors that this rank writes: its shards, and unsharded tensors if it is the first rank
+            that has them.
+        own: this rank's :class:`PerRank` values, and its own entries of :class:`MergedValue`.
         digests: by path, digests of all values that must be equal on all ranks.
         bad: names of tensors with non-finite values.
     """

@@ -1,9 +1,9 @@
-"""Validation of ``contents.json``, on which all its readers rely.
+"""Validation of ``contents.json`` before its contents are used.
 
 [Note: Who wrote a checkpoint]
-A matching checksum shows that a file is as it was written, not that layerzero wrote it. Rows that are in no file would
-be loaded as uninitialized memory, and sizes can ask for more memory than there is. So the table of tensors and all
-references to it are compared with each other and with the file sizes before anything is allocated.
+A matching checksum proves that a file has not changed since it was written, but not that layerzero wrote it. Rows that
+are in no file would be loaded as uninitialized memory, and wrong sizes could exceed the available memory. So before
+anything is allocated, the table of tensors is compared with all references to it and with the file sizes.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def num_saving_ranks(topology: Mapping[str, int]) -> int | None:
 def check_tensors(tensors: Mapping[str, StoredTensor], file_sizes: Mapping[str, int]) -> None:
     """Check that the chunks of each tensor cover it without gaps, and that each file is large enough for its chunks.
 
-    Chunks are consecutive ranges of rows. A tensor may also be cut along one more dim, and each part of it into rows.
+    Chunks are consecutive ranges of rows. A tensor may first be cut along one more dim, and each part then into rows.
 
     Raises:
-        ValueError: names the tensor or the file.
+        ValueError: a check fails; the message names the tensor or the file.
     """
     held: Counter[str] = Counter()  # bytes, by file
     for key, tensor in tensors.items():
@@ -95,7 +95,7 @@ _NOT_BY_ROWS = "{} is cut in another way than by rows, and along one more dim"
 
 
 def _fill(columns: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
-    """Return whether ascending chunks fill `shape` one after another along one dim and span all others."""
+    """Return whether chunks, in ascending order, cover `shape` without gaps along one dim and span all other dims."""
     if len(columns) == 1:
         return columns[0] == ((0,) * len(shape), shape)
     starts, sizes = zip(*columns, strict=True)
@@ -146,7 +146,7 @@ def _check_names(value: Any, what: str) -> None:
 
 
 def _check_value(value: Any, tensors: Mapping[str, StoredTensor], ranks: int | None) -> None:
-    """Check the assumptions of :class:`Decoder`."""
+    """Raise an error unless :class:`Decoder` can decode the JSON `value`."""
     if isinstance(value, list):
         for item in value:
             _check_value(item, tensors, ranks)

@@ -45,13 +45,14 @@ def load_dcp(
 
     Args:
         path: a folder with a file ``.metadata``.
-        model_key, optimizer_key: keys under which the state dicts of model and optimizer were saved. The optimizer's is
-            keyed by parameter name, as ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns it, flattened
-            or not.
+        model_key, optimizer_key: keys under which the state dicts of model and optimizer were saved. The optimizer
+            state dict is keyed by parameter name, flattened or not, as
+            ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns it.
         strict: as in :func:`layerzero.checkpoint.load`.
 
     Raises:
-        ValueError: names, shapes or dtypes do not match; lists all. Nothing has been changed.
+        ValueError: names, shapes or dtypes do not match; the message lists or counts the mismatches. Nothing has been
+            changed.
 
     Example::
 
@@ -83,7 +84,7 @@ def load_dcp(
 
 
 class _DcpFiles:
-    """A DCP checkpoint as a :class:`layerzero.checkpoint.loading.Source`; torch reads the tensors."""
+    """A :class:`layerzero.checkpoint.loading.Source` that reads a DCP checkpoint through torch."""
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class _DcpFiles:
 
 
 def _tree(source: FileSystemReader, metadata: Metadata, wanted: tuple[str, str]) -> dict[str, Any]:
-    """Return the values saved under the `wanted` keys, nested as before, with references in place of tensors."""
+    """Return the values saved under the `wanted` keys, nested as they were saved; references replace the tensors."""
     paths = metadata.planner_data or {key: tuple(key.split(".", 1)) for key in metadata.state_dict_metadata}
     entries = {key: entry for key, entry in metadata.state_dict_metadata.items() if paths[key][0] in wanted}
     values: dict[str, Any] = {key: None for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)}
@@ -143,7 +144,7 @@ class _Placeholder(Tensor):
         return placeholder
 
     def numpy(self, **_: Any) -> Any:
-        """Return the placeholder itself: an array is read as a tensor."""
+        """Return the placeholder itself, because arrays are read as tensors."""
         return self
 
 
@@ -180,7 +181,7 @@ def reader(path: str | os.PathLike[str], *, verify: bool = True) -> StorageReade
 
 
 def _nested_optimizer(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer state dict in nested form; torch may have flattened it to ``state.NAME.KEY`` and the like."""
+    """Return an optimizer state dict in nested form, also if torch has flattened its keys (``state.NAME.KEY``)."""
     nested = {key: value for key, value in saved.items() if "." not in key}
     groups: dict[str, dict[str, Any]] = {}
     for path, value in saved.items():

@@ -1,7 +1,7 @@
 """StorageWriter and StorageReader of torch.distributed.checkpoint (DCP), for safetensors files and ``contents.json``.
 
 DCP plans which rank writes and reads which rows; the two classes execute the plan. Each rank writes one file, in which
-the key of a tensor is its name. ``contents.json`` records which rows of a tensor are in which file.
+tensors are named by their keys. ``contents.json`` records which rows of a tensor are in which file.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class CheckpointContents:
     """Contents of ``contents.json``.
 
     Attributes:
-        topology: of the ranks that saved: ``data_parallel``, ``zero3_size``, and ``ranks`` if there were more ranks.
+        topology: sizes of the run that saved: ``data_parallel``, ``zero3_size``, and ``ranks`` if there were more
+            ranks than ``data_parallel``.
         document: model, optimizer and ``extra``, as encoded by :class:`layerzero.checkpoint.json_codec.Encoder`.
         tensors: by key, the tensors that `document` refers to.
     """
@@ -82,7 +83,7 @@ class CheckpointContents:
 
     @classmethod
     def read(cls, manifest: Manifest) -> CheckpointContents:
-        """Read and verify the contents of a checkpoint. Raises CheckpointError."""
+        """Read and verify the contents of a checkpoint. Raises CheckpointError if they are missing or invalid."""
         path = manifest.path_of(CONTENTS)
         try:
             text = read_capped(path, CONTENTS_BYTES)
@@ -109,7 +110,7 @@ class CheckpointContents:
         return cls(content["topology"], content["document"], tensors)
 
     def write(self, folder: Path) -> FileRecord:
-        """Write ``contents.json``. Raises CheckpointError if it could not be read again, OSError on a full disk."""
+        """Write ``contents.json``. Raises CheckpointError if a reader would refuse it, and OSError on a full disk."""
         path, text = folder / CONTENTS, self._to_json()
         if len(text) > CONTENTS_BYTES:
             raise CheckpointError(f"{path} would have {len(text):,} bytes, more than {CONTENTS_BYTES:,}")
@@ -132,9 +133,9 @@ class SafetensorsWriter(StorageWriter):
         document: the full document on the first rank; not used on other ranks.
         own: this rank's :class:`PerRank` values, and its own entries of :class:`MergedValue`.
         finite: whether all trained tensors of this rank are finite.
-        sequence: returns the number of the checkpoint in its folder; called on the first rank at the end.
-        overwrite: replace a checkpoint that is at `path`.
-        reads_back: compare each file with what was written, before the checkpoint is published.
+        sequence: function that returns the sequence number of the checkpoint; called on the first rank at the end.
+        overwrite: replace an existing checkpoint at `path`.
+        reads_back: read each file again and verify its checksums before the checkpoint is published.
     """
 
     def __init__(
@@ -181,12 +182,12 @@ class SafetensorsWriter(StorageWriter):
 
     @property
     def _partial(self) -> Path:
-        """The folder that is written into and later renamed to the checkpoint."""
+        """Hidden folder that the files are written into; it is later renamed to `path`."""
         assert self._token is not None
         return partial_of(self._path, self._token)
 
     def discard(self) -> None:
-        """Remove what has been written; call this on the first rank, after a failure on which all ranks agree."""
+        """Remove the files written so far. Call this on the first rank, after all ranks know that the save failed."""
         if self._token is not None:
             remove(self._partial)
 
@@ -241,8 +242,8 @@ class SafetensorsReader(StorageReader):
     """StorageReader of one verified checkpoint.
 
     Args:
-        values: by flat name, values that are not tensors, for users who load through torch.distributed.checkpoint.
-        names: by flat name, the key of the tensor that it refers to.
+        names: key of each tensor, by flat name; None: the names are the keys.
+        values: values that are not tensors, by flat name, for loads through torch.distributed.checkpoint.
     """
 
     def __init__(
@@ -339,7 +340,7 @@ def check_entry(
 def pieces(
     tensors: Any, key: str, shape: Sequence[int], dtype: torch.dtype, *, box: Sequence[slice] = ()
 ) -> Iterator[Tensor]:
-    """Yield one tensor of an opened file, or a box of it, in row ranges of at most 64 MiB (or one row)."""
+    """Yield a tensor of an opened file, or its slices `box`, in row ranges of at most 64 MiB (or one row)."""
     if not shape:
         yield tensors.get_tensor(key)
         return
@@ -357,7 +358,7 @@ def _box(tensors: Any, key: str, offsets: Sequence[int], lengths: Sequence[int])
 
 
 def _pickled(value: Any) -> io.BytesIO:
-    """Return `value` as the pickled bytes that DCP expects of non-tensors. The value comes from JSON."""
+    """Return a buffer with `value` pickled, as DCP expects for non-tensors. The value comes from JSON."""
     torch.save(value, buffer := io.BytesIO())
     buffer.seek(0)
     return buffer

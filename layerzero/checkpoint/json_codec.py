@@ -1,4 +1,4 @@
-"""Nested values as JSON and tensors, and back. Like pickle, but without executing code.
+"""Encoding of nested values as JSON and tensors, and decoding. Unlike pickle, decoding executes no code.
 
 JSON has no tuples, integer keys or infinities. Such values become an object with one key that starts with ``$``:
 
@@ -69,7 +69,7 @@ class PerRank:
 
 @dataclass(frozen=True)
 class MergedValue:
-    """A dict or list with entries common to all ranks and own entries of each rank; one value in the checkpoint."""
+    """A dict or list with entries common to all ranks and own entries of this rank. The checkpoint merges all ranks."""
 
     common: dict[str, Any] | list[Any]
     own: dict[str, Any] | list[Any]
@@ -77,12 +77,13 @@ class MergedValue:
 
 @dataclass
 class Encoder:
-    """Encoder of values as JSON, which collects their tensors.
+    """Encoder that converts values to JSON and collects their tensors.
 
     Attributes:
-        is_apart: returns whether other ranks have a different parameter under that name. Only own entries can hold
-            tensors that are cut like such a parameter.
-        tells: whether this rank writes own entries of a :class:`MergedValue`, among the ranks that have the same ones.
+        is_apart: function that returns whether other ranks have a different parameter under a name. Tensors that are
+            sharded like such a parameter are allowed only in own entries of a :class:`MergedValue`.
+        tells: whether this rank writes its own entries of a :class:`MergedValue`. Of the ranks with equal own entries,
+            one writes them.
         tensors: by key, the tensors that the JSON refers to.
         own: this rank's :class:`PerRank` values and own entries of :class:`MergedValue`, as JSON, in encoding order.
         apart: the keys of tensors in own entries of :class:`MergedValue`.
@@ -103,10 +104,13 @@ class Encoder:
     _in_own: bool = False
 
     def encode(self, value: Any, path: str) -> Any:
-        """Return the JSON of `value`; `path` names it in messages and names its tensors in the checkpoint.
+        """Return the JSON of `value`.
+
+        Args:
+            path: name of the value in error messages, and key of its tensors in the checkpoint.
 
         Raises:
-            TypeError: a value is neither plain data nor a tensor; names its path.
+            TypeError: a value is neither plain data nor a tensor; the message has its path.
         """
         if isinstance(value, PerRank):
             return self._per_rank(value.value, path)
@@ -127,7 +131,7 @@ class Encoder:
         return encoded
 
     def encode_tree(self, value: Any, path: str) -> Any:
-        """Encode a value from the user. Raises TypeError as :meth:`encode`, and if it is nested too deeply to load."""
+        """Encode a user's value. Raises TypeError as :meth:`encode`, or if the value is nested too deeply to load."""
         most = DEPTH // 2 - 2  # an own value can be nested as deeply again
         try:
             encoded = self.encode(value, path)
@@ -238,7 +242,7 @@ class Decoder:
     """Decoder of values from JSON.
 
     Attributes:
-        tensor: returns the tensor that is stored under a key.
+        tensor: function that returns the tensor stored under a key.
         rank: the rank whose :class:`PerRank` values are used; None: they are decoded as None.
     """
 
@@ -277,7 +281,7 @@ class Decoder:
 
 
 def references(value: Any, *, rank: int | None) -> Iterator[dict[str, str]]:
-    """Yield the tensor references in some JSON that :class:`Decoder` would follow for `rank`."""
+    """Yield the tensor references in the JSON `value` that a :class:`Decoder` for `rank` would resolve."""
     if isinstance(value, list):
         for item in value:
             yield from references(item, rank=rank)
@@ -294,7 +298,7 @@ def references(value: Any, *, rank: int | None) -> Iterator[dict[str, str]]:
 
 
 def has_own_values(value: Any) -> bool:
-    """Return whether some JSON contains per-rank values."""
+    """Return whether the JSON `value` contains per-rank values."""
     if isinstance(value, list):
         return any(map(has_own_values, value))
     return isinstance(value, dict) and ("$per_rank" in value or any(map(has_own_values, value.values())))
@@ -317,7 +321,7 @@ def with_all_ranks(value: Any, owns: Sequence[Sequence[Any]]) -> Any:
 
 
 def is_deeper(value: Any, depth: int) -> bool:
-    """Return whether some JSON has lists or objects nested more than `depth` deep."""
+    """Return whether lists and objects in the JSON `value` are nested more than `depth` levels deep."""
     level = [value]
     for _ in range(depth + 1):
         level = [item for v in level if isinstance(v, (list, dict)) for item in (v.values() if type(v) is dict else v)]
@@ -327,7 +331,7 @@ def is_deeper(value: Any, depth: int) -> bool:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype of a name: ``torch.bfloat16`` for ``"bfloat16"``."""
+    """Return the torch dtype with a name, such as ``"bfloat16"``. Raises ValueError if there is none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype of torch {torch.__version__}")

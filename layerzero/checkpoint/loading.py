@@ -41,8 +41,8 @@ def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = 
 
     Args:
         path: from :func:`save`, :func:`save_async`, or :func:`latest`.
-        optimizer: None skips optimizer state in the checkpoint. Its parameter groups take the hyperparameters that
-            their parameters were saved with, also if the groups were different.
+        optimizer: None skips the optimizer state in the checkpoint. Each parameter group takes the hyperparameters
+            that its parameters were saved with, even if the parameters were grouped differently.
         strict: False loads the tensors that fit and warns about the others.
 
     Returns:
@@ -50,10 +50,11 @@ def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = 
 
     Raises:
         FileNotFoundError: nothing exists at `path`.
-        CheckpointError: the checkpoint is incomplete or damaged; names the file. Nothing has been changed. If a file
-            was read and verified once but then could not be read again, the message says so. Model and optimizer then
-            refuse to be used until a load succeeds.
-        ValueError: names, shapes or dtypes do not match; the message lists or counts them. Nothing has been changed.
+        CheckpointError: the checkpoint is incomplete or damaged; the message names the file. Nothing has been changed,
+            unless a file was read and verified once but could not be read again. In that case the message says so, and
+            model and optimizer cannot be used until a load succeeds.
+        ValueError: names, shapes or dtypes do not match; the message lists or counts the mismatches. Nothing has been
+            changed.
 
     Example::
 
@@ -71,10 +72,12 @@ def prepare_load(
     strict: bool = True,
     apart: RankLocalNames | None = None,
 ) -> PreparedLoad:
-    """Do the part of :func:`load` that changes nothing. It returns only if the checks passed on all ranks.
+    """Read and check a checkpoint for :func:`load`, without changing model or optimizer.
+
+    The function returns only if the checks pass on all ranks.
 
     Args:
-        apart: as in the save; None: all ranks have the same parameters.
+        apart: the same names as for the save; None: all ranks have the same parameters.
     """
     path = Path(path)
 
@@ -97,10 +100,10 @@ class Source(Protocol):
     twice: bool
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
-        """Fill the tensors; for those `in_place`, only check that they can be filled. All ranks must call this."""
+        """Fill `tensors` except those in `in_place`, which :meth:`read_again` fills. All ranks must call this."""
 
     def read_again(self) -> None:
-        """Fill the tensors in place."""
+        """Fill the tensors whose keys were in `in_place`."""
 
 
 def prepare_from(
@@ -112,7 +115,10 @@ def prepare_from(
     strict: bool,
     apart: RankLocalNames | None = None,
 ) -> PreparedLoad:
-    """Do :func:`prepare_load` for any source. See [Note: Nothing changes before all is known] in restore.py."""
+    """Prepare a load from any source, as :func:`prepare_load` does from a checkpoint.
+
+    See [Note: Nothing changes before all is known] in restore.py.
+    """
     runtime = get_state(model)
     everyone = runtime.ranks
     fields: dict[str, Any] = {"with an optimizer": optimizer is not None, "strict": strict}
@@ -154,7 +160,7 @@ def prepare_from(
 
 @dataclass(frozen=True)
 class PreparedLoad:
-    """A checkpoint that fits and whose checksums were verified, and a model that is still unchanged."""
+    """A load that has passed all checks and has not changed the model or the optimizer yet."""
 
     runtime: LayerZeroState
     optimizer: ShardedOptimizer | None
@@ -163,7 +169,7 @@ class PreparedLoad:
     path: str
 
     def commit(self) -> Any:
-        """Change the model and the optimizer; return ``extra``. All data-parallel ranks must call this."""
+        """Write the values into model and optimizer; return ``extra``. All data-parallel ranks must call this."""
         extra = _commit(self.runtime, self.optimizer, self.source, self.restore, self.path)
         if self.restore.problems and self.runtime.ranks.is_first:
             said = printable(self.restore.summary())
@@ -174,7 +180,7 @@ class PreparedLoad:
 def _commit(
     runtime: LayerZeroState, optimizer: ShardedOptimizer | None, source: Source, restore: RestorePlan, path: str
 ) -> Any:
-    """Write into the model and the optimizer. From here on, a failure leaves them partly loaded."""
+    """Write the values into model and optimizer; return ``extra``. A failure may leave both partly loaded."""
     extra: Any = None
     failure: Exception | None = None
     try:

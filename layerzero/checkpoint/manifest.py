@@ -27,7 +27,7 @@ class UnsupportedFormat(CheckpointError):
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a checkpoint, as it was written."""
+    """Name, size and checksums of one file of a checkpoint, as it was written."""
 
     name: str
     size: int  # bytes
@@ -40,8 +40,9 @@ class Manifest:
 
     Attributes:
         scheme: checksum scheme of all files.
-        sequence: increases with every save into a folder; :func:`layerzero.checkpoint.latest` picks the largest.
-        token: of the save that wrote it, see [Note: Two jobs at one name] in atomic_files.py.
+        sequence: number that increases with every save into a folder. :func:`layerzero.checkpoint.latest` returns the
+            checkpoint with the largest number.
+        token: token of the save; see [Note: Two jobs at one name] in atomic_files.py.
         finite: whether all trained tensors were finite; None if that was not checked.
     """
 
@@ -54,14 +55,14 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str], *, parts: bool = False) -> Manifest:
-        """Read the manifest of the checkpoint at `folder`, and check presence and size of the other files.
+        """Read the manifest of the checkpoint at `folder`, and check that its other files exist with the right sizes.
 
         Args:
-            parts: do not check the other files; they may be elsewhere.
+            parts: do not check the other files, because `folder` may lack some of them.
 
         Raises:
             FileNotFoundError: nothing exists at `folder`.
-            CheckpointError: it is not a checkpoint, or an incomplete or damaged one.
+            CheckpointError: `folder` is not a checkpoint, or is an incomplete or damaged one.
         """
         folder = Path(folder)
         if not folder.exists():
@@ -140,21 +141,21 @@ class Manifest:
         return manifest_text({**known, "checksums": asdict(self.scheme)})
 
     def read_pieces(self, name: str, pieces: Sequence[ByteRange]) -> None:
-        """Read bytes of the file `name` and verify the checksums of the chunks that they touch.
+        """Read byte ranges of the file `name` and verify the checksums of all chunks that overlap with them.
 
         Raises:
-            CheckpointError: the file is damaged; names it.
+            CheckpointError: the file is damaged; the message names it.
         """
         path, record = self.path_of(name), self.files[name]
         read_pieces(path, record.size, record.sums, self.scheme, pieces)
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Verify every byte of the named files, or of all. Raises CheckpointError as :meth:`read_pieces`."""
+        """Verify every byte of the named files; None: of all files. Raises CheckpointError as :meth:`read_pieces`."""
         for name in self.files if names is None else names:
             self.read_pieces(name, [ByteRange(0, self.files[name].size, None)])
 
     def verify_text(self, name: str, text: bytes) -> None:
-        """Verify the contents `text` of a file that has been read. Raises CheckpointError."""
+        """Raise CheckpointError unless `text`, which was read from the file `name`, has the recorded checksums."""
         if sums_of(text, self.scheme) != self.files[name].sums:
             raise CheckpointError(f"{self.path_of(name)} is damaged: its checksum is not the one that was written")
 
@@ -164,6 +165,6 @@ def _optional(content: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def manifest_text(known: Mapping[str, Any]) -> bytes:
-    """Return the only valid manifest text for `known`: any other byte on the disk is damage."""
+    """Return the manifest file with the entries `known`. It is unique, so any different byte on the disk is damage."""
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
     return json.dumps({**known, "sha256": digest}, sort_keys=True, indent=1).encode() + b"\n"

@@ -1,11 +1,11 @@
-"""Checks that an optimizer can continue from a checkpoint: settings of its groups and states of its parameters.
+"""Checks whether an optimizer can continue from a checkpoint: settings of its groups and states of its parameters.
 
 [Note: What an optimizer keeps]
 Optimizer classes do not declare which state they keep for a parameter, or which entries may be missing. So a trial
-determines it: a small parameter is stepped with the settings of the checkpoint, because settings decide what is kept
-(``amsgrad``, ``momentum``). If an entry is a tensor of the parameter's shape after the trial, or a number, it must be
-the same kind in the checkpoint. An entry that is None or missing in the checkpoint is accepted if a step from such a
-state works. Other entries of the checkpoint are not checked.
+determines this. It steps a small parameter with the settings of the checkpoint, because the state depends on settings
+such as ``amsgrad`` and ``momentum``. If an entry is a number or a tensor of the parameter's shape after the trial, the
+checkpoint must have the same kind of entry. An entry that is None or missing in the checkpoint is accepted if a step
+from such a state works. Other entries of the checkpoint are not checked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GroupCompatibility:
 
     Args:
         group: the current group of `inner`.
-        saved: settings for it, as JSON.
+        saved: settings of the group in the checkpoint, as JSON.
         tensors: tensors of the checkpoint, by key.
         what: name of the group in messages.
 
@@ -78,7 +78,7 @@ class GroupCompatibility:
         return _difference(_shown(current), self._sorted(saved), saved)
 
     def _sorted(self, value: Any) -> Any:
-        """Return the kind of value that some JSON encodes; a list of kinds for a list."""
+        """Return the kind of the value that is encoded as the JSON `value`; for a list, a list of kinds."""
         if (key := key_of(value)) is not None:
             return _NUMBER if self._tensors[key].shape in ((), (1,)) else _TENSOR
         tag = next(iter(value), "") if isinstance(value, dict) else ""
@@ -87,7 +87,7 @@ class GroupCompatibility:
         return _TAGS.get(tag, f"a {tag[1:]}" if tag.startswith("$") else _sort_of(value))
 
     def _plain(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of settings without tensors, which have not been read yet."""
+        """Decode the settings that contain no tensors; tensors have not been read yet."""
         decoder = Decoder(_no_tensor, rank=None)
         return {
             key: decoder.decode(value)
@@ -96,7 +96,7 @@ class GroupCompatibility:
         }
 
     def _trial(self, group: Mapping[str, Any], ndim: int = 2) -> tuple[dict[str, Any] | None, str | None]:
-        """Return the state after a step of a small parameter with `ndim` dims, and the error if such a step fails."""
+        """Step a small parameter with `ndim` dims. Return (state, None), or (None, error) if the step fails."""
         try:
             return self._state_after_a_step(self._inner, {**group, "params": []}, ndim), None
         except Exception as error:
@@ -107,7 +107,7 @@ class GroupCompatibility:
             return None, failure
 
     def state_problems(self, values: Mapping[str, Any], ndim: int) -> Iterator[tuple[str, str]]:
-        """Yield the incompatible state entries of a parameter: pairs of entry and reason.
+        """Yield (entry, reason) for each incompatible entry in the state of a parameter.
 
         Args:
             values: entries of the state, as JSON.
@@ -127,7 +127,7 @@ class GroupCompatibility:
             yield from missing.items()
 
     def kept(self, ndim: int) -> dict[str, Any] | None:
-        """Return the state that is kept for a parameter with `ndim` dims; None if the trial step fails."""
+        """Return an example of the state of a parameter with `ndim` dims; None if the trial step fails."""
         if ndim not in self._kept_by_ndim:
             self._kept_by_ndim[ndim] = self._trial(self._stepped_with, ndim)[0]
         return self._kept_by_ndim[ndim]
@@ -158,21 +158,21 @@ class GroupCompatibility:
 
 
 def as_kept(value: Any, example: Any) -> Any:
-    """Convert a loaded state entry: a number becomes a tensor if the optimizer keeps the tensor `example`."""
+    """Return a loaded state entry, with a number converted to a tensor like `example` if that is a tensor."""
     if isinstance(example, Tensor) and isinstance(value, (int, float)):
         return torch.full_like(example, value)
     return value
 
 
 def _kind(example: Any) -> str:
-    """Return the kind of a state entry."""
+    """Return the kind of a state entry, such as "a number"."""
     if isinstance(example, Tensor) and example.ndim:
         return _ROWS
     return shown if isinstance(shown := _shown(example), str) else _SEQUENCE
 
 
 def _shown(value: Any) -> Any:
-    """Return the kind of a value; a list of kinds for a list."""
+    """Return the kind of a value, such as "a number"; for a list, a list of kinds."""
     if isinstance(value, Tensor):
         return _NUMBER if value.numel() == 1 else _TENSOR
     return [_shown(item) for item in value] if isinstance(value, (list, tuple)) else _sort_of(value)

@@ -9,12 +9,12 @@ one query (:class:`LateMaximum`).
 [Note: A deadline that is kept]
 Python runs a signal handler between two bytecode instructions. A rank that waits for a dead rank may be inside one
 instruction for minutes. But the C-level handler immediately writes a byte to the wakeup file descriptor, and a thread
-waits for that byte. A process has only one such descriptor. Requests for several signals share it: a later request
-takes it from an earlier one whose handler is still set.
+waits for that byte. A process has only one such descriptor, so requests for several signals share it: a later request
+uses the descriptor of an earlier request whose handler is still set.
 
 [Note: Children]
-A forked process inherits the handlers and the wakeup file descriptor, so a signal for a worker process would reach the
-run. So requests are closed in a child right after the fork. There the signal does what it did before.
+A forked process inherits the handlers and the wakeup file descriptor, so a signal to a worker process would also act on
+its parent. So requests are closed in a child right after the fork. This restores the previous handler in the child.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def on_signal(
     points of the loop. It suffices that one rank receives the signal.
 
     Args:
-        signum: for instance ``signal.SIGTERM``, which launchers and schedulers send before they kill.
+        signum: signal number, such as ``signal.SIGTERM``, which launchers and schedulers send before they kill.
         model: from :func:`layerzero.shard_model`.
-        deadline: seconds from the signal until the process ends, regardless of what it does. None: no deadline.
-        exit_code: of the process. Default: 128 + `signum`, as if the signal had ended the process.
+        deadline: seconds from the signal until the process is ended, whatever it is doing. None: no deadline.
+        exit_code: exit code of the process. Default: 128 + `signum`, as if the signal had ended the process.
 
     Example::
 
@@ -72,7 +72,7 @@ def on_signal(
 
 
 class LeaveRequest:
-    """A handler of one signal, created by :func:`on_signal`. As a context manager, it is closed on exit."""
+    """Handler of one signal, created by :func:`on_signal`. As a context manager, it closes on exit."""
 
     def __init__(self, signum: int, model: nn.Module, deadline: float | None, exit_code: int) -> None:
         self._runtime = get_state(model)
@@ -101,8 +101,8 @@ class LeaveRequest:
     def asked(self) -> bool:
         """Return whether any rank has received the signal. All ranks must call this, and get the same answer.
 
-        See [Note: One step late]: the third query after the signal returns True at the latest. If all ranks are in one
-        ZeRO-3 group, or every ZeRO-3 group has one rank, it is the second.
+        At the latest, the third query after the signal returns True. If all ranks are in one ZeRO-3 group, or every
+        ZeRO-3 group has one rank, the second query does. See [Note: One step late].
         """
         lanes = self._runtime.ranks.control_comms
         if not lanes:
@@ -151,7 +151,7 @@ class LeaveRequest:
 
     @property
     def before(self) -> Any:
-        """Handler that was set before, other than requests that have been closed."""
+        """Handler that was set before this one. Handlers of requests that have been closed are skipped."""
         before = self._before
         request = getattr(before, "__self__", None)
         return request.before if isinstance(request, LeaveRequest) and not request._handles else before
@@ -203,7 +203,7 @@ class _Wakeups:
     """Thread that listens on the wakeup file descriptor, shared by all requests; see [Note: A deadline that is kept].
 
     Attributes:
-        requests: requests that are open.
+        requests: open requests, whose deadlines the thread starts.
     """
 
     def __init__(self, heard: socket.socket, written: socket.socket) -> None:
@@ -213,7 +213,11 @@ class _Wakeups:
 
     @classmethod
     def shared(cls) -> _Wakeups | None:
-        """Return the listener of open requests, or a new one; None if another user such as asyncio has set one."""
+        """Return the listener of open requests, or a new one.
+
+        Returns:
+            None if other code, such as asyncio, has set the wakeup file descriptor.
+        """
         for signum in signal.valid_signals():
             request = getattr(signal.getsignal(signum), "__self__", None)
             if isinstance(request, LeaveRequest) and request.wakeups is not None:

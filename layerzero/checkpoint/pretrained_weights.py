@@ -1,4 +1,4 @@
-"""Loading of full models from safetensors files, as Hugging Face stores them, into sharded models by rows."""
+"""Loading of full models from safetensors files, such as those of Hugging Face, into sharded models."""
 
 from __future__ import annotations
 
@@ -40,19 +40,21 @@ def load_safetensors(
     """Load the safetensors files of a full model into a sharded model, which may have been built on ``meta``.
 
     Each rank reads its own rows from the files. No data is sent, and no rank holds the full model or a full tensor.
-    All data-parallel ranks must call this and see the same files. For a tied parameter, one of its names suffices.
-    Non-persistent buffers (rotary tables) are in no file; `param_init_fn` of :func:`layerzero.shard_model` must
+    All data-parallel ranks must call this and see the same files. A tied parameter may be stored under only one of its
+    names. Non-persistent buffers (rotary tables) are in no file; `param_init_fn` of :func:`layerzero.shard_model` must
     initialize them.
 
     Args:
-        source: a folder with ``model.safetensors`` or an index of several files, such an index, or the files.
+        source: a folder that has ``model.safetensors`` or an index of several files; an index file; or the safetensors
+            files themselves.
         strict: False loads the tensors that fit and warns about the others.
         rename: maps a name in the files to the name in the model's ``state_dict()``.
 
     Raises:
-        FileNotFoundError: there are no such files.
-        CheckpointError: a file is incomplete or does not match the index; names it.
-        ValueError: names, shapes or dtypes do not match; lists all. Nothing has been changed.
+        FileNotFoundError: `source` has no safetensors files.
+        CheckpointError: a file is incomplete or does not match the index; the message names the file.
+        ValueError: names, shapes or dtypes do not match; the message lists or counts the mismatches. Nothing has been
+            changed.
 
     Example::
 
@@ -69,7 +71,8 @@ def find_safetensors(source: PathLike | Sequence[PathLike]) -> list[Path]:
     """Return the safetensors files of a full model.
 
     Raises:
-        FileNotFoundError, ValueError: there is no model, or more than one.
+        FileNotFoundError: a folder has no model.
+        ValueError: a folder has more than one model.
         CheckpointError: an index is invalid.
     """
     if not isinstance(source, (str, os.PathLike)):
@@ -106,7 +109,7 @@ def _of_index(path: Path) -> list[Path]:
 
 
 class _FullFiles:
-    """Files with full tensors as a :class:`layerzero.checkpoint.loading.Source`."""
+    """A :class:`layerzero.checkpoint.loading.Source` that reads full tensors from safetensors files."""
 
     twice = True
 
@@ -152,7 +155,10 @@ class _FullFiles:
 
 
 def _sample(path: Path) -> tuple[int, str]:
-    """Return the size of a file and a digest of samples, which differs between two trainings of one model."""
+    """Return the size of a file in bytes and a digest of samples of it.
+
+    The digests of two training runs of the same model differ.
+    """
     size, digest = path.stat().st_size, hashlib.sha256()
     with open(path, "rb") as file:
         for place in range(_SAMPLES):
@@ -162,7 +168,7 @@ def _sample(path: Path) -> tuple[int, str]:
 
 
 def _rows(file: Any, name: str, tensor: Tensor, stored: StoredTensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield parts of this rank's memory and the values that belong into them."""
+    """Yield pairs: a part of this rank's memory of `tensor`, and the stored values of that part."""
     memory = plain(tensor)
     local = tensor._local_tensor if isinstance(tensor, DTensor) else None
     if not memory.numel():  # for instance a sharded scalar on ranks that do not hold it

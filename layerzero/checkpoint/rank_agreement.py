@@ -1,4 +1,4 @@
-"""Checks and errors that saves and loads share: valid arguments, agreement of all ranks, and translation of errors."""
+"""Checks and errors shared by saves and loads: valid arguments, agreement of all ranks, and translation of errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KINDS = {
 
 
 class RankLostError(CheckpointError):
-    """A collective among the ranks has failed: one of them is gone or late."""
+    """A collective has failed because a rank is gone or late."""
 
 
 def agree_or_raise(

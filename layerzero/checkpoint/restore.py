@@ -2,13 +2,13 @@
 
 [Note: Nothing changes before all is known]
 A load compares every name, shape and dtype with the table of the checkpoint. Then each rank reads every byte that it
-needs and verifies its checksum. Values that need new memory anyway are kept; the others pass through a small buffer.
-Only if that succeeds on all ranks is anything changed. Masters and optimizer state that have memory already are then
-read again, directly into it and most likely from the page cache, and verified again. Reading into new memory first
-would cost more than this second read, and would take as many bytes again as the state has.
+needs and verifies its checksum. Values that need new memory anyway are kept; all other values pass through a small
+buffer. Only if that succeeds on all ranks is anything changed. Masters and optimizer state with existing memory are
+then read again, directly into that memory and most likely from the page cache, and verified again. Reading into new
+memory first would cost more than this second read, and would take as much extra memory as the state itself.
 
-One failure remains: a disk that could be read, and a moment later cannot. Then nothing can be undone. The load is an
-error on all ranks, and the model and the optimizer refuse to be used until a load succeeds.
+One failure remains possible: the second read of a file fails although the first succeeded. The changes cannot be undone
+then. The load raises on all ranks, and model and optimizer cannot be used until a load succeeds.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class RestorePlan:
     """Changes that loading a checkpoint makes, determined before anything is read.
 
     Args:
-        rank: rank of this process among those that saved, if there were as many; otherwise None.
+        rank: rank of this process, if the same number of ranks saved the checkpoint; otherwise None.
         twice: whether the source can be read a second time, into memory of the model and the optimizer.
-        apart: names under which other ranks have different parameters; the checkpoint has all of them.
+        apart: names under which other ranks have different parameters. The checkpoint has the parameters of all ranks.
 
     Attributes:
-        problems: descriptions of what does not fit, one line each; these entries are skipped.
+        problems: descriptions of the entries that do not fit, one line each. Such entries are skipped.
         tensors: by key, tensors to be read, sharded or full. They are new CPU memory, except those `in_place`.
         in_place: keys of tensors that are memory of the model or the optimizer. They are written only after all checks.
     """
@@ -144,7 +144,7 @@ class RestorePlan:
         self.problems += [f"unexpected: {name}" for name in unexpected if not self._names.apart.is_elsewhere(name)]
 
     def _plan_parts(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
-        """Plan a tensor of a subclass, which is unsharded on every rank: all of its inner tensors or none."""
+        """Plan the load of a subclass tensor, which every rank holds unsharded: all of its inner tensors or none."""
         name, entry = names[0], stored[names[0]]
         if (told := flatten_subclass(name, target)) is None:
             self.problems.append(
@@ -292,13 +292,22 @@ class RestorePlan:
             self._use(key, None if member is None else member.spec)
 
     def _use(self, key: str, span: RowShardSpec | None, home: Tensor | None = None) -> None:
-        """Record a use of the stored tensor `key`: this rank's rows of `span`, or the full tensor."""
+        """Record that this rank needs the stored tensor `key`.
+
+        Args:
+            span: sharding of the rows that are needed; None: the full tensor.
+            home: existing memory that the rows can be loaded into.
+        """
         self._uses.setdefault(key, []).append(span)
         if span is not None and isinstance(home, Tensor):
             self._homes[key] = home
 
     def _can_hold(self) -> frozenset[str]:
-        """Return the keys whose rows are used once, by memory that can take the stored bytes as they are."""
+        """Return the keys of the tensors that can be read in place.
+
+        Such a tensor is used once, and its existing memory can take the stored bytes without conversion. The result is
+        empty if the memory of two such tensors overlaps.
+        """
         able: list[tuple[int, int, str]] = []  # start and end of its memory
         for key, home in self._homes.items():
             (span, *others), stored = self._uses[key], self._stored[key]
@@ -309,7 +318,7 @@ class RestorePlan:
         return frozenset(key for _, _, key in able) if apart else frozenset()
 
     def _memory(self, key: str, spans: list[RowShardSpec | None]) -> Tensor:
-        """Return memory to read `key` into, once: sharded if all uses have the same sharding, otherwise full."""
+        """Return the tensor to read `key` into: sharded if all uses have the same sharding, otherwise full."""
         stored, first = self._stored[key], spans[0]
         if first is None or not all(span is not None and span.same_sharding(first) for span in spans):
             return torch.empty(stored.shape, dtype=stored.dtype)
@@ -319,18 +328,18 @@ class RestorePlan:
         return sharded(rows, first, MutationTracker())
 
     def _read(self, key: str) -> Any:
-        """Return what was read for `key`; None if it does not fit or belongs to other ranks."""
+        """Return the tensor that was read for `key`; None if it does not fit or belongs to other ranks."""
         return self.tensors.get(key)
 
     def _rows(self, key: str, target: Tensor | ManagedParam) -> Tensor:
-        """Return the values that were read for `target`."""
+        """Return the values that were read for `target`, as a plain tensor; this rank's rows if it is sharded."""
         tensor = self.tensors[key]
         if isinstance(target, ManagedParam) and not isinstance(tensor, DTensor):
             return rows_of(tensor, target.spec)
         return plain(tensor)
 
     def twin_problems(self) -> list[str]:
-        """Return descriptions of tied parameters that are stored twice with different values."""
+        """Return a description of each tied parameter that is stored twice with different values."""
         return [
             f"{first} and {second} are one parameter here, but have different values in the checkpoint"
             for first, key, second, other in self._twins
@@ -347,7 +356,7 @@ class RestorePlan:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Write all tensors and optimizer state; tensors read in place are complete. All ranks must call this."""
+        """Write all tensors that were not read in place, and the optimizer state. All ranks must call this."""
         for key in self.in_place:
             increment_version(self._homes[key])  # autograd graphs that saved it are invalid
         for landing in self._landings:

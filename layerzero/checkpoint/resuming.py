@@ -1,10 +1,10 @@
 """Resuming from the newest checkpoint that can be loaded.
 
 [Note: What is set aside, and when]
-If a damaged checkpoint has the name of the next save, every attempt to resume would fail at that point. So it is
+If a damaged checkpoint has the name of a later save, every resumed run would fail at that save. So the checkpoint is
 renamed, to a name that is never read or removed. This is done only after an earlier checkpoint has been loaded. If none
-can be loaded, another cause is more likely, such as the file system, and nothing is renamed. A newer checkpoint with
-non-finite values, which was skipped, is in the way as well and is also renamed.
+can be loaded, another cause is more likely, such as the file system, and nothing is renamed. For the same reason,
+checkpoints that were skipped for non-finite values are renamed if they are newer than the loaded one.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Resumed(NamedTuple):
 
     Attributes:
         path: path of the checkpoint that was loaded.
-        extra: what was saved with it.
-        set_aside: a sentence for each damaged checkpoint, and for each newer one with non-finite values: its path, what
-            is wrong, and its new name.
+        extra: the ``extra`` that was saved with the checkpoint.
+        set_aside: a sentence for each damaged checkpoint, and for each newer one with non-finite values. It has the
+            path, the problem and the new name.
     """
 
     path: Path
@@ -49,11 +49,12 @@ class Resumed(NamedTuple):
 def load_latest(
     folder: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = None, *, strict: bool = True
 ) -> Resumed | None:
-    """Load the newest checkpoint in a folder that can be loaded, as :func:`load` does.
+    """Load the newest loadable checkpoint of a folder, as :func:`load` does.
 
-    All ranks try the same checkpoint. If a rank finds it damaged, all ranks try the one before. After one has been
-    loaded, the damaged ones are renamed, so that later saves can use their names. A warning is logged, and nothing is
-    removed. Checkpoints with non-finite values are tried last. If an older one is loaded instead, they are renamed too.
+    All ranks try the same checkpoint. If it is damaged on any rank, all ranks try the previous checkpoint. After one
+    has been loaded, the damaged ones are renamed, so that later saves can use their names. A warning is logged, and
+    nothing is removed. Checkpoints with non-finite values are tried last. If an older checkpoint is loaded instead,
+    they are also renamed.
 
     Args:
         folder: folder of one run, as for :func:`latest`.
@@ -63,8 +64,8 @@ def load_latest(
         The loaded checkpoint; None if `folder` has no checkpoint, not even a damaged one.
 
     Raises:
-        CheckpointError: there are checkpoints, but none can be loaded; gives the reason for each. Nothing has been
-            renamed.
+        CheckpointError: there are checkpoints, but none can be loaded; the message has the reason for each. Nothing has
+            been renamed.
         ValueError: names, shapes or dtypes of an intact checkpoint do not match; no other checkpoint is tried.
 
     Example::
@@ -105,7 +106,7 @@ def load_latest(
 
 
 def _heard(runtime: LayerZeroState, texts: list[str] | None) -> list[str]:
-    """Broadcast texts from the first rank."""
+    """Return the first rank's `texts` on all ranks."""
     heard: list[str] = json.loads(runtime.ranks.all_gather_text(json.dumps(texts))[0])
     return heard
 
@@ -113,9 +114,9 @@ def _heard(runtime: LayerZeroState, texts: list[str] | None) -> list[str]:
 def _tried(
     runtime: LayerZeroState, path: Path, model: nn.Module, optimizer: ShardedOptimizer | None, *, strict: bool
 ) -> tuple[Any, str | None]:
-    """Try to load a checkpoint; return ``extra`` and None, or None and the reason why it is damaged.
+    """Try to load a checkpoint. Return (``extra``, None), or (None, reason) if the checkpoint is damaged.
 
-    The reason is the same on all ranks, and empty if the checkpoint is gone. Other errors are raised.
+    The reason is the same on all ranks. It is empty if the checkpoint no longer exists. Other errors are raised.
     """
     try:
         return prepare_load(path, model, optimizer, strict=strict).commit(), None

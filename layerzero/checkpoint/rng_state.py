@@ -1,4 +1,4 @@
-"""Random number generator states in a checkpoint, also for a different number of ranks."""
+"""Saving and restoring of random number generator states, also with a different number of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _LOG = logging.getLogger("layerzero")
 
 
 def seed_random_states(seed: int) -> None:
-    """Seed this rank's generators of torch, Python and NumPy with a number derived from `seed`, at the start of a run.
+    """Seed this rank's generators of torch, Python and NumPy at the start of a run.
+
+    Each rank derives its own seed from `seed`, the number of ranks and its rank.
 
     Example::
 
@@ -57,7 +59,7 @@ def random_states(seed: int, step: int) -> dict[str, Any]:
 
 
 def set_random_states(saved: dict[str, Any]) -> bool:
-    """Restore the generator states of :func:`random_states`.
+    """Restore the generator states that :func:`random_states` returned.
 
     Returns:
         True if this rank's own states were restored. False if a different number of ranks saved. Then each rank's

@@ -1,9 +1,9 @@
 """A chain of digests that proves that a resumed run is equal to an uninterrupted one.
 
 [Note: The same whatever the number of ranks]
-The digest of a parameter is a sum over its elements, weighted by their positions in the full tensor. So every rank adds
-its own shard, and the sum is that of the full tensor, however it is sharded. What belongs to one rank only, its data
-and its random numbers, is listed by rank.
+The digest of a parameter is a sum over its elements, weighted by their indices in the flattened full tensor. Each rank
+sums over its own shard, and the total is that of the full tensor, regardless of the sharding. Digests of a rank's data
+and random numbers are listed by rank.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _START = "0" * 64
 
 
 class Chain:
-    """Digests of a run. Each link covers weights, optimizer state, random numbers, and the data since the last link.
+    """Chain of digests of a run. A link covers weights, optimizer state, random numbers, and data since the last link.
 
     Each link includes the previous one. If two runs have equal links, they had the same weights, state and random
-    numbers at every link so far, and the same data in the same order. Of unsharded tensors, such as buffers, the digest
-    covers the copy that a checkpoint keeps: that of the first rank.
+    numbers at every link so far, and the same data in the same order. For unsharded tensors, such as buffers, a link
+    covers the first rank's copy, which is also the copy that a checkpoint holds.
 
     Args:
         model: from :func:`layerzero.shard_model`.
@@ -73,12 +73,12 @@ class Chain:
         Sample indices suffice.
 
         Raises:
-            TypeError: another type, whose text may differ between processes.
+            TypeError: `data` has another type, whose text form may differ between processes.
         """
         self._data.update(_text(data).encode())
 
     def link(self, step: int) -> dict[str, Any]:
-        """Return the next link, for ``extra`` of a checkpoint; the same on all ranks. All ranks must call this."""
+        """Return the next link, to be saved in ``extra``. All ranks must call this and get the same link."""
         state, random = self._weights(), self._of_ranks(_random_digest())
         data = self._of_ranks(self._data.hexdigest())
         self._data = hashlib.sha256()
@@ -90,11 +90,11 @@ class Chain:
         """Continue from a link after the checkpoint is loaded and the random states are set. All ranks must call this.
 
         Returns:
-            False if a different number of ranks made the link. Then the random states are not
-            compared, and random numbers and data of each rank start anew.
+            True if the same number of ranks made the link. Otherwise False: the random states are not compared, and
+            random numbers and data of each rank start anew.
 
         Raises:
-            CheckpointError: the loaded state differs from the saved one; names the differences.
+            CheckpointError: the loaded state differs from the saved one; the message names the differences.
         """
         now = self._weights()
         wrong = [name for name in dict.fromkeys([*link["weights"], *now]) if link["weights"].get(name) != now.get(name)]
@@ -116,7 +116,7 @@ class Chain:
 
     @torch.no_grad()
     def _weights(self) -> dict[str, int]:
-        """Return a sum for each parameter, and one for its optimizer state."""
+        """Return, by name, the weighted sum of each tensor of the model and of each parameter's optimizer state."""
         runtime = self._runtime
         topology, members = runtime.mesh_info, runtime.members
         whole = _not_sharded(runtime)
@@ -155,13 +155,13 @@ def _not_sharded(runtime: LayerZeroState) -> dict[str, Tensor]:
 
 
 class _Places(NamedTuple):
-    """Positions of this rank's rows of a parameter in the full tensor.
+    """Positions of this rank's rows of a parameter in the flattened full tensor.
 
     Attributes:
-        first: position of their first element.
+        first: index of the first element.
         run, pitch: see :func:`place_sum`.
-        counts: whether this rank's copy of the rows is the one that is added.
-        leads: whether this rank adds scalars that belong to the full parameter.
+        counts: whether this rank adds its rows. If several ranks have copies of them, one adds them.
+        leads: whether this rank is the one that adds the scalars of the full parameter.
     """
 
     first: int
@@ -191,7 +191,7 @@ def _nothing() -> Tensor:
 
 
 def _sum_of(value: Any, places: _Places | None) -> Tensor:
-    """Return this rank's contribution for a state entry: its rows, or a scalar that only one rank adds.
+    """Return this rank's contribution to the sum of a state entry: its rows, or a scalar that only one rank adds.
 
     Args:
         places: positions of the rows; None: the full entry belongs to this rank.
@@ -209,7 +209,7 @@ def _sum_of(value: Any, places: _Places | None) -> Tensor:
 
 
 def _sum_of_owned(value: Any, owned: OwnedParam) -> Tensor:
-    """Return the contribution of this rank, the owner of a parameter, for an entry of its state."""
+    """Return this rank's contribution to the sum of a state entry of a parameter that it owns."""
     if isinstance(value, Tensor) and value.ndim:
         return _Places.of(owned.span_of(owned.true_shape(value.shape) or value.shape)).sum_of(value)
     if isinstance(value, (list, tuple)):

@@ -30,8 +30,8 @@ _DEAD_AFTER = 24 * 3600.0  # seconds without a write
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """Return the complete checkpoint in `folder` that was saved last; None if there is none.
 
-    Checkpoints that are still being written, whose save died, or that have missing, truncated or unlisted files do not
-    count. File contents are not verified here, but by :func:`load`.
+    A checkpoint is ignored if it is still being written, if its save died, or if files are missing or truncated.
+    :func:`load` verifies the contents of the files; this function does not.
     """
     found = _complete(Path(folder))
     return found[-1].folder if found else None
@@ -49,7 +49,7 @@ def tidy(path: Path, keep_last: int | None) -> None:
     A checkpoint that another job has saved at the same time or later is never removed.
 
     Raises:
-        OSError: something could not be removed.
+        OSError: a checkpoint or a leftover could not be removed.
     """
     clear_leftovers(path / MANIFEST)
     if keep_last is not None:
@@ -57,7 +57,7 @@ def tidy(path: Path, keep_last: int | None) -> None:
 
 
 def rotate(path: Path, keep_last: int) -> None:
-    """Remove all but the last `keep_last` checkpoints beside `path`, but only ones that are older than `path`.
+    """Remove the checkpoints in the folder of `path` that are older than `path`, except the last `keep_last` of all.
 
     The last checkpoint that is known to be finite also stays.
     """
@@ -71,7 +71,12 @@ def rotate(path: Path, keep_last: int) -> None:
 
 
 def clear_leftovers(written_last: Path) -> None:
-    """Remove leftovers of saves that died over a day ago, beside the checkpoint whose last file is `written_last`."""
+    """Remove leftovers of saves that died over a day ago.
+
+    Args:
+        written_last: the last file that a save has just written to its checkpoint. The leftovers beside that checkpoint
+            are removed, and the time stamp of the file is taken as the current time.
+    """
     now = written_last.stat().st_mtime  # by the clock of the file system, like the time stamps it is compared with
     for leftover in written_last.parent.parent.iterdir():
         if is_leftover(leftover):
@@ -94,8 +99,9 @@ class RunFolderScan:
     """Checkpoints in the folder of a run that is to be resumed.
 
     Attributes:
-        complete: in the order in which they are tried: newest first, those with non-finite values last.
-        broken: incomplete checkpoints, and why.
+        complete: manifests of complete checkpoints in the order in which a load tries them: newest first, except that
+            checkpoints with non-finite values come last.
+        broken: by path of each incomplete checkpoint, the reason.
     """
 
     complete: tuple[Manifest, ...]
@@ -118,10 +124,11 @@ def put_aside(path: Path, damaged: Manifest | None) -> Path | None:
     """Rename a damaged checkpoint and return the new path; None if another checkpoint has replaced it.
 
     Args:
-        damaged: its manifest; None if it has no intact one. Then the folder must contain files of a checkpoint only.
+        damaged: manifest of the damaged checkpoint; None if it has no intact manifest. In that case, the folder must
+            contain only files of a checkpoint.
 
     Raises:
-        OSError: it could not be renamed.
+        OSError: the checkpoint could not be renamed.
     """
     if damaged is None:
         refuse_to_replace(path)

@@ -2,9 +2,10 @@
 
 [Note: What JSON may cost]
 A parsed value takes up to a hundred bytes, however short its text is. 60 MB of empty lists become gigabytes, and
-traversing them takes a minute. So JSON is rejected by its size and by the number of values it can hold, which are both
-known before it is parsed. layerzero does not write what it would not read. ``contents.json`` has more than four bytes
-per value, for any shapes. Two million more values are allowed for lists in ``extra``. Longer lists belong in tensors.
+traversing them takes a minute. So JSON is rejected if it is too large or may hold too many values, which are both known
+before it is parsed. layerzero does not write files that it would refuse to read. ``contents.json`` has more than four
+bytes per value, for any shapes. Two million more values are allowed for lists in ``extra``. Longer lists belong in
+tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _BYTES_A_VALUE = 4
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is incomplete or damaged, or could not be written; names the file."""
+    """A checkpoint is incomplete or damaged, or could not be written. The message names the file."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
@@ -38,8 +39,8 @@ def read_capped(path: Path, most: int) -> bytes:
     """Return the contents of a file of at most `most` bytes.
 
     Raises:
-        CheckpointError: it is larger.
-        OSError: it cannot be read.
+        CheckpointError: the file is larger.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -63,11 +64,12 @@ def check_json(path: Path, text: bytes) -> None:
 
 
 def parse(path: Path, text: bytes) -> Any:
-    """Parse JSON.
+    """Parse the JSON `text` of the file at `path`.
 
     Raises:
-        CheckpointError: it has more values than layerzero parses.
-        ValueError, RecursionError: it is not valid JSON.
+        CheckpointError: `text` has more values than layerzero parses.
+        ValueError: `text` is not valid JSON.
+        RecursionError: values are nested too deeply.
     """
     check_json(path, text)
     return json.loads(text)

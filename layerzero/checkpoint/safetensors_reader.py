@@ -46,10 +46,10 @@ class CheckpointFiles:
         return {part.file for key, tensor in tensors.items() for part in _parts(key, tensor, table[key])}
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
-        """Verify all bytes of `tensors`, and fill the tensors that are not read `in_place`.
+        """Verify the stored bytes of all `tensors`, and fill those whose keys are not in `in_place`.
 
         Raises:
-            CheckpointError: a file is damaged; names it.
+            CheckpointError: a file is damaged; the message names it.
         """
         wanted: dict[str, list[_Part]] = defaultdict(list)  # by file
         for key, tensor in tensors.items():
@@ -72,7 +72,7 @@ class CheckpointFiles:
                 part.finish()
 
     def read_again(self) -> None:
-        """Fill the tensors in place. Raises CheckpointError; their contents are then undefined."""
+        """Fill the tensors whose keys were in `in_place`. After a CheckpointError, their contents are undefined."""
         for file, pieces in self._again.items():
             self._read(file, pieces)
 
@@ -80,7 +80,11 @@ class CheckpointFiles:
         self._manifest.read_pieces(file, pieces)
 
     def _begins(self, file: str, parts: Iterable[_Part]) -> dict[str, int]:
-        """Return the byte offsets of tensors in a safetensors file; compare its header with ``contents.json``."""
+        """Return the byte offset of each tensor in a safetensors file.
+
+        Raises:
+            CheckpointError: the header of the file is invalid or does not match ``contents.json``.
+        """
         path, size = self._manifest.path_of(file), self._manifest.files[file].size
         length = int.from_bytes(self._bytes(file, 0, min(8, size)), "little")
         try:
@@ -111,14 +115,19 @@ class CheckpointFiles:
 
 
 def _columns(rows: Tensor, wanted: Sequence[tuple[int, int]], starts: Sequence[int]) -> Tensor:
-    """Return the wanted columns of rows whose columns begin at `starts`."""
+    """Return a view of some columns of `rows`.
+
+    Args:
+        wanted: for each dim but the first, the (begin, end) of the columns in the full tensor.
+        starts: for each dim but the first, the index in the full tensor of the first column of `rows`.
+    """
     cut = (slice(begin - at, end - at) for (begin, end), at in zip(wanted, starts, strict=True))
     here = (slice(None), *cut)
     return rows[here]
 
 
 def same_columns(box: Sequence[slice], at: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether a stored chunk has the same columns as `box`, so that rows of both are the same bytes."""
+    """Return whether a stored chunk spans the same columns as `box`, so that their rows consist of the same bytes."""
     return [(each.start, each.stop - each.start) for each in box[1:]] == list(zip(at[1:], sizes[1:], strict=True))
 
 
@@ -141,7 +150,7 @@ class _Part(NamedTuple):
 
 
 def _parts(key: str, tensor: Tensor, stored: StoredTensor) -> Iterator[_Part]:
-    """Yield the parts of this rank's rows of `tensor`; of the full tensor if it is not sharded."""
+    """Yield the stored parts of this rank's rows of `tensor`, or of the full tensor if it is not sharded."""
     memory, held = _bytes_of(plain(tensor)), plain(tensor)
     if not stored.shape:
         file, _, sizes = stored.chunks[0]

@@ -19,7 +19,7 @@ __all__ = ["write_items", "write_safetensors"]
 
 
 def write_items(folder: Path, rank: int, items: Sequence[WriteItem], planner: SavePlanner) -> FileRecord:
-    """Write the single file of a rank."""
+    """Write all items of a rank's save plan into one safetensors file."""
     items = sorted(items, key=lambda item: -_written(item)[1].itemsize)  # so that each tensor is aligned in the file
     return write_safetensors(
         folder / f"rank-{rank:05d}.safetensors",
@@ -31,13 +31,13 @@ def write_items(folder: Path, rank: int, items: Sequence[WriteItem], planner: Sa
 def write_safetensors(
     path: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]], content: Iterable[Iterable[Tensor]]
 ) -> FileRecord:
-    """Write a safetensors file from tensors as they arrive, and hash it while writing.
+    """Write a safetensors file from a stream of tensors, and hash it while writing.
+
+    The file consists of the length of the header (8 bytes), the header (JSON), and the bytes of the tensors.
 
     Args:
         tensors: shape and dtype by name, in the order of the file.
-        content: for each of them, its values as consecutive tensors on any device.
-
-    The format: the length of the header as 8 bytes, the header as JSON, the bytes of the tensors.
+        content: for each entry of `tensors`, its values as consecutive tensors on any device.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -64,23 +64,23 @@ def save(
     path on a shared file system. Gradients are not saved: call this between ``optimizer.step()`` and the next backward.
 
     Args:
-        path: a folder that does not exist yet. It appears only after all of it is on the disk.
+        path: a folder that does not exist yet. It appears only after all its files are on the disk.
         model: from :func:`layerzero.shard_model`.
         optimizer: from :func:`layerzero.shard_optimizer`.
         extra: further state of the run, such as ``scheduler.state_dict()`` and the position in the data. It may contain
             numbers, strings, bytes, None, tensors, NumPy arrays, sharded tensors of this model (``ema.state_dict()``),
             and lists, tuples and dicts of them. It must be the same on all ranks, except for values marked by
             :func:`per_rank`.
-        keep_last: after a successful save, keep this many checkpoints in the parent folder of `path` and the last
-            finite one; remove the oldest. The new checkpoint is read back and compared first.
-        overwrite: replace a checkpoint at `path` after the new one is on the disk. The new one is read back and
-            compared first.
+        keep_last: after a successful save, remove older checkpoints from the parent folder of `path`, except this many
+            newest ones and the last finite one. The new checkpoint is read back and verified first.
+        overwrite: replace an existing checkpoint at `path` after the new one is on the disk. The new checkpoint is read
+            back and verified first.
         require_finite: save nothing if a trained parameter or its optimizer state has a NaN or Inf. False: save anyway,
             and record it in the manifest, for debugging.
 
     Raises:
         FileExistsError: `path` exists already.
-        TypeError: a value in `extra` cannot be saved; names it.
+        TypeError: a value in `extra` cannot be saved; the message names it.
         ValueError: `extra` differs between ranks, or the ranks disagree on what to save.
         CheckpointError: a rank could not write (the message has its error) or has non-finite values. Nothing new is at
             `path`.
@@ -98,7 +98,11 @@ def save(
 def save_with(
     apart: RankLocalNames | None, path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None, extra: object
 ) -> None:
-    """Save a model, as :func:`save`, for which other ranks have different parameters under the same names."""
+    """Save a model whose ranks have different parameters under the same names, otherwise as :func:`save`.
+
+    Args:
+        apart: these names; None: all ranks have the same parameters.
+    """
     runtime = get_state(model)
     how = _How(keep_last=None, overwrite=False, require_finite=True)
     _write(_prepare(Path(path), runtime, optimizer, extra, how, apart), runtime.ranks.control_group())
@@ -117,9 +121,9 @@ def save_async(
     """Save in the background: copy to (pinned) host memory, return, and write while training continues.
 
     The checkpoint holds the state at the time of the call. The host memory is kept for the next call. It has the size
-    of what this rank writes (pinned: up to twice that, because torch rounds up to a power of two). The next save and
-    :func:`load` wait for a save that is still being written. If a save fails, the next step warns, or the next save or
-    load does and then continues. Call ``wait()`` on the last save before ``destroy_process_group()``.
+    of the data that this rank writes (pinned: up to twice that, because torch rounds up to a power of two). The next
+    save and :func:`load` wait for a save that is still being written. If a save fails, the next step, save or load
+    warns and then continues. Call ``wait()`` on the last save before ``destroy_process_group()``.
 
     Returns:
         A :class:`PendingSave`. Arguments and errors are those of :func:`save`.
@@ -167,14 +171,14 @@ class PendingSave:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until the checkpoint exists. Raises, once, the error that :func:`save` would have raised."""
+        """Wait until the checkpoint exists. If the save failed, the first call raises the error of :func:`save`."""
         self._thread.join()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def settle(self) -> None:
-        """Wait for the save; warn if it has failed and neither a warning nor :meth:`wait` has reported it."""
+        """Wait until the save ends. Warn if it failed and neither a warning nor :meth:`wait` has reported the error."""
         self._thread.join()
         self.warn_if_failed()
 
@@ -202,7 +206,7 @@ class _SaveJob:
     """One checkpoint to be written.
 
     Attributes:
-        tensors: by key, what this rank writes: its shards, and on the first rank all unsharded tensors.
+        tensors: by key, the tensors that this rank writes: its shards, and on the first rank all unsharded tensors.
     """
 
     path: Path
@@ -256,7 +260,7 @@ def _prepare(
 def _renew_group(runtime: LayerZeroState, staging: Staging) -> None:
     """Create a process group for background saves on all ranks if any rank has none.
 
-    A rank knows only for itself whether a collective of the last save has failed, so the ranks compare first.
+    Each rank knows only whether its own collectives of the last save failed, so the ranks exchange this first.
     """
     everyone = runtime.ranks
     said = everyone.all_gather_text("lacks one" if staging.group is None else "has one")

@@ -51,18 +51,18 @@ class SnapshotPart:
 
     @property
     def token(self) -> str:
-        """Token of the snapshot; increases with every snapshot of a run."""
+        """Token of the snapshot. Tokens increase with every snapshot of a run."""
         return self.folder.name.partition(".")[0]
 
 
 def pieces_in(folder: Path) -> list[SnapshotPart]:
-    """Return the parts of all ranks of this node; empty if another rank has removed the folder."""
+    """Return the snapshot parts of all ranks on this node; empty if another rank has removed `folder`."""
     names = os.listdir(folder) if folder.exists() else []
     return [SnapshotPart(folder / name) for name in names if _NAME.fullmatch(name)]
 
 
 def opened_folder(folder: Path) -> str:
-    """Create the folder for this user only; return an identifier that differs between the shared memories of nodes.
+    """Create a folder that only this user can access; return an identifier that is unique across nodes.
 
     Raises:
         PermissionError: the folder belongs to another user, or others may access it.
@@ -75,7 +75,7 @@ def opened_folder(folder: Path) -> str:
 
 
 def remove_views(folder: Path, ranks: int) -> None:
-    """Remove views of crashed loads by ranks that no longer exist; their links keep the memory of a snapshot."""
+    """Remove views of crashed loads by ranks that no longer exist. Links in such views keep snapshot memory in use."""
     for view in folder.glob("view.*"):
         if not view.suffix[1:].isdigit() or int(view.suffix[1:]) >= ranks:
             shutil.rmtree(view, ignore_errors=True)
@@ -94,7 +94,10 @@ def mapped(path: Path, size: int) -> Tensor:
 
 
 def allocate_file(path: Path, size: int) -> Tensor:
-    """Create a file and map it as uint8 of shape [size]. Raises OSError here, not at a write, if there is no room."""
+    """Create a file and map it as a writable uint8 tensor of shape [size].
+
+    The space is reserved here. If there is not enough, this raises OSError, rather than a later write.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         if size:
@@ -112,7 +115,7 @@ def opened_to_write(path: Path, size: int) -> Tensor:
 
 
 def whole_snapshots(lane: Communicator, folder: Path) -> list[str]:
-    """Return the tokens of snapshots that were complete, newest first. All ranks call this and get the same list."""
+    """Return the tokens of once complete snapshots, newest first. All ranks must call this and get the same list."""
     found: dict[str, list[str]] = {}
     for piece in pieces_in(folder):
         found.setdefault(piece.token, []).extend(os.listdir(piece.folder))
@@ -127,7 +130,7 @@ def gather_view(lane: Communicator, folder: Path, token: str, view: Path) -> Non
     All ranks must call this.
 
     Raises:
-        CheckpointError: on all ranks: there is no intact manifest, or no rank has ``contents.json``.
+        CheckpointError: on all ranks, if there is no intact manifest, or no rank has ``contents.json``.
     """
     failure, text = "", ""
     try:
@@ -159,7 +162,7 @@ def _link(source: Path, view: Path) -> None:
 
 
 def _intact(folder: Path) -> str:
-    """Return the text of the manifest; empty if it is missing or damaged."""
+    """Return the text of the manifest in `folder`; an empty string if it is missing or damaged."""
     try:
         Manifest.read(folder, parts=True)
         return (folder / MANIFEST).read_text()
@@ -168,7 +171,7 @@ def _intact(folder: Path) -> str:
 
 
 def _all_well(lane: Communicator, failure: str) -> None:
-    """Raise CheckpointError on all ranks if one has failed."""
+    """Raise CheckpointError on all ranks if `failure` is not empty on any rank."""
     if failures := [text for text in all_gather_text(lane, failure) if text]:
         raise CheckpointError("; ".join(failures))
 
@@ -177,7 +180,7 @@ def fetch(lane: Communicator, view: Path, records: Mapping[str, FileRecord], wan
     """Receive the files that this rank needs and its node lacks. All ranks must call this.
 
     Raises:
-        CheckpointError: on all ranks: a file is on no rank, or there is no room for one.
+        CheckpointError: on all ranks, if no rank has a needed file, or a rank has no room for one.
     """
     have = {name for name, record in records.items() if _size(view / name) == record.size}
     said = json.dumps([sorted(have), sorted(wanted - have)])
@@ -206,7 +209,7 @@ def fetch(lane: Communicator, view: Path, records: Mapping[str, FileRecord], wan
 
 
 def travel(lane: Communicator, data: Tensor, *, to: int | None = None, source: int | None = None) -> None:
-    """Send or receive all of `data`, chunk by chunk."""
+    """Send `data` to the rank `to`, or receive it from the rank `source`, in chunks."""
     nothing = data[:0]
     for chunk in torch.split(data, CHUNK):
         sent, received = (nothing, chunk) if to is None else (chunk, nothing)
@@ -215,7 +218,10 @@ def travel(lane: Communicator, data: Tensor, *, to: int | None = None, source: i
 
 @contextmanager
 def receiving(path: Path, size: int) -> Iterator[Tensor]:
-    """Yield memory of a new file. If there is no room, yield other memory for the send, and raise OSError later."""
+    """Create a file and yield its memory, uint8 of shape [size].
+
+    If there is no room for the file, yield other memory so that the transfer can complete, and raise OSError on exit.
+    """
     problem: OSError | None = None
     try:
         room = allocate_file(path, size)

@@ -1,4 +1,4 @@
-"""Host memory for copies of the state, which are written while training continues."""
+"""Host memory for copies of the state. Background saves write these copies while training continues."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class _Pending(Protocol):
 
 
 class Staging:
-    """Host memory of one model's background saves, reused by the next save.
+    """Host memory for the background saves of one model; each save reuses it.
 
     Args:
-        topology: topology of the model, whose process groups a running save keeps.
+        topology: mesh of the model. Its process groups are kept alive for a running save.
 
     Attributes:
-        group: process group used only by saves that are being written; None: a new one is needed.
-        pending: the save that reads the memory, until it has been waited for.
+        group: process group that only background saves use; None: a new one is needed.
+        pending: save that is reading the memory, until it has been waited for.
         listeners: optimizer hooks of the pending save.
     """
 
@@ -45,7 +45,7 @@ class Staging:
         self._memory = host_memory(0, torch.uint8, device=device)
 
     def finish(self) -> None:
-        """Wait for a save in the background. Warn if it has failed and its error was not raised."""
+        """Wait for the background save, if any. Warn if it failed and its error was not raised."""
         while self.listeners:
             self.listeners.pop().remove()
         if self.pending is not None:
@@ -74,7 +74,7 @@ class Staging:
 
 
 def _padded(tensor: Tensor) -> int:
-    """Return the size in bytes, padded so that the next tensor is aligned for every dtype."""
+    """Return the size of `tensor` in bytes, padded so that the next tensor is aligned for every dtype."""
     return -(-tensor.numel() * tensor.element_size() // 64) * 64
 
 
@@ -85,5 +85,5 @@ def staging_of(runtime: LayerZeroState) -> Staging:
 
 
 def finish_pending(runtime: LayerZeroState) -> None:
-    """Wait for a background save. Warn if it has failed and its error was not raised."""
+    """Wait for the background save of a model, if any. Warn if it failed and its error was not raised."""
     staging_of(runtime).finish()

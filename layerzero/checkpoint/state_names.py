@@ -26,13 +26,13 @@ __all__ = ["RankLocalNames", "StateNames", "encode_all", "plain_name", "trained_
 
 @dataclass(frozen=True)
 class RankLocalNames:
-    """Names under which other ranks have different parameters or values, such as experts.
+    """Names under which ranks have different parameters or values, such as those of experts.
 
     Attributes:
-        stored: returns the unique name in the checkpoint, without parts added by wrappers, for any name.
-        is_apart: returns whether a stored name is one of these.
-        is_elsewhere: returns whether it is one of other ranks only.
-        tells: whether this rank writes the unsharded values, among the ranks that have the same ones.
+        stored: function that maps a name to its unique name in the checkpoint, without parts added by wrappers.
+        is_apart: function that returns whether ranks have different parameters under a stored name.
+        is_elsewhere: function that returns whether only other ranks have a parameter under a stored name.
+        tells: whether this rank writes its unsharded values. Of the ranks with the same values, one writes them.
     """
 
     stored: Callable[[str], str]
@@ -45,7 +45,7 @@ class RankLocalNames:
         return cls(plain_name, lambda name: False, lambda name: False, tells=True)
 
     def joint(self, values: Mapping[str, Any]) -> MergedValue:
-        """Split values by stored name into common and own ones."""
+        """Split `values`, which are keyed by stored name, into common values and own values of this rank."""
         common = {name: value for name, value in values.items() if not self.is_apart(name)}
         return MergedValue(common, {name: value for name, value in values.items() if self.is_apart(name)})
 
@@ -57,7 +57,7 @@ class RankLocalNames:
 class StateNames:
     """Names in a checkpoint: those of the plain model's ``state_dict()``.
 
-    Wrappers for compilation and recomputation add a part to names of modules. It is removed here, as in checkpoints of
+    Wrappers for compilation and recomputation add a part to module names. This part is removed, as in checkpoints of
     torch.
 
     Attributes:
@@ -100,7 +100,7 @@ class StateNames:
         refuse_apart("layerzero.checkpoint", spans, runtime.ranks.size)
 
     def of_rows(self, rows: LocalShard) -> str:
-        """Return the stored name of the parameter that a sharded tensor is cut like.
+        """Return the stored name of the parameter whose sharding a tensor has.
 
         The tensor may also belong to another model that is sharded like this one.
 
@@ -115,7 +115,7 @@ class StateNames:
         return name
 
     def to_stored(self, name: str) -> str:
-        """Return the stored name for the optimizer's parameter `name`."""
+        """Return the stored name of a parameter whose name in the optimizer is `name`."""
         return self._stored.get(name, name)
 
 
@@ -145,7 +145,7 @@ def encode_all(
     """Return the document of a checkpoint and the encoder that holds its tensors.
 
     Raises:
-        TypeError: a value cannot be put into a checkpoint; names it.
+        TypeError: a value cannot be put into a checkpoint; the message names it.
     """
     names = StateNames(runtime, apart)
     if names.odd:
@@ -171,7 +171,7 @@ def encode_all(
 
 
 def trained_rows(runtime: LayerZeroState, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return, by key, this rank's rows of trained parameters and of their optimizer state among the saved tensors."""
+    """Return this rank's rows of those `tensors` that are trained parameters or their optimizer state, by key."""
     frozen = {id(member.sharded) for member in runtime.members.values() if not member.sharded.requires_grad}
     return {
         key: plain(tensor.detach())
@@ -199,5 +199,5 @@ def _renamed(state_dict: Mapping[str, Any], rename: Any) -> tuple[dict[str, Any]
 
 
 def _number(value: Any) -> Any:
-    """Return a hyperparameter; a 0-dim tensor becomes a number."""
+    """Return a hyperparameter, converted to a number if it is a 0-dim tensor."""
     return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value

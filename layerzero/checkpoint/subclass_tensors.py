@@ -1,8 +1,8 @@
 """Tensor subclasses (quantized weights), stored as the plain tensors that they consist of.
 
-A class with ``__tensor_flatten__`` returns these tensors and the remaining metadata. A load constructs no subclass
-tensor. The model already has one with the same class and settings, and its plain tensors are filled. So no class is
-looked up by a name from a file.
+The ``__tensor_flatten__`` of a class returns these tensors and the remaining metadata. A load constructs no subclass
+tensors. The model already has tensors of the same classes and settings, and the load fills their plain tensors. So no
+class is looked up by a name from a file.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ _NOT_IN_WORDS = (" at 0x", "tensor(", "array(", "...")  # the repr of an object 
 
 
 def is_made_of_others(tensor: Tensor) -> bool:
-    """Return whether the tensor is of a subclass, not of layerzero, that keeps its values in other tensors."""
+    """Return whether a tensor is of a subclass from outside layerzero that keeps its values in other tensors."""
     return not has_own_memory(tensor) and not isinstance(tensor, (DTensor, LocalShard))
 
 
 def flatten_subclass(name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]] | None:
-    """Return a description of a subclass tensor, equal for equal ones, and its plain tensors by name.
+    """Return a description of a subclass tensor (class, shape and metadata), and its plain tensors by name.
 
     Args:
-        name: name of the tensor in errors.
+        name: name of the tensor in error messages.
 
     Returns:
-        None if it has no inner tensors, or its class does not name them or has no complete repr.
+        None if the tensor has no inner tensors, its class has no ``__tensor_flatten__``, the metadata has no complete
+        repr, or an inner tensor cannot be filled.
 
     Raises:
-        TypeError: its class has raised an error.
+        TypeError: ``__tensor_flatten__`` has raised an error.
     """
     if not is_made_of_others(tensor) or not hasattr(tensor, "__tensor_flatten__"):
         return None
@@ -74,11 +75,11 @@ def _can_be_filled(value: Any, again: Any) -> bool:
 
 
 def as_table(name: str, value: Tensor) -> Any:
-    """Return the checkpoint entry of a tensor in a model's state dict."""
+    """Return the checkpoint entry of a tensor in a state dict: a table for a subclass tensor, else the tensor."""
     parts = flatten_subclass(name, value)
     return value if parts is None else {"of": parts[0], "tensors": parts[1]}
 
 
 def is_table(entry: Any) -> bool:
-    """Return whether some JSON of a checkpoint can be a result of :func:`as_table`."""
+    """Return whether `entry`, JSON of a checkpoint, has the form of a table from :func:`as_table`."""
     return isinstance(entry, Mapping) and entry.keys() == {"of", "tensors"} and isinstance(entry["tensors"], Mapping)

@@ -40,7 +40,7 @@ _DTYPE_NAMED = {name: dtype for dtype, name in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a checkpoint."""
+    """Description of one tensor of a checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -89,8 +89,8 @@ def export_model(
     MiB (or one row) of a tensor is in memory at once, except for tensors that were saved in columns (tensor parallel).
 
     Args:
-        dtype: cast floating-point tensors to it; None: keep the stored dtypes, fp32 for trained parameters.
-        averages: for averaged parameters, write the averages that were saved as ``{"ema": ema.state_dict()}``.
+        dtype: dtype that floating-point tensors are cast to; None: keep the stored dtypes, fp32 for trained parameters.
+        averages: write the averages saved as ``extra={"ema": ema.state_dict()}`` in place of the averaged parameters.
 
     Raises:
         FileExistsError: `out` exists already.
@@ -130,7 +130,7 @@ def export_model(
 
 
 def model_keys(contents: CheckpointContents, *, averages: bool) -> dict[str, str]:
-    """Return the keys of the model's tensors by name; see :func:`export_model`."""
+    """Return the key of each tensor of the model, or of its average, by name; see :func:`export_model`."""
     model = contents.document["model"]
     if classes := [name for name, entry in model.items() if is_table(entry) and not name.endswith("_extra_state")]:
         raise ValueError(
@@ -161,7 +161,7 @@ def _keys(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _whole(files: Mapping[str, Any], key: str, tensor: StoredTensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the values of a tensor in order, piece by piece, or all at once if it is cut in columns."""
+    """Yield the values of a tensor in order: in pieces, or all at once if it was saved in columns."""
     if any(sizes[1:] != tensor.shape[1:] for _, _, sizes in tensor.chunks):
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         for file, at, sizes in tensor.chunks:
@@ -180,7 +180,8 @@ def import_model(
 
     Args:
         files: files that together hold the model's ``state_dict()``, or folders or indexes of such files.
-        dtype: cast floating-point tensors to it. Training does not need it: a load widens bf16 to fp32 masters.
+        dtype: dtype that floating-point tensors are cast to. It is not needed for training, because a load converts
+            bf16 to fp32 masters.
 
     Raises:
         FileExistsError: `path` exists already.

@@ -1,11 +1,11 @@
 """Rules for NVIDIA Apex's optimizers: supported classes and settings, and preparation of a step.
 
 [Note: Apex's optimizers]
-They are recognized by the module of their class, and Apex is not imported here. Classes of ``apex.optimizers`` are
-known by name and need no compatibility trial. The same rules apply to derived classes, which go through the trial.
-:func:`prepared` corrects two defects of these classes before each step:
+Apex is not imported here; its optimizers are recognized by the module of their class. Classes of ``apex.optimizers``
+are known by name and need no compatibility trial. The same rules apply to derived classes, which go through the trial.
+:func:`prepared` works around two defects of these classes before each step:
 
-- FusedAdam steps only the groups and parameters that its constructor has seen.
+- FusedAdam steps only the groups and parameters that were passed to its constructor.
 - FusedSGD overwrites all momenta of a launch if the last parameter of the launch has no momentum yet.
 """
 
@@ -46,18 +46,18 @@ _REFUSED = {
 
 
 def apex_class(optimizer: Optimizer) -> type | None:
-    """Return the class of the package ``apex`` that the optimizer has or is derived from; None if there is none."""
+    """Return the optimizer's class or base class from the package ``apex``; None if it has none."""
     return next((kind for kind in type(optimizer).__mro__ if kind.__module__.partition(".")[0] == "apex"), None)
 
 
 def apex_needs_whole(optimizer: Optimizer) -> bool | None:
-    """Return whether a class of Apex needs full parameters; None for derived classes and other optimizers."""
+    """Return whether an optimizer of Apex needs full parameters; None for derived classes and other optimizers."""
     kind = apex_class(optimizer)
     return kind.__name__ in _NEED_WHOLE if kind is not None and kind is type(optimizer) else None
 
 
 def refuse_apex(optimizer: Optimizer) -> None:
-    """Raise ValueError for an optimizer of Apex, or settings of one, that layerzero cannot step."""
+    """Raise ValueError if the optimizer is one of Apex's and layerzero does not support its class or settings."""
     kind = apex_class(optimizer)
     if kind is None:
         return
@@ -93,7 +93,7 @@ def refuse_apex(optimizer: Optimizer) -> None:
 
 
 def refuse_dtypes(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Raise ValueError if an optimizer of Apex does not update parameters of their dtype."""
+    """Raise ValueError if the optimizer is one of Apex's and does not update parameters of these dtypes."""
     kind = apex_class(optimizer)
     known = None if kind is None else DTYPES.get(kind.__name__)
     if kind is None or known is None:
@@ -109,7 +109,7 @@ def refuse_dtypes(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
 
 
 def refuse_host(optimizer: Optimizer) -> None:
-    """Raise NotImplementedError for an optimizer of Apex, whose kernels cannot update masters in host memory."""
+    """Raise NotImplementedError for optimizers of Apex, because their kernels cannot update masters in host memory."""
     if (kind := apex_class(optimizer)) is not None:
         raise NotImplementedError(
             f"NVIDIA Apex's {kind.__name__} cannot be used with offload_optimizer=True: its kernels need CUDA, and the "
@@ -119,9 +119,9 @@ def refuse_host(optimizer: Optimizer) -> None:
 
 
 def prepared(optimizer: Optimizer, take_step: Callable[[], Any]) -> Callable[[], Any]:
-    """Wrap `take_step`, which steps `optimizer`, with the preparation that Apex's optimizers need.
+    """Return a function that prepares an optimizer of Apex and then calls `take_step`, which steps the optimizer.
 
-    See [Note: Apex's optimizers].
+    See [Note: Apex's optimizers]. For other optimizers, return `take_step`.
     """
     kind = apex_class(optimizer)
     if kind is None:
@@ -161,7 +161,9 @@ def _add_momenta(optimizer: Optimizer, group: Mapping[str, Any], launched: Itera
 def momentum_before_first(
     group: Mapping[str, Any], parameter: Tensor, gradient: Tensor, *, decayed: bool = True
 ) -> Tensor:
-    """Return the momentum that a step of SGD turns into what torch starts with: the gradient without dampening.
+    """Return the momentum to set before a parameter's first step, so that SGD gives the same result as torch's SGD.
+
+    After its first step, torch's momentum is the gradient without dampening.
 
     Args:
         group: settings of the parameter.

@@ -33,8 +33,9 @@ def clip_grad_norm_(
     scaled.
 
     Args:
-        model: from :func:`layerzero.shard_model`, or a module that holds sharded models, for one norm over all of them.
-        max_norm: largest norm to keep.
+        model: from :func:`layerzero.shard_model`, or a module that contains sharded models. In the second case, the
+            norm is that of all these models together.
+        max_norm: largest allowed norm.
         norm_type: p of the p-norm; may be ``float("inf")``.
         extra_groups: process groups that hold other parts of the same model (tensor or pipeline parallel).
         error_if_nonfinite: raise RuntimeError on all ranks, before scaling, if the norm is NaN or infinite.
@@ -78,10 +79,10 @@ def _gradients(runtime: LayerZeroState) -> list[Tensor]:
 
 
 def _reduced(runtime: LayerZeroState, norm_type: float, op: dist.ReduceOp.RedOpType) -> Tensor:
-    """Return the sum of p-th powers, or the largest absolute value, of all gradients of one model on its ranks.
+    """Return the sum of p-th powers, or the largest absolute value, of one model's gradients on all its ranks.
 
     Returns:
-        0-dim fp32 tensor. For the infinite norm, a 0-dim int32 tensor with the bits of the fp32 value.
+        0-dim fp32 tensor. For the infinite norm, the fp32 value is reinterpreted as a 0-dim int32 tensor.
     """
     held = [
         (m.spec.model_parallel, plain(m.sharded.grad)) for m in runtime.members.values() if m.sharded.grad is not None
@@ -101,7 +102,10 @@ def _reduced(runtime: LayerZeroState, norm_type: float, op: dist.ReduceOp.RedOpT
 
 
 def _refuse_unsharded_gradients(model: nn.Module, runtimes: Mapping[str, LayerZeroState]) -> None:
-    """Raise ValueError if a module with sharded submodules has other gradients, which layerzero does not average."""
+    """Raise ValueError if a parameter of `model` outside its sharded submodules has a gradient.
+
+    layerzero does not average such gradients.
+    """
     known = {id(parameter) for runtime in runtimes.values() for parameter in runtime.model.parameters()}
     others = [name for name, p in model.named_parameters() if id(p) not in known and p.grad is not None]
     if others:

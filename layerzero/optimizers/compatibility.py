@@ -68,9 +68,9 @@ _IMPOSSIBLE = {
 
 
 def is_elementwise_by_name(optimizer: Optimizer) -> bool:
-    """Return whether the class is in the allowlist of torch's element-wise optimizers.
+    """Return whether the optimizer's class is in the allowlist of torch's element-wise optimizers.
 
-    These optimizers keep all of their state by parameter.
+    Optimizers of these classes keep all of their state by parameter.
     """
     return type(optimizer) in _ELEMENTWISE
 
@@ -78,10 +78,11 @@ def is_elementwise_by_name(optimizer: Optimizer) -> bool:
 def kinds_that_need_whole(optimizer: Optimizer, device: torch.device, elementwise: bool | None = None) -> set[str]:
     """Return the kinds of parameter groups that need full parameters; see ``group_kind`` in compatibility_trial.py.
 
-    If a rank updated only its rows, an optimizer that mixes elements would silently compute different updates.
+    Optimizers that mix the elements of a parameter need full parameters: on the rows of one rank, they would silently
+    compute different updates.
 
     Args:
-        optimizer: is not changed.
+        optimizer: the optimizer to classify; it is not changed.
         device: device of the compatibility trial.
         elementwise: True: return no kinds. False: return all kinds. None: decide by class name or by trial.
 
@@ -170,10 +171,10 @@ def state_after_a_step(
     *,
     gradient: float = 1.0,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state of a parameter of `group` after one step, and the settings of the group after it.
+    """Return the state of a parameter of `group` after one step, and the settings of the group after that step.
 
-    The step is made by a copy of the optimizer on a small parameter of ones, of shape `shape`, whose gradient has the
-    value `gradient` everywhere. State tensors of the parameter's shape have shape `shape` here.
+    A copy of the optimizer steps a parameter of shape `shape` that is all ones. All elements of its gradient are
+    `gradient`. State tensors of the parameter's shape have shape `shape`.
     """
     parameter = torch.nn.Parameter(torch.ones(shape, device=device))
     parameter.grad = torch.full(shape, gradient, device=device)

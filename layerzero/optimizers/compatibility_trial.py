@@ -1,13 +1,14 @@
 """Compatibility trials: compare an optimizer's step on sharded or owned parameters with its step on full ones.
 
 A copy of the optimizer steps small full parameters together. Then one copy per simulated rank steps its share. In the
-first trial, the share is rows: uneven, single or no rows, as :func:`shard_model` produces them. In the second trial,
-each parameter is full on one rank, which steps it separately; the last rank has none.
+first trial, a rank's share of each parameter is several rows, a single row or none, as :func:`shard_model` produces
+them. In the second trial, each parameter is owned in full by one rank, which steps it separately; the last rank owns
+none.
 
-Gradients change their scale by orders of magnitude, contain zeros, and point in the same direction on average. So
-estimates of a distance or a learning rate change during the trial. Afterwards the parameters must agree. All scalars
-that the optimizer keeps must agree, too: a scalar computed from all elements differs between ranks long before the
-parameters differ.
+The scale of the gradients varies by orders of magnitude. Some gradients are zero, and on average they point in the same
+direction. So estimates of a distance or a learning rate change during the trial. Afterwards, the parameters and all
+scalars that the optimizer keeps must agree. Scalars are compared because one that is computed from all elements differs
+between ranks long before the parameters do.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _LEAST_RATE = 1e-3  # a schedule may start at 0, where parameters do not move
 
 
 class TrialError(Exception):
-    """Failure of the trial itself. It says nothing about the compatibility of the optimizer."""
+    """The trial itself failed, so the compatibility of the optimizer is unknown."""
 
 
 class _Data(NamedTuple):
@@ -57,7 +58,7 @@ class _Data(NamedTuple):
     scales: list[float]  # factor of all gradients, by step
 
     def cut(self, rank: int) -> _Data:
-        """Return the rows of one rank."""
+        """Return the data restricted to the rows of one rank."""
 
         def rows(tensors: Sequence[Tensor]) -> list[Tensor]:
             return [tensor[at[rank] : at[rank + 1]] for tensor, at in zip(tensors, self.cuts, strict=True)]
@@ -77,7 +78,7 @@ def difference(optimizer: Optimizer, device: torch.device, kind: str | None = No
     The optimizer, its parameters and torch's random number generators are not changed.
 
     Args:
-        kind: try groups of this kind only. None: try all groups together.
+        kind: kind of the groups that are tried. None: all groups are tried together.
 
     Raises:
         TrialError: a copy of the optimizer could not be made or stepped.
@@ -98,14 +99,14 @@ def difference(optimizer: Optimizer, device: torch.device, kind: str | None = No
 
 
 def difference_of_owners(optimizer: Optimizer, device: torch.device, whole_kinds: Set[str]) -> str | None:
-    """Describe how the step differs if one rank updates each parameter; return None if it does not.
+    """Describe how the step differs if each parameter is updated by an owner rank; return None if it does not differ.
 
     Args:
         whole_kinds: kinds of the groups whose parameters have owners. Parameters of other groups are cut into rows.
 
     Raises:
-        TrialError: a copy of the optimizer could not be made or stepped, not even on parameters that have as many dims
-            as the optimizer's own ones.
+        TrialError: a copy of the optimizer could not be made or stepped, even on parameters with the same numbers of
+            dims as those of the optimizer.
     """
     own = {parameter.ndim for group in optimizer.param_groups for parameter in group["params"]}
     fitting = [shape for shape in _CUTS if len(shape) in own]
@@ -139,9 +140,9 @@ def _try_owners(
 def steps_stacks_apart(optimizer: Optimizer, device: torch.device, dims: int) -> bool:
     """Return whether the optimizer updates each matrix of a stack separately.
 
-    The trial steps the two halves of a stack separately and compares them with the full stack. The state of the stack
-    must equal the state of its halves. The optimizer must also step an empty stack, because a rank may have no matrices
-    of a small one. The result is False if the trial cannot be made.
+    The trial steps the two halves of a stack separately and compares the results with those of the full stack. The
+    state of the stack must equal the concatenated state of its halves. The optimizer must also be able to step an empty
+    stack, because a rank may have no matrices of a small stack. If the trial fails, the result is False.
 
     Args:
         dims: number of dims of the stack.
@@ -186,7 +187,7 @@ def _run_whole(optimizer: Optimizer, groups: Sequence[dict[str, Any]], data: _Da
 
 
 def _owner_of(index: int) -> int:
-    """Return the rank that owns a parameter. The last rank owns none."""
+    """Return the simulated rank that owns the parameter with this index. The last rank owns none."""
     return index % (_RANKS - 1)
 
 
@@ -230,7 +231,10 @@ def _data(device: torch.device, shapes: Sequence[tuple[int, ...]]) -> _Data:
 
 
 def _kinds_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return one group of each kind. Models often have one group per layer that differs in its rates only."""
+    """Return one group of each kind.
+
+    Models often have one group per layer, and these groups differ only in their learning rates.
+    """
     kinds: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         if not group["params"]:
@@ -240,9 +244,9 @@ def _kinds_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def group_kind(group: Mapping[str, Any]) -> str:
-    """Return the settings of a group as text, without the value of the learning rate.
+    """Return the kind of a group: its settings as text, without the value of the learning rate.
 
-    Weight decay counts only as zero or nonzero.
+    For weight decay, the text has only whether it is zero.
     """
     ours = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr", "step")}
     rate, decay = ours.pop("lr", None), ours.pop("weight_decay", None)
@@ -262,7 +266,8 @@ def _run(
 
     Args:
         data: parameters and gradients, by group.
-        owned: by group: step only the parameters that `rank` owns, half of them one by one. Empty: step all parameters.
+        owned: by group, whether its parameters have owners. Of these, only those of `rank` are stepped, half of them
+            one by one. Empty: step all parameters.
         replaces_empty: step placeholders for parameters without rows; see [Note: Parameters without rows].
     """
     _seed(data[0].start[0].device)

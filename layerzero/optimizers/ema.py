@@ -25,7 +25,7 @@ __all__ = ["EMA"]
 class EMA:
     """Exponential moving average of a model's trainable parameters. Each rank averages its rows of the masters.
 
-    The first :meth:`update` copies the parameters. Each later one computes
+    The first call of :meth:`update` copies the parameters. Each later call computes
     ``average = decay * average + (1 - decay) * parameter``, as ``torch.optim.swa_utils.AveragedModel`` with
     ``get_ema_multi_avg_fn(decay)`` does (Polyak and Juditsky 1992; Tarvainen and Valpola 2017, arXiv:1703.01780). The
     averages have N/D elements per rank in the masters' dtype (fp32), and updates run no collectives. Buffers and frozen
@@ -33,7 +33,7 @@ class EMA:
     added at the next update.
 
     Call :meth:`update` after ``optimizer.step()``. If a ``GradScaler`` has skipped the step, you decide whether to
-    average the unchanged parameters again. To leave such steps out, compare ``scaler.get_scale()`` before and after
+    average the unchanged parameters again. To omit such steps, compare ``scaler.get_scale()`` before and after
     ``scaler.update()``: if the step was skipped, the scale has decreased on all ranks.
 
     Args:
@@ -91,7 +91,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the averages with the current parameters. No communication.
+        """Update the averages with the current parameters, without communication.
 
         Raises:
             RuntimeError: inside :meth:`swapped`.
@@ -108,15 +108,15 @@ class EMA:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Replace the model's weights by the averages inside the context; restore them bit for bit afterwards.
+        """Context manager in which the averages replace the model's weights. On exit, the weights are restored exactly.
 
         All ranks must enter and exit together, because both refresh the compute weights of all replicas. The context
-        needs N/D more elements per rank. Enter it between a backward and the next forward: a graph from before cannot
-        be used any more. Writes to parameters inside the context are undone.
+        needs N/D more elements per rank. Enter it between a backward and the next forward, because it invalidates
+        existing autograd graphs. Writes to parameters inside the context are undone.
 
         Raises:
-            RuntimeError: the model is inside another `swapped` or :func:`layerzero.unsharded`. ``optimizer.step()``
-                raises inside the context, too, because its update would be lost.
+            RuntimeError: the model is inside another `swapped` or :func:`layerzero.unsharded`. Inside the context,
+                ``optimizer.step()`` also raises, because its update would be lost.
 
         Example::
 
@@ -149,8 +149,8 @@ class EMA:
 
         Returns:
             ``{"averages": {name: tensor}, "n_averaged": tensor}``. Averages are sharded tensors of the parameters'
-            shapes in the masters' dtype. They share memory with the EMA, so ``torch.distributed.checkpoint`` saves
-            them and loads them in place, also with another sharding.
+            shapes in the masters' dtype. They share memory with the EMA, so ``torch.distributed.checkpoint`` can save
+            them and load them in place, even from a checkpoint with a different sharding.
         """
         self._follow()
         held = [(name, *self._rows[name]) for name in self._runtime.members if name in self._rows]  # same on all ranks
@@ -162,8 +162,8 @@ class EMA:
         """Load the result of :meth:`state_dict`. Averages may also be full plain tensors.
 
         Raises:
-            ValueError: names are missing or unexpected, a shape is wrong, or a tensor is sharded in another way. The
-                averages are not changed in this case.
+            ValueError: names are missing or unexpected, a shape is wrong, or a tensor is sharded differently. In this
+                case, the averages are not changed.
         """
         self._follow()
         loaded = state_dict["averages"]
@@ -177,7 +177,7 @@ class EMA:
 
 
 def _rows_of(member: ManagedParam, value: Tensor) -> Tensor:
-    """Return this rank's rows of a full tensor, or of one that is sharded like the parameter."""
+    """Return this rank's rows of `value`, which is a full tensor or sharded like the parameter."""
     if tuple(value.shape) != member.spec.true_shape:
         shapes = f"{list(value.shape)}, the parameter {list(member.spec.true_shape)}"
         raise ValueError(f"the average of {member.name!r} has shape {shapes}")

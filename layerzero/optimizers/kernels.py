@@ -35,16 +35,17 @@ def adamw(
 ) -> Optimizer:
     """Build AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) as ``torch.optim.AdamW`` computes it.
 
-    The first implementation that supports all parameters is used: NVIDIA Apex's ``FusedAdam`` (fp32, bf16 or fp16, on
-    CUDA, without `amsgrad` and `maximize`), torch's fused kernel, torch's foreach kernels. The choice is logged in one
-    line of the logger ``"layerzero"``; :func:`implementation` returns it.
+    The first of these implementations that supports all parameters is used: NVIDIA Apex's ``FusedAdam`` (fp32, bf16 or
+    fp16, on CUDA, without `amsgrad` and `maximize`), torch's fused kernel, torch's foreach kernels. The choice is
+    logged as one line by the logger ``"layerzero"``; :func:`implementation` returns it.
 
-    Apex counts steps by group, torch by parameter. If a parameter gets its first gradient later than its group, Apex
-    computes another bias correction. Apex and torch cannot load each other's ``state_dict()``.
+    Apex counts steps per group, torch per parameter. If a parameter gets its first gradient later than the rest of its
+    group, Apex computes a different bias correction. Apex and torch cannot load each other's ``state_dict()``.
 
     Args:
-        params: parameters, ``named_parameters()`` or groups, from before or after :func:`layerzero.shard_model`.
-            Parameters on ``meta`` count as on the accelerator. Apex is used only if all parameters are on CUDA already.
+        params: parameters, ``named_parameters()`` or groups, obtained before or after :func:`layerzero.shard_model`.
+            Parameters on ``meta`` are assumed to move to the accelerator. Apex is used only if all parameters are
+            already on CUDA.
         lr, betas, eps, weight_decay, amsgrad, maximize: as in torch, with the same defaults. Groups may override them.
 
     Returns:
@@ -123,7 +124,7 @@ def implementation(optimizer: Optimizer) -> str:
         ``"torch's choice"`` if neither `fused` nor `foreach` is set, so that torch decides in each step.
 
     Raises:
-        TypeError: `optimizer` is no ``torch.optim.Optimizer``.
+        TypeError: `optimizer` is not a ``torch.optim.Optimizer``.
 
     Example::
 
@@ -171,7 +172,7 @@ def _build(
 def _find_apex(
     name: str, params: Sequence[Any], tensors: Sequence[Tensor], rare: Mapping[str, Any]
 ) -> tuple[type[Optimizer] | None, str]:
-    """Return the class of Apex and an empty reason, or None and the reason why it cannot be used."""
+    """Return (class of Apex, ""), or (None, reason) if the class cannot be used."""
     if not all(tensor.device.type == "cuda" for tensor in tensors):
         return None, "as NVIDIA Apex needs all parameters on CUDA"
     known = DTYPES[name]
@@ -207,7 +208,7 @@ class SGD(torch.optim.SGD):  # same name as torch's class, because checkpoints s
 
 
 def _listed(params: Params) -> list[Any]:
-    """Return parameters, (name, parameter) pairs or groups as lists, which can be iterated more than once."""
+    """Return `params` as a list, with the ``"params"`` of groups as lists, so that they can be iterated repeatedly."""
     if isinstance(params, Tensor):
         raise TypeError("params must be an iterable of parameters or groups, got a tensor")
     listed: list[Any] = []

@@ -1,9 +1,9 @@
-"""Copies of an optimizer that step other parameters and share no mutable state with the original.
+"""Copies of an optimizer that step different parameters and share no mutable state with the original.
 
 [Note: Copying an optimizer]
 torch's ``Optimizer.__getstate__`` keeps only defaults, state and groups. ``copy.copy`` and ``copy.deepcopy`` therefore
-drop all other attributes, which most optimizers outside of torch have. So the attributes are deep-copied one by one.
-The memo maps the original's parameters and state to those of the copy beforehand, so that neither is ever duplicated.
+drop all other attributes, which most third-party optimizers have. So the attributes are deep-copied one by one. First,
+the memo is filled so that it maps the original's parameters and state to those of the copy. So neither is duplicated.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _SHARED = (ModuleType, dist.ProcessGroup, DeviceMesh, torch.Stream, torch.Event)
 
 
 def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]) -> Optimizer:
-    """Return an optimizer of the same class, attributes and settings over other parameters.
+    """Return a copy of the optimizer, with the same class, attributes and settings, that steps different parameters.
 
-    If a parameter of a group has state, all parameters of the copied group get state like it, because some optimizers
+    If a parameter of a group has state, all parameters of the copied group get similar state, because some optimizers
     create state in their constructor.
 
     Args:
-        optimizer: is not changed.
-        groups: pairs of the settings of a group of the optimizer, including ``"params"``, and the parameters that
-            replace the ones of the group.
+        optimizer: the original, which is not changed.
+        groups: pairs. The first item is a group of the optimizer, including ``"params"``; the second, the parameters
+            that replace those of the group.
 
     Raises:
-        Exception: an attribute cannot be copied; raised by its copy method.
+        Exception: an attribute cannot be copied. The error is that of its copy method.
     """
     state: defaultdict[Tensor, Any] = defaultdict(dict)
     state.update({key: copy.deepcopy(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
@@ -120,9 +120,10 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _like(value: Any, old: Tensor, parameter: Tensor) -> Any:
-    """Return a state value of the parameter `old` for another parameter.
+    """Convert a state value of the parameter `old` to a state value for `parameter`.
 
-    A tensor of `old`'s shape becomes one of `parameter`'s shape, filled with its first element. Others are copied.
+    A tensor of `old`'s shape becomes a tensor of `parameter`'s shape, filled with the first element of `value`. Other
+    values are copied.
     """
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)

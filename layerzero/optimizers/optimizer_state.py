@@ -23,7 +23,7 @@ Holder = (
 
 
 def show(value: Any, holder: Holder) -> Any:
-    """Return an entry of a parameter's state as the user sees it: tensors of rows become sharded tensors."""
+    """Return an entry of a parameter's state in its public form, with tensors of rows wrapped as sharded tensors."""
     if isinstance(holder, OwnedParam):
         if isinstance(value, (list, tuple)):
             return type(value)(show(item, holder) for item in value)
@@ -39,7 +39,7 @@ HOW = ("foreach", "fused", "capturable", "is_expert_parallel")  # group settings
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a setting of a group can be compared between ranks without waiting for a device."""
+    """Return whether a group setting can be compared between ranks without a device synchronization."""
     if isinstance(value, Tensor):
         return value.ndim == 0 and value.device.type == "cpu"
     if isinstance(value, (list, tuple)):
@@ -48,7 +48,7 @@ def is_plain(value: Any) -> bool:
 
 
 def number(value: Any) -> Any:
-    """Return a setting in one form for equal values: numbers as floats, also those in tensors of one element."""
+    """Return a group setting with numbers and one-element tensors converted to float, for comparison between ranks."""
     if isinstance(value, (list, tuple)):
         return [number(each) for each in value]
     value = value.item() if isinstance(value, Tensor) else value
@@ -65,9 +65,9 @@ def differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
 
 
 def kept(current: Any, saved: Any) -> Any:
-    """Return the loaded value of a hyperparameter.
+    """Return the value of a hyperparameter after a load.
 
-    A 0-dim tensor is updated in place, because compiled steps and graphs refer to it.
+    If the current value is a 0-dim tensor, it is updated in place, because compiled steps and graphs refer to it.
     """
     if isinstance(current, Tensor) and current.ndim == 0:
         return current.fill_(saved) if not isinstance(saved, Tensor) else current.copy_(saved)
@@ -79,11 +79,11 @@ def on(value: Any, master: Tensor) -> Any:
 
 
 def by_rows(values: Mapping[str, Any], example: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a 0-dim parameter with its per-element tensors in shape [1], unlike step counts and the like.
+    """Return the state of a 0-dim parameter with its per-element tensors reshaped to [1]. Step counts stay 0-dim.
 
     Args:
         values: state of the parameter; all of its tensors may be 0-dim.
-        example: state of the same parameter stored as one row, where per-element tensors have a dim.
+        example: state of the same parameter stored as one row, in which only per-element tensors have a dim.
     """
     rows = {key for key, value in example.items() if isinstance(value, Tensor) and value.ndim}
     return {
@@ -95,7 +95,7 @@ def by_rows(values: Mapping[str, Any], example: Mapping[str, Any]) -> dict[str, 
 def cut_state(values: Mapping[str, Any], holder: Holder, *, copy: bool = True) -> dict[str, Any]:
     """Return a parameter's state with tensors of the parameter's shape cut to this rank's rows.
 
-    For an owned parameter, the owner gets full tensors and other ranks get an empty dict.
+    For an owned parameter, return full tensors on the owner and an empty dict on other ranks.
     """
     if isinstance(holder, OwnedParam):
         own = {key: _whole(key, value, holder, copy=copy) for key, value in values.items()}

@@ -1,11 +1,11 @@
 """Owner groups: the ranks that assemble an owned parameter.
 
 [Note: Cells]
-All ZeRO-1 rows of an owned parameter, or of the part of it that the data-parallel ranks share, are on the ranks of one
-ZeRO-3 group. If a model-parallel axis cuts the matrices (tensor parallel), the other parts are on the corresponding
-ZeRO-3 groups along this axis. The ranks of all these groups form the owner group of the parameter. They send their rows
-to the owner in one collective. If the ranks of a model-parallel axis have copies, or different matrices of one stack,
-nothing is assembled along it: there is one owner for each coordinate on this axis.
+All ZeRO-1 rows of an owned parameter are on the ranks of one ZeRO-3 group. With model parallelism, this is true for
+each model-parallel part. If a model-parallel axis cuts the matrices (tensor parallel), the other parts are on the
+corresponding ZeRO-3 groups along this axis. The ranks of all these groups form the owner group of the parameter. They
+send their rows to the owner in one collective. If the ranks of a model-parallel axis have copies, or different matrices
+of one stack, nothing is assembled along this axis: there is one owner for each coordinate on it.
 """
 
 from __future__ import annotations
@@ -38,21 +38,24 @@ class OwnerGroup:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Position (s, coordinate on the axis) of this rank."""
+        """Position of this rank: (rank in the ZeRO-3 group, coordinate on the model-parallel axis)."""
         return self.order[self.communicator.rank]
 
 
 def owner_group_of(topology: MeshInfo) -> OwnerGroup:
-    """Return the owner group that is this rank's ZeRO-3 group."""
+    """Return this rank's ZeRO-3 group as an owner group."""
     order = tuple((s, 0) for s in range(topology.zero3_size))
     return OwnerGroup(topology, None, topology.zero3_gather_comm, order)
 
 
 def places_across(topology: MeshInfo, face: ModelParallelSpec, axis: int) -> dict[int, tuple[int, int]]:
-    """Return the ranks of this rank's ZeRO-3 group and of the corresponding groups along an axis of `face`.
+    """Return the positions of the ranks of this rank's ZeRO-3 group and of the corresponding groups along an axis.
+
+    Args:
+        axis: model-parallel axis of `face`.
 
     Returns:
-        By global rank: (s, coordinate on the axis).
+        By global rank, its position: (rank in the ZeRO-3 group, coordinate on the axis).
     """
     grid = topology.grid
     table = face.global_mesh.mesh  # ranks, by coordinates on the model-parallel axes, s, r
@@ -64,7 +67,7 @@ def places_across(topology: MeshInfo, face: ModelParallelSpec, axis: int) -> dic
 
 
 def owner_group_across(topology: MeshInfo, axis: int, places: Mapping[int, tuple[int, int]]) -> OwnerGroup:
-    """Create the owner group of the ranks of :func:`places_across`. All ranks of the model must call this."""
+    """Create an owner group from the result of :func:`places_across`. All ranks of the model must call this."""
     ranks = sorted(places)
     kind = topology.mesh.device_type
     group = topology.groups.new(ranks, like=topology.zero3_gather_comm.group, device_type=kind)

@@ -1,6 +1,7 @@
-"""Optimizer state of owned parameters on all ranks. Only the owner has the state; it sends a description to the others.
+"""Optimizer state of owned parameters on all ranks.
 
-The description has shapes, dtypes and scalars. Other ranks get sharded tensors without rows.
+Only the owner has the state. It sends a description to all other ranks, with shapes, dtypes and scalars. From it, they
+create sharded tensors without local rows.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ __all__ = ["with_what_others_own"]
 
 
 def with_what_others_own(state: Mapping[str, Any], owned: Sequence[OwnedParam], everyone: ModelRanks) -> dict[str, Any]:
-    """Return the state by name, completed by entries for the parameters that other ranks own.
+    """Return `state` with entries added for the parameters that other ranks own.
 
-    Tensors of these entries are sharded tensors without rows on this rank. Scalars have their values.
+    Tensors in the added entries are sharded tensors without rows on this rank. Scalars have the owner's values.
 
     Args:
-        state: state on this rank; its tensors are sharded tensors.
-        everyone: all of these ranks must call this.
+        state: state on this rank by parameter name; its tensors are sharded tensors.
+        everyone: the ranks that must call this.
 
     Raises:
         TypeError: on all ranks, if the state of an owned parameter holds a value that cannot be sent.
@@ -54,9 +55,10 @@ def with_what_others_own(state: Mapping[str, Any], owned: Sequence[OwnedParam], 
 
 
 def _place(owned: OwnedParam) -> str:
-    """Return a key for a parameter and its owner.
+    """Return a key that is unique for a parameter and its owner.
 
-    The key has the coordinates on the model-parallel axes along which nothing is joined: each has its own owner.
+    The key has the coordinates on the model-parallel axes that are not joined, because each coordinate has its own
+    owner.
     """
     span, axis = owned.member.spec, owned.owner.axis
     model_parallel = span.model_parallel

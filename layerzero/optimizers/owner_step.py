@@ -1,16 +1,16 @@
 """Step of owned parameters: the owner gathers a full parameter, steps it, and scatters its rows.
 
 [Note: Rounds of owners]
-All ZeRO-1 rows of an owned parameter are in one owner group (owner_groups.py), on several of its ranks. In each round,
-every rank of the group processes one of its own parameters, the most expensive first. The other ranks send it their
-rows of the master and of the final gradient, the rank steps the parameter, and sends the rows of the master back. Each
-direction is one all-to-all. So all ranks compute at the same time, each holds one full parameter and its gradient, and
-all communication stays inside the group. A parameter whose rows are all on its owner needs no communication. It is
-stepped together with the element-wise parameters.
+All ZeRO-1 rows of an owned parameter are on ranks of one owner group (owner_groups.py). In each round, every rank of
+the group processes one of the parameters that it owns, the most expensive first. It receives the rows of the master and
+of the final gradient from the other ranks, steps the parameter, and sends the rows of the master back. Gathering the
+masters, gathering the gradients and scattering the masters are one all-to-all each. So all ranks compute at the same
+time, each holds one full parameter and its gradient, and all communication stays inside the group. A parameter whose
+rows are all on its owner needs no communication. It is stepped together with the element-wise parameters.
 
 All ranks of an owner group agree on owners, on the parameters that have gradients, and on the order. So they run the
 same collectives. A rank is in several owner groups if parameters are on several meshes or are cut by model-parallel
-axes. It processes its groups in the same order as the other ranks.
+axes. All ranks process their groups in the same order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["OwnedParam", "buffers_of_rounds", "by_owner_group", "step_owned"]
 
 @dataclass(frozen=True, eq=False)
 class OwnedParam:
-    """Parameter that one rank, its owner, updates in full."""
+    """Parameter that is updated in full by one rank, its owner."""
 
     member: ManagedParam
     owner: ParamOwner
@@ -55,12 +55,12 @@ class OwnedParam:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Position (s, coordinate on the joined axis) of the owner in its owner group."""
+        """Position of the owner in its owner group: (rank in the ZeRO-3 group, coordinate on the joined axis)."""
         return self.owner.s, self.owner.t
 
     @property
     def is_near(self) -> bool:
-        """True if this rank's owner group holds the rows."""
+        """True if the ranks of this rank's owner group hold the rows."""
         return self.owner.r == self.member.spec.mesh_info.grid.replica_rank
 
     @property
@@ -84,7 +84,7 @@ class OwnedParam:
 
     @property
     def weight(self) -> tuple[int, str]:
-        """Sort key: the most expensive parameter first, then by name."""
+        """Sort key that orders parameters by decreasing update cost, then by name."""
         return -update_cost(self.shape), self.member.name
 
     @cached_property
@@ -98,7 +98,7 @@ class OwnedParam:
         return int(torch.Size(self.shape).numel())
 
     def rows_on(self, s: int) -> range:
-        """Return the rows that a rank of the owner group has of its own model-parallel part."""
+        """Return the rows on the ZeRO-3 rank `s` of the owner group, in the model-parallel part of that rank."""
         span = self.member.spec
         k = s * span.mesh_info.replicas + self.owner.r
         return range(span.bounds[k], span.bounds[k + 1])
@@ -107,9 +107,9 @@ class OwnedParam:
         return len(self.rows_on(s)) * int(torch.Size(self.member.spec.shape[1:]).numel())
 
     def pieces(self, whole: Tensor) -> list[Tensor]:
-        """Return the views of `whole` that belong to the ranks of the owner group, by rank.
+        """Split the full parameter `whole` into views of the rows of each rank of the owner group, by rank.
 
-        Only for parameters that are joined along a model-parallel axis.
+        The parameter must be joined along a model-parallel axis.
         """
         face, axis = self.member.spec.model_parallel, self.owner.axis
         assert face is not None and axis is not None
@@ -122,10 +122,12 @@ class OwnedParam:
     # Its state
 
     def true_shape(self, shape: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the shape that a state tensor of local shape `shape` has over all matrices of a stack.
+        """Return the global shape of a state tensor whose shape on the owner is `shape`.
+
+        If ranks own different matrices of a stack, the global shape covers all matrices.
 
         Returns:
-            None if the stack is cut into matrices but dim 0 of the tensor does not count them.
+            None if ranks own different matrices but dim 0 of the tensor is not the number of matrices on the owner.
         """
         face = self.member.spec.model_parallel
         if face is None or not self._cut_into_matrices(face):
@@ -136,7 +138,7 @@ class OwnedParam:
         return any(face.sharded_dim(axis) is not None for axis in range(face.mesh.ndim) if axis != self.owner.axis)
 
     def span_of(self, shape: Sequence[int]) -> RowShardSpec:
-        """Return the sharding of a state tensor with the true shape `shape`: all rows are on the owner."""
+        """Return the sharding of a state tensor of global shape `shape`, with all rows on the owner."""
         span, topology = self.member.spec, self.member.spec.mesh_info
         k = self.owner.s * topology.replicas + self.owner.r
         face = span.model_parallel
@@ -156,7 +158,7 @@ def by_owner_group(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedPa
 
 
 def buffers_of_rounds(owned: Iterable[OwnedParam]) -> Counter[Size]:
-    """Return how many buffers of each size the rounds of these parameters use at once; see :func:`_largest`."""
+    """Return the number of buffers of each size that the rounds for `owned` use at once; see :func:`_largest`."""
     most: Counter[Size] = Counter()
     for cell, members in by_owner_group(owned).items():
         counts: Counter[Size] = Counter()
@@ -167,11 +169,11 @@ def buffers_of_rounds(owned: Iterable[OwnedParam]) -> Counter[Size]:
 
 
 def _largest(owned: Iterable[OwnedParam], cell: OwnerGroup) -> dict[torch.dtype, list[int]]:
-    """Return the numbers of elements of the buffers that the rounds of one owner group use, by dtype.
+    """Return the sizes in elements of the buffers that the rounds of one owner group use, by dtype.
 
-    The buffers hold the largest full parameter of this rank, its gradient, and the most rows that the rank sends in one
-    round. If parts are joined along a model-parallel axis, one more buffer receives them. The sizes cover all
-    parameters, with or without a gradient, so that each step uses the same buffers.
+    One buffer holds the largest full parameter that this rank owns, one holds its gradient, and one holds the rows that
+    the rank sends in one round. If parts are joined along a model-parallel axis, one more buffer receives them. The
+    sizes cover all parameters, with or without a gradient, so that each step uses the same buffers.
     """
     away = [each for each in owned if each.is_near and not each.is_fully_local]
     found = {}
@@ -188,16 +190,16 @@ def _largest(owned: Iterable[OwnedParam], cell: OwnerGroup) -> dict[torch.dtype,
 def step_owned(
     inner: Optimizer, owned: Sequence[OwnedParam], everyone: ModelRanks, pool: BufferPool, take_step: Callable[[], Any]
 ) -> None:
-    """Step all parameters that have a gradient, the `owned` ones in full.
+    """Step all parameters that have a gradient: `owned` parameters in full, all others by rows.
 
     Args:
         inner: optimizer whose groups hold this rank's rows, with their final gradients.
-        everyone: all of these ranks must call this.
-        pool: provides buffers for a full parameter and its gradient.
-        take_step: steps `inner`.
+        everyone: the ranks that must call this.
+        pool: pool of the buffers for full parameters and their gradients.
+        take_step: function that steps `inner`.
 
     Raises:
-        RuntimeError: on all ranks, if a parameter has a gradient on some ranks of its owner group only.
+        RuntimeError: on all ranks, if a parameter has a gradient on only some ranks of its owner group.
     """
     turns: list[Iterator[Turn]] = []
     cells = by_owner_group(owned)
@@ -216,10 +218,10 @@ def step_owned(
 
 
 def _require_gradients_alike(cells: Mapping[OwnerGroup, Sequence[OwnedParam]], everyone: ModelRanks) -> None:
-    """Raise RuntimeError on all ranks unless the ranks of each owner group have gradients of the same parameters.
+    """Raise RuntimeError on all ranks unless the ranks of each owner group have gradients for the same parameters.
 
-    Otherwise they would send each other rows of different parameters. The check all-reduces one number. The
-    contributions of the ranks of an owner group add up to 0 if they have gradients of the same parameters.
+    Without this check, ranks could exchange rows of different parameters. The check all-reduces one number. The
+    contributions of the ranks of an owner group add up to 0 if they have gradients for the same parameters.
     """
     near = {cell: [each for each in cells[cell] if each.is_near] for cell in cells if cell.communicator.size > 1}
     if not near or not has_peers(everyone.ranks):
@@ -239,9 +241,9 @@ def _has_gradient(owned: OwnedParam) -> bool:
 
 
 def _unlike(near: Mapping[OwnerGroup, Sequence[OwnedParam]], everyone: ModelRanks) -> str:
-    """Return the error message for a parameter with a gradient on some ranks of its owner group only.
+    """Return the error message for a parameter that has a gradient on only some ranks of its owner group.
 
-    The message is the same on all ranks, which must all call this.
+    All ranks must call this and get the same message.
     """
     own = [(cell.ranks, each.member.name, _has_gradient(each)) for cell, members in near.items() for each in members]
     with_gradient: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -278,10 +280,11 @@ def _turns(
 
 
 class _OwnerRound:
-    """Round of an owner group: at most one parameter for each of its ranks.
+    """Round of an owner group, in which each rank steps at most one parameter.
 
     Args:
-        chosen: by the owner's rank in the group: the parameter, and this rank's rows of its gradient.
+        chosen: by rank in the group, the parameter that the rank steps, and the gradient of this rank's rows of that
+            parameter; None if the rank steps none.
     """
 
     def __init__(self, chosen: Sequence[tuple[OwnedParam, Tensor] | None], cell: OwnerGroup) -> None:
@@ -295,13 +298,13 @@ class _OwnerRound:
         self.sent, self.received = sum(self._to_each), sum(self._from_each)
 
     def play(self, whole: Tensor, gradient: Tensor, rows: Tensor, received: Tensor | None = None) -> Iterator[Turn]:
-        """Gather this rank's parameter, yield it to be stepped, and scatter its rows.
+        """Gather the parameter that this rank steps, yield it, and scatter its rows after the step.
 
         Args:
             whole: 1-D buffer for the full parameter.
-            gradient: 1-D buffer for its full gradient.
+            gradient: 1-D buffer for the full gradient.
             rows: 1-D buffer for the rows that this rank sends.
-            received: 1-D buffer for the received rows, if their order differs from that of the full parameter.
+            received: 1-D buffer for the received rows, if their order differs from that in the full parameter.
         """
         whole, gradient, rows = whole[: self.received], gradient[: self.received], rows[: self.sent]
         received = None if received is None else received[: self.received]
@@ -339,12 +342,12 @@ class _OwnerRound:
         return "" if self._mine is None else self._mine.member.name
 
     def _places(self, whole: Tensor, received: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the rows received from each rank of the group, and their place in this rank's parameter."""
+        """Yield pairs for each rank of the group: its rows in `received`, and the view of `whole` for them."""
         if self._mine is not None:
             pieces = self._mine.pieces(whole)
             for came, piece in zip(torch.split(received, self._from_each), pieces, strict=True):
                 yield came.view(piece.shape), piece
 
     def _pieces(self, rows: Tensor) -> Sequence[Tensor]:
-        """Split this rank's rows by the parameters of the round."""
+        """Split the buffer of this rank's rows by parameter of the round."""
         return torch.split(rows, [each.numel_on(self._s) for each, _ in self._chosen])

@@ -1,4 +1,4 @@
-"""Owned parameters of an optimizer, and the ZeRO-1 layouts that they need."""
+"""Owned parameters of an optimizer, and the ZeRO-1 layouts that these parameters need."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _Key = tuple[MeshInfo, int | None]  # of an owner group: its mesh, and the model
 
 
 class OwnerTable:
-    """Parameters of one optimizer that their owners update in full.
+    """Table of the parameters of one optimizer that are updated in full by an owner.
 
-    Every rank must construct it. The constructor assigns an owner to each parameter that needs one.
+    Every rank must construct the table. The constructor assigns an owner to each parameter that needs one.
 
     Args:
         inner: the wrapped optimizer, with its groups.
-        whole_kinds: kinds of its groups that need full parameters; see compatibility.py.
+        whole_kinds: kinds of parameter groups that need full parameters; see compatibility.py.
 
     Attributes:
         owned: owned parameters, by id of the sharded parameter.
@@ -57,9 +57,13 @@ class OwnerTable:
         self._ask([member for p in held if (member := runtime.parameters.managed_param(p)) is not None])
 
     def add_group(self, group: MutableMapping[str, Any], members: Sequence[tuple[ManagedParam, Tensor]]) -> None:
-        """Add a group with these parameters and their masters. Every rank must call this.
+        """Add the parameters of a group, if they need owners. Every rank must call this.
 
-        A group of a kind that was not in the compatibility trial needs full parameters if any other kind does.
+        If the compatibility trial did not include the kind of the group, the group needs full parameters if any other
+        kind does.
+
+        Args:
+            members: pairs of a parameter of the group and its master.
         """
         kind = group_kind(group)
         if kind not in self._whole_kinds and (not self._whole_kinds or kind in self._known_kinds):
@@ -86,15 +90,15 @@ class OwnerTable:
         self._foresee()
 
     def _foresee(self) -> None:
-        """Announce the buffers of the rounds to the scratch pool.
+        """Register the buffers of the rounds with the scratch pool.
 
-        Optimizers step one after the other and not during a reduction, so the maximum over all users is enough.
+        Optimizers step one after another, and not during a reduction. So the maximum over all users suffices.
         """
         pool = self._runtime.buffers.scratch
         pool.expected = Counter(pool.expected) | buffers_of_rounds(self.owned.values())
 
     def step(self, take_step: Callable[[], Any]) -> None:
-        """Step all parameters of the optimizer, owned ones in full."""
+        """Step all parameters of the optimizer; owned parameters are stepped in full."""
         if not self.owned:
             take_step()
             return
@@ -102,9 +106,9 @@ class OwnerTable:
         step_owned(self._inner, list(self.owned.values()), runtime.ranks, runtime.buffers.scratch, take_step)
 
     def with_what_others_own(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state by name, with entries for parameters that other ranks own.
+        """Return `state`, keyed by parameter name, with entries added for parameters that other ranks own.
 
-        Every rank must call this if there are owned parameters.
+        If there are owned parameters, every rank must call this.
         """
         if not self.owned:
             return dict(state)
@@ -117,7 +121,7 @@ class OwnerTable:
         return with_what_others_own(state, list(self.owned.values()), self._runtime.ranks)
 
     def refuse(self, method: str) -> None:
-        """Raise RuntimeError if a method of the optimizer would get rows where it needs full parameters."""
+        """Raise RuntimeError if the optimizer has owned parameters, because `method` would see only their rows."""
         if self.owned:
             raise RuntimeError(
                 f"{method}() of {type(self._inner).__name__} cannot be called here: it would find this rank's rows, "
@@ -127,19 +131,18 @@ class OwnerTable:
 
 @torch.no_grad()
 def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Optimizer) -> None:
-    """Assign owners to these parameters and to those that have owners already. Every rank must call this.
+    """Assign owners to `members`, and reassign the owners of owned parameters. Every rank must call this.
 
-    A parameter may be owned for another optimizer that updates the matrices of a stack separately. If this optimizer
-    needs the full stack, the parts are joined for both optimizers.
+    A parameter may already have an owner because of another optimizer that updates the matrices of a stack separately.
+    If this optimizer needs the full stack, the parts are joined for both optimizers.
 
     Args:
         optimizer: optimizer that needs these parameters in full.
 
     Raises:
-        RuntimeError: rows would have to move while gradients, optimizer state or views refer to them. Nothing is
-            changed in this case.
-        ValueError: the parameters, or the axes to join, differ between ranks, or parts on model-parallel axes cannot be
-            joined.
+        RuntimeError: rows would have to move while gradients, optimizer state or views refer to them. In this case,
+            nothing is changed.
+        ValueError: parameters or axes to join differ between ranks, or parts on model-parallel axes cannot be joined.
     """
     names = {*runtime.owners, *(member.name for member in members)}
     to_ask = [member for member in members if _may_be_a_part(member, runtime.owners.get(member.name))]
@@ -219,7 +222,7 @@ def _may_be_a_part(member: ManagedParam, owner: ParamOwner | None) -> bool:
 
 
 def _put_together(runtime: LayerZeroState) -> dict[str, JoinAxis]:
-    """Return the model-parallel axis along which each owned parameter is joined, by name, if there is one."""
+    """Return, by name, the model-parallel axis along which each owned parameter is joined, if any."""
     found: dict[str, JoinAxis] = {}
     for name, owner in runtime.owners.items():
         face = runtime.members[name].spec.model_parallel
@@ -231,7 +234,7 @@ def _put_together(runtime: LayerZeroState) -> dict[str, JoinAxis]:
 def _to_put_together(
     members: Iterable[ManagedParam], optimizer: Optimizer, device: torch.device
 ) -> dict[str, JoinAxis]:
-    """Return the model-parallel axis along which this optimizer needs each parameter joined, by name, if any."""
+    """Return, by name, the model-parallel axis along which `optimizer` needs each parameter joined, if any."""
     found: dict[str, JoinAxis] = {}
     apart: dict[int, bool] = {}  # by number of dims: whether the optimizer updates each matrix of a stack separately
     for member in members:
@@ -250,7 +253,7 @@ def _new_cells(runtime: LayerZeroState, owners: Mapping[str, ParamOwner]) -> dic
     """Return the owner groups to create for these owners, in the same order on all ranks.
 
     Returns:
-        By owner group: its ranks and their positions. The dict is empty for a group that is a ZeRO-3 group.
+        By owner group, the positions of its ranks. For an owner group that is a ZeRO-3 group, this inner dict is empty.
     """
     found: dict[_Key, dict[int, tuple[int, int]]] = {}
     for name, owner in sorted(owners.items()):
@@ -265,7 +268,10 @@ def _new_cells(runtime: LayerZeroState, owners: Mapping[str, ParamOwner]) -> dic
 
 
 def _require_equal_parts(handles: Iterable[Handle], put_together: Mapping[str, JoinAxis]) -> None:
-    """Raise ValueError if the ranks of an axis along which parts are joined have different layouts."""
+    """Raise ValueError if parameters are cut unevenly along an axis whose parts are joined.
+
+    Ranks along such an axis must have equal layouts.
+    """
     members = [member for handle in handles for member in handle.members]
     axes = {along.axis: member.name for member in members if (along := put_together.get(member.name)) is not None}
     for member in members:
@@ -296,7 +302,7 @@ def _require_untouched(runtime: LayerZeroState, moved: Iterable[Handle], owned: 
 
     Raises:
         NotImplementedError: `offload_optimizer` is set.
-        RuntimeError: a view is active, a parameter has a gradient, or another optimizer has state for one.
+        RuntimeError: a view is active, a parameter has a gradient, or an optimizer has state for a parameter.
     """
     if runtime.config.offload_optimizer:
         raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""Update of the masters in parts, so that the refresh of one part overlaps the update of the next one.
+"""Update of the masters in parts, so that the refresh of one part overlaps with the update of the next part.
 
 [Note: A step as a pipeline]
 The refresh of a handle needs only the masters of this handle. So masters are updated in the order in which the next
@@ -39,8 +39,8 @@ def update(
     Args:
         inner: optimizer whose groups list masters.
         names: parameter names, by id of the master.
-        refresh: refresh to launch handles in; None if it is launched later.
-        take_step: steps `inner`.
+        refresh: round in which the refreshes of handles are launched; None if they are launched later.
+        take_step: function that steps `inner`.
     """
     travels = runtime.config.offload_optimizer or any(handle.topology.replicas > 1 for handle in runtime.handles)
     with runtime.observer.during("update", "optimizer"):
@@ -51,7 +51,10 @@ def update(
 
 
 def _can_step_in_parts(inner: Optimizer) -> bool:
-    """Return whether the optimizer keeps all state by parameter and no hook sees all parameters before the refresh."""
+    """Return whether the optimizer keeps all state by parameter, and has no custom ``step`` and no step post-hooks.
+
+    Post-hooks would run only after refreshes have been launched.
+    """
     step = vars(inner).get("step")
     is_own = step is None or hasattr(step, "_wrapped_by_lr_sched")
     return is_own and is_elementwise_by_name(inner) and not inner._optimizer_step_post_hooks
@@ -89,7 +92,7 @@ def _step_in_parts(
 
 
 def _cut(handles: Sequence[Handle]) -> list[list[Handle]]:
-    """Cut the handles into runs with about the same number of elements."""
+    """Split the handles into consecutive parts with about the same number of elements."""
     total = sum(handle.layout.numel for handle in handles)
     parts: list[list[Handle]] = []
     seen = 0

@@ -4,9 +4,9 @@
 A rank may have no rows of a parameter. torch's own optimizers accept such tensors; kernels of other packages may not.
 NVIDIA Apex packs tensors into launches, and starts the last launch at the last chunk of the last tensor. An empty
 tensor has no chunk, so the tensors that are packed before it are never updated. Therefore only torch's own optimizers
-step empty tensors. While another one steps, a parameter without rows has two elements, both zero, and a gradient of
-zero; tensors of its state with its shape have two elements, too. All ranks then step the same parameters in the same
-order, and step counts of a parameter agree. There are two elements because code may treat one element as a number.
+step empty tensors. While another optimizer steps, a parameter without rows has two elements, both zero, and a gradient
+of zeros. State tensors of its shape also have two elements. All ranks then step the same parameters in the same order,
+and the step counts of a parameter agree. There are two elements because code may treat a single element as a scalar.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["Placeholders", "placeholder"]
 
 
 def placeholder(rows: Tensor) -> Tensor:
-    """Return zeros of shape [2, 1, ...] with as many dims as the empty tensor `rows`, in its dtype, on its device."""
+    """Return zeros of shape [2, 1, ...] with the number of dims, dtype and device of the empty tensor `rows`."""
     return torch.zeros((2, *(1 for _ in rows.shape[1:])), dtype=rows.dtype, device=rows.device)
 
 
 @dataclass(eq=False)
 class _Placeholder:
-    """Tensors of two elements for one parameter, kept between steps so that a step allocates nothing."""
+    """Two-element tensors for one parameter. They are kept between steps, so that a step allocates nothing."""
 
     elements: Tensor
     gradient: Tensor
@@ -45,9 +45,9 @@ class Placeholders:
 
     @contextmanager
     def replacing(self, empty: Iterable[Tensor], state: Mapping[Any, Any]) -> Iterator[None]:
-        """Give parameters without elements, their gradients and their state two elements each inside the context.
+        """Context manager in which empty parameters, their gradients and their state tensors have two elements.
 
-        Parameters and tensors of the state stay the same objects: only their ``data`` changes.
+        Parameters and state tensors stay the same objects: only their ``data`` changes.
 
         Args:
             empty: parameters without elements. Their gradients are None after the context.

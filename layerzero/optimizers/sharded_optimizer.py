@@ -2,8 +2,8 @@
 
 [Note: Two faces of a parameter group]
 The wrapped optimizer and the wrapper share their group dictionaries, so a scheduler may hold either optimizer. Between
-steps, groups list sharded parameters, as schedulers, clipping and users expect. While the wrapped optimizer steps, they
-list the masters instead: plain tensors, on which fused and foreach kernels run at full speed.
+steps, groups list sharded parameters, as schedulers, clipping and users expect. While the wrapped optimizer steps, the
+groups list the masters instead. These are plain tensors, on which fused and foreach kernels run at full speed.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
     """Make an optimizer update the masters of a sharded model.
 
     The optimizer may have been built from the model's parameters before or after :func:`shard_model`. Its groups and
-    hyperparameters are kept, and existing state is cut like its parameters. Step the returned optimizer; stepping the
-    old one raises. All ranks must call this.
+    hyperparameters are kept, and existing state is sharded like the parameters. Call ``step()`` on the returned
+    optimizer; calling it on the original raises. All ranks must call this.
 
     Args:
         optimizer: any torch optimizer that updates each element independently, including fused and foreach variants; or
-            each parameter independently, as Muon does. In the second case, one rank owns each parameter and updates it
-            in full.
+            each parameter independently, as Muon does. In the second case, each parameter is owned by one rank, which
+            updates it in full.
         model: from :func:`shard_model`.
         elementwise: True: the optimizer updates each element independently. False: it updates each parameter
             independently. Neither is verified. None: decide by class name, or by a trial of a copy on small parameters.
@@ -81,9 +81,8 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
 
     Raises:
         TypeError: `optimizer` is not a ``torch.optim.Optimizer``.
-        ValueError: the optimizer mixes parameters, the trial failed, or it holds parameters that the model does not
-            own.
-        RuntimeError: the optimizer needs full parameters, and there are gradients already, or another optimizer has
+        ValueError: the optimizer mixes parameters or has parameters that are not in the model, or the trial failed.
+        RuntimeError: the optimizer needs full parameters, but there are gradients already, or another optimizer has
             made a step.
 
     Example::
@@ -115,9 +114,9 @@ def _trained(runtime: LayerZeroState, parameters: Iterable[Tensor]) -> Iterator[
 class ShardedOptimizer(OptimizerProxy):
     """Torch ``Optimizer`` over sharded parameters, created by :func:`shard_optimizer`.
 
-    Other public attributes are those of the wrapped optimizer. Its methods, such as ``train`` and ``eval`` of
-    schedule-free optimizers, work on the masters. All ranks must call them, because the weights that they change are
-    refreshed before the next forward.
+    All other public attributes are those of the wrapped optimizer. Methods of the wrapped optimizer, such as ``train``
+    and ``eval`` of schedule-free optimizers, operate on the masters. All ranks must call these methods, because the
+    weights that they change are refreshed before the next forward.
 
     Attributes:
         inner: the wrapped optimizer. Its state is keyed by plain tensors, this rank's rows.
@@ -166,7 +165,7 @@ class ShardedOptimizer(OptimizerProxy):
         """Reduce unreduced gradients, update the masters, and launch the refresh.
 
         Args:
-            closure: computes the loss and its gradients; called once, before the update.
+            closure: function that computes the loss and its gradients. It is called once, before the update.
 
         Returns:
             The result of `closure`, or None.
@@ -199,7 +198,7 @@ class ShardedOptimizer(OptimizerProxy):
         return loss
 
     def _settings(self) -> list[list[tuple[str, Any]]]:
-        """Return the hyperparameters of each group that must be equal on all ranks, sorted by name."""
+        """Return, for each group, the hyperparameters that must be equal on all ranks, sorted by name."""
         names = sorted(set(self.defaults) - set(HOW))
         return [
             [(name, number(group[name])) for name in names if name in group and is_plain(group[name])]
@@ -248,7 +247,7 @@ class ShardedOptimizer(OptimizerProxy):
         return [master for master in masters if not master.numel()]
 
     def call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the inner optimizer that may write to masters, such as ``train`` or ``eval``."""
+        """Call a method of the inner optimizer, such as ``train`` or ``eval``. The method may write to masters."""
         require_unedited(self.param_groups, self.inner.param_groups, self._shown)
         self._owner_table.refuse(method.__name__)
         refusal = f"{method.__name__}() inside EMA.swapped() would be undone; leave the context first"
@@ -264,7 +263,7 @@ class ShardedOptimizer(OptimizerProxy):
     # Groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of sharded parameters, or of the model's parameters from before sharding."""
+        """Add a group of parameters of the model, as they were before :func:`shard_model` or as they are after it."""
         require_unedited(self.inner.param_groups, self.inner.param_groups, self._shown)
         given = param_group["params"]
         parameters = [given] if isinstance(given, Tensor) else list(given)
@@ -322,7 +321,7 @@ class ShardedOptimizer(OptimizerProxy):
     # State by name
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state and groups by parameter name.
+        """Return the state and the groups, with parameters identified by name.
 
         If parameters have owners, every rank must call this.
 
@@ -330,7 +329,7 @@ class ShardedOptimizer(OptimizerProxy):
             ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], "lr": ..., ...}]}``. Tensors of
             a parameter's shape are sharded tensors that share memory with the optimizer's state. State tensors of owned
             parameters are sharded tensors whose rows are all on the owner. If
-            ``torch.distributed.checkpoint.state_dict`` is among the callers, parameters are numbered: see
+            ``torch.distributed.checkpoint.state_dict`` is among the callers, parameters are numbered instead; see
             [Note: torch's get_state_dict].
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
@@ -354,18 +353,18 @@ class ShardedOptimizer(OptimizerProxy):
 
     @torch.no_grad()
     def full_state_dict(self, *, cpu: bool = True, rank0_only: bool = True) -> dict[str, Any]:
-        """Gather the full state in the form of a plain optimizer of the unsharded model.
+        """Gather the full state, in the form of a plain optimizer's state dict for the unsharded model.
 
-        A plain optimizer with the same groups can load it, and so can :meth:`load_state_dict` on every rank. Tensors
-        are gathered one by one. Every rank must call this, also if parameters have owners (Muon).
+        The result can be loaded by a plain optimizer with the same groups, or by :meth:`load_state_dict` on every rank.
+        Tensors are gathered one by one. Every rank must call this, also if parameters have owners (Muon).
 
         Args:
-            cpu: put the tensors into host memory.
-            rank0_only: only the first data-parallel rank gets the state; the others get ``{}``.
+            cpu: copy the tensors to host memory.
+            rank0_only: only the first data-parallel rank gets the state; all other ranks get ``{}``.
 
         Returns:
-            ``{"state": {number: {key: value}}, "param_groups": [{"params": [number, ...], ...}]}``, torch's own form,
-            with full plain tensors.
+            ``{"state": {number: {key: value}}, "param_groups": [{"params": [number, ...], ...}]}``, the form of
+            ``torch.optim``, with full plain tensors.
 
         Raises:
             ValueError: ranks hold different parameters under the same names (experts that are not DTensors).
@@ -395,21 +394,21 @@ class ShardedOptimizer(OptimizerProxy):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Load the result of :meth:`state_dict`. Full plain tensors are accepted and cut to rows.
+        """Load the result of :meth:`state_dict`. Full plain tensors are also accepted.
 
-        Parameters may have any of their tied names, or the numbers of an optimizer that is not sharded. Groups are
-        matched by the names of their parameters: each group takes the hyperparameters of the saved groups that held
-        them. `foreach`, `fused` and `capturable`, which do not change the results, keep their values.
+        Parameters may be identified by any of their tied names, or by number, as in the state of an unsharded
+        optimizer. Each group takes the hyperparameters of the saved groups that hold its parameters. The settings
+        `foreach`, `fused` and `capturable`, which do not change the results, keep their current values.
 
         Raises:
             ValueError: names are missing or unexpected, a shape is wrong, or a group's parameters were saved with
-                different hyperparameters. The optimizer is not changed in this case.
+                different hyperparameters. In this case, the optimizer is not changed.
         """
         self._load(state_dict, copy=True)
 
     @torch.no_grad()
     def adopt_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load as :meth:`load_state_dict`, but keep the given tensors instead of copies where possible."""
+        """Load as :meth:`load_state_dict`, but use the given tensors without copying them where possible."""
         self._load(state_dict, copy=False)
 
     def _load(self, state_dict: Mapping[str, Any], *, copy: bool) -> None:
@@ -470,19 +469,19 @@ class ShardedOptimizer(OptimizerProxy):
         return found or {}
 
     def parameter_names(self, group: Mapping[str, Any]) -> list[str]:
-        """Return the names of a group's parameters as in :meth:`state_dict`."""
+        """Return the names that the parameters of a group have in :meth:`state_dict`."""
         return [self._name(parameter) for parameter in group["params"]]
 
     def state_by_name(self) -> dict[str, Mapping[str, Any]]:
-        """Return the wrapped optimizer's state by parameter name as in :meth:`state_dict`, without copies."""
+        """Return the wrapped optimizer's state, not copied, by the parameter names of :meth:`state_dict`."""
         return {self._name(parameter): self.state[parameter] for parameter in self.state}
 
     def owned(self, name: str) -> OwnedParam | None:
-        """Return the owned parameter with this name in :meth:`state_dict`; None if it has no owner."""
+        """Return the owned parameter whose name in :meth:`state_dict` is `name`; None if it has no owner."""
         return next((each for each in self._owner_table.owned.values() if each.member.name == name), None)
 
     def span_of_state(self, name: str, shape: Sequence[int]) -> RowShardSpec | None:
-        """Return the sharding of a state tensor of `shape` of a parameter; None if it is not sharded."""
+        """Return the sharding of a state tensor of shape `shape` of the parameter `name`; None if it is not sharded."""
         member = self._runtime.members.get(name)
         holder = None if member is None else self._holder_of(member.sharded)
         if not shape or holder is None:

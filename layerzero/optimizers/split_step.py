@@ -1,10 +1,10 @@
-"""One optimizer step, parameter by parameter, that counts as one step.
+"""An optimizer step that is split into one part per parameter but counts as a single step.
 
-An optimizer may keep scalars outside of its parameter state, such as a step count in its groups or a rate in its
-attributes. Each part of a step would change them again, and the number of parts differs between ranks. So each part
-starts with the scalars from before the step. The final scalars are those of the first part, which steps none of the
-parameters of `turns`, as on a rank that owns none. The compatibility trial decides whether an optimizer can be stepped
-in this way; see compatibility_trial.py.
+An optimizer may keep scalars outside of its parameter state, such as a step count in its groups or a learning rate in
+its attributes. Each part of a step would change these scalars again, and the number of parts differs between ranks. So
+each part starts with the scalars from before the step. The final scalars are those after the first part, which steps
+none of the parameters of `turns`, as on a rank that owns none. The compatibility trial decides whether an optimizer can
+be stepped in this way; see compatibility_trial.py.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _MOST_ELEMENTS = 64  # tensors with at most this many elements count as scalars,
 
 
 def step_param_by_param(optimizer: Optimizer, take_step: Callable[[], Any], turns: Iterable[Turn]) -> None:
-    """Step all parameters that have a gradient now, then the parameters of `turns` one by one.
+    """Step all parameters that have a gradient at the time of the call, then the parameters of `turns` one by one.
 
     Args:
-        take_step: steps `optimizer`.
-        turns: iterator over groups and parameters. A parameter is full and has its gradient until the next one is
-            requested.
+        take_step: function that steps `optimizer`.
+        turns: iterator over pairs of a group and a parameter. A parameter is full and has its gradient until the next
+            pair is requested.
     """
     before = _Numbers(optimizer)
     take_step()

@@ -14,7 +14,7 @@ __all__ = ["ParamKeyedState"]
 
 
 class ParamKeyedState(MutableMapping[Tensor, dict[str, Any]]):
-    """Inner optimizer's state, keyed by the parameters that the groups list between steps."""
+    """View of the inner optimizer's state, keyed by the parameters that the groups list between steps."""
 
     def __init__(self, inner: torch.optim.Optimizer, master_of: Mapping[int, Tensor]) -> None:
         self._inner = inner

@@ -1,10 +1,11 @@
 """Optimizer state in the form that ``torch.distributed.checkpoint.state_dict`` expects.
 
 [Note: torch's get_state_dict]
-torch's ``get_state_dict`` and ``set_state_dict`` expect parameters that are numbered in the order of the groups, and
-replace the numbers by names. If an optimizer has no state, they step it once with zero gradients and a zero learning
-rate to create tensors to load into, and this step counts. So if these functions are among the callers, state dicts are
-numbered, and parameters without state get their initial state. This state is created for the call and not stored.
+torch's ``get_state_dict`` and ``set_state_dict`` expect parameters to be numbered in the order of the groups, and
+replace the numbers by names. If an optimizer has no state, these functions step it once, with zero gradients and a zero
+learning rate, to create tensors to load into. This step increments step counts. So if the functions are among the
+callers, state dicts are numbered, and parameters without state get their initial state. This state is created for the
+call and not stored.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def asked_by_torch() -> bool:
 
 
 def first_state(inner: Optimizer, group: Mapping[str, Any], master: Tensor) -> dict[str, Any]:
-    """Return the initial state of a parameter that `inner` has not stepped yet, in new tensors."""
+    """Create the initial state of a parameter that `inner` has not stepped yet."""
     # The trial would copy the state of the group's parameters, so the group is passed without them.
     found, _ = state_after_a_step(inner, {**group, "params": []}, master.device, gradient=0.0)
     return {key: _begun(key, value, master) for key, value in found.items()}
@@ -57,7 +58,7 @@ def _begun(key: str, value: Any, master: Tensor) -> Any:
 
 
 def numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a state dict by name to torch's numbered form."""
+    """Convert a state dict whose parameters are named to the numbered form of ``torch.optim``."""
     names = [name for group in state_dict["param_groups"] for name in group["params"]]
     number = {name: index for index, name in enumerate(names)}
     groups = [{**group, "params": [number[n] for n in group["params"]]} for group in state_dict["param_groups"]]
@@ -65,11 +66,11 @@ def numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_own_names(state_dict: Mapping[str, Any], optimizer: ShardedOptimizer, model: nn.Module) -> dict[str, Any]:
-    """Return the state dict with the optimizer's own name for each parameter.
+    """Return a state dict with each parameter renamed to the name that `optimizer` uses.
 
     Args:
-        state_dict: keyed by any name that the model has for a parameter, with or without the prefixes of wrappers; or
-            by number, as the state of an optimizer that is not sharded.
+        state_dict: state dict keyed by any name that the model has for a parameter, with or without the prefixes of
+            wrappers; or by number, as for an unsharded optimizer.
 
     Raises:
         ValueError: the state dict is numbered, and its group sizes differ from those of the optimizer.

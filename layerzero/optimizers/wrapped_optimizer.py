@@ -1,4 +1,4 @@
-"""Access of the wrapper to the wrapped optimizer: hooks, methods, state, and checks of its groups."""
+"""Access to the wrapped optimizer from the wrapper: hooks, methods, state, and checks of the groups."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _OWN = ("inner", "defaults", "state", "param_groups")  # attributes that both op
 
 
 class StepCounter:
-    """Counter of steps: ``"taken"``, and ``"skipped"`` if gradients are zeroed without a step.
+    """Counter of ``"taken"`` and ``"skipped"`` steps. A step is skipped if gradients are zeroed without a step.
 
-    A ``GradScaler`` that has found an overflow skips the step without a notification.
+    Skipped steps are inferred, because a ``GradScaler`` that finds an overflow does not call ``step()``.
     """
 
     def __init__(self, counter: Counter[str]) -> None:
@@ -49,10 +49,10 @@ class StepCounter:
         self._stepped = True
 
     def forget(self, groups: Iterable[Mapping[str, Any]], backwards: int) -> None:
-        """Record that gradients are zeroed, and count a skipped step if there were new ones.
+        """Record that gradients are zeroed, and count a skipped step if new gradients were not used by a step.
 
         Args:
-            backwards: number of backwards so far. If it has not grown, the gradients were zeroed before.
+            backwards: number of backwards so far. If it has not grown since the last call, there are no new gradients.
         """
         is_new = not self._stepped and backwards > self._backwards
         if is_new and any(parameter.grad is not None for group in groups for parameter in group["params"]):
@@ -61,7 +61,7 @@ class StepCounter:
 
 
 class OptimizerProxy(Optimizer):
-    """Optimizer that forwards other public attributes and methods to the inner optimizer."""
+    """Optimizer that forwards all public attributes and methods that it does not define to the inner optimizer."""
 
     inner: Optimizer
 
@@ -92,7 +92,8 @@ def step_without_global_hooks(inner: Optimizer, update: Callable[[Callable[[], A
     The global hooks run for the step of the wrapper.
 
     Args:
-        update: called with a function that steps `inner`; calls it once or in parts. None: call it once.
+        update: function that is called with a function that steps `inner`, and calls the latter one or more times.
+            None: the step function is called once.
     """
     update = update or _at_once
     replaced = vars(inner).get("step")
@@ -136,7 +137,7 @@ def require_one_kind(
 
     Args:
         inner: optimizer that the group is added to.
-        group: settings that differ from its defaults.
+        group: settings of the group that override the defaults of `inner`.
         ignored: parameters of the group that are not sharded by layerzero.
         parameters: all parameters of the group.
     """
@@ -149,7 +150,13 @@ def require_one_kind(
 def require_unedited(
     groups: Sequence[Mapping[str, Any]], inner: Sequence[Mapping[str, Any]], known: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Raise RuntimeError unless each of `groups` lists exactly the parameters that were added through the wrapper."""
+    """Raise RuntimeError if `groups` or their parameter lists were changed other than through the wrapper.
+
+    Args:
+        groups: parameter groups of the wrapper.
+        inner: parameter groups of the inner optimizer; must be the same list.
+        known: by group, the parameters that were added through the wrapper.
+    """
     if groups is not inner:
         raise RuntimeError(f"the list of parameter groups was replaced. {_WAY_OUT}")
     if len(groups) != len(known):
@@ -183,7 +190,7 @@ class MasterKeyedState(defaultdict[Tensor, Any]):
     """
 
     def __init__(self, former: Mapping[Any, Any]) -> None:
-        """Take over the entries of `former` that are not keyed by parameter."""
+        """Copy the entries of `former` that are not keyed by parameter."""
         super().__init__(dict, {key: value for key, value in former.items() if not isinstance(key, Tensor)})
 
     def __missing__(self, key: Tensor) -> Any:
@@ -196,12 +203,12 @@ class MasterKeyedState(defaultdict[Tensor, Any]):
 
 
 class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that reacts before the first operation that writes to the memory of given tensors.
+    """Dispatch mode that calls a function before the first operation that writes to the memory of given tensors.
 
     Args:
         tensors: tensors to observe.
-        tell: called before the first write.
-        refusal: raise RuntimeError with this text instead.
+        tell: function that is called before the first write.
+        refusal: text of a RuntimeError that is raised instead; None: no error.
     """
 
     def __init__(self, tensors: Iterable[Tensor], tell: Callable[[], None], refusal: str | None = None) -> None:
@@ -233,14 +240,14 @@ class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def final_rows(gradient: Tensor) -> Tensor | None:
-    """Return this rank's rows of a gradient, or None if it is not reduced yet (in a method called between steps)."""
+    """Return this rank's rows of a gradient; None if it is not reduced yet, which can be the case between steps."""
     local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
     withheld = isinstance(local, LocalShard) and local.tracker is not None and local.tracker.access_error is not None
     return None if withheld else plain(gradient)
 
 
 def note_edits(parameters: Iterable[Tensor]) -> None:
-    """Record a write to the masters of these sharded parameters, because the mutation tracker cannot see it."""
+    """Record a write to the masters of `parameters`. The mutation tracker cannot detect such writes."""
     for parameter in parameters:
         assert isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, LocalShard)
         if parameter._local_tensor.tracker is not None:
