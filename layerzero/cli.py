@@ -63,7 +63,7 @@ def _verify(
 ) -> None:
     """Train a model unsharded and sharded for a few steps, and compare gradients and weights.
 
-    Exit status: 0 if they agree, 1 if they differ or a run fails, 2 for wrong usage.
+    Exit status: 0 if both runs agree, 1 if they differ or a run fails, 2 for wrong usage.
     """
     if os.getcwd() not in sys.path:  # `python -m layerzero` adds it, the command `layerzero` does not
         sys.path.insert(0, os.getcwd())
@@ -104,9 +104,9 @@ def _verify(
 
 @app.command("inspect")
 def _inspect(checkpoint: Annotated[Path, typer.Argument(help="A folder from layerzero.checkpoint.save.")]) -> None:
-    """Verify the checksums of all files of a checkpoint, and list its tensors.
+    """Verify the checksums of all files in a checkpoint, and list its tensors.
 
-    Exit status: 0 if it is intact, 1 if it is damaged or incomplete.
+    Exit status: 0 if the checkpoint is intact, 1 if it is damaged or incomplete.
     """
     with _readable_failures():
         found = whole_model_files.inspect(checkpoint)
@@ -152,7 +152,7 @@ def _import(
         str | None, typer.Option(help="Cast to: " + ", ".join(_DTYPES) + ". Default: as they are.")
     ] = None,
 ) -> None:
-    """Make a checkpoint from the safetensors files of a full model, in one process."""
+    """Create a checkpoint from the safetensors files of a full model, in one process."""
     if len(files) < 2:
         _refuse("import needs a safetensors file or a folder of them, and the checkpoint to make")
     with _readable_failures():
@@ -179,7 +179,7 @@ def _dtype(name: str | None, option: str) -> torch.dtype | None:
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """Initialize the process group inside the context, if torchrun has started this process."""
+    """Context manager in which the default process group is initialized if torchrun has started this process."""
     if not dist.is_torchelastic_launched():
         yield
         return
@@ -203,7 +203,10 @@ def _batch_fn(model: str) -> Callable[..., Any]:
 
 
 def _unit(name: str, module_name: str) -> type[nn.Module] | str:
-    """Return the module class that `name` refers to; otherwise `name`, as a submodule name for shard_model to check."""
+    """Return the module class that `name` refers to.
+
+    If there is no such class and `name` has no colon, return `name` as the name of a submodule. shard_model checks it.
+    """
     found = _load(name, "--unit") if ":" in name else getattr(sys.modules[module_name], name, None)
     if isinstance(found, type) and issubclass(found, nn.Module):
         return found
@@ -213,7 +216,7 @@ def _unit(name: str, module_name: str) -> type[nn.Module] | str:
 
 
 def _load(target: str, what: str) -> Callable[..., Any]:
-    """Return the callable at ``package.module:name``, or exit with status 2."""
+    """Import the callable ``package.module:name``. If that fails, exit with status 2."""
     try:
         return load_named(target, what)
     except ValueError as error:

@@ -84,9 +84,9 @@ def _plan(
     every_row: Annotated[bool, typer.Option("--all", help="All rows, also those that do not fit.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a report with charts there.")] = None,
 ) -> None:
-    """Recommend settings for a model on a cluster, with memory and speed. Neither model nor cluster is needed.
+    """Recommend settings for a model on a cluster, and estimate memory and speed. Neither model nor cluster is needed.
 
-    Exit status: 0 if some settings fit, 1 if none do, 2 for wrong usage.
+    Exit status: 0 if any settings fit, 1 if none fit, 2 for wrong usage.
     """
     given = {"nodes": nodes, "accelerators": accelerators, "memory": memory, "between": between, "inside": inside}
     given |= {"tflops": tflops, "host_memory": host_memory, "price": price, "reserve": reserve}
@@ -122,7 +122,7 @@ def _plan(
 
 
 def _trace(file: Annotated[Path, typer.Argument(help="A file of layerzero.trace.")]) -> None:
-    """Show the contents of a trace: collectives with their bytes and wait times, and the compute times of units."""
+    """Print the contents of a trace: collectives with their bytes and wait times, and the compute times of units."""
     with _readable_failures():
         events = read_recording(file).events
     calls: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
@@ -160,7 +160,7 @@ def _simulate(
     inside_latency: Annotated[float, typer.Option(help="Microseconds of a step of an exchange in the node.")] = 0.0,
     between_latency: Annotated[float, typer.Option(help="The same between nodes.")] = 0.0,
 ) -> None:
-    """Simulate the schedule of a trace on a machine with other links. Computations keep their recorded times."""
+    """Simulate the schedule of a trace on a machine with different links. Computations keep their recorded times."""
     with _readable_failures():
         recording = read_recording(file)
         if min(gbit, inside) <= 0 or (node_size is not None and node_size < 1):
@@ -211,7 +211,7 @@ def _cluster(path: Path | None, given: dict[str, Any], *, probe: bool) -> Cluste
 
 
 def _probed() -> Cluster:
-    """Measure the cluster with the ranks that torchrun has started; all ranks but the first exit here."""
+    """Measure the cluster with the ranks that torchrun has started. All ranks except the first exit."""
     if "RANK" not in os.environ:
         raise ValueError(
             "--probe measures the cluster that it runs on: start it on all nodes by torchrun, "

@@ -42,10 +42,11 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerZeroConfig:
-    """Settings of :func:`layerzero.shard_model`, which documents them.
+    """Settings of :func:`layerzero.shard_model`. See that function for the meaning of each setting.
 
     Raises:
-        TypeError, ValueError: a setting has a wrong type or value; names the setting and the accepted values.
+        TypeError, ValueError: a setting has an invalid type or value. The message names the setting and the accepted
+            values.
 
     Example::
 
@@ -75,15 +76,15 @@ class LayerZeroConfig:
     def from_yaml(cls, path: str | os.PathLike[str]) -> LayerZeroConfig:
         """Read the settings from a YAML file (needs ``pip install PyYAML``).
 
-        The names are those of the fields. Dtypes are ``bf16``, ``fp16``, ``fp32`` or torch's names. `mp_policy` is a
-        mapping of its own fields. `units` and `ignored_modules` list names of modules or of their classes.
-        `gather_codec` is ``float8_rows``. The names of MindSpeed's LayerZeRO are accepted, too:
-        ``transformer_layers``, ``param_dtype``, ``reduce_dtype``, ``autocast_input``, ``autocast_output`` (fp32
-        outputs), and ``forward_prefetch`` with ``backward_prefetch``.
+        The names in the file are those of the fields. Dtypes are ``bf16``, ``fp16``, ``fp32`` or torch's names.
+        `mp_policy` maps the fields of a MixedPrecisionPolicy to values. `units` and `ignored_modules` list names of
+        modules or of their classes. `gather_codec` can be ``float8_rows``. The names of MindSpeed's LayerZeRO are also
+        accepted: ``transformer_layers``, ``param_dtype``, ``reduce_dtype``, ``autocast_input``, ``autocast_output``
+        (fp32 outputs), and ``forward_prefetch`` with ``backward_prefetch``.
 
         Raises:
-            TypeError, ValueError: a name or value is unknown, invalid, given twice, or not supported here, such as
-                ``ckpt_load_path``; names it and the file. No entry is ignored.
+            TypeError, ValueError: an entry is unknown, invalid, given twice, or not supported here, such as
+                ``ckpt_load_path``. The message names the entry and the file. No entry is ignored.
 
         Example::
 
@@ -101,7 +102,7 @@ class LayerZeroConfig:
             raise type(error)(f"{os.fspath(path)}: {error}") from None
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of :func:`layerzero.shard_model`."""
+        """Return the settings as keyword arguments for :func:`layerzero.shard_model`."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __post_init__(self) -> None:
@@ -161,10 +162,11 @@ class LayerZeroConfig:
     def reshards(self, name: str, module: nn.Module, zero3_size: int) -> bool | int:
         """Return whether a unit is resharded after its forward.
 
-        An int k with 1 < k < `zero3_size` means that k ranks keep post-forward shards, from which the backward gathers.
+        The result is True, False, or an int k with 1 < k < `zero3_size`. An int means that k ranks keep post-forward
+        shards, from which the backward gathers.
 
         Raises:
-            ValueError: the number of ranks does not divide `zero3_size`.
+            ValueError: k does not divide `zero3_size`.
         """
         chosen, what = self.reshard_after_forward, "reshard_after_forward"
         if callable(chosen):
@@ -193,7 +195,10 @@ class LayerZeroConfig:
         return Precision(master, compute, reduce, self.replica_reduce_dtype or reduce)
 
     def comparable_settings(self) -> dict[str, object]:
-        """Return the settings that must be equal on all ranks, by name. For settings per unit see :meth:`of_unit`."""
+        """Return the settings that must be equal on all ranks, keyed by name.
+
+        :meth:`of_unit` returns the settings that may differ between units.
+        """
         policy = self.mp_policy
         whole = (
             {} if callable(policy) else {f"mp_policy.{f.name}": str(getattr(policy, f.name)) for f in fields(policy)}
@@ -218,7 +223,7 @@ class LayerZeroConfig:
         }
 
     def of_unit(self, name: str, module: nn.Module, zero3_size: int) -> dict[str, object]:
-        """Return the settings of a unit over `zero3_size` ranks, by name. They must be equal on all ranks, too."""
+        """Return the settings of a unit that must be equal on all ranks, keyed by name."""
         reshards = self.reshards(name, module, zero3_size)
         chosen: dict[str, object] = {"accumulation": self.accumulation_of(name, module)}
         if callable(self.mp_policy):
@@ -229,7 +234,10 @@ class LayerZeroConfig:
 
 
 def _told(codec: GatherCodec | None) -> str | None:
-    """Return the class name of a codec; for a dataclass also its fields whose text is equal in all processes."""
+    """Return text that identifies a codec and is the same in all processes; None if there is no codec.
+
+    The text is the class name; for a dataclass, it includes the fields that are numbers, strings or dtypes.
+    """
     if codec is None:
         return None
     values: dict[str, Any] = {f.name: getattr(codec, f.name) for f in fields(codec)} if is_dataclass(codec) else {}

@@ -31,13 +31,14 @@ _PREFETCH = ("forward_prefetch", "backward_prefetch")
 
 
 def read_settings(path: str | os.PathLike[str], known: tuple[str, ...]) -> dict[str, Any]:
-    """Return the arguments for :class:`layerzero.LayerZeroConfig` from a file.
+    """Read a YAML file, and return its settings as arguments for :class:`layerzero.LayerZeroConfig`.
 
     Args:
-        known: names of the settings.
+        path: YAML file to read.
+        known: names of the accepted settings, in addition to MindSpeed's names.
 
     Raises:
-        ValueError: a name or value is invalid, or not supported here; names it and the file.
+        ValueError: a name or value is invalid or not supported here. The message names the setting and the file.
     """
     content = read_yaml(Path(path))
     try:
@@ -47,7 +48,7 @@ def read_settings(path: str | os.PathLike[str], known: tuple[str, ...]) -> dict[
 
 
 def has_names_of_mindspeed(path: str | os.PathLike[str]) -> bool:
-    """Return whether the file uses MindSpeed's names. Its `zero3_size` then counts tensor-parallel ranks, too."""
+    """Return whether the file uses MindSpeed's names. If so, its `zero3_size` also counts tensor-parallel ranks."""
     return not read_yaml(Path(path)).keys().isdisjoint({*_TRANSLATIONS, *_PREFETCH})
 
 
@@ -55,7 +56,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the names and values of a YAML file.
 
     Raises:
-        ValueError: the file is not YAML, holds no mapping or gives a name twice.
+        ValueError: the file is not YAML, does not contain a mapping, or contains a name twice.
     """
     try:
         import yaml  # noqa: PLC0415 - needed only to read a file
@@ -63,7 +64,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ModuleNotFoundError("reading settings from YAML needs PyYAML: pip install PyYAML") from error
 
     class Strict(yaml.SafeLoader):  # type: ignore[misc]
-        """Loader of plain data that raises if a name is given twice, instead of using the last value."""
+        """YAML loader for plain data that raises if a name is given twice, instead of using the last value."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             names = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -82,7 +83,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
-    """Return the contents of a file as arguments for :class:`layerzero.LayerZeroConfig`; see :func:`read_settings`."""
+    """Convert the contents of a settings file to arguments for :class:`layerzero.LayerZeroConfig`.
+
+    See :func:`read_settings`.
+    """
     of_mindspeed = {*_TRANSLATIONS, *_PREFETCH}
     accepted = {*known, *of_mindspeed}
     if unknown := sorted(str(name) for name in content if name not in accepted):
@@ -130,10 +134,14 @@ def _dtype(name: str, value: Any) -> torch.dtype | None:
 
 
 def dtype_named(name: str, value: Any) -> torch.dtype:
-    """Return the dtype named by the value of a setting `name`.
+    """Return the dtype that a setting's value names.
+
+    Args:
+        name: name of the setting, for the error message.
+        value: a dtype, or the name of a dtype.
 
     Raises:
-        ValueError: there is no such dtype.
+        ValueError: `value` names no supported dtype.
     """
     found = _DTYPES.get(str(value).removeprefix("torch."))
     if found is None:

@@ -1,8 +1,8 @@
 """Accelerate: an ``Accelerator`` that shards the models and optimizers that it prepares.
 
-Accelerate selects its own plugins with an enum that cannot be extended. Therefore this module subclasses
-``Accelerator`` and overrides documented methods; Accelerate's own classes are not changed. ``save_state`` and
-``load_state`` have no hook for optimizers, so :meth:`_all_but_sharded` hides sharded models and optimizers from them.
+Accelerate selects its plugins with an enum that cannot be extended. Therefore this module subclasses ``Accelerator``
+and overrides documented methods; Accelerate's own classes are not changed. ``save_state`` and ``load_state`` have no
+hook for optimizers, so :meth:`_all_but_sharded` hides sharded models and optimizers from both methods.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ class LayerZeroPlugin:
     """Settings with which :class:`LayerZeroAccelerator` shards models.
 
     Args:
-        zero3_size: number of ranks that share the compute weights. None: the ranks of a node.
+        zero3_size: number of ranks that share the compute weights. None: the number of ranks per node.
         units: as for :func:`layerzero.shard_model`. None: the classes in the model's ``_no_split_modules``, if any.
-        mp_policy: None: the compute dtype is Accelerate's `mixed_precision`, and gradients are reduced in fp32.
+        mp_policy: mixed-precision policy. None: compute in Accelerate's `mixed_precision` dtype and reduce gradients in
+            fp32.
         config_file: YAML file with these or other settings; see :meth:`layerzero.LayerZeroConfig.from_yaml`. None: the
             file that the environment variable ``ACCELERATE_LAYERZERO_CONFIG`` names, if it is set.
-        settings: other arguments of :func:`layerzero.shard_model`, with the names and values of a settings file.
+        settings: other arguments of :func:`layerzero.shard_model`, with the names and values used in a settings file.
 
     Example::
 
@@ -71,12 +72,12 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
     """Accelerate's ``Accelerator`` with models sharded by layerzero instead of wrapped in ``DistributedDataParallel``.
 
     Args:
-        layerzero_plugin: settings of layerzero. None: ``LayerZeroPlugin()``.
+        layerzero_plugin: layerzero settings. None: ``LayerZeroPlugin()``.
         args, kwargs: as for ``accelerate.Accelerator``.
 
     Raises:
-        ValueError: a setting makes Accelerate shard, wrap or compile models itself, or is not supported; the message
-            names it.
+        ValueError: a setting is not supported, or makes Accelerate itself shard, wrap or compile models. The message
+            names the setting.
 
     Example::
 
@@ -115,7 +116,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard the model in place. With `evaluation_mode` it is not sharded."""
+        """Shard the model in place. With `evaluation_mode`, the model is not sharded."""
         if not evaluation_mode:
             self.layerzero_plugin.settings.shard(model, _DTYPES[self.mixed_precision])
         if is_sharded(model):
@@ -128,13 +129,13 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Wrap the optimizer. It is sharded now, or later when its model is prepared."""
+        """Wrap the optimizer, and shard it now if its model is prepared, otherwise when its model is prepared."""
         prepared = super().prepare_optimizer(optimizer, device_placement=False)
         self._shard_optimizers()
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Wrap the scheduler. If its optimizer is prepared by this accelerator, it steps with that optimizer only."""
+        """Wrap the scheduler. If this accelerator prepared its optimizer, the scheduler follows that optimizer only."""
         prepared = super().prepare_scheduler(scheduler)
         stepped = getattr(scheduler, "optimizer", None)
         own = [each for each in self._optimizers if stepped in (each, getattr(each.optimizer, "inner", None))]
@@ -161,13 +162,13 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Disable the reduction of gradients across nodes in backwards inside; ``accumulate`` uses this context."""
+        """Context manager that disables gradient reduction across replicas in the backward; used by ``accumulate``."""
         with no_sync(model) if is_sharded(model) else super().no_sync(model):
             yield
 
     @contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Raise for sharded models: ranks without data cannot take part in the collectives of other ranks.
+        """Raise an error for sharded models: ranks without data cannot take part in the collectives of other ranks.
 
         Raises:
             ValueError: a model in `joinables` is sharded.
@@ -180,7 +181,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Any:
         """Clip gradients to `max_norm` and return their norm over all ranks.
 
-        If `parameters` are all parameters of a sharded model, this calls :func:`layerzero.clip_grad_norm_`.
+        If `parameters` are exactly the parameters of a sharded model, this calls :func:`layerzero.clip_grad_norm_`.
         """
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for model in self._sharded:
@@ -195,16 +196,17 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
     # State dicts
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the state dict; all ranks must call this.
+        """Return the state dict of a model. All ranks must call this.
 
-        For a sharded model, the first rank gets full tensors, and the other ranks get ``{}``.
+        For a sharded model, the first rank returns full tensors, and the other ranks return ``{}``.
         """
         return full_state_dict(model) if is_sharded(model) else super().get_state_dict(model, unwrap=unwrap)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Save as Accelerate does, with sharded models and optimizers as layerzero checkpoints in the same folder.
+        """Save the state as Accelerate does, but save sharded models and optimizers as layerzero checkpoints.
 
-        Each rank writes its own rows into the layerzero checkpoints. Any number of ranks can load them.
+        The layerzero checkpoints are in the same folder. Each rank writes its own rows into these checkpoints, and any
+        number of ranks can load them.
 
         Raises:
             ValueError: a sharded model has more than one optimizer.
@@ -216,12 +218,12 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Load a folder of :meth:`save_state`."""
+        """Load a folder that :meth:`save_state` wrote."""
         with self._all_but_sharded("_load_model_state_pre_hook", checkpoint.load):
             super().load_state(input_dir, load_kwargs, **kwargs)
 
     def _pairs(self) -> list[tuple[str, nn.Module, ShardedOptimizer | None]]:
-        """Return folder name, model and optimizer of each layerzero checkpoint."""
+        """Return the folder name, the model and the optimizer, if any, of each layerzero checkpoint."""
         pairs: list[tuple[str, nn.Module, ShardedOptimizer | None]] = []
         for i, model in enumerate(self._sharded):
             own = [each.optimizer for each in self._optimizers if each.optimizer in get_state(model).optimizers]
@@ -232,14 +234,14 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _all_but_sharded(self, hooks: str, act: Callable[..., Any]) -> Iterator[None]:
-        """Hide sharded models and optimizers from Accelerate inside the context, and save or load them with `act`.
+        """Context manager that hides sharded models and optimizers from Accelerate, and saves or loads them with `act`.
 
-        The user's hooks still get all models.
+        The user's hooks still receive all models.
 
         Args:
-            hooks: name of the attribute with Accelerate's hooks. Accelerate passes the folder to hooks only, so they
-                are replaced by one hook that calls the user's hooks and `act`.
-            act: saves or loads one layerzero checkpoint: ``act(path, model, optimizer)``.
+            hooks: name of the attribute that holds the registered hooks. Accelerate passes the folder only to hooks.
+                Inside the context, a single hook therefore replaces them; it calls the user's hooks, then `act`.
+            act: ``act(path, model, optimizer)`` saves or loads one layerzero checkpoint.
         """
         models, optimizers, registered, pairs = self._models, self._optimizers, getattr(self, hooks), self._pairs()
 

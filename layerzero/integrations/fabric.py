@@ -1,4 +1,4 @@
-"""Lightning Fabric: a strategy that shards modules and optimizers. Importing this registers it as ``"layerzero"``."""
+"""Lightning Fabric: a strategy that shards modules and optimizers, registered as ``"layerzero"`` on import."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Shard the optimizer if it holds parameters of a sharded module."""
+        """Return the optimizer, sharded if it holds parameters of a sharded module."""
         held = optimizer.param_groups[0]["params"][0]
         owner = next((m for m in self._sharded if get_state(m).parameters.managed_param(held) is not None), None)
         return optimizer if owner is None else shard_optimizer(optimizer, owner)
@@ -78,12 +78,15 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip the gradients of the full model to `max_norm`; return their norm over all ranks."""
+        """Clip the gradients of the full module to `max_norm`, and return their norm before clipping over all ranks."""
         self.precision.unscale_gradients(optimizer)
         return clip_grad_norm_(module, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the state dict of a module; for a sharded module, full tensors on the first rank."""
+        """Return the state dict of a module.
+
+        For a sharded module, the first rank returns full tensors, and the other ranks return ``{}``.
+        """
         return full_state_dict(module) if is_sharded(module) else super().get_module_state_dict(module)
 
     def save_checkpoint(
@@ -93,9 +96,9 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write a folder with Fabric's file, which has full modules, and layerzero checkpoints.
+        """Write a folder that contains Fabric's own file, with full modules, and layerzero checkpoints.
 
-        There is one layerzero checkpoint for each optimizer of a sharded module, or one for the module alone.
+        A sharded module has one layerzero checkpoint per optimizer, or one without an optimizer.
 
         Raises:
             ValueError: `filter` is given and `state` has sharded modules.
@@ -118,7 +121,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load a folder of :meth:`save_checkpoint`, or a file of Fabric's DDP strategy."""
+        """Load a folder written by :meth:`save_checkpoint`, or a file written by Fabric's DDP strategy."""
         folder = Path(self.broadcast(path))
         if not folder.is_dir() or not isinstance(state, dict):
             file = folder / FILE if folder.is_dir() else folder
@@ -143,7 +146,7 @@ class _NoSync:
 
 
 def _sharded_in(state: Mapping[str, Any]) -> list[tuple[str, nn.Module, ShardedOptimizer | None]]:
-    """Return name, module and optimizer of each layerzero checkpoint that `state` needs."""
+    """Return the name, the module and the optimizer, if any, of each layerzero checkpoint that `state` needs."""
     found: list[tuple[str, nn.Module, ShardedOptimizer | None]] = []
     for key, module in state.items():
         if is_sharded(module):

@@ -1,4 +1,4 @@
-"""Lightning: a strategy that shards the ``LightningModule``. Importing this registers it as ``"layerzero"``."""
+"""Lightning: a strategy that shards the ``LightningModule``, registered as ``"layerzero"`` on import."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
     """Lightning's DDP strategy with the module sharded by layerzero instead of wrapped in ``DistributedDataParallel``.
 
     Args:
-        zero3_size: number of ranks that share the compute weights. None: the ranks of a node.
-        units: as for :func:`layerzero.shard_model`. None: ``"auto"`` if a part of the module names its blocks,
+        zero3_size: number of ranks that share the compute weights. None: the number of ranks per node.
+        units: as for :func:`layerzero.shard_model`. None: ``"auto"`` if a submodule declares its block classes,
             otherwise only the root.
-        mp_policy: None: the compute dtype is the trainer's `precision`, and gradients are reduced in fp32.
+        mp_policy: mixed-precision policy. None: compute in the dtype of the trainer's `precision` and reduce gradients
+            in fp32.
         config_file: YAML file with these or other settings.
-        settings: other arguments of :func:`layerzero.shard_model`, with the names and values of a settings file.
+        settings: other arguments of :func:`layerzero.shard_model`, with the names and values used in a settings file.
         kwargs: arguments of ``DDPStrategy`` that are not for DDP itself: `process_group_backend`, `timeout`, ...
 
     Example::
@@ -74,7 +75,7 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
     # Setup and teardown
 
     def setup(self, trainer: Any) -> None:
-        """Shard the module for a fit; for anything else, leave it as it is."""
+        """Set up the strategy. The module is sharded only for a fit."""
         if trainer.state.fn != TrainerFn.FITTING and not is_sharded(self._module):
             super().setup(trainer)
             return
@@ -90,7 +91,7 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
         self.setup_precision_plugin()
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Shard the optimizers of ``configure_optimizers``; schedulers keep the optimizer that they were made with."""
+        """Shard the optimizers of ``configure_optimizers``. Schedulers keep the original optimizers."""
         super().setup_optimizers(trainer)
         self.optimizers = [shard_optimizer(optimizer, self._module) for optimizer in self.optimizers]
 
@@ -105,19 +106,19 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
     # Steps run through the module's forward, whose hooks gather parameters
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``training_step`` like the DDP strategy."""
+        """Run the module's ``training_step`` as the DDP strategy does."""
         return self._step("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``validation_step`` like the DDP strategy."""
+        """Run the module's ``validation_step`` as the DDP strategy does."""
         return self._step("validation_step", self.precision_plugin.val_step_context(), *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``test_step`` like the DDP strategy."""
+        """Run the module's ``test_step`` as the DDP strategy does."""
         return self._step("test_step", self.precision_plugin.test_step_context(), *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``predict_step`` like the DDP strategy."""
+        """Run the module's ``predict_step`` as the DDP strategy does."""
         return self._step("predict_step", self.precision_plugin.predict_step_context(), *args, **kwargs)
 
     def _step(self, name: str, context: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +129,10 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Disable gradient reduction; Lightning runs all but the last micro-batch of a step inside this context."""
+        """Context manager that disables gradient reduction across replicas.
+
+        Lightning runs all micro-batches of a step except the last inside this context.
+        """
         with no_sync(self._module):
             yield
 
@@ -140,11 +144,14 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the module; if it is sharded, full tensors on the first rank."""
+        """Return the state dict of the module.
+
+        For a sharded module, the first rank returns full tensors, and the other ranks return ``{}``.
+        """
         return full_state_dict(self._module) if is_sharded(self._module) else super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Return an empty dict: the layerzero checkpoint has the state."""
+        """Return an empty dict: the layerzero checkpoint contains the optimizer state."""
         return {}
 
     def save_checkpoint(
@@ -174,7 +181,7 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a folder of :meth:`save_checkpoint`, or a file of Lightning's DDP strategy."""
+        """Load a folder written by :meth:`save_checkpoint`, or a file written by Lightning's DDP strategy."""
         folder = Path(self.broadcast(checkpoint_path))
         if not folder.is_dir():
             self._restored = False
@@ -188,12 +195,12 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load full tensors, the same on all ranks, unless :meth:`load_checkpoint` has loaded the module."""
+        """Load full tensors, which must be equal on all ranks, unless :meth:`load_checkpoint` has loaded the module."""
         if not self._restored:
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the states of optimizers, unless :meth:`load_checkpoint` has loaded them."""
+        """Load the optimizer states, unless :meth:`load_checkpoint` has already loaded them."""
         if not self._restored:
             super().load_optimizer_state_dict(checkpoint)
 

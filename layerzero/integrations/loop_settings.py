@@ -1,4 +1,4 @@
-"""Helpers that the integrations share: settings, the sharding of a model, dtypes of Lightning."""
+"""Helpers shared by the integrations: settings, sharding of a model, dtypes of Lightning's precisions."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _KNOWN = tuple(each.name for each in fields(LayerZeroConfig))
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of :func:`layerzero.shard_model` that the user has given; the model and the loop determine the others.
+    """User-provided settings of :func:`layerzero.shard_model`. The model and the loop determine all other settings.
 
     Attributes:
-        given: settings by their names in :class:`layerzero.LayerZeroConfig`.
+        given: settings keyed by their names in :class:`layerzero.LayerZeroConfig`.
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -40,16 +40,18 @@ class Settings:
         settings: Mapping[str, Any] | None,
         **arguments: Any,
     ) -> Settings:
-        """Merge settings of a file, a dict and arguments. Raise like :meth:`of`, also if a setting is given twice."""
+        """Merge settings from a file, a dict and keyword arguments. Raises the same errors as :meth:`of`."""
         return cls.of(config_file, **cls.of(settings, **arguments).given)
 
     @classmethod
     def of(cls, source: str | os.PathLike[str] | Mapping[str, Any] | None, **more: Any) -> Settings:
-        """Merge settings of a YAML file, or a dict with the same names, with arguments. An argument of None is ignored.
+        """Merge settings from a YAML file, or a dict with the same names, with keyword arguments.
+
+        Keyword arguments that are None are ignored.
 
         Raises:
-            TypeError, ValueError: a name is unknown, a value is wrong, or a setting is given twice; the message names
-                it.
+            TypeError, ValueError: a name is unknown, a value is invalid, or a setting is given twice. The message names
+                the setting.
         """
         if source is None or isinstance(source, Mapping):
             given = translate(dict(source or {}), _KNOWN)
@@ -65,12 +67,13 @@ class Settings:
     def shard(
         self, model: nn.Module, mixed_precision: torch.dtype | None = None, *, node_size: int | None = None
     ) -> nn.Module:
-        """Shard the model with :func:`layerzero.shard_model`, unless it is sharded already, and return it.
+        """Shard the model with :func:`layerzero.shard_model` unless it is already sharded, and return the model.
 
         Args:
-            mixed_precision: compute dtype of the loop; it becomes the `param_dtype` of the `mp_policy`. None: the loop
-                does not set one.
-            node_size: number of ranks of a node; default of `zero3_size`. None: the default of ``shard_model``.
+            model: root of the model.
+            mixed_precision: compute dtype of the loop, which becomes the `param_dtype` of the `mp_policy`. None: the
+                loop does not set a compute dtype.
+            node_size: number of ranks per node, the default for `zero3_size`. None: the default of ``shard_model``.
 
         Raises:
             ValueError: `mixed_precision` and the given `mp_policy` disagree.
@@ -85,9 +88,9 @@ class Settings:
 
 
 def let_generate(model: nn.Module) -> nn.Module:
-    """Register ``generate`` of an encoder-decoder model as a forward method, and return the model.
+    """If the model is an encoder-decoder model, register its ``generate`` as a forward method. Return the model.
 
-    It calls the encoder outside the root's forward, so the root must be gathered for it.
+    Such a ``generate`` calls the encoder outside the root's forward, so the root must be gathered during the call.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and hasattr(model, "generate"):
         register_forward_method(model, "generate")
@@ -108,7 +111,7 @@ def _policy(given: Policy | None, mixed_precision: torch.dtype | None) -> Policy
 
 
 def lightning_dtype(precision: str) -> torch.dtype | None:
-    """Return the compute dtype of Lightning's `precision`. None: the dtype of the parameters.
+    """Return the compute dtype for Lightning's `precision`; None if it is the dtype of the parameters.
 
     Raises:
         ValueError: layerzero does not support this precision.
@@ -126,7 +129,7 @@ def lightning_dtype(precision: str) -> torch.dtype | None:
 
 
 def is_sharded(model: object) -> bool:
-    """Return whether this is the root of a model that :func:`layerzero.shard_model` has sharded."""
+    """Return whether `model` is the root of a model sharded by :func:`layerzero.shard_model`."""
     if not isinstance(model, nn.Module):
         return False
     try:
@@ -137,7 +140,7 @@ def is_sharded(model: object) -> bool:
 
 
 def current_parameters(model: nn.Module, parameters: list[Tensor]) -> list[Tensor]:
-    """Return the parameters, with those from before sharding replaced by the model's sharded parameters."""
+    """Return `parameters`, with each unsharded parameter of `model` replaced by its sharded counterpart."""
     members = get_state(model).parameters
     found = ((parameter, members.managed_param(parameter)) for parameter in parameters)
     return [parameter if member is None else member.sharded for parameter, member in found]

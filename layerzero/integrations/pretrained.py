@@ -1,4 +1,4 @@
-"""Transformers: load pretrained models that are sharded before their weights are read."""
+"""Transformers: loading of pretrained models that are sharded before their weights are read."""
 
 from __future__ import annotations
 
@@ -23,21 +23,24 @@ __all__ = ["from_pretrained"]
 
 
 def from_pretrained(kind: Any, folder: str | os.PathLike[str], *, config: Any = None, **settings: Any) -> Any:
-    """Return ``kind.from_pretrained(folder)`` as a model that is sharded before its weights are read.
+    """Load the model that ``kind.from_pretrained(folder)`` loads, but shard it before its weights are read.
 
-    Each rank reads its own rows from the files and never holds more than one unit and these rows. All ranks must call
-    this.
+    Each rank reads only its own rows from the files, and never holds more than those rows and one full unit. All ranks
+    must call this.
 
     Args:
         kind: a model class, or one of transformers' ``AutoModel...`` classes.
         folder: a folder written by ``save_pretrained`` or returned by ``huggingface_hub.snapshot_download``.
         config: the model's config. None: the config in the folder.
         settings: as for :func:`layerzero.shard_model`; `units` and `zero3_size` are optional. Parameters are in fp32;
-            `mp_policy` gives the compute dtype.
+            `mp_policy` sets the compute dtype.
+
+    Returns:
+        The sharded model, in evaluation mode.
 
     Raises:
-        FileNotFoundError, ValueError: as :func:`layerzero.checkpoint.load_safetensors`; or the files have tensors that
-            transformers merges into one, such as experts.
+        FileNotFoundError, ValueError: as for :func:`layerzero.checkpoint.load_safetensors`; or the files contain
+            several tensors that transformers merges into one, such as experts.
 
     Example::
 
@@ -60,7 +63,10 @@ def from_pretrained(kind: Any, folder: str | os.PathLike[str], *, config: Any = 
 
 
 def _renaming(model: Any) -> Callable[[str], str]:
-    """Return a function that maps a tensor name in the files to the model's name, with transformers' conversions."""
+    """Return a function that maps a tensor name in the files to the tensor's name in the model.
+
+    The function applies transformers' renaming rules.
+    """
     held, known = model.state_dict(), get_model_conversion_mapping(model)
     renamings = [each for each in known if isinstance(each, WeightRenaming)]
     converters = [each for each in known if not isinstance(each, WeightRenaming)]

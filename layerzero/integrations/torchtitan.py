@@ -1,4 +1,4 @@
-"""torchtitan: its trainer with decoders sharded by layerzero instead of ``fully_shard``."""
+"""torchtitan: a trainer whose decoders are sharded by layerzero instead of ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _EXPERTS = re.compile(r"layers\..+\.inner_experts")
 
 
 def with_layerzero(config: trainer.Trainer.Config, **settings: Any) -> Trainer.Config:
-    """Return a copy of a torchtitan config that trains with layerzero; for a function of your config registry.
+    """Return a copy of a torchtitan config that trains with layerzero. Call this in a function of your config registry.
 
     Args:
-        config: a config of one of torchtitan's registries; it is not changed. In the copy, `spmd_backend` is
+        config: a config from one of torchtitan's registries, which is not changed. In the copy, `spmd_backend` is
             ``"partial_dtensor"``, and CUDA graphs are off because they would replay a step without its collectives.
         settings: settings of :func:`layerzero.shard_model`, such as `accumulation`, or `config_file`, a YAML file with
-            them. Settings that torchtitan's own config or model determine raise an error.
+            such settings. A setting that torchtitan's own config or model determines raises an error.
 
     Raises:
-        TypeError: the trainer or the optimizer is of another class, with steps of its own; see ``docs/loops.md``.
-        ValueError: torchtitan determines a setting that is given here.
+        TypeError: the config of the trainer or of the optimizer is not torchtitan's own class; see ``docs/loops.md``.
+        ValueError: `settings` contains a setting that torchtitan determines.
 
     Example::
 
@@ -83,17 +83,20 @@ def parallelize(
 ) -> nn.Module:
     """Parallelize a decoder as torchtitan does, but with :func:`layerzero.shard_model` instead of FSDP.
 
-    This is a ``ModelSpec.parallelize_fn``. The ranks of `data_parallel_shard_degree` share compute weights; they should
-    be on one node. Gradients are summed, not averaged: torchtitan's losses are divided by the tokens of all ranks. Each
-    layer is a unit. Embedding and head are units, too, and one unit if their weights are tied.
+    This is a ``ModelSpec.parallelize_fn``. The `data_parallel_shard_degree` ranks of a ZeRO-3 group should be on one
+    node. Gradients are summed, not averaged, because torchtitan divides losses by the tokens of all ranks. Each layer
+    is a unit. The embedding and the head are also units, or a single unit if their weights are tied.
 
     Args:
-        model: a ``Decoder`` of torchtitan, preferably on meta; it is returned. torchtitan passes the other arguments.
+        model: a torchtitan ``Decoder``, preferably on meta. torchtitan passes the arguments that follow.
         settings: as for :func:`with_layerzero`.
 
+    Returns:
+        `model`.
+
     Raises:
-        ValueError, TypeError: layerzero does not support a setting of torchtitan; the message names it and says what to
-            do.
+        ValueError, TypeError: layerzero does not support a torchtitan setting. The message names the setting and a
+            remedy.
     """
     _refuse_others(model, parallel_dims, training, parallelism)
     given = _settings_of(**settings)
@@ -189,8 +192,9 @@ def _units_of(model: nn.Module, parallel_dims: ParallelDims) -> Callable[[str, n
 def _reshards(when: str | int, parallel_dims: ParallelDims) -> bool | int | Callable[[str, nn.Module], bool | int]:
     """Translate torchtitan's `fsdp_reshard_after_forward` into layerzero's `reshard_after_forward`.
 
-    "default" reshards all units but the head, which the backward needs first. A number of ranks keeps post-forward
-    shards; if it does not divide the mesh of the experts, experts are fully resharded.
+    ``"default"`` reshards all units except the head, which the backward needs first. With a number of ranks, units keep
+    post-forward shards on that many ranks. If the number does not divide the size of the experts' mesh, the experts are
+    fully resharded.
     """
     if when == "default":
         return lambda name, module: name not in ("lm_head", _TIED)
@@ -206,14 +210,15 @@ def _reshards(when: str | int, parallel_dims: ParallelDims) -> bool | int | Call
 
 
 class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
-    """Container of torchtitan in which each optimizer of a sharded model is a :class:`layerzero.ShardedOptimizer`.
+    """torchtitan optimizer container in which the optimizers of sharded models are sharded as well.
 
-    `optimizer_name` may be any class of ``torch.optim``: use "Muon" instead of torchtitan's "DistMuon".
+    Each of them is a :class:`layerzero.ShardedOptimizer`. `optimizer_name` may name any optimizer class of
+    ``torch.optim``: use "Muon" instead of torchtitan's "DistMuon".
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(optimizers.OptimizersContainer.Config):  # type: ignore[misc]
-        """Same fields as torchtitan's."""
+        """Config with the same fields as torchtitan's."""
 
     def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
         if config.implementation == "fused_opt_states_bf16":
@@ -242,15 +247,15 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
 
 
 class Trainer(trainer.Trainer):  # type: ignore[misc]
-    """torchtitan's trainer with one gradient reduction across nodes per step, in or after the last backward.
+    """torchtitan's trainer with one gradient reduction across replicas per step, during or after the last backward.
 
-    torchtitan has no hook for this. Its own trainer would reduce after each micro-batch, and after each chunk of a
-    chunked loss.
+    torchtitan has no hook for this. With torchtitan's own trainer, gradients would be reduced after each micro-batch,
+    and after each chunk of a chunked loss.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(trainer.Trainer.Config):  # type: ignore[misc]
-        """Same fields as torchtitan's; made by :func:`with_layerzero`."""
+        """Config with the same fields as torchtitan's; created by :func:`with_layerzero`."""
 
     _done = 0  # number of micro-batches so far, over all steps
 

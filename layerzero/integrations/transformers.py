@@ -1,8 +1,8 @@
-"""Transformers: a ``Trainer`` for sharded models, and a mixin for its subclasses, such as those of TRL.
+"""Transformers: a ``Trainer`` for sharded models, and a mixin for subclasses of ``Trainer``, such as TRL's trainers.
 
 ``Trainer`` has no hook for the class of its accelerator. :meth:`LayerZeroMixin.create_accelerator_and_postprocess`
-therefore replaces the accelerator by another one with the same arguments. Other methods are overridden; nothing is
-patched.
+therefore replaces the accelerator with a LayerZeroAccelerator that has the same arguments. Other methods are
+overridden; no class is patched.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FOLDER = "layerzero"  # beside model.safetensors; replaces optimizer.pt
 
 @dataclass
 class LayerZeroArguments:
-    """Arguments for ``HfArgumentParser``: ``--layerzero_config layerzero.yaml --zero3_size 8``.
+    """Command-line arguments for ``HfArgumentParser``, such as ``--layerzero_config layerzero.yaml --zero3_size 8``.
 
     Example::
 
@@ -49,12 +49,12 @@ class LayerZeroArguments:
 
 
 class LayerZeroMixin:
-    """Mixin that makes ``Trainer`` or a subclass of it train sharded models; list it before the trainer class.
+    """Mixin that makes ``Trainer``, or a subclass, train sharded models. List the mixin before the trainer class.
 
     Args:
-        layerzero: settings as a YAML file, a dict with the same names, :class:`LayerZeroArguments`, or a
+        layerzero: settings, as the path of a YAML file, a dict with the same names, :class:`LayerZeroArguments`, or a
             :class:`layerzero.integrations.accelerate.LayerZeroPlugin`. None: the file that the environment variable
-            ``ACCELERATE_LAYERZERO_CONFIG`` names, or defaults.
+            ``ACCELERATE_LAYERZERO_CONFIG`` names, or the defaults if the variable is not set.
         args, kwargs: arguments of the trainer.
 
     Example::
@@ -83,18 +83,19 @@ class LayerZeroMixin:
         return self._accelerator_args
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the trainer's accelerator, then replace it by a LayerZeroAccelerator with the same arguments."""
+        """Create the trainer's accelerator, then replace it with a LayerZeroAccelerator with the same arguments."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator = LayerZeroAccelerator(layerzero_plugin=self._plugin, **self._accelerator_args)
         self.gather_function = self.accelerator.gather_for_metrics
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Do nothing: the full model may not fit on the device, and sharding moves it there."""
+        """Do nothing: the full model may not fit on the device, and sharding moves the shards to the device."""
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the trainer's prediction step with ``synced_gpus`` if it generates.
+        """Run the trainer's prediction step, with ``synced_gpus`` if the step generates.
 
-        Each generated token needs gathers of all ranks, so all ranks continue until the last one has finished.
+        All ranks must take part in the gathers for each generated token, so every rank continues until the last rank
+        has finished.
         """
         if getattr(self.args, "predict_with_generate", False):
             kwargs = {"synced_gpus": True, **getattr(self, "_gen_kwargs", {}), **kwargs}
@@ -128,7 +129,7 @@ class LayerZeroMixin:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
-        """Load masters, optimizer and scheduler of a layerzero checkpoint; for others, do what the trainer does."""
+        """Load masters, optimizer and scheduler from a layerzero checkpoint; load other checkpoints as usual."""
         if checkpoint_folder is None or not (Path(checkpoint_folder) / FOLDER).is_dir():
             super()._load_optimizer_and_scheduler(checkpoint_folder)  # type: ignore[misc]
             return
@@ -161,7 +162,10 @@ def _plugin(
 
 
 def _adapter_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, dict[str, str]]:
-    """Return, for each adapter, the entries of `state` that PEFT saves, as ``{PEFT's name: name in the state}``."""
+    """Return, for each adapter, the names of the entries of `state` that PEFT saves.
+
+    Each adapter's value is ``{PEFT's name: name in state}``.
+    """
     from peft import get_peft_model_state_dict  # noqa: PLC0415 - optional dependency
 
     name_of = {id(value): name for name, value in state.items()}
@@ -178,7 +182,7 @@ def _adapter_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, d
 
 
 def _state_to_save(model: nn.Module, *, rank0_only: bool) -> dict[str, Tensor]:
-    """Return the full tensors that ``save_pretrained`` needs; for a PEFT model, those of its adapters."""
+    """Return the full tensors that ``save_pretrained`` needs. For a PEFT model, these are the adapters' tensors."""
     if not _is_peft(model):
         return full_state_dict(model, rank0_only=rank0_only)
     held = model.state_dict()
@@ -188,7 +192,10 @@ def _state_to_save(model: nn.Module, *, rank0_only: bool) -> dict[str, Tensor]:
 
 
 def _load_adapters(model: nn.Module, folder: str) -> None:
-    """Load the adapters that ``save_pretrained`` wrote. PEFT itself would shard tensors like torch's DTensors."""
+    """Load adapters that ``save_pretrained`` wrote.
+
+    PEFT's own loading is not used, because it would shard the tensors in the layout of torch's DTensors.
+    """
     state: dict[str, Tensor] = {}
     for adapter, names in _adapter_names(model, model.state_dict()).items():
         path = Path(folder) / ("" if adapter == "default" else adapter) / ADAPTER_SAFE_WEIGHTS_NAME
@@ -201,5 +208,8 @@ def _load_adapters(model: nn.Module, folder: str) -> None:
 
 
 def _is_peft(model: nn.Module) -> bool:
-    """Return whether this is a ``PeftModel``; a transformers model with ``add_adapter`` saves its adapters itself."""
+    """Return whether `model` is a ``PeftModel``.
+
+    A transformers model with ``add_adapter`` does not count, because it saves its adapters itself.
+    """
     return hasattr(model, "peft_config") and not getattr(model, "_hf_peft_config_loaded", False)

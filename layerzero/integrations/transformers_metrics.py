@@ -16,8 +16,8 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]
     """Callback that logs :func:`layerzero.metrics` whenever the trainer logs the loss.
 
     Args:
-        trainer: the trainer that logs. Reporting callbacks run before user callbacks, so the metrics are logged in a
-            separate call.
+        trainer: the trainer whose loggers receive the metrics. Its reporting callbacks run before user callbacks, so
+            the metrics are logged in a separate call.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Translation of Megatron-LM's command line into layerzero settings, with an error for each unsupported flag."""
+"""Translation of Megatron-LM's command-line flags into layerzero settings. Unsupported flags raise an error."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 class ParsedArguments(NamedTuple):
-    """Settings of layerzero that a command line gives.
+    """layerzero settings parsed from a command line.
 
     Attributes:
         wrap: keyword arguments of :func:`layerzero.megatron.wrap`.
         units: names of modules or classes that are units in addition to the default ones.
-        ema_decay: decay of the moving average (EMA) of the weights. None: no average is kept.
+        ema_decay: decay of the exponential moving average (EMA) of the weights. None: no average is kept.
     """
 
     wrap: dict[str, Any]
@@ -47,12 +47,12 @@ class ParsedArguments(NamedTuple):
 
 
 def chosen_of(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
-    """Return layerzero's settings for these arguments, or raise on all ranks. All ranks must call this.
+    """Return the layerzero settings for Megatron's arguments, or raise on all ranks. All ranks must call this.
 
     Args:
-        args: Megatron's validated arguments. `overlap_param_gather` is set to False in it, because Megatron's loop
-            would otherwise use its own wrapper.
-        data_parallel: the ranks of this rank's data-parallel group, context-parallel ranks included.
+        args: Megatron's validated arguments. This function sets ``args.overlap_param_gather`` to False; otherwise
+            Megatron's loop would call methods of Megatron's own wrapper.
+        data_parallel: global ranks of this rank's data-parallel group, including context-parallel ranks.
 
     Raises:
         ValueError: a flag or setting is not supported. The message gives the flag, the reason and an alternative.
@@ -110,7 +110,10 @@ def _translated(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
 
 
 def _connections_warning(args: Namespace) -> str | None:
-    """Return a warning if CUDA_DEVICE_MAX_CONNECTIONS serialises streams; it says whether these flags need that."""
+    """Return a warning if CUDA_DEVICE_MAX_CONNECTIONS serialises streams; otherwise None.
+
+    The warning also says whether tensor or context parallelism, which may need that setting, is enabled in `args`.
+    """
     warning = connections_warning(default_device_type())
     if warning is None:
         return None
@@ -135,7 +138,10 @@ def _of_a_node(data_parallel: list[int]) -> int:
 
 
 def _of_mindspeed(size: int, tensor: int, data_parallel: int) -> int:
-    """Convert `zero3_size` of MindSpeed, which counts tensor-parallel ranks, and cap it at the data-parallel size."""
+    """Convert MindSpeed's `zero3_size` to layerzero's, which does not count tensor-parallel ranks.
+
+    The result is at most the data-parallel size.
+    """
     if size % tensor:
         raise ValueError(
             f"zero3_size={size} counts tensor-parallel ranks in a file with MindSpeed's names, of which there are "
@@ -152,7 +158,7 @@ def _of_mindspeed(size: int, tensor: int, data_parallel: int) -> int:
 
 
 def _policy(policy: Any, args: Namespace) -> MixedPrecisionPolicy | None:
-    """Return the policy to pass to :func:`wrap`; None: `wrap` chooses it.
+    """Return the policy to pass to :func:`wrap`, or None if the user set no policy, so that `wrap` chooses one.
 
     ``cast_forward_inputs`` is False because Megatron's ``Float16Module`` casts inputs and outputs.
     """

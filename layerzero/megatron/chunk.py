@@ -20,16 +20,17 @@ __all__ = ["ShardedChunk"]
 
 
 class ShardedChunk(nn.Module):
-    """Sharded model chunk with the methods that Megatron's schedules and loop call; made by `layerzero.megatron.wrap`.
+    """Sharded model chunk with the methods that Megatron's schedules and training loop call.
 
-    It is the root of the sharded model: pass it to ``layerzero.memory``, ``layerzero.traffic``, ``layerzero.EMA`` and
-    ``layerzero.full_state_dict``. Its parameters have the same names as under Megatron's own wrapper.
+    :func:`layerzero.megatron.wrap` creates it. The chunk is the root of the sharded model: pass it to
+    ``layerzero.memory``, ``layerzero.traffic``, ``layerzero.EMA`` and ``layerzero.full_state_dict``. Its parameters
+    have the same names as under Megatron's own wrapper.
 
     Attributes:
         module: Megatron's model.
         config: TransformerConfig of the model.
         groups: process groups of this rank.
-        own_gradients: record of this rank's gradients that were NaN or infinite. None: they are not checked.
+        own_gradients: record of this rank's gradients that were NaN or infinite. None: gradients are not checked.
     """
 
     def __init__(self, module: nn.Module, config: Any, groups: ProcessGroups) -> None:
@@ -60,7 +61,7 @@ class ShardedChunk(nn.Module):
         get_state(self).scheduler.complete_gradients()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Complete the reduction, so that all gradients are final."""
+        """Complete the gradient reduction. All gradients of the chunk are final afterwards."""
         get_state(self).scheduler.complete_gradients()
 
     @torch.no_grad()
@@ -73,14 +74,14 @@ class ShardedChunk(nn.Module):
             torch._foreach_mul_(gradients, scaling_factor)
 
     def gradient_rows(self) -> dict[str, Tensor]:
-        """Return this rank's rows of the final gradients by parameter name, as plain tensors.
+        """Return this rank's rows of the final gradients as plain tensors, keyed by parameter name.
 
-        Parameters without a gradient are left out.
+        Parameters without a gradient are omitted.
         """
         return {name: plain(p.grad) for name, p in self.named_parameters() if p.grad is not None}
 
     def zero_grad_buffer(self) -> None:
-        """Discard all gradients, including those of a backward that raised."""
+        """Discard all gradients, including those of a backward pass that raised an error."""
         get_state(self).scheduler.recover_interrupted_pass()
         self.zero_grad(set_to_none=True)
         if self.own_gradients is not None:
@@ -91,10 +92,10 @@ class ShardedChunk(nn.Module):
                 del parameter.main_grad  # type: ignore[attr-defined]
 
     def show_whole_gradients(self) -> None:
-        """Set ``main_grad`` of each parameter to its full final gradient, until gradients are zeroed.
+        """Set each parameter's ``main_grad`` to its full final gradient, for ``--save-wgrads-interval``.
 
-        ``--save-wgrads-interval`` reads it. Only the first data-parallel rank writes the file, so the gradient is in
-        host memory there, and None on other ranks. All data-parallel ranks must call this.
+        Only the first data-parallel rank writes the file. On that rank ``main_grad`` is in host memory; on the other
+        ranks it is None. :meth:`zero_grad_buffer` removes it. All data-parallel ranks must call this.
         """
         keeps = dist.get_rank(self.groups.zero1) == 0
         self._shows_whole_gradients = True
@@ -107,12 +108,15 @@ class ShardedChunk(nn.Module):
     # Parameters
 
     def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Launch the refresh that the optimizer's step has deferred, and the refresh of masters that the user wrote."""
+        """Refresh the compute weights.
+
+        This launches the refresh that the optimizer's step deferred, and the refresh of masters that the user wrote to.
+        """
         get_state(self).refreshes.launch_deferred()
         get_state(self).refreshes.launch_edited()
 
     def broadcast_params(self) -> None:
-        """Do nothing: :func:`~layerzero.megatron.wrap` has started from the parameters of the first rank."""
+        """Do nothing: :func:`~layerzero.megatron.wrap` has already broadcast the first rank's parameters."""
 
     def set_is_first_microbatch(self) -> None:
         if hasattr(self.module, "set_is_first_microbatch"):
@@ -124,7 +128,7 @@ class ShardedChunk(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Raise always: Megatron calls this on some ranks only, and no rank has full parameters.
+        """Always raise an error: Megatron calls this method on some ranks only, and no rank has full parameters.
 
         Raises:
             NotImplementedError: always. The message names the alternatives.
@@ -139,8 +143,8 @@ class ShardedChunk(nn.Module):
     ) -> dict[str, Any]:
         """Return this rank's rows of each parameter, in compute dtype, for ``megatron.core.dist_checkpointing``.
 
-        The format is Megatron's own: Megatron and layerzero load each other's checkpoints, in any layout. Pass the
-        loaded state dict to :meth:`load_state_dict`. This rank's rows are copied.
+        The rows are copies. The format is Megatron's own: Megatron and layerzero can load each other's checkpoints in
+        any parallel layout. To load a checkpoint, pass the loaded state dict to :meth:`load_state_dict`.
 
         Raises:
             NotImplementedError: Megatron stores a parameter in pieces that are not contiguous ranges of its rows.
@@ -153,14 +157,14 @@ class ShardedChunk(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full or sharded tensors into the chunk. All data-parallel ranks must call this.
 
-        Full tensors have the names and shapes of the unwrapped module's ``state_dict()``. All ranks get those of the
-        first data-parallel rank. Sharded tensors come from :meth:`state_dict`, or from ``dist_checkpointing.load``
-        with :meth:`sharded_state_dict`.
+        Full tensors must have the names and shapes of the unwrapped module's ``state_dict()``; every rank loads the
+        values of the first data-parallel rank. Sharded tensors come from :meth:`state_dict`, or from
+        ``dist_checkpointing.load`` with :meth:`sharded_state_dict`.
 
         Args:
-            strict: raise if keys are missing or unexpected. If False, they are returned. If a non-strict
-                ``dist_checkpointing.load`` has not found a sharded tensor, its key is missing on the ranks that hold
-                rows of it.
+            strict: raise if keys are missing or unexpected. If False, return these keys instead. If a non-strict
+                ``dist_checkpointing.load`` did not find a sharded tensor, the tensor's key counts as missing on the
+                ranks that hold rows of the tensor.
             assign: must be False.
 
         Raises:

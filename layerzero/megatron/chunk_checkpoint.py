@@ -1,9 +1,9 @@
 """Checkpoints of all pipeline stages and tensor ranks: a folder with one layerzero checkpoint per model chunk.
 
 [Note: When a Megatron checkpoint exists]
-All parts are written into one hidden folder, ``.NAME.TOKEN.partial``. When all parts exist, a marker file with the
-token is added, and the folder is renamed to ``NAME``. Each save draws a new token, which is the same on all ranks.
-Therefore no job writes into the folder of another job, or removes it; see [Note: Two jobs at one name] in
+Every chunk's part is written into one hidden folder, ``.NAME.TOKEN.partial``. Once all parts exist, a marker file that
+contains the token is added, and the folder is renamed to ``NAME``. Each save draws a new token, which is the same on
+all ranks. Therefore no job writes into or removes another job's folder; see [Note: Two jobs at one name] in
 ``checkpoint/atomic_files.py``.
 """
 
@@ -52,14 +52,14 @@ def save(
     """Write a checkpoint of the full model. All ranks must call this, between a step and the next forward.
 
     Args:
-        path: a folder that does not exist yet, on a file system that all ranks share. It is published atomically,
-            after everything has been written to disk.
+        path: a folder that does not exist yet, on a file system that all ranks share. The folder is published
+            atomically, after all data has been written to disk.
         extra: as for ``layerzero.checkpoint.save``: iteration, ``scheduler.state_dict()``, ...
 
     Raises:
         FileExistsError: `path` exists already, or another job has created it during the save.
-        CheckpointError: a rank could not write; the message gives the cause. Nothing is left at `path`.
-        TypeError, ValueError: errors of ``layerzero.checkpoint.save``; the ranks of other stages raise RuntimeError.
+        CheckpointError: a rank could not write; the message gives the cause. `path` is not created.
+        TypeError, ValueError: as raised by ``layerzero.checkpoint.save``. Ranks of other stages raise RuntimeError.
     """
     folder, groups = Path(path).absolute(), model_chunks[0].groups
     experts = _experts("save", groups, model_chunks)
@@ -95,14 +95,14 @@ def load(
     model_chunks: Sequence[ShardedChunk],
     optimizer: ShardedMegatronOptimizer | None = None,
 ) -> Any:
-    """Load a checkpoint of :func:`save` into chunks of the same tensor and pipeline layout; return its `extra`.
+    """Load a checkpoint written by :func:`save`, and return its `extra`. All ranks must call this.
 
-    The numbers of data-parallel and expert-parallel ranks and `zero3_size` may differ from those of the save. All
-    ranks must call this.
+    The tensor-parallel and pipeline-parallel layout must be that of the save. `zero3_size` and the numbers of
+    data-parallel and expert-parallel ranks may differ.
 
     Raises:
-        FileNotFoundError, CheckpointError, ValueError: `path` has no complete checkpoint of this layout, or a part of
-            it is damaged or does not fit on any stage. No rank has been changed.
+        FileNotFoundError, CheckpointError, ValueError: `path` has no complete checkpoint of this layout, or on some
+            stage a part of the checkpoint is damaged or does not match the model. No model has been changed.
     """
     folder, groups = Path(path), model_chunks[0].groups
     experts = _experts("load", groups, model_chunks)
@@ -135,7 +135,7 @@ def load(
 
 
 def _experts(call: str, groups: ProcessGroups, model_chunks: Sequence[ShardedChunk]) -> list[RankLocalNames]:
-    """Return the names of rank-local experts of each chunk, or raise on all ranks."""
+    """Return the checkpoint names of rank-local experts for each chunk; if a rank fails, raise on all ranks."""
     found: list[RankLocalNames] = []
     failure: Exception | None = None
     try:
@@ -147,12 +147,15 @@ def _experts(call: str, groups: ProcessGroups, model_chunks: Sequence[ShardedChu
 
 
 def _stored_average(state: Mapping[str, Any], apart: RankLocalNames) -> dict[str, Any]:
-    """Return the state of an EMA, with its averages by stored name."""
+    """Return the EMA state with its averages keyed by their names in the checkpoint."""
     return {**state, "averages": apart.joint({apart.stored(name): rows for name, rows in state["averages"].items()})}
 
 
 def _take_average(ema: EMA | None, saved: Any, apart: RankLocalNames) -> None:
-    """Load the EMA of a checkpoint; if there is none, reset the EMA so that its next update copies the weights."""
+    """Load the EMA from a checkpoint.
+
+    If the checkpoint has no EMA, reset `ema`; its next update then copies the weights.
+    """
     if ema is not None and saved is None:
         ema.n_averaged.zero_()
     elif ema is not None:
@@ -162,7 +165,7 @@ def _take_average(ema: EMA | None, saved: Any, apart: RankLocalNames) -> None:
 
 
 def _make_room(folder: Path, partial: Path) -> Exception | None:
-    """Make the folder to write into; return the error if that fails."""
+    """Create the partial folder of a checkpoint. Return the error if that fails, otherwise None."""
     try:
         if folder.name.startswith("."):
             raise ValueError(f"the name of a checkpoint must not start with a dot, got {folder.name!r}")
@@ -179,7 +182,7 @@ def _make_room(folder: Path, partial: Path) -> Exception | None:
 
 
 def _publish(partial: Path, folder: Path, written: set[str], token: str) -> Exception | None:
-    """Publish the parts in `partial` as the checkpoint `folder`; return the error if that fails."""
+    """Publish the parts in `partial` as the checkpoint `folder`. Return the error if that fails, otherwise None."""
 
     def is_there() -> bool:
         try:
@@ -202,7 +205,7 @@ def _publish(partial: Path, folder: Path, written: set[str], token: str) -> Exce
 
 
 def _together(call: str, groups: ProcessGroups, failure: Exception | None) -> None:
-    """Call :func:`raise_together`; errors about files and paths have the same type on all ranks."""
+    """Call :func:`raise_together`, but raise errors about files and paths with the same type on all ranks."""
     try:
         raise_together(f"layerzero.megatron.{call}", groups, failure)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Default units: transformer and Mamba layers, and the modules with a dimension of the vocabulary size."""
+"""Default units of a Megatron model: transformer and Mamba layers, the word embeddings and the output layer."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ IsUnit = Callable[[str, nn.Module], bool]
 
 
 def language_model(chunk: nn.Module) -> nn.Module | None:
-    """Return the language model inside all wrappers of a chunk; None if there is none.
+    """Return the language model inside the wrappers of a chunk; None if no module is found.
 
-    It is the first module with an attribute ``pre_process``.
+    The language model is the outermost module with an attribute ``pre_process``.
     """
     module: Any = chunk
     while module is not None and not hasattr(module, "pre_process"):
@@ -33,11 +33,11 @@ def language_model(chunk: nn.Module) -> nn.Module | None:
 
 
 def default_units(module: nn.Module, *, pipeline_size: int) -> IsUnit:
-    """Return the predicate ``is_unit(name, module)`` for the modules of a chunk.
+    """Return a predicate ``is_unit(name, module)`` that selects the default units of a chunk.
 
-    Units are the transformer and Mamba layers, the word embeddings and the output layer. If there is one pipeline
-    stage and the embeddings are tied, embeddings and output layer are no units: the output layer reads the weight of
-    the embedding, which must stay gathered during the whole forward.
+    Units are the transformer and Mamba layers, the word embeddings and the output layer. With a single pipeline stage
+    and tied embeddings, the embeddings and the output layer are not units: the output layer reads the embedding's
+    weight, which must therefore stay gathered during the entire forward.
     """
     from megatron.core.ssm.mamba_layer import MambaLayer  # noqa: PLC0415
     from megatron.core.transformer.transformer_layer import BaseTransformerLayer  # noqa: PLC0415
@@ -57,7 +57,10 @@ def default_units(module: nn.Module, *, pipeline_size: int) -> IsUnit:
 
 
 def is_expert_parallel(parameter: nn.Parameter) -> bool:
-    """Return whether Megatron marks the parameter as expert parallel: other data-parallel ranks hold other experts."""
+    """Return whether Megatron marks the parameter as expert parallel.
+
+    Data-parallel ranks may then hold different experts.
+    """
     return not getattr(parameter, "allreduce", True)
 
 
@@ -74,7 +77,7 @@ def with_named(default: Sequence[IsUnit], names: Sequence[str]) -> IsUnit:
 
 
 def named(name: str, module: nn.Module, names: Sequence[str]) -> set[str]:
-    """Return those of `names` that match the module: by its name, its class name or its qualified class name."""
+    """Return the entries of `names` that equal the module's name, class name or qualified class name."""
     kind = type(module)
     own = {name, kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
     while name.startswith("module."):  # added by each wrapper around Megatron's model
@@ -83,7 +86,7 @@ def named(name: str, module: nn.Module, names: Sequence[str]) -> set[str]:
 
 
 def warn_of_what_is_gathered_at_once(chunk: nn.Module, units: set[int]) -> None:
-    """Warn if layers of a chunk are not units: they are all gathered and freed together with the chunk.
+    """Warn if a chunk has layers that are not units: all of these layers are gathered and freed together.
 
     Args:
         units: ids of the modules that are units.
@@ -103,7 +106,11 @@ def warn_of_what_is_gathered_at_once(chunk: nn.Module, units: set[int]) -> None:
 
 
 def _layers_without_units(module: nn.Module, units: set[int]) -> Iterator[nn.Module]:
-    """Yield members of module lists that have parameters and are not a unit, inside a unit or around a unit."""
+    """Yield the layers that no unit covers.
+
+    A layer is a child of a ``ModuleList`` or ``Sequential`` that has parameters. Layers that are a unit, contain a unit
+    or are inside a unit are covered.
+    """
     if id(module) in units:
         return
     for child in module.children():

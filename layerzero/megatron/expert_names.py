@@ -1,4 +1,4 @@
-"""Checkpoint names of expert-parallel parameters, with the index of each expert in the full model."""
+"""Checkpoint names of expert-parallel parameters, which contain each expert's index in the full model."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NUMBER = re.compile(r"^(local_experts\.|(?:\w+\.)+(?:weight|bias))(\d+)(?=\.|$)
 
 
 def experts_of(chunk: ShardedChunk) -> RankLocalNames:
-    """Return the checkpoint names of a chunk's experts, where data-parallel ranks hold different ones.
+    """Return the checkpoint names of a chunk's experts that differ between data-parallel ranks.
 
-    A name has the index of the expert in its layer of the full model, so that a load may use other expert-parallel
-    ranks.
+    Each name contains the expert's index within its layer of the full model. Therefore a checkpoint can be loaded with
+    a different number of expert-parallel ranks.
 
     Raises:
-        ValueError: a parameter belongs to several experts, or its name does not have the index of its expert.
+        ValueError: a parameter belongs to several experts, or its name does not contain the index of its expert.
     """
     groups = chunk.groups
     if groups.expert_zero1 is None:
@@ -35,9 +35,11 @@ def experts_of(chunk: ShardedChunk) -> RankLocalNames:
     whole = getattr(chunk.config, "num_moe_experts", None) or 0
 
     def split(name: str) -> tuple[str, re.Match[str], range] | None:
-        """Split a name into the part before the experts' own names, a match of the rest, and this rank's indices.
+        """Split the name of an expert's parameter, which may start with ``module.``.
 
-        Returns None if the name is not of a single expert. The name may start with ``module.``.
+        Returns:
+            The prefix up to the experts' own names, a match of the rest of the name, and the indices of this rank's
+            experts. None if the name is not that of a single expert's parameter.
         """
         for layer, own in numbers.items():
             before, inside, after = name.partition(layer)
@@ -68,7 +70,10 @@ def experts_of(chunk: ShardedChunk) -> RankLocalNames:
 
 
 def _numbers(chunk: ShardedChunk) -> dict[str, range]:
-    """Return the indices of this rank's experts in each layer, by the prefix of their names without wrappers."""
+    """Return the indices of this rank's experts in each layer, keyed by the name prefix of the layer's experts.
+
+    The prefixes do not contain the names of wrappers.
+    """
     found: dict[str, range] = {}
     for name, module in chunk.named_modules():
         own: Any = getattr(module, "local_expert_indices", None)

@@ -1,4 +1,4 @@
-"""Export of a checkpoint of :func:`layerzero.megatron.save` as one model, in one process and without Megatron."""
+"""Export of a :func:`layerzero.megatron.save` checkpoint to one file, in a single process without Megatron."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _MOST_CHUNKS = 1000  # upper bound for the chunks of a rank in an untrusted chec
 
 
 def is_megatron_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Return whether the folder is a checkpoint of :func:`layerzero.megatron.save`."""
+    """Return whether `path` is a checkpoint folder written by :func:`layerzero.megatron.save`."""
     return (Path(path) / _MARKER).exists() and any(Path(path).glob("layout-*"))
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """One stored tensor of one part of a checkpoint."""
+    """Stored tensor in one part of a checkpoint."""
 
     manifest: Manifest
     tensor: StoredTensor
@@ -51,10 +51,13 @@ class _Stored:
 
 @dataclass
 class _FullTensor:
-    """One tensor of the full model, and the stored rows that it is built from.
+    """Tensor of the full model, built from rows of stored tensors.
 
     Attributes:
-        pieces: by offset in the full tensor: the stored tensor, and the first and the end row to take from it.
+        shape: shape of the full tensor.
+        dtype: dtype of the full tensor.
+        pieces: ``(stored, first, stop)`` keyed by the piece's offset in the full tensor: rows `first` to `stop`
+            (exclusive) of the stored tensor.
     """
 
     shape: tuple[int, ...]
@@ -90,17 +93,20 @@ def export_parts(
 ) -> None:
     """Write the parts of all tensor ranks and pipeline stages as one safetensors file.
 
-    Names and shapes are those of Megatron's model on one rank, with the padded vocabulary. Only one tensor at a time
-    is in memory.
+    Names and shapes are those of Megatron's model on one rank, with the padded vocabulary. Only one full tensor is in
+    memory at a time.
 
     Args:
-        dtype: cast floating-point tensors to it. None: keep the stored dtypes, which are fp32 for trained parameters.
-        averages: write the moving averages (EMA) of the weights instead of the weights, where there are averages.
+        path: checkpoint folder written by :func:`layerzero.megatron.save`.
+        out: file to write.
+        dtype: dtype to which floating-point tensors are cast. None: keep the stored dtypes; trained parameters are
+            stored in fp32.
+        averages: write the moving averages (EMA) instead of the weights that have one.
 
     Raises:
-        FileExistsError: `out` exists already.
+        FileExistsError: `out` already exists.
         FileNotFoundError, CheckpointError: parts are missing or damaged; the message names them.
-        ValueError: the checkpoint has no global positions of its parameters, or no averages.
+        ValueError: the checkpoint lacks the positions of its parameters in the full model, or has no averages.
     """
     target = Path(out).absolute()
     if os.path.lexists(target):

@@ -21,7 +21,8 @@ __all__ = ["FinalizeGradients", "tied_weight"]
 class FinalizeGradients:
     """Callable that completes the data-parallel reduction, then sums gradients over model-parallel ranks.
 
-    The sums over model-parallel ranks work on gradient shards, so they send 1/D of the bytes that Megatron sends.
+    The sums over model-parallel ranks use gradient shards. Over D data-parallel ranks, each rank therefore sends 1/D of
+    the bytes that it sends in Megatron.
     """
 
     def __init__(self, config: Any, groups: ProcessGroups) -> None:
@@ -40,10 +41,10 @@ class FinalizeGradients:
 
         Args:
             model: the chunks of this rank.
-            num_tokens: token count of this rank; gradients are divided by its sum over data-parallel ranks. None: no
+            num_tokens: token count of this rank. Gradients are divided by the total over data-parallel ranks. None: no
                 division.
             pg_collection: unused; the process groups are those of :func:`wrap`.
-            force_all_reduce: make full gradients available as ``main_grad``; Megatron's loop saves them.
+            force_all_reduce: set ``main_grad`` to the full gradients, which Megatron's loop then saves.
         """
         for chunk in model:
             chunk.finish_grad_sync()
@@ -60,9 +61,9 @@ class FinalizeGradients:
                 chunk.show_whole_gradients()
 
     def _sum_over_tensor_ranks(self, model: Sequence[ShardedChunk]) -> None:
-        """Sum or average gradients of parameters that are replicated over tensor ranks, but used for a part there.
+        """Sum or average the gradients of parameters that are replicated over tensor ranks.
 
-        The part is a part of the sequence or of the heads.
+        Each tensor rank uses such a parameter for a part of the sequence or of the heads only.
         """
         size = self.groups.tensor.size()
         if size == 1:
@@ -91,7 +92,10 @@ class FinalizeGradients:
             _all_reduce([_gradient_rows(weight)], self.groups.embedding, 1.0)
 
     def _divide_by(self, num_tokens: Tensor, model: Sequence[ShardedChunk]) -> None:
-        """Divide by the tokens of all micro-batches and data-parallel ranks; only the last stage has counted them."""
+        """Divide gradients by the token count of all micro-batches and data-parallel ranks.
+
+        Only the last stage has counted the tokens, so it broadcasts `num_tokens`.
+        """
         last = dist.get_process_group_ranks(self.groups.pipeline)[-1]
         dist.broadcast(num_tokens, src=last, group=self.groups.pipeline)
         dist.all_reduce(num_tokens, group=self.groups.zero1)
@@ -101,10 +105,11 @@ class FinalizeGradients:
 
 
 def tied_weight(model: Sequence[ShardedChunk], groups: ProcessGroups) -> nn.Parameter | None:
-    """Return this rank's copy of a word embedding that the first and the last stage both hold; None: there is none.
+    """Return this rank's copy of the word embedding that the first and last stages share.
 
-    The gradients of both copies are summed rank by rank. This requires equal shards, so each copy must be the only
-    parameter of its unit.
+    The result is None if the stages share no embedding, or if this rank's stage holds no copy. The gradient shards of
+    the two copies are summed rank by rank. The shards must therefore be equal, so each copy must be the only parameter
+    of its unit.
 
     Raises:
         ValueError: the copy is not the only parameter of its unit.
@@ -130,7 +135,10 @@ def tied_weight(model: Sequence[ShardedChunk], groups: ProcessGroups) -> nn.Para
 
 
 def _gradient_rows(parameter: nn.Parameter) -> Tensor:
-    """Return this rank's rows of a final gradient, to sum into; zeros if no data-parallel rank used the parameter."""
+    """Return this rank's rows of a parameter's final gradient, as a tensor that the caller may modify in place.
+
+    If no data-parallel rank used the parameter, set its gradient to zeros first.
+    """
     if parameter.grad is None:  # another model-parallel rank may have a gradient, and the collective needs all ranks
         parameter.grad = torch.zeros_like(parameter)
     return plain(parameter.grad)

@@ -1,4 +1,4 @@
-"""Check for NaN and infinite gradients before a step; all ranks raise."""
+"""Check for NaN and infinite gradients before a step. If one is found, all ranks raise."""
 
 from __future__ import annotations
 

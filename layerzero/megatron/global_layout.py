@@ -16,22 +16,23 @@ _LAYER = re.compile(r".*?\blayers\.\d+\.")
 
 
 def module_name(name: str) -> str:
-    """Return the name of a parameter in Megatron's model, without the ``module.`` prefixes of wrappers."""
+    """Return a parameter's name in Megatron's model, without the ``module.`` prefixes that wrappers add."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
 
 
 def places_of(chunk: ShardedChunk, apart: RankLocalNames) -> dict[str, Any] | MergedValue:
-    """Return name, shape and row ranges in the full model of each parameter of a chunk.
+    """Return each parameter's name, shape and row ranges in the full model.
 
     Args:
+        chunk: the chunk that holds the parameters.
         apart: checkpoint names of rank-local experts.
 
     Returns:
-        ``{name: {"name": ..., "shape": [...], "pieces": [[first, stop, [offset, ...]], ...]}}``: plain data that is
-        the same on all data-parallel ranks, except for rank-local experts. If the modules do not give the positions:
-        ``{"because": reason}``.
+        ``{name: {"name": ..., "shape": [...], "pieces": [[first, stop, [offset, ...]], ...]}}``, as plain data that is
+        the same on all data-parallel ranks, except for rank-local experts. Rows ``first:stop`` of the parameter start
+        at ``offset`` in the full tensor. If the modules do not provide the positions: ``{"because": reason}``.
     """
     if not hasattr(chunk.module, "sharded_state_dict"):
         return {"because": f"{type(chunk.module).__name__} has no sharded_state_dict that would say it"}
@@ -64,6 +65,6 @@ def places_of(chunk: ShardedChunk, apart: RankLocalNames) -> dict[str, Any] | Me
 
 
 def layer_of(name: str) -> str:
-    """Return the prefix of a name or key up to its layer number, such as ``decoder.layers.3.``; empty if none."""
+    """Return the prefix of a name up to its layer number, such as ``decoder.layers.3.``; "" if there is no number."""
     found = _LAYER.match(name)
     return found[0] if found else ""

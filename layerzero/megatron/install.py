@@ -1,18 +1,18 @@
-"""Integration into Megatron-LM's ``pretrain``, from the user's script and without changes to Megatron's files.
+"""Integration with Megatron-LM's ``pretrain``, from the user's script and without changes to Megatron's files.
 
 [Note: What is replaced in Megatron-LM]
 ``pretrain`` has no hook for the wrapper around the model, the optimizer, or functions that read full weights.
-Therefore these names of ``megatron.training.training`` are replaced, and nothing else:
+Therefore only these names of ``megatron.training.training`` are replaced:
 
-- ``get_model``: builds the chunks with the original, but wraps them with layerzero instead of Megatron's wrapper.
+- ``get_model``: calls the original to build the chunks, but wraps them with layerzero instead of Megatron's wrapper.
 - ``get_megatron_optimizer``: returns the :class:`ShardedMegatronOptimizer` of the chunks.
 - ``calc_params_l2_norm``: counts each row once. ``check_param_hashes_across_dp_replicas``: compares the shards of the
   replicas.
-- 0.16: ``finalize_model_grads``: the function that :func:`layerzero.megatron.wrap` has set in the config. The loop
-  sets that attribute again, from this name.
-- 0.19: ``setup_model_and_optimizer``: checks flags, then calls the original. If a script passes the configuration of a
-  model to ``pretrain``, ``megatron.training.models`` builds the model without ``get_model``. For such models
-  ``_ddp_wrap`` of ``dist_utils``, which wraps the chunks, is replaced as well.
+- In 0.16, ``finalize_model_grads``: becomes the function that :func:`layerzero.megatron.wrap` has set in the config,
+  because the loop overwrites that config attribute with the function of this name.
+- In 0.19, ``setup_model_and_optimizer``: checks flags, then calls the original. If a script passes a model
+  configuration to ``pretrain``, ``megatron.training.models`` builds the model without ``get_model``. For such models,
+  ``dist_utils._ddp_wrap``, which wraps the chunks, is also replaced.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ __all__ = ["install"]
 def install() -> None:
     """Make Megatron-LM's ``pretrain`` train with layerzero. Call this in the pretraining script, before ``pretrain``.
 
-    Supports ``megatron.training`` of Megatron-LM core_v0.16.1 and core_v0.19.0; see
-    [Note: What is replaced in Megatron-LM]. A second call has no effect. Unsupported flags raise on all ranks, before
-    the model is built.
+    The supported versions of ``megatron.training`` are those of Megatron-LM core_v0.16.1 and core_v0.19.0; see
+    [Note: What is replaced in Megatron-LM]. A second call has no effect. If a flag is unsupported, ``pretrain`` raises
+    on all ranks before it builds the model.
 
     Raises:
-        ImportError: ``megatron.training`` cannot be imported; the package of megatron-core 0.16 does not contain it.
+        ImportError: ``megatron.training`` cannot be imported; the megatron-core 0.16 package does not contain it.
         RuntimeError: the version of Megatron-Core or ``megatron.training`` is not supported; the message names the
             installed version and the supported ones.
 
@@ -81,7 +81,7 @@ _BUILDERS = (0, 19)  # since this release models are also built from a configura
 
 
 class _GetModel:
-    """Replacement of Megatron-LM's ``get_model``."""
+    """Replacement for Megatron-LM's ``get_model``."""
 
     def __init__(self, build: Callable[..., list[nn.Module]], training: Any, release: tuple[int, int]) -> None:
         self._build = build
@@ -102,7 +102,7 @@ class _GetModel:
         return chunks if chosen is None else self._wrap(chunks, chosen)
 
     def refusing_first(self, setup: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a replacement of ``setup_model_and_optimizer`` that checks flags before the model is built."""
+        """Return a replacement for ``setup_model_and_optimizer`` that checks flags before the model is built."""
 
         @functools.wraps(setup)
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ class _GetModel:
         return checked
 
     def wrap_built(self, model: list[nn.Module], *unused: Any, **unused_too: Any) -> list[Any]:
-        """Wrap chunks in place of ``_ddp_wrap``; the other arguments are for Megatron's wrappers and are ignored."""
+        """Wrap chunks with layerzero; replaces ``_ddp_wrap``. Arguments for Megatron's wrappers are ignored."""
         return self._wrap(model, self._chosen())
 
     def _wrap(self, chunks: list[nn.Module], chosen: ParsedArguments) -> list[ShardedChunk]:
@@ -146,14 +146,14 @@ class _GetModel:
     def make_optimizer(
         self, config: Any, model_chunks: list[Any], config_overrides: Any = None, **unused: Any
     ) -> ShardedMegatronOptimizer:
-        """Make the optimizer in place of ``get_megatron_optimizer``; the other arguments are ignored."""
+        """Create the optimizer of the chunks; replaces ``get_megatron_optimizer``. Other arguments are ignored."""
         return ShardedMegatronOptimizer(
             model_chunks, config, config_overrides=config_overrides, ema_decay=self._ema_decay
         )
 
 
 def _require_all(units: tuple[str, ...], chunks: list[ShardedChunk]) -> None:
-    """Raise on all ranks if no stage has a module that `units` names."""
+    """Raise on all ranks if a name in `units` matches no module on any stage."""
     modules = [entry for chunk in chunks for entry in chunk.named_modules()]
     here = {found for name, module in modules for found in named(name, module, units)}
     known = {found for told in all_gather_object(chunks[0].groups, here) for found in told}

@@ -31,26 +31,27 @@ class ShardedMegatronOptimizer:
 
     Args:
         model_chunks: from :func:`layerzero.megatron.wrap`.
-        config: Megatron's OptimizerConfig. `optimizer` (``"adam"`` or ``"sgd"``) and its settings, `clip_grad`,
-            `grad_norm_skip_threshold`, `log_num_zeros_in_grad`, `fp16` and its loss scale are applied. Settings for
-            Megatron's sharding and overlap are ignored.
-        no_weight_decay_cond: ``cond(name, parameter)`` selects parameters without weight decay; the parameter has its
-            global shape. None: biases and 1-D parameters, as in Megatron.
+        config: Megatron's OptimizerConfig. The fields used are `optimizer` (``"adam"`` or ``"sgd"``) and its settings,
+            `clip_grad`, `grad_norm_skip_threshold`, `log_num_zeros_in_grad`, and `fp16` with its loss scale. Settings
+            for Megatron's sharding and overlap are ignored.
+        no_weight_decay_cond: ``cond(name, parameter)`` selects parameters without weight decay. ``parameter.shape`` is
+            the global shape. None: biases and 1-D parameters, as in Megatron.
         scale_lr_cond: ``cond(name, parameter)`` selects parameters whose learning rate is multiplied by `lr_mult`.
         config_overrides: Megatron's ``{ParamKey: {"wd_mult": ..., ...}}``, instead of `no_weight_decay_cond`.
-        make_optimizer: makes the inner optimizer from parameter groups, instead of the one that `config` names.
-        ema_decay: keep a moving average (EMA) of the weights with this decay. Each step that is not skipped updates it,
-            and all checkpoints contain it. None: no average.
+        make_optimizer: function that makes the inner optimizer from parameter groups, instead of the optimizer that
+            `config` names.
+        ema_decay: decay of an exponential moving average (EMA) of the weights. Each step that is not skipped updates
+            the average, and all checkpoints contain it. None: no average.
 
     Attributes:
         sharded: ShardedOptimizer of each chunk; None for chunks without trainable parameters.
-        emas: EMA of each chunk; None if it has none.
-        is_stub_optimizer: whether no rank of the model has trainable parameters. Megatron-LM reads this. It is False on
-            a stage without trainable parameters if another stage has some, because all ranks must take part in the
-            collectives of a step.
+        emas: EMA of each chunk; None for chunks without an EMA.
+        is_stub_optimizer: True if no rank of the model has trainable parameters. Megatron-LM reads this attribute. On a
+            stage without trainable parameters it is False if another stage has some, because all ranks must take part
+            in the collectives of a step.
 
     Raises:
-        ValueError: arguments contradict each other, `config` lacks a learning rate or names an unsupported optimizer,
+        ValueError: arguments contradict each other; `config` lacks a learning rate or names an unsupported optimizer;
             or the inner optimizer needs full parameters.
     """
 
@@ -119,7 +120,7 @@ class ShardedMegatronOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of all chunks; schedulers may change them."""
+        """Parameter groups of all chunks. Schedulers may modify the groups."""
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     @property
@@ -133,21 +134,21 @@ class ShardedMegatronOptimizer:
 
     @property
     def _scale_adapts(self) -> bool:
-        """True if the loss scale is dynamic: an overflow then skips the step instead of raising."""
+        """True if the loss scale is dynamic. An overflow then skips the step instead of raising an error."""
         return self.grad_scaler is not None and not self.config.loss_scale
 
     @property
     def _checks(self) -> bool:
-        """True if a NaN or infinite gradient raises."""
+        """True if a NaN or infinite gradient raises an error."""
         return any(chunk.own_gradients is not None for chunk in self.model_chunks)
 
     def get_loss_scale(self) -> Tensor:
-        """Return the loss scale, fp32 [1]."""
+        """Return the loss scale, an fp32 tensor of shape [1]."""
         scale: Tensor = self._one if self.grad_scaler is None else self.grad_scaler.scale
         return scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Multiply the loss by the loss scale; for ``config.grad_scale_func``."""
+        """Return the loss multiplied by the loss scale; for use as ``config.grad_scale_func``."""
         return self.get_loss_scale() * loss
 
     # One step
@@ -166,11 +167,12 @@ class ShardedMegatronOptimizer:
         Returns:
             ``(updated, norm, zeros)``. `updated` is False if a gradient overflowed on any rank of the model, or if the
             norm is above `config.grad_norm_skip_threshold`. `norm` is the gradient norm before clipping; None after an
-            overflow. `zeros` is the number of zero gradient elements; None unless `config.log_num_zeros_in_grad`, and
-            after an overflow.
+            overflow. `zeros` is the number of zero gradient elements; None after an overflow, or if
+            `config.log_num_zeros_in_grad` is off.
 
         Raises:
-            RuntimeError: a gradient is NaN or infinite and ``wrap(check_for_nan_in_grad=True)``; on all ranks.
+            RuntimeError: on all ranks, if a gradient is NaN or infinite and ``wrap(check_for_nan_in_grad=True)`` was
+                used.
         """
         if self.prepare_grads():
             return False, None, None
@@ -183,10 +185,10 @@ class ShardedMegatronOptimizer:
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Make gradients final and divide them by the loss scale.
+        """Complete the gradient reduction and divide gradients by the loss scale.
 
         Returns:
-            Whether a gradient overflowed on any rank of the model.
+            True if a gradient overflowed on any rank of the model.
         """
         for chunk in self.model_chunks:
             chunk.finish_grad_sync()
@@ -210,7 +212,7 @@ class ShardedMegatronOptimizer:
             get_state(chunk).mesh_info.counters.steps["skipped"] += 1
 
     def step_with_ready_grads(self) -> bool:
-        """Update the masters and launch the refresh, after :meth:`prepare_grads`."""
+        """Update the masters and launch the refresh. Call :meth:`prepare_grads` first."""
         for optimizer in self._optimizers:
             optimizer.step()
         for ema in self.emas:
@@ -219,7 +221,10 @@ class ShardedMegatronOptimizer:
         return True
 
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """Scale gradients down to a norm of `clip_grad`, if that is positive; return the norm before clipping."""
+        """Clip the gradients to a norm of `clip_grad`, and return the norm before clipping.
+
+        Gradients are not clipped if `clip_grad` is zero or negative.
+        """
         norm = self.get_grad_norm()
         factor = clip_grad / (norm + 1e-6) if clip_grad > 0 else 1.0
         if factor < 1.0 or math.isnan(factor):
@@ -233,7 +238,8 @@ class ShardedMegatronOptimizer:
         """Return the 2-norm of the gradients of the full model.
 
         Raises:
-            RuntimeError: a gradient is NaN or infinite and ``wrap(check_for_nan_in_grad=True)``; on all ranks.
+            RuntimeError: on all ranks, if a gradient is NaN or infinite and ``wrap(check_for_nan_in_grad=True)`` was
+                used.
         """
         counted, others = [_ZERO.to(self._device)], [_ZERO.to(self._device)]
         for parameter in self.get_parameters():
@@ -249,15 +255,15 @@ class ShardedMegatronOptimizer:
         return math.sqrt(squares)
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
-        """Return this rank's rows of all gradients that count for the norm, without copies that other ranks count.
+        """Return this rank's rows of all gradients that count towards the gradient norm.
 
-        Copies are word embeddings that another pipeline stage holds, too, and parameters that are replicated over
-        tensor ranks, except on the first tensor rank.
+        Copies that another rank counts are excluded: word embeddings shared with another pipeline stage, and, except on
+        the first tensor rank, parameters that are replicated over tensor ranks.
         """
         return [plain(p.grad) for p in self.get_parameters() if p.grad is not None and self._counts(p)]
 
     def count_zeros(self) -> float:
-        """Return the number of elements of the full model whose gradient is zero."""
+        """Return the number of parameter elements of the full model whose gradient is zero or missing."""
         zeros = torch.zeros((), dtype=torch.float32, device=self._device)
         for parameter in self.get_parameters():
             if self._counts(parameter):
@@ -270,7 +276,7 @@ class ShardedMegatronOptimizer:
         return counts(parameter, self.groups)
 
     def _over_model(self, value: Tensor, op: Any) -> Tensor:
-        """All-reduce `value` in place over data-parallel ranks, then over model-parallel ranks."""
+        """All-reduce `value` in place over data-parallel ranks, then over model-parallel ranks, and return it."""
         for group in (self.groups.zero1, self.groups.model):
             dist.all_reduce(value, op=op, group=group)
         return value
@@ -278,12 +284,13 @@ class ShardedMegatronOptimizer:
     # State dicts
 
     def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
-        """Refresh the compute weights after parameters were changed other than by a step.
+        """Refresh the compute weights after parameters were changed outside a step.
 
-        The parameters of the chunks are the masters, so nothing is copied to separate masters.
+        The chunks' parameters are the masters themselves, so no values need to be copied to separate masters.
 
         Args:
-            state_dict: load the chunks first from ``state_dict["model"]``, or from ``["model0"]``, ``["model1"]``, ...
+            state_dict: if given, first load the chunk from ``state_dict["model"]``, or several chunks from
+                ``state_dict["model0"]``, ``state_dict["model1"]``, ...
 
         Raises:
             ValueError: `state_dict` lacks one of these keys.
@@ -297,7 +304,10 @@ class ShardedMegatronOptimizer:
             refresh(chunk)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's rows of the optimizer state, by chunk and parameter name, the loss scale and the EMA."""
+        """Return this rank's rows of the optimizer state and the EMA, and the loss scale.
+
+        The optimizer state is ordered by chunk, then keyed by parameter name.
+        """
         state: dict[str, Any] = {"optimizer": [o and o.state_dict() for o in self.sharded]}
         if self.grad_scaler is not None:
             state["grad_scaler"] = self.grad_scaler.state_dict()
@@ -309,8 +319,8 @@ class ShardedMegatronOptimizer:
         """Load the optimizer state.
 
         Args:
-            state_dict: from :meth:`state_dict`, on the same ranks with the same `zero3_size`; or from
-                ``megatron.core.dist_checkpointing.load`` with :meth:`sharded_state_dict`. In the latter case load the
+            state_dict: result of :meth:`state_dict` on the same ranks with the same `zero3_size`, or of
+                ``megatron.core.dist_checkpointing.load`` with :meth:`sharded_state_dict`. In the latter case, load the
                 model first.
 
         Raises:
@@ -343,17 +353,17 @@ class ShardedMegatronOptimizer:
     ) -> dict[str, Any]:
         """Return this rank's rows of optimizer state and masters, for ``megatron.core.dist_checkpointing``.
 
-        The format is that of Megatron's own optimizers, including the distributed one. Megatron and layerzero load each
-        other's checkpoints, in any tensor, pipeline and data-parallel layout. All ranks must call this.
+        The format is that of Megatron's own optimizers, including the distributed optimizer. Megatron and layerzero can
+        load each other's checkpoints in any tensor, pipeline and data-parallel layout. All ranks must call this.
 
         Args:
             model_sharded_state_dict: unused; Megatron passes the sharded state dict of the chunks.
-            is_loading: allocate memory for a load, with Adam 12 N/D bytes. Nothing is changed before
-                :meth:`load_state_dict`.
-            metadata: Megatron's. ``distrib_optim_sharding_type`` may be ``"fully_reshardable"``.
+            is_loading: allocate separate memory for a load, so that the optimizer does not change before
+                :meth:`load_state_dict`. With Adam, the memory is 12 N/D bytes for N parameters on D ranks.
+            metadata: Megatron's metadata. ``distrib_optim_sharding_type`` may be ``"fully_reshardable"``.
 
         Raises:
-            ValueError: some parameters have not been stepped, or their step counts differ.
+            ValueError: some parameters have not been stepped yet, or step counts differ between parameters.
             NotImplementedError: the format cannot represent some state; the message names it.
         """
         from layerzero.megatron.sharded_optimizer_state import chained_states, sharded_states  # noqa: PLC0415
@@ -378,7 +388,7 @@ _ZERO = torch.zeros(1)  # keeps the lists of gradients non-empty
 
 
 def _grad_scaler(config: Any) -> Any:
-    """Return Megatron's own grad scaler, for fp16 or a constant loss scale; None otherwise."""
+    """Return Megatron's own grad scaler if `config` uses fp16 or a constant loss scale; otherwise None."""
     if not config.loss_scale and not config.fp16:
         return None
     from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler  # noqa: PLC0415

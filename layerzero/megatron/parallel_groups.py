@@ -1,4 +1,4 @@
-"""Process groups of a rank: Megatron's groups, and a ZeRO-3 group inside the data-parallel group."""
+"""Process groups of a rank: Megatron's groups, and a ZeRO-3 group within the data-parallel group."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ NOT_FOUND = object()  # stands for a tensor that a non-strict load has not found
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """Process groups that one rank belongs to; made by :func:`process_groups`.
+    """Process groups that one rank belongs to, as returned by :func:`process_groups`.
 
     Attributes:
-        zero1: all data-parallel ranks of this pipeline stage and tensor rank, context-parallel ranks included.
+        zero1: all data-parallel ranks of this pipeline stage and tensor rank, including context-parallel ranks.
         zero3: the ZeRO-3 group of this rank: consecutive ranks of `zero1` that share the compute weights.
         tensor, pipeline: Megatron's tensor-parallel and pipeline-parallel groups.
         model: the tensor and pipeline ranks that together hold one copy of the model.
-        embedding: the pipeline stages that hold the word embeddings; None if this rank's stage does not.
-        expert_zero1: the ranks of `zero1` that hold the same experts as this rank; None if all of them do.
-        expert_zero3: the ranks of `zero3` that hold the same experts and share their compute weights; None if
-            `expert_zero1` is None.
+        embedding: the pipeline stages that hold the word embeddings; None if this rank's stage does not hold them.
+        expert_zero1: the ranks of `zero1` that hold the same experts as this rank; None if all ranks of `zero1` do.
+        expert_zero3: the ranks of `zero3` that hold the same experts as this rank and share the experts' compute
+            weights; None if `expert_zero1` is None.
     """
 
     zero1: dist.ProcessGroup
@@ -52,20 +52,20 @@ class ProcessGroups:
 
 
 def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGroups:
-    """Return the process groups of this rank. All ranks must call this, after Megatron has made its own groups.
+    """Return the process groups of this rank. All ranks must call this, after Megatron has created its own groups.
 
     Args:
         zero3_size: S, the number of consecutive data-parallel ranks that share the compute weights, as in MindSpeed.
-            Context-parallel ranks count; tensor and pipeline ranks do not. 1 gives ZeRO-1. To keep the ZeRO-3 group
-            inside a node, use at most the ranks of a node divided by the tensor-parallel size.
+            Context-parallel ranks count; tensor and pipeline ranks do not. 1 means ZeRO-1. To keep the ZeRO-3 group
+            inside a node, use at most the number of ranks per node divided by the tensor-parallel size.
         pg_collection: Megatron's ``ProcessGroupCollection`` (with `dp_cp`, `tp`, `pp`, `mp`, `embd` and, with expert
             parallelism, `expt_dp`). None: the groups of ``megatron.core.parallel_state``.
 
     Raises:
         TypeError: `zero3_size` is not an int.
-        ValueError: `zero3_size` does not divide the data-parallel size, or is neither a multiple nor a divisor of the
-            expert-parallel size; ranks that hold the same experts are not all among the data-parallel ranks; or the
-            arguments differ between ranks.
+        ValueError: `zero3_size` does not divide the data-parallel size; `zero3_size` is neither a multiple nor a
+            divisor of the expert-parallel size; some ranks that hold the same experts as this rank are not among its
+            data-parallel ranks; or the arguments differ between ranks.
         RuntimeError: the version of Megatron-Core is not supported; the message names the supported ones.
     """
     if pg_collection is None:
@@ -105,11 +105,13 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
 
 
 def raise_together(what: str, groups: ProcessGroups, failure: Exception | None) -> None:
-    """Raise on all ranks of all copies of the model if one rank has a failure. All ranks must call this.
+    """Raise on all ranks of all copies of the model if any rank passes a failure. All ranks must call this.
 
     Args:
-        what: the operation, for the message.
-        failure: the error of this rank, which it raises itself. The other ranks raise RuntimeError with its text.
+        what: name of the operation, for the message.
+        groups: process groups of this rank.
+        failure: the error of this rank, or None. A rank with an error raises that error; the other ranks raise
+            RuntimeError with the error's text.
     """
     text = failure and f"{what} failed on rank {dist.get_rank()}: {type(failure).__name__}: {failure}"
     for group in (groups.zero1, groups.model):  # together these groups reach all ranks
@@ -123,7 +125,7 @@ def raise_together(what: str, groups: ProcessGroups, failure: Exception | None) 
 
 
 def all_gather_object(groups: ProcessGroups, fact: Any) -> list[Any]:
-    """Return the objects of all ranks of all copies of the model, ordered by rank. All ranks must call this."""
+    """Return the objects `fact` of all ranks of all copies of the model, ordered by rank. All ranks must call this."""
     said: list[tuple[int, Any]] = [(dist.get_rank(), fact)]
     for group in (groups.zero1, groups.model):  # together these groups reach all ranks
         heard: list[Any] = [None] * group.size()
@@ -133,7 +135,13 @@ def all_gather_object(groups: ProcessGroups, fact: Any) -> list[Any]:
 
 
 def _failure(zero3_size: object, ranks: Sequence[int], alike: Sequence[int]) -> Exception | None:
-    """Return the error in `zero3_size`, if any; `alike` are the data-parallel ranks that hold the same experts."""
+    """Return the error for an invalid `zero3_size` or expert layout; None if both are valid.
+
+    Args:
+        zero3_size: value to check.
+        ranks: the data-parallel ranks.
+        alike: the ranks that hold the same experts as this rank.
+    """
     if not isinstance(zero3_size, int) or isinstance(zero3_size, bool):
         return TypeError(f"zero3_size must be an int, got {zero3_size!r}")
     if not {*alike} <= {*ranks}:

@@ -24,10 +24,11 @@ def param_groups(
     lr_mult: float = 1.0,
     config_overrides: Mapping[Any, Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the trainable parameters of a chunk, grouped by equal settings.
+    """Return parameter groups with the trainable parameters of a chunk, one group per combination of settings.
 
     Raises:
-        ValueError: `config_overrides` gives a parameter two values of one setting, or another optimizer.
+        ValueError: `config_overrides` gives a parameter two values for one setting, or an optimizer other than
+            ``config.optimizer``.
     """
     groups: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}
     for name, parameter in chunk.named_parameters():
@@ -58,9 +59,10 @@ def param_groups(
 
 
 def _standard(name: str, parameter: nn.Parameter, config: Any, no_decay: Condition | None) -> dict[str, Any]:
-    """Return Megatron's default settings of a parameter.
+    """Return the settings with which Megatron overrides the defaults for a parameter.
 
-    Biases and 1-D parameters have no weight decay. The embedding and the output layer may have their own learning rate.
+    Biases and 1-D parameters have no weight decay. The embedding and the output layer may have a separate learning
+    rate.
     """
     own: dict[str, Any] = {}
     if no_decay is not None:

@@ -1,12 +1,12 @@
 """Sharded state dicts for ``megatron.core.dist_checkpointing``, with this rank's rows of each tensor.
 
 [Note: A model that describes its row numbers]
-``sharded_state_dict`` of Megatron's modules gives the position of each parameter in the full model, and splits some
-parameters into several pieces. It is called while each parameter is replaced by a tensor that contains its own row
-numbers, expanded from one column to save memory. The result shows which rows each piece contains, and a rank keeps
-the rows that it holds.
+``sharded_state_dict`` of Megatron's modules returns the position of each parameter in the full model, and splits some
+parameters into several pieces. Before the call, each parameter is temporarily replaced by a tensor that contains its
+own row numbers, expanded from one column to save memory. The returned pieces therefore contain the numbers of their
+rows, and a rank selects the rows that it holds.
 
-Keys, shapes and nesting are those of Megatron, so Megatron and layerzero can load each other's checkpoints.
+Keys, shapes and nesting are Megatron's, so Megatron and layerzero can load each other's checkpoints.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ class GlobalParam:
     """Positions of this rank's rows of one parameter in the tensors of the full model.
 
     Attributes:
+        member: the managed parameter.
         key: key of the tensor, or the common prefix of the keys of its pieces.
-        pieces: ``(rows, piece)`` pairs: a range of this rank's rows, and its position, without data.
+        pieces: ``(rows, piece)`` pairs: a range of this rank's rows, and a ShardedTensor without data that gives the
+            position of these rows.
     """
 
     member: ManagedParam
@@ -43,10 +45,10 @@ class GlobalParam:
     pieces: tuple[tuple[range, ShardedTensor], ...]
 
     def entry(self, rows: Tensor, *, prefix: str = "") -> Any:
-        """Return the entry of a sharded state dict for the parameter's rows, or for optimizer state of that shape.
+        """Return the sharded state dict entry for this rank's rows of the parameter, or of optimizer state like it.
 
-        A load replaces the entry by a RowShardedTensor, which may share memory with `rows`. If the load is not strict
-        and the checkpoint lacks a piece, it replaces the entry by NOT_FOUND.
+        A load replaces the entry with a RowShardedTensor, which may share memory with `rows`. If the checkpoint lacks a
+        piece, a non-strict load replaces the entry with NOT_FOUND.
         """
         span = self.member.spec
         if not self.pieces:
@@ -87,10 +89,10 @@ def global_params(
     """Return a module's sharded state dict in which each sharded parameter is a :class:`GlobalParam`.
 
     Args:
-        of_all_ranks: describe all rows of the parameters, not only this rank's.
+        of_all_ranks: describe all rows of the parameters, not only this rank's rows.
 
     Returns:
-        The state dict, and its GlobalParams by parameter name.
+        The state dict, and its GlobalParams keyed by parameter name.
 
     Raises:
         NotImplementedError: a parameter is stored in pieces that are not contiguous ranges of its rows.
@@ -123,7 +125,10 @@ def global_params(
 
 
 def with_weights(state: dict[str, Any]) -> dict[str, Any]:
-    """Replace each GlobalParam, in place, by an entry with a copy of this rank's rows in compute dtype."""
+    """Replace each GlobalParam of `state` with an entry that has a copy of this rank's rows in compute dtype.
+
+    `state` is modified in place and returned.
+    """
 
     def filled(value: Any) -> Any:
         if not isinstance(value, GlobalParam):
@@ -136,7 +141,11 @@ def with_weights(state: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _row_numbers(members: Iterable[ManagedParam]) -> Iterator[dict[int, ManagedParam]]:
-    """Replace each parameter by a tensor of its row numbers, inside the context; yield the members by data pointer."""
+    """Context manager in which each parameter is replaced with a tensor of its row numbers.
+
+    Yields:
+        The managed parameters, keyed by the data pointer of their replacements.
+    """
     shown: list[tuple[dict[str, Any], str, Any]] = []
     member_at: dict[int, ManagedParam] = {}
     try:
@@ -158,10 +167,11 @@ def _row_numbers(members: Iterable[ManagedParam]) -> Iterator[dict[int, ManagedP
 
 
 def _own_part(piece: ShardedTensor, span: RowShardSpec, wanted: range) -> tuple[range, ShardedTensor] | None:
-    """Return the overlap of a piece with the `wanted` rows of a parameter; None if there is no overlap.
+    """Return the overlap of a piece with the `wanted` rows of a parameter.
 
     Returns:
-        The rows of the overlap, counted from the first wanted row, and their position in the full model.
+        The rows of the overlap, counted from the first wanted row, and a ShardedTensor without data that gives their
+        position in the full model. None if there is no overlap.
     """
     numbers: Tensor = piece.data
     if numbers.numel() == 0:

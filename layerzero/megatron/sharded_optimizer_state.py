@@ -6,11 +6,11 @@
   ``fp32_param``.
 - ``metadata["distrib_optim_sharding_type"] == "fully_reshardable"``: like the second form, but with all masters under
   ``param``.
-With expert parallelism, Megatron steps the experts with a separate optimizer, the second of a chain. Then the state
-dict is ``{0: ..., 1: ...}``, and each value has one of these forms.
+With expert parallelism, Megatron chains two optimizers, and the second one steps the experts. The state dict is then
+``{0: ..., 1: ...}``, and each value has one of these forms.
 
-In all forms a tensor's key is ``optimizer.state.<kind of state>.<parameter's key>``, and all parameters share one step
-count. The EMA of the weights is stored under ``ema``. Megatron's optimizers do not request this key and ignore it.
+In all forms, a tensor's key is ``optimizer.state.<kind of state>.<parameter's key>``, and all parameters share one step
+count. The EMA of the weights is stored under ``ema``, a key that Megatron's optimizers do not load.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _IDENTITY = param_group_identifier_keys  # keys that identify a parameter group;
 
 
 class ChunkOptimizer(NamedTuple):
-    """Chunk, its optimizer and its EMA."""
+    """Model chunk with its optimizer and its EMA; `experts` selects some of the optimizer's parameter groups."""
 
     chunk: ShardedChunk
     optimizer: ShardedOptimizer
@@ -56,7 +56,7 @@ class ChunkOptimizer(NamedTuple):
         return [group for group in groups if self.experts in (None, group.get("is_expert_parallel", False))]
 
     def members(self, group: Mapping[str, Any]) -> Iterator[ManagedParam]:
-        """Yield the managed parameters of a parameter group of the optimizer."""
+        """Yield the managed parameters in one of the optimizer's parameter groups."""
         runtime = get_state(self.chunk)
         for parameter, name in zip(group["params"], self.optimizer.parameter_names(group), strict=True):
             member = runtime.parameters.managed_param(parameter)
@@ -68,7 +68,7 @@ class ChunkOptimizer(NamedTuple):
 
 
 class _Common(NamedTuple):
-    """State that is not sharded: parameter groups, distinct step counts, and whether any weight is in 16 bits."""
+    """Unsharded optimizer state: parameter groups, distinct step counts, and whether any weight is in 16 bits."""
 
     groups: list[dict[str, Any]]
     steps: set[float]
@@ -81,7 +81,10 @@ class _Common(NamedTuple):
 def chained_states(
     pairs: Sequence[ChunkOptimizer], *, metadata: Mapping[str, Any] | None, **how: Any
 ) -> dict[Any, Any]:
-    """Return :func:`sharded_states` of two chained optimizers, the second one for experts. All ranks must call this."""
+    """Return the :func:`sharded_states` of two chained optimizers, of which the second steps the experts.
+
+    On a stage without experts, return those of the first optimizer alone. All ranks must call this.
+    """
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # noqa: PLC0415
 
     chain = [[pair._replace(experts=experts) for pair in pairs] for experts in (False, True)]
@@ -102,7 +105,10 @@ def sharded_states(
     grad_scaler: Mapping[str, Any] | None,
     groups: ProcessGroups,
 ) -> dict[str, Any]:
-    """Return the optimizer's ``sharded_state_dict``, or raise on all ranks. All ranks must call this."""
+    """Return the ``sharded_state_dict`` of the optimizer; if a rank fails, raise on all ranks.
+
+    All ranks must call this.
+    """
     kind = (metadata or {}).get("distrib_optim_sharding_type")
     tensors: dict[str, Any] = {}
     common = _Common([], set(), False)
@@ -144,7 +150,10 @@ def sharded_states(
 def _tensors(
     pair: ChunkOptimizer, index: int, metadata: Any, kind: str | None, steps: set[float], *, is_loading: bool
 ) -> dict[str, Any]:
-    """Return the state entries of each parameter and its master, by place; add the step counts to `steps`."""
+    """Return the entries of the optimizer state, EMA and master of each parameter, and add step counts to `steps`.
+
+    The keys combine the chunk's index and the parameter's name.
+    """
     _, described = global_params(pair.chunk.module, get_state(pair.chunk).members.values(), metadata)
     state = pair.optimizer.state_dict()["state"]
     averages = {} if pair.ema is None else pair.ema.state_dict()["averages"]
@@ -197,7 +206,7 @@ def _rows_of_state(member: ManagedParam, state: Mapping[str, Any] | None, steps:
 
 
 def _merged(lists: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Merge the parameter groups of several chunks or stages into those of one optimizer.
+    """Return the parameter groups of several chunks or stages, with groups of equal identity merged.
 
     Raises:
         ValueError: groups with the same identity have different settings.
@@ -214,7 +223,7 @@ def _merged(lists: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]
 
 
 def _agreed(common: _Common, group: dist.ProcessGroup) -> _Common:
-    """Merge the common state of all ranks of the model; the result is the same on all of them.
+    """Return the merged unsharded state of all ranks in `group`. The result is the same on all ranks.
 
     Raises:
         ValueError: parameters have different step counts.
@@ -237,7 +246,7 @@ def _agreed(common: _Common, group: dist.ProcessGroup) -> _Common:
 def load_states(pairs: Sequence[ChunkOptimizer], state: Mapping[Any, Any]) -> None:
     """Load the result of ``megatron.core.dist_checkpointing.load`` into masters, optimizers and EMAs.
 
-    All checks are done before anything is changed.
+    All checks run before any tensor is changed.
     """
     state = _unchained(state)
     inner = state.get("optimizer", state)
@@ -270,7 +279,7 @@ def load_states(pairs: Sequence[ChunkOptimizer], state: Mapping[Any, Any]) -> No
 
 
 def _unchained(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Merge the states of two chained optimizers into the state of one."""
+    """Return the states of two chained optimizers merged into one; return the state of a single optimizer as is."""
     if 0 not in state:
         return state
     parts = [state[index] for index in sorted(state)]
@@ -288,7 +297,10 @@ def _unchained(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def _take_average(ema: EMA | None, values: Mapping[str, dict[str, Any]], said: Mapping[str, Any]) -> None:
-    """Load the EMA; if the checkpoint has none, reset it so that its next update copies the weights."""
+    """Load the EMA, and remove its averages from `values`.
+
+    If the checkpoint lacks an average, reset the EMA; its next update then copies the weights.
+    """
     found = {name: value.pop(_AVERAGE, None) for name, value in values.items()}
     if ema is None:
         return
@@ -313,7 +325,10 @@ def _found(member: ManagedParam, values: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_lost_state(
     pair: ChunkOptimizer, group: Mapping[str, Any], found: Mapping[str, Any], values: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Raise if the checkpoint's settings need state that the optimizer does not keep with its own, such as momentum."""
+    """Raise if the checkpoint's settings need state that `values` lacks, such as momentum buffers.
+
+    This happens if the optimizer was built with settings for which it does not keep that state.
+    """
     kept = state_after_a_step(pair.optimizer.inner, {**group, **found}, _device(pair))[0]
     tensors = {key for key, value in kept.items() if isinstance(value, Tensor) and value.ndim}
     for name in pair.optimizer.parameter_names(group):
@@ -335,7 +350,7 @@ def _common_step(inner: Mapping[str, Any]) -> float | None:
 
 
 def _settings(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the saved values of the settings of `group`, from the saved group with the same identity."""
+    """Return the saved settings for `group`, from the saved group with the same identity."""
     found = [other for other in saved if _identity(other) == _identity(group)]
     if not found:
         wanted = ", ".join(f"{key}={group.get(key)!r}" for key in _IDENTITY)
@@ -347,7 +362,7 @@ _HOW = ("foreach", "fused", "capturable")  # settings of the implementation, whi
 
 
 def _as(like: Any, step: float) -> Any:
-    """Return the step count with the type of `like`, which is a tensor or a number."""
+    """Return `step` converted to the type of `like`, which is a tensor or a number."""
     return torch.full_like(like, step) if isinstance(like, Tensor) else type(like)(step)
 
 

@@ -1,4 +1,4 @@
-"""Releases of Megatron-Core that :mod:`layerzero.megatron` supports."""
+"""Megatron-Core releases that :mod:`layerzero.megatron` supports."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def version() -> str:
 
 
 def require_supported() -> tuple[int, int]:
-    """Return the major and minor version of Megatron-Core.
+    """Return the major and minor version of the installed Megatron-Core.
 
     Raises:
-        RuntimeError: layerzero does not support the version; the message names it and the supported versions.
+        RuntimeError: layerzero does not support the installed version. The message names it and the supported versions.
     """
     if error := unsupported_version():
         raise error
@@ -28,7 +28,7 @@ def require_supported() -> tuple[int, int]:
 
 
 def unsupported_version() -> RuntimeError | None:
-    """Return the error of :func:`require_supported`, or None."""
+    """Return the error that :func:`require_supported` raises; None if the installed version is supported."""
     found = version()
     if any(found.startswith(f"{major}.{minor}.") for major, minor in SUPPORTED):
         return None

@@ -1,4 +1,4 @@
-"""Statistics of the weights of the full model for Megatron's loop: norm of the masters, equality of replicas."""
+"""Weight statistics of the full model for Megatron's training loop: norm of the masters, equality of replicas."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = ["counts", "params_norm", "replicas_agree"]
 def counts(parameter: Tensor, groups: ProcessGroups) -> bool:
     """Return whether this rank's rows of a parameter count in sums over all ranks of the model.
 
-    Two kinds of copies do not count: word embeddings that another pipeline stage holds, too, and parameters that are
-    replicated over tensor ranks, except on the first tensor rank.
+    Copies that another rank counts do not: word embeddings shared with another pipeline stage, and, except on the first
+    tensor rank, parameters that are replicated over tensor ranks.
     """
     if getattr(parameter, "shared", False):
         return False
@@ -47,9 +47,9 @@ def params_norm(model: ShardedChunk | Sequence[ShardedChunk], force_create_fp32_
 
 @torch.no_grad()
 def replicas_agree(model: Sequence[ShardedChunk], cross_check: bool = False) -> bool:
-    """Return whether the compute weights of all replicas are equal, bit for bit. All ranks must call this.
+    """Return whether the compute weights of all replicas are bitwise equal. All ranks must call this.
 
-    For ``--check-weight-hash-across-dp-replicas-interval``. Each rank hashes its ZeRO-3 shards, and ranks of
+    This implements ``--check-weight-hash-across-dp-replicas-interval``. Each rank hashes its ZeRO-3 shards. Ranks of
     different replicas that hold the same shard must have the same hash.
     """
     groups, device = model[0].groups, get_state(model[0]).mesh_info.device

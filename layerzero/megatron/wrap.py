@@ -45,34 +45,36 @@ def wrap(
 ) -> list[ShardedChunk]:
     """Shard the model chunks of this rank. This replaces Megatron's data-parallel wrapper.
 
-    Sets `config.no_sync_func`, `grad_sync_func`, `param_sync_func` and `finalize_model_grads_func`. Gradients are
-    reduced over data-parallel ranks in each chunk's last backward. The optimizer's step launches the refresh. The next
-    gather of each unit waits for it.
+    This sets `no_sync_func`, `grad_sync_func`, `param_sync_func` and `finalize_model_grads_func` of `config`. Gradients
+    are reduced over data-parallel ranks in each chunk's last backward. The optimizer's step launches the refresh, and
+    the next gather of each unit waits for the unit's refresh.
 
     Args:
-        model_chunks: Megatron's models, one for each chunk that this rank holds; with or without ``Float16Module``.
+        model_chunks: Megatron's models, one for each chunk that this rank holds; ``Float16Module`` is optional.
         config: TransformerConfig of the chunks.
         zero3_size: S, see :func:`process_groups`; give either this or `groups`.
         groups: from :func:`process_groups`.
         units: as in :func:`layerzero.shard_model`; names begin with ``module.``. None: transformer and Mamba layers,
-            the word embeddings and the output layer; a warning gives other layers and their bytes. Modules that have
-            only expert-parallel parameters are always units.
-        mp_policy: None: compute in the 16-bit dtype of `config`, if it has one, and reduce gradients in fp32.
+            the word embeddings and the output layer; a warning lists the classes and bytes of layers that are not
+            units. Modules that have only expert-parallel parameters are always units.
+        mp_policy: mixed-precision policy. None: compute in the 16-bit dtype of `config` and reduce gradients in fp32;
+            without a 16-bit dtype, use the dtype of the parameters.
         accumulation: ``"full"`` or ``"sharded"``; `config.gradient_accumulation_fusion` needs ``"full"``.
-        align_grad_reduce: stages after the first reduce gradients in the pipeline's bubble, all at the same time,
+        align_grad_reduce: make all stages after the first reduce gradients at the same time, in the pipeline bubble,
             instead of in their last backward.
-        align_param_refresh: with interleaving, launch the refresh of each chunk after the first when the schedule
-            reaches that chunk, on all stages at the same time, instead of in the optimizer's step.
-        check_for_nan_in_grad: raise before a step, on all ranks, if a gradient is NaN or infinite; the error names rank
-            and parameter. A dynamic loss scale skips such a step instead. Equivalent to Megatron-LM's
-            ``--check-for-nan-in-loss-and-grad``, which is also on by default.
-        **settings: of :func:`layerzero.shard_model`: `prefetch`, `offload_grads`, `replica_reduce_dtype`, ...
+        align_param_refresh: with interleaving, launch the refresh of every chunk except the first when the schedule
+            reaches the chunk, on all stages at the same time, instead of in the optimizer's step.
+        check_for_nan_in_grad: raise on all ranks before a step if a gradient is NaN or infinite; the error names the
+            rank and the parameter. With a dynamic loss scale, such a step is skipped instead. Equivalent to
+            Megatron-LM's ``--check-for-nan-in-loss-and-grad``, which is also on by default.
+        **settings: other settings of :func:`layerzero.shard_model`: `prefetch`, `offload_grads`,
+            `replica_reduce_dtype`, ...
 
     Returns:
         Chunks to pass to the schedule and to :class:`ShardedMegatronOptimizer`.
 
     Raises:
-        ValueError: the model or its config has an unsupported feature; the message names it and says what to do.
+        ValueError: the model or its config uses an unsupported feature. The message names the feature and a remedy.
     """
     modules = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     if (zero3_size is None) == (groups is None):
@@ -110,7 +112,7 @@ def wrap(
 
 
 def _meshes(groups: ProcessGroups) -> DeviceMesh | Callable[[str, nn.Module], DeviceMesh]:
-    """Return the mesh that units are sharded over, or a function from a unit to its mesh if there are experts."""
+    """Return the mesh over which units are sharded; with expert parallelism, a function that returns a unit's mesh."""
     mesh = mesh_from_groups(groups.zero1, groups.zero3)
     if groups.expert_zero1 is None or groups.expert_zero3 is None:
         return mesh
@@ -119,7 +121,7 @@ def _meshes(groups: ProcessGroups) -> DeviceMesh | Callable[[str, nn.Module], De
 
 
 def _with_experts(units: Units, chunk: ShardedChunk, groups: ProcessGroups) -> Units:
-    """Return the units extended by the outermost modules that have only expert-parallel parameters."""
+    """Return `units`, extended by the outermost modules of the chunk that have only expert-parallel parameters."""
     experts: dict[str, nn.Module] = {}
     for name, module in chunk.named_modules():
         if only_experts(module) and not any(name.startswith(f"{outer}.") for outer in experts):
@@ -167,9 +169,9 @@ def _policy(config: Any) -> MixedPrecisionPolicy:
 
 
 def _let_output_layer_use_its_own(chunk: ShardedChunk) -> None:
-    """Make the output layer use its own weight instead of the one that Megatron's model passes to it.
+    """Make the output layer use its own weight instead of the weight that Megatron's model passes to it.
 
-    The model reads a tied output weight before it calls the output layer, when the weight is not gathered yet.
+    The model reads a tied output weight before it calls the output layer. At that time, the weight is not gathered yet.
     """
     output = getattr(language_model(chunk.module), "output_layer", None)
     if not isinstance(output, nn.Module) or getattr(output, "weight", None) is None:

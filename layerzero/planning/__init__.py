@@ -1,4 +1,4 @@
-"""Estimates of memory, traffic and step time of a model on a cluster: :func:`layerzero.plan`. Needs only torch."""
+"""Estimates of a model's memory, traffic and step time on a cluster: :func:`layerzero.plan`. Needs only torch."""
 
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.estimator import Candidate, Estimate

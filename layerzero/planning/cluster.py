@@ -17,27 +17,28 @@ _STEPS = ("direct", "log", "ring")
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Cluster of nodes with accelerators. Speeds are what the hardware reaches, not its nominal peaks.
+    """Cluster of nodes with accelerators. Speeds are achieved speeds, not nominal peaks.
 
     Attributes:
         nodes: number of nodes.
-        accelerators: number of accelerators of one node.
-        memory: GB (1e9 bytes) of one accelerator.
-        reserve: GB of an accelerator that are not for the model: the driver, the allocator, NCCL.
+        accelerators: number of accelerators per node.
+        memory: memory of one accelerator, in GB (1e9 bytes).
+        reserve: memory of an accelerator that the driver, the allocator and NCCL use, in GB.
         between: Gbit/s that a node sends to other nodes over all of its ports.
         inside: GB/s that an accelerator sends inside its node.
-        between_latency, inside_latency: microseconds of one step of a collective between nodes and inside a node.
+        between_latency, inside_latency: microseconds that one step of a collective takes between nodes and inside a
+            node.
         tflops: TFLOP/s that an accelerator reaches in a block, in compute dtype; about half of its peak.
-        memory_speed: GB/s of an accelerator's memory.
-        host: GB/s of copies between an accelerator and its host.
-        host_memory: GB of host memory of a node.
-        host_memory_speed: GB/s of host memory of a node, for optimizers that run there.
+        memory_speed: bandwidth of an accelerator's memory, in GB/s.
+        host: speed of copies between an accelerator and its host, in GB/s.
+        host_memory: host memory per node, in GB.
+        host_memory_speed: bandwidth of a node's host memory, in GB/s, for optimizers that run on the host.
         launch: microseconds that the host needs to launch a collective.
-        steps: latencies of a collective over n ranks: ``"direct"`` 1, ``"log"`` log2 n, ``"ring"`` n - 1.
-        price: price of an accelerator for an hour, in any currency; 0: unknown.
-        device: ``"cuda"`` or ``"cpu"``. On ``"cuda"`` the backend adds the parts of a reduction; on ``"cpu"``
-            layerzero adds them, as with gloo.
-        processor_per_byte: nanoseconds of a rank's processor for each byte that it sends, on a CPU.
+        steps: number of steps of a collective over n ranks: ``"direct"`` 1, ``"log"`` log2(n), ``"ring"`` n - 1.
+        price: price of an accelerator per hour, in any currency; 0: unknown.
+        device: ``"cuda"`` or ``"cpu"``. On ``"cuda"``, the backend adds the parts of a reduction. On ``"cpu"``,
+            layerzero adds the parts, as with gloo.
+        processor_per_byte: nanoseconds of processor time that a rank needs for each byte that it sends, on a CPU.
 
     Example::
 
@@ -87,11 +88,11 @@ class Cluster:
 
     @property
     def room(self) -> float:
-        """Bytes of an accelerator that are available to a model."""
+        """Bytes of an accelerator's memory that are available to a model."""
         return (self.memory - self.reserve) * 1e9
 
     def machine(self, zero3_size: int) -> SimMachine:
-        """Return the simulated machine for ranks in ZeRO-3 groups of `zero3_size`."""
+        """Return the simulated machine for ranks in ZeRO-3 groups of `zero3_size` ranks."""
         return SimMachine(
             node_size=self.accelerators,
             inside=self.inside * 1e9,
@@ -107,10 +108,14 @@ class Cluster:
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], **others: Any) -> Cluster:
-        """Read the fields from a YAML file (needs ``pip install PyYAML``); `others` override them.
+        """Read a cluster from a YAML file (needs ``pip install PyYAML``).
+
+        Args:
+            path: file with the names and values of fields.
+            others: fields that override those of the file.
 
         Raises:
-            TypeError, ValueError: a name is unknown, a value is wrong, or `nodes` is missing; the message names the
+            TypeError, ValueError: a name is unknown, a value is invalid, or `nodes` is missing. The message names the
                 file and the field.
         """
         content = read_yaml(Path(path))

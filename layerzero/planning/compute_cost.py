@@ -1,4 +1,4 @@
-"""Floating-point operations of a model in a micro-batch: :class:`ComputeCost`."""
+"""Floating-point operations and activation memory of a model in a micro-batch: :class:`ComputeCost`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class ComputeCost:
     """Compute and activation memory of one rank in one micro-batch.
 
     Attributes:
-        tokens: tokens of all sequences of a micro-batch.
-        sequence: tokens of one sequence.
-        recompute: blocks keep only their inputs and recompute their forward in the backward.
-        forward: FLOP per token of a forward, by unit.
-        again: FLOP per token of the blocks in it, which are recomputed, by unit.
-        activation_bytes: bytes of activations of a micro-batch; 0: unknown.
+        tokens: number of tokens in a micro-batch, over all sequences.
+        sequence: number of tokens in one sequence.
+        recompute: True if blocks keep only their inputs and recompute their forward in the backward.
+        forward: FLOP per token of a unit's forward, keyed by unit.
+        again: FLOP per token of the forward of the unit's blocks, which `recompute` repeats, keyed by unit.
+        activation_bytes: bytes of activations in a micro-batch; 0: unknown.
     """
 
     tokens: int
@@ -43,7 +43,10 @@ class ComputeCost:
         recompute: bool,
         element: int = 2,
     ) -> ComputeCost:
-        """Compute the cost of a transformer from its shape; a block counts for its unit, the head for the root."""
+        """Compute the cost of a transformer from its shape.
+
+        The cost of a block is added to its unit, and the cost of the head to the root.
+        """
         each = sizes.block_flops(sequence)
         again = {plan.name: each * sum(isinstance(m, TransformerBlock) for m in plan.modules) for plan in plans}
         forward = {name: flops + sizes.root_flops() * (name == "") for name, flops in again.items()}
@@ -56,9 +59,9 @@ class ComputeCost:
     def of_units(
         cls, plans: list[UnitDefinition], tokens: int, *, recompute: bool, activation_bytes: float
     ) -> ComputeCost:
-        """Estimate the cost from parameters: two FLOP per matrix element and token.
+        """Estimate the cost from the parameters of the units: two FLOP per matrix element and token.
 
-        Embeddings count only if they are tied to a head. All units except the root count as blocks.
+        Embeddings are counted only if they are tied to a head. Every unit except the root is treated as a block.
         """
         forward = {}
         for plan in plans:

@@ -1,4 +1,4 @@
-"""Cost of one choice of settings: memory by kind, bytes sent on each axis, and a simulated step."""
+"""Estimated cost of a combination of settings: memory by kind, bytes sent on each axis, and a simulated step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STEPS = 2  # simulated steps; the result is that of the last one
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings of one row of a plan."""
+    """Combination of settings that a plan evaluates."""
 
     scheme: str
     zero3_size: int
@@ -49,24 +49,24 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated cost of one choice of settings on a cluster. Bytes and seconds are per rank.
+    """Estimated cost of a combination of settings on a cluster. Bytes and seconds are per rank unless stated.
 
     Attributes:
         choice: the settings.
         memory: bytes by kind, as :func:`layerzero.memory` predicts them, with ``optimizer`` (AdamW) and, if known,
-            ``activations``, which is an estimate.
-        peak: peak bytes on the device in a step, over all kinds together.
+            the estimated ``activations``.
+        peak: peak bytes on the device in a step, as the total over all kinds.
         host: bytes in host memory.
-        room: bytes of an accelerator that are available to the model.
-        excess: bytes by which `peak` exceeds `room`; 0: it fits.
-        host_excess: bytes by which all ranks of a node exceed its host memory; 0: they fit.
-        sent: bytes sent in a step, by axis: ``zero3`` and ``replica``.
+        room: bytes of an accelerator's memory that are available to the model.
+        excess: bytes by which `peak` exceeds `room`; 0 if `peak` fits.
+        host_excess: bytes by which the ranks of a node together exceed the node's host memory; 0 if they fit.
+        sent: bytes sent in a step, keyed by axis: ``zero3`` and ``replica``.
         between: bytes sent to other nodes in a step.
         step: simulated seconds of a step.
-        parts: seconds of `step` by part: ``forward``, ``backward``, ``update``, ``add``, ``launch``, and the time
+        parts: seconds of each part of `step`: ``forward``, ``backward``, ``update``, ``add``, ``launch``, and the time
             waited for each kind of collective.
-        tokens: tokens per second on all ranks; 0: the tokens of a micro-batch are unknown.
-        price: price of the cluster for a day; 0: unknown.
+        tokens: tokens per second on all ranks; 0 if the number of tokens in a micro-batch is unknown.
+        price: price of the cluster per day; 0: unknown.
     """
 
     choice: Candidate
@@ -109,7 +109,7 @@ class _Timed:
 
 @dataclass
 class Estimator:
-    """Computes the rows of a plan for one model on one cluster."""
+    """Estimator of the cost of settings, for one model on one cluster."""
 
     paper: MetaSharding
     load: ComputeCost
@@ -120,7 +120,7 @@ class Estimator:
     _timed: dict[tuple[Candidate, int], _Timed] = field(default_factory=dict)
 
     def config(self, choice: Candidate) -> LayerZeroConfig:
-        """Return the settings to pass to ``shard_model``."""
+        """Return the settings of `choice` in the form that ``shard_model`` takes."""
         return LayerZeroConfig(
             zero3_size=choice.zero3_size,
             units=self.units,  # type: ignore[arg-type]
@@ -167,9 +167,9 @@ class Estimator:
         return memory, found.peak + memory.get("optimizer", 0)
 
     def _memory_of_peer(self, choice: Candidate) -> tuple[dict[str, int], int]:
-        """Return memory by kind and its sum for another scheme, by formula and without padding.
+        """Return the bytes by kind and their sum for a scheme other than layerzero, by formula and without padding.
 
-        The root and two units are gathered, and the root and one unit are reduced, at the same time.
+        At the peak of a sharded scheme, the root and two units are gathered while the root and one unit are reduced.
         """
         over = self._shared_over(choice)
         numel = sum(work.numel for work in self.works())
@@ -200,7 +200,10 @@ class Estimator:
         return self.paper.units(self.config(choice), where)
 
     def works(self, units: Sequence[UnitSpec] | None = None) -> list[UnitCost]:
-        """Return elements and compute times of each unit; elements include padding if `units` are given."""
+        """Return the number of elements and the compute times of each unit.
+
+        The numbers of elements include padding if `units` is given.
+        """
         if units is None:
             numels = {plan.name: float(sum(f.parameter.numel() for f in plan.parameters)) for plan in self.paper.plans}
         else:
@@ -217,9 +220,10 @@ class Estimator:
         ]
 
     def timed(self, choice: Candidate) -> _Timed:
-        """Return the simulated step; at most 3 micro-batches are simulated and the others extrapolated.
+        """Return the time and traffic of a simulated step.
 
-        From the third micro-batch on, each takes as long as the one before: nothing is in flight between them.
+        At most 3 micro-batches are simulated, and the others are extrapolated. From the third micro-batch on, each
+        takes as long as the previous one, because nothing is in flight between micro-batches.
         """
         most = min(choice.micro_batches, 3)
         simulated = self._simulated(choice, most)
@@ -236,7 +240,7 @@ class Estimator:
         return self._timed[key]
 
     def program(self, choice: Candidate) -> tuple[SimMachine, list[Operation]]:
-        """Return the simulated machine, and the program of ``_STEPS`` steps on it."""
+        """Return the simulated machine, and the program of ``_STEPS`` steps to run on it."""
         cluster = self.cluster
         if choice.scheme in ("FSDP2", "HSDP"):
             over = self._shared_over(choice)

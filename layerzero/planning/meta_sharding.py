@@ -1,4 +1,4 @@
-"""Sharding of a model as :func:`layerzero.shard_model` does it, with units and padding, but without processes."""
+"""Sharding of a model on meta, with the units and padding of :func:`layerzero.shard_model` but without processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STEP = 4  # bytes of a step counter
 
 
 class _OnPaper:
-    """Stand-in for a DeviceMesh that has only its ranks."""
+    """Stand-in for a DeviceMesh that has only the attribute ``mesh``."""
 
     mesh = torch.tensor([0])
 
@@ -33,7 +33,10 @@ class _OnPaper:
 def where_of(
     ranks: int, zero3_size: int, *, rank: int = 0, on_device: bool = True, offload_params: bool = False
 ) -> RankTraits:
-    """Return the traits of a rank: with `on_device` the backend adds gradients, as NCCL does; else layerzero adds."""
+    """Return the traits of a rank.
+
+    With `on_device`, the backend adds gradients, as NCCL does. Otherwise layerzero adds them, as with gloo.
+    """
     grid = ShardGrid.of_rank(rank, data_parallel=ranks, zero3_size=zero3_size)
     return RankTraits(
         grid, adds_hop1=not on_device, adds_hop2=not on_device, on_device=on_device, weights_in_host=offload_params
@@ -41,7 +44,7 @@ def where_of(
 
 
 class MetaSharding:
-    """Units of a model, built once and sharded with many settings."""
+    """Units of a model, selected once, from which the specs for many combinations of settings are computed."""
 
     def __init__(self, model: nn.Module, config: LayerZeroConfig) -> None:
         if odd := [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]:
@@ -52,7 +55,7 @@ class MetaSharding:
         )
 
     def units(self, config: LayerZeroConfig, where: RankTraits) -> list[UnitSpec]:
-        """Return the specs of all units on one rank, the root first."""
+        """Return the specs of all units on one rank. The root is the first one."""
         ranks, found = where.grid.data_parallel, []
         for plan in self.plans:
             module = plan.called[0]
@@ -63,14 +66,17 @@ class MetaSharding:
 
 
 def foreseen(units: Sequence[UnitSpec], config: LayerZeroConfig) -> MemoryEstimate:
-    """Return the memory estimate of the rank that `units` are planned for."""
+    """Return the memory estimate of the rank for which `units` were planned."""
     where = units[0].traits
     scratch = plan_scratch([handle for unit in units for handle in unit.handles], config, where).scratch
     return estimate_memory(units, config, scratch=bytes_of_buffers(scratch, on_device=where.on_device))
 
 
 def optimizer_bytes(units: Sequence[UnitSpec], numbers: int) -> int:
-    """Return the bytes of optimizer state: `numbers` per element in master dtype, and one step count per parameter."""
+    """Return the bytes of optimizer state on one rank.
+
+    The state has `numbers` values per element in master dtype, and one step count per parameter.
+    """
     total = 0
     for unit in units:
         grid = unit.traits.grid

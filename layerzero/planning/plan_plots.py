@@ -1,4 +1,4 @@
-"""HTML report of a plan: one file with tables and inline SVG figures. Needs matplotlib (extra "plots")."""
+"""HTML report of a plan, as one file with tables and inline SVG figures. Needs matplotlib (extra ``plots``)."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def write_report(plan: Plan, path: str | os.PathLike[str], *, nodes: Sequence[in
     """Write the HTML report of a plan.
 
     Args:
-        plan: the plan.
-        path: the file to write.
-        nodes: numbers of nodes on the x axis of the figure of times.
+        plan: result of :func:`layerzero.plan`.
+        path: HTML file to write.
+        nodes: numbers of nodes on the x axis of the figure of micro-batch times.
     """
     Path(path).write_text(report_html(plan, nodes=nodes), encoding="utf-8")
 
 
 def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
-    """Return the page that :func:`write_report` writes."""
+    """Return the HTML report of a plan as text; see :func:`write_report`."""
     cluster = plan.cluster
     shown = [row for row in plan.rows if row.fits][:_SHOWN] or sorted(plan.rows, key=lambda row: row.excess)[:_SHOWN]
     if plan.best is not None and plan.best not in shown:
@@ -128,7 +128,7 @@ def _figure(height: float) -> Figure:
 
 
 def _svg(figure: Figure, label: str) -> str:
-    """Return the figure as an element of the page, without the XML prologue and metadata of an SVG file."""
+    """Return the figure as an HTML element, without the XML prologue and metadata of an SVG file."""
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     text = StringIO()
     figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
@@ -137,7 +137,7 @@ def _svg(figure: Figure, label: str) -> str:
 
 
 def _plot_memory(rows: Sequence[Estimate], plan: Plan) -> str:
-    """Plot the peak memory of each row by kind, as stacked bars, and the limit."""
+    """Plot the peak memory of each row as a bar that is stacked by kind, and the memory limit as a line."""
     named: dict[str, Estimate] = {}
     for row in rows:
         named.setdefault(_name(row), row)
@@ -161,7 +161,10 @@ def _plot_memory(rows: Sequence[Estimate], plan: Plan) -> str:
 
 
 def _plot_step(plan: Plan, row: Estimate) -> str:
-    """Plot the first and the last micro-batch of a step as a timeline; those between look like the first."""
+    """Plot the first and the last micro-batch of a step as a timeline.
+
+    The micro-batches between them are similar to the first and are omitted.
+    """
     machine, program = plan.workshop.program(replace(row.choice, micro_batches=min(row.choice.micro_batches, 2)))
     outcome = simulate(program, machine)
     start, end = outcome.step_start, outcome.step_ends[-1]
@@ -179,7 +182,7 @@ def _plot_step(plan: Plan, row: Estimate) -> str:
 
 
 def _plot_nodes(plan: Plan, row: Estimate, peers: Sequence[Estimate], nodes: Sequence[int]) -> str:
-    """Plot the time of a micro-batch over the number of nodes, for a row and its peers."""
+    """Plot the time per micro-batch against the number of nodes, for a row and its peers."""
     figure = _figure(3.5)
     axes = figure.subplots()
     for each in (row, *peers):

@@ -1,4 +1,7 @@
-"""Result of :func:`layerzero.plan`, and its text: tables, the recommendation, the call and the YAML settings."""
+"""Result of :func:`layerzero.plan`, and its report as text.
+
+The text contains tables, the recommendation, the recommended call and the YAML settings.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +28,17 @@ _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @dataclass(frozen=True)
 class Plan:
-    """Result of :func:`layerzero.plan`; ``print(plan)`` shows tables.
+    """Result of :func:`layerzero.plan`; ``print(plan)`` prints it as tables.
 
     Attributes:
-        cluster: the cluster that the plan is for.
-        numel: number of parameters of the model.
-        units: number of units, the root included.
-        rows: one row for each combination of settings, the fastest first; those that do not fit come last.
-        peers: rows of FSDP2, HSDP and ZeRO-1, estimated by the same rules.
-        best: the recommended row; None if nothing fits.
-        workshop: estimator that computes further rows.
+        cluster: the cluster for which the plan was made.
+        numel: number of parameter elements of the model.
+        units: number of units, including the root.
+        rows: estimates, one per combination of settings: first those that fit into memory, fastest first, then those
+            that do not.
+        peers: estimates for FSDP2, HSDP and ZeRO-1, computed by the same rules.
+        best: the recommended row; None if no settings fit.
+        workshop: estimator with which further rows can be computed.
     """
 
     cluster: Cluster
@@ -47,7 +51,7 @@ class Plan:
 
     @property
     def why(self) -> str:
-        """Recommendation and its reason, as text."""
+        """Text of the recommendation with its reason; if no settings fit, text about the closest ones."""
         best = self.best
         if best is None:
             closest = min(self.rows, key=lambda row: row.excess + row.host_excess)
@@ -68,11 +72,14 @@ class Plan:
 
     @property
     def config(self) -> LayerZeroConfig | None:
-        """Recommended settings; None if nothing fits."""
+        """Recommended settings; None if no settings fit."""
         return None if self.best is None else self.workshop.config(self.best.choice)
 
     def over_nodes(self, nodes: Sequence[int], choice: Candidate) -> Iterator[Estimate]:
-        """Yield the row of `choice` for each number of nodes whose ranks ``zero3_size`` divides."""
+        """Yield the estimate of `choice` for each number of nodes.
+
+        Numbers of nodes are skipped if the ``zero3_size`` of `choice` does not divide their ranks.
+        """
         for count in nodes:
             shop = replace(self.workshop, cluster=replace(self.cluster, nodes=count), _timed={})
             if shop.cluster.ranks % choice.zero3_size == 0:
@@ -83,7 +90,7 @@ class Plan:
 
 
 def cells(row: Estimate) -> tuple[str, ...]:
-    """Return the texts of a row, in the order of :data:`HEADER`."""
+    """Return the table cells of a row, in the order of :data:`HEADER`."""
     choice = row.choice
     of_layerzero = choice.scheme == LAYERZERO
     room = row.room - row.peak
@@ -107,11 +114,11 @@ def cells(row: Estimate) -> tuple[str, ...]:
 
 
 def plan_text(plan: Plan, *, every_row: bool = False) -> str:
-    """Return the tables, the recommendation and the settings to paste.
+    """Return a plan as text: tables, the recommendation, and settings to paste into code or a YAML file.
 
     Args:
-        plan: the plan.
-        every_row: show all rows, also those that do not fit.
+        plan: result of :func:`layerzero.plan`.
+        every_row: include all rows, even those that do not fit.
     """
     cluster = plan.cluster
     fitting = [row for row in plan.rows if row.fits]
@@ -187,7 +194,7 @@ def _settings(plan: Plan) -> dict[str, str]:
 
 
 def call_text(plan: Plan) -> str:
-    """Return the call of :func:`layerzero.shard_model` with the recommended settings."""
+    """Return source code that calls :func:`layerzero.shard_model` with the recommended settings."""
     assert plan.best is not None
     quoted = {"accumulation": lambda value: f'"{value}"', **dict.fromkeys(OFFLOADS, str.title)}
     settings = {name: quoted.get(name, str)(value) for name, value in _settings(plan).items()}
@@ -206,7 +213,7 @@ def call_text(plan: Plan) -> str:
 
 
 def yaml_text(plan: Plan) -> str:
-    """Return the recommended settings as a file for :meth:`layerzero.LayerZeroConfig.from_yaml`."""
+    """Return the recommended settings as YAML text for :meth:`layerzero.LayerZeroConfig.from_yaml`."""
     assert plan.best is not None
     param, reduce = _DTYPES[plan.workshop.param_dtype], _DTYPES[plan.best.choice.reduce_dtype]
     policy = f"{{param_dtype: {param}, reduce_dtype: {reduce}}}"
@@ -216,7 +223,7 @@ def yaml_text(plan: Plan) -> str:
 
 
 def _units(plan: Plan, *, yaml: bool) -> str:
-    """Return the value of ``units``: classes by name, and a placeholder where the plan has no names."""
+    """Return the value of ``units`` as text: names of classes or modules, or a placeholder if the names are unknown."""
     units, called = plan.workshop.units, plan.workshop.called
     if units is None:
         return "null" if yaml else "None"

@@ -44,33 +44,38 @@ def plan(
     recompute: bool = True,
     activation_bytes: float = 0.0,
 ) -> Plan:
-    """Estimate memory, traffic and step times of a model on a cluster for many settings, and recommend one of them.
+    """Estimate a model's memory, traffic and step time on a cluster for many settings, and recommend settings.
 
-    Memory equals the prediction of :func:`layerzero.memory` in a run to the byte, because both use the same formulas;
-    only activations are an estimate. Times are simulated: see ``docs/planning.md`` for the assumptions and the
-    differences from measurements. No process group is needed, and no memory for the model.
+    The estimated memory equals the prediction of :func:`layerzero.memory` in a run to the byte, because both use the
+    same formulas; only activations are approximate. Times are simulated. See ``docs/planning.md`` for the assumptions
+    and the differences from measurements. No process group is needed, and no memory is allocated for the model.
 
     Args:
-        model: a module, preferably on meta; a function without arguments that builds one, which is called on meta; a
+        model: a module, preferably on meta; a function without arguments that builds a module and is called on meta; a
             :class:`layerzero.planning.TransformerShape`; or the path of a Hugging Face ``config.json``.
         cluster: the :class:`layerzero.planning.Cluster`.
-        units: as in :func:`layerzero.shard_model`. None: the blocks of a transformer shape or config; for other models
-            ``"auto"`` if it finds blocks.
-        tokens: tokens of a rank's micro-batch.
-        sequence: tokens of one sequence. None: `tokens`.
-        micro_batches: values of A, the number of micro-batches of a step, to try.
-        zero3_sizes: values of S to try. None: the divisors of a node's accelerators, and all ranks.
+        units: as in :func:`layerzero.shard_model`. None: the blocks, for a transformer shape or config; for other
+            models, ``"auto"`` if the model declares its block classes, otherwise only the root.
+        tokens: number of tokens in a rank's micro-batch.
+        sequence: number of tokens in one sequence. None: `tokens`.
+        micro_batches: values of A, the number of micro-batches per step, to try.
+        zero3_sizes: values of S to try. None: the divisors of the number of accelerators per node, and the number of
+            all ranks.
         accumulations: values of `accumulation` to try.
-        reduce_dtypes: reduce dtypes to try; each is used for both hops.
-        offload: True: try `offload_grads`, `offload_optimizer` and both, each also with `offload_params`. None: try the
-            first three if the model does not fit without them, and `offload_params` if it still does not fit. False:
-            no offloading.
-        recompute: blocks keep only their inputs for the backward (activation checkpointing).
-        activation_bytes: bytes of activations of a rank's micro-batch. 0: estimate them for a transformer shape or
-            config; unknown for other models.
+        param_dtype: compute dtype, or its name.
+        reduce_dtypes: reduce dtypes to try, or their names. Each is used for both hops.
+        offload: True: try `offload_grads`, `offload_optimizer` and both, and then `offload_params` alone and with each
+            of these. None: try the first three if the model does not fit without offloading, and the others if it
+            still does not fit. False: no offloading.
+        recompute: True if blocks keep only their inputs for the backward (activation checkpointing).
+        activation_bytes: bytes of activations of a rank's micro-batch. 0: estimated for a transformer shape or config,
+            unknown for other models.
+
+    Returns:
+        A :class:`layerzero.planning.Plan` with all estimates and the recommendation.
 
     Raises:
-        TypeError, ValueError: an argument cannot be planned; the message says why and gives alternatives.
+        TypeError, ValueError: an argument cannot be planned. The message gives the reason and alternatives.
 
     Example::
 
@@ -128,7 +133,10 @@ def plan(
 
 
 def _best(rows: Sequence[Estimate]) -> Estimate | None:
-    """Return the recommended row: among those within ``_ALIKE`` of the fastest that fits, the simplest one."""
+    """Return the simplest of the rows that fit and are within ``_ALIKE`` of the fastest such row.
+
+    If no row fits, return None.
+    """
     fitting = [row for row in rows if row.fits]
     if not fitting:
         return None

@@ -1,4 +1,4 @@
-"""Measurement of the speeds of the cluster that a job runs on: :func:`probe`."""
+"""Measurement of the speeds of the cluster on which a job runs: :func:`probe`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ProbeResult:
     """Result of :func:`probe`, the same on all ranks.
 
     Attributes:
-        cluster: cluster with the measured values, and defaults for the other fields.
+        cluster: cluster with the measured values, and with defaults for fields that were not measured.
         measured: names of the measured fields.
     """
 
@@ -44,11 +44,11 @@ class ProbeResult:
     measured: tuple[str, ...]
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write a YAML file for :meth:`Cluster.from_yaml`."""
+        """Write the cluster to a YAML file that :meth:`Cluster.from_yaml` reads."""
         Path(path).write_text(f"{self}\n", encoding="utf-8")
 
     def __str__(self) -> str:
-        """Return the fields as YAML; fields that were not measured are comments."""
+        """Return the fields as YAML, in which fields that were not measured are comments."""
         lines = [f"# measured on {self.cluster.ranks} ranks; lines that begin with # are defaults, to be put right"]
         for name, value in asdict(self.cluster).items():
             said = f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -57,21 +57,22 @@ class ProbeResult:
 
 
 def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.dtype = torch.bfloat16) -> ProbeResult:
-    """Measure the cluster that this job runs on, for :func:`layerzero.plan`.
+    """Measure the cluster on which this job runs, for :func:`layerzero.plan`.
 
-    All ranks must call this, after ``torch.distributed.init_process_group``. It takes seconds, and memory of a few
-    times `nbytes`. The measured collectives are all-gathers: first inside nodes, on all nodes at once, then between
-    nodes, with all ranks of a node at once. The slowest rank determines the result. FLOP/s are measured on forward and
-    backward of two linear layers in `dtype`, on all ranks at once. Other programs on these machines affect the result.
+    All ranks must call this, after ``torch.distributed.init_process_group``. The measurement takes seconds, and a few
+    times `nbytes` of memory. The measured collectives are all-gathers: first inside nodes, on all nodes at once, then
+    between nodes, with all ranks of a node at once. FLOP/s are measured in the forward and backward of two linear
+    layers in `dtype`, on all ranks at once. The slowest rank determines the result. Other programs that run on these
+    machines affect the result.
 
     Args:
-        zero3_size: number of ranks of a node. None: ``LOCAL_WORLD_SIZE``, which torchrun sets.
-        nbytes: bytes that a rank receives in a large collective.
+        zero3_size: number of ranks per node. None: ``LOCAL_WORLD_SIZE``, which torchrun sets.
+        nbytes: number of bytes that a rank receives in a large collective.
         dtype: compute dtype for the measurement of FLOP/s.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: `zero3_size` does not divide the world size or is unknown; or `nbytes` is below 4096.
+        ValueError: `zero3_size` is unknown or does not divide the world size; or `nbytes` is below 4096.
 
     Example::
 
@@ -119,11 +120,13 @@ def _probed(topology: MeshInfo, nbytes: int, dtype: torch.dtype) -> ProbeResult:
 
 
 def speeds_of(small: float, large: float, *, ranks: int, sent: int) -> tuple[float, float]:
-    """Return seconds of one of the log2(ranks) steps of a collective, and bytes per second.
+    """Return the latency of a collective's step in seconds, and the bandwidth in bytes per second.
 
     Args:
-        small: seconds of a small collective.
+        small: seconds of a collective of negligible size.
         large: seconds of a collective in which each rank sends `sent` bytes.
+        ranks: number of ranks; the collective has log2(`ranks`) steps.
+        sent: bytes that each rank sends in the large collective.
     """
     steps = max(1, math.ceil(math.log2(ranks)))
     return small / steps, sent / max(large - small, 1e-2 * large)
@@ -140,7 +143,7 @@ def _meeting(lanes: Sequence[Communicator]) -> Callable[[], None]:
 
 
 def _seconds(operation: Callable[[], object], device: torch.device, meet: Callable[[], None]) -> float:
-    """Return the median seconds of an operation that all ranks run at once, after one warm-up round."""
+    """Return the median time of an operation that all ranks run at once, in seconds; a warm-up round is not counted."""
     times = []
     for _ in range(_ROUNDS + 1):
         finish_copies(device)
@@ -174,7 +177,7 @@ def _link(lane: Communicator, nbytes: int, device: torch.device, meet: Callable[
 
 
 def _processor_per_byte(lane: Communicator, nbytes: int, device: torch.device) -> float:
-    """Return the CPU seconds of this process for each byte that it sends."""
+    """Return the CPU time that this process uses per byte that it sends, in seconds."""
     if lane.size == 1:
         return 0.0
     numel = _numel(nbytes, lane.size)
@@ -187,7 +190,7 @@ def _processor_per_byte(lane: Communicator, nbytes: int, device: torch.device) -
 
 
 def _launch(lane: Communicator, device: torch.device, meet: Callable[[], None]) -> float:
-    """Return the seconds that the host needs to launch a collective."""
+    """Return the median time that the host needs to launch a collective, in seconds."""
     out = torch.ones(lane.size, device=device)
     shard = torch.ones(1, device=device)
     times = []
@@ -201,7 +204,10 @@ def _launch(lane: Communicator, device: torch.device, meet: Callable[[], None]) 
 
 
 def _flops(device: torch.device, dtype: torch.dtype, meet: Callable[[], None]) -> float:
-    """Return the FLOP/s in forward and backward of a unit: 2 FLOP per weight and token in forward, 4 in backward."""
+    """Return the FLOP/s of a unit's forward and backward.
+
+    The forward counts as 2 FLOP per weight and token, and the backward as 4.
+    """
     width, tokens = _WIDTHS.get(device.type, _WIDTH)
     unit = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)).to(device, dtype)
     batch = torch.ones(tokens, width, device=device, dtype=dtype, requires_grad=True)
@@ -214,9 +220,10 @@ def _flops(device: torch.device, dtype: torch.dtype, meet: Callable[[], None]) -
 
 
 def _memory(device: torch.device, ranks: int, nbytes: int, meet: Callable[[], None]) -> dict[str, float]:
-    """Return memory sizes in GB and copy speeds in GB/s.
+    """Return memory sizes in GB and memory speeds in GB/s, keyed by the fields of :class:`Cluster`.
 
-    Speeds count reads and writes together, except for copies to the host.
+    A memory speed counts both the bytes read and the bytes written. The speed of copies to the host counts each byte
+    once.
     """
     host = _host_bytes() / 1e9
     source = torch.ones(nbytes // 4, device=device)
@@ -240,7 +247,7 @@ def _memory(device: torch.device, ranks: int, nbytes: int, meet: Callable[[], No
 
 
 def _host_bytes(limits: Sequence[Path] = _LIMITS) -> int:
-    """Return the bytes of host memory, or the limit of the container if that is less."""
+    """Return the bytes of host memory, or the container's memory limit if that is lower."""
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for limit in limits:
         with suppress(OSError, ValueError):  # the file does not exist here, or it says "max"
@@ -252,7 +259,7 @@ _MORE_IS_WORSE = {"between_latency", "inside_latency", "launch", "processor_per_
 
 
 def _slowest(found: dict[str, float | int | str], lanes: Sequence[Communicator]) -> dict[str, float | int | str]:
-    """Return the worst value of each measurement over all ranks."""
+    """Return `found` with each floating-point measurement replaced by its worst value over all ranks."""
     types = {field.name: field.type for field in fields(Cluster)}
     names = [name for name in found if types[name] == "float"]
     signs = torch.tensor([1.0 if name in _MORE_IS_WORSE else -1.0 for name in names], dtype=torch.float64)

@@ -1,12 +1,13 @@
-"""Programs for the simulator: the operations of one rank's host in a run.
+"""Programs for the simulator: the operations that one rank's host executes in a run.
 
 A program is made from a recorded schedule (:func:`layerzero.trace`), from a formula, or by hand.
 
 [Note: What a recording leaves open]
 Some times in a recording depend on the machine: when the parts of a reduction are added, when hop 2 is launched, and
-how long the host waits for either hop. Therefore the waits for hop 1 and hop 2, and the launches of hop 2, are removed.
-The simulator decides them again, by the rules of ``engine/reduction_queue.py``: :class:`StartReduction` starts a
-reduction, which then proceeds without the host, and :class:`WaitReductions` waits for all reductions.
+how long the host waits for either hop. Therefore the waits for hop 1 and hop 2, and the launches of hop 2, are removed
+from a program. The simulator recomputes these times by the rules of ``engine/reduction_queue.py``:
+:class:`StartReduction` starts a reduction, which then proceeds without the host, and :class:`WaitReductions` waits for
+all reductions.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class SimCollective:
 
 @dataclass(frozen=True)
 class SimCompute:
-    """Computation of the rank."""
+    """Computation that the rank performs."""
 
     seconds: float
     what: What = ("", "")  # phase and unit, such as ("forward", "blocks.0")
@@ -78,7 +79,10 @@ class SimWait:
 
 @dataclass(frozen=True)
 class StartReduction:
-    """Start of a reduction; an addition follows each collective. See [Note: What a recording leaves open]."""
+    """Start of a reduction, in which each collective is followed by an addition.
+
+    See [Note: What a recording leaves open].
+    """
 
     exchanges: tuple[SimCollective, ...]
     additions: tuple[SimCompute, ...]
@@ -99,7 +103,7 @@ Operation = SimCompute | SimLaunch | SimWait | StartReduction | WaitReductions |
 
 @dataclass(frozen=True)
 class Recording:
-    """Contents of a file that :func:`layerzero.trace` wrote."""
+    """Contents of a trace file written by :func:`layerzero.trace`."""
 
     zero3_size: int
     replicas: int
@@ -110,10 +114,10 @@ class Recording:
 
 
 def read_recording(path: str | PathLike[str]) -> Recording:
-    """Read a file that :func:`layerzero.trace` wrote.
+    """Read a trace file written by :func:`layerzero.trace`.
 
     Raises:
-        ValueError: it is not such a file.
+        ValueError: `path` is not a trace file.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))["layerzero"]
@@ -124,7 +128,7 @@ def read_recording(path: str | PathLike[str]) -> Recording:
 
 
 def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
-    """Return the program of a recording, with the recorded times of its computations."""
+    """Return the program that the recorded events describe, with the recorded computation times."""
     reductions = _reductions(events)
     in_reduction = {event.number for event in events if event.exchange in (*_FIRST, "hop2")}
     launched = {event.number for event in events if event.kind == "launch"}
@@ -163,9 +167,9 @@ def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
 
 
 def _reductions(events: Sequence[TraceEvent]) -> dict[int, StartReduction]:
-    """Return the reductions by the number of their first collective.
+    """Return the reductions, keyed by the number of their first collective.
 
-    A hop 2 belongs to the hop 1 whose addition precedes it.
+    A hop 2 belongs to the same reduction as the hop 1 whose addition precedes it.
     """
     additions = {event.number: (event.end - event.start) / 1e6 for event in events if event.kind == "add"}
     found: dict[int, StartReduction] = {}
@@ -190,7 +194,7 @@ def _exchange(event: TraceEvent) -> SimCollective:
 
 
 def seconds_of(program: Iterable[Operation]) -> dict[What, float]:
-    """Return the mean seconds of each kind of computation, over its spans (:attr:`SimCompute.span`)."""
+    """Return the mean seconds of each kind of computation, per span (:attr:`SimCompute.span`)."""
     total: Counter[What] = Counter()
     spans: defaultdict[What, set[int]] = defaultdict(set)
     for operation in program:
@@ -203,13 +207,14 @@ def seconds_of(program: Iterable[Operation]) -> dict[What, float]:
 def retimed(
     program: Sequence[Operation], seconds: Callable[[What], float], place: Callable[[What], str] = lambda what: "spread"
 ) -> list[Operation]:
-    """Return the program with other computation times.
+    """Return the program with new computation times.
 
     Args:
-        seconds: returns the seconds of one span (a forward, a backward, ...), by phase and unit.
-        place: returns how the time is distributed if collectives split a span: ``"spread"`` as in the program, all of
-            it in the ``"first"`` part, or all of it in the ``"last"`` part. The last two make the result independent of
-            recorded times.
+        program: the operations.
+        seconds: function that returns the seconds of one span (a forward, a backward, ...) of a phase and unit.
+        place: function that returns how the time of a phase and unit is distributed if collectives split a span.
+            ``"spread"``: in the proportions of the program. ``"first"`` or ``"last"``: all of the time in that part of
+            the span, so that the result does not depend on recorded times.
     """
     parts: defaultdict[tuple[What, int], list[float]] = defaultdict(list)
     for operation in program:
@@ -238,7 +243,7 @@ def retimed(
 
 
 def resized(program: Iterable[Operation], bytes_of: Callable[[SimCollective], SimCollective]) -> list[Operation]:
-    """Return the program with its collectives replaced by `bytes_of`."""
+    """Return the program with each collective replaced by the result of `bytes_of` for that collective."""
     result: list[Operation] = []
     for operation in program:
         if isinstance(operation, SimLaunch):

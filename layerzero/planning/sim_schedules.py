@@ -1,9 +1,9 @@
-"""Programs of a rank for the simulator, from settings: for layerzero, and for models of other schemes.
+"""Simulator programs built from settings, for layerzero and for other schemes.
 
-layerzero's program has the engine's order of launches and waits for units that are called one after the other; a test
-compares it with a recording of the engine. The programs of other schemes follow their papers and manuals. They are
-models, not measurements, and have favourable assumptions: prefetch of one unit, separate communicators that overlap, no
-padding, and for HSDP the all-reduce between nodes in the last micro-batch only.
+layerzero's program launches and waits in the same order as the engine does if units are called one after the other. A
+test compares the program with a recording of the engine. The programs of other schemes follow the papers and manuals of
+these schemes. They are models, not measurements, and make favourable assumptions: prefetch of one unit, separate
+communicators that overlap, no padding, and, for HSDP, an all-reduce between nodes in the last micro-batch only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _PARTS = 8  # parts of an optimizer's step; each is followed by the refresh of i
 
 @dataclass(frozen=True)
 class UnitCost:
-    """Elements of a unit, and seconds of its forward and backward in a micro-batch. The root comes first in lists."""
+    """Number of elements of a unit, and seconds of its forward and backward in a micro-batch.
+
+    In a list of units, the root is the first one.
+    """
 
     name: str
     numel: float  # elements of its full buffer, padding included
@@ -64,7 +67,7 @@ class ScheduleSettings:
 
     @property
     def hop1(self) -> int:
-        """Bytes per element in hop 1."""
+        """Number of bytes per element that hop 1 sends."""
         return min(self.compute, self.reduce) if self.adds_hop1 and not self.waits_whole else self.reduce
 
     @property
@@ -74,7 +77,10 @@ class ScheduleSettings:
 
 
 def layerzero_program(units: Sequence[UnitCost], sharding: ScheduleSettings, *, steps: int = 2) -> Iterator[Operation]:
-    """Yield the operations of `steps` consecutive steps; the first step has no earlier collectives to wait for."""
+    """Yield the operations of `steps` consecutive steps.
+
+    Only the first step does not wait for collectives of a previous step.
+    """
     rank = _Rank(units, sharding)
     for _ in range(steps):
         yield from rank.step()
@@ -140,7 +146,16 @@ class _Rank:
         return self.how.zero3_size > 1 or self.how.offload_params
 
     def _gather_ahead(self, order: Sequence[UnitCost], begun: int, index: int) -> Generator[Operation, None, int]:
-        """Launch the gathers of the units up to `index` and of prefetched ones; return how many units have begun."""
+        """Launch the gathers of the units in `order` up to `index`, and of the units to prefetch.
+
+        Args:
+            order: units in the order in which they are called.
+            begun: number of units in `order` for which this has been done already.
+            index: index in `order` of the unit that is called next.
+
+        Returns:
+            The new value of `begun`.
+        """
         how = self.how
         until = min(index + 1 + (how.prefetch if self._gathering else 0), len(order))
         for unit in order[begun:until]:
@@ -206,7 +221,7 @@ class _Rank:
         return chain, additions
 
     def _addition(self, exchange: SimCollective, numel: float) -> SimCompute:
-        """Return the addition after a collective: it reads the received part and the sum, and writes the sum."""
+        """Return the addition that follows a collective. It reads the received part and the sum, and writes the sum."""
         seconds = 3 * _MASTER * numel / self.how.memory_speed
         return SimCompute(seconds, ("add", f"{exchange.kind} {exchange.unit}"), self._next_span())
 
@@ -259,13 +274,13 @@ class _Rank:
 
 
 def _share(ranks: int) -> float:
-    """Return the fraction of a buffer that a rank sends in a gather or a reduction over `ranks` ranks."""
+    """Return the fraction of a buffer that each rank sends in a gather or reduction over `ranks` ranks."""
     return (ranks - 1) / ranks
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Settings of FSDP over all ranks, or of HSDP with shards inside nodes."""
+    """Settings of FSDP over all ranks, or of HSDP with sharding inside nodes."""
 
     over: int  # ranks that weights, gradients and optimizer state are sharded over
     replicas: int

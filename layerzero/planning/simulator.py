@@ -1,15 +1,16 @@
 """Discrete-event simulation of a program on a machine.
 
-All ranks run the same program at the same speed, so one rank is simulated. It has a processor, a link inside its node,
-and a share of its node's link to other nodes. Concurrent users of a resource get equal parts of it. The collectives of
-one communicator run one after the other. Each first takes its latency, then uses links and processor at the same time.
-Copies between device and host memory have a link of their own.
+All ranks run the same program at the same speed, so only one rank is simulated. The rank has a processor, a link inside
+its node, and a share of its node's link to other nodes. Concurrent users of a resource get equal shares of it. The
+collectives of one communicator run one after the other. Each collective first waits for its latency, then uses links
+and processor at the same time. Copies between device and host memory use a separate link.
 
 [Note: What crosses the nodes]
-Ranks are consecutive. A ring or hierarchical collective over full nodes enters and leaves each node once, whatever the
-number of ranks in it. A collective over the replicas runs in one group for each ZeRO-3 rank. If the ZeRO-3 group is a
-full node, the group has one rank of each node; if it is a part of a node, it has several. The groups of a node share
-its link, so each gets a part of it.
+Ranks are numbered consecutively within a node. A ring or hierarchical collective over full nodes enters and leaves each
+node once, regardless of the number of ranks per node. A collective over replicas runs in one replica group per ZeRO-3
+rank. If a ZeRO-3 group fills a node, each replica group has one rank on each node. If a ZeRO-3 group fills only a part
+of a node, each replica group has several ranks on each node. The replica groups with ranks on a node share the node's
+link.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ class SimMachine:
     """Speeds of a simulated machine, in bytes and seconds.
 
     Attributes:
-        node_size: number of ranks of a node.
+        node_size: number of ranks per node.
         inside: bytes per second that a rank sends inside its node.
         between: bytes per second that a node sends to other nodes.
-        inside_latency, between_latency: seconds of one step of a collective inside a node and between nodes.
-        steps: steps of a collective over n ranks: ``"direct"`` 1, ``"log"`` log2(n), ``"ring"`` n - 1; an all-reduce
-            takes twice as many.
+        inside_latency, between_latency: seconds that one step of a collective takes inside a node and between nodes.
+        steps: number of steps of a collective over n ranks: ``"direct"`` 1, ``"log"`` log2(n), ``"ring"`` n - 1. An
+            all-reduce takes twice as many steps.
         launch: seconds that the host needs to launch a collective.
-        processor_per_byte: seconds of a rank's processor for each byte that it sends. On a CPU with sockets,
-            collectives compete with the model for the cores.
-        zero3_size: number of ranks that share the weights; 0: the ranks of a node.
+        processor_per_byte: seconds of processor time that a rank needs for each byte that it sends. On a CPU with
+            sockets, collectives compete with the model for the cores.
+        zero3_size: number of ranks that share the weights; 0: the number of ranks per node.
         host: bytes per second of a rank's copies between device and host memory.
     """
 
@@ -74,7 +75,7 @@ class SimMachine:
         return exchange.ranks * apart > self.node_size
 
     def sent_between(self, exchange: SimCollective) -> float:
-        """Return the bytes that a node sends to other nodes if all of its ranks run this collective."""
+        """Return the bytes that a node sends to other nodes when all of its ranks run this collective."""
         if not self.crosses(exchange):
             return 0.0
         groups = min(self.zero3_size or self.node_size, self.node_size) if exchange.axis == "replica" else 1
@@ -89,7 +90,10 @@ class SimMachine:
         return passes * steps * (self.between_latency if self.crosses(exchange) else self.inside_latency)
 
     def demands(self, exchange: SimCollective) -> dict[str, float]:
-        """Return the seconds of each resource without other users; see [Note: What crosses the nodes]."""
+        """Return the seconds for which a collective uses each resource if nothing else uses the resource.
+
+        See [Note: What crosses the nodes].
+        """
         if not exchange.bytes:
             return {}
         if exchange.axis == "host":
@@ -103,7 +107,7 @@ class SimMachine:
 
 
 class SimSpan(NamedTuple):
-    """Time span of a computation or collective, in seconds since the start."""
+    """Time span of a computation or collective, in seconds since the start of the simulation."""
 
     what: str  # phase of a computation, "compute" if it has none, or kind of a collective
     name: str
@@ -125,7 +129,7 @@ class SimResult:
 
     @property
     def step(self) -> float:
-        """Seconds of the last step, including waits for collectives that the step before left in flight."""
+        """Seconds of the last step, including waits for collectives that the previous step launched."""
         return self.step_ends[-1] - self.step_start
 
     @property
@@ -135,7 +139,7 @@ class SimResult:
 
 
 def simulate(program: Iterable[Operation], machine: SimMachine) -> SimResult:
-    """Simulate a program. The result is deterministic."""
+    """Simulate a program on a machine. The result is deterministic."""
     host = _Host(machine)
     for operation in program:
         host.do(operation)
@@ -145,7 +149,7 @@ def simulate(program: Iterable[Operation], machine: SimMachine) -> SimResult:
 
 @dataclass(eq=False)
 class _SimTask:
-    """Task of a simulation: a latency, then seconds of several resources at the same time."""
+    """Simulated task: it waits for its latency, then uses several resources at the same time."""
 
     latency: float
     demands: dict[str, float]
@@ -160,7 +164,7 @@ class _SimTask:
 
 
 class _Simulation:
-    """Virtual time, and the active and queued tasks."""
+    """State of a simulation: the virtual time, the active tasks and the queued tasks."""
 
     def __init__(self, machine: SimMachine, outcome: SimResult) -> None:
         self.now = 0.0
@@ -183,7 +187,7 @@ class _Simulation:
         self.until(lambda: task.done)
 
     def compute_beside(self, thread: str, seconds: float, what: What, then: Callable[[], None]) -> None:
-        """Queue a computation on a background thread, after its earlier computations."""
+        """Queue a computation behind the earlier computations of a background thread."""
         task = _computing(seconds, what)
         task.then = then
         self._queue(thread, task)
@@ -205,7 +209,7 @@ class _Simulation:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Advance the time to the next completion of a latency or of a resource demand."""
+        """Advance the time until the next latency has passed or the next resource demand is met."""
         users: Counter[str] = Counter()
         for task in self._active:
             if not task.latency:
@@ -259,7 +263,8 @@ class _Running:
     """Reduction in flight, which proceeds without the host; see [Note: What a recording leaves open].
 
     Attributes:
-        landed: number of its collectives with a finished addition.
+        landed: number of the reduction's collectives whose addition has finished.
+        exchanges: the collectives of the reduction, in order.
     """
 
     def __init__(self, reduction: StartReduction, world: _Simulation, launch: float) -> None:
@@ -330,11 +335,14 @@ class _Host:
         self._waits[what] += self.world.now - before  # type: ignore[assignment]
 
     def _under_way(self, place: int) -> list[_Running]:
-        """Return the reductions whose collective at `place` has not been added, oldest first."""
+        """Return the reductions that have not added the result of collective number `place`, oldest first."""
         return [each for each in self._running if each.landed <= place < len(each.exchanges)]
 
     def _make_room(self, place: int, most: int) -> None:
-        """Wait until at most `most` reductions are in flight at `place`, like engine/reduction_queue.py."""
+        """Wait until at most `most` reductions have not finished collective number `place`.
+
+        This is the limit that engine/reduction_queue.py sets.
+        """
         under_way = self._under_way(place)
         self._wait_for(under_way[: max(0, len(under_way) - most)], place)
 

@@ -1,4 +1,4 @@
-"""Shapes of transformers for a plan: parameters on meta, FLOP and activations."""
+"""Shapes of transformers for a plan, with their parameters on meta, FLOP and activations."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class TransformerShape:
         heads: number of query heads.
         kv_heads: number of key and value heads; 0: `heads`.
         head_dim: dimension of a head; 0: `hidden` / `heads`.
-        gated: the feed-forward layer has a gate, as in Llama.
-        biases: all linear layers have biases.
-        qkv_biases: the projections of queries, keys and values have biases.
-        head_norms: queries and keys are normalised, as in Qwen3.
-        experts: number of experts of a feed-forward layer; 0: no experts.
+        gated: True if the feed-forward layer has a gate, as in Llama.
+        biases: True if all linear layers have biases.
+        qkv_biases: True if the projections of queries, keys and values have biases.
+        head_norms: True if queries and keys are normalised, as in Qwen3.
+        experts: number of experts per feed-forward layer; 0: no experts.
         experts_per_token: number of experts that each token uses.
-        tied: the head shares the weight of the embedding.
+        tied: True if the head shares the weight of the embedding.
         positions: number of learned positions; 0: none.
-        norm_biases: norms have biases, as in LayerNorm.
-        conv1d: linear weights have shape [inputs, outputs], as in GPT-2.
+        norm_biases: True if norms have biases, as in LayerNorm.
+        conv1d: True if linear weights have shape [inputs, outputs], as in GPT-2.
 
     Example::
 
@@ -78,12 +78,12 @@ class TransformerShape:
 
     @property
     def queries(self) -> int:
-        """Number of elements of all queries of a token."""
+        """Number of elements in all queries of a token: heads times head dimension."""
         return self.heads * (self.head_dim or self.hidden // self.heads)
 
     @property
     def keys(self) -> int:
-        """Number of elements of all keys of a token; the values have as many."""
+        """Number of elements in all keys of a token. All values of a token have the same number of elements."""
         return (self.kv_heads or self.heads) * (self.head_dim or self.hidden // self.heads)
 
     @property
@@ -95,7 +95,7 @@ class TransformerShape:
         return _Transformer(self)
 
     def block_flops(self, sequence: int) -> float:
-        """Return the FLOP per token of a block's forward, for causal attention over `sequence` tokens."""
+        """Return the FLOP per token of a block's forward, with causal attention over `sequence` tokens."""
         projections = self.hidden * (2 * self.queries + 2 * self.keys)
         layers = (3 if self.gated else 2) * self.hidden * self.inner
         chosen = self.experts_per_token if self.experts else 1
@@ -106,7 +106,10 @@ class TransformerShape:
         return 2.0 * self.vocab * self.hidden
 
     def block_activations(self) -> int:
-        """Return the elements per token that a block saves for backward, with attention that saves no scores."""
+        """Return the number of elements per token that a block saves for the backward.
+
+        Attention is assumed to save no scores.
+        """
         chosen = self.experts_per_token if self.experts else 1
         return 6 * self.hidden + 2 * self.queries + 2 * self.keys + (4 if self.gated else 2) * chosen * self.inner
 
@@ -130,7 +133,7 @@ class _Norm(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Parameters of a block, in the order in which common implementations register them."""
+    """Transformer block without a forward; its parameters are registered in the order of common implementations."""
 
     def __init__(self, sizes: TransformerShape) -> None:
         super().__init__()
@@ -182,10 +185,12 @@ class _Transformer(nn.Module):
 
 
 def read_config(path: str | os.PathLike[str]) -> TransformerShape:
-    """Read the shape from a Hugging Face ``config.json``, or from a folder that has one. Nothing is downloaded.
+    """Read a transformer's shape from a Hugging Face ``config.json``, or from a folder that contains this file.
+
+    The file must be local; nothing is downloaded.
 
     Raises:
-        ValueError: the file is not valid, its ``model_type`` is not supported, or a size is missing.
+        ValueError: the file is invalid, its ``model_type`` is not supported, or a size is missing.
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path

@@ -12,12 +12,15 @@ _PIECE = 1 << 20  # elements that are processed at once, to limit the memory of 
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """Return the same memory as integers, 1-D; a copy if the tensor is not contiguous."""
+    """Return the tensor's memory as a 1-D integer tensor; a copy if the tensor is not contiguous."""
     return tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
 
 
 def sum64(tensor: Tensor) -> Tensor:
-    """Return the sum of all 64-bit words, 0-dim int64. Any single bit flip changes it. It reads the tensor once."""
+    """Return the sum of the tensor's 64-bit words, or of smaller words, as 0-dim int64.
+
+    Any single bit flip changes the sum. The tensor is read once.
+    """
     words = as_integers(tensor)
     per_word = 8 // words.element_size()
     if words.numel() % per_word == 0 and (words.storage_offset() * words.element_size()) % 8 == 0:
@@ -26,15 +29,16 @@ def sum64(tensor: Tensor) -> Tensor:
 
 
 def place_sum(tensor: Tensor, first: int, run: int = 1, pitch: int = 1) -> Tensor:
-    """Return a sum of elements weighted by their positions, 0-dim int64.
+    """Return the sum of a tensor's elements, weighted by their positions in a full tensor, as 0-dim int64.
 
-    If the positions of its parts refer to the full tensor, the sums of any partition add up to the sum of the full
-    tensor. Moving elements changes the sum.
+    Positions are flat indices into the full tensor, of which `tensor` is a part. Over all parts of any partition, the
+    sums add up to the sum of the full tensor. The sum also changes if elements are moved.
 
     Args:
-        first: position of the first element in the full tensor.
-        run: number of elements of `tensor` that are adjacent in the full tensor.
-        pitch: distance between the positions of two such runs.
+        tensor: the part.
+        first: position of the part's first element.
+        run: number of elements per run. The elements of a run are adjacent in the full tensor.
+        pitch: distance between the positions of the first elements of two consecutive runs.
     """
     words = as_integers(tensor)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
@@ -48,6 +52,6 @@ def place_sum(tensor: Tensor, first: int, run: int = 1, pitch: int = 1) -> Tenso
 
 
 def different_at(one: Tensor, other: Tensor, most: int) -> list[int]:
-    """Return the first `most` flat indices at which two tensors of equal shape and dtype have different bits."""
+    """Return the flat indices, at most `most`, at which two tensors of equal shape and dtype differ bitwise."""
     places: list[int] = (as_integers(one) != as_integers(other)).nonzero().view(-1)[:most].tolist()
     return places

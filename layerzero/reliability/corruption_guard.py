@@ -1,14 +1,14 @@
-"""Guard against silent data corruption: detects and locates bits that flip between two steps.
+"""Guard against silent data corruption, which detects and locates bits that flip between two steps.
 
 [Note: At rest]
-Between two steps, nothing writes masters and optimizer state. Between a backward and the step, only the user writes
-final gradients. A write through torch changes the version of the tensor, and the mutation tracker of a parameter counts
-writes to it. So if address, version and write count are unchanged and the sum of bits is not, a bit has flipped.
+Between two steps, layerzero does not write to masters and optimizer state. Between a backward and the step, only the
+user writes to final gradients. A write through torch changes the tensor's version, and the parameter's mutation tracker
+counts writes. If address, version and write count are unchanged but the sum of the bits has changed, a bit has flipped.
 
 [Note: A step that is repeated]
 Compute weights are computed from masters, and gradients from compute weights and batches. If masters and optimizer
-state are unchanged since the last step, a refused step can be repeated and then has correct bits. If values are wrong
-again after they were recomputed, their memory is defective.
+state are unchanged since the last step, a refused step can be repeated, and its result is then correct. If values are
+wrong again after they were recomputed, their memory is defective.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _LOGGED = "The step goes on with them, as the guard only logs: load the last che
 
 
 class SilentDataCorruption(RuntimeError):
-    """Error that all ranks raise before the next step, if bits have flipped.
+    """Error that all ranks raise before the next step if bits have flipped.
 
     Attributes:
         corruptions: corrupted elements, the same on all ranks.
-        recoverable: True if masters and optimizer state are correct, and only the refused step has used wrong values.
-            Then call :meth:`CorruptionGuard.recover`, and repeat the step.
+        recoverable: True if masters and optimizer state are correct, so that wrong values were used in the refused step
+            only. In this case, call :meth:`CorruptionGuard.recover` and repeat the step.
     """
 
     def __init__(
@@ -66,18 +66,21 @@ class SilentDataCorruption(RuntimeError):
 def guard_corruption(
     model: nn.Module, *optimizers: ShardedOptimizer, every: int = 100, on_found: Literal["raise", "log"] = "raise"
 ) -> CorruptionGuard:
-    """Check for flipped bits before every `every`-th step.
+    """Check for flipped bits before each `every`-th step. All ranks must call this.
 
-    Before that step updates anything, the compute weights of all replicas are compared with each other and with the
-    masters (:func:`layerzero.fingerprint`). Masters and optimizer state are compared with their bits after the previous
-    step, and gradients with their bits after the backward. All ranks must call this. Steps in between cost nothing.
+    Each check runs before the step updates anything. It compares the compute weights of all replicas with each other
+    and with the masters (:func:`layerzero.fingerprint`). It also compares masters and optimizer state with their bits
+    after the previous step, and gradients with their bits after the backward. Unchecked steps have no overhead.
 
     Args:
         model: from :func:`layerzero.shard_model`.
         optimizers: all optimizers of the model, in the order in which they step.
-        every: number of steps from one check to the next. A flip in an unchecked step is detected only if copies still
-            differ at the next check; 1 checks all steps.
-        on_found: "raise" raises :class:`SilentDataCorruption`; "log" logs it and continues with the step.
+        every: number of steps from one check to the next; 1 checks every step. A bit that flips in an unchecked step is
+            detected only if copies still differ at the next check.
+        on_found: "raise" raises :class:`SilentDataCorruption`. "log" logs the error and continues with the step.
+
+    Returns:
+        The guard, with which you recover after an error.
 
     Example::
 
@@ -103,7 +106,7 @@ def guard_corruption(
 
 
 class _ExpectedBits(NamedTuple):
-    """State of a tensor that nothing should write until the next check."""
+    """State of a tensor that should not be written before the next check."""
 
     address: int
     version: int
@@ -112,7 +115,10 @@ class _ExpectedBits(NamedTuple):
 
 
 def _graded(gradient: Tensor) -> _ExpectedBits:
-    """Return the state of a final gradient. Its mutation tracker counts all writes, so the version is not needed."""
+    """Return the state of a final gradient.
+
+    The version is always 0, because the mutation tracker of a gradient counts all writes.
+    """
     rows = gradient._local_tensor if isinstance(gradient, DTensor) else None
     edits = rows.tracker.write_count if isinstance(rows, LocalShard) and rows.tracker is not None else 0
     tensor = plain(gradient)
@@ -129,11 +135,11 @@ def _place(found: Corruption) -> tuple[str, tuple[int, ...], str]:
 
 
 class CorruptionGuard:
-    """Guard against flipped bits, made by :func:`guard_corruption`.
+    """Guard against flipped bits, created by :func:`guard_corruption`.
 
     Attributes:
         looked: number of checks so far.
-        found: all corruptions that were found so far.
+        found: all corruptions found so far.
     """
 
     def __init__(
@@ -158,21 +164,21 @@ class CorruptionGuard:
         self._listen()
 
     def close(self) -> None:
-        """Remove the guard: steps are no longer checked."""
+        """Remove the guard. Later steps are not checked."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def recover(self) -> None:
-        """Recompute compute weights from masters and clear gradients, after :class:`SilentDataCorruption`.
+        """Recompute compute weights from masters, and clear gradients. All ranks must call this.
 
-        Then repeat the step with the same batches. It has the correct bits if the loop draws no random numbers and
-        forwards change no buffers. All ranks must call this.
+        Call this after :class:`SilentDataCorruption`, then repeat the step with the same batches. The repeated step has
+        the correct bits if the loop draws no random numbers and the forwards change no buffers.
 
         Raises:
-            SilentDataCorruption: masters or optimizer state are wrong; or weights that steps do not write may have been
-                wrong for more than this step; or compute weights are wrong again, which suggests defective memory.
-            RuntimeError: no step was refused, because nothing was found or the guard only logs.
+            SilentDataCorruption: masters or optimizer state are wrong; weights that steps do not write may have been
+                wrong in earlier steps already; or compute weights are wrong again, which suggests defective memory.
+            RuntimeError: no step was refused, because no corruption was found or the guard only logs.
         """
         refused = self._refused
         if refused is None:
@@ -193,7 +199,7 @@ class CorruptionGuard:
             _LOG.warning("layerzero: bits that had flipped in %s were made anew: repeat the step", names)
 
     def _listen(self) -> None:
-        """Register gradient hooks on parameters that are trainable now. torch allows none on frozen parameters."""
+        """Register gradient hooks on newly trainable parameters; torch allows no such hooks on frozen parameters."""
         for name, member in self._runtime.members.items():
             if member.sharded.requires_grad and name not in self._listened:
                 self._hooks.append(_hook_on(member.sharded, self._on_gradient(name)))
@@ -253,7 +259,7 @@ class CorruptionGuard:
                 self._resting[kind, name] = self._at_rest(tensor, name)
 
     def _tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """Yield masters and optimizer state of this rank, with kind and parameter name."""
+        """Yield ``((kind, parameter name), tensor)`` for this rank's masters and optimizer state."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for name in optimizer.parameter_names(group):
@@ -270,7 +276,10 @@ class CorruptionGuard:
         return _ExpectedBits(tensor.data_ptr(), tensor._version, edits, sum64(tensor))
 
     def _at_rest_since(self) -> dict[tuple[str, str], bool]:
-        """Return, for each recorded tensor that was not written since, whether its bits are unchanged."""
+        """Return whether the bits of each recorded tensor are unchanged, keyed by kind and parameter name.
+
+        Tensors that were written since they were recorded are omitted.
+        """
         before = self._resting
         now = {key: self._at_rest(tensor, key[1]) for key, tensor in self._tensors() if key in before}
         for key in before:
@@ -297,7 +306,10 @@ class CorruptionGuard:
         return found
 
     def _gradient(self, name: str) -> Tensor | None:
-        """Return the gradient of a parameter; None if it is not final, as after a later backward inside no_sync."""
+        """Return the final gradient of a parameter.
+
+        The result is None if the gradient is not final, such as after a later backward inside ``no_sync``.
+        """
         gradient = self._runtime.members[name].sharded.grad
         rows = gradient._local_tensor if isinstance(gradient, DTensor) else None
         if not isinstance(rows, LocalShard) or rows.tracker is None or rows.tracker.access_error is not None:

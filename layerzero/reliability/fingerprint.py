@@ -1,13 +1,14 @@
 """Comparison of weights that must be bitwise equal: compute weights of all replicas, and masters cast to their dtype.
 
 [Note: What can be compared]
-After a refresh all replicas hold bitwise the same ZeRO-3 shard, and each rank's part of it is the cast of its masters.
-A flipped bit in compute weights therefore makes one replica differ from the others, and from the master of the element.
-A flipped bit in a master (if it is visible in the compute dtype) makes all replicas differ from that master. If master
-and compute weight are the same memory, the majority of the replicas decides. Without a majority, the rank that has the
-master decides, if it knows that its masters are unchanged since the last step.
+After a refresh, all replicas hold bitwise equal ZeRO-3 shards, and each rank's part of its shard equals its masters
+cast to the compute dtype. A flipped bit in the compute weights therefore makes one replica differ from the other
+replicas, and from the element's master. A flipped bit in a master, if it is visible in the compute dtype, makes all
+replicas differ from that master. If master and compute weight are the same memory, the value of the majority of the
+replicas is taken as correct. Without a majority, the value of the rank that has the master is taken as correct, if that
+rank knows that its masters are unchanged since the last step.
 
-Sums of 64 bits are compared. Only shards whose sums differ are gathered, and compared element by element.
+The comparison uses 64-bit sums. Only shards whose sums differ are gathered and compared element by element.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ class Corruption:
     """Corrupted elements of one parameter.
 
     Attributes:
-        kind: "compute weights", "masters", "optimizer state 'exp_avg'" or "gradient"; or, if it is unknown which copy
-            is wrong, "masters or compute weights" (they differ on one rank) or "weights" (replicas differ).
-        ranks: global ranks with wrong bits; for "weights" all ranks with a copy, at least one of which is wrong.
+        kind: "compute weights", "masters", "optimizer state 'exp_avg'" or "gradient". If it is unknown which copy is
+            wrong: "masters or compute weights" (the two differ on one rank) or "weights" (replicas differ).
+        ranks: global ranks with wrong bits. For "weights", all ranks with a copy; at least one of the copies is wrong.
         handle: name of the handle that stores the elements.
-        parameter: name of the parameter.
+        parameter: name of the parameter that contains the elements.
         detail: description of the elements and of the comparison that failed.
     """
 
@@ -67,8 +68,9 @@ class Fingerprint:
     """Result of :func:`fingerprint`.
 
     Attributes:
-        sums: 64-bit sum of this rank's ZeRO-3 shard, by handle; equal on all replicas. 0 for fp32 weights that were
-            changed and not refreshed yet.
+        sums: 64-bit sum of this rank's ZeRO-3 shard of each handle, keyed by the handle's name. The sums of all
+            replicas are equal if no bit is corrupted. The sum is 0 for weights that share memory with their masters and
+            were changed but not refreshed yet.
         corruptions: corrupted elements, the same on all ranks; empty if all copies are equal.
     """
 
@@ -84,12 +86,12 @@ class Fingerprint:
 def fingerprint(model: nn.Module) -> Fingerprint:
     """Compare the copies of a sharded model's weights that must be bitwise equal.
 
-    All ranks must call this, between forwards. It reads the masters and the ZeRO-3 shard once, and sends eight bytes
-    per handle between replicas. Differences are located by rank, handle and parameter.
+    All ranks must call this, between forwards. Each rank reads its masters and its ZeRO-3 shard once, and sends eight
+    bytes per handle to other replicas. The result lists differences by rank, handle and parameter.
 
-    Weights that were changed since the last forward are refreshed by the next one. In fp32, where masters are in the
-    same memory, such weights are compared only after that. A loop that changes weights right before each call therefore
-    never has them compared.
+    Weights that were changed since the last forward are refreshed by the next forward. If masters and compute weights
+    share memory, as in fp32, changed weights are compared only after this refresh. If a loop changes such weights right
+    before each call, they are therefore never compared.
 
     Example::
 
@@ -100,12 +102,13 @@ def fingerprint(model: nn.Module) -> Fingerprint:
 
 
 def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[str, bool]) -> Fingerprint:
-    """Run :func:`fingerprint`, and share what each rank has found by itself with all ranks.
+    """Run :func:`fingerprint`, and include corruptions that individual ranks have already found.
 
     Args:
+        runtime: state of the sharded model.
         own: corruptions that this rank has found.
-        sound: for each parameter where this is known, True if its masters on this rank are unchanged since the last
-            step.
+        sound: for parameters whose state is known: True if the parameter's masters on this rank are unchanged since the
+            last step, False if their bits have changed without a write.
     """
     handles = runtime.handles
     for handle in handles:
@@ -144,18 +147,21 @@ def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[s
 
 
 def _is_due(handle: Handle) -> bool:
-    """Return whether masters have changed since the last refresh."""
+    """Return whether the masters of a handle have changed since the last refresh."""
     return handle.refresh_due or handle.tracker.dirty
 
 
 def _sum(handle: Handle) -> Tensor:
-    """Return the sum of a handle's ZeRO-3 shard, 0-dim int64; 0 if the shard is the master and not refreshed yet."""
+    """Return the sum of a handle's ZeRO-3 shard, 0-dim int64.
+
+    The result is 0 if the shard shares memory with the masters, and the masters were changed but not refreshed yet.
+    """
     whole = sum64(handle.read_zero3())
     return torch.zeros_like(whole) if handle.shares_master and _is_due(handle) else whole
 
 
 def _own_part(handle: Handle) -> Tensor:
-    """Return this rank's part of its ZeRO-3 shard, to which its masters are copied."""
+    """Return the part of a handle's ZeRO-3 shard to which this rank's masters are copied."""
     return handle.read_zero3()[handle.topology.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)]
 
 
@@ -164,7 +170,10 @@ def _cast(handle: Handle) -> Tensor:
 
 
 def _locate(handle: Handle, topology: MeshInfo, sound: Mapping[str, bool]) -> list[Corruption]:
-    """Locate differences in one handle between replicas. All ranks of the replica group call it; results are equal."""
+    """Return the differences in one handle, between replicas or from the masters.
+
+    All ranks of the replica group must call this; the result is the same on all of them.
+    """
     zero3 = handle.read_zero3()
     replicas, shard = topology.replicas, as_integers(zero3).view(torch.uint8)  # backends support few integer dtypes
     everyone = shard.expand(replicas, -1).contiguous()
@@ -208,10 +217,11 @@ def _verdict(values: Sequence[int], truth: int | None, owner: int, says: int) ->
     """Return the kind of corruption of one element, and the replicas on which it is wrong.
 
     Args:
-        values: compute weight on each replica, as an integer.
-        truth: master in the compute dtype, as an integer; None if the owner's compute weight is the master.
+        values: bits of the compute weight on each replica, as integers.
+        truth: bits of the master cast to the compute dtype, as an integer. None: the owner's compute weight is the
+            master.
         owner: replica that has the master.
-        says: state of that master since the last step, as far as its rank knows it.
+        says: state of the master since the last step, as known by its rank: ``_UNKNOWN``, ``_CHANGED`` or ``_SOUND``.
     """
     if truth is not None:
         wrong = [r for r, value in enumerate(values) if value != truth]
@@ -244,7 +254,7 @@ def _elements(at: Sequence[int]) -> str:
 
 
 class _Owners:
-    """Map from elements of this rank's ZeRO-3 shard of a handle to replicas and parameters."""
+    """Map from positions in this rank's ZeRO-3 shard of a handle to replicas and parameters."""
 
     def __init__(self, handle: Handle, topology: MeshInfo) -> None:
         self._layout = handle.layout
@@ -253,12 +263,15 @@ class _Owners:
         self._replicas = topology.replicas
 
     def replica(self, place: int) -> int:
-        """Return the replica that has the master of an element."""
+        """Return the replica that has the master of the element at position `place` in the shard."""
         flat = self._start + place
         return next(r for r in range(self._replicas) if flat in self._layout.shard_range(self._first + r))
 
     def parameter(self, place: int) -> tuple[str, int]:
-        """Return the name of the parameter of an element, and the element's index in it; padding has no parameter."""
+        """Return the parameter that contains the element at `place`, and the element's flat index in the parameter.
+
+        For padding, return ``"padding"`` and the element's index in the handle's flat buffer.
+        """
         flat = self._start + place
         slot = next((slot for slot in self._layout.slots if slot.offset <= flat < slot.end), None)
         return ("padding", flat) if slot is None else (slot.name, flat - slot.offset)

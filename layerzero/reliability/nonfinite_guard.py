@@ -25,7 +25,10 @@ _LOG = logging.getLogger("layerzero")
 
 
 class NonFiniteGradients(RuntimeError):
-    """Error that all ranks raise before any parameter is updated; it names ranks, parameters and handles."""
+    """Error that all ranks raise, before any parameter is updated, if gradients are not finite.
+
+    The message names ranks, parameters and handles.
+    """
 
 
 def guard_steps(
@@ -38,18 +41,23 @@ def guard_steps(
 ) -> StepGuard:
     """Make ``step()`` skip the update, or raise, if a gradient is NaN or infinite on any rank.
 
-    All ranks must call this. Each step then costs one read of this rank's final gradients, and an all-reduce of one
-    number that the host waits for. With `locate`, each reduction costs one read of the gradients that are sent. A loss
-    scaler checks before this guard, and skips by itself.
+    All ranks must call this. Each step then reads this rank's final gradients once, and waits for an all-reduce of one
+    number. With `locate`, each reduction also reads the gradients that it sends once. A loss scaler checks gradients
+    before this guard does, and skips steps independently.
 
     Args:
         model: from :func:`layerzero.shard_model`.
-        optimizers: all optimizers of the model, from :func:`layerzero.shard_optimizer`. If one skips, all do.
-        nonfinite: "skip" leaves parameters and state unchanged, logs what was found, and raises if more than `skips`
-            steps in a row would be skipped. "raise" raises at once.
-        skips: number of steps in a row that may be skipped.
-        locate: also check each rank's own gradients, to report which ranks they came from.
-        extra_groups: process groups with other parts of the model (tensor or pipeline parallel), which also skip.
+        optimizers: all optimizers of the model, from :func:`layerzero.shard_optimizer`. If one skips, all of them skip.
+        nonfinite: "skip" leaves parameters and optimizer state unchanged, logs the affected parameters, and raises if
+            more than `skips` consecutive steps would be skipped. "raise" raises at the first non-finite gradient.
+        skips: number of consecutive steps that may be skipped.
+        locate: also check each rank's own gradients, so that the message names the ranks that produced the non-finite
+            gradients.
+        extra_groups: process groups of ranks that hold other parts of the model (tensor or pipeline parallel). These
+            ranks skip the same steps.
+
+    Returns:
+        The guard, which counts skipped steps.
 
     Example::
 
@@ -73,12 +81,12 @@ def guard_steps(
 
 
 class StepGuard:
-    """Guard against non-finite gradients, made by :func:`guard_steps`.
+    """Guard against non-finite gradients, created by :func:`guard_steps`.
 
     Attributes:
-        skipped: number of skipped steps so far; optimizers that skip together count once.
-        in_a_row: number of skipped steps since the last step of the first optimizer that was not skipped.
-        found: description of the last non-finite gradients; empty if there were none.
+        skipped: number of skipped steps so far. A step that several optimizers skip together counts once.
+        in_a_row: number of steps skipped since the first optimizer last made a step.
+        found: description of the most recent non-finite gradients; empty if there were none.
     """
 
     def __init__(
@@ -106,7 +114,7 @@ class StepGuard:
             optimizer.guard = self.lets_pass
 
     def close(self) -> None:
-        """Remove the guard: steps are no longer checked."""
+        """Remove the guard. Later steps are not checked."""
         for optimizer in self._optimizers:
             optimizer.guard = None
         self._hook.remove()
@@ -114,7 +122,11 @@ class StepGuard:
             self._own.stop()
 
     def _begin_anew(self, *_: object) -> None:
-        """Begin a new round before a forward. Clear the record if a step was skipped elsewhere, as by a loss scaler."""
+        """Begin a new round before a forward.
+
+        If no parameter has a gradient, also clear the record of non-finite gradients: a loss scaler, for example, may
+        have skipped the step without a call of this guard.
+        """
         if torch.is_grad_enabled():
             self._asked.clear()
         if self._own is not None:
@@ -125,9 +137,10 @@ class StepGuard:
 
     @torch.no_grad()
     def lets_pass(self, optimizer: ShardedOptimizer) -> bool:
-        """Return whether the optimizer may step: all gradients are finite on all ranks. All ranks must call this.
+        """Return whether the optimizer may step, because all gradients on all ranks are finite.
 
-        If one optimizer of a round has skipped, the others skip too, even if its gradients have changed since.
+        If one optimizer of a round has skipped, the remaining optimizers of the round skip as well, without another
+        check. All ranks must call this.
         """
         if not self._asked or any(optimizer is other for other in self._asked):
             self._asked, self._refusing = [], False
@@ -150,7 +163,7 @@ class StepGuard:
         return False
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Return this rank's rows of the final gradients of all optimizers, by parameter name."""
+        """Return this rank's rows of the final gradients of all optimizers, keyed by parameter name."""
         return {
             name: plain(parameter.grad) if isinstance(parameter, RowShardedTensor) else parameter.grad
             for optimizer in self._optimizers
@@ -160,7 +173,7 @@ class StepGuard:
         }
 
     def _note(self, gradients: dict[str, Tensor]) -> None:
-        """Count and log a skipped step, or raise; the message is the same on all ranks."""
+        """Count a skipped step, and log or raise. The message is the same on all ranks of the model."""
         rank = dist.get_rank()
         final = list(dict.fromkeys(self._all_tell(not_finite(gradients))))
         own = [] if self._own is None else [f"rank {rank}: {text}" for text in self._own.bad(set(final))]

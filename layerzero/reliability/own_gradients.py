@@ -1,10 +1,10 @@
-"""Search for the rank whose gradient was not finite.
+"""Search for the ranks whose own gradients were not finite.
 
 [Note: Where a NaN is looked for]
-A check of the final gradients, or of their norm, before each step shows that a gradient is not finite. By then the
-gradients of all ranks have been summed, so it does not show which rank it came from. Therefore each rank checks its own
-gradients as they are sent, and keeps the result on the device. This costs one read of the gradients; it neither
-communicates nor makes the host wait. The result is read only after a check of final gradients has failed.
+A check of the final gradients, or of their norm, before each step detects non-finite gradients. By then, the gradients
+of all ranks have been summed, so the check cannot identify the rank that produced them. Therefore each rank checks its
+own gradients when they are sent, and keeps the result on the device. This check reads the gradients once; it neither
+communicates nor blocks the host. The result is read only after a check of final gradients has failed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["LocalGradientCheck", "whose"]
 
 
 class LocalGradientCheck:
-    """Record of the gradients of this rank that were not finite when they were sent."""
+    """Record of this rank's own gradients that were not finite when they were sent."""
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
@@ -37,15 +37,17 @@ class LocalGradientCheck:
             handle.inspect = None
 
     def forget(self) -> None:
-        """Clear the record of the gradients so far."""
+        """Clear the record."""
         if self._bad:
             torch._foreach_zero_(self._bad)
 
     def bad(self, among: Collection[str] | None = None) -> list[str]:
-        """Return the parameters whose gradients were not finite, as one text per handle. The host waits for the device.
+        """Return the names of parameters whose gradients were not finite, as one text per handle.
+
+        The host waits for the device.
 
         Args:
-            among: names of the parameters to report; None: all.
+            among: names of the parameters to report. None: all parameters.
         """
         found = []
         for handle, of_handle in zip(self._handles, self._bad, strict=True):
@@ -56,7 +58,12 @@ class LocalGradientCheck:
 
 
 def _look(bad: Tensor, outgoing: Sequence[tuple[int, Tensor]]) -> None:
-    """Set the elements of `bad` [slots] whose gradients, given with their slots, are not finite; all on the device."""
+    """Mark the slots whose outgoing gradients are not finite. The host does not wait.
+
+    Args:
+        bad: bool tensor of shape [slots] to update in place.
+        outgoing: ``(slot, gradient)`` pairs.
+    """
     sent = [(slot, gradient) for slot, gradient in outgoing if gradient.numel()]
     if not sent:
         return
@@ -73,10 +80,10 @@ def _spell(handle: Handle, names: list[str]) -> str:
 
 
 def whose(own: Sequence[str], final: Iterable[str]) -> str:
-    """Return the message about gradients that are not finite.
+    """Return the text of a message about non-finite gradients.
 
     Args:
-        own: texts of all ranks about their own gradients that were not finite.
+        own: texts from all ranks about their own non-finite gradients; empty if all of these gradients were finite.
         final: names of the parameters whose final gradients are not finite.
     """
     if own:

@@ -12,19 +12,23 @@ __all__ = ["watchdog"]
 
 
 def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
-    """Log on every rank if a collective has not completed after `limit` seconds.
+    """Log a message on every rank if a collective has not completed after `limit` seconds. All ranks must call this.
 
-    The line names the collective, its unit, the step, and the missing ranks with the last collective of each. It is
-    logged within 5 s after the limit, or a tenth of `limit` if that is more. The watchdog ends nothing; the timeout of
-    the process group does that. All ranks must call this. It costs two threads, and a request to the store every 1 to
-    10 s.
+    The message names the collective, its unit, the step, and the missing ranks with the last collective of each. It is
+    logged within 5 s after the limit, or within a tenth of `limit` if that is longer. The watchdog does not abort a
+    collective; the timeout of the process group does. A watchdog needs two threads, and sends a request to the store
+    every 1 to 10 s.
 
-    On a device :func:`layerzero.shard_model` starts a watchdog with half the timeout of the process group, at most
-    5 minutes. This one replaces it. ``layerzero.watchdog(model).close()`` leaves the model without one.
+    On a device, :func:`layerzero.shard_model` starts a default watchdog, whose limit is half the timeout of the process
+    group but at most 5 minutes. This function replaces the default watchdog. To run without a watchdog, call
+    ``layerzero.watchdog(model).close()``.
 
     Args:
         model: from :func:`layerzero.shard_model`.
-        limit: seconds from the launch of a collective. Choose more than a step or a checkpoint takes.
+        limit: seconds since the launch of a collective. Use a limit that is longer than any step or checkpoint takes.
+
+    Returns:
+        The watchdog. Its ``close()`` stops it.
 
     Raises:
         ValueError: `limit` is not positive.

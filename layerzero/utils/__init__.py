@@ -1,1 +1,1 @@
-"""Helpers that know nothing about sharding."""
+"""General helpers that do not depend on sharding."""

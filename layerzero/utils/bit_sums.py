@@ -1,4 +1,4 @@
-"""Digests of tensors, to compare their bits between ranks."""
+"""Digests of tensors, for bitwise comparison between ranks."""
 
 from __future__ import annotations
 

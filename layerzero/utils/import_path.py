@@ -1,4 +1,4 @@
-"""Import of callables and classes by name: ``package.module:name``."""
+"""Import of callables and classes by a name of the form ``package.module:name``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ __all__ = ["load_named"]
 
 
 def load_named(target: str, what: str) -> Callable[..., Any]:
-    """Import the callable that ``package.module:name`` names.
+    """Import and return a callable.
 
     Args:
-        what: description of the callable for error messages.
+        target: name of the callable, ``package.module:name``.
+        what: description of the callable, for error messages.
 
     Raises:
         ValueError: the name is malformed, the import fails, or the object is not callable.

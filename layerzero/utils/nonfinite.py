@@ -16,7 +16,7 @@ _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @torch.no_grad()
 def any_not_finite(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """Return a 0-dim bool tensor on `device`: whether any tensor contains a NaN or an infinity.
+    """Return whether any tensor contains a NaN or an infinity, as a 0-dim bool tensor on `device`.
 
     Each tensor is read once. The host does not wait.
     """
@@ -52,10 +52,10 @@ def _are_finite(tensors: list[Tensor]) -> Tensor:
 
 
 def magnitudes(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the largest magnitude in each tensor as a 0-dim tensor; NaN if the tensor contains one.
+    """Return the largest magnitude in each tensor as a 0-dim tensor; NaN if the tensor contains a NaN.
 
-    The tensors must not be empty and must be on one device. A sum of squares is not used instead, because it may
-    overflow although every element is finite.
+    The tensors must be non-empty and on one device. A sum of squares would not be suitable: it may overflow even if
+    every element is finite.
     """
     if tensors[0].device.type != "cpu":
         return list(torch._foreach_norm(tensors, math.inf))

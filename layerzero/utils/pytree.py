@@ -1,4 +1,4 @@
-"""Tensors in nested inputs and outputs of modules."""
+"""Iteration over tensors in nested inputs and outputs of modules, and conversion of their dtypes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _DEEPEST = 8  # maximum depth of objects with attributes
 
 
 def iter_tensors(value: Any, _depth: int = 0) -> Iterator[Tensor]:
-    """Yield every tensor in nested tuples, lists, mappings, dataclasses and attributes of other objects, in order."""
+    """Yield, in order, each tensor nested in `value`.
+
+    Tensors are found in tuples, lists, mappings, dataclasses and the attributes of other objects.
+    """
     items: Iterable[Any] = ()
     if isinstance(value, Tensor):
         yield value
@@ -33,7 +36,7 @@ def iter_tensors(value: Any, _depth: int = 0) -> Iterator[Tensor]:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return the value with its floating-point tensors cast to `dtype`. Containers are rebuilt, never modified."""
+    """Return `value` with its floating-point tensors cast to `dtype`. Containers are rebuilt, not modified in place."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor

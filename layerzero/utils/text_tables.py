@@ -10,7 +10,10 @@ _LARGE = ("", "k", "M", "G", "T", "P", "E")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Return a table with a header; the first `left` columns are left-aligned, the others right-aligned."""
+    """Return a plain-text table with a header line.
+
+    The first `left` columns are left-aligned. All other columns are right-aligned.
+    """
     lines = [tuple(header), *map(tuple, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     texts = []
@@ -24,12 +27,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
 
 
 def size(nbytes: float) -> str:
-    """Return a number of bytes as text, with powers of 1000: ``1.24 GB``."""
+    """Return a number of bytes as text with a decimal unit, such as ``1.24 GB``."""
     return _with_unit(nbytes, "B")
 
 
 def rate(number: float) -> str:
-    """Return a number as text without a unit, with powers of 1000: ``12.3 k``."""
+    """Return a number as text with a decimal prefix, such as ``12.3 k``."""
     return _with_unit(number, "").rstrip()
 
 

@@ -1,13 +1,13 @@
-"""Differences between two trainings of the same model, per parameter; arithmetic and text only.
+"""Differences between two training runs of the same model, per parameter: only arithmetic and text.
 
 [Note: Relative to what]
-The gradient of a bias before a normalization is zero except for rounding, and rounding noise never agrees. A
-gradient's difference is therefore relative to that parameter's largest gradient, or to `FLOOR` times the model's
-largest gradient if that is larger. A weight's difference is relative to how far training moved it, because a wrong
-update is small compared with the weight itself. If they are larger, `FLOOR` times the largest movement in the model or
-the largest weight of the same parameter is used, so that rounding does not count. A weight within one ulp (unit in the
-last place) of the plain run's is no difference, however little training moved it: sums in another order round
-differently.
+The gradient of a bias before a normalization is zero except for rounding, and rounding errors of two runs do not agree.
+A gradient's difference is therefore divided by the largest element of that parameter's gradient, or by `FLOOR` times
+the model's largest gradient element if that is larger. A weight's difference is divided by how far training moved the
+weight, because a wrong update is small compared with the weight itself. `FLOOR` times the largest movement in the
+model, or `FLOOR` times the parameter's largest element, is used instead if it is larger, so that rounding does not
+count. Two weights that differ by at most one ulp (unit in the last place) count as equal, however little training moved
+them, because sums in another order round differently.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHOWN = 20  # rows in the text of a report
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Gradients and weights of one optimizer step: full tensors in host memory, by parameter name."""
+    """Gradients and weights of one optimizer step, as full tensors in host memory keyed by parameter name."""
 
     gradients: Mapping[str, Tensor | None]
     weights: Mapping[str, Tensor]  # after the step; includes floating-point buffers
@@ -39,15 +39,15 @@ class ParameterDifference:
 
     Attributes:
         zero3_size: S of the sharded run.
-        precision: its coarsest dtype, such as ``"float32"``.
+        precision: coarsest dtype of the sharded run, such as ``"float32"``.
         name: name of the parameter, as in ``named_parameters()``.
-        gradient: largest relative difference of its gradient; ``inf`` if only one run has a gradient, or if the sharded
-            run's is not finite.
-        gradient_step: the step of that difference, from 0.
+        gradient: largest relative difference of the parameter's gradient. It is ``inf`` if only one run has a gradient,
+            or if the gradient of the sharded run is not finite.
+        gradient_step: index of the step with the difference `gradient`, from 0.
         weight: largest relative difference of the trained values that are more than one ulp apart.
-        weight_step: the step after which that difference was found.
+        weight_step: index of the step after which the difference `weight` was found.
         tolerance: upper limit of `gradient` and `weight`.
-        note: a remark such as ``"no gradient when sharded"``; usually empty.
+        note: remark such as ``"no gradient when sharded"``; usually empty.
     """
 
     zero3_size: int
@@ -66,18 +66,18 @@ class ParameterDifference:
 
     @property
     def excess(self) -> float:
-        """The larger of the two differences, divided by the tolerance."""
+        """The larger of `gradient` and `weight`, divided by the tolerance."""
         return max(self.gradient, self.weight) / self.tolerance
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Result of :func:`layerzero.verify`. ``str(report)`` is a table, sorted from worst to best.
+    """Result of :func:`layerzero.verify`. ``str(report)`` is a table of the rows.
 
     Attributes:
-        rows: one row per parameter and sharded run, the worst first.
+        rows: one row per parameter and sharded run, sorted from the largest difference to the smallest.
         world_size, steps, micro_batches: settings of the runs.
-        notes: observations on the plain run, which does not shard.
+        notes: observations on the plain run.
     """
 
     rows: tuple[ParameterDifference, ...]
@@ -93,7 +93,7 @@ class VerifyReport:
 
     @property
     def worst(self) -> ParameterDifference | None:
-        """The row with the largest difference relative to its tolerance; None for a model without parameters."""
+        """Row with the largest difference relative to its tolerance; None for a model without parameters."""
         return self.rows[0] if self.rows else None
 
     def __str__(self) -> str:
@@ -123,7 +123,7 @@ class VerifyReport:
 
 
 class Comparison:
-    """Collector of the worst differences of one sharded run, over all steps."""
+    """Collector of the largest differences of one sharded run over all steps."""
 
     def __init__(self, start: Mapping[str, Tensor], *, zero3_size: int, precision: str, tolerance: float) -> None:
         self._start = start  # the weights before the first step
@@ -135,7 +135,7 @@ class Comparison:
         self._note: dict[str, str] = {}
 
     def add(self, step: int, plain: StepRecord, ours: StepRecord) -> None:
-        """Compare gradients and weights of one step."""
+        """Compare the gradients and weights of one step, and keep the largest differences."""
         largest_gradient = _largest(g for g in plain.gradients.values() if g is not None)
         largest_move = _largest(plain.weights[name] - self._start[name] for name in plain.gradients)
         for name in [*plain.weights, *(name for name in ours.weights if name not in plain.weights)]:
@@ -167,7 +167,7 @@ class Comparison:
                 self._note[name] = note
 
     def rows(self) -> list[ParameterDifference]:
-        """Return one row per name."""
+        """Return the differences, one row per parameter or buffer."""
         return [
             ParameterDifference(
                 self._zero3_size,
@@ -183,10 +183,14 @@ class Comparison:
 
 
 def _distance(left: Tensor, right: Tensor, *, slack: Tensor | float = 0.0) -> float:
-    """Return the largest difference; infinite for different shapes, or if an Inf or NaN is on one side only.
+    """Return the largest absolute difference between elements of two tensors.
+
+    The result is infinite if the shapes differ, or if an element is Inf or NaN in one tensor only.
 
     Args:
-        slack: smaller or equal differences count as zero; a number, or a tensor of the shape of `right`.
+        left: first tensor.
+        right: second tensor.
+        slack: differences up to this value count as zero; a number, or a tensor with the shape of `right`.
     """
     if left.shape != right.shape:
         return math.inf
@@ -200,7 +204,10 @@ def _distance(left: Tensor, right: Tensor, *, slack: Tensor | float = 0.0) -> fl
 
 
 def _ulps(values: Tensor) -> Tensor:
-    """Return the distance of each element to the next larger one in its dtype, in fp64; 0 for zeros, integers, Inf."""
+    """Return the size of one ulp of each element, in fp64: the distance to the next larger magnitude in its dtype.
+
+    The result is 0 for integers, zeros and infinite values.
+    """
     if not values.is_floating_point():
         return torch.zeros(values.shape, dtype=torch.float64)
     magnitudes = values.double().abs()
@@ -209,7 +216,7 @@ def _ulps(values: Tensor) -> Tensor:
 
 
 def _largest(tensors: Iterable[Tensor]) -> float:
-    """Return the largest finite magnitude among the elements of all tensors; 0 if there are none."""
+    """Return the largest finite magnitude among the elements of all tensors; 0 if no tensor has elements."""
     found = (t.abs().nan_to_num(0.0, posinf=0.0).max().item() for t in tensors if t.numel())
     return float(max(found, default=0.0))
 

@@ -1,4 +1,4 @@
-"""Local gloo ranks that run a function, each in a single-threaded process. They rendezvous through a file."""
+"""Execution of a function on local gloo ranks. Each rank is a single-threaded process; the rendezvous uses a file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GRACE = 2.0  # seconds to wait for errors of the other ranks after one has fail
 
 @dataclass(frozen=True)
 class _Failure:
-    """Failure of a rank without a result."""
+    """Failure of a rank that therefore has no result."""
 
     rank: int
     when: float  # seconds since the epoch
@@ -44,10 +44,11 @@ def pickled(parts: Mapping[str, object], *, way_out: str) -> bytes:
     """Pickle a dictionary for other processes.
 
     Args:
-        way_out: what the user can do, for the error message.
+        parts: values by name.
+        way_out: advice to the user for the error message.
 
     Raises:
-        TypeError: a part cannot be pickled; names the part and gives `way_out`.
+        TypeError: a value cannot be pickled. The message names the value and contains `way_out`.
     """
     for name, part in parts.items():
         _require_picklable(name, part, way_out)
@@ -68,12 +69,13 @@ def run_on_local_ranks(
 
     Args:
         fn: a function at the top level of a module.
-        arguments: from :func:`pickled`.
+        arguments: result of :func:`pickled`, which is unpickled for `fn`.
         world_size: number of processes.
         timeout: timeout of a collective between the ranks, in seconds.
 
     Raises:
-        RuntimeError: a rank raised or died; has the traceback of the first one. All processes have ended by then.
+        RuntimeError: a rank raised or died. The message describes the first failure, with its traceback if there is
+            one. All processes have ended by then.
     """
     context = multiprocessing.get_context("spawn")
     ranks: list[tuple[BaseProcess, Connection]] = []  # processes and pipes to them
@@ -128,7 +130,10 @@ _DIED = (
 
 
 def _describe(failures: list[_Failure], exit_codes: Mapping[int, int | None]) -> str:
-    """Describe the cause in full, then its consequences. The cause is a rank that died, else the first that raised."""
+    """Return a message that describes the cause in full, then its consequences.
+
+    The cause is a rank that died, or else the first rank that raised.
+    """
     first, *rest = sorted(failures, key=lambda failure: (failure.is_echo, bool(failure.traceback), failure.when))
     lines = [f"rank {first.rank} failed: {first.summary}"]
     if first.traceback:
@@ -171,7 +176,7 @@ def _work(
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit without destroying process groups: that may wait for other ranks, which wait for this one."""
+    """Exit without destroying process groups, which could deadlock with ranks that wait for this rank."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -1,10 +1,11 @@
-"""Plain and sharded training of a model for a few steps, from the same start on the same batches.
+"""Plain and sharded training of a model for a few steps, from the same initial weights and on the same batches.
 
 [Note: What the plain run is]
-Data-parallel training in one process. There is one model per rank, built by the user's function from the same seed, so
-that batch-norm statistics, counters and other module state develop as on that rank. All models share the storage of the
-weights. Each processes its rank's batches, the gradients are averaged, and one optimizer steps. No collectives are
-used. Every rank does the full plain run, so that a module that communicates with other ranks finds them there.
+The plain run is data-parallel training in one process. It has one model per rank, built by the user's function from the
+same seed, so that batch-norm statistics, counters and other module state change as on that rank. All models share the
+storage of the weights. Each model processes its rank's batches, the gradients are averaged, and one optimizer steps.
+layerzero uses no collectives in the plain run. Every rank runs all of it, so that modules that communicate with other
+ranks still work.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ PER_MODEL = ("ignored_params", "ignored_modules")  # settings of shard_model tha
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """The training to run; see :func:`layerzero.verify`."""
+    """Training that both runs perform; the fields are arguments of :func:`layerzero.verify`."""
 
     model_fn: Callable[[], nn.Module]
     batch_fn: Callable[[int, int], Any]
@@ -56,7 +57,7 @@ class TrainingTask:
     seed: int
 
     def build(self) -> nn.Module:
-        """Build the user's model, from the same random numbers each time."""
+        """Build the user's model with the random seeds reset, so that all models start with equal weights."""
         _seed(self.seed)
         model = self.model_fn()
         if not isinstance(model, nn.Module):
@@ -73,12 +74,16 @@ class TrainingTask:
         return optimizer
 
     def batch(self, index: int, rank: int) -> Any:
-        """Return the user's batch, from random numbers seeded by index and rank."""
+        """Return the user's batch for a micro-batch and rank, with random numbers seeded by both."""
         _seed(self.seed, 1 + index, rank, 0)
         return self.batch_fn(index, rank)
 
     def backward(self, model: nn.Module, step: int, micro_batch: int, rank: int, device: torch.device) -> float:
-        """Run forward and backward of one micro-batch, with random numbers seeded for it; return the loss."""
+        """Run the forward and backward of one micro-batch, with random numbers seeded by micro-batch and rank.
+
+        Returns:
+            The loss. Gradients are those of the loss divided by the number of micro-batches.
+        """
         index = step * self.micro_batches + micro_batch
         batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), self.batch(index, rank))
         _seed(self.seed, 1 + index, rank, 1)
@@ -92,7 +97,7 @@ class TrainingTask:
 
 
 def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss if the user gives no loss function: the output of the model, or its ``loss``."""
+    """Run the model and return its output, or the ``loss`` of its output; the default loss function."""
     if isinstance(batch, Mapping):
         output = model(**batch)
     else:
@@ -107,7 +112,7 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
 
 
 class ReferenceRun:
-    """Result of the plain run: initial weights, a record per step if kept, and the losses of all ranks' batches."""
+    """Result of the plain run: initial weights, records of the steps (on rank 0), and the losses of all batches."""
 
     def __init__(self) -> None:
         self.start: dict[str, Tensor] = {}
@@ -121,9 +126,10 @@ def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, ra
     """Train without layerzero. See [Note: What the plain run is].
 
     Args:
+        task: the training to run.
         world_size: number of ranks whose batches are used.
         device: device of the models.
-        rank: rank whose buffers are recorded with the weights. Records are kept on rank 0 only.
+        rank: this rank, whose buffers are recorded together with the weights. Only rank 0 keeps a record of each step.
     """
     _require_repeatable(task)
     models = _models_of_ranks(task, world_size, device)
@@ -160,9 +166,9 @@ def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, ra
 def train_sharded(
     task: TrainingTask, *, zero3_size: int, rank: int, device_type: str | None, settings: Mapping[str, Any]
 ) -> Iterator[StepRecord]:
-    """Train with layerzero on this rank's batches; yield a record per step, with empty tensors on ranks other than 0.
+    """Train with layerzero on this rank's batches, and yield a record of each step.
 
-    All ranks must exhaust it together.
+    On ranks other than 0, the tensors of the records are empty. All ranks must exhaust the iterator together.
     """
     mesh = init_mesh(zero3_size, device_type)
     model = task.build()
@@ -217,7 +223,11 @@ def _models_of_ranks(task: TrainingTask, world_size: int, device: torch.device) 
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the parameter that the optimizer updates: at least fp32 as in a sharded run, or else the same storage."""
+    """Return the parameter that the optimizer of the plain run updates.
+
+    As in a sharded run, a trainable master has at least the precision of fp32. If the dtype does not change, the master
+    shares the storage of `parameter`.
+    """
     dtype = torch.promote_types(parameter.dtype, torch.float32) if parameter.requires_grad else parameter.dtype
     return nn.Parameter(parameter.data.to(dtype), requires_grad=parameter.requires_grad)
 
@@ -235,7 +245,7 @@ def _add_gradients(sums: dict[str, Tensor], model: nn.Module, masters: Mapping[s
 
 
 def _changed(parameter: Tensor, before: Tensor) -> bool:
-    """Return whether a parameter differs from its value after the last optimizer step."""
+    """Return whether a parameter differs from its value `before`, compared in the parameter's dtype."""
     return not torch.equal(parameter.detach().cpu(), before.to(parameter.dtype))
 
 
@@ -248,7 +258,10 @@ def _require_finite(losses: Iterable[float], step: int) -> None:
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and floating-point buffers. Integer buffers, which are counters, are left out."""
+    """Yield the names and tensors of parameters and floating-point buffers.
+
+    Integer buffers are counters and are omitted.
+    """
     yield from model.named_parameters()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point())
 
@@ -258,7 +271,7 @@ def _weights(masters: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tenso
 
 
 def _average_ignored(model: nn.Module) -> None:
-    """Average the gradients of ignored parameters, as a user's training loop must do."""
+    """Average the gradients of ignored parameters over all ranks, as a user's training loop must do."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) or not parameter.requires_grad:
             continue
@@ -271,7 +284,7 @@ def _average_ignored(model: nn.Module) -> None:
 
 
 def _whole(tensor: Tensor, rank: int) -> Tensor:
-    """Return the full tensor in host memory on rank 0, an empty one elsewhere. All ranks must call this."""
+    """Return the full tensor in host memory on rank 0, and an empty tensor on other ranks. All ranks must call this."""
     whole = tensor.detach()
     if isinstance(whole, DTensor):
         whole = whole.full_tensor()
@@ -279,7 +292,7 @@ def _whole(tensor: Tensor, rank: int) -> Tensor:
 
 
 def _seed(*numbers: int) -> None:
-    """Seed torch and Python from some integers; equal integers give equal random numbers on every rank."""
+    """Seed the random numbers of torch and Python from integers. Equal integers give equal numbers on every rank."""
     mixed = 0
     for number in numbers:
         mixed = (mixed * 1_000_003 + number + 0x9E3779B9) % 2**63
@@ -289,7 +302,7 @@ def _seed(*numbers: int) -> None:
 
 @contextmanager
 def preserved_rng(device: torch.device) -> Iterator[None]:
-    """Preserve the caller's random states."""
+    """Context manager that restores the random states of Python and torch on exit."""
     state = random.getstate()
     devices = [] if device.type == "cpu" else [device]
     try:

@@ -1,4 +1,4 @@
-"""The entry point :func:`verify`, which compares training of a model with and without layerzero."""
+"""Entry point :func:`verify`, which compares the training of a model with and without layerzero."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _DTYPES = ("replica_reduce_dtype", "buffer_dtype")  # settings that may lower th
 
 
 def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Return SGD with momentum. Adam is unsuitable: it normalizes the gradient, which hides a wrong scale."""
+    """Return SGD with momentum. Adam would be unsuitable: it normalizes gradients, which hides a wrong scale."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
@@ -79,58 +79,65 @@ def verify(
 
     The plain run is data-parallel training in one process, without collectives. The sharded runs use
     :func:`layerzero.shard_model`, :func:`layerzero.no_sync` and :func:`layerzero.shard_optimizer` as a training loop
-    does. Both start from the same weights, and draw the same random numbers in the same micro-batch of the same rank.
-    So dropout and batch-norm in training mode can be compared.
+    does. All runs start from the same weights, and draw the same random numbers for a given rank and micro-batch.
+    Therefore dropout and batch-norm in training mode can be compared.
 
-    On a CPU the ranks use collectives, as on devices, and not shared memory, unless `shared_memory` is given. A forward
-    on some ranks of a ZeRO-3 group only (``if rank == 0: evaluate(model)``) raises; on devices it would hang.
+    On a CPU, the ranks use collectives as on devices instead of shared memory, unless `shared_memory` is given. A
+    forward on only some ranks of a ZeRO-3 group (``if rank == 0: evaluate(model)``) raises; on devices it would hang.
 
     Use a small configuration of the model: every rank holds the full model, and rank 0 keeps two copies per step in
     host memory.
 
-    If torch.distributed is initialized (under torchrun), every rank must call this, and its ranks and devices are used.
-    Otherwise `world_size` processes are started on this machine's CPU. Then all functions must be picklable: define
-    them at the top level of a module. A script must guard its start with ``if __name__ == "__main__"``.
+    If torch.distributed is initialized (under torchrun), every rank must call this, and the existing ranks and their
+    devices are used. Otherwise `world_size` processes are started on this machine's CPU. In this case, all functions
+    must be picklable: define them at the top level of a module. A script must also guard its entry point with
+    ``if __name__ == "__main__"``.
 
     Args:
-        model_fn: builds the model, on any device. Called many times; must return a new model of the same structure.
-        batch_fn: ``(index, rank) -> batch``; `index` counts micro-batches from 0 over all steps. Must return the same
-            batch for the same arguments; torch's random numbers are seeded for it.
-        loss_fn: ``(model, batch) -> loss``, a tensor of one element. None: ``model(batch)``, ``model(*batch)`` for a
-            tuple or ``model(**batch)`` for a dict returns the loss, or an object with ``.loss`` or ``["loss"]``.
+        model_fn: function that builds the model, on any device. It is called many times, and must return a new model of
+            the same structure each time.
+        batch_fn: ``(index, rank) -> batch``, where `index` counts micro-batches from 0 over all steps. It must return
+            the same batch for the same arguments; torch's random numbers are seeded before each call.
+        loss_fn: ``(model, batch) -> loss``, where the loss is a tensor of one element. None: the model returns the
+            loss, or an object with ``.loss`` or ``["loss"]``. The call is ``model(batch)``, ``model(*batch)`` for a
+            tuple, or ``model(**batch)`` for a dict.
         optimizer_fn: ``(parameters) -> optimizer``, for example ``functools.partial(torch.optim.SGD, lr=0.01)``.
             None: SGD with momentum 0.9 and learning rate 0.1. Adam hides wrong scales of gradients, and makes full-size
-            steps from gradients that are only rounding errors.
-        world_size: number of processes to start, 4 by default; omit it under torchrun.
-        zero3_sizes: values of S to try. None: 1, and every divisor of the world size that is a multiple of
-            `reshard_after_forward`, if that is a number. If it is a callable that returns numbers, pass `zero3_sizes`.
-        steps, micro_batches: optimizer steps, and batches per step and rank. All but the last micro-batch of a step run
-            inside ``no_sync``.
-        tolerance: largest relative difference of a parameter's gradient, relative to its largest element, and of the
-            trained parameter, relative to how far it moved. Both are relative to a hundredth of the model's largest if
-            that is larger. Trained values that are one ulp of their dtype apart count as equal. None: by the coarsest
-            dtype involved. For fp32 (3.5e-4) and fp64 it is half of the digits, the square root of epsilon. For fp16
-            (0.125) and bf16 (0.35) it is four times that, because accumulated rounding exceeds half of so few digits.
+            steps from gradients that consist of rounding errors.
+        world_size: number of processes to start. None: 4; under torchrun, the existing world size.
+        zero3_sizes: values of S to try. None: every divisor of the world size; if `reshard_after_forward` is a number,
+            1 and every divisor that is a multiple of that number. If `reshard_after_forward` is a callable that returns
+            numbers, pass `zero3_sizes`.
+        steps, micro_batches: number of optimizer steps, and number of batches per step and rank. All micro-batches of a
+            step except the last run inside ``no_sync``.
+        tolerance: largest accepted relative difference of a parameter's gradient and of the trained parameter. A
+            gradient's difference is divided by the gradient's largest element, and a trained parameter's by how far the
+            parameter moved. If a hundredth of the model's largest gradient or movement is larger, it is the divisor
+            instead. Trained values that are one ulp of their dtype apart count as equal. None: a default for the
+            coarsest dtype involved. For fp32 (3.5e-4) and fp64, the default is the square root of epsilon, which is
+            half of the digits. For fp16 (0.125) and bf16 (0.35), it is four times as large, because accumulated
+            rounding exceeds half of so few digits.
         seed: seed of all random numbers.
         timeout: timeout of a collective between the started processes, in seconds.
-        settings: of :func:`layerzero.shard_model`: `units`, `accumulation`, `mp_policy`, ... To try both kinds of
-            accumulation, call verify twice. `ignored_params` and `ignored_modules` are functions here, ``model ->
-            iterable``. verify averages their gradients, which layerzero leaves to the training loop.
+        settings: settings of :func:`layerzero.shard_model`: `units`, `accumulation`, `mp_policy`, ... To try both
+            accumulation modes, call verify twice. `ignored_params` and `ignored_modules` must be functions
+            ``model -> iterable``. verify averages the gradients of ignored parameters, because layerzero leaves this to
+            the training loop.
 
-    The plain run uses the precision of the model as built. If `mp_policy`, `replica_reduce_dtype` or `buffer_dtype` ask
-    for lower precision, every S is run twice. The first run omits them and uses the strict tolerance; it shows whether
-    the model can be sharded. The second run uses them; it shows the effect of low precision. `tolerance` applies to the
-    runs with your settings. In bf16, 0.35 detects wrong scales but no subtle errors: single layers have been seen to
-    differ by 0.14 from fp32.
+    The plain run uses the precision of the model as built. If `mp_policy`, `replica_reduce_dtype` or `buffer_dtype`
+    request a lower precision, each S is run twice. The first run omits these settings and uses the strict tolerance; it
+    determines whether the model can be sharded. The second run uses the settings; it measures the effect of the lower
+    precision. `tolerance` applies only to runs with your settings. In bf16, a tolerance of 0.35 detects wrong scales
+    but no subtle errors: differences of 0.14 from fp32 have been observed in single layers.
 
     Returns:
         The same :class:`VerifyReport` on all ranks: ``report.ok``, ``report.worst``, and a table as ``str(report)``.
 
     Raises:
-        TypeError, ValueError: invalid arguments, functions that cannot be pickled, or an invalid or non-finite loss.
-        RuntimeError: a rank failed; its traceback is in the message. Under torchrun it is in the exception chain of
-            this rank, and the other ranks may wait for it until the timeout of the group. If layerzero refuses the
-            model, this error has the reason.
+        TypeError, ValueError: an argument is invalid, a function cannot be pickled, or a loss is invalid or not finite.
+        RuntimeError: a rank failed. The message contains the rank's traceback. Under torchrun, the traceback is instead
+            in the exception chain of the rank that failed, and the other ranks may wait for it until the timeout of the
+            group. If layerzero does not support the model, this error gives the reason.
 
     Example::
 
@@ -168,7 +175,7 @@ def verify(
 def check_arguments(
     *, steps: int, micro_batches: int, tolerance: float | None, timeout: float, settings: Mapping[str, Any]
 ) -> None:
-    """Raise for values that no run can use."""
+    """Raise if an argument of :func:`verify` is invalid for every run."""
     for name, value in {"steps": steps, "micro_batches": micro_batches}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be an int >= 1, got {value!r}")
@@ -221,7 +228,7 @@ def _verify_locally(rank: int, arguments: Mapping[str, Any]) -> VerifyReport:
 
 
 def _verify(arguments: Mapping[str, Any], *, device_type: str, rank: int) -> VerifyReport:
-    """Run the comparison on every rank, with the default group initialized."""
+    """Run the comparison on this rank. All ranks must call this; the default group must be initialized."""
     given = dict(arguments)
     sizes, tolerance, settings = given.pop("zero3_sizes"), given.pop("tolerance"), given.pop("settings")
     task = TrainingTask(**given)
@@ -250,7 +257,7 @@ def _verify(arguments: Mapping[str, Any], *, device_type: str, rank: int) -> Ver
 def _compare(
     task: TrainingTask, trial: _Trial, plain: ReferenceRun, *, rank: int, device_type: str
 ) -> list[ParameterDifference]:
-    """Return one row per parameter on rank 0, an empty list elsewhere."""
+    """Run one sharded training. Return one row per parameter on rank 0, and an empty list on other ranks."""
     comparison = Comparison(
         plain.start, zero3_size=trial.zero3_size, precision=trial.precision, tolerance=trial.tolerance
     )
@@ -268,7 +275,11 @@ def _compare(
 def _trials(
     sizes: Sequence[int], tolerance: float | None, settings: Mapping[str, Any], dtypes: set[torch.dtype]
 ) -> list[_Trial]:
-    """Return the sharded runs: per size one in the model's precision, and one in lower precision if requested."""
+    """Return the sharded runs for each of `sizes`.
+
+    If `settings` request a lower precision than that of the model, each size has two runs, the first of which is in the
+    model's precision.
+    """
     policy = settings.get("mp_policy") or MixedPrecisionPolicy()
     asked = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype, *(settings.get(name) for name in _DTYPES))
     as_built = _coarsest(dtypes)
@@ -301,7 +312,7 @@ def _epsilon(dtype: torch.dtype) -> float:
 
 
 def _notes(plain: ReferenceRun, world: int) -> tuple[str, ...]:
-    """Return notes on the plain run; complete on rank 0 only."""
+    """Return notes on the plain run. All ranks must call this; only rank 0 returns all notes."""
     notes = []
     if plain.edited:
         notes.append(
