@@ -291,8 +291,7 @@ def _main_grad(runtime: LayerZeroState, handle: Handle, slot: int) -> Callable[[
 
 
 class _Hook:
-    """Module hook with a reference to the state. It refuses to be copied, because a copy would use the storage of the
-    original."""
+    """Module hook with a reference to the state. It cannot be copied: a copy would use the storage of the original."""
 
     def __init__(self, runtime: LayerZeroState, unit: Unit) -> None:
         self.unit = unit

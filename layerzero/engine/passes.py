@@ -133,9 +133,7 @@ class ForwardPass:
         return [unit for unit in self._units if unit not in called]
 
     def comes_again(self, unit: Unit, *, calls: int, uses: int) -> bool:
-        """Return whether `unit` is among the first `calls` calls of the graph, or in a use at position `uses` or
-        before.
-        """
+        """Return whether `unit` is among the first `calls` calls, or in a use up to position `uses`."""
         if any(place <= uses and unit in units for place, units in self.uses):
             return True
         if self.first.get(unit, calls) >= calls:

@@ -464,7 +464,7 @@ class Scheduler(Closable):
             self._prefetch_before(previous)
 
     def _end_with_nested_backward(self, backward: BackwardPass, call: UnitCall) -> None:
-        """If a reentrant checkpoint runs a nested backward for a call, end the call together with that backward.
+        """End a call together with its nested backward, if a reentrant checkpoint runs one.
 
         The nested backward contains all nodes of the recomputed call.
         """
