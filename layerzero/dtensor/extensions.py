@@ -149,7 +149,7 @@ class GatheredBytes(NamedTuple):
 
 
 class ExtendedGather:
-    """Gathers one parameter by its class' extension, and holds the result; see [Note: All-gather extensions].
+    """Gathers one parameter by its class's extension, and holds the result; see [Note: All-gather extensions].
 
     It has the interfaces of :class:`~layerzero.comm.transport.process_group.GatheredFullBuffer` and
     :class:`~layerzero.engine.gathered_params.GatheredParams`.
