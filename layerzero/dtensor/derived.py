@@ -3,7 +3,7 @@
 [Note: No gradient through a sharded tensor]
 DTensor expands the gradient of ``p.square().sum()`` to the shape of `p` and shards it evenly, unlike the rows of `p`. A
 loss that adds such a number to the model's own loss, a plain tensor, passes DTensors to the backward of the model. Both
-end in an error of torch's that names no parameter. Therefore results computed from a parameter under autograd are
+end in an error of torch that names no parameter. Therefore results computed from a parameter under autograd are
 :class:`Derived`. They raise when they are combined with a plain tensor that requires a gradient, and when a gradient
 reaches a reduction. ``p.to_local()`` returns a plain tensor, whose gradient has the shape of the local rows. If one
 rank holds all rows of `p`, a gradient may reach a reduction.
@@ -27,7 +27,7 @@ __all__ = ["with_origin"]
 
 
 class Derived(DTensor):
-    """A DTensor with a ``grad_fn`` that leads to a sharded parameter."""
+    """DTensor whose ``grad_fn`` leads to a sharded parameter."""
 
     origin: RowShardSpec  # of that parameter, or of the first one of several
 
@@ -51,7 +51,7 @@ class Derived(DTensor):
 
 
 def with_origin(made: Any, origin: RowShardSpec) -> Any:
-    """Return `made` with :class:`Derived` in place of the tensors that autograd has derived from a parameter."""
+    """Change each DTensor in `made` that has a ``grad_fn`` to :class:`Derived`, and return `made`."""
     if type(made) not in (DTensor, tuple, list) or not torch.is_grad_enabled():
         return made
     return tree_map_only(DTensor, partial(_with_origin, origin), made)

@@ -58,7 +58,7 @@ def has_extension(tensor: Tensor) -> bool:
 
 
 def not_extensible(tensor: Tensor) -> str | None:
-    """Return why a parameter whose class has an all-gather extension cannot be sharded through it; None if it can."""
+    """Return the reason why the all-gather extension of a parameter's class cannot be used; None if it can."""
     kind = type(tensor).__name__
     if not (hasattr(tensor, _PRE) and hasattr(tensor, _POST)):
         return f"a {kind}, which has only one of {_PRE} and {_POST}"
@@ -84,7 +84,7 @@ def not_extensible(tensor: Tensor) -> str | None:
 
 
 def inner_tensor(tensor: Tensor) -> Tensor:
-    """Return the inner tensor with the values of a tensor that :func:`not_extensible` accepts."""
+    """Return the inner tensor that holds the values of `tensor`, which :func:`not_extensible` must accept."""
     inner: Tensor = getattr(tensor, _inner_names(tensor)[0])
     return inner
 
@@ -119,7 +119,7 @@ class Extension:
     def take(
         cls, parameter: nn.Parameter, module: nn.Module, policy: MixedPrecisionPolicy
     ) -> tuple[nn.Parameter, Extension]:
-        """Split a parameter into a plain one, which takes over its memory, and its extension."""
+        """Split a parameter into its extension and a plain parameter, which takes over the memory."""
         held: Any = parameter
         (inner,), context = held.__tensor_flatten__()
         values = inner_tensor(parameter)
@@ -136,13 +136,13 @@ class Extension:
         return plain, extension
 
     def around(self, rows: Tensor) -> Any:
-        """Return a tensor of the class around `rows`, without a copy."""
+        """Return a tensor of the class that wraps `rows` without a copy."""
         kind: Any = self.kind
         return kind.__tensor_unflatten__({self.inner: rows}, self.context, rows.shape, rows.stride())
 
 
 class GatheredBytes(NamedTuple):
-    """Bytes of one gathered parameter of a class with an all-gather extension."""
+    """Bytes of memory of one gathered parameter whose class has an all-gather extension."""
 
     received: tuple[int, ...]  # by input of the gather, of all ranks
     made: tuple[int, ...]  # by storage that the class has allocated
@@ -211,7 +211,7 @@ class ExtendedGather:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each storage while the unit computes."""
+        """Size in bytes of each storage that is allocated while the unit computes."""
         return (*self._received_bytes, *self._made_bytes)
 
     @property
@@ -220,7 +220,7 @@ class ExtendedGather:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that are allocated now."""
+        """Number of bytes that are currently allocated."""
         return sum(storage.nbytes() for storage in self._all())
 
     @property
@@ -233,7 +233,10 @@ class ExtendedGather:
         increment_version(self.parameter)
 
     def gather(self, *, name: str) -> PendingExtension:
-        """Launch the gather of the class's inputs. The class may call collectives on the mesh of the ZeRO-3 group."""
+        """Launch the gather of the inputs that the class returns.
+
+        The class may call collectives on the mesh of the ZeRO-3 group.
+        """
         with _without_autograd():
             inputs, self._metadata = self._inputs()
             kinds = [(tuple(each.shape), each.dtype) for each in inputs]
@@ -247,7 +250,7 @@ class ExtendedGather:
             return self._launch(inputs, name, Collective.GATHER)
 
     def fill(self, storages: FullBufferPool) -> None:
-        """Let the class write the gathered parameter from the received tensors."""
+        """Write the gathered parameter, by passing the received tensors to ``fsdp_post_all_gather`` of the class."""
         for storage, nbytes in zip(self._made, self._made_bytes, strict=True):
             storages.allocate(storage, nbytes)
         with _without_autograd(), _unsafe_preserve_version_counter(self.parameter):
@@ -328,7 +331,7 @@ class ExtendedGather:
 
 @dataclass(frozen=True)
 class PendingExtension:
-    """Gather by an all-gather extension, in flight."""
+    """Gather in flight of a parameter whose class has an all-gather extension."""
 
     works: Sequence[PendingCollective]
     gather: ExtendedGather
@@ -340,7 +343,10 @@ class PendingExtension:
 
 
 class _without_autograd:
-    """Context without autograd and without inference tensors, for tensors that outlive a forward of any mode."""
+    """Context manager that disables autograd and inference mode.
+
+    Tensors created inside may be used after the current forward, with or without gradients.
+    """
 
     def __init__(self) -> None:
         self._modes = (torch.inference_mode(False), torch.no_grad())
@@ -355,7 +361,7 @@ class _without_autograd:
 
 
 class _Touch(torch.autograd.Function):
-    """Adds a tensor of any class to a graph without calling an operator on it."""
+    """Adds a tensor of any class to an autograd graph without calling an operator on the tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ keeps a digest of the full tensor, and the ranks compare their digests before th
 
 [Note: Whose cut]
 To load into a parameter, libraries construct a DTensor with its mesh and placements, around rows that they have cut
-themselves. torch.distributed.checkpoint.state_dict asks our placements for the start of each piece. Others (PEFT,
-through transformers) cut as `torch.chunk` does, and use our placements nevertheless. A rank cannot distinguish the two
-by its own number of rows. So the numbers of all ranks are all-gathered: equal numbers in the same order are equal cuts.
+themselves. torch.distributed.checkpoint.state_dict asks our placements for the start of each piece. Other libraries
+(PEFT, through transformers) cut as `torch.chunk` does, but still use our placements. A rank cannot distinguish the two
+cuts by its own number of rows. So the numbers of all ranks are all-gathered: equal numbers in the same order are equal
+cuts.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ __all__ = ["Sharded", "UnevenShard", "rows_of"]
 class UnevenShard(Shard):
     """``Shard(0)`` with uneven pieces. It compares equal to torch's ``Shard(0)``.
 
-    ``torch.distributed.checkpoint.state_dict`` asks it for size and offset of a piece to cut the tensors that it
-    broadcasts.
+    ``torch.distributed.checkpoint.state_dict`` gets the size and offset of each piece from this class, and cuts the
+    tensors that it broadcasts accordingly.
     """
 
     def __init__(self, starts: Sequence[int]) -> None:
@@ -61,7 +62,7 @@ def rows_of(value: Tensor, span: RowShardSpec) -> Tensor:
     If `value` is a DTensor that is sharded in another way, every rank must call this.
 
     Raises:
-        ValueError: the shape of `value` is not that of the full parameter. For a 0-dim parameter, [1] is accepted, too.
+        ValueError: the shape of `value` is not that of the full parameter. For a 0-dim parameter, [1] is also accepted.
     """
     shape = span.true_shape
     if tuple(value.shape) not in (shape, shape or (1,)):
@@ -76,7 +77,7 @@ def rows_of(value: Tensor, span: RowShardSpec) -> Tensor:
 
 
 def _is_cut_by_others(value: DTensor, span: RowShardSpec) -> bool:
-    """Return whether a DTensor is sharded by rows on our mesh, but not created by layerzero."""
+    """Return whether `value` is a DTensor that is sharded by rows on our mesh, but was not created by layerzero."""
     by_rows = value.device_mesh == span.mesh_info.flat_mesh and all(each == Shard(0) for each in value._spec.placements)
     return by_rows and not hasattr(value._local_tensor, "spec")
 
@@ -87,7 +88,7 @@ def _rows_as_cut(value: DTensor, span: RowShardSpec) -> Tensor:
     Every data-parallel rank must call this.
 
     Raises:
-        ValueError: on all ranks, if the numbers of rows fit neither layerzero's cut nor `torch.chunk`'s.
+        ValueError: on all ranks, if the numbers of rows match neither layerzero's cut nor that of `torch.chunk`.
     """
     local, topology = value.to_local().detach(), span.mesh_info
     counts = torch.tensor([local.shape[0]])
@@ -129,7 +130,7 @@ def _new(name: str) -> Callable[..., Tensor]:
 
 
 class Sharded(DTensor):
-    """Base class with the methods that use full tensors; see `layerzero.dtensor.sharded_tensor`."""
+    """Base class of sharded tensors, with the methods that use full tensors; see `layerzero.dtensor.sharded_tensor`."""
 
     _local_tensor: LocalShard
     new_empty, new_zeros = _new("new_empty"), _new("new_zeros")

@@ -3,7 +3,7 @@
 [Note: When .grad is known]
 A parameter that this rank has not used has a ``.grad`` if another rank has used it. A backward starts to query the
 other ranks and does not wait for the answer. Code that reads, sets or deletes the ``.grad`` of any parameter of the
-model waits for it. Until then, torch's own ``.grad`` has at most the values from before the backward.
+model waits for this answer. Until then, torch's own ``.grad`` has at most the values from before the backward.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def plain_access() -> AbstractContextManager[None]:
 
 
 def accumulate_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
-    """Return the user's post-accumulate-grad hooks."""
+    """Return the post-accumulate-grad hooks of `parameter`."""
     return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
@@ -53,7 +53,7 @@ class LazyGrad:
         self._lock = threading.RLock()
 
     def resolve(self) -> None:
-        """Wait for pending gradients and set ``.grad``. Other threads that call this wait, too.
+        """Wait for pending gradients and set ``.grad``. Other threads that call this method also wait.
 
         Raises:
             RuntimeError: the model has been deleted.

@@ -11,7 +11,7 @@ parameter. The engine works on these parts only. The model-parallel spec of a pa
   this order, each axis cuts the part that the axis before it has left, so the order of the ranks in the mesh is the
   order of their rows in the tensor.
 
-A plain parameter beside such DTensors has a model-parallel spec, too: each rank of the axis has a copy.
+In a model with such DTensors, a plain parameter also has a model-parallel spec: each rank of the axis has a copy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["ModelParallelSpec", "local_part", "misplaced"]
 
 
 def misplaced(placements: Sequence[Placement], ndim: int) -> str | None:
-    """Return why a DTensor with these placements cannot be sharded further; None if it can."""
+    """Return the reason why a DTensor with these placements cannot be sharded further; None if it can."""
     if odd := [each for each in placements if type(each) not in (Shard, Replicate)]:
         return f"a DTensor placed {odd[0]!r}, and only Shard and Replicate can be sharded further"
     columns = {each.dim % ndim for each in placements if isinstance(each, Shard)} - {0}
@@ -100,7 +100,7 @@ class ModelParallelSpec:
 
     @property
     def is_primary_copy(self) -> bool:
-        """True if this rank has the first of all copies of its part, the one that is saved and counted."""
+        """True if this rank has the first of all copies of its part. Only this copy is saved and counted."""
         places = zip(self._coordinate, self.placements, strict=True)
         return not any(place for place, each in places if isinstance(each, Replicate))
 
@@ -128,7 +128,7 @@ class ModelParallelSpec:
     # One axis of several
 
     def sharded_dim(self, axis: int) -> int | None:
-        """Return the dim along which an axis cuts the parameter; None if it does not."""
+        """Return the dim along which `axis` cuts the parameter; None if `axis` does not cut it."""
         placement = self.placements[axis]
         if not isinstance(placement, Shard) or self.mesh.size(axis) == 1:
             return None
@@ -139,7 +139,7 @@ class ModelParallelSpec:
         return self._coordinate[axis]
 
     def joined_shape(self, axis: int) -> tuple[int, ...]:
-        """Return the shape of the joined parts of all ranks along one axis."""
+        """Return the shape of this rank's part, joined with the parts of the other ranks on `axis`."""
         return self._box_without(axis)[0]
 
     def of_state(self, shape: Sequence[int], *, axis: int | None, place: int) -> ModelParallelSpec:

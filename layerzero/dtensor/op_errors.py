@@ -67,6 +67,9 @@ _EXPLAINED = {  # by a part of torch's error message
 
 
 def explained(error: RuntimeError, func: Any, span: RowShardSpec) -> RuntimeError:
-    """Return the error to raise in place of torch's: one that names the parameter, or `error` itself."""
+    """Return an error that names the parameter, to raise in place of torch's `error`.
+
+    Return `error` itself if its message is not a known one.
+    """
     explain = next((explain for text, explain in _EXPLAINED.items() if text in str(error)), None)
     return error if explain is None else RuntimeError(explain(func, span))

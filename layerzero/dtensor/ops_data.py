@@ -84,7 +84,7 @@ def assign_data(target: RowShardedTensor, value: Tensor) -> None:
 
 
 def can_take(target: RowShardedTensor, moved: Tensor) -> bool:
-    """Return True if the move of a module does not change a parameter; see [Note: Moves of a module].
+    """Return True if moving a module leaves `target` unchanged; see [Note: Moves of a module].
 
     Raises:
         TypeError: the move would change or replace the parameter.
@@ -111,7 +111,7 @@ def can_take(target: RowShardedTensor, moved: Tensor) -> bool:
 
 
 def note_empty(func: Any, made: Tensor) -> Tensor:
-    """Mark the result of ``torch.empty_like`` on a sharded tensor as uninitialized until its first write."""
+    """Return `made`, marked as uninitialized until its first write if `func` is ``torch.empty_like``."""
     local: Any = getattr(made, "_local_tensor", None)
     if func is torch.empty_like and hasattr(local, "tracker"):
         local.tracker = MutationTracker()

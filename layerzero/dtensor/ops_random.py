@@ -50,7 +50,10 @@ _TRUNC_NORMAL = nn.init._no_grad_trunc_normal_
 
 
 def is_drawing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a call of a torch function must run on full tensors. Calls that need gradients are excluded."""
+    """Return whether a call of the torch function `func` draws random numbers and must run on full tensors.
+
+    Calls that autograd records are excluded, unless they fill a tensor in place.
+    """
     return func in _FUNCTIONS and (func in _FILLING or not _needs_gradient(args, kwargs))
 
 
@@ -74,7 +77,7 @@ def draws(func: Any, span: RowShardSpec) -> bool:
 
 
 def call_whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run :func:`draw_whole` from a ``__torch_function__``, where the caller's caller has called `func`.
+    """Run :func:`draw_whole` for a ``__torch_function__``, whose caller has called `func`.
 
     Raises:
         NotImplementedError: ``nn.init.trunc_normal_`` has bounds for which it draws in another way.
@@ -96,15 +99,18 @@ def call_whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def is_truncating(caller: FrameType) -> bool:
-    """Return whether a frame is ``nn.init.trunc_normal_``, whose check of the bounds is always satisfied here."""
+    """Return whether `caller` is a frame of ``nn.init.trunc_normal_``.
+
+    The check of the bounds in this function is always satisfied here.
+    """
     return caller.f_code is _TRUNC_NORMAL.__code__
 
 
 def draw_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Call `func` on full tensors and keep this rank's rows of the result; see [Note: Numbers by global row].
 
-    At least one argument must be a RowShardedTensor or a LocalShard. The results are of the same class. If `func`
-    returns one of its arguments, the argument is overwritten and returned.
+    At least one argument must be a RowShardedTensor or a LocalShard. New results are of the class of the first such
+    argument. If `func` returns one of its arguments, the argument is overwritten and returned.
     """
     wholes: dict[int, tuple[Any, Any]] = {}  # by id of the full tensor: the argument and its rows
 

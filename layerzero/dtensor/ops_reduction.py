@@ -1,4 +1,4 @@
-"""Operators that reduce sharded tensors: the result on one rank is a partial value.
+"""Reductions of sharded tensors. The result on each rank is a partial value.
 
 [Note: Parts of a number]
 ``p.sum()`` and similar reductions return a DTensor with a ``Partial`` placement. When torch needs the value, or the
@@ -101,10 +101,10 @@ def _mean(tensor: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torc
 
 
 def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> None:
-    """Unscale gradients for a ``GradScaler``, and share an overflow in any rank's rows with all ranks of the model.
+    """Unscale gradients for a ``GradScaler``, and report an overflow in any rank's rows to all ranks of the model.
 
-    torch would share it only along the axes on which the first gradient is sharded, and does not accept plain gradients
-    beside it.
+    torch would report the overflow only along the axes on which the first gradient is sharded. It also does not accept
+    plain gradients in the same list.
 
     Raises:
         NotImplementedError: no gradient belongs to a parameter that all ranks of the model share.
@@ -167,7 +167,7 @@ def refuse_exchange(func: Any, args: Sequence[Any], span: RowShardSpec) -> None:
     """Raise if a collective of torch assumes that all ranks have the same number of rows.
 
     Args:
-        func: an operator of the namespaces EXCHANGES.
+        func: an operator from one of the namespaces in EXCHANGES.
     """
     if not func.__name__.startswith(_KEEPS_ROWS):
         raise NotImplementedError(moves_rows(func.__name__, span))

@@ -1,4 +1,4 @@
-"""Context of a unit's call: hooks, recursive calls, backward, refused transforms, and errors on mixed dtypes."""
+"""Context in which a unit is called: hooks, recursive calls, backward, refused transforms, and mixed dtypes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _SHOWN = 4  # buffers in a message
 def call_with_hooks(
     self: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any, before: Callable[..., Any], after: Any
 ) -> Any:
-    """Call a method between the forward hooks of its module; `after` also runs if the method raises."""
+    """Call `method` of a module between the hooks `before` and `after`.
+
+    If `method` raises, `after` receives None as the output.
+    """
     try:
         args, kwargs = before(self, args, kwargs)
         output = method(*args, **kwargs)
@@ -29,7 +32,7 @@ def call_with_hooks(
 
 
 def is_recursive_call(modules: Sequence[nn.Module]) -> bool:
-    """Return whether a unit calls itself: the stack has an outer call of its modules beside the current one."""
+    """Return whether a unit calls itself: the stack has an outer call of its modules in addition to the current one."""
     frame, calls, codes = inspect.currentframe(), 0, (nn.Module._call_impl.__code__, call_with_hooks.__code__)
     while frame is not None:
         calls += frame.f_code in codes and any(frame.f_locals.get("self") is module for module in modules)
@@ -74,7 +77,7 @@ def _refuse_capture(what: str, label: str) -> None:
 def explain_dtype_error(
     error: BaseException | None, label: str, module: nn.Module, param_dtype: torch.dtype | None
 ) -> None:
-    """Add a hint to torch's error on mixed dtypes if buffers have another dtype than the compute weights."""
+    """Add a hint to torch's error on mixed dtypes if the dtype of some buffers is not that of the compute weights."""
     if not isinstance(error, RuntimeError) or param_dtype is None or not error.args:
         return
     text = str(error.args[0])

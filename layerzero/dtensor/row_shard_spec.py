@@ -18,7 +18,7 @@ __all__ = ["MutationTracker", "RowShardSpec", "refuse_apart"]
 
 
 def refuse_apart(what: str, spans: Iterable[RowShardSpec], everyone: int) -> None:
-    """Raise ValueError if one of these names stands for different parameters on different ranks of the model.
+    """Raise ValueError if any name in `spans` belongs to different parameters on different ranks of the model.
 
     Args:
         what: name of the refused function.
@@ -34,7 +34,7 @@ def refuse_apart(what: str, spans: Iterable[RowShardSpec], everyone: int) -> Non
 
 
 class MutationTracker:
-    """Mutation tracker of the storage behind one or more :class:`LocalShard`."""
+    """Tracker of user writes to the storage behind one or more :class:`LocalShard` tensors."""
 
     __slots__ = (
         "access_error",
@@ -113,7 +113,7 @@ class RowShardSpec:
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """Shape in rows: `shape`, or [1] for a 0-dim parameter."""
+        """Shape of the parameter as stored by rows: `shape`, or (1,) for a 0-dim parameter."""
         return self.shape or (1,)
 
     @property
@@ -123,12 +123,12 @@ class RowShardSpec:
 
     @property
     def rows(self) -> range:
-        """This rank's rows."""
+        """Indices of this rank's rows among all rows of `shape`."""
         k = self.mesh_info.shard_index
         return range(self.bounds[k], self.bounds[k + 1])
 
     def same_sharding(self, other: RowShardSpec) -> bool:
-        """Return whether every rank holds the same rows of both.
+        """Return whether every rank holds the same rows of both parameters.
 
         Equal bounds are not enough, because the rank at flat position k depends on the ZeRO-3 size S.
         """
@@ -151,7 +151,7 @@ class RowShardSpec:
         return part if self.model_parallel is None else self.model_parallel.whole(part)
 
     def gather(self, local: Tensor) -> Tensor:
-        """Gather all rows on the device from every rank's rows `local`. Every data-parallel rank must call this."""
+        """Gather all rows on the device; `local` holds this rank's rows. Every data-parallel rank must call this."""
         local = local.to(self.mesh_info.device)  # in host memory with offload_optimizer
         longest = max(stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
         evenly = self.mesh_info.data_parallel * longest <= 2 * self.count
@@ -178,7 +178,10 @@ class RowShardSpec:
         return torch.cat([piece[:rows] for piece, rows in zip(pieces, held, strict=True)])
 
     def _gather_from_holders(self, local: Tensor) -> Tensor:
-        """Gather by broadcasts, for a few ranks that hold most rows: an all-gather would send mostly padding."""
+        """Gather by broadcasts, if a few ranks hold most rows.
+
+        An all-gather would then send mostly padding.
+        """
         topology = self.mesh_info
         whole = local.new_empty(self.stored)
         whole[self.rows.start : self.rows.stop] = local

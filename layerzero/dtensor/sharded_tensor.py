@@ -161,8 +161,9 @@ class RowShardedTensor(Sharded):
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Register a hook as ``torch.Tensor.register_hook`` does.
 
-        On a sharded parameter, `hook` gets the full gradient of this rank's batch, once for each backward, in the
-        compute dtype, before it is averaged over the ranks (as with DDP). The result of `hook` replaces the gradient.
+        On a sharded parameter, `hook` receives the full gradient of this rank's batch in the compute dtype, once for
+        each backward. As with DDP, this gradient is not yet averaged over the ranks. The result of `hook` replaces the
+        gradient.
         """
         if self.gathered is not None:
             return self.gathered.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -342,7 +343,7 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def sharded(local: Tensor, span: RowShardSpec, watch: MutationTracker) -> RowShardedTensor:
-    """Return a DTensor of shape ``span.true_shape`` whose rows on this rank are the plain tensor `local`, uncopied."""
+    """Return a DTensor of shape ``span.true_shape`` whose rows on this rank are `local`, a plain tensor."""
     return _of_rows(LocalShard(local, span, watch), span.true_shape)
 
 
@@ -356,7 +357,7 @@ def _of_rows(local: LocalShard, shape: tuple[int, ...]) -> RowShardedTensor:
 
 
 def _alike(made: Tensor) -> Tensor:
-    """Return `made` as a RowShardedTensor if it has the rows and shape of one and needs no gradient."""
+    """Return `made` as a RowShardedTensor if it has the rows and shape of one and needs no gradient, else unchanged."""
     local = made._local_tensor if isinstance(made, DTensor) else None
     if not isinstance(local, LocalShard) or made.requires_grad or tuple(made.shape) != (local.spec.true_shape or (1,)):
         return made
@@ -364,7 +365,7 @@ def _alike(made: Tensor) -> Tensor:
 
 
 def _derived(made: Any, args: Sequence[Any]) -> Any:
-    """Mark results of autograd as derived; see [Note: No gradient through a sharded tensor]."""
+    """Mark results that autograd derives from a parameter; see [Note: No gradient through a sharded tensor]."""
     if type(made) not in (DTensor, tuple, list) or not torch.is_grad_enabled():
         return made
     ours = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, RowShardedTensor)), None)

@@ -1,4 +1,4 @@
-"""Filter for warnings of torch about DTensors that do not apply to sharded parameters."""
+"""Filter for torch warnings about DTensors that do not apply to sharded parameters."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["filter_mesh_warnings"]
 
 
 class _AboutOurMesh(logging.Filter):
-    """Filter of the advice to flatten the mesh of sharded parameters.
+    """Filter for torch's advice to flatten the mesh of sharded parameters.
 
-    It would cost one more process group, only to reduce scalars.
+    A flattened mesh would need one more process group, only to reduce scalars.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -2,8 +2,8 @@
 
 [Note: Dtype of saved buffers]
 A state dict holds each buffer in its original dtype, as in FSDP1, so that it loads into an unsharded model. The values
-are those of the cast buffer, so they keep its rounding. Updates of a running mean in a forward are rounded, too. With
-``keep_vars=True`` the state dict holds the cast buffers themselves.
+are those of the cast buffer, so they keep its rounding. Updates during a forward, such as those of a running mean, are
+also rounded. With ``keep_vars=True`` the state dict holds the cast buffers themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["CastBuffer", "in_original_dtype", "keep_dtypes_in_state", "original_
 
 @dataclass(frozen=True, eq=False)
 class CastBuffer:
-    """One cast buffer of a module."""
+    """Buffer of a module that was cast to another dtype."""
 
     module: weakref.ref[nn.Module]  # see [Note: Who keeps whom] in hooks.py
     name: str  # in the module
@@ -35,7 +35,7 @@ class CastBuffer:
         return None if module is None else module._buffers.get(self.name)
 
     def show(self, tensor: Tensor) -> None:
-        """Replace the buffer of the module by `tensor`, if the module still exists."""
+        """Replace the module's buffer with `tensor` if the module still exists."""
         if (module := self.module()) is not None:
             module._buffers[self.name] = tensor
 
@@ -47,7 +47,10 @@ def original_dtypes(buffers: Iterable[CastBuffer]) -> dict[int, torch.dtype]:
 
 @contextmanager
 def in_original_dtype(buffers: Iterable[CastBuffer]) -> Iterator[None]:
-    """Cast buffers to their original dtypes inside the context; cast them back, with any writes, on exit."""
+    """Context manager in which the buffers have their original dtypes.
+
+    On exit they are cast back, including values written inside the context.
+    """
     shown: list[tuple[CastBuffer, Tensor, Tensor]] = []
     with torch.inference_mode(False), torch.no_grad():  # the tensors are used in training afterwards
         for each in buffers:
@@ -70,7 +73,7 @@ def in_original_dtype(buffers: Iterable[CastBuffer]) -> Iterator[None]:
 
 
 def keep_dtypes_in_state(buffers: Iterable[CastBuffer]) -> None:
-    """Register hooks that return buffers in their original dtypes; see [Note: Dtype of saved buffers]."""
+    """Register state-dict hooks that return buffers in their original dtypes; see [Note: Dtype of saved buffers]."""
     dtypes: dict[nn.Module, dict[str, torch.dtype]] = {}
     for each in buffers:
         if (module := each.module()) is not None:

@@ -32,7 +32,7 @@ class FullPrecision:
 
     Attributes:
         parameters: for each managed parameter, the parameter that the module computes with. It has the shape and
-            strides of the gathered one.
+            strides of `ManagedParam.gathered`.
     """
 
     def __init__(self, handle: Handle, storages: FullBufferPool) -> None:
@@ -59,7 +59,7 @@ class FullPrecision:
 
     @property
     def edited(self) -> bool:
-        """True if a forward has changed a parameter since the last call of :meth:`free`."""
+        """True if a forward has changed a parameter since the last call to :meth:`free`."""
         return self._leaves.version != self._version
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ class FullPrecision:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait for both all-gathers and fill the parameters."""
+        """Wait for the first all-gather, run the second, and fill the parameters that have their own memory."""
         if (first := self._first) is not None:
             self._first = None
             first.wait()
@@ -100,7 +100,7 @@ class FullPrecision:
         self._leaves.fill(self._storages)
 
     def free(self) -> None:
-        """Free the full buffer."""
+        """Free the full buffer and the parameters that have their own memory."""
         self._version = self._leaves.version
         self._leaves.free(self._storages)
         self._storages.free(self._full.untyped_storage())

@@ -36,12 +36,12 @@ _KEPT = (
 
 
 class GatherOrderCheck:
-    """Check of the gather order of one model on one rank, by comparing unpredicted gathers with the other ranks.
+    """Check on one rank that all `ranks` gather the units of a model in the same order.
 
     Args:
         names: names of the units, by index.
-        lanes: communicators that together reach all `ranks`. They are used one after the other, so that the results
-            are in the order of `ranks`.
+        lanes: communicators that together reach all `ranks`. All-gathers over these, one after the other, give results
+            in the order of `ranks`.
         ranks: global ranks that gather together.
         note: text appended to error messages.
     """
@@ -59,7 +59,7 @@ class GatherOrderCheck:
         self._compares = has_peers(self._ranks)
 
     def check(self, unit: int) -> None:
-        """Raise if the other ranks gather a different unit next. Call this before each gather.
+        """Raise if another rank gathers a different unit next. Call this before each gather.
 
         Raises:
             RuntimeError: the orders differ; the message lists them by rank.
@@ -81,7 +81,7 @@ class GatherOrderCheck:
     def explain_failure(self, error: CollectiveError) -> CollectiveError | RuntimeError:
         """Return the error to raise for a failed gather or comparison.
 
-        If the other ranks have published their gathers, the error lists them; otherwise it is `error` itself.
+        If the other ranks have published their gather orders, the error lists these orders; otherwise return `error`.
         """
         orders = {rank: word.gathers for rank, word in error.elsewhere.items()}
         if not orders or not all(orders.values()):
@@ -120,7 +120,7 @@ class GatherOrderCheck:
         return " -> ".join(repr(self._names[unit]) for unit in units)
 
     def _place_like_this(self) -> int:
-        """Return the index of the gather after the most recent longest match of the current context; -1 if no match."""
+        """Return the index of the gather after the longest, most recent match of the current context; -1 if none."""
         history, end = self._history, len(self._history)
         best, longest = -1, 0
         for place in range(end - 1, 0, -1):  # history[place - 1] is compared with the latest gather

@@ -1,11 +1,11 @@
-"""Gathered parameters of a handle: the autograd leaves that modules compute with, also with ``main_grad``.
+"""Gathered parameters of a handle: the autograd leaves that modules compute with, and their ``main_grad``.
 
 [Note: main_grad]
 Kernels may accumulate weight gradients in fp32 themselves. The protocol is the one of Megatron-LM's gradient
 accumulation fusion, which NVIDIA Apex's ``fused_weight_gradient_mlp_cuda`` and Transformer Engine follow. The kernel
 adds to ``weight.main_grad``, sets ``weight.grad_added_to_main_grad = True``, and returns a gradient with arbitrary
 values, which only triggers autograd's gradient accumulation. If the weight has ``zero_out_wgrad = True`` (a weight that
-is also used elsewhere), the returned gradient counts, too.
+is also used elsewhere), the returned gradient is added as well.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ FLAG = "grad_added_to_main_grad"
 
 
 class MainGradParameter(nn.Parameter):
-    """Gathered parameter whose full gradient is kept between the backwards of a step."""
+    """Gathered parameter with ``main_grad``: its full gradient is kept between the backwards of a step."""
 
     grad_added_to_main_grad: bool
     open_main_grad: Callable[[], Tensor | None] | None
 
     def offer(self, open_main_grad: Callable[[], Tensor | None]) -> None:
-        """Provide ``main_grad`` through a callable; if it returns None, the parameter has no ``main_grad``."""
+        """Provide ``main_grad`` through `open_main_grad`. If this callable returns None, there is no ``main_grad``."""
         self.open_main_grad = open_main_grad
         self.grad_added_to_main_grad = False
 
     @property
     def main_grad(self) -> Tensor:
-        """Full gradient so far, in the master's dtype (fp32) and the parameter's shape. Kernels add to it.
+        """Full gradient accumulated so far, in the master's dtype (fp32) and the parameter's shape. Kernels add to it.
 
         Raises:
-            AttributeError: there is no ``main_grad``.
+            AttributeError: the parameter has no ``main_grad`` at present.
         """
         opened = None if self.open_main_grad is None else self.open_main_grad()
         if opened is None:
@@ -55,7 +55,7 @@ class MainGradParameter(nn.Parameter):
 
 
 def take_flag(leaf: Tensor) -> bool:
-    """Return whether a kernel has added the gradient to ``main_grad``, and reset the flag."""
+    """Return whether a kernel has added the gradient of `leaf` to its ``main_grad``, and reset the flag."""
     if not getattr(leaf, FLAG, False):
         return False
     setattr(leaf, FLAG, False)
@@ -94,10 +94,10 @@ class StridedParam:
 
 
 class GatheredParams:
-    """Gathered parameters over `compute`, a 1-D alias of the full buffer.
+    """Gathered parameters of one handle, in the memory of `compute`, a 1-D alias of the full buffer.
 
-    Most are views and share the version counter of `compute`. Parameters with non-contiguous strides and DTensors have
-    their own version counters.
+    Most parameters are views of `compute` and share its version counter. Parameters with non-contiguous strides and
+    DTensors have their own version counters.
     """
 
     def __init__(self, compute: Tensor) -> None:
@@ -108,7 +108,7 @@ class GatheredParams:
     def make(
         self, place: slice, original: Tensor, face: ModelParallelSpec | None, *, offers_main_grad: bool
     ) -> nn.Parameter:
-        """Create the leaf for the elements at `place`, with the shape and strides of `original`."""
+        """Create a gathered parameter for the elements at `place`, with the shape and strides of `original`."""
         whole = self._compute[place].view(original.shape)
         if not keeps_order(original):
             self._strided.append(StridedParam(whole, like=original))
@@ -121,7 +121,7 @@ class GatheredParams:
         return leaf
 
     def fill(self, storages: FullBufferPool) -> None:
-        """Copy the gathered full buffer to the parameters that have their own strides."""
+        """Copy values from the full buffer to the parameters that have their own memory."""
         for strided in self._strided:
             strided.fill(storages)
 
@@ -131,19 +131,19 @@ class GatheredParams:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each allocation that exists beside the full buffer while the unit computes."""
+        """Size in bytes of each allocation, other than the full buffer, that exists while the unit computes."""
         return tuple(strided.gathered_bytes for strided in self._strided)
 
     @property
     def nbytes(self) -> int:
-        """Number of these bytes that are allocated now."""
+        """Number of bytes that are currently allocated in addition to the full buffer."""
         return sum(strided.nbytes for strided in self._strided)
 
     @property
     def version(self) -> int:
-        """Sum of the version counters, which grows with every in-place write to a leaf."""
+        """Sum of the version counters, which grows with every in-place write to a gathered parameter."""
         return sum(tensor._version for tensor in self._counters)
 
     def bump_version(self) -> None:
-        """Make autograd reject graphs that have saved a leaf."""
+        """Make autograd reject graphs that have saved a gathered parameter."""
         increment_version(self._counters)

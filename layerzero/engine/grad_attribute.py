@@ -16,7 +16,7 @@ __all__ = ["GradAttribute"]
 
 
 class GradAttribute:
-    """The ``.grad`` of each parameter of a handle, as views of the final gradient."""
+    """``.grad`` of the parameters of one handle. Each one is a view of the final gradient."""
 
     def __init__(self, members: Sequence[ManagedParam], gradients: HandleGradients) -> None:
         self.members = members
@@ -29,9 +29,9 @@ class GradAttribute:
     def publish(self, *, agreed: bool) -> None:
         """Set the ``.grad`` of each used sharded parameter to a view of the final gradient.
 
-        If contributions are still unreduced, or the ranks have not `agreed` on the used parameters, access to the
-        ``.grad`` raises. Before they agree, a parameter that only another rank may have used gets a ``.grad``, too:
-        this rank may hold its rows, and must notice zero_grad().
+        Access to ``.grad`` raises while contributions are unreduced, or while the ranks have not `agreed` on the used
+        parameters. Until the ranks agree, a parameter that only another rank may have used also gets a ``.grad``. This
+        rank may hold rows of that gradient, and must detect zero_grad().
         """
         usage = self.gradients.usage
         self.gradients.final.storage.wait_for_host()
@@ -50,7 +50,7 @@ class GradAttribute:
             self.gradients.drop(())
 
     def _is_ours(self, slot: int, gradient: Tensor | None) -> bool:
-        """Return whether `gradient` was published by this object."""
+        """Return whether this object has published `gradient` for the parameter at `slot`."""
         return isinstance(gradient, RowShardedTensor) and gradient._local_tensor.tracker is self._watches[slot]
 
     def apply_user_grads(self) -> None:
@@ -89,9 +89,10 @@ class GradAttribute:
             member.sharded.grad = self._gradient_of(slot)
 
     def hide(self) -> None:
-        """Remove the ``.grad`` of all parameters for the duration of a backward, in which its memory may be reused.
+        """Remove the ``.grad`` of all parameters until the end of a backward, because that memory may be reused.
 
-        Otherwise autograd would add to it: a loss may use ``p.to_local()``, this rank's rows, for example in a penalty.
+        If ``.grad`` stayed set, autograd could add to it: a loss may use ``p.to_local()``, this rank's rows, for
+        example in a penalty.
         """
         assert not self._withheld
         for member, watch in zip(self.members, self._watches, strict=True):
@@ -102,7 +103,7 @@ class GradAttribute:
                 member.sharded.grad = None
 
     def collect_local_grads(self) -> None:
-        """Add gradients that a backward wrote to sharded parameters directly; then undo :meth:`hide`."""
+        """Add the gradients that a backward wrote directly to sharded parameters, then undo :meth:`hide`."""
         for slot, member in enumerate(self.members):
             gradient = member.sharded.grad
             if gradient is not None and not self._is_ours(slot, gradient):
@@ -111,13 +112,16 @@ class GradAttribute:
         self.unhide()
 
     def unlock(self) -> None:
-        """Allow access to all published gradients. They are final, even if further parameters turn out to have one."""
+        """Allow access to all published gradients.
+
+        Their values are final, although it may not be known yet which other parameters have a gradient.
+        """
         self.gradients.final.storage.wait_for_host()
         for watch in self._watches:
             watch.access_error = None
 
     def unhide(self) -> None:
-        """Undo :meth:`hide`."""
+        """Restore each ``.grad`` that :meth:`hide` has removed."""
         withheld, self._withheld = self._withheld, []
         for slot, (had_gradient, forbidden) in enumerate(withheld):
             self._watches[slot].access_error = forbidden

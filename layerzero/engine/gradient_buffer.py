@@ -41,7 +41,7 @@ class GradientBuffer:
 
     Args:
         extent: ZERO1, ZERO3 or FULL, which selects the elements of `layout` that the buffer covers on this rank.
-        place: memory of the buffer, of as many elements.
+        place: memory of the buffer. It has as many elements as the extent.
     """
 
     def __init__(self, layout: FlatLayout, grid: ShardGrid, extent: Extent, place: GradientStorage) -> None:
@@ -72,11 +72,11 @@ class GradientBuffer:
         return not any(self._states)
 
     def part(self, slot: int) -> Tensor:
-        """Return the covered rows of one slot, ``[rows, *rest]``, in the memory that holds them between passes."""
+        """Return a view of the rows of one slot, ``[rows, *rest]``, in the memory that holds them between passes."""
         return self._parts_of(self.storage.home())[slot]
 
     def filled_parts(self) -> list[tuple[int, Tensor]]:
-        """Return (slot, view) of each written slot; do not modify the views."""
+        """Return a (slot, view) pair for each written slot. The caller must not modify the views."""
         if self.empty:
             return []
         _, parts = self._opened or self._open()
@@ -85,13 +85,13 @@ class GradientBuffer:
     # Writes
 
     def add(self, slot: int, values: Tensor, scale: float = 1.0) -> None:
-        """Add `scale` times `values` ``[rows, *rest]``, of any floating dtype."""
+        """Add `scale` times `values` to one slot. `values` has shape ``[rows, *rest]`` and any floating dtype."""
         target = (self._opened or self._open())[1][slot]
         accumulate_parts(target, (values,), overwrite=self._states[slot] != SlotState.WRITTEN, scale=scale)
         self._states[slot] = SlotState.WRITTEN
 
     def add_exchange(self, pending: PendingReduction, *, scale: float) -> None:
-        """Add `scale` times the result of a finished reduce-scatter, for all slots."""
+        """Add `scale` times the result of a finished reduce-scatter to all slots."""
         holds = not self.empty
         target, parts = self._opened or self._open()
         if holds:
@@ -105,19 +105,19 @@ class GradientBuffer:
         self.add(slot, values)
 
     def zero(self, slot: int) -> None:
-        """Set one slot to zeros; it counts as written."""
+        """Fill one slot with zeros, and mark it as written."""
         self._open()[1][slot].zero_()
         self._states[slot] = SlotState.WRITTEN
 
     def clear(self, slots: Iterable[int] | None = None) -> None:
-        """Mark slots as empty; None: all slots."""
+        """Mark `slots` as empty; None means all slots."""
         for slot in range(len(self._states)) if slots is None else slots:
             self._states[slot] = SlotState.EMPTY
 
     # Kernels that accumulate into the buffer themselves
 
     def expose(self, slot: int) -> Tensor:
-        """Return the memory of one slot for a kernel to add to; an empty slot is zeroed first.
+        """Return the memory of one slot, to which a kernel may add a gradient. An empty slot is zeroed first.
 
         Call :meth:`mark_written` after the kernel has added its gradient.
         """
@@ -141,7 +141,7 @@ class GradientBuffer:
         self._states[slot] = SlotState.WRITTEN
 
     def withdraw(self, slots: Iterable[int]) -> None:
-        """Discard what kernels may have added to exposed slots."""
+        """Mark the exposed ones of `slots` as empty, which discards anything that kernels have added."""
         for slot in slots:
             if self._states[slot] == SlotState.EXPOSED:
                 self._states[slot] = SlotState.EMPTY
@@ -149,7 +149,7 @@ class GradientBuffer:
     # Sealing and memory
 
     def seal(self) -> None:
-        """Fill unwritten slots with zeros, then mark all slots as empty; the memory keeps the values.
+        """Fill unwritten slots with zeros, then mark all slots as empty. The values stay in memory.
 
         Raises:
             RuntimeError: a kernel wrote to an exposed slot without reporting it.
@@ -163,7 +163,7 @@ class GradientBuffer:
             self._opened = None
 
     def rest(self) -> None:
-        """Close the memory until the next write; its contents are kept if any slot is in use."""
+        """Close the memory until the next write. Its contents are kept if any slot is written or exposed."""
         if not self.storage.fixed:
             self.storage.close(keep=not self.untouched)
             self._opened = None
@@ -177,7 +177,7 @@ class GradientBuffer:
     # Buffers whose memory aliases another buffer; see gradient_storage.py
 
     def vacate(self) -> None:
-        """Move the contents away before the aliased memory is reused."""
+        """Move the contents out of the aliased memory before that memory is reused."""
         if not self.storage.fixed:
             self.storage.set_aside(keep=not self.empty)
             self._opened = None

@@ -42,7 +42,7 @@ class GradientReducer:
         backwards: number of backwards begun so far.
         queue: reductions of the handles, in the order that all ranks share.
         settings: comparison of optimizer settings between ranks.
-        due: resolver of ``.grad``; pending while the used parameters of other ranks are not known yet.
+        due: resolver of ``.grad``; pending while it is unknown which parameters other ranks have used.
     """
 
     def __init__(self, handles: Sequence[Handle], everyone: ModelRanks) -> None:
@@ -102,7 +102,7 @@ class GradientReducer:
     # One backward; gradient recording is already off in it
 
     def begin(self) -> None:
-        """Begin a backward: apply changes by the user, then hide all published ``.grad`` until the backward ends."""
+        """Begin a backward: apply the user's changes of ``.grad``, then hide ``.grad`` until the backward ends."""
         self.backwards += 1
         self.apply_user_grads()
         with plain_access():
@@ -110,7 +110,7 @@ class GradientReducer:
                 shown.hide()
 
     def main_grad(self, handle: Handle, slot: int, *, in_backward: bool) -> Tensor | None:
-        """Return the memory to which a kernel may add the gradient of one full parameter; None if it may not.
+        """Return the memory to which a kernel may add a parameter's full gradient; None if there is no ``main_grad``.
 
         Raises:
             RuntimeError: called outside of a backward while the memory may be offloaded.
@@ -138,7 +138,7 @@ class GradientReducer:
         """End a backward: start the remaining reductions, wait for all of them, and publish the gradients.
 
         Args:
-            arrived: handles in the order in which their gradients were complete.
+            arrived: handles in the order in which their gradients became complete.
             reduces: whether the backward ran outside no_sync.
         """
         with plain_access():
@@ -159,7 +159,10 @@ class GradientReducer:
             self._agree_on_order(arrived)
 
     def _show(self) -> None:
-        """Wait for the used parameters of other ranks, and publish each ``.grad``. May be repeated if interrupted."""
+        """Wait until it is known which parameters other ranks have used, then publish each ``.grad``.
+
+        If this method is interrupted, it may be called again.
+        """
         if self._telling is not None:
             for shown in self._shown:
                 shown.collect_local_grads()  # of a backward that ran through no unit
@@ -179,7 +182,10 @@ class GradientReducer:
                 take_flag(member.gathered)
 
     def close(self) -> None:
-        """End the reduction threads and drop all references: other objects, such as a step guard, may keep this one."""
+        """Stop the reduction threads and drop all references.
+
+        Other objects, such as a step guard, may keep this one alive.
+        """
         self._streams.close()
         self._used_params.close()
         self.__dict__.clear()
@@ -190,7 +196,7 @@ class GradientReducer:
         """Make every ``.grad`` final by reducing what backwards inside no_sync have accumulated.
 
         Returns:
-            Whether gradients were unreduced.
+            True if there were gradients to reduce.
         """
         self.apply_user_grads()
         owed = (
@@ -250,7 +256,7 @@ class GradientReducer:
         self._order_agreed = False
 
     def run_hooks(self) -> None:
-        """Call the user's post-accumulate-grad hooks on the parameters with a new final gradient."""
+        """Call the user's post-accumulate-grad hooks of the parameters that have a new final gradient."""
         updated, self._updated = self._updated, []
         with plain_access():
             hooked = [(m.sharded, accumulate_hooks(m.sharded)) for m in updated if m.sharded.grad is not None]
@@ -263,8 +269,8 @@ class GradientReducer:
     def _agree_on_use(self) -> bytes | PendingUse:
         """Start the exchange of used parameters between all ranks.
 
-        A rank that has used every parameter knows the result. It still sends its bytes to the other ranks, but does not
-        wait.
+        A rank that has used every parameter already knows the result. Such a rank still sends its bytes, but does not
+        wait for those of other ranks.
 
         Returns:
             One :class:`GradUsage` byte per parameter if the result is known, otherwise the pending exchange.
@@ -304,7 +310,7 @@ class GradientReducer:
             start = stop
 
     def _agree_on_order(self, arrived: Sequence[Handle]) -> None:
-        """Adopt the order in which the gradients of the first rank arrived for all later reductions."""
+        """Use the order in which gradients arrived on the first rank for all later reductions."""
         seen = [*arrived, *(handle for handle in self._order if handle not in arrived)]
         places = self._used_params.from_first_rank(
             {m.name: place for place, each in enumerate(seen) for m in each.members}

@@ -1,10 +1,11 @@
-"""Flat storage for the parameters of one kind in a unit, and its transitions.
+"""Flat storage for the parameters of one kind in a unit, and its changes between sharded and gathered.
 
 [Note: One storage for equal shards]
 The ZeRO-1 shard is a part of the ZeRO-3 shard. If both have the same dtype, the master is a view of that part and needs
 no extra memory. If S = 1, the ZeRO-3 shard is the full buffer, and nothing is gathered or freed. The same holds if the
-ranks of the ZeRO-3 group use shared memory: it contains the ZeRO-3 shards of all ranks in order, which form the full
-buffer of each rank. [Note: Rounds of writing] in comm/transport/shared_memory.py says when it may be written and read.
+ranks of the ZeRO-3 group use shared memory: that memory contains the ZeRO-3 shards of all ranks in order, which form
+the full buffer of each rank. [Note: Rounds of writing] in comm/transport/shared_memory.py defines when it may be
+written and read.
 
 [Note: Version counters]
 Collectives write to `full_buffer`. `compute` is an alias of it with its own version counter, and the gathered
@@ -67,10 +68,10 @@ _NEXT = {
 
 
 class Handle:
-    """ZeRO-1 shard, ZeRO-3 shard and full buffer of some parameters, and the copies between them.
+    """ZeRO-1 shard, ZeRO-3 shard and full buffer of a group of parameters, with the copies between these three.
 
     Args:
-        name: name of the unit and the kind, for messages.
+        name of the unit and kind of the parameters, for messages.
         label: name of the unit, for traces. Handles of one unit share a slab; see device/gradient_offload.py.
         layout: positions of the parameters in the flat order.
         originals: for each slot of `layout`, the part of a parameter that is sharded here, the (module, attribute)
@@ -78,7 +79,7 @@ class Handle:
         precision: dtypes of masters, compute weights and gradients.
         route: stages of the gradient reduction.
         buffers: memory pools of the model.
-        travel: encoding of gathers, and what is kept between a forward and its backward.
+        travel: encoding of gathers, and size of the shard kept between a forward and its backward.
         shared: shared memory for the full buffer, if the ZeRO-3 group uses it.
         extension: all-gather extension of the only parameter in `layout`; the handle then has no full buffer. See
             [Note: All-gather extensions] in dtensor/extensions.py.
@@ -192,11 +193,14 @@ class Handle:
 
     @property
     def trainable(self) -> bool:
-        """True if any parameter required a gradient at the last backward, or forward with gradients enabled."""
+        """True if any gathered parameter requires a gradient.
+
+        Changes of ``requires_grad`` by the user count from the next backward, or forward with gradients enabled.
+        """
         return any(member.gathered.requires_grad for member in self.members)
 
     def holding_ranks(self, everyone: ModelRanks) -> tuple[int, ...]:
-        """Return the ranks that hold the same parameters as this handle, or parts of them."""
+        """Return the ranks that hold the parameters of this handle, or parts of these parameters."""
         return self.topology.ranks if self._is_apart(everyone) else everyone.ranks
 
     def lanes_to_sharers(self, everyone: ModelRanks) -> tuple[Communicator, ...]:
@@ -208,7 +212,7 @@ class Handle:
 
     @property
     def may_be_updated(self) -> bool:
-        """True if an optimizer step or the user may have changed the masters; the same on all ranks."""
+        """True if an optimizer step or the user may have changed the masters. The value is the same on all ranks."""
         # A parameter frozen after the backward still has a gradient, and is stepped.
         graded = any(member.sharded.grad is not None for member in self.members)
         return self.trainable or self.tracker.dirty or graded
@@ -247,7 +251,7 @@ class Handle:
     def _rows_of(
         self, slot: Slot, shape: tuple[int, ...], face: ModelParallelSpec | None
     ) -> tuple[Tensor, RowShardSpec, slice]:
-        """Return the rows of a slot in the master, their shard spec, and their slice of the ZeRO-1 shard.
+        """Return this rank's master rows of a slot, the shard spec, and the slice of these rows in the ZeRO-1 shard.
 
         `shape` is the shape of the parameter.
         """
@@ -283,10 +287,10 @@ class Handle:
 
     @torch.no_grad()
     def recut(self, layout: FlatLayout) -> None:
-        """Change to other ZeRO-1 shards of the same flat order.
+        """Change to the ZeRO-1 shards of `layout`, which has the same flat order but other cuts.
 
-        All ranks must call this, between passes and without gradients. The sharded parameters remain the same objects,
-        with other rows.
+        All ranks must call this between passes, while there are no gradients. The sharded parameters remain the same
+        objects, but their rows on this rank change.
         """
         topology, old = self.topology, self.layout
         place = topology.grid.slice_within(layout, Extent.ZERO1, Extent.ZERO3)
@@ -382,7 +386,10 @@ class Handle:
             )
 
     def evaluate_in_full_precision(self, enabled: bool) -> None:
-        """Select whether gathers use the masters if the compute dtype is coarser. The handle must be sharded."""
+        """Enable or disable gathers of the masters, which apply if the compute dtype is coarser.
+
+        The handle must be sharded.
+        """
         assert self.state is ShardState.SHARDED
         coarser = torch.promote_types(self.precision.compute, self.precision.master) != self.precision.compute
         self.full_precision = FullPrecision(self, self._storages) if enabled and coarser else None
@@ -401,7 +408,10 @@ class Handle:
 
     @property
     def gathered_sizes(self) -> tuple[int, ...]:
-        """Bytes allocated while the unit computes: the full buffer, and copies of parameters with custom strides."""
+        """Sizes in bytes of what is allocated while the unit computes.
+
+        These are the full buffer and the copies of parameters with custom strides.
+        """
         return (self._full_bytes if self._has_full_buffer else 0, *self._gathered_params.sizes)
 
     @property
@@ -421,13 +431,13 @@ class Handle:
     # Refresh
 
     def order_writes(self) -> None:
-        """Make writes to masters in shared memory wait until no other rank reads them."""
+        """Make writes to masters in shared memory wait until no other rank reads these masters."""
         if self.shared is not None and self.shares_master:
             self.tracker.before_write = self.shared.barrier.arrive
 
     @torch.no_grad()
     def launch_refresh(self) -> None:
-        """Launch the all-gather of the masters of all replicas into the ZeRO-3 shard."""
+        """Copy the master to the ZeRO-3 shard, and launch the all-gather of the parts of all replicas into it."""
         assert self.state is ShardState.SHARDED
         self.finish_refresh()
         zero3, own = self.zero3_shard, self._own_part
@@ -460,7 +470,7 @@ class Handle:
         self._refuse_old_graphs()
 
     def bump_version(self) -> None:
-        """Record that a step has changed the masters: a refresh is due, and backwards through older graphs raise."""
+        """Record that a step has changed the masters: a refresh is due, and backwards through old graphs raise."""
         self.refresh_due = True
         self._refuse_old_graphs()
 
@@ -475,7 +485,10 @@ class Handle:
             self._refreshing = None
 
     def read_zero3(self) -> Tensor:
-        """Return the ZeRO-3 shard after the last refresh, 1-D [G / S], on the device; copied if in host memory."""
+        """Return the ZeRO-3 shard after the last refresh, 1-D [G / S], on the device.
+
+        A shard in host memory is copied.
+        """
         self.finish_refresh()
         return self.zero3_shard if self.in_host is None else self.in_host.arrive().to(self.topology.device)
 
@@ -517,7 +530,7 @@ class Handle:
         return next((ValueError(TOO_COARSE.format(name, self.precision.master)) for name in wanted), None)
 
     def apply_requires_grad(self) -> None:
-        """Apply changes of ``requires_grad`` by the user to the gathered parameters and the gradients."""
+        """Apply the user's changes of ``requires_grad`` to the gathered parameters and the expected gradients."""
         for member in self.members:
             member.gathered.requires_grad_(member.sharded.requires_grad)
         if self.trainable and self.gradients is None:

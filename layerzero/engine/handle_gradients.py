@@ -1,4 +1,4 @@
-"""Gradient buffers of one handle, and one reduction in flight between them."""
+"""Gradient buffers of one handle, and the reductions between these buffers."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Inspect = Callable[[Sequence[tuple[int, Tensor]]], None]
 
 class MakeStorage(Protocol):
     def __call__(self, numel: int, dtype: torch.dtype, *, sent_in_node: bool) -> GradientStorage:
-        """Return memory for a gradient buffer; `sent_in_node` if hop 1 sends it."""
+        """Return memory for a gradient buffer. `sent_in_node` is True if hop 1 sends the buffer."""
 
 
 class HandleGradients:
-    """Gradient buffers and usage of one trainable handle.
+    """Gradient buffers of one trainable handle, and the usage of its parameters.
 
     A backward calls :meth:`receive` for each parameter. When all gradients have arrived, or the pass ends,
     :meth:`start_reduction` reduces them as far as the pass requires.
@@ -46,13 +46,13 @@ class HandleGradients:
         pool: pool of scratch memory.
         outgoing: pool of scratch memory for the input of hop 1.
         make_place: creates the memory of the accumulator.
-        to_host: copies the final gradient to the host; None: the optimizer uses it on the device.
+        to_host: copies the final gradient to the host; None if the optimizer runs on the device.
 
     Attributes:
         incoming: buffer to which autograd's gradients are added.
         accumulator: buffer that keeps gradients between backwards.
         final: buffer of the final gradient.
-        reduction: event that ends when the reduction in flight is complete; None: no reduction is in flight.
+        reduction: event that completes with the reduction in flight; None if no reduction is in flight.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class HandleGradients:
         return self.topology.grid.replica_part_sizes(self._layout)
 
     def recut(self, layout: FlatLayout) -> None:
-        """Change to other ZeRO-1 shards. Requires that no gradient is held, and that there are several replicas."""
+        """Change to the ZeRO-1 shards of `layout`. There must be no gradients, and more than one replica."""
         assert layout.slots == self._layout.slots and self.accumulator is not self.final
         self._layout = layout
         place = self._final_place(self.final.storage.dtype)
@@ -136,14 +136,17 @@ class HandleGradients:
 
     @property
     def used(self) -> bool:
-        """True if some parameter has a contribution from this rank, or a known one from another rank."""
+        """True if a parameter has a contribution from this rank, or is known to have one from another rank."""
         return bool(self.usage) and max(self.usage) >= GradUsage.SEEN
 
     def is_used(self, slot: int) -> bool:
         return self.usage[slot] >= GradUsage.SEEN
 
     def record_usage(self, anywhere: bytes) -> None:
-        """Set the usage that the ranks have agreed on, one GradUsage per slot. The final gradient is published next."""
+        """Record the usage that the ranks have agreed on, one GradUsage per slot.
+
+        Call this before the final gradient is published.
+        """
         for slot, use in enumerate(anywhere):
             if use >= GradUsage.SEEN:
                 self.usage[slot] = GradUsage.SEEN
@@ -160,19 +163,19 @@ class HandleGradients:
 
     @property
     def no_sync_saves(self) -> bool:
-        """True if a backward inside no_sync sends less than one that reduces."""
+        """True if a backward inside no_sync runs fewer collectives than a backward outside of it."""
         return len(self.spec.stages) > len(self._accumulating)
 
     # One backward pass
 
     def receive(self, slot: int, gradient: Tensor) -> None:
-        """Add the full gradient of one parameter, in any floating dtype and the shape of the parameter."""
+        """Add the full gradient of one parameter, which has the parameter's shape and any floating dtype."""
         self.pending_slots.mark_arrived(slot)
         self.usage[slot] = GradUsage.NEW
         self.incoming.add(slot, gradient, self.spec.incoming_scale)
 
     def take(self, slot: int) -> None:
-        """Record that a kernel has added the gradient of one parameter to its exposed memory; see :meth:`receive`."""
+        """Record that a kernel has added the gradient of one parameter to the memory exposed for it."""
         self.incoming.mark_written(slot)
         self.pending_slots.mark_arrived(slot)
         self.usage[slot] = GradUsage.NEW
@@ -182,15 +185,16 @@ class HandleGradients:
         return self.incoming is self.accumulator and self.spec.incoming_scale == 1.0
 
     def prefetch(self) -> None:
-        """Prefetch the memory of the accumulator, because gradients will arrive soon."""
+        """Prefetch the memory of the accumulator if autograd's gradients, expected soon, are added to it directly."""
         if self.incoming is self.accumulator:
             self.incoming.storage.prefetch(keep=not self.incoming.untouched)
 
     def start_reduction(self, *, across_replicas: bool) -> HandleReduction | None:
-        """Return the reduction of incoming gradients into the accumulator or the final gradient (`across_replicas`).
+        """Return the reduction that ends this pass; None if no collective is needed.
 
-        No more gradients of this pass are expected afterwards. The caller submits the result to streams. It is None if
-        no collective is needed.
+        If `across_replicas` is True, incoming gradients are reduced into the final gradient, otherwise into the
+        accumulator. No more gradients of this pass are expected afterwards. The caller submits the reduction to
+        streams.
         """
         self.pending_slots.end()
         return self._carry(self.spec.stages if across_replicas else self._accumulating)
@@ -208,7 +212,7 @@ class HandleGradients:
         return HandleReduction(self, legs)
 
     def abort(self) -> None:
-        """Discard the state of the current pass, after a failed backward."""
+        """Discard the state of the current pass after a failed backward."""
         self.pending_slots.end()
         self.incoming.withdraw(range(len(self.usage)))  # a kernel may have written to exposed slots
         if self.incoming is not self.accumulator:
@@ -217,7 +221,7 @@ class HandleGradients:
     # Gradients that are set or dropped by the user
 
     def add_rows(self, slot: int, rows: Tensor) -> None:
-        """Add this rank's rows of a gradient, in the shape of the master, that needs no reduction."""
+        """Add this rank's rows of a gradient that needs no reduction. `rows` has the shape of the master."""
         if self.reduction is not None:
             self.reduction.wait()
         self.final.add(slot, rows)
@@ -225,7 +229,7 @@ class HandleGradients:
         self.usage[slot] = GradUsage.NEW
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Drop all contributions to some parameters, which then have no gradient."""
+        """Drop all contributions to the parameters at `slots`, which then have no gradient."""
         for slot in slots:
             self.usage[slot] = GradUsage.NONE
         slots = slots if any(self.usage) else range(len(self.usage))
@@ -278,7 +282,10 @@ class PendingSlots:
         self._missing &= ~self._arrived
 
     def close(self, is_coming: Callable[[int], bool]) -> None:
-        """Record that the backward has passed all calls of the unit; then expect only slots with a true `is_coming`."""
+        """Record that the backward has passed all calls of the unit.
+
+        From then on, gradients are expected only for slots for which `is_coming` returns True.
+        """
         self._closed = True
         if self._missing:
             coming = _set(map(is_coming, range(self._trained.bit_length())))
@@ -291,7 +298,7 @@ class PendingSlots:
         self._closed = False
 
     def set_trainable(self, trained: Sequence[bool]) -> None:
-        """Set which slots are expected to receive gradients, and reset the state."""
+        """Set which slots are expected to receive gradients, one bool per slot, and reset the state."""
         self._trained = _set(trained)
         self.end()
 
@@ -304,8 +311,8 @@ class HandleReduction:
     """Reduction of the gradients of one handle through some stages. One collective is in flight at a time.
 
     Attributes:
-        buffers_written: one event per collective, which ends when its result has been added to the target buffer. Set
-            by :meth:`add_on`.
+        buffers_written: one event per collective, which completes when the result has been added to the target buffer.
+            :meth:`add_on` appends these events.
     """
 
     def __init__(self, gradients: HandleGradients, legs: Sequence[ReductionStage]) -> None:
@@ -353,7 +360,7 @@ class HandleReduction:
                 raise
 
     def _go_on(self, leg: ReductionStage, following: ReductionStage | None) -> None:
-        """Add the result of a collective and launch the next one, while no other buffer can take its slab."""
+        """Add the result of a collective and launch the next one. Meanwhile no other buffer can take the slab."""
         if self._pending is not None:  # None after a failure
             pending, self._pending = self._pending, None
             with self.gradients.accumulator.storage.guard:

@@ -86,7 +86,7 @@ def is_closed(model: nn.Module) -> bool:
 
 
 def refuse_closed(module: nn.Module) -> None:
-    """Raise RuntimeError if `layerzero.close` has closed a model that the module is, holds, or is a unit of."""
+    """Raise RuntimeError if `module`, or a module inside it, is a closed model or a unit of one."""
     if any(is_closed(each) for each in module.modules()):
         raise RuntimeError(CLOSED)
 
@@ -104,7 +104,7 @@ class _ClosedAfter:
 def _prepare_load(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
 ) -> None:
-    """Prepare the entries of a state dict, before torch copies them into the parameters.
+    """Complete the names of tied parameters in a state dict, before torch copies its tensors into the parameters.
 
     Each sharded parameter later copies its rows from the full tensor.
 
@@ -130,7 +130,7 @@ def get_state(model: nn.Module) -> LayerZeroState:
     """Return the state of a sharded model.
 
     Raises:
-        TypeError, ValueError: `model` is no module, not sharded, or a part of a sharded model.
+        TypeError, ValueError: `model` is not a module, is not sharded, or is a part of a sharded model.
         RuntimeError: the model was closed.
     """
     if not isinstance(model, nn.Module):
@@ -154,14 +154,14 @@ def get_states(model: nn.Module) -> dict[str, LayerZeroState]:
     """Return the state of a sharded model under ``""``, or the states of the sharded models inside `model` by path.
 
     Raises:
-        TypeError, ValueError: `model` is no module, holds no sharded model, or is a part of one.
+        TypeError, ValueError: `model` is not a module, contains no sharded model, or is a part of one.
     """
     inside = _models_in(model) if isinstance(model, nn.Module) else {}
     return inside or {"": get_state(model)}
 
 
 def _models_in(module: nn.Module) -> dict[str, LayerZeroState]:
-    """Return the sharded models in `module`, itself included, by attribute path."""
+    """Return the state of each sharded model in `module`, including `module` itself, keyed by attribute path."""
     return {
         path: hook.runtime
         for path, each in module.named_modules()
@@ -171,14 +171,14 @@ def _models_in(module: nn.Module) -> dict[str, LayerZeroState]:
 
 
 def managed_params_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedParam]]:
-    """Return the sharded parameters inside `module` by state.
+    """Return the sharded parameters inside `module`, keyed by state.
 
     `module` is a sharded model, a part of one, or a module that contains one. States and parameters are in the order of
     the modules, which is the same on all ranks. A tied parameter is included if any module that holds it is inside
     `module`.
 
     Raises:
-        TypeError, ValueError: `module` is no module, or nothing inside it is sharded.
+        TypeError, ValueError: `module` is not a module, or nothing inside it is sharded.
         RuntimeError: `module` was a part of a sharded model that was garbage collected.
     """
     if not isinstance(module, nn.Module):
@@ -225,10 +225,10 @@ def forward_hooks(module: nn.Module) -> tuple[_BeforeForward, _AfterForward]:
 
 
 def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
-    """Return the units that hold the parameters of `module`, by state and in the order of the model.
+    """Return the units that hold the parameters of `module`, keyed by state, in the order of the model.
 
-    Units inside `module` are not included. Ignored parameters, and those inside ``layerzero.unsharded``, are in no
-    unit.
+    Units inside `module` are not included. Ignored parameters belong to no unit. Inside ``layerzero.unsharded`` no
+    parameter does.
 
     Raises:
         ValueError: all parameters of `module` are in units inside it.
@@ -291,7 +291,7 @@ def _main_grad(runtime: LayerZeroState, handle: Handle, slot: int) -> Callable[[
 
 
 class _Hook:
-    """Module hook that refers to the state. It refuses copies, which would use the storage of the original."""
+    """Module hook with a reference to the state. It cannot be copied: a copy would use the storage of the original."""
 
     def __init__(self, runtime: LayerZeroState, unit: Unit) -> None:
         self.unit = unit
@@ -300,7 +300,7 @@ class _Hook:
 
     @property
     def is_roots(self) -> bool:
-        """True for hooks of the root module."""
+        """True if this is a hook of the root module."""
         return self._kept is not None
 
     @property

@@ -45,7 +45,7 @@ class SettingsCheck:
         self._compared: list[Settings] = []  # settings of the digests that differed
 
     def note_step(self, settings: Callable[[], Settings]) -> None:
-        """Record that an optimizer steps; its method `settings` returns the settings of its groups."""
+        """Record that an optimizer steps. Its method `settings` returns the settings of its parameter groups."""
         if self._is_told:
             self._stepped.clear()
             self._is_told = False
@@ -54,13 +54,13 @@ class SettingsCheck:
             self._stepped.append(method)
 
     def digests(self) -> list[Tensor]:
-        """Return the bytes to send along each axis, uint8 [DIGEST_BYTES]."""
+        """Return one message for each axis, uint8 [DIGEST_BYTES]."""
         own = torch.tensor(list(self._digest_now()), dtype=torch.uint8, device="cpu")
         self._sent.append(self._last)
         return self._late.outgoing(own)
 
     def receive(self, messages: Sequence[Tensor]) -> None:
-        """Compare the digests of all ranks.
+        """Compare the digests of all ranks, and record whether any of them differ.
 
         Args:
             messages: the bytes received along each axis, uint8 [ranks, DIGEST_BYTES].
@@ -72,7 +72,10 @@ class SettingsCheck:
             self._differ, self._compared = True, self._sent[0]
 
     def _digest_now(self) -> bytes:
-        """Return digest and complement; zeros if no optimizer has stepped or one was garbage collected."""
+        """Return the current digest and its complement.
+
+        Return zeros if no optimizer has stepped, or if one that has stepped was garbage collected.
+        """
         self._is_told = True
         methods = [method() for method in self._stepped]
         if not methods or None in methods:
@@ -86,7 +89,10 @@ class SettingsCheck:
         return self._digest
 
     def require_equal(self) -> None:
-        """Raise RuntimeError on all ranks if digests differed. All ranks must call this; they communicate only then."""
+        """Raise RuntimeError on all ranks if any digests differed.
+
+        All ranks must call this. They communicate only if digests differed.
+        """
         if not self._differ:
             return
         self._differ = False

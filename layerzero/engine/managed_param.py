@@ -1,4 +1,4 @@
-"""A parameter of a handle in its gathered and sharded forms, and lookup by parameter object."""
+"""Parameter of a handle in its gathered and sharded forms, and lookup of it by parameter object."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ManagedParam:
         self.sharded._local_tensor = LocalShard(master, span, watch)
 
     def close(self) -> None:
-        """Drop the gathered parameter, which an optimizer would keep alive."""
+        """Drop the gathered parameter, which would otherwise live as long as an optimizer refers to the sharded one."""
         self.gathered = nn.Parameter(torch.empty(0), requires_grad=False)
         del self.accumulate_grad
         assert isinstance(self.sharded, RowShardedTensor)
@@ -67,17 +67,17 @@ class ParamRegistry:
         self._ignored = WeakIdKeyDictionary(dict.fromkeys(ignored))
 
     def remember_origins(self, origins: Iterable[tuple[nn.Parameter, str]]) -> None:
-        """Register (original parameter, name) pairs: an optimizer may hold parameters from before sharding."""
+        """Register (original parameter, name) pairs, because an optimizer may hold parameters from before sharding."""
         for parameter, name in origins:
             self._origins[parameter] = self._members[name]
 
     def managed_param(self, parameter: Tensor) -> ManagedParam | None:
-        """Return the managed parameter of a sharded or an original parameter; None if it is neither."""
+        """Return the managed parameter that `parameter`, sharded or original, belongs to; None if there is none."""
         member: ManagedParam | None = self._member_of.get(parameter)  # type: ignore[no-untyped-call]
         if member is None:
             member = self._origins.get(parameter)  # type: ignore[no-untyped-call]
         return member
 
     def is_ignored(self, parameter: Tensor) -> bool:
-        """Return whether `parameter` was in the model when it was sharded, and was ignored by shard_model."""
+        """Return whether `parameter` was in the model when it was sharded, but was ignored by shard_model."""
         return parameter in self._ignored

@@ -23,7 +23,7 @@ _LOG = logging.getLogger("layerzero")
 
 
 class NoSyncHint:
-    """Counter of the reducing backwards in each step, which logs a hint; see [Note: Who is told]."""
+    """Counter of reducing backwards per step, which logs a hint if there are several; see [Note: Who is told]."""
 
     def __init__(self, *, would_save: bool) -> None:
         self.listens = would_save and dist.get_rank() == 0
@@ -31,7 +31,7 @@ class NoSyncHint:
         self._steps = 0  # consecutive ones that each followed several backwards
 
     def note_backward(self, *, reduces: bool, is_first: bool) -> None:
-        """Record the begin of a backward; `is_first` if the model has no gradients yet."""
+        """Record the start of a backward. `is_first` is True if the model has no gradients yet."""
         self.listens &= reduces
         self._backwards = 1 if is_first else self._backwards + 1
 

@@ -14,7 +14,7 @@ __all__ = ["Closable", "ModelStatus"]
 
 
 class Closable:
-    """Part of a sharded model that loses all attributes when the model is closed; every later use raises."""
+    """Base class of parts of a sharded model. After :meth:`clear` an object has no attributes, and every use raises."""
 
     def clear(self) -> None:
         self.__dict__.clear()
@@ -37,13 +37,15 @@ class Closable:
 
 
 class ModelStatus:
-    """Contexts that are entered, a load that failed, and changes of the model's structure.
+    """Conditions under which a model may compute: active contexts, a failed load, and its module structure.
 
     Attributes:
-        active_views: contexts that are currently entered, outermost first.
-        unsharded: parameters inside :func:`layerzero.unsharded`; True if full on this rank.
-        load_error: error message after a load that failed halfway.
-        first_forward_checks: called once, before the first forward. A check that raises is called again.
+        active_views: contexts that are currently active, outermost first.
+        unsharded: parameters that are unsharded inside :func:`layerzero.unsharded`, each with True if it is full on
+            this rank.
+        load_error: error message after a load that failed halfway; otherwise None.
+        first_forward_checks: functions called once, before the first forward. A function that raises is called again
+            later.
     """
 
     def __init__(self, structure: StructureCheck) -> None:
@@ -54,7 +56,7 @@ class ModelStatus:
         self._structure = structure
 
     def require_usable(self) -> None:
-        """Raise RuntimeError unless the model may compute."""
+        """Raise RuntimeError if the model must not compute."""
         if self.load_error is not None:
             raise RuntimeError(self.load_error)
         while self.first_forward_checks:

@@ -1,7 +1,7 @@
 """Check for changes of the modules and parameters of a sharded model.
 
 Only parameters that were in the model when it was sharded are reduced over the ranks and stepped. Parameters added
-later would silently be trained by each rank on its own.
+later would silently be trained on each rank independently.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ __all__ = ["StructureCheck", "replaced"]
 
 
 class StructureCheck:
-    """Modules and parameters of a model when it was sharded. Create it while the modules hold sharded parameters."""
+    """Record of the modules and parameters of a model at sharding, and check for later changes.
+
+    Create it while the modules hold sharded parameters.
+    """
 
     def __init__(self, model: nn.Module, members: Iterable[ManagedParam]) -> None:
         self._model = weakref.ref(model)  # see [Note: Who keeps whom] in hooks.py

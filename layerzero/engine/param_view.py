@@ -15,7 +15,10 @@ __all__ = ["ParamView", "refuse_gradients", "refuse_sharded", "viewing"]
 
 
 class ParamView(enum.Enum):
-    """Context that changes the parameters of a model. Only EMA, and UNSHARDED for other parameters, allow nesting."""
+    """Context that replaces the parameters of a model.
+
+    Only two kinds can be nested: EMA, and UNSHARDED if it is entered for other parameters.
+    """
 
     UNSHARDED = "layerzero.unsharded"  # full parameters: no gathers, and no gradients
     FULL_PRECISION = "layerzero.full_precision"  # gathered masters; forwards record no gradients
@@ -32,7 +35,7 @@ def refuse_gradients(label: str, view: ParamView = ParamView.UNSHARDED) -> None:
 
 
 def refuse_sharded(unit: Unit, unsharded: Mapping[ManagedParam, bool]) -> None:
-    """Raise RuntimeError if a forward inside ``layerzero.unsharded`` needs a parameter that is sharded there."""
+    """Raise RuntimeError if a forward inside ``layerzero.unsharded`` needs a parameter that is still sharded."""
     if absent := next((member.name for member in unit.members() if not unsharded.get(member)), None):
         raise RuntimeError(
             f"forward of {unit.label} inside layerzero.unsharded, where its parameter {absent!r} is sharded on this "
@@ -43,7 +46,7 @@ def refuse_sharded(unit: Unit, unsharded: Mapping[ManagedParam, bool]) -> None:
 
 @contextmanager
 def viewing(views: list[ParamView], view: ParamView) -> Iterator[None]:
-    """Add `view` to the active `views` of a state inside the context."""
+    """Context manager in which `view` is one of the active views of a state, listed in `views`."""
     views.append(view)
     try:
         yield

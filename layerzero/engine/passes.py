@@ -1,10 +1,10 @@
-"""Forward and backward passes in progress, each an object that lives as long as its pass.
+"""Objects for forward and backward passes in progress. Each object lives as long as its pass.
 
 [Note: Gathers ahead, by mesh]
 If units are on several meshes, a rank may call units of another mesh that other ranks of its group do not call, such as
 experts without tokens. So only a call of a unit on the same mesh prefetches a gather. Then all ranks that take part
-launch it at the same point of the program. A gather that was not predicted waits for these ranks. At another point they
-might wait for this rank in a collective of the user.
+launch it at the same point of the program. A gather that was not predicted waits for these ranks. At any other point,
+these ranks might be waiting for this rank in a collective of the user.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class UnitCall:
         self._position = 0
 
     def record_return(self, forward: ForwardPass) -> None:
-        """Append this call to the calls of a forward, in order of return."""
+        """Append this call to `forward.returned`, the list of calls in the order in which they returned."""
         self.forward, self._position = forward, len(forward.returned)
         forward.returned.append(weakref.ref(self))
         forward.first.setdefault(self.unit, self._position)
@@ -45,7 +45,10 @@ class UnitCall:
 
     @property
     def next_call(self) -> UnitCall | None:
-        """Call in a graph that returned next after this one; its backward runs before the backward of this one."""
+        """Call that returned next after this one, of those in an autograd graph; None if this call is the last.
+
+        The backward of the next call runs before the backward of this one.
+        """
         later = (self._order[place]() for place in range(self._position + 1, len(self._order)))
         return next((call for call in later if call is not None), None)
 
@@ -54,11 +57,11 @@ class UnitCall:
         return self.forward is not None and self.forward is use.forward and self._position < use.place
 
     def ended_handles(self) -> Iterator[Handle]:
-        """Yield handles of units that get no more gradients once the backward of this call begins.
+        """Yield the handles whose units receive no more gradients once the backward of this call begins.
 
-        Autograd runs three kinds of nodes before those of this call: of the next call, of its callers, and of uses
-        outside of forwards between the two calls. The last call in the graph also yields the handles of units that the
-        forward did not call, if units are on several meshes.
+        Autograd runs three kinds of nodes before those of this call: nodes of the next call, of the callers of the next
+        call, and of uses outside of forwards between the two calls. The last call in the graph also yields the handles
+        of units that the forward did not call, if units are on several meshes.
         """
         forward, follower = self.forward, self.next_call
         for place, units in () if forward is None else forward.uses:
@@ -82,12 +85,12 @@ class UnitCall:
         return not self.forward.comes_again(self.unit, calls=self._position, uses=self._position)
 
     def preceding(self, count: int | None) -> Sequence[UnitCall]:
-        """Return the last `count` calls (None: all) before this one, of units on the same mesh, latest first."""
+        """Return the last `count` calls before this one of units on the same mesh, latest first; None returns all."""
         return list(islice((each for each in self._earlier() if each.unit.topology is self.unit.topology), count))
 
     @property
     def previous(self) -> UnitCall | None:
-        """Last call that returned before this one, of a unit on any mesh."""
+        """Last call that returned before this one, of a unit on any mesh; None if there is none."""
         return next(self._earlier(), None)
 
     def _earlier(self) -> Iterator[UnitCall]:
@@ -96,7 +99,7 @@ class UnitCall:
 
 
 class ForwardPass:
-    """A forward of the root, or of a unit called on its own.
+    """Forward of the root, or of a unit called on its own.
 
     Args:
         entry: the outermost unit.
@@ -106,8 +109,8 @@ class ForwardPass:
 
     Attributes:
         called: units in order of call.
-        returned: calls that are in a graph, in order of return.
-        prefetched: units whose gathers were launched ahead.
+        returned: calls that are in an autograd graph, in order of return.
+        prefetched: units whose gathers were launched before their calls.
     """
 
     def __init__(self, entry: Unit, units: Sequence[Unit], *, expected: list[Unit]) -> None:
@@ -125,12 +128,12 @@ class ForwardPass:
 
     @property
     def uncalled_units(self) -> list[Unit]:
-        """Units that this forward did not call although other ranks may have."""
+        """Units that this forward did not call, although other ranks may have called them."""
         called = set(self.called)
         return [unit for unit in self._units if unit not in called]
 
     def comes_again(self, unit: Unit, *, calls: int, uses: int) -> bool:
-        """Return whether the graph has `unit` among its first `calls` calls, or in a use up to position `uses`."""
+        """Return whether `unit` is among the first `calls` calls, or in a use up to position `uses`."""
         if any(place <= uses and unit in units for place, units in self.uses):
             return True
         if self.first.get(unit, calls) >= calls:
@@ -151,11 +154,12 @@ class ForwardPass:
 
 
 class Use:
-    """One use of weights outside of the forwards of their units, in :func:`layerzero.gathered`, and its graph.
+    """One use of weights in :func:`layerzero.gathered`, outside of the forwards of their units.
 
     Args:
-        units: units that are gathered.
-        forward: the latest forward, whose calls order the use. Its graph may be freed before the use.
+        units: units that are gathered for the use.
+        forward: the latest forward. The use has a position in the order of its calls. The graph of the forward may be
+            freed before the use.
     """
 
     __slots__ = ("_forward", "comes_back", "place", "units")
@@ -183,9 +187,9 @@ class BackwardPass:
 
     Attributes:
         requires_gradient_sync: the backward runs outside no_sync.
-        task: id of its autograd graph task.
-        observer: receiver of trace events; None: there is none.
-        nested: by graph task, calls whose backward runs in a nested backward of a reentrant checkpoint.
+        task: id of the autograd graph task of this backward.
+        observer: receiver of trace events; None if no events are recorded.
+        nested: calls whose backward runs in a nested backward of a reentrant checkpoint, keyed by graph task.
         completed_handles: handles that are ready to be reduced, in order of arrival.
         gathered_calls: calls whose units have been gathered for this backward.
         active_calls: calls whose backward has begun and not ended.
@@ -209,7 +213,7 @@ class BackwardPass:
     def next_call_holds_buffer(self, call: UnitCall) -> bool:
         """Return whether the call after `call` still holds its full buffer when the backward of `call` begins.
 
-        Its backward ends at this point, but the hook that ends it runs second.
+        The backward of the later call ends at this point, but the hook that ends it runs second.
         """
         follower = call.next_call
         return (

@@ -34,7 +34,7 @@ IN_FLIGHT = (1, 2)
 
 
 class ReductionQueue:
-    """Queue that starts the reductions of `order`, in this order, on `streams`."""
+    """Queue that starts the reductions of the handles in `order` on `streams`, one after the other."""
 
     def __init__(self, order: Sequence[HandleGradients], streams: ReductionStreams) -> None:
         self.order = list(order)
@@ -46,13 +46,13 @@ class ReductionQueue:
         ]  # events of first and second collectives, oldest first
 
     def start_ready(self, *, across_replicas: bool) -> None:
-        """Start the next handles in order, as long as they are ready."""
+        """Start the reductions of the next handles in order, up to the first handle that is not ready."""
         order = self.order
         while self._next < len(order) and order[self._next].pending_slots.ready:
             self._start(self._next_carry(across_replicas=across_replicas))
 
     def finish(self, *, across_replicas: bool) -> None:
-        """Start the remaining handles, wait for all reductions, and end the pass."""
+        """Start the reductions of the remaining handles, wait for all reductions, and end the pass."""
         while self._next < len(self.order):
             self._start(self._next_carry(across_replicas=across_replicas))
         self.settle()
@@ -72,7 +72,7 @@ class ReductionQueue:
         self.settle()
 
     def settle(self) -> None:
-        """Order later work after all reductions in flight."""
+        """Make later work wait for all reductions in flight."""
         try:
             self.streams.synchronize(self._landings)
         finally:
@@ -90,11 +90,11 @@ class ReductionQueue:
                 landings.popleft().wait()
 
     def abandon(self) -> None:
-        """End the pass of a failed backward, and order later work after the gradients that have arrived.
+        """End the pass of a failed backward, and make later work wait for the gradients that have arrived.
 
-        Reductions that were started are completed. Their progress depends on timing and differs between ranks, whose
-        communicators must launch the same collectives. Further errors are suppressed: they follow from the first one,
-        or the next collective raises them.
+        Reductions that were started are completed. Their progress depends on timing and differs between ranks, but all
+        ranks must launch the same collectives. Further errors are suppressed, because they either follow from the first
+        error or are raised by the next collective.
         """
         with suppress(Exception):
             self.settle()

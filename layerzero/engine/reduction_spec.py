@@ -120,7 +120,7 @@ class ReductionSpec:
         return cls(Extent.FULL, Extent.FULL, legs, precision.master, 1.0 / first)
 
     def between(self, start: Extent, stop: Extent) -> tuple[ReductionStage, ...]:
-        """Return the stages between extents `start` and `stop`, the larger one first."""
+        """Return the stages that reduce extent `start` to the smaller extent `stop`."""
         return tuple(leg for leg in self.stages if leg.source <= start and leg.target >= stop)
 
     @property
@@ -130,7 +130,7 @@ class ReductionSpec:
 
 
 def _factors(grid: ShardGrid, divide_factor: float) -> tuple[float, float]:
-    """Return the divisors of hop 1 and hop 2, by which their sums are expected to grow."""
+    """Return the divisors of hop 1 and hop 2: the factor by which each hop is expected to increase a sum."""
     if grid.replicas == 1:
         return divide_factor, 1.0
     factor1 = min(float(grid.zero3_size), max(1.0, divide_factor))

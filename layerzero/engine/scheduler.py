@@ -1,10 +1,10 @@
 """Schedule of one sharded model: when units are gathered, prefetched and freed, and when their gradients are reduced.
 
-Module, tensor and parameter hooks call these methods.
+Hooks of modules, tensors and parameters call the methods of :class:`Scheduler`.
 
 [Note: Who frees the full buffer]
 A forward frees the full buffer when it returns, with three exceptions: it runs inside a backward (recomputation of a
-checkpoint), the unit stays gathered until its backward and has one, or the next call is expected to be of the same
+checkpoint), the unit is kept gathered for a backward that will follow, or the next call is expected to be of the same
 unit. A backward frees the full buffer when the gradients of the inputs of a call are known. Autograd runs later nodes
 first, so all nodes of the call have run by then. Leaf inputs are an exception, because they receive gradients before
 later nodes run, and inputs without gradients run no hook. Such a call ends with the backward that contains it, which in
@@ -58,7 +58,7 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler(Closable):
-    """Gathers, frees and reduces the units of one sharded model.
+    """Gathers and frees the units of one sharded model, and launches the reductions of their gradients.
 
     Args:
         units: units of the model, the root first.
@@ -67,7 +67,7 @@ class Scheduler(Closable):
         pools: memory pools of the model.
         gradients: reduces the gradients of the handles.
         refresher: copies masters to compute weights.
-        uses: active uses of weights outside of forwards, outermost first. The refresher reads them.
+        uses: active uses of weights outside of forwards, outermost first. The refresher reads this list.
         status: conditions under which passes may run.
 
     Attributes:
@@ -140,7 +140,7 @@ class Scheduler(Closable):
         self._wait(unit)
 
     def reshard(self, unit: Unit) -> None:
-        """Free a unit.
+        """Free the gathered weights of a unit.
 
         Raises:
             RuntimeError: the unit is in use.
@@ -247,7 +247,7 @@ class Scheduler(Closable):
             self._follow_user()
 
     def _follow_user(self) -> None:
-        """Apply what the user has changed since the last pass."""
+        """Check that the model may compute, and apply changes that the user has made since the last pass."""
         self.status.require_usable()
         if torch.is_grad_enabled():  # adapters are off in a forward for reference, and on again in its backward
             self._gradients.apply_requires_grad()
@@ -277,7 +277,10 @@ class Scheduler(Closable):
             register_multi_grad_hook(inputs, functools.partial(self.post_backward, call))
 
     def _watch_outputs(self, call: UnitCall, output: Any) -> bool:
-        """Register hooks that gather the unit when the backward reaches this call; return False if it has no graph."""
+        """Register hooks that gather the unit when the backward reaches this call.
+
+        Return False if no output requires a gradient.
+        """
         outputs = [tensor for tensor in iter_tensors(output) if tensor.requires_grad]
         for tensor in outputs:
             tensor.register_hook(functools.partial(self.pre_backward, call))  # type: ignore[no-untyped-call]
@@ -287,7 +290,10 @@ class Scheduler(Closable):
 
     @contextmanager
     def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Let the modules of `units` hold gathered parameters inside; see [Note: Weights outside of forwards]."""
+        """Context manager in which the modules of `units` hold their gathered parameters.
+
+        See [Note: Weights outside of forwards].
+        """
         label = f"layerzero.gathered of {', '.join(unit.label for unit in units)}"
         refuse_transforms(label)
         if ParamView.FULL_PRECISION in self.status.active_views:
@@ -410,10 +416,10 @@ class Scheduler(Closable):
             backward.observer.begin("backward", unit.label, call)
 
     def _reduce_ended(self, backward: BackwardPass, handles: Iterable[Handle], *, called: bool) -> None:
-        """Launch the reductions of handles that get no more gradients. See [Note: One order on all ranks].
+        """Launch the reductions of handles that receive no more gradients. See [Note: One order on all ranks].
 
         Args:
-            called: whether the forward has called their units. Only these handles count in the order of arrival.
+            called: whether the forward has called their units. Only these handles are added to the order of arrival.
         """
         for handle in handles:
             gradients = handle.gradients
@@ -458,7 +464,7 @@ class Scheduler(Closable):
             self._prefetch_before(previous)
 
     def _end_with_nested_backward(self, backward: BackwardPass, call: UnitCall) -> None:
-        """Let a call end with its nested backward, if a reentrant checkpoint runs one.
+        """End a call together with its nested backward, if a reentrant checkpoint runs one.
 
         The nested backward contains all nodes of the recomputed call.
         """
@@ -477,7 +483,7 @@ class Scheduler(Closable):
             self._reduce_ended(self._backward, call.unit.handles, called=True)
 
     def post_accumulate_grad(self, handle: Handle, slot: int, leaf: Tensor) -> None:
-        """Take the gradient of one gathered parameter from ``leaf.grad``."""
+        """Move the gradient of one gathered parameter from ``leaf.grad`` to the gradient buffer."""
         backward = self._enter_backward(handle.members[slot].name)
         gradient, leaf.grad = leaf.grad, None
         gradients = handle.gradients
@@ -551,7 +557,7 @@ class Scheduler(Closable):
             self._gradients.run_hooks()
 
     def recover_failed_backward(self) -> None:
-        """Recover from a failed backward. Outside of a backward, one that has begun and not ended must have raised."""
+        """Recover from a failed backward, which has begun and not ended although no backward is running."""
         if self._backward is None or in_backward():
             return
         self._gradients.abandon()  # repeated if interrupted
@@ -566,7 +572,10 @@ class Scheduler(Closable):
             self._release_all()
 
     def evaluate_in_full_precision(self, enabled: bool) -> None:
-        """Let later forwards compute with gathered masters, or with compute weights again. Call this between passes."""
+        """Select whether later forwards compute with gathered masters or with compute weights.
+
+        Call this between passes.
+        """
         self.recover_interrupted_pass()
         for unit in self._units:
             unit.release(())

@@ -1,4 +1,4 @@
-"""Root state of one sharded model, which the hooks on its modules find."""
+"""Root state of one sharded model, which is found through the hooks on the model's modules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["LayerZeroState"]
 
 
 class Staging(Protocol):
-    """Checkpoint save in the background."""
+    """Checkpoint save that runs in the background."""
 
     def finish(self) -> None: ...
 
@@ -34,7 +34,7 @@ class Staging(Protocol):
 class LayerZeroState(Closable):
     """Root state of one sharded model. The hooks on the root module hold it; see :mod:`layerzero.engine.hooks`.
 
-    It builds and owns the schedule, the reduction of gradients and the refresh of weights.
+    The state builds and owns the scheduler, the gradient reducer and the weight refresher.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class LayerZeroState(Closable):
 
     @property
     def model(self) -> nn.Module:
-        """The sharded model; RuntimeError if it was garbage collected."""
+        """Sharded model. Raises RuntimeError if it was garbage collected."""
         if (model := self._model()) is None:
             raise RuntimeError(
                 "the sharded model is gone: nothing refers to it any more; keep the one that was sharded"

@@ -94,7 +94,10 @@ class Unit:
             handle.gather()
 
     def keep_post_forward(self, forward: object) -> None:
-        """Keep a post-forward shard for the backward of `forward`, if the unit uses one. Call before resharding."""
+        """Keep a post-forward shard for the backward of `forward`, if the unit uses one.
+
+        Call this before resharding.
+        """
         if isinstance(self.reshard_after_forward, bool):
             return
         self._kept_for = weakref.ref(forward)
@@ -121,7 +124,10 @@ class Unit:
         return {handle.evaluated_dtype for handle in self.handles}
 
     def cast_inputs(self, args: Any, kwargs: Any, *, computes_in: set[torch.dtype] | None = None) -> tuple[Any, Any]:
-        """Cast the inputs of a forward; `computes_in`: dtypes of the parameters if they are not the compute weights."""
+        """Cast the inputs of a forward to the dtype of the parameters, if the policy requires it.
+
+        `computes_in` holds the dtypes of the parameters if the forward does not use the compute weights.
+        """
         dtype = self._input_dtype
         if computes_in is not None and dtype is not None:
             dtype = next(iter(computes_in)) if len(computes_in) == 1 else None
@@ -136,7 +142,10 @@ class Unit:
         return cast_floating(output, dtype)
 
     def release(self, passed: Collection[object] | None = None) -> None:
-        """Free the full buffer and the post-forward shard (see `drop_post_forward`), and show sharded parameters."""
+        """Put the sharded parameters into the modules, and free the full buffer and the post-forward shard.
+
+        For `passed` see :meth:`drop_post_forward`.
+        """
         self.show_sharded()
         self.reshard()
         self.drop_post_forward(passed)
@@ -150,7 +159,7 @@ class Unit:
             self.drop_post_forward(passed)
 
     def drop_post_forward(self, passed: Collection[object] | None = None) -> None:
-        """Free the post-forward shard, unless its forward is not in `passed`; None: always free it."""
+        """Free the post-forward shard if its forward is in `passed`, or if `passed` is None."""
         for handle in self.handles if passed is None or self._kept_for() in passed else ():
             handle.kept.drop()
 
@@ -171,9 +180,9 @@ class Unit:
 
 
 def gather_orders(units: Sequence[Unit], *, full_precision: bool = False) -> dict[MeshInfo, GatherOrderCheck]:
-    """Return a check of the gather order for each mesh. Its unit indices count full gathers first, then regathers.
+    """Return the check of the gather order for each mesh. Unit indices count full gathers first, then regathers.
 
-    With `full_precision` all data-parallel ranks gather together, otherwise the ranks of a ZeRO-3 group.
+    If `full_precision` is True, all data-parallel ranks gather together, otherwise only the ranks of a ZeRO-3 group.
     """
     labels = [gather_name(exchange, unit.label) for exchange in GATHERS for unit in units]
     topologies = {unit.topology for unit in units}

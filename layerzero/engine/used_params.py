@@ -1,4 +1,4 @@
-"""Map of the parameters that any rank of a model has used, one byte per parameter.
+"""Map of the parameters that any rank of a model has used, with one byte per parameter.
 
 [Note: One order for all]
 A model-parallel axis may cut a dim into parts of different sizes. Then the ranks along it lay out their parts in
@@ -47,7 +47,7 @@ class UsedParamMap:
         self._thread.end_with(self)
 
     def close(self) -> None:
-        """End the thread, after its pending work."""
+        """Stop the control thread after its pending work."""
         self._thread.thread.end()
 
     def add_names(self, names: Iterable[str]) -> None:
@@ -56,7 +56,7 @@ class UsedParamMap:
         self.set_local_order(self._own)
 
     def set_local_order(self, own: Sequence[str]) -> None:
-        """Set this rank's order of parameters, in which bytes are passed and returned. It may differ between ranks."""
+        """Set the order of parameters in which this rank passes and receives bytes. It may differ between ranks."""
         self._own = own
         by_lanes: dict[tuple[Communicator, ...], list[str]] = {self._everyone.control_comms: []}
         for name in self._names:
@@ -132,7 +132,7 @@ class PendingUse:
                 lane.held_group.reserved = self._relayed
 
     def relay_beside(self) -> None:
-        """Run :meth:`relay` in a thread. :meth:`wait` raises its failure."""
+        """Run :meth:`relay` in a thread. If it fails, :meth:`wait` raises the error."""
         assert self._relayed is not None
         with self._relayed.launching():
             try:
@@ -168,7 +168,7 @@ class PendingUse:
         return [heard.said[:, self._groups[0].numel :] for heard in self._heard[0]]
 
     def max_over_ranks(self) -> bytes:
-        """Wait for all messages; return the maximum byte of each parameter over its ranks, in this rank's order."""
+        """Wait for all messages; return each parameter's maximum byte over the ranks, in this rank's order."""
         self.wait()
         most = torch.zeros_like(self._own)
         for place, group in enumerate(self._groups):
@@ -188,6 +188,6 @@ class PendingUse:
             heard.append(all_gather_small(group.lanes[axis], Collective.METADATA, message))
 
     def _take(self, place: int) -> None:
-        """Store the maximum over the last message of a group, which must have arrived."""
+        """Store the maximum over all ranks in the last message of a group. The message must have arrived."""
         if heard := self._heard[place]:
             self._most[place] = heard[-1].said[:, : self._groups[place].numel].amax(dim=0)

@@ -29,7 +29,7 @@ class WeightRefresher:
         uses: active uses of weights outside of forwards, during which weights must not change.
 
     Attributes:
-        deferred: a step leaves the refresh to :meth:`launch_deferred`, which a pipeline schedule calls.
+        deferred: if True, a step launches no refresh, and a pipeline schedule calls :meth:`launch_deferred`.
     """
 
     def __init__(self, handles: Sequence[Handle], everyone: ModelRanks, uses: Sequence[Use]) -> None:
@@ -50,7 +50,10 @@ class WeightRefresher:
         RefreshRound(handles, self._hand_over, waits=not self._comes_first).end()
 
     def before_master_write(self, handles: Sequence[Handle] | None = None) -> None:
-        """Prepare a write to the masters of `handles` (None: all) that is followed by :meth:`launch`, on all ranks."""
+        """Prepare a write to the masters of `handles` (None: all).
+
+        All ranks must call this before the write, and :meth:`launch` after it.
+        """
         self.refuse_uses("changing weights")
         for handle in self._handles if handles is None else handles:
             handle.finish_refresh()  # a refresh in flight may read the masters
@@ -67,12 +70,13 @@ class WeightRefresher:
 
     @contextmanager
     def step(self) -> Iterator[RefreshRound | None]:
-        """Context of an optimizer step, which launches the refresh of the updated masters on exit.
+        """Context manager of an optimizer step. On exit it launches the refresh of the updated masters.
 
-        If several optimizers step before a forward, the last step launches one refresh for all.
+        If several optimizers step before a forward, the last step launches one refresh for all of them.
 
         Yields:
-            The refresh, so that handles can be launched as soon as they are updated; None if it is launched later.
+            The refresh round, which can launch handles as soon as they are updated; None if the refresh is launched
+                later.
         """
         self.refuse_uses("optimizer.step()")
         self._steps += 1
@@ -142,7 +146,7 @@ class RefreshRound:
     Args:
         handles: handles to refresh, in order.
         hand_over: barrier before writes to shared memory, if the model uses it.
-        waits: wait at the barrier, because other ranks may still read the weights.
+        waits: whether to wait at the barrier, because other ranks may still read the weights.
 
     Attributes:
         left: handles that are not launched yet; None before the first launch.
@@ -155,7 +159,7 @@ class RefreshRound:
         self._waits = waits
 
     def launch(self, ready: Collection[Handle]) -> None:
-        """Launch the next handles in order, as long as they are in `ready`."""
+        """Launch the refresh of the next handles in order, up to the first handle that is not in `ready`."""
         if self.left is None:
             self.left = deque(self._handles)
             for handle in self._handles:

@@ -70,7 +70,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Flat order of one handle and its cuts. All sizes are in elements.
+    """Flat order of one handle, and the cuts between its shards. All sizes are in elements.
 
     ZeRO-1 shard k is elements [k * shard_numel, (k + 1) * shard_numel), or [bounds[k], bounds[k + 1]) if `bounds` are
     given.
@@ -135,14 +135,14 @@ class FlatLayout:
         return self.numel - self.used
 
     def shard_range(self, k: int) -> range:
-        """Return the flat elements of ZeRO-1 shard k."""
+        """Return the range of flat elements in ZeRO-1 shard k."""
         assert 0 <= k < self.num_shards, (k, self.num_shards)
         return range(*(self.bounds[k : k + 2] or (k * self.shard_numel, (k + 1) * self.shard_numel)))
 
     def zero3_range(self, s: int, zero3_size: int) -> range:
-        """Return the flat elements of ZeRO-3 shard s.
+        """Return the range of flat elements in ZeRO-3 shard s.
 
-        It consists of R = D / zero3_size ZeRO-1 shards, one for each replica, in order.
+        The ZeRO-3 shard consists of R = D / zero3_size ZeRO-1 shards, one for each replica, in order.
 
         Raises:
             ValueError: `zero3_size` does not divide the number of ZeRO-1 shards.
@@ -156,9 +156,9 @@ class FlatLayout:
     def rows_in(self, slot: Slot, flat: range) -> range:
         """Return the rows of `slot` inside `flat`, a range of flat elements.
 
-        If there are none, the empty range starts at the number of rows that start before `flat`. So the ranges of
-        consecutive shards, put end to end, count from 0 to `slot.rows`. Rows without elements are all in the range that
-        contains the offset of the slot.
+        If there are no such rows, return an empty range that starts at the number of rows that begin before `flat`. The
+        ranges of consecutive shards, put end to end, therefore form ``range(slot.rows)``. Rows without elements are all
+        in the range that contains the offset of the slot.
         """
         assert flat.step == 1, flat
         row = slot.row_numel
@@ -174,7 +174,7 @@ class FlatLayout:
 def plan_layouts(
     params: Sequence[tuple[str, tuple[int, ...]]], *, num_shards: int, align: int
 ) -> tuple[FlatLayout, ...]:
-    """Plan as few layouts as possible that meet [Note: How long a shard may be].
+    """Plan as few layouts as possible that meet the bound in [Note: How long a shard may be].
 
     The result depends only on the arguments, so that all ranks plan the same layouts.
 
@@ -269,7 +269,10 @@ class _Kind:
 
 
 def _kinds(slots: Iterable[Slot]) -> list[_Kind]:
-    """Return the kinds, longest row and most elements first: slots with rows that divide each other leave no gaps."""
+    """Group `slots` into kinds, sorted by row length and then by number of elements, largest first.
+
+    In this order, slots with rows that divide each other leave no gaps.
+    """
     groups: dict[tuple[int, int], list[Slot]] = {}
     for slot in slots:
         groups.setdefault((slot.row_numel, slot.numel), []).append(slot)
@@ -333,8 +336,8 @@ def _pack(
 ) -> tuple[Slot, ...] | None:
     """Place all slots in the shards without cutting a row; return None if no order that was tried fits.
 
-    First try a greedy order: the slot with the smallest gap next, and the longest row among equals. Then try a beam
-    search, as wide as `effort` (the number of offsets to try) allows.
+    First try a greedy order, which always places the slot with the smallest gap next, or the longest row among equals.
+    Then try a beam search, as wide as `effort` (the number of offsets to try) allows.
     """
     widest = effort // (len(kinds) * sum(len(kind.slots) for kind in kinds))
     way = _best_way(kinds, shard, num_shards, align, width=1)
@@ -351,7 +354,7 @@ def _pack(
 
 
 def _best_way(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int, *, width: int) -> _Way | None:
-    """Place the slots one by one, with a beam search over partial orders of the given `width`.
+    """Place the slots one by one, in a beam search of the given `width`; return the best order, or None if none fits.
 
     Later slots depend on a partial order only through its end, and an earlier end is better. So among partial orders of
     the same slots only the best is kept. Without a limit on `width` the search would be exact.
@@ -384,7 +387,7 @@ def _best_way(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int, *
 
 
 def _earliest(kind: _Kind, start: int, shard: int, align: int) -> int | None:
-    """Return the first legal offset from `start`, a multiple of `align`; None if no offset is legal.
+    """Return the first legal offset at or after `start` (a multiple of `align`); None if no offset is legal.
 
     For example, with 4 rows of 3 elements, shards of 8 and `align` 1, the first legal offset from 0 is 2. The rows then
     start at 2, 5 | 8, 11.
@@ -403,7 +406,7 @@ def _earliest(kind: _Kind, start: int, shard: int, align: int) -> int | None:
 
 
 def _first_aligned(start: int, cut: int, row: int, align: int) -> int | None:
-    """Return the first multiple of `align` from `start` at a whole number of rows from `cut`; None if there is none."""
+    """Return the first multiple of `align` from `start` on that is whole rows away from `cut`; None if none exists."""
     common = gcd(row, align)
     if (cut - start) % common:
         return None

@@ -1,4 +1,4 @@
-"""Usage of parameters: the state of their gradients."""
+"""Usage of a parameter: the state of its gradient as one byte."""
 
 from __future__ import annotations
 

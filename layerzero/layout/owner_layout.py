@@ -1,15 +1,15 @@
-"""Owners of parameters that an optimizer needs in full, and the cuts of layouts that follow. Integers only.
+"""Owners of parameters that an optimizer needs in full, and the resulting cuts of layouts. Integers only.
 
-An owned slot lies, in every ZeRO-3 shard that it touches, in the part of one replica. So one ZeRO-3 group holds all of
-its ZeRO-1 rows. The owner, one rank of this group, updates the parameter and gathers its rows inside the group. If a
+In every ZeRO-3 shard that it touches, an owned slot lies in the part of the same replica. So one ZeRO-3 group holds all
+of its ZeRO-1 rows. The owner, one rank of this group, updates the parameter and gathers its rows inside the group. If a
 model-parallel axis has cut the parameter, the parts are also joined along that axis. Each rank on the axis has an equal
 part, at the same position of an equal layout.
 
 [Note: Owned cuts]
 The parts of a ZeRO-3 shard stay in the order of the replicas. A slot that reaches from one ZeRO-3 shard into the next
-is at the end of the first and at the start of the second. Such slots link ZeRO-3 shards to a chain. The replicas of
-owned slots never decrease along a chain. So each replica has one run of the chain, perhaps an empty one, and the runs
-define the plan. Other slots may be cut at any of their rows.
+is at the end of the first and at the start of the second. Such slots link ZeRO-3 shards into a chain. The replica
+indices of owned slots never decrease along a chain. So each replica has one run of the chain, perhaps an empty one, and
+the runs define the plan. Other slots may be cut at any of their rows.
 
 Runs are chosen to balance three loads by least squares: the elements of each replica, the elements of each rank, and
 the optimizer work of each replica. The choice is exact for one chain while the others are fixed. Several rounds over
@@ -86,7 +86,7 @@ def plan_owners(
         owned: names of the owned slots of each layout.
         replicas: number of replicas, R.
         zero3_size: number of ranks in a ZeRO-3 group, S.
-        across: by name, parameters whose parts are joined along a model-parallel axis.
+        across: axis of each parameter whose parts are joined along a model-parallel axis, by parameter name.
     """
     work = partial(_work, across)
     chains = [
@@ -168,7 +168,7 @@ class _OwnerLoads:
         self._zero3_size = zero3_size
 
     def give(self, chain: _LinkedShards, ends: Sequence[int], sign: int) -> None:
-        """Add the runs that end at these points to the loads (`sign` 1), or subtract them (`sign` -1)."""
+        """Add the runs of `chain` that end at `ends` to the loads if `sign` is 1, or subtract them if it is -1."""
         for r, (i, j) in enumerate(pairwise((0, *ends))):
             self.work[r] += sign * (chain.work[j] - chain.work[i]) * self._per_work
             for s, share in self._shares(chain, i, j):
@@ -182,7 +182,7 @@ class _OwnerLoads:
         return [(s, piece * self._per_element) for s, piece in pieces if piece > 0]
 
     def best(self, chain: _LinkedShards, replicas: int) -> list[int]:
-        """Return the points at which the runs of the replicas end, for the least growth of all squared loads."""
+        """Return the index of the point at which each replica's run ends, so that the squared loads grow least."""
         count = len(chain.points)
         shares = {(i, j): self._shares(chain, i, j) for i in range(count) for j in range(i + 1, count)}
         totals = [sum(row) for row in self.elements]
@@ -213,7 +213,7 @@ class _OwnerLoads:
 
 
 def _balance(chains: Sequence[_LinkedShards], replicas: int, zero3_size: int) -> list[list[int]]:
-    """Return for each chain the points at which the runs of the replicas end."""
+    """Return, for each chain, the index of the point at which the run of each replica ends."""
     loads = _OwnerLoads(chains, replicas, zero3_size)
     runs: list[list[int]] = [[] for _ in chains]
     order = sorted(range(len(chains)), key=lambda i: chains[i].points[0] - chains[i].points[-1])
@@ -301,6 +301,6 @@ class _OwnerLoad(NamedTuple):
 
 
 def _holders(layout: FlatLayout, slot: Slot) -> list[int]:
-    """Return the ZeRO-1 shards with rows of a slot; for a slot without rows, the first shard."""
+    """Return the indices of the ZeRO-1 shards that contain rows of a slot; [0] if the slot has no rows."""
     holders = [k for k in range(layout.num_shards) if len(layout.rows_in(slot, layout.shard_range(k)))]
     return holders or [0]

@@ -81,11 +81,11 @@ class ShardGrid:
 
     @property
     def shard_index(self) -> int:
-        """Index k of this rank's ZeRO-1 shard in the flat order, which is a part of ZeRO-3 shard s."""
+        """Index k of this rank's ZeRO-1 shard in the flat order. The shard is a part of ZeRO-3 shard s."""
         return self.zero3_rank * self.replicas + self.replica_rank
 
     def same_elements(self, small: Extent, big: Extent) -> bool:
-        """Return whether both extents cover the same elements in every layout."""
+        """Return whether extents `small` and `big` cover the same elements in every layout."""
         low, high = sorted((small, big))
         one_replica, one_shard = self.replicas == 1, self.zero3_size == 1
         return all(
@@ -93,7 +93,7 @@ class ShardGrid:
         )
 
     def range_of(self, layout: FlatLayout, extent: Extent) -> range:
-        """Return the flat elements that tensors of `extent` hold on this rank."""
+        """Return the range of flat elements that tensors of `extent` hold on this rank."""
         if extent is Extent.ZERO1:
             return layout.shard_range(self.shard_index)
         if extent is Extent.ZERO3:
