@@ -84,8 +84,7 @@ def read_statuses(ranks: Sequence[int], found: dict[int, RankStatus] | None = No
 
 
 def diagnose(word: RankStatus, error: Exception, *, ranks: Sequence[int], timeout: float) -> CollectiveError:
-    """Publish that a collective has failed, read the statuses of the other ranks, and return an error that describes
-    them.
+    """Publish that a collective has failed, read the statuses of the other ranks, and return an error about them.
 
     Args:
         word: status of this rank, without `failed`.
@@ -132,7 +131,7 @@ def _leave_if_there(word: RankStatus) -> None:
 
 
 def _asked(word: RankStatus, others: Sequence[int], *, seconds: float) -> tuple[dict[int, RankStatus], str]:
-    """Publish `word`; return the statuses of the other ranks and an error message about the store, empty if it answers."""
+    """Publish `word`; return the statuses of the other ranks and an error about the store (empty if it answers)."""
     words: dict[int, RankStatus] = {}
     told = [_SILENT]
 
@@ -162,8 +161,9 @@ def _hear(others: Sequence[int], words: dict[int, RankStatus], *, seconds: float
 def _tell(
     word: RankStatus, others: Sequence[int], words: dict[int, RankStatus], timeout: float
 ) -> tuple[list[str], dict[int, RankStatus]]:
-    """Return sentences about the other ranks, and the statuses of those in another collective (empty if any is
-    missing).
+    """Return sentences about the other ranks, and the statuses of those in another collective.
+
+    If any rank is missing, no statuses are returned.
     """
     there = {rank: said for rank, said in words.items() if said.failed or not said.passed}
     elsewhere = {rank: said for rank, said in there.items() if said.doing != word.doing}

@@ -80,9 +80,7 @@ class MeshInfo:
 
     @property
     def control_comms(self) -> tuple[Communicator, ...]:
-        """Control communicators with more than one rank; messages along each of them in turn reach all data-parallel
-        ranks.
-        """
+        """Control communicators with more than one rank. Together they connect all data-parallel ranks."""
         return tuple(lane for lane in (self.zero3_control_comm, self.replica_control_comm) if lane.size > 1)
 
     @property
@@ -96,8 +94,7 @@ class MeshInfo:
         return self.grid.shard_index
 
     def subgroup_comm(self, ranks: int) -> Communicator:
-        """Return the communicator for gathers inside this rank's block of `ranks` consecutive ranks of the ZeRO-3
-        group.
+        """Return the communicator of this rank's block of `ranks` consecutive ranks in the ZeRO-3 group, for gathers.
 
         The first call with a given number of ranks creates it. All ranks must make that call.
         """

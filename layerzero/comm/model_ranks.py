@@ -89,9 +89,7 @@ class ModelRanks:
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
-        """Communicators for broadcasts from the first rank to all ranks, in this order. Reductions use the reverse
-        order.
-        """
+        """Communicators in the order of broadcasts from the first rank to all. Reductions use the reverse order."""
         return *self.model_parallel, self.mesh_info.replica_comm, self.mesh_info.zero3_gather_comm
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -161,8 +159,7 @@ class ModelParallelAxes:
 
 
 class LateMaximum:
-    """Elementwise maximum of a few bytes over all ranks, for callers that must not wait for the messages of the current
-    round.
+    """Elementwise maximum of a few bytes over all ranks, computed without waiting for messages of the current round.
 
     Each round sends the maximum along one more axis. So with K axes, each round completes the maximum of the inputs of
     K - 1 rounds earlier, in the same round on all ranks. See [Note: Control messages].
@@ -180,9 +177,7 @@ class LateMaximum:
         return [own, *self._known[:-1]]
 
     def receive(self, messages: Iterable[Tensor]) -> Tensor:
-        """Store the messages received on each communicator, uint8 [ranks, numel]; return the maximum completed in this
-        round.
-        """
+        """Store the messages of each communicator, uint8 [ranks, numel]; return the maximum that is now complete."""
         self._known = [message.amax(dim=0) for message in messages]
         return self._known[-1]
 
