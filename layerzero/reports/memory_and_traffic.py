@@ -201,7 +201,7 @@ def _traffic(runtime: LayerZeroState, *, reset: bool) -> TrafficReport:
 
 
 def _formulas(runtime: LayerZeroState, calls: Mapping[str, int]) -> dict[str, int]:
-    """Return the predicted bytes of `calls`, for collectives called a multiple of their handles."""
+    """Return the predicted bytes of each collective in `calls` that all of its handles have called equally often."""
     found: dict[str, int] = {}
     for exchange, places in predicted_traffic(specs_of(runtime.units)).items():
         rounds, rest = divmod(calls.get(exchange, 0), len(places))

@@ -90,8 +90,8 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
     were launched inside. Recording costs some tens of microseconds and a few hundred bytes per event, so trace a few
     steps, not a full run.
 
-    The file also holds the schedule under the key ``"layerzero"``: all events, sorted by start time, for ``layerzero
-    simulate`` or your own script.
+    The file also holds the schedule under the key ``"layerzero"``: all events, sorted by start time, for
+    ``layerzero simulate`` or your own script.
 
     Args:
         model: from :func:`layerzero.shard_model`.
