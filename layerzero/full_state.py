@@ -46,31 +46,32 @@ def unsharded(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Show full parameters inside the context: plain ``nn.Parameter``s of the original shapes, in the masters' dtype.
+    """Context manager with full parameters: plain ``nn.Parameter``s of the original shapes, in the masters' dtype.
 
-    This is the counterpart of FSDP1's ``summon_full_params``. All ranks must enter it together, between passes. It
-    takes the memory of the parameters inside `module`. If the model does not fit, pass one unit at a time. Parameters
-    are gathered one by one. Those that tensor or expert parallelism shards stay DTensors on their own mesh.
+    This is the counterpart of FSDP1's ``summon_full_params``. All ranks must enter the context together, between
+    passes. It takes memory for the full parameters inside `module`. If the model does not fit, pass one unit at a time.
+    Parameters are gathered one by one. Parameters sharded by tensor or expert parallelism stay DTensors on their own
+    mesh.
 
-    A forward of `module` inside the context uses these parameters without communication, so one rank alone may run it.
-    It must be under ``torch.no_grad()``. Inputs that `mp_policy` would cast are cast to the masters' dtype, and outputs
-    are not cast to a narrower one. The forward of a unit with sharded parameters raises.
+    A forward of `module` inside the context uses these parameters without communication, so a single rank may run it.
+    The forward must be under ``torch.no_grad()``. Inputs that `mp_policy` would cast are cast to the masters' dtype,
+    and outputs are not cast to a narrower one. The forward of a unit with sharded parameters raises.
 
     Args:
         module: from :func:`layerzero.shard_model`; or a module inside it (a unit, a part of a unit, or a module that
             contains units); or a module that contains sharded models. A tied parameter is full in all of its modules.
-        writeback: keep changes that are made inside. Every rank must make the same changes; with `rank0_only`, those of
-            the first rank are sent to the others.
-        rank0_only: only the first rank gets full parameters; on the others they stay sharded.
+        writeback: keep changes that are made inside. Every rank must make the same changes; with `rank0_only`, the
+            changes of the first rank are sent to the other ranks.
+        rank0_only: only the first rank gets full parameters; on the other ranks they stay sharded.
         offload_to_cpu: put the parameters (and gradients) into host memory, one at a time.
         with_grads: give each parameter its full ``.grad``, averaged over the ranks, in the parameter's shape and dtype,
-            or None. With `writeback`, changes of ``.grad`` are kept, too.
+            or None. With `writeback`, changes of ``.grad`` are also kept.
 
     Raises:
-        TypeError, ValueError: nothing inside `module` is sharded; ranks disagree on the arguments, or with `writeback`
-            on the changes, and then nothing is written; `rank0_only` with parameters that model parallelism shards;
+        TypeError, ValueError: nothing inside `module` is sharded; ranks disagree on the arguments or, with `writeback`,
+            on the changes (nothing is written then); `rank0_only` with parameters that model parallelism shards;
             `offload_to_cpu` with DTensors on a device mesh.
-        RuntimeError: a parameter is unsharded already; or `with_grads` is set and gradients are not reduced yet.
+        RuntimeError: a parameter is already unsharded; or `with_grads` is set and gradients are not reduced yet.
 
     Example::
 
@@ -135,7 +136,7 @@ def _subject(options: _Options) -> str:
 def _agree_to_show(
     runtime: LayerZeroState, module: nn.Module, members: Sequence[ManagedParam], options: _Options
 ) -> dict[ManagedParam, Tensor]:
-    """Check that all ranks enter the context for the same parameters; with `with_grads`, return sharded gradients."""
+    """Check that all ranks enter the context for the same parameters. With `with_grads`, return sharded gradients."""
     runtime.scheduler.recover_interrupted_pass()
     subject, everyone, failure = _subject(options), runtime.ranks, None
     gradients: dict[ManagedParam, Tensor] = {}
@@ -254,7 +255,7 @@ def _write_back(
 
 
 def _from_first(runtime: LayerZeroState, member: ManagedParam, full: Tensor | None) -> Tensor:
-    """Broadcast the full tensor of the first rank; `full` is None on the others."""
+    """Broadcast the full tensor of the first rank; `full` is None on the other ranks."""
     sent = torch.empty(member.spec.true_shape, dtype=member.master.dtype, device=member.spec.mesh_info.device)
     if full is not None:
         sent.copy_(full)
@@ -264,26 +265,28 @@ def _from_first(runtime: LayerZeroState, member: ManagedParam, full: Tensor | No
 
 @contextmanager
 def full_precision(model: nn.Module) -> Iterator[None]:
-    """Let forwards inside the context compute with parameters in the masters' precision, gathered unit by unit.
+    """Context manager in which forwards compute with parameters in the masters' precision, gathered unit by unit.
 
-    Use this to evaluate like one process in fp32, without the memory of the full model that :func:`unsharded` takes.
-    It is the counterpart of FSDP1's ``FSDP_USE_FULL_PREC_IN_EVAL``. Each unit is gathered from the ZeRO-1 shards of all
-    data-parallel ranks before its forward (4 bytes per element for fp32, ``unshard`` in :func:`traffic`) and freed
-    after it. `prefetch` units are gathered ahead. Units whose compute dtype is that of the masters are gathered as
-    usual.
+    Use this to evaluate as a single process in fp32 would, without memory for the full model, which :func:`unsharded`
+    takes. This is the counterpart of FSDP1's ``FSDP_USE_FULL_PREC_IN_EVAL``. Each unit is gathered from the ZeRO-1
+    shards of all data-parallel ranks before its forward (4 bytes per element for fp32, ``unshard`` in :func:`traffic`)
+    and freed after it. `prefetch` units are gathered ahead. Units whose compute dtype is that of the masters are
+    gathered as usual.
 
     Inputs that `mp_policy` would cast are cast to the dtype of the unit's parameters there, and outputs are not cast to
     a narrower one. Buffers that `buffer_dtype` has cast have their original dtype, but their values stay rounded.
     Forwards must be under ``torch.no_grad()``. All ranks must enter the context together, between passes, and call the
-    same units in the same order, even if they share memory. Training afterwards is bitwise the same as without it.
+    same units in the same order, even if they share memory. Training afterwards is bitwise the same as without the
+    evaluation.
 
     Args:
         model: from :func:`layerzero.shard_model`.
 
     Raises:
         ValueError: the class of a parameter has an all-gather extension.
-        RuntimeError: inside a backward, :func:`unsharded` or another ``full_precision`` of the model; a forward with
-            gradients, or a backward, inside the context; ranks that call units in different orders.
+        RuntimeError: the context is entered inside a backward, :func:`unsharded` or another ``full_precision`` of the
+            model; a forward with gradients or a backward runs inside the context; or ranks call units in different
+            orders.
 
     Example::
 
@@ -335,8 +338,9 @@ def full_state_dict(
     Args:
         model: from :func:`layerzero.shard_model`, or a module that contains sharded models on the same ranks.
         cpu: put the tensors into host memory.
-        rank0_only: only the first data-parallel rank gets the state; the others get ``{}``.
-        trainable_only: only parameters that require gradients, such as adapters without their base model; no buffers.
+        rank0_only: only the first data-parallel rank gets the state; the other ranks get ``{}``.
+        trainable_only: return only parameters that require gradients, such as adapters without their base model, and no
+            buffers.
 
     Raises:
         ValueError: `trainable_only` is set and ranks have frozen different parameters, or `model` contains sharded
@@ -380,7 +384,7 @@ def full_state_dict(
 
 
 class IncompatibleKeys(NamedTuple):
-    """Names that a load did not match, as torch's ``nn.Module.load_state_dict`` returns them."""
+    """Names without a match in a load, in the form that torch's ``nn.Module.load_state_dict`` returns."""
 
     missing_keys: list[str]  # in the model, but not in the state dict
     unexpected_keys: list[str]  # in the state dict, but not in the model
@@ -391,8 +395,8 @@ def load_full_state_dict(
 ) -> IncompatibleKeys:
     """Load a state dict from :func:`full_state_dict`, or from the unsharded model's ``state_dict()``.
 
-    All ranks get the state of the first data-parallel rank; the others may pass ``{}`` or None. All ranks must call
-    this. Optimizer state is not changed. For a tied parameter, one of its names is enough.
+    All ranks get the state of the first data-parallel rank; the other ranks may pass ``{}`` or None. All ranks must
+    call this. Optimizer state is not changed. For a tied parameter, one of its names is enough.
 
     Args:
         model: from :func:`layerzero.shard_model`.
@@ -515,7 +519,7 @@ def _grouped(
     value_of: Callable[[ManagedParam], object],
     suffix: str = "",
 ) -> dict[str, dict[str, object]]:
-    """Return values by name, as groups for :func:`require_equal`: one per mesh and part of parameters."""
+    """Return values by parameter name, in one group per mesh and model-parallel part, for :func:`require_equal`."""
     meshes = list(dict.fromkeys(unit.topology for unit in runtime.units))
     groups: dict[str, dict[str, object]] = {}
     for member in members:

@@ -1,13 +1,13 @@
-"""Agreement between ranks, through the store, before anything that could hang.
+"""Agreement between ranks through the store, reached before operations that could hang.
 
 Collectives abort or hang when ranks disagree about sizes and dtypes. The store has neither problem: every rank
-publishes what it is about to do, the first rank compares, and every rank reads the verdict.
+publishes what it is about to do, the first rank compares the entries, and every rank reads the verdict.
 
 [Note: What is kept in the store]
 Only the first rank reads the entries of all ranks, before it publishes its verdict. So a rank that has read the verdict
-deletes its own entry. Each rank reads the verdict in its own time. When all ranks take part in the next agreement, all
-of them have read the previous verdict, and the first rank deletes it. After a failed agreement, only the sentence with
-the reason remains.
+deletes its own entry. The ranks read the verdict at different times. Once all ranks take part in the next agreement,
+all of them have read the previous verdict, so the first rank deletes it. After a failed agreement, only the verdict
+with the reason remains.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _CALL_ON_ALL = (
 
 
 def has_peers(ranks: Sequence[int]) -> bool:
-    """Return whether there are other ranks that this rank could disagree with.
+    """Return whether an agreement among `ranks` involves other processes.
 
-    On torch's fake process group one process simulates one rank, and the other ranks do not exist.
+    With torch's fake process group, one process simulates one rank, and the other ranks do not exist.
     """
     return len(ranks) > 1 and dist.get_backend() != "fake"
 
@@ -57,16 +57,16 @@ def require_equal(
     Args:
         subject: subject of the agreement; starts the error message.
         fields: JSON-serialisable values by name.
-        ranks: global ranks that call this together, in the same order on all of them. Calls with the same `ranks` must
-            come in the same order on all of them.
-        groups: further fields by group name. They must be equal on the ranks that publish fields for this group.
-        failure: error that this rank would have raised. It is raised here, and reported on the other ranks.
+        ranks: global ranks that call this together, listed in the same order on each rank. Calls with the same `ranks`
+            must be made in the same order on each of them.
+        groups: additional fields by group name. They must be equal on all ranks that publish fields for that group.
+        failure: error to raise on this rank. The other ranks raise an error that reports it.
         timeout: time to wait for the other ranks; by default the timeout of the store.
         advice: sentence that says what to do, appended to the message about a difference. It is not a part of
             `subject`, because messages of other ranks quote the subject.
 
     Raises:
-        ValueError: the ranks disagree; names each field, its values and the ranks that hold them.
+        ValueError: the ranks disagree. The message names each differing field, its values and the ranks that hold them.
         RuntimeError: another rank did not take part, or it failed while this rank did not.
     """
     if not has_peers(ranks):
@@ -134,7 +134,7 @@ def _exchange(
 
 
 def _forget(store: Store, key: str) -> None:
-    """Delete a key that all ranks have read."""
+    """Delete a key that is no longer needed, if the store can delete keys."""
     try:
         store.delete_key(key)
     except dist.DistNetworkError:
@@ -144,7 +144,7 @@ def _forget(store: Store, key: str) -> None:
 
 
 def _collect(store: Store, prefix: str, ranks: Sequence[int], timeout: timedelta, subject: str) -> dict[int, str] | str:
-    """Return the text of every rank, or one sentence that names the ranks that did not take part."""
+    """Return the text published by each rank, or an error message that names the ranks that did not take part."""
     keys = {rank: f"{prefix}/{rank}" for rank in ranks}
     try:
         store.wait(list(keys.values()), timeout)
@@ -159,7 +159,7 @@ def _collect(store: Store, prefix: str, ranks: Sequence[int], timeout: timedelta
 
 
 def _spell_wait(missing: Sequence[int], timeout: timedelta) -> str:
-    """Return the waiting time and, as far as known, the last status of the missing ranks."""
+    """Return a phrase with the timeout and the last known status of each rank in `missing`."""
     last = [f"rank {rank} last left word at: {word}" for rank, word in read_statuses(missing).items()]
     return f"{timeout.total_seconds():g} s" + (f" ({'; '.join(last)})" if last else "")
 

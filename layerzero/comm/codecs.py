@@ -1,4 +1,4 @@
-"""Codecs for the weights that gathers send: :class:`GatherCodec`, and an 8-bit implementation."""
+"""Codecs for gathered weights: the :class:`GatherCodec` protocol and an 8-bit implementation."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ class RowBlock(NamedTuple):
         return self.rows * self.length
 
     def of(self, shard: Tensor) -> Tensor:
-        """Return the view of these rows in a shard, ``[rows, length]``."""
+        """Return a view of these rows in `shard`, of shape ``[rows, length]``."""
         return shard[self.start : self.start + self.numel].view(self.rows, self.length)
 
 
 class GatherCodec(Protocol):
-    """Encodes ZeRO-3 shards in bf16 or fp16 for a gather: ``shard_model(gather_codec=...)``.
+    """Protocol of codecs that encode bf16 or fp16 ZeRO-3 shards for gathers: ``shard_model(gather_codec=...)``.
 
-    A codec has no state: the decoded weights depend only on the bytes, so that all ranks get the same ones. `blocks`
-    are the rows of each parameter in the shard. ``block.of(shard)`` is ``[rows, length]``. Elements between blocks are
-    padding.
+    A codec has no state: decoded weights depend only on the encoded bytes, so that all ranks decode the same weights.
+    In each method, `blocks` lists the rows of each parameter in the shard, and ``block.of(shard)`` has shape
+    ``[rows, length]``. Elements between blocks are padding.
     """
 
     def nbytes(self, blocks: Sequence[RowBlock], dtype: torch.dtype) -> int:
-        """Return the bytes of an encoded shard. They must not depend on the values."""
+        """Return the size of an encoded shard in bytes. It must not depend on the values of the weights."""
 
     def encode(self, shard: Tensor, blocks: Sequence[RowBlock], out: Tensor) -> None:
-        """Encode a 1-D shard into `out`, uint8 ``[nbytes]``, which begins at a multiple of 16 bytes."""
+        """Encode the 1-D `shard` into `out`, a uint8 tensor ``[nbytes]`` that is aligned to 16 bytes."""
 
     def decode(self, encoded: Tensor, blocks: Sequence[RowBlock], out: Tensor) -> None:
-        """Decode uint8 ``[nbytes]`` into the blocks of `out`, a 1-D shard."""
+        """Decode `encoded`, a uint8 tensor ``[nbytes]``, into the blocks of `out`, a 1-D shard."""
 
 
 @dataclass(frozen=True)
 class Float8Rows:
-    """Codec to float8_e4m3fn with one fp32 scale per row: ``shard_model(gather_codec=layerzero.Float8Rows())``.
+    """Codec to float8_e4m3fn values with one fp32 scale per row: ``shard_model(gather_codec=layerzero.Float8Rows())``.
 
-    It sends about half the bytes of bf16. The error of a weight is at most 2^-4 of the largest weight of its row, and
-    at most 2^-4 of the weight itself except for the smallest ones. Rows of fewer than 16 elements (biases, norms) are
-    not encoded.
+    An encoded gather sends about half the bytes of a bf16 gather. The error of a weight is at most 2^-4 times the
+    largest absolute weight of its row and, except for the smallest weights, at most 2^-4 times the weight itself. Rows
+    of fewer than 16 elements (biases, norms) are not encoded.
 
     Example::
 
@@ -85,9 +85,9 @@ class Float8Rows:
     def _places(
         self, weights: Tensor, blocks: Sequence[RowBlock], encoded: Tensor
     ) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
-        """Yield chunks of rows with their scales ``[rows, 1]`` (None for short rows) and their encoded numbers.
+        """Yield (rows, scales ``[rows, 1]``, encoded values) for each chunk of rows; scales is None for short rows.
 
-        In the encoded bytes all scales come first, then the short rows, then the 8-bit numbers.
+        An encoded shard consists of all scales, then the short rows, then the 8-bit values.
         """
         long = [block for block in blocks if block.length >= self._SHORT]
         short = [block for block in blocks if block.length < self._SHORT]

@@ -5,16 +5,17 @@ hop 2, refresh, ...) and a communicator.
 
 [Note: Reductions add in fp32]
 On gloo, a reduce-scatter is an all-to-all of the pieces followed by local additions in rank order. It moves the same
-bytes, adds in the accumulator's precision whatever the wire dtype is, and gives the same bits on every run. It is also
-faster than gloo's own reduce-scatter. On other backends the backend's reduce-scatter is used, which adds in the wire
-dtype. If the ranks share memory, each rank reads the pieces in place instead of receiving them. It adds them in the
-same order, which gives the same bits.
+bytes, adds in the accumulator's precision regardless of the wire dtype, and gives bitwise identical results on every
+run. It is also faster than gloo's own reduce-scatter. On other backends the backend's reduce-scatter is used, which
+adds in the wire dtype. If the ranks share memory, each rank reads the pieces in place instead of receiving them. It
+adds them in the same order, so the result is bitwise identical.
 
 [Note: Gathers in place]
 gloo's all-gather is a ring that builds the result in its own buffer and copies it out, this rank's piece included.
-Between two ranks, one broadcast from each, directly into the output, sends the same bytes with a third less work.
-Between more ranks, the ring is used, because it crosses between nodes less often than the trees of broadcasts. The
-exception is a piece of this rank that is a master: the user may write to it meanwhile, so it must only be read.
+Between two ranks, one broadcast from each rank, directly into the output, sends the same number of bytes with a third
+less work. Between more ranks, the ring is used, because its messages cross node boundaries less often than those of
+broadcast trees. The exception is a shard that is a master: the user may write to it during the collective, which must
+only read it. Then broadcasts are used between any number of ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Communicator:
-    """Process group along one axis of the mesh, with the counters of its traffic.
+    """Process group along one axis of the mesh, with its traffic counters.
 
     Collectives on one communicator run in the order in which they were launched. Collectives on different communicators
     may overlap.
@@ -97,7 +98,7 @@ class Communicator:
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
-    """Return the backend for tensors of a device type: a group may have one per type, as in "cpu:gloo,cuda:nccl"."""
+    """Return the backend of `group` for a device type: a group may have one per type, as in "cpu:gloo,cuda:nccl"."""
     config: str = dist.get_backend_config(group)
     return dict(entry.split(":") for entry in config.split(","))[device_type]
 
@@ -133,7 +134,7 @@ class LaunchedCollective:
         return RankStatus(doing, gathers=self.communicator.counters.gathers_up_to(self.collective, self.name))
 
     def failed(self, error: Exception) -> RuntimeError:
-        """Return the error to raise when the wait has raised `error`; it names the ranks that did not take part."""
+        """Convert `error`, raised by the wait, into an error that names the ranks that did not take part."""
         ledger, word = self.communicator.counters, self.status
         if ledger.failure:  # after a first failure, the status of other ranks explains nothing
             return RuntimeError(f"layerzero: {word.doing} failed after another exchange of the model: {ledger.failure}")
@@ -144,7 +145,7 @@ class LaunchedCollective:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Return the timeout of collectives in seconds, or torch's default if the backend does not report it."""
+    """Return the timeout of the group's collectives in seconds; torch's default if no backend reports one."""
     for entry in dist.get_backend_config(group).split(","):
         if (timeout := timeout_on(group, entry.split(":")[0])) is not None:
             return timeout.total_seconds()
@@ -170,12 +171,12 @@ class PendingCollective:
         """Wait for all transfers.
 
         Args:
-            beside: a background thread waits, not the program. The time is then not counted.
+            beside: True if a background thread waits, not the program. The waiting time is then not counted.
 
         Raises:
             CollectiveError: a rank did not take part, or has ended.
             RuntimeError: a previous collective of the model has failed.
-            DeferredCollectiveError: either of these, with `beside`.
+            DeferredCollectiveError: one of these errors occurred, and `beside` is True.
         """
         began = time.perf_counter()
         try:
@@ -213,7 +214,7 @@ class PendingReduction:
         self.work.wait(beside=beside)
 
     def add_to(self, target: Tensor, *, overwrite: bool, scale: float) -> None:
-        """Add scale * sum of the parts to `target`, in the target's dtype. Call it once, after :meth:`wait`.
+        """Add ``scale * sum(parts)`` to `target`, in the target's dtype. Call this once, after :meth:`wait`.
 
         With `overwrite`, the result replaces the contents of `target`.
         """
@@ -231,7 +232,7 @@ _reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist
 
 @contextmanager
 def _issued(lane: Communicator, exchange: Collective, name: str, sent: int) -> Iterator[LaunchedCollective]:
-    """Count a collective that is launched inside, trace it, and name it in the error if the launch fails."""
+    """Count and trace the collective launched inside this context, and name it in the error if the launch fails."""
     lane.held_group.require_open()
     if lane.held_group.reserved is not None:
         lane.held_group.reserved.wait()
@@ -266,10 +267,11 @@ def all_gather(
     """Start an all-gather of `shard` [n] into `out` [size * n]; the caller waits.
 
     Args:
-        shard: may be the slice of this rank inside `out`.
-        name: name in messages and traces, for example that of the unit; also in the functions below.
-        only_reads_shard: never write `shard`, because the user may write to it during the collective.
-        parts: number of elements of each rank, if they differ.
+        shard: shard of this rank; may be this rank's slice of `out`.
+        name: name of the collective in messages and traces, for example the name of the unit. The functions below have
+            the same argument.
+        only_reads_shard: do not write to `shard`, because the user may write to it during the collective.
+        parts: number of elements on each rank, if they differ.
     """
     sent = (lane.size - 1) * shard.numel() * shard.element_size()
     with _issued(lane, exchange, name, sent) as issued:
@@ -299,11 +301,11 @@ def reduce_scatter(
     name: str = "",
     parts: Sequence[int] | None = None,
 ) -> PendingReduction:
-    """Start a reduce-scatter of `flat` [size * n] in the dtype `wire`; rank i gets piece i.
+    """Start a reduce-scatter of `flat` [size * n] in the dtype `wire`; rank i receives the sum of all pieces i.
 
     Args:
         pool: provides the receive buffer. If it is a :class:`SharedBufferPool`, the other ranks read `flat` in place
-            instead, and its dtype may be more precise than `wire`.
+            instead, and `flat` may have a more precise dtype than `wire`.
         parts: number of elements of each rank, if they differ.
     """
     if isinstance(pool, SharedBufferPool):
@@ -335,7 +337,7 @@ def reduce_scatter(
 def _sum_in_node(
     lane: Communicator, flat: Tensor, pool: SharedBufferPool, wire: torch.dtype, name: str
 ) -> PendingReduction:
-    """Reduce-scatter through shared memory. See [Note: When a buffer is written again] in shm_buffers.py."""
+    """Start a reduce-scatter through shared memory. See [Note: When a buffer is written again] in shm_buffers.py."""
     numel = flat.numel() // lane.size
     with _issued(lane, Collective.NODE_SUM, name, (lane.size - 1) * numel * flat.element_size()) as issued:
         shown = flat if pool.holds(flat) else pool.acquire(flat.numel(), flat.dtype).copy_(flat)
@@ -361,7 +363,9 @@ def all_to_all(
     to_each: Sequence[int],
     name: str = "",
 ) -> PendingCollective:
-    """Start an all-to-all: each rank gets its piece of `sent`; `received` holds the pieces for this rank in rank order.
+    """Start an all-to-all: send one piece of `sent` to each rank, and receive one piece from each rank into `received`.
+
+    The pieces in both tensors are in rank order.
 
     Args:
         from_each: number of elements received from each rank.
@@ -377,9 +381,9 @@ def all_to_all(
 def send_recv(
     lane: Communicator, *, sent: Tensor, to: int | None, received: Tensor, source: int | None, name: str
 ) -> PendingCollective:
-    """Start a send of host memory to rank `to` of the communicator, and a receive from rank `source`.
+    """Start sending `sent` to rank `to` of the communicator, and receiving `received` from rank `source`.
 
-    None for either rank skips that direction.
+    Both tensors are in host memory. If a rank is None, that direction is skipped.
     """
     with _issued(lane, Collective.SNAPSHOT, name, 0 if to is None else sent.nbytes) as issued:
         works = []
@@ -391,14 +395,14 @@ def send_recv(
 
 
 def collective_error(lane: Communicator, exchange: Collective, name: str, error: Exception) -> RuntimeError:
-    """Return the error to raise when a wait for other ranks outside of any backend has raised `error`."""
+    """Return the error to raise after a wait for other ranks that uses no backend has failed with `error`."""
     return LaunchedCollective(lane, exchange, name, None).failed(error)
 
 
 def all_reduce(
     lane: Communicator, exchange: Collective, tensor: Tensor, op: dist.ReduceOp.RedOpType
 ) -> PendingCollective:
-    """Start an all-reduce of a small tensor in place. Its bytes are counted as for a ring."""
+    """Start an all-reduce of a small tensor in place. Bytes are counted as for a ring algorithm."""
     sent = 2 * (lane.size - 1) * tensor.numel() * tensor.element_size() // lane.size
     with _issued(lane, exchange, "", sent) as issued:
         return issued.carried_by(dist.all_reduce(tensor, op=op, group=lane.group, async_op=True))
@@ -406,7 +410,7 @@ def all_reduce(
 
 @dataclass(frozen=True)
 class PendingSmallGather:
-    """All-gather of a few numbers in flight."""
+    """All-gather in flight of a few numbers per rank."""
 
     work: PendingCollective
     said: Tensor  # [size, n], by rank; valid after the wait
@@ -418,10 +422,10 @@ class PendingSmallGather:
 
 
 def all_gather_small(lane: Communicator, exchange: Collective, tensor: Tensor) -> PendingSmallGather:
-    """Start an all-gather of a few numbers, 1-D [n].
+    """Start an all-gather of `tensor`, a few numbers, 1-D [n].
 
-    Each rank sends to all others at once. A ring, which gloo uses for a reduction, would send fewer bytes, but take
-    2 (size - 1) times as long as one message.
+    Each rank sends to all others at once. A ring, which gloo uses for a reduction, would send fewer bytes, but would
+    take 2 (size - 1) times as long as a single message.
     """
     with _issued(lane, exchange, "", (lane.size - 1) * tensor.numel() * tensor.element_size()) as issued:
         sent = tensor.repeat(lane.size)
@@ -434,7 +438,7 @@ def connect(lane: Communicator, device: torch.device) -> None:
     """Connect a communicator with a tiny gather and a tiny reduction, if its backend connects at first use.
 
     ``ncclCommInit`` blocks the host until all ranks have called it, and allocates memory. So it must not run in the
-    first backward, near the peak of memory. All ranks of the communicator must call this.
+    first backward, near the peak of memory usage. All ranks of the communicator must call this.
     """
     if lane.size == 1 or lane.held_group.is_local:  # gloo connects when the group is created
         return

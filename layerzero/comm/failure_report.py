@@ -1,12 +1,12 @@
-"""Status of ranks in the store, for error messages that say which rank did not take part in a collective.
+"""Status of each rank in the store, for error messages that name the ranks that did not take part in a collective.
 
 [Note: Word is left where something is wrong or rare]
-A rank that is busy with something else cannot be asked for its position. So each rank publishes its status in the
-store, under one key of its own. It does so before an agreement, before an unexpected comparison of gather orders, and
-when one of its collectives fails. Steady-state training publishes nothing. A rank whose collective fails publishes its
-status first, and then waits briefly for the statuses of the other ranks. Ranks that wait in the same collective fail as
-well and report the same collective. A rank that reports another collective was elsewhere. A rank that reports nothing
-has not arrived, or has died.
+A busy rank cannot answer a query about its state. So each rank publishes its status in the store, under one key of its
+own. It does so before an agreement, before an unexpected comparison of gather orders, and when one of its collectives
+fails. Steady-state training publishes nothing. A rank whose collective fails publishes its status first, and then waits
+briefly for the statuses of the other ranks. Ranks that wait in the same collective fail as well and report the same
+collective. A rank that reports another collective was waiting in that one. A rank that reports nothing has not reached
+the collective, or has died.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CollectiveError(RuntimeError):
 
     Attributes:
         status: status of this rank.
-        elsewhere: statuses of the ranks that were in another collective; empty if a rank is missing.
+        elsewhere: statuses, by rank, of the ranks that were in another collective; empty if any rank is missing.
     """
 
     def __init__(self, message: str, word: RankStatus, elsewhere: dict[int, RankStatus]) -> None:
@@ -69,7 +69,10 @@ def publish_status(word: RankStatus) -> None:
 
 
 def read_statuses(ranks: Sequence[int], found: dict[int, RankStatus] | None = None) -> dict[int, RankStatus]:
-    """Return the last status of each of `ranks` that has published one; each is added to `found` when it is read."""
+    """Return the last published status of each rank in `ranks`, by rank; ranks that have published none are omitted.
+
+    If `found` is given, each status is added to it as soon as it is read.
+    """
     store = _get_default_store()
     found = {} if found is None else found
     for rank in ranks:
@@ -81,7 +84,7 @@ def read_statuses(ranks: Sequence[int], found: dict[int, RankStatus] | None = No
 
 
 def diagnose(word: RankStatus, error: Exception, *, ranks: Sequence[int], timeout: float) -> CollectiveError:
-    """Publish that a collective has failed, read the statuses of the other ranks, and return an error that names them.
+    """Publish that a collective has failed, read the statuses of the other ranks, and return an error about them.
 
     Args:
         word: status of this rank, without `failed`.
@@ -104,17 +107,17 @@ def diagnose(word: RankStatus, error: Exception, *, ranks: Sequence[int], timeou
 
 
 def _kind(text: str) -> str:
-    """Return the kind of failure according to the message of the backend; empty if the message is of another kind."""
+    """Return the kind of failure that a backend's message describes; empty if the message is not recognized."""
     if re.search(r"time[ds]?[ -]?out", text, re.IGNORECASE):
         return _TIMED_OUT
     return _LOST if re.search(r"connection|broken pipe|closed", text, re.IGNORECASE) else ""
 
 
 def _within(seconds: float, do: Callable[[], None]) -> bool:
-    """Run a request to the store in a thread; return whether it has ended within `seconds`.
+    """Run a request to the store in a thread; return whether it completed within `seconds`.
 
-    A store on a machine that cannot be reached never answers, and a pending request cannot be cancelled. It also blocks
-    the store's client, so that even a request without an answer waits.
+    A store on a machine that cannot be reached never answers, and a pending request cannot be cancelled. A pending
+    request also blocks the store's client, so that even requests that need no answer wait.
     """
     doing = threading.Thread(target=do, name="layerzero whereabouts", daemon=True)
     doing.start()
@@ -128,7 +131,7 @@ def _leave_if_there(word: RankStatus) -> None:
 
 
 def _asked(word: RankStatus, others: Sequence[int], *, seconds: float) -> tuple[dict[int, RankStatus], str]:
-    """Return the statuses of the other ranks, and a sentence on the failure of the store; empty if there is none."""
+    """Publish `word`; return the statuses of the other ranks and an error about the store (empty if it answers)."""
     words: dict[int, RankStatus] = {}
     told = [_SILENT]
 
@@ -146,7 +149,7 @@ def _asked(word: RankStatus, others: Sequence[int], *, seconds: float) -> tuple[
 
 
 def _hear(others: Sequence[int], words: dict[int, RankStatus], *, seconds: float) -> None:
-    """Read statuses into `words` until all other ranks have failed, at most for `seconds`."""
+    """Read statuses into `words` until all of `others` have reported a failure, or `seconds` have passed."""
     deadline = time.monotonic() + seconds
     while True:
         read_statuses(others, words)
@@ -158,7 +161,10 @@ def _hear(others: Sequence[int], words: dict[int, RankStatus], *, seconds: float
 def _tell(
     word: RankStatus, others: Sequence[int], words: dict[int, RankStatus], timeout: float
 ) -> tuple[list[str], dict[int, RankStatus]]:
-    """Return sentences on the other ranks, and the statuses of those in another collective if no rank is missing."""
+    """Return sentences about the other ranks, and the statuses of those in another collective.
+
+    If any rank is missing, no statuses are returned.
+    """
     there = {rank: said for rank, said in words.items() if said.failed or not said.passed}
     elsewhere = {rank: said for rank, said in there.items() if said.doing != word.doing}
     same = {rank: said for rank, said in there.items() if rank not in elsewhere}

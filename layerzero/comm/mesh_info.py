@@ -8,7 +8,8 @@ A backend matches the collectives of a group by their order. The groups of a mes
 collectives (for example token dispatch to experts), by several meshes and by several models. The position of
 layerzero's collectives among those may depend on timing and on the parameters that a rank has used. So each
 communicator has a process group of its own. Communicators along model-parallel axes are an exception: their collectives
-run between passes, at points that the program fixes. If nothing else uses a group of the mesh, only gloo connects it.
+run between passes, at points that the program fixes. A group of the mesh that nothing else uses is connected only on
+gloo; other backends connect at first use.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _NOT_DATA_PARALLEL = {"tp", "pp", "ep", "tensor", "pipeline", "expert"}
 
 @dataclass(frozen=True, eq=False)
 class MeshInfo:
-    """Mesh sizes, coordinates and communicators of one rank. Built by :meth:`from_mesh`."""
+    """Mesh sizes, coordinates and communicators of this rank. Created by :meth:`from_mesh`."""
 
     mesh: DeviceMesh  # ("replica", "zero3"), shape (R, S)
     flat_mesh: DeviceMesh  # the same ranks as ("zero3", "replica"): mesh order equals flat order, for DTensors
@@ -79,12 +80,12 @@ class MeshInfo:
 
     @property
     def control_comms(self) -> tuple[Communicator, ...]:
-        """Control communicators with more than one rank; messages along each in turn reach all data-parallel ranks."""
+        """Control communicators with more than one rank. Together they connect all data-parallel ranks."""
         return tuple(lane for lane in (self.zero3_control_comm, self.replica_control_comm) if lane.size > 1)
 
     @property
     def on_gloo(self) -> bool:
-        """True if gloo reduces the gradients. Its `wait` blocks the calling thread."""
+        """True if gloo reduces the gradients. A wait for a reduction then blocks the calling thread."""
         return self.zero3_reduce_comm.is_gloo and self.replica_comm.is_gloo
 
     @property
@@ -93,9 +94,9 @@ class MeshInfo:
         return self.grid.shard_index
 
     def subgroup_comm(self, ranks: int) -> Communicator:
-        """Return the communicator for gathers among `ranks` neighbours of the ZeRO-3 group.
+        """Return the communicator of this rank's block of `ranks` consecutive ranks in the ZeRO-3 group, for gathers.
 
-        The first call creates it. All ranks must make that call.
+        The first call with a given number of ranks creates it. All ranks must make that call.
         """
         if ranks not in self._among:
             node, like = dist.get_process_group_ranks(self.zero3_gather_comm.group), self.zero3_gather_comm.group
@@ -113,8 +114,8 @@ class MeshInfo:
 
         Args:
             mesh: see :func:`as_data_parallel`.
-            ledger: counters of the model, if it has other meshes.
-            groups: process groups of the model, if it has other meshes.
+            ledger: counters of the model, if other meshes of the model exist.
+            groups: process groups of the model, if other meshes of the model exist.
         """
         mesh, ledger = as_data_parallel(mesh), ledger or TrafficCounters()
         groups = groups or ModelGroups()
@@ -153,8 +154,8 @@ def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> 
 
     Args:
         zero3_size: number S of consecutive ranks that share the compute weights, usually the ranks of one node. 1 gives
-            ZeRO-1, the world size gives ZeRO-3. It must divide the world size. None: the ranks of a node, which
-            torchrun sets as ``LOCAL_WORLD_SIZE``.
+            ZeRO-1, the world size gives ZeRO-3. It must divide the world size. None: the number of ranks of a node,
+            which torchrun sets as ``LOCAL_WORLD_SIZE``.
         device_type: ``"cuda"``, ``"cpu"``, ...; by default the accelerator if there is one, else the CPU.
 
     Raises:
@@ -175,7 +176,7 @@ def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> 
 
 
 def mesh_of_ranks(ranks: Sequence[int], zero3_size: int | None, device_type: str) -> DeviceMesh:
-    """Create the mesh of some ranks, in ascending order; see :func:`init_mesh`. All of these ranks must call this."""
+    """Create the mesh of `ranks`, which must be ascending; see :func:`init_mesh`. All of these ranks must call this."""
     world = len(ranks)
     failure: Exception | None = None
     try:
@@ -246,7 +247,7 @@ def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGr
 
 
 def _mesh_over(table: torch.Tensor, zero3_group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
-    """Return the mesh of the ranks in `table` [R, S], with a group for this rank's replica axis."""
+    """Create the mesh of the ranks in `table` [R, S], with a group for this rank's replica axis."""
     _, column = _lines_of(table)
     replica_group = mesh_group(column, like=zero3_group, device_type=device_type)
     return DeviceMesh.from_group([replica_group, zero3_group], device_type, mesh=table, mesh_dim_names=AXES)
@@ -262,11 +263,11 @@ def as_data_parallel(mesh: DeviceMesh) -> DeviceMesh:
     """Return a mesh of data-parallel ranks with the axes ``("replica", "zero3")``.
 
     Args:
-        mesh: result of :func:`init_mesh` or :func:`mesh_from_groups`, or a mesh of torch with one or two axes of any
+        mesh: result of :func:`init_mesh` or :func:`mesh_from_groups`, or a DeviceMesh with one or two axes of any
             names. One axis: all ranks share the weights. Two axes: replicas, then the ranks that share the weights.
 
     Raises:
-        TypeError, ValueError: `mesh` is something else. Raised on this rank only.
+        TypeError, ValueError: `mesh` is none of these. Raised on this rank only.
     """
     check_mesh(mesh)
     if mesh.mesh_dim_names == AXES:

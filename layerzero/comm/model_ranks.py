@@ -1,14 +1,14 @@
-"""All ranks that hold a part of one model: along the data-parallel and the model-parallel axes.
+"""Ranks that hold the parts of one model, along its data-parallel and model-parallel axes.
 
 [Note: Control messages]
 A few bytes that the host of each rank must read are sent over gloo, along one axis after the other: to the ranks of the
 ZeRO-3 group, then to the other replicas, then along model-parallel axes. So a rank has S + R sockets and sends S + R
 messages. gloo connects all ranks of a group with each other when the group is created. A group of all D ranks would
-need D sockets on each rank, which reaches common limits of descriptors at D = 1024. Only checkpoints need such a group,
-for ``torch.distributed.checkpoint``; it is created at the first save or load.
+need D sockets on each rank and reach the common limit of file descriptors at D = 1024. Only checkpoints need such a
+group, for ``torch.distributed.checkpoint``; it is created at the first save or load.
 
-A message along the second axis depends on what has arrived along the first. If a rank must not wait for it,
-:class:`LateMaximum` sends what arrived with the previous call.
+A message along the second axis depends on the messages received along the first. If a rank must not wait for these,
+:class:`LateMaximum` uses the messages of the previous round instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["LateMaximum", "ModelParallelAxes", "ModelRanks", "broadcast_over", "
 
 @dataclass(frozen=True, eq=False)
 class ModelRanks:
-    """Ranks of a model: the root's data-parallel ranks, combined with the model-parallel axes of each."""
+    """Ranks of a model: the root's data-parallel ranks at all model-parallel coordinates."""
 
     mesh_info: MeshInfo  # of the root's parameters
     ranks: tuple[int, ...]  # global ranks, ascending
@@ -43,7 +43,7 @@ class ModelRanks:
 
     @classmethod
     def around(cls, topology: MeshInfo, further: DeviceMesh | None) -> ModelRanks:
-        """Create the ranks of a model. All of these ranks must call this.
+        """Find the ranks of a model, and create their communicators. All of these ranks must call this.
 
         Args:
             topology: mesh of the root's data-parallel ranks.
@@ -71,7 +71,7 @@ class ModelRanks:
         return replace(self, mesh_info=self.seen_from(self.mesh_info))
 
     def seen_from(self, topology: MeshInfo) -> MeshInfo:
-        """Return a copy of a mesh of the model whose `over_model` reaches all ranks of the model."""
+        """Return a copy of `topology` whose `over_model` communicators reach all ranks of the model."""
         return replace(topology, over_model=self.communicators[::-1])
 
     @property
@@ -89,7 +89,7 @@ class ModelRanks:
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
-        """Communicators that broadcast a tensor from the first rank to all; in reverse order, they reduce over all."""
+        """Communicators in the order of broadcasts from the first rank to all. Reductions use the reverse order."""
         return *self.model_parallel, self.mesh_info.replica_comm, self.mesh_info.zero3_gather_comm
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -97,11 +97,11 @@ class ModelRanks:
         broadcast_over(self.communicators, tensor)
 
     def reduce(self, number: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """Reduce a small tensor in place over all ranks. All of them must call this."""
+        """Reduce a small tensor in place over all ranks. All ranks must call this."""
         reduce_over(self.mesh_info.over_model, number, op)
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Return the text of each rank, in the order of `ranks`. All of them must call this."""
+        """Return the text of each rank, in the order of `ranks`. All ranks must call this."""
         known = {dist.get_rank(): text}
         for lane in self.control_comms:
             known = {
@@ -135,7 +135,7 @@ class ModelRanks:
 
 @dataclass(frozen=True, eq=False)
 class ModelParallelAxes:
-    """Model-parallel axes of one data-parallel mesh, on which parameters are DTensors."""
+    """Model-parallel axes beside one data-parallel mesh, for parameters that are DTensors."""
 
     mesh: DeviceMesh
     communicators: tuple[Communicator, ...]  # one for each axis of `mesh`
@@ -159,10 +159,10 @@ class ModelParallelAxes:
 
 
 class LateMaximum:
-    """Elementwise maximum of a few bytes over all ranks, for callers that do not wait for a message they just sent.
+    """Elementwise maximum of a few bytes over all ranks, computed without waiting for messages of the current round.
 
-    Each round sends the maximum along one more axis. So with K axes, a round completes the maximum of the inputs from
-    K - 1 rounds before, on all ranks at the same time. See [Note: Control messages].
+    Each round sends the maximum along one more axis. So with K axes, each round completes the maximum of the inputs of
+    K - 1 rounds earlier, in the same round on all ranks. See [Note: Control messages].
 
     Args:
         axes: number of communicators along which messages are sent.
@@ -177,7 +177,7 @@ class LateMaximum:
         return [own, *self._known[:-1]]
 
     def receive(self, messages: Iterable[Tensor]) -> Tensor:
-        """Take the messages of each communicator, uint8 [ranks, numel], and return the maximum over all ranks."""
+        """Store the messages of each communicator, uint8 [ranks, numel]; return the maximum that is now complete."""
         self._known = [message.amax(dim=0) for message in messages]
         return self._known[-1]
 
@@ -188,14 +188,14 @@ def reduce_over(
     op: dist.ReduceOp.RedOpType,
     exchange: Collective = Collective.SCALAR_REDUCE,
 ) -> None:
-    """Reduce a small tensor in place along one communicator after the other."""
+    """Reduce a small tensor in place along each communicator in turn."""
     for lane in lanes:
         if lane.size > 1:
             all_reduce(lane, exchange, number, op).wait()
 
 
 def broadcast_over(lanes: Sequence[Communicator], tensor: Tensor) -> None:
-    """Broadcast a tensor from the first rank along one communicator after the other."""
+    """Broadcast a tensor from the first rank along each communicator in turn."""
     for lane in lanes if tensor.numel() else ():
         if lane.size > 1:
             broadcast(lane, Collective.BROADCAST, tensor)

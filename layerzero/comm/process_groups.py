@@ -3,20 +3,21 @@
 [Note: Groups of their members alone]
 Only the members of a group create it: a model may be on some of the ranks, and the other ranks need not call anything.
 After ``init_process_group(device_id=...)`` torch would split the world's communicator for each new group. All ranks of
-the world must take part in a split, so it hangs where only the members call it. Therefore the world is not bound to a
-device while a group is created here.
+the world must take part in a split, so it would hang if only the members called it. Therefore the world is not bound to
+a device while a group is created here.
 
 [Note: Names of groups]
 torch derives the name of such a group from its ranks and from the number of groups that the process is in. That number
-falls when groups are released. A name could then return while its keys are still in the store, or while another group
-has it. Ranks that collect garbage at different times would also use different names for one group, and deadlock.
-So layerzero names a group after its ranks and the number of groups of these ranks that have been created. Local groups
-of a model are also removed from torch's tables (see the next note), so that the names that torch gives to other groups
-do not depend on the number of live models.
+falls when groups are released. A name could then be reused while its keys are still in the store, or while another
+group has this name. Ranks that collect garbage at different times would also use different names for one group, and
+deadlock. So layerzero names a group after its ranks and the number of groups of these ranks that have been created.
+Local groups of a model are also removed from torch's tables (see the next note), so that the names that torch gives to
+other groups do not depend on the number of live models.
 
 [Note: Release of groups]
 A model's groups belong to its :class:`ModelGroups`, which lives as long as anything that could use them: the model, or
-a sharded parameter that user code has kept. They are released when it is garbage collected, or by ``layerzero.close``.
+a sharded parameter that user code has kept. The groups are released when this object is garbage collected, or by
+``layerzero.close``.
 
 A gloo group is released locally: its threads and sockets end with the last reference to it. But its destructor waits
 for collectives in flight, and the garbage collector runs in any thread, at any point, at different times on each rank.
@@ -25,11 +26,11 @@ rank has dropped a group, collectives of other ranks on it fail instead of waiti
 
 On other backends, destroying a communicator may be a collective (``ncclCommAbort`` was one). There the groups of a
 collected model are kept until the next ``shard_model`` or ``close`` on all of their ranks. That call finds the groups
-that all of their ranks have released, and destroys these in one order. They stay in torch's tables until then, so that
-``destroy_process_group()`` destroys the rest.
+that all of their ranks have released, and destroys these in the same order on all ranks. They stay in torch's tables
+until then, so that ``destroy_process_group()`` destroys the rest.
 
 [Note: Groups of meshes]
-The groups of a mesh are created once for the same ranks, backend and timeout. They stay until
+The groups of a mesh are created once for each combination of ranks, backend and timeout. They stay until
 ``destroy_process_group()``, like those of torch's ``init_device_mesh``. DTensor's caches compare meshes by their ranks
 and return specs with the mesh of an earlier model, so the groups of that mesh must still work.
 """
@@ -91,7 +92,7 @@ class Ending(Protocol):
 
 
 class Reservation:
-    """Launches by one thread on some groups; launches of other threads on these groups come after them."""
+    """Reservation of some groups by one thread. Other threads launch on these groups only after that thread has."""
 
     def __init__(self) -> None:
         self._made = threading.Event()
@@ -99,7 +100,7 @@ class Reservation:
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Make the launches inside this context, in the thread that calls it."""
+        """Context manager in which the calling thread makes the reserved launches."""
         self._thread = threading.current_thread()
         try:
             yield
@@ -107,17 +108,17 @@ class Reservation:
             self._made.set()
 
     def wait(self) -> None:
-        """Wait until the launches are made. In the launching thread, return at once."""
+        """Wait until the reserved launches have been made. Return at once in the thread that makes them."""
         if threading.current_thread() is not self._thread:
             self._made.wait()
 
 
 class HeldGroup:
-    """Process group until its release.
+    """Handle to a process group that can be closed and released.
 
     Attributes:
-        reserved: launches that must come before all others; None if there are none.
-        in_flight: work that must end before the group may be dropped, by id.
+        reserved: launches that must precede all others on the group; None if there are none.
+        in_flight: work that must complete before the group may be dropped, by id.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, store: Store | None = None) -> None:
@@ -154,21 +155,21 @@ class HeldGroup:
         self.in_flight[id(ending)] = ending
 
     def forget_done(self) -> None:
-        """Drop work that is done although nothing waited for it. This releases its tensors."""
+        """Drop completed work for which nothing has waited. This releases its tensors."""
         for key, each in list(self.in_flight.items()):
             if each.done():
                 self.in_flight.pop(key, None)
 
     def close(self) -> None:
-        """Refuse further use."""
+        """Mark the group as closed: further use raises RuntimeError."""
         self._closed = True
 
     def forget_store(self) -> None:
-        """Keep the group's keys in the store, which other ranks may still read."""
+        """Do not delete the group's keys from the store on release, because other ranks may still read them."""
         self._store = None
 
     def drop(self) -> None:
-        """Drop the last reference. If the group is not local, all of its ranks must call this."""
+        """Release the process group. If it is not local, all of its ranks must call this."""
         self._closed = True
         group, self._group = self._group, None
         self.in_flight.clear()
@@ -237,7 +238,7 @@ def mesh_group(ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: st
 def new_group_like(
     ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str, backend: str = ""
 ) -> dist.ProcessGroup:
-    """Create a group with the backend and timeout of `like`, which torch keeps until ``destroy_process_group()``.
+    """Create a group with the backend and timeout of `like`. torch keeps it until ``destroy_process_group()``.
 
     Only the members call this, all in the same order. See [Note: Groups of their members alone].
     """
@@ -245,9 +246,9 @@ def new_group_like(
 
 
 def groups_so_far(*members: Sequence[int]) -> dict[str, dict[str, object]]:
-    """Return the numbers that members must agree on before they create groups, as `groups` of :func:`require_equal`.
+    """Return the number of groups created so far for each of `members`, as `groups` of :func:`require_equal`.
 
-    See [Note: Names of groups].
+    The members of a group must agree on this number before they create another one. See [Note: Names of groups].
     """
     names = _names()
     return {
@@ -260,7 +261,7 @@ def released_everywhere(told: Sequence[str], ranks: Sequence[int]) -> None:
     """Drop the groups that all of their ranks have released. All `ranks` must call this, with the same `told`.
 
     Args:
-        told: results of :func:`kept_for_release`, by rank.
+        told: result of :func:`kept_for_release` on each rank.
     """
     said = {rank: json.loads(text) for rank, text in zip(ranks, told, strict=True)}
     for name in sorted(_KEPT):
@@ -269,7 +270,7 @@ def released_everywhere(told: Sequence[str], ranks: Sequence[int]) -> None:
 
 
 def kept_for_release() -> str:
-    """Return the names of the groups that this rank keeps until their other ranks release them, too, as JSON.
+    """Return, as JSON, the names of the groups that this rank keeps until all of their other ranks release them.
 
     See [Note: Release of groups].
     """
@@ -281,13 +282,16 @@ def kept_for_release() -> str:
 
 
 def settle_releases() -> None:
-    """Wait at most a few seconds until released groups without work in flight are dropped."""
+    """Wait until released groups without work in flight are dropped, for at most a few seconds."""
     _RELEASES.settle()
 
 
 @contextmanager
 def known_to_torch(group: dist.ProcessGroup) -> Iterator[None]:
-    """Let torch's object collectives, and so torch.distributed.checkpoint, use a group that is not in its tables."""
+    """Context manager that adds `group` to torch's tables.
+
+    Inside, torch's object collectives, and therefore torch.distributed.checkpoint, can use the group.
+    """
     groups = dist.distributed_c10d._world.pg_map
     is_known = group in groups
     if not is_known:
@@ -330,7 +334,7 @@ def _make(
 
 
 def _leave_tables(group: dist.ProcessGroup) -> None:
-    """Remove a group from torch's tables, which serve ``destroy_process_group()`` and compiled collectives."""
+    """Remove a group from the tables that ``destroy_process_group()`` and compiled collectives use."""
     world = dist.distributed_c10d._world
     world.pg_map.pop(group, None)
     world.pg_names.pop(group, None)
@@ -359,7 +363,7 @@ def _nothing_to_split() -> Iterator[None]:
 
 
 def timeout_on(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
-    """Return the timeout of the group's collectives; None for torch's default, if the backend does not report it."""
+    """Return the timeout of the group's collectives on a device type; None if the backend does not report it."""
     try:
         timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
     except (AttributeError, RuntimeError):  # the base class of backends raises if there are no options
@@ -368,7 +372,7 @@ def timeout_on(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
 
 
 def _hand_over(groups: list[HeldGroup]) -> None:
-    """Pass groups to the release thread. Takes no lock, since finalizers call it in any thread at any point."""
+    """Pass groups to the release thread. Takes no lock, since finalizers may call it in any thread at any time."""
     for held in groups:
         if held.is_local:
             held.forget_done()
@@ -376,7 +380,7 @@ def _hand_over(groups: list[HeldGroup]) -> None:
 
 
 class _Releases:
-    """Thread that drops groups. It lives as long as there are any; see [Note: Release of groups]."""
+    """Thread that drops released groups. It runs while any owner of groups exists; see [Note: Release of groups]."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[list[HeldGroup] | threading.Event | None] = SimpleQueue()
@@ -385,7 +389,7 @@ class _Releases:
         self._thread: threading.Thread | None = None
 
     def expect(self) -> None:
-        """Count an owner whose groups will be put here. Finalizers must not call this: it takes a lock."""
+        """Count an owner whose groups will be passed to :meth:`put`. Takes a lock, so finalizers must not call this."""
         with self._lock:
             self._owners += 1
             if self._thread is None or not self._thread.is_alive():  # threads do not survive a fork
@@ -396,7 +400,7 @@ class _Releases:
         self._queue.put(groups)
 
     def settle(self) -> None:
-        """Wait until the groups that were put here before are dropped, except those with work in flight."""
+        """Wait until the groups passed to :meth:`put` so far are dropped, except those with work in flight."""
         thread = self._thread
         if thread is None or not thread.is_alive() or thread is threading.current_thread():
             return
@@ -445,7 +449,7 @@ class _Releases:
 
 
 def _drop_idle(groups: list[HeldGroup]) -> bool:
-    """Drop the groups without work in flight; return whether any groups are left in the list."""
+    """Drop the local groups without work in flight; return whether `groups` still contains any group."""
     here = [held for held in groups if held.is_local and held.is_idle]
     threads: list[threading.Thread] = []
     for held in here:

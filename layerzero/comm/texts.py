@@ -1,4 +1,4 @@
-"""All-gather of texts."""
+"""All-gather of strings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["all_gather_text", "need_numpy"]
 
 
 def all_gather_text(lane: Communicator, text: str) -> list[str]:
-    """Return the text of every rank, by rank. All ranks of the communicator must call this.
+    """Return the texts of all ranks, in rank order. All ranks of the communicator must call this.
 
     Args:
         lane: communicator for CPU tensors.

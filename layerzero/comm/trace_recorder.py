@@ -6,9 +6,9 @@ profiler is active, the dispatcher passes them on to the recorder of the trace, 
 [Note: Spans are a stack]
 The forward or backward of a unit begins in one hook and ends in another. The second hook may never run: inputs may need
 no gradient, and a pass may raise. An open span ends with its enclosing span, at the latest with the pass. In a
-backward, a unit begins just before the unit that was called after it ends, because both hooks are on the same tensor.
-The span that begins ends the other one, so that spans are always nested. If autograd alternates between parallel units,
-the rest of the first unit counts for the enclosing span.
+backward, the hook that begins a unit runs just before the hook that ends the previous unit, because both hooks are on
+the same tensor. So the new span ends the previous one, and spans are always nested. If autograd alternates between
+parallel units, the rest of the first unit is attributed to the enclosing span.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NAP = 2e-4  # seconds
 
 @dataclass(frozen=True)
 class TraceMark:
-    """Operation of a host thread from `began` to `ended`, which are stamps of the recorder's clock."""
+    """Operation of a host thread between `began` and `ended`, two stamps of the recorder's clock."""
 
     kind: str  # "launch", "wait", "add", "begin" or "end"
     name: str  # of the unit
@@ -55,15 +55,15 @@ class TraceRecorder:
         self.flying: list[CollectiveTrace] = []  # collectives whose completion a thread of the backend reports
 
     def mark(self, kind: str, name: str, began: Any, *, flight: CollectiveTrace) -> None:
-        """Record an operation on a collective that began at `began` and ends now."""
+        """Record an operation that began at `began` and ends now. `flight` is the collective of the operation."""
         beside = isinstance(threading.current_thread(), StreamThread)
         self.marks.append(TraceMark(kind, name, began, self.clock.now(), trace=flight, in_background=beside))
 
     def drain(self, seconds: float = math.inf) -> None:
-        """Wait at most `seconds` until the threads of the backend have reported all completions.
+        """Wait until the threads of the backend have reported all completions, for at most `seconds`.
 
-        A report while the interpreter shuts down would abort the process. A collective that hangs ends with the timeout
-        of its process group.
+        A report during interpreter shutdown would abort the process. A collective that hangs ends at the timeout of its
+        process group.
         """
         deadline = time.monotonic() + seconds
         while any(flight.landed is None for flight in self.flying) and time.monotonic() < deadline:
@@ -104,14 +104,14 @@ class CollectiveTrace:
             yield
 
     def arrived(self) -> None:
-        """Record the end of the wait as the completion time, unless the backend reports it."""
+        """Record the current time as the completion time, unless the backend reports completion times."""
         if self._recorder is not None and not self._works:
             self._works = 1
             self._landings.append(self._recorder.clock.now())
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        """Record the addition of the received parts inside this context."""
+        """Context manager that records the addition of the received parts."""
         with self._seen("add", "layerzero.add "):
             yield
 
@@ -121,7 +121,7 @@ class CollectiveTrace:
             self._recorder.mark("wait", self.name, began, flight=self)
 
     def follow(self, works: Sequence[Any]) -> None:
-        """Record when the last of the works ends, if the clock and the backend support it."""
+        """Record the completion times of `works`, if the clock and the backend support this."""
         if self._recorder is None or not self._recorder.clock.sees_other_threads:
             return
         try:
@@ -158,7 +158,7 @@ class _OpenSpan:
 class TraceDispatcher:
     """Dispatcher of the engine's operations to a trace and to torch's profiler.
 
-    While neither is active, it only reads two attributes.
+    While neither is active, the only overhead is reading two attributes.
     """
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class TraceDispatcher:
         return CollectiveTrace(self, exchange=exchange, lane=lane, axis=axis, ranks=ranks, name=name, sent=sent)
 
     def begin(self, phase: str, name: str, key: object) -> None:
-        """Begin a span inside the open ones, unless the span of `key` is already open."""
+        """Begin a span nested in the open spans, unless the span of `key` is already open."""
         if not self.listens or any(span.key is key for span in self._open):
             return
         profiled = _profiled(f"layerzero.{phase} {name}")
@@ -186,7 +186,11 @@ class TraceDispatcher:
         self._mark("begin", phase, name)
 
     def reach(self, key: object, around: Sequence[object]) -> None:
-        """End the spans of other units of the same backward when it reaches `key`, which was called by `around`."""
+        """End the spans of other units when the current backward reaches the call `key`.
+
+        Args:
+            around: calls that enclose `key`; their spans stay open.
+        """
         task = torch._C._current_graph_task_id() if self._open else -1
         while self._open:
             span = self._open[-1]
@@ -220,10 +224,10 @@ class TraceDispatcher:
 
     @contextmanager
     def awaiting(self, exchange: str, name: str, flight: Callable[[], CollectiveTrace | None]) -> Iterator[None]:
-        """Record the program's wait inside this context for a collective that another thread launches and adds up.
+        """Context manager that records the program's wait for a collective that another thread handles.
 
         Args:
-            flight: returns the trace of the collective after the wait; None if it is not known.
+            flight: called after the wait; returns the trace of the collective, or None if it is not known.
         """
         recorder = self.recorder
         began = None if recorder is None else recorder.clock.now()

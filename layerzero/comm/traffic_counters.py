@@ -55,7 +55,7 @@ _SPELLED = {  # for messages
 
 
 def spelled(exchange: Collective, name: str) -> str:
-    """Return the name of a collective in messages, together with `name`, for example that of its unit."""
+    """Return the display name of a collective, followed by `name`, for example the name of its unit."""
     return _SPELLED.get(exchange, exchange.value) + (f" of {name!r}" if name else "")
 
 
@@ -63,17 +63,17 @@ class Watched(Protocol):
     """Launch that a watchdog has recorded."""
 
     def waited(self) -> None:
-        """Record that the wait for it has returned or failed."""
+        """Record that the wait for the collective has returned or failed."""
 
 
 class Watching(Protocol):
-    """Interface of a watchdog for the code that launches collectives."""
+    """Interface through which the code that launches collectives reports to a watchdog."""
 
     def launched(self, works: Any) -> Watched:
-        """Record that works have been launched."""
+        """Record that `works` have been launched."""
 
     def count_steps_of(self, optimizer: Optimizer) -> None:
-        """Count the steps of the model by this optimizer."""
+        """Count the steps of `optimizer` as steps of the model."""
 
 
 _SHOWN = 6  # number of gathers before a failure that the error names
@@ -113,9 +113,9 @@ class TrafficCounters:
             self.gathered.append(gather_name(exchange, name))
 
     def gathers_up_to(self, exchange: Collective, unit: str) -> tuple[str, ...]:
-        """Return the names of the last gathers, up to and including that of `unit`, without consecutive repeats.
+        """Return the names of the last gathers, up to and including the gather of `unit`, without consecutive repeats.
 
-        For a collective that is not a gather, `unit` is appended as the next one.
+        If `exchange` is not a gather, `unit` is appended as the next one.
         """
         names, name, launched = list(self.gathered), gather_name(exchange, unit), exchange in GATHERS
         if launched and name in names:

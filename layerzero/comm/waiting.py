@@ -1,4 +1,4 @@
-"""Time that the program waits for a collective that a background thread handles."""
+"""Measurement of the program's waits for collectives that background threads handle."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def record_wait(
     issued: Sequence[LaunchedCollective] = (),
     number: int = 0,
 ) -> Iterator[None]:
-    """Count and trace the program's wait inside this context for a collective that a thread adds up.
+    """Context manager that counts and traces the program's wait for a collective that a background thread handles.
 
     Args:
-        exchange: counts the wait if `issued[number]` does not exist after it.
+        exchange: collective to which the wait is attributed if `issued[number]` does not exist afterwards.
         issued: launched collectives; the thread may append to it during the wait.
         number: index of the awaited collective in `issued`.
     """

@@ -2,19 +2,19 @@
 
 [Note: How absent ranks are found]
 All ranks of a group launch the same collectives in the same order, and each rank counts its launches. If the count of a
-rank is less than the number of the late collective, the rank has not joined it. A rank that waits cannot answer, so a
-thread of each rank does. The thread reads a number in the store periodically. A rank with a late collective increments
-it, and then each rank publishes its state. A rank that does not answer is stopped, dead, or cut off from the store. If
-this rank is cut off, its own request gets no answer and cannot be cancelled. A second thread therefore measures how
-long requests take.
+rank is less than the number of the late collective, the rank has not joined it. A rank that waits in a collective
+cannot answer, so each rank has a thread that does. The thread periodically reads a number in the store. A rank with a
+late collective increments this number, and then each rank publishes its state. A rank that does not answer is stopped,
+dead, or cut off from the store. If this rank is cut off, its own request gets no answer and cannot be cancelled. A
+second thread therefore measures how long requests take.
 
 [Note: Watching a device]
 On NCCL the host's `wait` never raises. If a rank is absent, torch's own watchdog kills the process at the timeout of
 the group, without naming the rank. So a watchdog runs by default there.
 
-A collective ends in the device's order, some time after `wait` has returned to the host. The work of a collective
-holds its outputs, so the watchdog refers to works weakly. After `wait` it holds an event of the stream that waits
-instead, which holds no memory.
+A collective completes on the device some time after `wait` has returned to the host. The work object of a collective
+holds its outputs, so the watchdog holds only weak references to works. After `wait` it holds an event of the waiting
+stream instead, which holds no memory.
 
 A query of an event or a work is cheap, but a query from another thread may invalidate a CUDA graph that is being
 captured. So the watchdog's thread queries a launch only if it is older than the limit, or if another rank reports a
@@ -56,8 +56,9 @@ _SCOPE = "layerzero/late"
 def default_limit(timeout: float) -> float:
     """Return the limit of the default watchdog, in seconds, for the timeout of a process group.
 
-    The report comes at most a tenth of the limit, or 5 s, after the limit. Half the timeout is therefore well before
-    torch ends the process. A step rarely takes 5 minutes, so a longer limit would only report later.
+    The watchdog reports at most a tenth of the limit, or 5 s, after the limit. With half the timeout as the limit, the
+    report is therefore well before torch ends the process. A step rarely takes 5 minutes, so a longer limit would only
+    delay the report.
     """
     return min(timeout / 2, 300.0)
 
@@ -65,7 +66,7 @@ def default_limit(timeout: float) -> float:
 def _period(limit: float) -> float:
     """Return the seconds between two requests to the store.
 
-    The store of one process serves all ranks, so they are rare where the limit is long.
+    One process serves the store to all ranks, so requests are less frequent if the limit is long.
     """
     return min(limit / 4, max(1.0, limit / 30), 10.0)
 
@@ -75,9 +76,9 @@ class Scope:
     """Keys of one watchdog in the store.
 
     Attributes:
-        prefix: of the keys.
+        prefix: prefix of the keys.
         ranks: global ranks of the model.
-        number: count of watchdogs of these ranks so far; it separates models on the same ranks.
+        number: number of watchdogs created for these ranks so far. It distinguishes models on the same ranks.
     """
 
     prefix: str
@@ -86,14 +87,14 @@ class Scope:
 
 
 def new_scope(ranks: tuple[int, ...]) -> Scope:
-    """Return keys for a new watchdog. All `ranks` must call this, in the same order."""
+    """Return the scope of a new watchdog. All `ranks` must call this, in the same order."""
     prefix = f"{_SCOPE}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
     number = _get_default_store().add(f"{prefix}/turn/{dist.get_rank()}", 1)
     return Scope(f"{prefix}/{number}", ranks, number)
 
 
 class Launch:
-    """Collective that this rank has launched, until it completes. See [Note: Watching a device]."""
+    """Launched collective, tracked until it completes. See [Note: Watching a device]."""
 
     __slots__ = ("_mark", "_order", "_over", "_works", "exchange", "group", "name", "number", "ranks", "since", "step")
 
@@ -116,24 +117,24 @@ class Launch:
 
     @property
     def is_waited(self) -> bool:
-        """True if the host's wait for it has returned."""
+        """True if the host's wait for the collective has returned."""
         return self._over or self._mark is not None
 
     @property
     def is_over(self) -> bool:
-        """True if it is known to be over, without a query of the device."""
+        """True if the collective is known to be over. Does not query the device."""
         works = self._works()  # read first: `waited` sets the mark before the works end
         return self._over or (works is None and self._mark is None)  # dropped without a wait
 
     def waited(self) -> None:
-        """Note that `wait` has returned, or failed."""
+        """Record that the wait for the collective has returned or failed."""
         if self._order is None:
             self._over = True
         elif self._mark is None:
             self._mark = self._order.record_event()
 
     def ask(self) -> bool:
-        """Return whether it is over; may query the device."""
+        """Return whether the collective is over; may query the device."""
         works = self._works()
         if not self._over:
             self._over = bool(self._mark.query()) if self._mark is not None else works is None or works.done()
@@ -142,7 +143,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class _Answer:
-    """State of a rank."""
+    """State of a rank, published when a collective is late."""
 
     counts: Mapping[str, int]  # launches by group
     step: int
@@ -157,10 +158,10 @@ class _Answer:
 
 
 class Watchdog:
-    """Reports late collectives of one model; made by :func:`layerzero.watchdog` and, on a device, by ``shard_model``.
+    """Watchdog for late collectives of one model, started by :func:`layerzero.watchdog` or by ``shard_model``.
 
     Attributes:
-        limit: seconds from the launch of a collective.
+        limit: seconds after its launch from which an incomplete collective is late.
         is_default: True if ``shard_model`` has started it.
         reports: lines that this rank has logged.
     """
@@ -202,7 +203,7 @@ class Watchdog:
         self._finalizer.atexit = False
 
     def close(self) -> None:
-        """End the watchdog. The end of the model does the same."""
+        """Stop the watchdog. The end of the model also stops it."""
         self._finalizer()
         for thread in self._threads:
             thread.join(_SILENT)  # a thread may wait for a store that does not answer
@@ -215,7 +216,7 @@ class Watchdog:
         self._flying.clear()
 
     def count_steps_of(self, optimizer: Optimizer) -> None:
-        """Count the steps of the model by this optimizer."""
+        """Count the steps of `optimizer` as steps of the model."""
         self._hooks.append(optimizer.register_step_post_hook(self._count_step))
 
     def _count_step(self, *_: object) -> None:
@@ -249,12 +250,12 @@ class Watchdog:
             del self._store  # closes the connection
 
     def _has_world(self) -> bool:
-        """Return whether the process group has not been destroyed."""
+        """Return whether the default process group of the watchdog still exists."""
         world = self._world()
         return world is not None and dist.group.WORLD is world
 
     def _forget(self) -> None:
-        """Delete the keys of this rank from the store, and common keys if it is the last rank to end."""
+        """Delete the keys of this rank from the store, and the common keys if this is the last rank to end."""
         try:
             self._store.delete_key(f"{self._scope}/{self._rank}")
             if self._store.add(f"{self._scope}/ended", 1) == len(self._ranks):
@@ -298,7 +299,7 @@ class Watchdog:
             self._reported = self._alarms
 
     def _asked(self, question: Callable[[], _T]) -> _T:
-        """Return the store's answer, and record the start of the request while it is pending."""
+        """Send a request to the store and return the answer. While it is pending, its start time is recorded."""
         self._asking_since = time.monotonic()
         try:
             return question()
@@ -315,7 +316,7 @@ class Watchdog:
         return is_new
 
     def _late(self, *, older_than: float) -> Launch | None:
-        """Return the oldest launch that is not over; query only launches older than `older_than` seconds."""
+        """Return the oldest launch that is not over, if any. Query only launches older than `older_than` seconds."""
         with self._looking:
             while self._flying:
                 oldest = self._flying[0]
@@ -355,7 +356,7 @@ class Watchdog:
 
 
 def existing(check: Callable[[Sequence[str]], bool], keys: Sequence[str]) -> list[str]:
-    """Return the keys that a store has, with few requests if few are missing.
+    """Return those of `keys` that exist in a store. Few missing keys require few requests.
 
     Args:
         check: returns whether the store has all of the given keys.

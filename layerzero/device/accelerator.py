@@ -40,10 +40,10 @@ def device_module(device: torch.device) -> Any:
 
 
 def refuse_capture(device: torch.device, what: str) -> None:
-    """Raise if the current stream is being captured into a CUDA graph.
+    """Raise RuntimeError if the current stream of `device` is being captured into a CUDA graph.
 
-    Raises:
-        RuntimeError: names the call `what`, and says which modules can be captured.
+    Args:
+        what: name of the refused call, for the message.
     """
     module = device_module(device)
     if module is None or not module.is_current_stream_capturing():
@@ -74,14 +74,14 @@ def finish_copies(device: torch.device) -> None:
 
 
 class CurrentStream:
-    """Events on the current stream of a device, and waits for them."""
+    """Recorder of events on the current stream of a device, which can also make that stream wait."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
 
     @classmethod
     def of(cls, device: torch.device) -> CurrentStream | None:
-        """Return the current stream of a device; None for the CPU, which has no streams."""
+        """Return the recorder for a device; None for the CPU, which has no streams."""
         module = device_module(device)
         return None if module is None else cls(module)
 
@@ -90,7 +90,7 @@ class CurrentStream:
         return self._module.current_stream()
 
     def record_event(self) -> StreamEvent:
-        """Return an event after the work that the current stream has been given so far."""
+        """Record and return an event after all work that has been enqueued on the current stream."""
         return self._module.current_stream().record_event()
 
     def wait_event(self, mark: StreamEvent) -> None:
@@ -116,7 +116,7 @@ class TouchedBy:
             self._streams.append(stream)
 
     def marks(self) -> list[StreamEvent]:
-        """Return one event per stream, recorded after its uses so far, and forget the streams."""
+        """Record and return one event per stream, after its uses of the buffer so far. Clear the list of streams."""
         streams, self._streams = self._streams, []
         return [stream.record_event() for stream in streams]
 
@@ -139,7 +139,7 @@ class HostDeviceCopies:
         self._side: Any = {to_host: self._module.Stream(device) for to_host in (False, True)} if self.pins else None
 
     def device_buffer(self, nbytes: int) -> Tensor:
-        """Return a 1-D uint8 tensor [nbytes] on the device whose memory is not reused while a copy may use it."""
+        """Return a 1-D uint8 tensor [nbytes] on the device. Its memory is not reused while a copy may use it."""
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         if self._side is not None:
             for stream in self._side.values():
@@ -160,10 +160,11 @@ class HostDeviceCopies:
         return stream
 
     def copy(self, target: Tensor, source: Tensor, *, to_host: bool, after: Sequence[StreamEvent] = ()) -> StreamEvent:
-        """Start a copy after the work of the current stream so far and after the events in `after`; return its event.
+        """Start a copy, and return the event of its completion.
 
-        Until :meth:`wait` for that event, `target` must not be used and `source` must not be written. Later copies in
-        the same direction run after this one.
+        The copy runs after the work enqueued so far on the current stream, after the events in `after`, and after
+        earlier copies in the same direction. Until :meth:`wait` for its event, `target` must not be used and `source`
+        must not be written.
         """
         if self._side is None:
             target.copy_(source)
@@ -178,7 +179,7 @@ class HostDeviceCopies:
         return side.record_event()
 
     def finish(self, mark: StreamEvent) -> None:
-        """Wait on the host until the copy is done. Then the host may use both tensors."""
+        """Block the host until the copy is done. Then the host may use both tensors."""
         if mark is not None:
             mark.synchronize()
 

@@ -3,7 +3,8 @@
 [Note: Adding in pieces]
 On a CPU, torch adds a tensor of another dtype by first copying all of it to the dtype of the sum. Pieces that fit into
 a core's cache keep this copy in the cache, and also the sum while several tensors are added to it. Each element is
-rounded as in one addition of the full tensors, which gives the same bits. On a device an addition is one kernel.
+rounded as in one addition of the full tensors, so the result is bitwise the same. On a device an addition is one
+kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def accumulate_parts(
     overwrite: bool = False,
     scale: float = 1.0,
 ) -> None:
-    """Add scale * sum of the parts to `target`, one part after the other, in the target's dtype.
+    """Add ``scale * sum(parts)`` to `target`, one part after the other, in the target's dtype.
 
     Args:
         parts: tensors of the target's shape, of any floating dtype.

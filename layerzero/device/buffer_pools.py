@@ -1,4 +1,4 @@
-"""Pools that reuse memory of flat buffers and full buffers."""
+"""Pools that reuse the memory of flat buffers and full buffers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bytes_of_buffers(foreseen: Mapping[Size, int], *, on_device: bool) -> int:
 
 
 def _slots(foreseen: int) -> int:
-    """Return the number of buffers of one size in a device's pool: one for a size of a single unit (embeddings)."""
+    """Return the number of buffers of one size in a device's pool: one if a single unit has that size (embeddings)."""
     return 1 if foreseen == 1 else _SLOTS
 
 
@@ -44,8 +44,8 @@ class UnitFootprint(NamedTuple):
 def max_gathered_bytes(units: Sequence[UnitFootprint], prefetch: int) -> int:
     """Return the maximum bytes of gathered full buffers and post-forward shards at one time.
 
-    Counted are the root (the first of `units`), units that stay gathered, the post-forward shards of all units, and for
-    each mesh the `prefetch` + 1 largest of the other units.
+    The sum counts the root (the first of `units`), units that stay gathered, the post-forward shards of all units, and
+    for each mesh the `prefetch` + 1 largest of the other units.
     """
     root, *others = units
     total = sum(unit.kept for unit in units) + root.nbytes + sum(unit.nbytes for unit in others if not unit.reshards)
@@ -58,18 +58,18 @@ def max_gathered_bytes(units: Sequence[UnitFootprint], prefetch: int) -> int:
 class BufferPool:
     """Pool of flat buffers that are reused by size and dtype, so that the steady state allocates nothing.
 
-    A buffer that a collective uses is released only after the wait for the collective. On a device, a stream waits and
-    not the host, so the host releases a buffer long before it is free. Once there are as many buffers as are used at a
-    time, the pool therefore returns the one that was released first. The current stream waits for the event of its
-    release.
+    A buffer that a collective uses is released only after the wait for the collective. On a device, a stream waits
+    instead of the host, so the host releases a buffer long before it is free. Once the pool has as many buffers as are
+    in use at a time, it therefore returns the buffer that was released first. The current stream waits for the event of
+    that release.
 
     Args:
         foreseen: number of buffers by size that may be in use at once. In host memory these are allocated together, and
-            the one that was released last is reused first. Buffers that are never used then take addresses only, and no
-            memory. The pool allocates more if needed.
+            the one that was released last is reused first. Buffers that are never used then take address space but no
+            memory. The pool allocates more buffers if needed.
 
     Attributes:
-        expected: the same numbers; they may be changed while there are no buffers yet.
+        expected: the numbers given as `foreseen`. They may be changed until the first buffer is allocated.
     """
 
     def __init__(self, device: torch.device, foreseen: Mapping[Size, int] = MappingProxyType({})) -> None:
@@ -119,10 +119,10 @@ class FullBufferPool:
     """Pool of memory for the storages of full buffers, few of which are gathered at once.
 
     Autograd saves views of a full buffer, so its storage must stay the same object while its memory is allocated and
-    freed. Freed memory is cached and reused for a storage of the same size. This avoids an allocation, and the page
-    faults of new memory. A storage gets its previous memory again if that is free. Memory is cached only while the
-    bytes in use and the cached bytes stay within the limit. torch 2.11 cannot move memory between storages, so there
-    each use is an allocation.
+    freed. Freed memory is cached and reused for a storage of the same size. This avoids allocations, and page faults in
+    new memory. A storage gets its previous memory back if it is cached. Memory is cached only while the bytes in use
+    and the cached bytes stay within the limit. torch 2.11 cannot move memory between storages, so with that version
+    every gather allocates memory.
 
     Memory is freed on the stream that allocated it, after its last use on the current stream, because torch's caching
     allocator reuses it on that stream without further synchronization.
@@ -144,7 +144,7 @@ class FullBufferPool:
         self._streams: dict[int, Any] = {}  # streams that allocated the memory, by address
 
     def allocate(self, storage: UntypedStorage, nbytes: int) -> None:
-        """Give a storage `nbytes` of memory with unspecified contents. Memory that it has is freed first."""
+        """Allocate `nbytes` of memory with unspecified contents for a storage. Its current memory is freed first."""
         if storage.nbytes():
             self.free(storage)
         parked = self._parked[nbytes]
@@ -187,7 +187,7 @@ class FullBufferPool:
     def _choose(self, storage: UntypedStorage, parked: Sequence[tuple[UntypedStorage, StreamEvent]]) -> int:
         """Return the index of the storage's previous memory if it is cached, else -1.
 
-        So in a loop, units keep their addresses.
+        So the full buffers of units keep their addresses from step to step.
         """
         home = self._homes.get(storage._cdata)
         return next((index for index, (source, _) in enumerate(parked) if source.data_ptr() == home), -1)

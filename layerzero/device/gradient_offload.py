@@ -1,15 +1,15 @@
-"""Accumulators in pinned host memory between the backwards of a step.
+"""Gradient accumulators that are kept in pinned host memory between the backwards of a step.
 
 [Note: Two slabs]
-With `offload_grads` accumulators are in pinned host memory. During its backward, a unit uses them in a slab: device
-memory for the accumulators of the largest unit. There are two slabs: one for the unit whose backward runs, and one for
-a neighbour whose accumulators are copied to or from the host meanwhile. A unit that needs a slab takes the least
-recently used one. Contents that the host does not have yet are copied to the host first. A copy runs after the work of
-the current stream so far, after uses of the slab on other streams, and after earlier copies from and to it. Only
-streams wait.
+With `offload_grads` accumulators are in pinned host memory. During the backward of a unit, its accumulators are in a
+slab: device memory that is large enough for the accumulators of any unit. There are two slabs: one for the unit whose
+backward runs, and one for a neighbour whose accumulators are copied to or from the host meanwhile. A unit that needs a
+slab takes the least recently used one. Contents of the slab that the host does not have yet are copied to the host
+first. A copy runs after the work enqueued so far on the current stream, after uses of the slab on other streams, and
+after earlier copies from and to the slab. Streams wait for copies; the host does not.
 
-On the CPU, threads finish collectives that read slabs, while the program takes slabs for other units. Each holds a lock
-during its operation, so that a slab stays with a unit until its next collective has been launched.
+On the CPU, threads finish collectives that read slabs, while the program takes slabs for other units. Both hold a lock
+during an operation, so that a slab stays with a unit until the unit's next collective has been launched.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SLABS = 2
 
 
 class AccumulatorAllocator:
-    """Allocator of the storages for the accumulators of a model.
+    """Allocator of storages for the accumulators of a model.
 
     Args:
         device: device on which they are used.
@@ -52,20 +52,20 @@ class AccumulatorAllocator:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device now, including slabs."""
+        """Bytes of accumulators on the device now, including slabs."""
         slabs = 0 if self._slabs is None else self._slabs.nbytes
         return slabs + sum(each.nbytes for each in self._made)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in host memory now."""
+        """Bytes of accumulators in host memory now."""
         return sum(each.host_bytes for each in self._made if isinstance(each, OffloadedStorage))
 
     def make(self, unit: Hashable, numel: int, dtype: torch.dtype, *, sent_in_node: bool = False) -> GradientStorage:
         """Return a storage of `numel` elements for a handle of `unit`.
 
         Args:
-            sent_in_node: hop 1 sends it, if there is a hop 1.
+            sent_in_node: True if hop 1, where there is one, sends the accumulator.
         """
         made: GradientStorage
         if self._slabs is not None:
@@ -82,7 +82,7 @@ def accumulator_bytes(sizes: Sequence[Sequence[int]], *, offloaded: bool) -> tup
     """Return the bytes of all accumulators on the device and on the host.
 
     Args:
-        sizes: by unit: bytes of each accumulator.
+        sizes: bytes of each accumulator, in one sequence per unit.
     """
     total = sum(map(sum, sizes))
     if not offloaded:
@@ -162,7 +162,7 @@ class OffloadedStorage(GradientStorage):
         self._newer = False
 
     def leave(self) -> None:
-        """Store the contents on the host, because another unit takes the slab."""
+        """Copy the contents to the host, because another unit takes the slab."""
         self._close(keep=True)
         self._device = None
 
@@ -211,7 +211,7 @@ class _Slab:
         self.used: list[StreamEvent] = []  # events after the uses since
 
     def end_uses(self) -> None:
-        """Order the next copy after the work so far of the current stream and of streams that have opened the slab."""
+        """Make the next copy wait for work so far on the current stream and on streams that have opened the slab."""
         self.touched.note()  # a collective that reads the slab ends on another stream than the one that launched it
         self.used += self.touched.marks()
 
@@ -237,14 +237,14 @@ class _Slabs:
         return tenant
 
     def free_slab(self) -> _Slab | None:
-        """Return the slab that a unit without one would take; None if all are leased."""
+        """Return the least recently used slab that is not leased; None if all are leased."""
         for slab in self._slabs:
             if slab.tenant is None or not slab.tenant.leased:
                 return slab
         return None
 
     def admit(self, tenant: _Tenant) -> _Slab:
-        """Return the slab of a unit, after giving it one if it has none."""
+        """Return the slab of a unit; assign one first if the unit has none."""
         slab = tenant.slab or self.free_slab()
         assert slab is not None, "exchanges read both slabs"
         if slab.tenant is not tenant:

@@ -37,9 +37,9 @@ class GradientStorage(ABC):
     """Flat memory of one gradient buffer, 1-D [numel].
 
     Attributes:
-        lasting: an opened tensor stays valid when other storages are opened.
-        fixed: :meth:`open` always returns the same tensor.
-        guard: lock to hold if the memory must not move to another storage between two calls.
+        lasting: True if an opened tensor stays valid when other storages are opened.
+        fixed: True if :meth:`open` always returns the same tensor.
+        guard: lock to hold while no other storage may take the memory.
     """
 
     lasting = True
@@ -58,26 +58,26 @@ class GradientStorage(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its own memory on the device now."""
+        """Bytes of memory on the device now that only this storage uses."""
         return 0
 
     @property
     def leased(self) -> bool:
-        """True while a collective reads it or will be added to it. Its memory must not move then."""
+        """True while the memory must not move: a collective reads it, or will be added to it."""
         return self._leases > 0
 
     @property
     def blocked(self) -> bool:
-        """True if it cannot be opened before a collective that reads another storage has ended."""
+        """True if the storage cannot be opened before a collective that reads another storage has ended."""
         return False
 
     def lease(self) -> Lease:
-        """Keep the memory in place while a collective is in flight. The collective ends the returned lease."""
+        """Return a lease that keeps the memory in place while a collective is in flight. The collective ends it."""
         self._leases += 1
         return Lease(self._end_lease)
 
     def lend_send_buffer(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
-        """Lend the full contents to a collective in the dtype `wire`, after which they are no longer needed.
+        """Return a lease of the contents, in the dtype `wire`, to a collective that is their last use.
 
         Args:
             wire: dtype in which they are sent.
@@ -104,7 +104,7 @@ class GradientStorage(ABC):
         """Return the memory for reads and writes from now on. Without `keep` its contents are unspecified."""
 
     def home(self) -> Tensor:
-        """Return the memory in which the contents are between passes."""
+        """Return the memory that holds the contents between passes."""
         return self.open(keep=True)
 
     @property
@@ -119,17 +119,20 @@ class GradientStorage(ABC):
         """Prepare for an :meth:`open` that will follow soon."""
 
     def close(self, *, keep: bool) -> None:  # noqa: B027
-        """End the use of the opened memory; its contents are needed later only with `keep`."""
+        """End the use of the opened memory. Its contents are preserved only with `keep`."""
 
     def set_aside(self, *, keep: bool) -> None:  # noqa: B027
-        """Vacate memory that is shared with another storage; the contents are needed only with `keep`."""
+        """Vacate memory that is shared with another storage. The contents are preserved only with `keep`."""
 
     def restore(self, *, keep: bool) -> None:  # noqa: B027
-        """Return to the shared memory, which is free again; the contents are needed only with `keep`."""
+        """Use the shared memory again, which is now free. The contents are preserved only with `keep`."""
 
 
 class Lease:
-    """Lease that keeps a storage in place. The code that finishes the collective ends it; further calls do nothing."""
+    """Lease that keeps a storage in place until the code that finishes the collective ends it.
+
+    Ending a lease again does nothing.
+    """
 
     def __init__(self, end: Callable[[], None]) -> None:
         self._end: Callable[[], None] | None = end
@@ -141,7 +144,7 @@ class Lease:
 
 
 class SendLease(Lease):
-    """Lease of the `tensor` that a collective reads."""
+    """Lease of `tensor`, which a collective reads."""
 
     def __init__(self, end: Callable[[], None], tensor: Tensor) -> None:
         super().__init__(end)
@@ -149,7 +152,7 @@ class SendLease(Lease):
 
 
 class PersistentStorage(GradientStorage):
-    """Memory of its own, allocated at first use and filled with zeros."""
+    """Storage with memory of its own, which is allocated at first use and filled with zeros."""
 
     fixed = True
 
@@ -169,7 +172,7 @@ class PersistentStorage(GradientStorage):
 
 
 class PooledStorage(GradientStorage):
-    """Memory that is acquired from a pool at :meth:`open` and released at a :meth:`close` without `keep`."""
+    """Storage that acquires memory from a pool at :meth:`open` and releases it at a :meth:`close` without `keep`."""
 
     def __init__(self, numel: int, dtype: torch.dtype, pool: BufferPool) -> None:
         super().__init__(numel, dtype)
@@ -210,7 +213,7 @@ class AliasState(enum.Enum):
 
 
 class AliasedStorage(GradientStorage):
-    """Part of another storage, with separate memory while other gradients are accumulated there.
+    """Storage that is a part of another storage, with separate memory while other gradients are accumulated there.
 
     See [Note: The final gradient rests in the node sum].
     """

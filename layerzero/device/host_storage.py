@@ -9,9 +9,9 @@ It may write a master that is still being copied to the device: another refresh 
 
 [Note: Weights in the host]
 With `offload_params` ZeRO-3 shards are in host memory. A gather first copies the shard into this rank's slice of the
-full buffer, on the stream for such copies, and is launched from that stream. So the computation waits for neither until
-it needs the weights. A refresh writes to scratch on the device, which is then copied to the host. The stream that
-launches it waits for that copy, so that the next handle can use the same scratch.
+full buffer, on the stream for such copies, and is launched from that stream. So the computation waits for neither the
+copy nor the gather until it needs the weights. A refresh writes to scratch on the device, which is then copied to the
+host. The stream that launches the refresh waits for that copy, so that the next handle can use the same scratch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Fetch", "HostShard", "HostStorage"]
 
 
 class HostStorage(GradientStorage):
-    """Gradient in host memory that is computed on the device; see [Note: The host updates]."""
+    """Storage of a gradient that is kept in host memory and computed on the device; see [Note: The host updates]."""
 
     lasting = False
 
@@ -112,10 +112,10 @@ class HostShard:
 
     @contextmanager
     def fetched(self, target: Tensor, *, beside: bool) -> Iterator[None]:
-        """Copy the shard to `target` [numel] on the device; work that is launched inside runs after the copy.
+        """Context manager that copies the shard to `target` [numel] on the device before work launched inside.
 
         Args:
-            beside: launch on the stream of the copy, so that the current stream does not wait for it.
+            beside: make the stream of the copy current inside, so that the computation does not wait for the copy.
         """
         fetch = self.start_fetch(target)
         with self._transfers.beside(to_host=False) if beside else nullcontext():

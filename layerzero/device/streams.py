@@ -1,4 +1,4 @@
-"""Streams for background work, in an order that the program fixes.
+"""Streams that run background work in an order fixed by the program.
 
 [Note: Streams]
 A stream runs its operations in the order in which they were enqueued. Operations of different streams are ordered by
@@ -8,18 +8,18 @@ affects only when they run.
 
 On a device, the streams are streams of the device: the host enqueues and does not wait. gloo's `wait` blocks the
 calling thread. So with gloo, worker threads act as streams (:class:`ThreadStreams`), and the host waits where it needs
-a result. Other backends on the CPU may require one order over all their groups: for them each operation runs at once,
-where it is enqueued.
+a result. Other backends on the CPU may require one order over all their groups, so with them each operation runs as
+soon as it is enqueued.
 
 [Note: Threads and what they share]
 The buffers of a reduction belong to its handle, and the host does not use them until the last event has completed. So
 threads and host share only pools, slabs and records of operations. Each of these has a lock, or one writer per entry.
 The host launches the first collective of a reduction, in program order, because accumulators in slabs are copied in for
-it. A thread that did this later might take the slab to which the next gradients are being written.
-A failure in a thread is stored, and operations that depend on it do nothing. The host raises it at the end of the
-backward. The failure of a collective, after which training cannot continue, is raised where the host next enqueues work
-or waits for a thread. If the host waits for a gather meanwhile, the gather fails as well. Its error says more: it names
-the ranks that are in another collective.
+it. A thread that did this later might take the slab to which the next gradients are being written. A failure in a
+thread is stored, and operations that depend on it do nothing. The host raises it at the end of the backward. The
+failure of a collective, after which training cannot continue, is raised where the host next enqueues work or waits for
+a thread. If the host waits for a gather meanwhile, the gather fails as well. The error of the gather is more
+informative: it names the ranks that are in another collective.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _PATIENCE = 5.0  # seconds to wait for collectives in flight when a model is clo
 
 
 class Waitable(Protocol):
-    """Something that completes: a collective or an event."""
+    """Collective or event that can be waited for."""
 
     def wait(self) -> None:
-        """Make subsequent work run after it."""
+        """Make subsequent work run after its completion."""
 
 
 class Stream(ABC):
@@ -85,9 +85,9 @@ class Stream(ABC):
 
 
 class ReductionStreams(ABC):
-    """Streams of a model's reductions: for launches, results of hop 1 (`node`) and results of hop 2 (`replica`).
+    """Streams of a model's reductions: `launches`, `node` (results of hop 1) and `replica` (results of hop 2).
 
-    A stream waits for events of the streams before it. `launches` waits for events of `node`, too.
+    Each stream waits for events of the streams before it. `launches` also waits for events of `node`.
     """
 
     launches: Stream
@@ -102,10 +102,13 @@ class ReductionStreams(ABC):
 
     @abstractmethod
     def gradients_ready(self) -> Waitable:
-        """Return an event after the program's work so far, which has produced the gradients."""
+        """Record and return an event after the program's work so far, which has produced the gradients."""
 
     def limit_in_flight(self, marks: deque[Waitable], most: int) -> None:
-        """Forget the oldest of `marks` until `most` are left. Waits for each of them if threads act as streams."""
+        """Drop the oldest events in `marks` until at most `most` remain.
+
+        If threads act as streams, wait for each dropped event.
+        """
         while len(marks) > most:
             marks.popleft()
 
@@ -117,7 +120,7 @@ class ReductionStreams(ABC):
 
     @abstractmethod
     def synchronize(self, marks: Sequence[deque[Waitable]]) -> None:
-        """Make subsequent work of the program run after all operations of all streams; forget all `marks`."""
+        """Make subsequent work of the program run after all operations of all streams, and clear all `marks`."""
 
 
 class _Nothing:
@@ -134,7 +137,7 @@ _NOTHING = _Nothing()
 
 
 class _ThreadEvent:
-    """Event of a thread. The host or another thread may wait for it."""
+    """Event that a thread sets. The host or another thread may wait for it."""
 
     def __init__(self, failures: _Failures, waiting: Waiting) -> None:
         self.passed = threading.Event()
@@ -149,7 +152,7 @@ class _ThreadEvent:
 
 
 class DeferredCollectiveError(RuntimeError):
-    """Error of a collective in a background thread. The host explains it when it raises it.
+    """Error of a collective in a background thread, which the host replaces by ``explain(error)``.
 
     Args:
         error: error that the thread has caught.
@@ -172,9 +175,9 @@ class _Failures:
         self._found.append(error)
 
     def check(self, *, settled: bool = False) -> None:
-        """Raise the first error once, and discard the others, which follow from it.
+        """Raise the oldest error, if any, and discard the later errors, which follow from it.
 
-        Before all operations have run (`settled`), raise it only if it is of a collective. Other errors may reach other
+        Unless all operations have run (`settled`), raise only the error of a collective. Other errors may reach other
         ranks at another point of the program, and a rank that stopped early would leave its communicators out of step.
         """
         if self._found and (settled or isinstance(self._found[0], DeferredCollectiveError)):
@@ -186,7 +189,7 @@ class _Failures:
 
 
 class StreamThread(threading.Thread):
-    """Thread that acts as a stream. It refers to a model only through its pending operations."""
+    """Thread that acts as a stream. The thread refers to a model only through its pending operations."""
 
     def __init__(self, name: str, failures: _Failures) -> None:
         super().__init__(name=f"layerzero {name}", daemon=True)
@@ -205,11 +208,11 @@ class StreamThread(threading.Thread):
                 del operation
 
     def stop(self) -> None:
-        """End after the pending operations. Never waits, since finalizers call this in any thread at any point."""
+        """Make the thread end after its pending operations. Never waits, since finalizers may call this at any time."""
         self.given.put(None)
 
     def end(self) -> None:
-        """Stop, and wait at most a few seconds for the end of the thread."""
+        """Stop the thread, and wait for its end, for at most a few seconds."""
         if self.is_alive():
             self.stop()
             if self is not threading.current_thread():
@@ -375,10 +378,10 @@ class _DeviceStream(Stream):
 
 
 class DeviceStreams(ReductionStreams):
-    """Streams of an accelerator, in addition to the one that computes.
+    """Streams of an accelerator, in addition to the compute stream.
 
-    Autograd delivers gradients of leaves on the stream that was current when their nodes were created. That is the
-    stream which is current in the constructor.
+    Autograd delivers gradients of leaves on the stream that was current when their nodes were created. This must also
+    be the current stream in the constructor.
     """
 
     def __init__(self, device: torch.device) -> None:

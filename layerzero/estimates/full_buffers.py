@@ -1,7 +1,8 @@
-"""Memory of full buffers in a step, found by a simulation on the meta device.
+"""Simulation of the full buffers of a step on the meta device, which gives their memory.
 
-Units are gathered and freed in the order of their registration, nested units inside their parents, and `prefetch` units
-ahead. Their storages are allocated, cached and freed by the same `FullBufferPool` as in training.
+Units are gathered and freed in the order of their registration, nested units inside their parents, with `prefetch`
+units gathered ahead. The storages of full buffers are allocated, cached and freed by the same `FullBufferPool` as in
+training.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class _Stage:
 
 
 def _on_mesh_of(unit: UnitSpec, others: Iterable[UnitSpec]) -> list[UnitSpec]:
-    """Return the units that may be gathered ahead when `unit` is called: those with equal traits."""
+    """Return the units that may be prefetched when `unit` is called: those with the same traits as `unit`."""
     return [other for other in others if other.traits == unit.traits]
 
 
@@ -142,7 +143,7 @@ def _storages(sizes: Sequence[int]) -> list[tuple[UntypedStorage, int]]:
 
 
 def _nested(units: Sequence[UnitSpec]) -> dict[UnitSpec, list[UnitSpec]]:
-    """Return the direct children of each unit, in order."""
+    """Return the units directly inside each unit, in order."""
     inner: dict[UnitSpec, list[UnitSpec]] = {unit: [] for unit in units}
     for unit in units:
         around = [other for other in units if other is not unit and _contains(other.name, unit.name)]

@@ -1,4 +1,4 @@
-"""Prediction of memory and traffic on a rank, by formula, from specs of units."""
+"""Prediction, by formula, of the memory and traffic of a rank from specs of its units."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ __all__ = ["MemoryEstimate", "estimate_memory", "held_bytes", "on_device", "pred
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on a rank, without the optimizer's state."""
+    """Predicted bytes on a rank, without the optimizer's state."""
 
     kinds: dict[str, int]  # between two steps, by the kinds of `layerzero.MemoryReport`
     peak: int  # maximum on the device at any time in a step
 
 
 def estimate_memory(units: Sequence[UnitSpec], config: LayerZeroConfig, *, scratch: int) -> MemoryEstimate:
-    """Return the memory of `units`, the root first, on their rank.
+    """Return the predicted memory of a rank.
 
     Args:
-        scratch: bytes of the scratch buffers of reductions, which are added.
+        units: specs of all units on the rank, the root first.
+        scratch: bytes of the scratch buffers of reductions, which the result includes.
     """
     kinds: Counter[str] = Counter()
     for unit in units:
@@ -48,7 +49,7 @@ def held_bytes(units: Sequence[UnitSpec], config: LayerZeroConfig) -> int:
 
 
 def predicted_traffic(units: Sequence[UnitSpec]) -> dict[str, list[int]]:
-    """Return the bytes that this rank sends in one call: by collective, for each handle that takes part in it.
+    """Return the bytes that a rank sends in one call, by collective, as a list with one entry per participating handle.
 
     Reductions and refreshes are left out for handles whose ZeRO-1 shards differ in length, because their ranks send
     different amounts.

@@ -27,7 +27,7 @@ _UNREAD = 2  # buffers of a size that may still be read when the next gradients 
 
 
 class ScratchBuffers(NamedTuple):
-    """Number of buffers in use at once, by size."""
+    """Number of scratch buffers in use at once, by size."""
 
     scratch: Counter[Size]
     outgoing: Counter[Size]  # shared memory that hop 1 sends from; empty if memory is not shared
@@ -100,7 +100,7 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
 def _lent_in_place(handle: HandleSpec, config: LayerZeroConfig, *, in_node: bool) -> bool:
     """Return whether hop 1 sends an accumulator in place, without a copy in the wire dtype.
 
-    In shared memory the ranks that read it cast it themselves.
+    In shared memory, the ranks that read the accumulator cast it.
     """
     if in_node:
         return handle.keeps_sum(config)
@@ -108,7 +108,7 @@ def _lent_in_place(handle: HandleSpec, config: LayerZeroConfig, *, in_node: bool
 
 
 def _landing_at_once(members: Sequence[HandleSpec], handles: Sequence[HandleSpec]) -> int:
-    """Return how many of the `members` get gradients at the same time: those of one unit and of the units around it."""
+    """Return the number of `members` that get gradients at the same time: those of one unit and of units around it."""
     names = {each.unit for each in handles}
     around = {name for name in names if any(other != name and _contains(name, other) for other in names)}
     inner = Counter(each.unit for each in members if each.unit not in around)
@@ -120,7 +120,7 @@ def _contains(outer: str, inner: str) -> bool:
 
 
 def _received(handle: HandleSpec, leg: int, where: RankTraits) -> Size:
-    """Return the size of a stage's receive buffer: for the parts of all ranks if they are added here, else the sum."""
+    """Return the size of a stage's receive buffer: for all ranks' parts if this rank adds them, else for the sum."""
     numel, exchange, grid = handle.layout.numel, handle.reduction_spec.stages[leg], where.grid
     if exchange.collective is Collective.HOP1:
         return numel if where.adds_hop1 else numel // grid.zero3_size, exchange.wire_dtype

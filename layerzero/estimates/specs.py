@@ -1,4 +1,4 @@
-"""Specs of handles and units without tensors, from which memory, traffic and schedules are predicted."""
+"""Specs of handles and units, without tensors, for predictions of memory, traffic and schedules."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RankTraits:
 
 @dataclass(frozen=True)
 class HandleSpec:
-    """Spec of a handle, without memory."""
+    """Description of a handle without its tensors."""
 
     unit: str  # name of its unit
     kind: str  # description of its parameters, for messages
@@ -88,7 +88,7 @@ class HandleSpec:
 
 @dataclass(frozen=True, eq=False)
 class UnitSpec:
-    """Spec of a unit, without memory."""
+    """Description of a unit without its tensors."""
 
     name: str
     handles: tuple[HandleSpec, ...]
@@ -100,9 +100,9 @@ class UnitSpec:
 
     @property
     def stays(self) -> bool:
-        """True if it stays gathered between forward and backward.
+        """True if the unit stays gathered between forward and backward.
 
-        On a device the root always does, because the backward needs it at once.
+        On a device the root always stays gathered, because the backward needs it at once.
         """
         return not self.reshard_after_forward or (self.traits.on_device and not self.name)
 

@@ -43,14 +43,16 @@ class MemoryReport:
     other ranks read. These are in ``reduce_buffer``, and with ``accumulation="full"`` in ``accumulator``.
 
     Attributes:
-        predicted: by formula, from layouts and settings. It holds between two steps, from the second step on, if units
-            are called one after the other in the order of their registration. Measured ``reduce_buffer`` may be larger
-            if calls of units interleave (their gradients arrive at the same time) or parameters were unfrozen. It is
-            smaller before the first backward that reduces, because it is allocated on first use.
+        predicted: bytes by formula, from layouts and settings. The prediction holds between two steps, from the second
+            step on, if units are called one after the other in the order of their registration. Measured
+            ``reduce_buffer`` may be larger if calls of units interleave (their gradients arrive at the same time) or
+            parameters were unfrozen. It is smaller before the first backward that reduces, because it is allocated on
+            first use.
         measured: bytes of the storages that exist now.
-        predicted_peak: most bytes on the device at any time in a step, with the measured bytes of the optimizer.
-        measured_peak: most bytes so far, as counted by the model's own pools. Activations and temporary allocations of
-            torch or the optimizer are not included.
+        predicted_peak: predicted maximum of bytes on the device during a step, including the measured bytes of the
+            optimizer.
+        measured_peak: maximum of bytes on the device so far, as counted by the model's own pools. Activations and
+            temporary allocations of torch or the optimizer are not included.
         node: bytes of the shared memory of the ZeRO-3 group, as counted by the system: the parts of all ranks and some
             pages of counters. Each rank reports the same number; 0 if memory is not shared.
     """
@@ -117,7 +119,8 @@ class TrafficReport:
 def memory(model: nn.Module) -> MemoryReport:
     """Return the predicted and measured bytes of a sharded model on this rank, by kind.
 
-    For a module that contains sharded models, returns sums. The sum of their peaks is an upper bound of the peak.
+    For a module that contains sharded models, the report holds sums over these models. The sum of their peaks is an
+    upper bound of the peak.
 
     Example::
 
@@ -138,7 +141,7 @@ def memory(model: nn.Module) -> MemoryReport:
 
 
 def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Sum by key; keys keep their order."""
+    """Return the sums of `counts` by key, in the order in which keys first occur."""
     found: dict[str, int] = {}
     for each in counts:
         for key, count in each.items():
@@ -167,7 +170,8 @@ def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
     """Return the calls and bytes that this rank has sent, by collective and axis; `reset` sets the counters to zero.
 
     On an axis of n ranks, a ring or direct algorithm sends n-1 times this rank's shard for a gather or refresh, and
-    (n-1)/n of the buffer for hop 1 or hop 2. For a module that contains sharded models, returns sums.
+    (n-1)/n of the buffer for hop 1 or hop 2. For a module that contains sharded models, the report holds sums over
+    these models.
     """
     reports = [_traffic(runtime, reset=reset) for runtime in get_states(model).values()]
     if len(reports) == 1:
@@ -197,7 +201,7 @@ def _traffic(runtime: LayerZeroState, *, reset: bool) -> TrafficReport:
 
 
 def _formulas(runtime: LayerZeroState, calls: Mapping[str, int]) -> dict[str, int]:
-    """Return the predicted bytes of `calls`, for collectives whose number of calls is a multiple of their handles."""
+    """Return the predicted bytes of each collective in `calls` that all of its handles have called equally often."""
     found: dict[str, int] = {}
     for exchange, places in predicted_traffic(specs_of(runtime.units)).items():
         rounds, rest = divmod(calls.get(exchange, 0), len(places))
@@ -236,7 +240,7 @@ def measure(runtime: LayerZeroState) -> dict[str, int]:
 
 
 def _pools(runtime: LayerZeroState) -> list[BufferPool]:
-    """Return the pool of scratch buffers, and that of the buffers that hop 1 sends if it is a different one."""
+    """Return the pool of scratch buffers and, if it is a different one, the pool of buffers that hop 1 sends."""
     buffers = runtime.buffers
     return [buffers.scratch] if buffers.outgoing is buffers.scratch else [buffers.scratch, buffers.outgoing]
 

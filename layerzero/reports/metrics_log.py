@@ -38,7 +38,7 @@ class Metrics(dict[str, float]):
 
 
 def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> Metrics:
-    """Return this rank's numbers since the last call, with flat names, for TensorBoard, W&B or a log.
+    """Return this rank's metrics since the last call, by flat names, for TensorBoard, W&B or a log.
 
     Without `compare`, this does not communicate.
 
@@ -50,9 +50,10 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
       ``hand_over`` replaces ``gather`` and ``refresh``: the wait until the other ranks have read the old weights and
       written the new ones
     - ``layerzero/steps/taken``, ``layerzero/steps/skipped``: steps of the model's optimizers. A step counts as skipped
-      if gradients are discarded without a step, for example after a ``GradScaler`` has left it out
+      if gradients are discarded without a step, for example after a ``GradScaler`` has skipped the step
 
-    With `compare`, also these numbers, which are equal on all ranks. They need collectives that the host waits for:
+    With `compare`, the result also has these numbers, which are equal on all ranks. They need collectives that the host
+    waits for:
 
     - ``layerzero/waited_for/rank_N``: median waiting time of the other ranks minus that of rank N, in seconds, for the
       three ranks with the largest values. A rank that is regularly late waits least, because all others wait for it
@@ -62,8 +63,8 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
 
     Args:
         model: from :func:`layerzero.shard_model`.
-        reset: set the counters to zero, also those of :func:`layerzero.traffic`.
-        compare: look for stragglers and slow links. All ranks must then call this.
+        reset: set the counters to zero, including those of :func:`layerzero.traffic`.
+        compare: also report stragglers and slow links. All ranks must then call this.
 
     Example::
 
@@ -106,7 +107,9 @@ def _compared(runtime: LayerZeroState, ledger: TrafficCounters) -> dict[str, flo
 
 
 def waited_for(waited: Mapping[int, float]) -> dict[str, float]:
-    """Return the excess of the other ranks' median waiting time, by rank, for the ranks with the largest excess.
+    """Return the lateness of the latest ranks in seconds, by metric name.
+
+    The lateness of a rank is the median waiting time of the other ranks minus that of the rank.
 
     Args:
         waited: seconds that each rank has waited.

@@ -34,7 +34,7 @@ class TraceEvent:
     Attributes:
         kind: ``"begin"`` or ``"end"`` of a span, ``"launch"`` of a collective, ``"wait"`` for one, or ``"add"``: the
             addition of received gradients.
-        name: the unit, ``"optimizer"``, or ``""`` if a collective belongs to no unit.
+        name: name of the unit, ``"optimizer"``, or ``""`` if a collective belongs to no unit.
         start, end: start and end of the event on the host; equal for the begin or end of a span.
         phase: phase of a span: ``"forward"``, ``"backward"`` or ``"update"``.
         number: number of a collective in launch order, shared by its launch, wait and add.
@@ -43,7 +43,7 @@ class TraceEvent:
         ranks: number of ranks of the communicator.
         bytes: bytes that this rank sends, as in :func:`layerzero.traffic`.
         completed: for a launch, time at which the collective completed; None if the traced code raised before that.
-        beside: True if a background thread did it while the program continued.
+        beside: True if a background thread ran the operation while the program continued.
     """
 
     kind: str
@@ -90,7 +90,7 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
     were launched inside. Recording costs some tens of microseconds and a few hundred bytes per event, so trace a few
     steps, not a full run.
 
-    The file also holds the schedule, under the key ``"layerzero"``: every event by start time, for
+    The file also holds the schedule under the key ``"layerzero"``: all events, sorted by start time, for
     ``layerzero simulate`` or your own script.
 
     Args:
@@ -103,7 +103,7 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
 
     Raises:
         FileNotFoundError: the folder of `path` does not exist.
-        RuntimeError: the model is being traced already.
+        RuntimeError: the model is already being traced.
 
     Example::
 

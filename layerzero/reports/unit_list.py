@@ -16,10 +16,10 @@ __all__ = ["UnitInfo", "UnitList", "UnitParameter", "units"]
 
 @dataclass(frozen=True)
 class UnitParameter:
-    """One parameter of a unit, and the rows of it that this rank updates.
+    """Parameter of a unit, and the rows of the parameter that this rank updates.
 
     Attributes:
-        name: the first of its names in the model.
+        name: first name of the parameter in the model.
         shape: full shape of the parameter.
         dtype: dtype of the master.
         requires_grad: True if the parameter is trained.
@@ -49,13 +49,13 @@ class UnitParameter:
 
 @dataclass(frozen=True)
 class UnitInfo:
-    """One unit: modules whose parameters are gathered and freed together.
+    """Unit: modules whose parameters are gathered and freed together.
 
     Attributes:
-        name: name of its module, or names joined by "+"; "" for the root.
+        name: name of the unit's module, or names of its modules joined by "+"; "" for the root.
         modules: classes of the modules whose forward gathers the unit, by name.
         parameters: parameters of the unit, without those of units inside it.
-        gathered_bytes: size of its weights while they are gathered, in the compute dtype, with padding.
+        gathered_bytes: bytes of the unit's weights while they are gathered, in the compute dtype, including padding.
         zero3_size: S, the number of ranks that share these weights.
         data_parallel: D, the number of ranks that share the masters.
         reshard_after_forward: setting of the unit.
@@ -71,12 +71,12 @@ class UnitInfo:
 
     @property
     def numel(self) -> int:
-        """Number of elements of its full parameters."""
+        """Number of elements of the unit's full parameters."""
         return sum(parameter.numel for parameter in self.parameters)
 
     @property
     def local_numel(self) -> int:
-        """Number of elements whose masters are on this rank."""
+        """Number of elements of the unit whose masters are on this rank."""
         return sum(parameter.local_numel for parameter in self.parameters)
 
 
@@ -106,7 +106,7 @@ class UnitList(tuple[UnitInfo, ...]):
 def units(model: nn.Module) -> UnitList:
     """List the units of a sharded model, their parameters and sizes, and the rows on this rank.
 
-    Sends nothing. Rows differ between ranks. ``print(model)`` marks the modules that are units.
+    This does not communicate. The rows differ between ranks. ``print(model)`` marks the modules that are units.
 
     Args:
         model: from :func:`layerzero.shard_model`.

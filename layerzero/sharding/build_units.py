@@ -48,7 +48,7 @@ InitFn = Callable[[nn.Module], None]
 def settings_to_compare(
     model: nn.Module, plans: Sequence[UnitDefinition], config: LayerZeroConfig
 ) -> dict[str, object]:
-    """Return the properties of a model and its settings that must be equal on all of its ranks, by name."""
+    """Return, by name, the settings and the properties of a model that must be equal on all of its ranks."""
     fields = config.comparable_settings()
     fields["units"] = [plan.name for plan in plans]
     for plan in plans:
@@ -78,7 +78,7 @@ def settings_to_compare(
 def parts_to_compare(plans: Sequence[UnitDefinition]) -> dict[str, object]:
     """Return this rank's model-parallel coordinates for the DTensors of units on the root's mesh, by name.
 
-    They must be equal on the ranks of that mesh.
+    The coordinates must be equal on the ranks of that mesh.
     """
     return {
         f"place of parameter {found.name!r}": found.parameter.device_mesh.get_coordinate()
@@ -89,7 +89,7 @@ def parts_to_compare(plans: Sequence[UnitDefinition]) -> dict[str, object]:
 
 
 def check_buffers(plans: Sequence[UnitDefinition]) -> None:
-    """Raise if a buffer cannot be broadcast from rank 0."""
+    """Raise ValueError if a buffer cannot be broadcast from rank 0."""
     for plan in plans:
         for module, module_name in plan.modules.items():
             for name, buffer in module._buffers.items():
@@ -101,7 +101,7 @@ def check_buffers(plans: Sequence[UnitDefinition]) -> None:
 
 
 def check_offload(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> None:
-    """Raise if `offload_params` is set for a parameter whose class has an all-gather extension."""
+    """Raise ValueError if `offload_params` is set for a parameter whose class has an all-gather extension."""
     for found in (each for plan in plans for each in plan.parameters if has_extension(each.parameter)):
         if config.offload_params:
             raise ValueError(
@@ -112,7 +112,7 @@ def check_offload(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> N
 
 
 def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> None:
-    """Raise if `gather_codec` is set, but no parameter computes in a dtype that it encodes."""
+    """Raise ValueError if `gather_codec` is set, but encodes the compute dtype of no parameter."""
     computes = {
         config.policy_of(plan.name, plan.called[0]).param_dtype or found.parameter.dtype
         for plan in plans
@@ -178,12 +178,12 @@ def plan_handles(
 ) -> list[HandleSpec]:
     """Return the specs of a unit's handles, without allocating memory.
 
-    A kind of parameters is a dtype, trainable or frozen, with or without a model-parallel spec. Each kind has one or
-    more handles. Each parameter with an all-gather extension has its own handle.
+    Parameters are grouped by dtype, by whether they are trainable, and by whether they have a model-parallel spec. Each
+    group has one or more handles. Each parameter with an all-gather extension has its own handle.
 
     Args:
-        averaged: number of data-parallel ranks of the root, over which gradients are averaged, whatever mesh the unit
-            is sharded over.
+        averaged: number of data-parallel ranks of the root. Gradients are averaged over these ranks, regardless of the
+            mesh that the unit is sharded over.
         has_face: returns whether a parameter has a model-parallel spec.
     """
     accumulation = config.accumulation_of(plan.name, plan.called[0])
@@ -266,7 +266,7 @@ def build_unit(
     node: Node | None,
     param_init_fn: InitFn | None,
 ) -> tuple[Unit, list[UninitializedTensor]]:
-    """Build a unit, replace its parameters in the model, and return it with the tensors that are still unwritten.
+    """Build a unit, and replace its parameters in the model. Return the unit and its uninitialized tensors.
 
     Units are built one after the other, so that only one of them has full tensors at a time.
     """
@@ -371,7 +371,7 @@ def _still_marked(plan: UnitDefinition, was_on_meta: Sequence[UninitializedTenso
 
 
 def _materialise_together(plan: UnitDefinition, site: UnitMesh, param_init_fn: InitFn | None) -> None:
-    """Materialise the unit, or raise on all ranks of the model if one of them fails."""
+    """Materialise the unit, or raise on all ranks of the model if any rank fails."""
     device = site.mesh_info.device
     if not any(_has_meta(module) for module in plan.modules):
         _materialise(plan, device, param_init_fn)
@@ -411,7 +411,7 @@ def _materialise(plan: UnitDefinition, device: torch.device, param_init_fn: Init
 
 
 def _cast_buffers(plan: UnitDefinition, dtype: torch.dtype | None) -> list[CastBuffer]:
-    """Cast floating-point buffers to `dtype`; return those that had another dtype."""
+    """Cast floating-point buffers to `dtype`; return the buffers that were cast."""
     cast: list[CastBuffer] = []
     for module in plan.modules:
         for name, buffer in module._buffers.items():

@@ -15,11 +15,11 @@ __all__ = ["close"]
 def close(model: nn.Module) -> None:
     """Release the process groups, threads, buffers, shared and pinned memory of a sharded model.
 
-    The same happens when the model is garbage collected. Call this to choose the time, or if a reference keeps the
-    model alive. It waits for a save in the background. All ranks should call this. If collectives run on a device, all
-    ranks must call it, because its communicators are destroyed together.
+    The same happens when the model is garbage collected. Call this to choose the time of the release, or if a reference
+    keeps the model alive. The call waits for a background save. All ranks should call this. If collectives run on a
+    device, all ranks must call this, because the communicators are destroyed together.
 
-    Afterwards forwards, optimizer steps, checkpoints and all functions that take the model raise RuntimeError. Its
+    Afterwards forwards, optimizer steps, checkpoints and all functions that take the model raise RuntimeError. The
     parameters remain, and ``p.to_local()`` returns this rank's rows; ``p.full_tensor()`` raises if it would need other
     ranks. Closing again does nothing. A mesh that was passed to :func:`shard_model` is not closed.
 

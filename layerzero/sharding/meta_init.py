@@ -4,8 +4,8 @@
 Uninitialised memory may look like weights, and a model would train on it without an error. So tensors that were on meta
 get memory that is filled with a sentinel which no computation produces. A tensor that still has the sentinel was never
 written, by whatever means (in place, ``.data``, a kernel). The first check runs after initialisation, once rank 0's
-values have been broadcast. A load, or the user, may still write the tensors it finds until the first forward, which
-checks them again.
+values have been broadcast. A load or the user may still write the tensors that the check finds. The first forward
+checks these again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHOWN = 8  # names in an error
 
 @dataclass(frozen=True, eq=False)
 class UninitializedTensor:
-    """A parameter or buffer that was on meta and that initialisation may leave unwritten."""
+    """Parameter or buffer that was on the meta device and may still be uninitialized."""
 
     name: str  # fully qualified
     owner: nn.Module
@@ -40,7 +40,7 @@ class UninitializedTensor:
         return self.is_parameter or self.attribute not in self.owner._non_persistent_buffers_set
 
     def is_left(self, members: Mapping[str, ManagedParam]) -> bool:
-        """Return whether this rank's part of the tensor is still unwritten."""
+        """Return whether this rank's part of the tensor is still uninitialized."""
         held = members[self.name].master if self.is_parameter else self.owner._buffers.get(self.attribute)
         if held is None:
             return False
@@ -58,7 +58,7 @@ def fill_sentinel(fresh: Tensor) -> None:
 
 @torch.no_grad()
 def has_sentinel(tensor: Tensor) -> bool:
-    """Return whether the tensor has unwritten elements; for integers and 1-byte dtypes, whether all are unwritten."""
+    """Return whether any element is uninitialized; for integers and 1-byte dtypes, whether all elements are."""
     if not _takes_mark(tensor) or tensor.numel() == 0:
         return False
     bits = _bits(tensor)
@@ -69,7 +69,7 @@ def has_sentinel(tensor: Tensor) -> bool:
 def initialization_check(
     unwritten: Sequence[UninitializedTensor], members: Mapping[str, ManagedParam], ranks: Sequence[int]
 ) -> Callable[[], None]:
-    """Return a check for the first forward: all ranks call it, and all raise if a tensor is still unwritten."""
+    """Return a check for the first forward. All ranks must call it, and all raise if any tensor is uninitialized."""
 
     def refuse() -> None:
         left = [each for each in unwritten if each.is_left(members)]

@@ -40,7 +40,7 @@ _LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isas
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulate gradients inside the context without reducing them across replicas; ``.grad`` is not final.
+    """Context manager in which gradients are accumulated without reduction across replicas; ``.grad`` is not final.
 
     The context must be active while ``backward()`` runs. The next backward outside, or ``optimizer.step()``, reduces
     the accumulated gradients. With ``accumulation="sharded"`` gradients are still reduced inside the ZeRO-3 group.
@@ -51,8 +51,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             with layerzero.no_sync(model) if i + 1 < len(batches) else contextlib.nullcontext():
                 (model(batch) / len(batches)).backward()
 
-    A sharded model also has it as a method, like DDP: ``with model.no_sync():``. For a module that contains sharded
-    models, it applies to all of them.
+    This function is also a method of a sharded model, as in DDP: ``with model.no_sync():``. For a module that contains
+    sharded models, it applies to all of them.
     """
     before = [(runtime, runtime.scheduler.requires_gradient_sync) for runtime in get_states(model).values()]
     for runtime, _ in before:
@@ -66,9 +66,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """Show the gathered weights of a module inside the context, to compute with them outside of its unit's forward.
+    """Context manager that gathers the weights of a module, for computations outside of its unit's forward.
 
-    Use this for a loss that takes the weight of the head after the model has returned, such as a fused or chunked
+    Use this for a loss that uses the weight of the head after the model has returned, such as a fused or chunked
     cross-entropy. The weights are plain parameters in `mp_policy.param_dtype`, on every rank. Their gradients are
     reduced like any others, and are added to those of the unit's own forwards and of tied weights.
 
@@ -113,7 +113,8 @@ def gathered(module: nn.Module) -> Iterator[None]:
 def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
     """Set whether later backwards reduce gradients, until the next call; False works like :func:`no_sync`.
 
-    A sharded model also has it as a method, for loops written for FSDP2: ``model.set_requires_gradient_sync(is_last)``.
+    This function is also a method of a sharded model, for loops written for FSDP2:
+    ``model.set_requires_gradient_sync(is_last)``.
 
     Raises:
         ValueError: ``recurse=False``, for the root without the units inside it.
@@ -158,16 +159,16 @@ class UnshardHandle:
 def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     """Gather the weights of a unit ahead of its next forward, without the units inside it.
 
-    They stay gathered until that forward frees them (see `reshard_after_forward`), until a backward ends, or until
-    :func:`reshard`. ``module.weight`` shows them inside forwards and :func:`gathered` only. Like a forward, this is a
-    collective of the ranks that share the weights.
+    The weights stay gathered until that forward frees them (see `reshard_after_forward`), until a backward ends, or
+    until :func:`reshard`. ``module.weight`` is the gathered weight only inside forwards and :func:`gathered`. Like a
+    forward, this is a collective of the ranks that share the weights.
 
     Args:
         module: a sharded model, or one of its units. Both have this function as a method: ``unit.unshard()``.
         async_op: return before the weights are gathered.
 
     Returns:
-        With `async_op` a handle whose ``wait()`` waits for them.
+        With `async_op`, a handle whose ``wait()`` waits until the weights are gathered; otherwise None.
     """
     runtime, unit = _unit_of(module)
     runtime.scheduler.unshard(unit)
@@ -179,7 +180,9 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free the weights of a unit, without the units inside it. A backward that needs them gathers them again.
+    """Free the gathered weights of a unit, but not those of units inside it.
+
+    A backward that needs the weights gathers them again.
 
     Raises:
         RuntimeError: the unit is in its forward, its backward or :func:`gathered`.
@@ -189,9 +192,10 @@ def reshard(module: nn.Module) -> None:
 
 
 def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, recurse: bool = True) -> None:
-    """Change `reshard_after_forward` of :func:`layerzero.shard_model` for a unit, and with `recurse` for those inside.
+    """Change the setting `reshard_after_forward` of a unit and, with `recurse`, of the units inside it.
 
-    All ranks must make the same call. Without gradients, weights are always freed after a forward.
+    See :func:`layerzero.shard_model`. All ranks must make the same call. Without gradients, weights are always freed
+    after a forward.
 
     Raises:
         ValueError: `reshard_after_forward` is not a bool.
@@ -208,7 +212,7 @@ def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, re
 
 
 def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-    """Set whether a unit, and with `recurse` those inside it, are freed after a backward.
+    """Set whether a unit and, with `recurse`, the units inside it are freed after a backward.
 
     False takes more memory and saves the gathers of the next micro-batch. ``optimizer.step()`` frees the units that it
     updates, and a forward without gradients also frees its units. All ranks must make the same call.
@@ -220,7 +224,7 @@ def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, 
 
 
 def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Set the units that the forward of a unit gathers ahead, in this order, in place of those that `prefetch` selects.
+    """Set the units that the forward of a unit prefetches, in this order, instead of those that `prefetch` selects.
 
     All ranks must make the same call. Units that are not called are freed when the forward of the model ends.
 
@@ -233,7 +237,7 @@ def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Modu
 
 
 def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Set the units that the backward of a unit gathers ahead; see :func:`set_modules_to_forward_prefetch`.
+    """Set the units that the backward of a unit prefetches; see :func:`set_modules_to_forward_prefetch`.
 
     Units that the backward does not reach are freed when it ends.
     """
@@ -266,20 +270,20 @@ def _unit_of(module: nn.Module) -> tuple[LayerZeroState, Unit]:
 
 
 def _units_of(module: nn.Module, *, recurse: bool) -> tuple[LayerZeroState, list[Unit]]:
-    """Return the unit of a module, and with `recurse` those inside it."""
+    """Return the unit of a module and, with `recurse`, the units inside it."""
     runtime, unit = _unit_of(module)
     inside = set(module.modules()) if recurse else set()
     return runtime, [each for each in runtime.units if each is unit or not inside.isdisjoint(each.modules)]
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method of a sharded model or unit compute with its parameters, as ``forward`` does.
+    """Register a method of a sharded model or unit that computes with gathered parameters, as ``forward`` does.
 
-    While it runs, the parameters of that unit are gathered. Parameters of other units are gathered during their own
-    forwards. Inputs and outputs are cast according to `mp_policy`, gradients flow through the return value, and forward
-    hooks are not run. Like a forward, it is a collective: the ranks of a ZeRO-3 group must call the same units in the
-    same order. Unless they share memory, generation must therefore have the same length on all of them
-    (``synced_gpus=True`` in transformers).
+    While the method runs, the parameters of that unit are gathered. Parameters of other units are gathered during their
+    own forwards. Inputs and outputs are cast according to `mp_policy`, gradients flow through the return value, and
+    forward hooks are not run. Like a forward, the method is a collective: the ranks of a ZeRO-3 group must call the
+    same units in the same order. Unless they share memory, generation must therefore have the same length on all of
+    them (``synced_gpus=True`` in transformers).
 
     Args:
         module: from :func:`layerzero.shard_model`, or one of its units.

@@ -129,18 +129,18 @@ def shard_model(
             cast. ``state_dict()`` and checkpoints hold buffers in their original dtype, with the cast values.
         gradient_divide_factor: divisor of the sum of all ranks' gradients; None: D, which gives their mean. Use 1.0 to
             sum them, if the loss is already divided by the number of tokens on all ranks.
-        accumulation: gradients between micro-batches. ``"sharded"`` keeps N/S fp32 elements and reduces inside the
-            ZeRO-3 group in each backward. ``"full"`` keeps N fp32 elements and sends nothing until the backward that
-            reduces. Or ``callable(name, module)`` that chooses for each unit.
-        offload_grads: keep accumulators in pinned host memory between the backwards of a step. On the device they take
-            at most twice the size of the largest unit's. Copies overlap with the backward of the neighbouring unit.
-            With one replica (or one rank), ``"sharded"`` accumulates in the gradient shards themselves, which stay on
-            the device. On the CPU the setting warns, and changes nothing else.
+        accumulation: form in which gradients are accumulated between micro-batches. ``"sharded"`` keeps N/S fp32
+            elements and reduces inside the ZeRO-3 group in each backward. ``"full"`` keeps N fp32 elements and sends
+            nothing until the backward that reduces. Or ``callable(name, module)`` that chooses for each unit.
+        offload_grads: keep accumulators in pinned host memory between the backwards of a step. On the device,
+            accumulators then take at most twice the size of those of the largest unit. Copies overlap with the backward
+            of the neighbouring unit. With one replica (or one rank), ``"sharded"`` accumulates in the gradient shards
+            themselves, which stay on the device. On the CPU the setting warns, and changes nothing else.
         offload_optimizer: keep masters, final gradients and the optimizer's state in host memory, and run the optimizer
-            on the CPU. Sharded parameters and their ``.grad`` are then CPU tensors. Gradients are copied to the host
-            as they are reduced, and weights to the device as they are refreshed; both overlap with other work. Compute
-            weights, accumulators and scratch buffers remain on the device. For element-wise optimizers. On the CPU the
-            setting warns, and changes nothing else.
+            on the CPU. Sharded parameters and their ``.grad`` are then CPU tensors. Gradients are copied to the host as
+            they are reduced, and weights to the device as they are refreshed; both overlap with other work. Compute
+            weights, accumulators and scratch buffers remain on the device. Only for element-wise optimizers. On the CPU
+            the setting warns, and changes nothing else.
         offload_params: keep compute weights in host memory, for models that do not fit otherwise. Each gather first
             copies the ZeRO-3 shard to the device, in parallel with other work. Combined with `offload_optimizer`, the
             device holds gathered units, gradients in flight, and scratch. On the CPU the setting warns, and changes no
@@ -159,16 +159,16 @@ def shard_model(
             weights; masters stay exact. None: no encoding. If nothing is gathered (one rank, shared memory), it has no
             effect.
         shared_memory: ``"auto"`` or ``"off"``. ``"auto"``: if the ranks of a ZeRO-3 group are processes of one machine
-            and compute on its CPU, they share memory instead of sending weights and gradients to each other. The log
-            says if they cannot. ``"off"``: they communicate, as on devices. See ``docs/shared_memory.md``.
+            and compute on its CPU, they share memory instead of sending weights and gradients to each other. If they
+            cannot, a message is logged. ``"off"``: they communicate, as on devices. See ``docs/shared_memory.md``.
         ignored_params: parameters that are not sharded: they stay full on every rank, and their gradients are not
             averaged. ``"unsupported"``: frozen parameters that cannot be sharded, such as quantised bases under
             adapters: integers, 8-bit formats, or tensor subclasses. All ranks must have loaded the same values. A class
             with FSDP2's all-gather extension (torchao's float8 training) is sharded by the rows of its one inner
             tensor.
-        ignored_modules: modules, or names as in `units`, whose parameters are all ignored in the same way. The model
-            itself, or modules that hold all of its parameters, are an error: nothing would be sharded.
-        sync_module_states: start from rank 0's parameters and buffers on all data-parallel ranks. With tensor
+        ignored_modules: modules, or names as in `units`, whose parameters are all ignored in the same way. Passing the
+            model itself, or modules that hold all of its parameters, is an error, because nothing would be sharded.
+        sync_module_states: broadcast rank 0's parameters and buffers to all data-parallel ranks. With tensor
             parallelism, each part and each plain buffer comes from the first rank that has it. Replicated parameters
             come from the first rank of the model.
         param_init_fn: ``fn(module)`` that initialises a module's own parameters and buffers, after a module on the
@@ -177,8 +177,8 @@ def shard_model(
             be loaded or assigned before the first forward, which raises otherwise.
 
     Raises:
-        TypeError, ValueError: a bad setting, an unsupported parameter, a model that is sharded already, or ranks
-            that disagree. All of this is checked before the first collective, so ranks raise and do not hang.
+        TypeError, ValueError: a setting is invalid, a parameter is unsupported, the model is already sharded, or ranks
+            disagree. All of this is checked before the first collective, so that ranks raise instead of hanging.
         RuntimeError: torch.distributed is not initialised, or another rank failed here.
 
     Example::
@@ -298,7 +298,7 @@ def _build(
 
 
 def _agreed_root(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: int | None) -> DeviceMesh:
-    """Return the mesh of the root; if one rank of `mesh` cannot use it, all of them raise."""
+    """Return the mesh of the root; if one rank of `mesh` cannot use it, all ranks of `mesh` raise."""
     try:
         return as_data_parallel(root_mesh(model, mesh, zero3_size))
     except (TypeError, ValueError) as error:

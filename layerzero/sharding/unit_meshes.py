@@ -87,7 +87,7 @@ def _first_beside(model: nn.Module, ranks: Sequence[int] = ()) -> DeviceMesh | N
 
 
 def _around(beside: DeviceMesh) -> list[int]:
-    """Return the ranks that have this rank's coordinates on the axes of `beside`, a submesh of all ranks; sorted."""
+    """Return the sorted ranks that have this rank's coordinates on the axes of `beside`, a submesh of all ranks."""
     whole = beside._get_root_mesh()
     if whole.size() != dist.get_world_size():
         raise ValueError(
@@ -107,7 +107,7 @@ Further = dict[DeviceMesh, DeviceMesh | None]
 
 
 def model_parallel_axes(plans: Sequence[UnitDefinition]) -> Further:
-    """Return, by the mesh of units, the model-parallel mesh of their DTensor parameters or None. The root's is first.
+    """Return the model-parallel mesh (or None) of the DTensor parameters on each mesh of units, the root's mesh first.
 
     Raises:
         ValueError: parameters on one data-parallel mesh are DTensors on different meshes; or a unit that is not on the
@@ -141,7 +141,7 @@ def model_parallel_axes(plans: Sequence[UnitDefinition]) -> Further:
 def agree_model_parallel(
     model: nn.Module, root: DeviceMesh, fields: Mapping[str, object], failure: Exception | None
 ) -> Exception | None:
-    """Compare `fields` over the model-parallel axes of the root; return the failure of any of their ranks, or None."""
+    """Compare `fields` along the root's model-parallel axes; return the failure of this or another rank, or None."""
     axes = _first_beside(model, ranks_in(root))
     if axes is None or axes.size() == 1:
         return failure
@@ -182,7 +182,7 @@ class UnitMesh:
         self.send(local_part(parameter).detach(), across)
 
     def send(self, tensor: Tensor, across: Sequence[Communicator] = ()) -> None:
-        """Broadcast a tensor in place from the first rank to all data-parallel ranks, and over `across`."""
+        """Broadcast a tensor in place from the first rank to all data-parallel ranks, and along `across`."""
         lanes = (*across, self.mesh_info.replica_comm, self.mesh_info.zero3_gather_comm)
         if tensor.numel() == 0 or all(lane.size == 1 for lane in lanes):
             return
@@ -217,7 +217,7 @@ def meshes_of_units(further: Further, groups: ModelGroups) -> tuple[ModelRanks, 
 
 
 def _compare(everyone: ModelRanks, mesh: DeviceMesh, further: DeviceMesh | None) -> None:
-    """Raise on all ranks unless their meshes for some units are consistent, also with the model-parallel `further`."""
+    """Raise on all ranks unless the meshes of some units, and their model-parallel meshes, are consistent."""
     mine: dict[str, Any] = {"ranks": ranks_in(mesh), "beside": None, "place": None}
     if further is not None:
         mine |= {"beside": ranks_in(further), "place": further.get_coordinate()}

@@ -1,4 +1,4 @@
-"""Assignment of modules and parameters to units. It reads the model and does not change it."""
+"""Assignment of modules and parameters to units, which does not change the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["ParamInfo", "UnitDefinition", "block_classes", "is_plain_storage", "
 
 @dataclass(frozen=True, eq=False)
 class ParamInfo:
-    """A parameter of the model, with its first name and the (module, attribute) pairs that hold it."""
+    """Parameter of the model, its first name, and the (module, attribute) pairs that hold it."""
 
     name: str
     parameter: nn.Parameter
@@ -34,7 +34,7 @@ class ParamInfo:
 
 @dataclass(eq=False)
 class UnitDefinition:
-    """A unit, and the parameters that are gathered with it."""
+    """Definition of a unit: its mesh, its modules, and the parameters that are gathered together."""
 
     name: str  # "" for the root
     mesh: DeviceMesh  # data-parallel mesh that the unit is sharded over
@@ -65,7 +65,7 @@ def partition(
         mesh_of: returns the mesh that a unit is sharded over, from its name and first module.
 
     Raises:
-        TypeError, ValueError: units, ignored parameters or parameters that are not supported.
+        TypeError, ValueError: an argument is invalid, or a parameter is not supported.
     """
     _refuse_sharded_twice(model)
     plans = {"": UnitDefinition("", mesh_of("", model), [model])}
@@ -102,7 +102,7 @@ def _ignored(
     ignored_params: Iterable[nn.Parameter] | str,
     ignored_modules: Iterable[nn.Module | str],
 ) -> set[int]:
-    """Return the ids of all parameters that stay full."""
+    """Return the ids of all ignored parameters, which stay full on every rank."""
     owned = {id(parameter) for parameter in model.parameters()}
     by_kind = isinstance(ignored_params, str)  # "unsupported" may apply to all parameters of a model
     ignored = set()
@@ -164,7 +164,7 @@ def _parameters(model: nn.Module, ignored: set[int]) -> list[tuple[tuple[str, ..
 
 
 def _ancestors(name: str) -> list[str]:
-    """Return the module's own name and the names of all modules around it, "" last."""
+    """Return the name of a module and the names of all modules around it, innermost first and "" last."""
     parts = name.split(".") if name else []
     return [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
 
@@ -177,7 +177,7 @@ _Chosen = list[tuple[str, nn.Module]]  # unit names, and modules whose forward g
 
 
 def _chosen_units(model: nn.Module, units: Units, ignored: Collection[int]) -> _Chosen:
-    """Return the modules whose forward gathers a unit, with the unit's name, which several modules may share."""
+    """Return (unit name, module) for each module whose forward gathers a unit. Unit names may repeat."""
     if units is None:
         return []
     if isinstance(units, str) and units == AUTO:
@@ -258,7 +258,7 @@ def _by_policy(model: nn.Module, policy: Any, ignored: Collection[int]) -> _Chos
 
 
 def _ask_policy(module: nn.Module, policy: Any, ignored: Collection[int], wrapped: set[nn.Module]) -> int:
-    """Add the modules that a policy wraps to `wrapped`, children first; return their number of elements."""
+    """Add to `wrapped`, children first, the modules that a policy wraps; return their number of elements."""
     numel, inside = _numel(module, ignored), 0
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return 0
@@ -321,7 +321,7 @@ def _is_list(entry: object) -> bool:
 
 
 def _together(model: nn.Module, entries: list[Any], names: dict[nn.Module, str]) -> list[nn.Module]:
-    """Return the modules of the model that one list names, in the order of the model."""
+    """Return the modules selected by one list in `units`, in the order of the model."""
     found: set[nn.Module] = set()
     for entry in entries:
         if isinstance(entry, str):
@@ -348,7 +348,7 @@ def _together(model: nn.Module, entries: list[Any], names: dict[nn.Module, str])
 def block_classes(model: nn.Module) -> set[str]:
     """Return the names of the classes of a model's blocks.
 
-    These are the classes that the ``_no_split_modules`` of the model and of its parts name. In parts without such
+    These are the classes named in ``_no_split_modules`` of the model and of its submodules. In submodules without such
     blocks, they are the classes that transformers checkpoints one by one (``GradientCheckpointingLayer``).
     """
     said, children = _not_to_be_split(model), list(model.named_modules())[1:]
@@ -451,7 +451,7 @@ def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _unsupported(parameter: nn.Parameter, ranks: Sequence[int]) -> str | None:
-    """Return why a parameter cannot be sharded over `ranks`, or None if it can."""
+    """Return the reason why a parameter cannot be sharded over `ranks`, or None if it can be."""
     dtype = parameter.dtype
     if isinstance(parameter, DTensor):
         held = parameter._local_tensor
@@ -499,7 +499,7 @@ def is_plain_storage(tensor: torch.Tensor) -> bool:
 
 
 def storage_kind(tensor: torch.Tensor) -> str:
-    """Return a description for messages about a tensor that is not :func:`is_plain_storage`."""
+    """Return a description, for messages, of a tensor for which :func:`is_plain_storage` is False."""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         return f"a {type(tensor).__name__}"
     return f"{'quantised' if tensor.is_quantized else tensor.layout} ({tensor.dtype})"

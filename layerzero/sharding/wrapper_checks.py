@@ -45,7 +45,8 @@ def refuse_wrapped_parts(model: nn.Module, ignored: set[int]) -> None:
 def guard_wrappers() -> None:
     """Make DistributedDataParallel, DataParallel and FSDP1 raise around a sharded model, from now on in this process.
 
-    They would send row shards as if they were full parameters. Their sizes differ between ranks, so gloo would hang.
+    These wrappers would send row shards as if they were full parameters. Sizes of shards differ between ranks, so gloo
+    would hang.
     """
     register_module_module_registration_hook(_refuse_wrapper)
 
@@ -58,7 +59,7 @@ def _refuse_wrapper(module: nn.Module, name: str, wrapped: nn.Module | None) -> 
 
 
 def refuse_fully_shard(modules: Iterable[nn.Module]) -> None:
-    """Make torch's fully_shard raise for these modules, when it looks up whether it was already applied to them."""
+    """Make torch's fully_shard raise for these modules, as soon as it looks for an earlier application of itself."""
     for module in modules:
         module.__dict__[REGISTRY_KEY] = _Registry(module.__dict__.get(REGISTRY_KEY, {}))
 

@@ -15,10 +15,10 @@ __all__ = ["PostForwardShard", "kept_bytes"]
 class PostForwardShard:
     """N/k elements of a full buffer on each of k neighbouring ranks: ``reshard_after_forward=k``.
 
-    It is allocated at the end of a forward that may have a backward. It is freed at the end of the backward of the last
-    forward that has kept it, or when the weights change. A forward whose output is discarded keeps it, too: the
-    lifetime of the graph depends on each rank's garbage collection, and ranks must agree. While it is allocated,
-    gathers run among the k ranks.
+    The shard is allocated at the end of a forward that may have a backward. The backward of the last forward that has
+    kept the shard frees it at its end. A change of the weights also frees it. The shard is kept even for a forward
+    whose output is discarded: the lifetime of the graph depends on each rank's garbage collection, but all ranks must
+    act alike. While the shard is allocated, gathers run among the k ranks only.
 
     Args:
         full: 1-D [G], the full buffer.
@@ -60,5 +60,11 @@ class PostForwardShard:
 
 
 def kept_bytes(numel: int, element: int, ranks: int) -> int:
-    """Return the bytes that each of `ranks` ranks keeps of a full buffer of `numel` elements of `element` bytes."""
+    """Return the size in bytes of one rank's post-forward shard.
+
+    Args:
+        numel: elements of the full buffer.
+        element: bytes per element.
+        ranks: number of ranks that keep the full buffer together.
+    """
     return numel // ranks * element

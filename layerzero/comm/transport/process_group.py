@@ -28,7 +28,7 @@ _ALIGNED = 16  # bytes: alignment of each rank's part
 
 
 class GatherOptions(NamedTuple):
-    """Encoding and communicator for the gathers of a handle."""
+    """Options for the gathers of a handle."""
 
     codec: GatherCodec | None = None  # None: weights are not encoded
     keeping: Communicator | None = None  # ranks that keep post-forward shards; None: nothing is kept
@@ -40,7 +40,7 @@ def travels_coded(dtype: torch.dtype) -> bool:
 
 
 def coded_sizes(codec: GatherCodec | None, layout: FlatLayout, zero3_size: int, dtype: torch.dtype) -> list[int]:
-    """Return the bytes of each rank's encoded shard; an empty list if nothing is encoded.
+    """Return the size in bytes of each rank's encoded shard; an empty list if nothing is encoded.
 
     Raises:
         TypeError: ``codec.nbytes`` does not return a number of bytes.
@@ -54,12 +54,12 @@ def coded_sizes(codec: GatherCodec | None, layout: FlatLayout, zero3_size: int, 
 
 
 def coded_bytes(sizes: Sequence[int]) -> int:
-    """Return the bytes of the buffer that gathers encoded shards of these sizes; all parts are padded to equal size."""
+    """Return the size in bytes of the buffer that receives encoded shards of these sizes, all padded to equal size."""
     return -(-max(sizes, default=0) // _ALIGNED) * _ALIGNED * len(sizes)
 
 
 def _blocks(layout: FlatLayout, zero3_size: int) -> list[list[RowBlock]]:
-    """Return the blocks of each ZeRO-3 shard."""
+    """Return the row blocks of each ZeRO-3 shard, by ZeRO-3 rank."""
     found: list[list[RowBlock]] = []
     for s in range(zero3_size):
         shard, blocks = layout.zero3_range(s, zero3_size), []
@@ -133,7 +133,7 @@ class GatheredFullBuffer:
 
 @dataclass(frozen=True)
 class PendingDecode:
-    """Gather of encoded shards in flight."""
+    """Gather in flight of encoded shards, which :meth:`wait` decodes."""
 
     works: PendingCollective
     code: GatheredFullBuffer
@@ -146,6 +146,6 @@ class PendingDecode:
 def gathers_of(
     layout: FlatLayout, full: Tensor, shard: Tensor, lane: Communicator, travel: GatherOptions, storages: FullBufferPool
 ) -> tuple[PostForwardShard, GatheredFullBuffer]:
-    """Return the regather among the ranks that keep post-forward shards, and the gather of the ZeRO-3 group."""
+    """Return the post-forward shard and the gathered full buffer of a handle."""
     kept = PostForwardShard(full, travel.keeping, storages)
     return kept, GatheredFullBuffer(travel.codec, layout, full, shard, lane, storages)

@@ -61,7 +61,7 @@ class WriteBarrier:
         self._landings.end_with(self)
 
     def close(self) -> None:
-        """End the thread and close the shared memory. It is freed with the last tensor in it."""
+        """End the thread and close the shared memory. The memory is freed with the last tensor that uses it."""
         self._landings.thread.end()
         self.memory.close()
 
@@ -73,7 +73,10 @@ class WriteBarrier:
         return SharedFullBuffer(self, tensor, _FIRST_HANDLE + self._handles - 1)
 
     def arrive(self) -> None:
-        """Wait until all ranks have arrived, so that no rank still reads. What is written then must be refreshed."""
+        """Wait until all ranks have arrived at this round, so that no rank still reads the weights.
+
+        Weights that are written afterwards must be refreshed.
+        """
         if self._come == self._rounds:
             self._come += 1
             self.memory.signals.increment(_COME)
@@ -85,7 +88,7 @@ class WriteBarrier:
         self._rounds = self._come
 
     def publish_shard(self, works: PendingCollective | None, word: int) -> None:
-        """Increment counter `word` when `works` have ended; None: at once."""
+        """Increment counter `word` when `works` have completed, or at once if `works` is None."""
         if works is None:
             self.memory.signals.increment(word)
         else:
@@ -128,7 +131,7 @@ class SharedFullBuffer:
         self._read = 0  # number of refreshes that all ranks are known to have completed
 
     def publish_shard(self, works: PendingCollective | None) -> None:
-        """Publish the next refresh of this rank's shard when `works` have ended; None: at once."""
+        """Publish the next refresh of this rank's shard when `works` have completed, or at once if `works` is None."""
         self._launched += 1
         self.barrier.publish_shard(works, self._word)
 

@@ -1,11 +1,11 @@
 """Gradient buffers in shared memory that the other ranks of a ZeRO-3 group read in place.
 
 [Note: When a buffer is written again]
-A rank sends a full gradient by publishing its offset in the rank's part (counter SENT). The other ranks add it from
-there (counter ADDED). All ranks send and add in the same order, so gradient n of one rank corresponds to gradient n of
-all. A buffer that was last sent as gradient n is reused once ADDED of all ranks is at least n. Then no rank reads it
-any more, since later gradients have their own offsets. Offsets are published in a ring of 64 entries. Gradient n + 64
-overwrites the entry of gradient n, after ADDED of all ranks has reached n.
+A rank sends a full gradient by publishing the offset of the gradient in the rank's part (counter SENT). The other ranks
+read and add it in place (counter ADDED). All ranks send and add in the same order, so gradient n of one rank
+corresponds to gradient n of every other rank. A buffer that was last sent as gradient n is reused once ADDED of all
+ranks is at least n. Then no rank reads it any more, since later gradients have their own offsets. Offsets are published
+in a ring of 64 entries. Gradient n + 64 overwrites the entry of gradient n, after ADDED of all ranks has reached n.
 
 An accumulator in mode "full" has a permanent buffer (:class:`NodePlace`). The same condition holds for it: a rank that
 opens it waits until all ranks have added the gradient that was last sent from it.
@@ -41,12 +41,12 @@ RING_BYTES = _RING * 2 * 8
 
 
 def aligned_bytes(nbytes: int) -> int:
-    """Return the bytes that a buffer takes in a part."""
+    """Return the bytes that a buffer occupies in a rank's part: `nbytes` rounded up to full cache lines."""
     return -(-nbytes // LINE) * LINE
 
 
 def aligned_bytes_of_all(buffers: Mapping[Size, int]) -> int:
-    """Return the bytes that several buffers take in a part, given their number by size."""
+    """Return the bytes that `buffers`, the number of buffers by size, occupy in a rank's part."""
     return sum(count * aligned_bytes(numel * dtype.itemsize) for (numel, dtype), count in buffers.items())
 
 
@@ -56,7 +56,7 @@ class SharedBufferPool(BufferPool):
     Args:
         memory: mapping of the ZeRO-3 group.
         explain: returns the error to raise when a wait for another rank has failed.
-        foreseen: number of buffers by size that are created before one is reused.
+        foreseen: number of buffers of each size that are created before one is reused.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class SharedBufferPool(BufferPool):
     # Buffers
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a 1-D buffer ``[numel]`` with unspecified contents that no other rank reads; may wait for it."""
+        """Return a 1-D buffer ``[numel]`` with unspecified contents; may wait until no other rank reads it."""
         size = numel, dtype
         with self._lock:
             idle = self._idle[size]
@@ -139,7 +139,7 @@ class SharedBufferPool(BufferPool):
     # Gradients
 
     def publish(self, buffer: Tensor) -> int:
-        """Send a gradient: publish the offset of its buffer, and return its number.
+        """Send the gradient in `buffer`: publish the offset of the buffer, and return the number of the gradient.
 
         The buffer must not be written before :meth:`wait_consumed` returns.
         """
@@ -153,7 +153,10 @@ class SharedBufferPool(BufferPool):
         return number
 
     def parts(self, number: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return this rank's piece of gradient `number` of each rank, 1-D [numel]; call it after all have sent it."""
+        """Return this rank's piece of gradient `number` from each rank, as views, 1-D [numel].
+
+        All ranks must have sent that gradient.
+        """
         place, nbytes = 2 * (number % _RING), numel * self.size * dtype.itemsize
         parts = []
         for rank, ring in enumerate(self._rings):

@@ -49,7 +49,7 @@ class _Timespec(ctypes.Structure):
 
 
 def refuse_platform() -> str | None:
-    """Return why this machine is not supported; None if it is."""
+    """Return the reason why this machine is not supported; None if it is supported."""
     if sys.platform != "linux" or _SYSCALL is None:
         return f"{sys.platform} on {platform.machine()} is not supported, Linux on x86-64 or aarch64 is"
     return None
@@ -60,7 +60,7 @@ class SharedCounters:
 
     Args:
         mapping: shared memory.
-        start: byte offset of the counters, ``nbytes(len(ranks), words)`` bytes of zeros.
+        start: byte offset of the counters: ``nbytes(len(ranks), words)`` bytes, initially zero.
         file: descriptor of the shared memory; each rank locks one of its first bytes.
         ranks: global ranks, for messages.
         rank: index of this rank in `ranks`.
@@ -95,11 +95,11 @@ class SharedCounters:
         self._add(word, 1)
 
     def ranks_below(self, word: int, target: int) -> list[int]:
-        """Return the indices of the other ranks whose counter is below `target`."""
+        """Return the indices of the other ranks whose counter `word` is below `target`."""
         return [rank for rank in self._others if self._is_behind(rank, word, target)]
 
     def wait(self, word: int, target: int) -> None:
-        """Wait until the counters of all other ranks have reached `target`.
+        """Wait until counter `word` of every other rank has reached `target`.
 
         Raises:
             RuntimeError: a rank has died, or the timeout is reached.

@@ -1,4 +1,4 @@
-"""Setup of shared memory between the ranks of one machine, with a test on all ranks that it works."""
+"""Setup of shared memory between the ranks of one machine, with a test on each rank that it works."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ _SUBJECT = "the memory of the node"
 
 
 def map_shared_segment(lane: Communicator, region: SegmentSizes) -> SharedSegment | None:
-    """Map shared memory on all ranks of a communicator for CPU tensors, and test that they share it.
+    """Map one shared memory segment on all ranks of a communicator, and test that they share it.
 
-    All ranks of `lane` must call this. If one rank fails, all ranks return None.
+    All ranks must call this. If one rank fails, all ranks return None. Return None also if there are no other ranks.
+
+    Args:
+        lane: communicator for CPU tensors.
+        region: sizes of the segment.
     """
     ranks = dist.get_process_group_ranks(lane.group)
     if not has_peers(ranks):
@@ -60,7 +64,7 @@ def map_shared_segment(lane: Communicator, region: SegmentSizes) -> SharedSegmen
 
 
 def _objection(fields: dict[str, object], ranks: list[int], problem: str | None) -> str | None:
-    """Return why the ranks cannot share memory, the same reason on all of them; None if no rank has a problem."""
+    """Return the reason why the ranks cannot share memory, which is the same on all of them; None if they can."""
     try:
         require_equal(_SUBJECT, fields, ranks=ranks)
     except ValueError as error:

@@ -48,7 +48,7 @@ class SegmentSizes:
 
 @dataclass(frozen=True)
 class SegmentDescriptor:
-    """Address of a segment, which the first rank broadcasts to the others."""
+    """Location of a segment. The first rank broadcasts it, so that the other ranks can open the segment."""
 
     process: int  # id of the first rank's process
     file: int  # descriptor in that process
@@ -60,14 +60,14 @@ class SegmentDescriptor:
 
 
 class SharedSegment:
-    """Mapping that the ranks of one machine share.
+    """Memory mapping that the ranks of one machine share.
 
     Created by :func:`layerzero.comm.transport.shm_rendezvous.map_shared_segment`.
 
     Attributes:
         size: number of ranks.
         rank: index of this rank among them.
-        signals: counters; the caller may use those from 1 on.
+        signals: counters of all ranks. Counter 0 is reserved.
     """
 
     def __init__(self, file: int, region: SegmentSizes, *, ranks: Sequence[int], rank: int, timeout: float) -> None:
@@ -89,7 +89,7 @@ class SharedSegment:
 
     @staticmethod
     def create(region: SegmentSizes, size: int) -> tuple[int, SegmentDescriptor]:
-        """Create a segment for `size` ranks; return its file descriptor and its address for the other ranks."""
+        """Create a segment for `size` ranks; return its file descriptor and its location for the other ranks."""
         token = secrets.randbits(62)
         call = SegmentDescriptor(os.getpid(), -1, token)
         file = os.memfd_create(call.label, os.MFD_CLOEXEC)
@@ -108,7 +108,7 @@ class SharedSegment:
         """Open a segment that another rank has created; return its file descriptor.
 
         Raises:
-            OSError: the file cannot be opened, or it is another file.
+            OSError: the file cannot be opened, or is not the segment.
         """
         path = f"/proc/{call.process}/fd/{call.file}"
         found = os.readlink(path)
@@ -117,7 +117,10 @@ class SharedSegment:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def reserve(self) -> None:
-        """Mark this rank as alive, and allocate its share of the common part and the `foreseen` bytes of its own."""
+        """Mark this rank as alive, and allocate its share of the common part and the start of its own part.
+
+        The start of its own part has `foreseen` bytes.
+        """
         self.signals.live()
         page = mmap.PAGESIZE
         share = -(-pages(self.region.common) // page // self.size) * page
@@ -132,7 +135,10 @@ class SharedSegment:
         self._close()
 
     def check_visible(self) -> str | None:
-        """Return a problem if the writes of other ranks are not visible after all have reserved; None if they are."""
+        """Return an error message if writes of other ranks are not visible here; None if they are.
+
+        All ranks must have called :meth:`reserve` before.
+        """
         behind = self.signals.ranks_below(_PROOF, 1)
         return f"what others wrote is not here (places {behind} in the node)" if behind else None
 
@@ -157,16 +163,16 @@ class SharedSegment:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that all ranks hold together."""
+        """Bytes that are allocated for the segment, by all ranks together."""
         return os.fstat(self._file).st_blocks * 512
 
     def common(self, numel: int, dtype: torch.dtype, offset: int) -> Tensor:
-        """Return a 1-D tensor [numel] in the common part, from byte `offset` on."""
+        """Return a 1-D tensor [numel] that begins at byte `offset` of the common part."""
         assert offset + numel * dtype.itemsize <= self.region.common
         return self._tensor(numel, dtype, self._common_start + offset)
 
     def part_of(self, rank: int, numel: int, dtype: torch.dtype, offset: int) -> Tensor:
-        """Return a 1-D tensor [numel] in the part of `rank`, from byte `offset` on."""
+        """Return a 1-D tensor [numel] that begins at byte `offset` of the part of `rank`."""
         assert offset + numel * dtype.itemsize <= self.region.part
         return self._tensor(numel, dtype, self._parts_start + rank * pages(self.region.part) + offset)
 
@@ -182,7 +188,10 @@ class SharedSegment:
 
 
 def _require(nbytes: int) -> None:
-    """Raise OSError if less memory is available. Otherwise Linux would kill a process when the memory runs out."""
+    """Raise OSError if less than `nbytes` of memory is available.
+
+    Without this check, Linux would kill a process when memory runs out.
+    """
     available = min(_left_of_machine(), left_of_container())
     if available < nbytes:
         raise OSError(errno.ENOSPC, f"{nbytes} bytes are needed, {available:.0f} are available")
@@ -197,7 +206,10 @@ def _left_of_machine() -> float:
 
 
 def left_of_container(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the bytes that a container may still allocate; its file pages count as free, since they can be dropped."""
+    """Return the bytes that the container of this process may still allocate.
+
+    File pages count as free, since they can be dropped.
+    """
     left = math.inf
     for folder, limit, used in ((root, "memory.max", "memory.current"), (root / "memory", *_OLD_NAMES)):
         with suppress(OSError, ValueError):  # no such cgroup version, or the limit is "max"
