@@ -76,6 +76,10 @@ def _skips(rank: int) -> str:
     thread = threading.Thread(target=go_on, daemon=True)
     thread.start()
     said = _reported(dog)
+    store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + 20
+    store.add("reported", 1)
+    while store.add("reported", 0) < 4 and time.monotonic() < deadline:  # the ranks notice at different times
+        time.sleep(0.05)
     if rank == 2:
         everyone.all_gather_text("one")  # so that all can end
     thread.join(20)
