@@ -36,6 +36,8 @@ from tests.support.models import (
 )
 from tests.support.ranks import mesh_of, run_ranks
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 Factory = Callable[[Iterable[Tensor]], Optimizer]
 MOMENTUM = {"lr": 2**-4, "momentum": 0.5}

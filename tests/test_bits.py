@@ -22,6 +22,8 @@ from tests.support.bits import flip, places
 from tests.support.models import IntegerNet, exact_sgd, full_parameters, integer_batch, integer_loss, integer_net
 from tests.support.ranks import mesh_of, run_ranks
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("compute weights", "masters", "low bits of masters", "moments", "gradients")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
 

@@ -19,6 +19,8 @@ from tests.support.logs import logged
 from tests.support.models import IntegerNet, exact_sgd, full_parameters, integer_batch, integer_loss, integer_net
 from tests.support.ranks import mesh_of, run_ranks
 
+pytestmark = pytest.mark.slow
+
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
 STEPS = 6
 

@@ -20,6 +20,8 @@ from tests.support.checkpointing import everything, train
 from tests.support.models import IntegerNet, different, integer_net
 from tests.support.ranks import mesh_of, run_ranks
 
+pytestmark = pytest.mark.slow
+
 OPTIMIZERS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=2**-4, weight_decay=0.5),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=2**-4, momentum=0.5),

@@ -32,6 +32,8 @@ from tests.support.late_transfers import late
 from tests.support.models import full_parameters, integer_batch, integer_loss, integer_net
 from tests.support.ranks import mesh_of, run_ranks, run_sharing
 
+pytestmark = pytest.mark.slow
+
 # --- loops ---
 
 

@@ -26,6 +26,8 @@ from tests.support.models import LayerwiseScaling, different, exact_sgd, full_pa
 from tests.support.ranks import mesh_of, run_ranks
 from tests.test_matrix_optimizers import Wide, matrices, others, owned_sgd, rows, step_of, used_in
 
+pytestmark = pytest.mark.slow
+
 BF16, FP32 = torch.bfloat16, torch.float32
 POLICY = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
 

@@ -18,6 +18,8 @@ from tests.support.late_threads import late_threads
 from tests.support.models import IntegerNet, integer_net
 from tests.support.ranks import BOTH, mesh_of, run_ranks
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -34,6 +34,8 @@ from tests.support.graphs import (
 from tests.support.models import full_gradients
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 class Adapted(nn.Module):
     """Frozen layer with its own low-rank adapter (LoRA, Hu et al. 2021)."""

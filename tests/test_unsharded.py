@@ -29,6 +29,8 @@ from tests.test_tensor_parallel import Net as TensorParallelNet
 from tests.test_tensor_parallel import net as tensor_parallel_net
 from tests.test_tensor_parallel import parallel
 
+pytestmark = pytest.mark.slow
+
 WORLD = 4
 
 
