@@ -41,7 +41,8 @@ def test_the_tests_run_on_the_releases_that_messages_and_requirements_name() -> 
     }
     assert pinned == {release for release, _ in SUPPORTED.values()}
     with cpu_instead_of_cuda():
-        assert SUPPORTED[require_supported()][0] == version()
+        # Megatron-Core appends the revision of the checkout that it runs in.
+        assert SUPPORTED[require_supported()][0] == version().partition("+")[0]
 
 
 @pytest.mark.parametrize("number", OTHERS)
