@@ -155,7 +155,7 @@ def _when_it_is_freed(rank: int) -> None:
     model.units[2].set_reshard_after_forward(False)
     pass_through(model, rank)
     assert gathers(model) == 7
-    with pytest.raises(ValueError, match="takes a bool, got 2"):
+    with pytest.raises(ValueError, match="expects a bool, got 2"):
         model.set_reshard_after_forward(2)
     model.set_reshard_after_forward(False)
     model.set_reshard_after_backward(False)
@@ -199,7 +199,7 @@ def _prefetched(rank: int, folder: str) -> None:
     pass_through(model, rank)
     for wrong, error, text in (
         ([units[0].linear], ValueError, "neither a model that"),
-        (units[0], TypeError, "takes a list of units, got one Block"),
+        (units[0], TypeError, "expects a list of units, got one Block"),
         ([shard(blocks())], ValueError, "of another model"),
     ):
         with pytest.raises(error, match=text):

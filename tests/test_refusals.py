@@ -131,7 +131,7 @@ class Case(NamedTuple):
 
 
 PLAIN_INSIDE = r"would manage the same parameters.*shard the plain module inside it.*ignored_modules"
-TWICE = "layerzero has sharded.*Leave it out"
+TWICE = "layerzero has sharded.*Leave the wrapper out"
 SUBCLASS = r"'first\.weight' is a {}, a tensor of a class of its own.*ignored_params"
 TRANSFORM = r"torch\.func \({}\) of the root.*not supported.*loss\.backward\(\).*unsharded copy"
 
@@ -189,12 +189,13 @@ CASES = {
         r"ignored_params\[0\], of shape \[7\], is no param",
     ),
     "name as ignored parameter": Case(
-        lambda: _shard(ignored_params=["first.weight"]), r"ignored_params holds 'first\.weight'.*not their names"
+        lambda: _shard(ignored_params=["first.weight"]), r"ignored_params contains 'first\.weight'.*not their names"
     ),
     "foreign ignored module": Case(
-        lambda: _shard(ignored_modules=[nn.Linear(2, 2)]), r"ignored_modules holds a Linear that is no module of this"
+        lambda: _shard(ignored_modules=[nn.Linear(2, 2)]),
+        r"ignored_modules contains a Linear that is not a module of this",
     ),
-    "number as ignored module": Case(lambda: _shard(ignored_modules=[3]), "ignored_modules holds 3"),
+    "number as ignored module": Case(lambda: _shard(ignored_modules=[3]), "ignored_modules contains 3"),
     "ignored parameter on meta": Case(
         lambda: _shard(model := nn.Linear(2, 2, device="meta"), ignored_params=[model.bias]),
         "'bias' is ignored and on the meta device",

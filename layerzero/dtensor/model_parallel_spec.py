@@ -1,6 +1,6 @@
 """Parameters that are DTensors on model-parallel axes: tensor-parallel layers, experts.
 
-[Note: Faces]
+[Note: Model-parallel specs]
 ``parallelize_module`` makes parameters DTensors on a model-parallel axis: each rank of that axis has a part of the
 parameter, or a copy. The ranks with the same part are data-parallel, and they shard the part by rows like any other
 parameter. The engine works on these parts only. The model-parallel spec of a parameter describes the rest:
@@ -54,7 +54,10 @@ def _arrived(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class ModelParallelSpec:
-    """Mesh, placements and global shape of a parameter beyond its data-parallel part; see [Note: Faces]."""
+    """Mesh, placements and global shape of a parameter beyond its data-parallel part.
+
+    See [Note: Model-parallel specs].
+    """
 
     mesh: DeviceMesh  # the model-parallel axes
     placements: tuple[Placement, ...]  # on `mesh`
