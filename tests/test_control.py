@@ -200,7 +200,7 @@ def _prefetched(rank: int, folder: str) -> None:
     for wrong, error, text in (
         ([units[0].linear], ValueError, "neither a model that"),
         (units[0], TypeError, "expects a list of units, got one Block"),
-        ([shard(blocks())], ValueError, "of another model"),
+        ([shard(blocks())], ValueError, "in another model"),
     ):
         with pytest.raises(error, match=text):
             units[1].set_modules_to_backward_prefetch(wrong)
@@ -254,7 +254,7 @@ def _own_methods(rank: int) -> None:
         model = layerzero.shard_model(nn.Sequential(Own(), Own()), mesh=mesh_of(2), units={Own})
     assert model[0].reshard() == "mine" and model[0].unshard() is None
     said = [line for line in lines if "reshard" in line]
-    assert len(said) == 1 and "the Own has a reshard of its own" in said[0], lines
+    assert len(said) == 1 and "the Own defines its own reshard" in said[0], lines
     assert model(batch(rank, 0)).shape == (3, WIDTH)
 
 
