@@ -119,15 +119,15 @@ def test_where_nothing_can_be_loaded_nothing_is_renamed(tmp_path: Path) -> None:
 def _halfway(rank: int, folder: str) -> None:
     """Simulate a disk of one rank that returns the right bytes the first time and not the second."""
     model, optimizer, states = _states_saved(folder, 2)
-    again = layerzero.checkpoint.safetensors_reader.CheckpointFiles.read_again
+    again = layerzero.checkpoint.safetensors_reader.CheckpointFiles.reread
 
     def fails_once(self) -> None:
-        layerzero.checkpoint.safetensors_reader.CheckpointFiles.read_again = again
+        layerzero.checkpoint.safetensors_reader.CheckpointFiles.reread = again
         if rank == 1:
             raise checkpoint.CheckpointError("the disk has changed its mind")
         again(self)
 
-    layerzero.checkpoint.safetensors_reader.CheckpointFiles.read_again = fails_once
+    layerzero.checkpoint.safetensors_reader.CheckpointFiles.reread = fails_once
     found = checkpoint.load_latest(folder, model, optimizer)
     assert found is not None and found.path.name == "step-0"
     assert "changed its mind" in found.set_aside[0]

@@ -206,7 +206,7 @@ def _in_time(rank: int) -> None:
         assert watchdog._threads[0].is_alive() and not watchdog.reports
 
         launches = [watched for each in works for watched in each.watched]
-        assert any(each.exchange is Collective.GATHER for each in launches)
+        assert any(each.collective is Collective.GATHER for each in launches)
         works.clear()
         gc.collect()
         assert not [each.doing for each in launches if each._works() is not None], "works hold their outputs"

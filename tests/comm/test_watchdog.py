@@ -66,11 +66,11 @@ def _skips(rank: int) -> str:
     model, optimizer, dog = _watched(2)
     dog.close()
     dog = layerzero.watchdog(model, 2 * LIMIT)  # a busy machine delays ranks, too
-    everyone = get_state(model).ranks
+    model_ranks = get_state(model).ranks
 
     def go_on() -> None:
         if rank != 2:
-            everyone.all_gather_text("one")
+            model_ranks.all_gather_text("one")
         train(model, optimizer, range(2, 3))
 
     thread = threading.Thread(target=go_on, daemon=True)
@@ -81,7 +81,7 @@ def _skips(rank: int) -> str:
     while store.add("reported", 0) < 4 and time.monotonic() < deadline:  # the ranks notice at different times
         time.sleep(0.05)
     if rank == 2:
-        everyone.all_gather_text("one")  # so that all can end
+        model_ranks.all_gather_text("one")  # so that all can end
     thread.join(20)
     return said
 

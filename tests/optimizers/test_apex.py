@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 import layerzero
 from layerzero import checkpoint, optimizers
 from layerzero.optimizers.apex import prepared
-from layerzero.optimizers.compatibility import kinds_that_need_whole
+from layerzero.optimizers.compatibility import kinds_that_need_full_params
 from layerzero.optimizers.compatibility_trial import difference, group_kind, steps_stacks_apart
 from tests.support import apex_emulation as apex
 from tests.support.models import (
@@ -296,20 +296,20 @@ Own.__module__ = __name__
 def test_a_derived_class_is_tried_out_like_any_other() -> None:
     parameters = [nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(2))]
     optimizer = Own(parameters, **ADAM)
-    assert kinds_that_need_whole(optimizer, CPU) == set()
+    assert kinds_that_need_full_params(optimizer, CPU) == set()
     assert optimizer.param_groups_master == [{"params": [None, None]}] and not optimizer.state
     for kind in (apex.FusedAdam, apex.FusedAdagrad):
         assert difference(kind(parameters), CPU) is None, "names say what a trial would find"
     assert difference(apex.FusedLAMB(parameters, **NO_LIMIT), CPU) is not None
     with pytest.raises(ValueError, match="capturable=True"):
-        kinds_that_need_whole(Own(parameters, capturable=True), CPU)
+        kinds_that_need_full_params(Own(parameters, capturable=True), CPU)
 
 
 def test_apexs_own_classes_are_known_without_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in (apex.FusedAdam, apex.FusedSGD, apex.FusedAdagrad):
         optimizer = kind([nn.Parameter(torch.ones(3, 2))], lr=1.0)
         monkeypatch.setattr(kind, "step", lambda self: pytest.fail("its kernels were launched"))
-        assert kinds_that_need_whole(optimizer, CPU) == set()
+        assert kinds_that_need_full_params(optimizer, CPU) == set()
 
 
 # An optimizer that needs full parameters
@@ -366,7 +366,7 @@ REFUSED: dict[str, tuple[Factory, str]] = {
 def test_what_cannot_work_is_refused_by_name_whatever_the_user_says(case: str, elementwise: bool | None) -> None:
     make, said = REFUSED[case]
     with pytest.raises(ValueError, match=said) as raised:
-        kinds_that_need_whole(make([nn.Parameter(torch.ones(3, 2))]), CPU, elementwise)
+        kinds_that_need_full_params(make([nn.Parameter(torch.ones(3, 2))]), CPU, elementwise)
     assert "elementwise" not in str(raised.value), "no advice that would not help"
 
 
@@ -375,13 +375,13 @@ def test_what_else_would_train_something_else_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"FusedLAMB is not element-wise.*norms of whole parameters.*Leave elementwise"
     ):
-        kinds_that_need_whole(apex.FusedLAMB(parameters, **NO_LIMIT), CPU, elementwise=True)
+        kinds_that_need_full_params(apex.FusedLAMB(parameters, **NO_LIMIT), CPU, elementwise=True)
     initialised = apex.FusedSGD(parameters, lr=1.0)
     initialised._amp_stash = object()
     with pytest.raises(ValueError, match=r"FusedSGD has been through apex\.amp.*mp_policy"):
-        kinds_that_need_whole(initialised, CPU)
+        kinds_that_need_full_params(initialised, CPU)
     lamb = apex.FusedLAMB(parameters, **NO_LIMIT)
-    assert kinds_that_need_whole(lamb, CPU) == {group_kind(lamb.param_groups[0])}
+    assert kinds_that_need_full_params(lamb, CPU) == {group_kind(lamb.param_groups[0])}
 
 
 def _refused_on_all_ranks(rank: int) -> None:

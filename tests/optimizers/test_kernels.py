@@ -17,7 +17,7 @@ import layerzero
 from layerzero import optimizers
 from layerzero.engine.hooks import get_state
 from layerzero.optimizers import kernels
-from layerzero.optimizers.compatibility import kinds_that_need_whole, state_after_a_step
+from layerzero.optimizers.compatibility import kinds_that_need_full_params, state_after_a_step
 from tests.support.models import (
     IntegerNet,
     assert_close,
@@ -221,7 +221,7 @@ class CountsInGroup(torch.optim.SGD):
 def test_trying_an_optimizer_out_leaves_its_counts_alone() -> None:
     optimizer = CountsInGroup([nn.Parameter(torch.ones(2, 2))], lr=0.5)
     optimizer.param_groups[0]["step"] = torch.zeros(())
-    kinds_that_need_whole(optimizer, torch.device("cpu"))
+    kinds_that_need_full_params(optimizer, torch.device("cpu"))
     state, settings = state_after_a_step(optimizer, optimizer.param_groups[0], torch.device("cpu"))
     assert (optimizer.param_groups[0]["step"], settings["step"]) == (0, 1)
     assert not optimizer.state and set(state) <= {"momentum_buffer"}

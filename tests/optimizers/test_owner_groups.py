@@ -166,12 +166,12 @@ class Largest(TorchDispatchMode):
 def _told(rank: int) -> None:
     model, _ = tensor_parallel(4, 1)
     owned_sgd(model)
-    face = get_state(model).members["a.weight"].spec.model_parallel
-    assert face is not None
+    model_parallel = get_state(model).members["a.weight"].spec.model_parallel
+    assert model_parallel is not None
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn):
         whole = torch.arange(24).view(8, 3).to(dtype)
         for place in (0, 3):
-            held = face.of_state(whole.shape, axis=0, place=place)
+            held = model_parallel.of_state(whole.shape, axis=0, place=place)
             part = whole.T.contiguous().T if rank == place else whole.new_empty(0, 3)
             with Largest() as made:
                 told = held.whole(part)

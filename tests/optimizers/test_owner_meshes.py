@@ -535,11 +535,11 @@ def _held(rank: int, size: int) -> int:
     runtime, sent = get_state(model), Counter[str]()
     grid = runtime.mesh_info.grid
     for member in runtime.members.values():
-        owner, face, own = runtime.owners[member.name], member.spec.model_parallel, member.master.numel()
+        owner, model_parallel, own = runtime.owners[member.name], member.spec.model_parallel, member.master.numel()
         is_mine = owner[:2] == (grid.replica_rank, grid.zero3_rank) and (
-            owner.axis is None or face.place_on(owner.axis) == owner.t
+            owner.axis is None or model_parallel.place_on(owner.axis) == owner.t
         )
-        whole = math.prod(member.spec.shape if owner.axis is None else face.shape)
+        whole = math.prod(member.spec.shape if owner.axis is None else model_parallel.shape)
         sent["collect"] += 2 * 4 * own if owner.r == grid.replica_rank and not is_mine else 0
         sent["hand_back"] += 4 * (whole - own) if is_mine else 0
     for name in ("collect", "hand_back"):

@@ -212,8 +212,8 @@ def _printed(rank: int, folder: str) -> tuple[str, str, str]:
             optimizer.step()
             optimizer.zero_grad()
     report, traffic = layerzero.memory(model), layerzero.traffic(model)
-    for exchange in ("hop1", "hop2", "refresh"):
-        assert traffic.predicted[exchange] == traffic.bytes[exchange], exchange
+    for collective in ("hop1", "hop2", "refresh"):
+        assert traffic.predicted[collective] == traffic.bytes[collective], collective
     assert "agree" not in traffic.predicted
     rows = {line.split("  ")[0]: line.split()[-4:] for line in str(report).splitlines()}
     for kind in ("zero3_shard", "accumulator", "reduce_buffer"):

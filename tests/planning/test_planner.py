@@ -189,12 +189,12 @@ def _said(program: Sequence[Operation]) -> list[str]:
     said: list[str] = []
     for operation in program:
         if isinstance(operation, SimLaunch):
-            numbers[operation.number] = f"{operation.exchange.kind} {operation.exchange.unit}"
+            numbers[operation.number] = f"{operation.collective.kind} {operation.collective.unit}"
             said.append(f"launch {numbers[operation.number]}")
         elif isinstance(operation, SimWait):
             said.append(f"wait {numbers[operation.number]}")
         elif isinstance(operation, StartReduction):
-            said.append("reduce " + ", ".join(f"{each.kind} {each.unit}" for each in operation.exchanges))
+            said.append("reduce " + ", ".join(f"{each.kind} {each.unit}" for each in operation.collectives))
         elif isinstance(operation, SimCompute):
             said.append(" ".join(operation.what))
         else:

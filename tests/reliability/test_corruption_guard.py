@@ -120,7 +120,7 @@ def _hit(what: str, handles: list[Handle], optimizer: Any, number: int, *, low: 
     if what == "compute weights":
         element, parameter = chosen.choice(places(handle, Extent.ZERO3))
         tensor, bit = handle.zero3_shard, chosen.randrange(8 * handle.zero3_shard.element_size())
-        own = handle.topology.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)
+        own = handle.mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)
         is_master = not low and own.start <= element < own.stop
         kind = "masters" if is_master else "compute weights"
     elif what in ("masters", "low bits of masters"):

@@ -54,7 +54,7 @@ class _Run:
         both = ((handle, member) for handle in self.handles for member in handle.members)
         handle, member = next(pair for pair in both if pair[1].master.numel())
         if what == "compute weights":
-            own = handle.topology.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)
+            own = handle.mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)
             all_of_it = [element for element, _ in places(handle, Extent.ZERO3)]
             able = [each for each in all_of_it if not own.start <= each < own.stop] or all_of_it  # other ranks' first
             flip(handle.zero3_shard, able[at % len(able)], 12)

@@ -189,7 +189,7 @@ def _prefetched(rank: int, folder: str) -> None:
     units[3].set_modules_to_backward_prefetch([units[1], units[2]])
     with layerzero.trace(model, f"{folder}/{rank}.json") as trace:
         pass_through(model, rank)
-    seen = [event for event in trace.events if event.kind == "begin" or (event.kind, event.exchange) == GATHER]
+    seen = [event for event in trace.events if event.kind == "begin" or (event.kind, event.collective) == GATHER]
     launched = [event.name for event in seen if event.kind == "launch"]
     forward, backward = launched[:5], launched[5:]
     assert forward == ["the root", "units.0", "units.1", "units.2", "units.3"]

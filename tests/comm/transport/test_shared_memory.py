@@ -224,8 +224,8 @@ def _ask_for_too_much(rank: int) -> list[str]:
     heard = _Heard()
     logging.getLogger("layerzero").addHandler(heard)
     model = shard(blocks(1), size=2, shared_memory="off")  # kept, since its process groups are released with it
-    lane = get_state(model).mesh_info.zero3_control_comm
-    assert map_shared_segment(lane, SegmentSizes(words=4, common=1 << 50, part=1 << 16, foreseen=0)) is None
+    comm = get_state(model).mesh_info.zero3_control_comm
+    assert map_shared_segment(comm, SegmentSizes(words=4, common=1 << 50, part=1 << 16, foreseen=0)) is None
     return heard.lines
 
 
@@ -309,9 +309,9 @@ def _train(model: nn.Module, rank: int) -> None:
 
 
 def _meet(model: nn.Module, rank: int) -> None:
-    lane = get_state(model).mesh_info.zero3_control_comm
+    comm = get_state(model).mesh_info.zero3_control_comm
     for _ in range(100_000):
-        memory = map_shared_segment(lane, SegmentSizes(words=4, common=1 << 16, part=1 << 16, foreseen=1 << 12))
+        memory = map_shared_segment(comm, SegmentSizes(words=4, common=1 << 16, part=1 << 16, foreseen=1 << 12))
         assert memory is not None
         assert memory.common(8, torch.int64, 0).sum() >= 0
 
