@@ -86,7 +86,7 @@ def agree_on_state(
 
 
 def saving_mesh(runtime: LayerZeroState) -> dict[str, int]:
-    """Return the ``mesh_info`` entry of a checkpoint; ``ranks`` is left out if it equals ``data_parallel``."""
+    """Return the ``topology`` entry of a checkpoint; ``ranks`` is left out if it equals ``data_parallel``."""
     mesh_info, model_ranks = runtime.mesh_info, runtime.ranks
     further = {} if model_ranks.size == mesh_info.data_parallel else {"ranks": model_ranks.size}
     return {"data_parallel": mesh_info.data_parallel, "zero3_size": mesh_info.zero3_size, **further}

@@ -290,8 +290,9 @@ def _require_equal_parts(handles: Iterable[Handle], put_together: Mapping[str, J
             if dim is not None and model_parallel.joined_shape(axis)[dim] % size:
                 raise ValueError(
                     f"the optimizer needs {name!r} whole, and {member.name!r}, a parameter of shape "
-                    f"{list(model_parallel.shape)} in a unit with such ones, is cut unevenly along dim {dim} over {size} "
-                    "ranks, which is not supported: use a size that they divide, or an element-wise optimizer for all of its unit"
+                    f"{list(model_parallel.shape)} in a unit with such ones, is cut unevenly along dim {dim} over "
+                    f"{size} ranks, which is not supported: use a size that they divide, or an element-wise optimizer "
+                    "for all of its unit"
                 )
 
 
