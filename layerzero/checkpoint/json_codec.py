@@ -80,7 +80,7 @@ class Encoder:
     """Encoder that converts values to JSON and collects their tensors.
 
     Attributes:
-        is_apart: function that returns whether other ranks have a different parameter under a name. Tensors that are
+        is_rank_local: function that returns whether other ranks have another parameter under a name. Tensors that are
             sharded like such a parameter are allowed only in own entries of a :class:`MergedValue`.
         tells: whether this rank writes its own entries of a :class:`MergedValue`. Of the ranks with equal own entries,
             one writes them.
@@ -92,7 +92,7 @@ class Encoder:
 
     rank: int
     name_of: Callable[[LocalShard], str]  # name of the parameter that a sharded tensor is cut like
-    is_apart: Callable[[str], bool] = lambda name: False
+    is_rank_local: Callable[[str], bool] = lambda name: False
     tells: bool = True
     tensors: dict[str, Tensor] = field(default_factory=dict)
     own: list[Any] = field(default_factory=list)
@@ -190,7 +190,7 @@ class Encoder:
                 raise TypeError(
                     f"{path} is cut like {rows.spec.name!r} of another sharded model; store its full_tensor()"
                 ) from None
-            if self.is_apart(like) and not self._in_own:
+            if self.is_rank_local(like) and not self._in_own:
                 raise TypeError(
                     f"{path} is cut like {like}, which is another parameter on other ranks: take it out of extra. "
                     "Averages of such weights come into checkpoints with ShardedMegatronOptimizer(ema_decay=...)"
