@@ -1,4 +1,4 @@
-"""layerzero: ZeRO-1 sharding of optimizer state over all ranks, ZeRO-3 sharding of weights over small, fast groups.
+"""ZeRO-1 sharding of optimizer state over all ranks, and ZeRO-3 sharding of weights over small, fast groups.
 
 >>> import layerzero
 >>> model = layerzero.shard_model(model, zero3_size=8, units={Block})        # doctest: +SKIP
@@ -8,7 +8,7 @@
 import warnings
 
 with warnings.catch_warnings():
-    # torch warns if numpy is not installed; training does not need it.
+    # torch warns if numpy is not installed, but training does not need numpy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     import torch  # noqa: F401
 

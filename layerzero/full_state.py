@@ -1,4 +1,4 @@
-"""Full parameters in master precision, to inspect, edit, save, load and evaluate."""
+"""Full parameters in master precision, for inspection, edits, saves, loads and evaluation."""
 
 from __future__ import annotations
 
@@ -46,32 +46,32 @@ def unsharded(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Context manager with full parameters: plain ``nn.Parameter``s of the original shapes, in the masters' dtype.
+    """Context manager that unshards parameters: plain ``nn.Parameter``s of the original shapes in the masters' dtype.
 
     This is the counterpart of FSDP1's ``summon_full_params``. All ranks must enter the context together, between
-    passes. It takes memory for the full parameters inside `module`. If the model does not fit, pass one unit at a time.
-    Parameters are gathered one by one. Parameters sharded by tensor or expert parallelism stay DTensors on their own
-    mesh.
+    passes. The context needs memory for the full parameters inside `module`. If the model does not fit, pass one unit
+    at a time. Parameters are gathered one at a time. Parameters that are sharded by tensor or expert parallelism remain
+    DTensors on the model-parallel mesh.
 
     A forward of `module` inside the context uses these parameters without communication, so a single rank may run it.
-    The forward must be under ``torch.no_grad()``. Inputs that `mp_policy` would cast are cast to the masters' dtype,
-    and outputs are not cast to a narrower one. The forward of a unit with sharded parameters raises.
+    The forward must be under ``torch.no_grad()``. Inputs that `mp_policy` would cast are cast to the masters' dtype.
+    Outputs are not cast to a narrower dtype. The forward of a unit with sharded parameters raises.
 
     Args:
-        module: from :func:`layerzero.shard_model`; or a module inside it (a unit, a part of a unit, or a module that
-            contains units); or a module that contains sharded models. A tied parameter is full in all of its modules.
-        writeback: keep changes that are made inside. Every rank must make the same changes; with `rank0_only`, the
-            changes of the first rank are sent to the other ranks.
-        rank0_only: only the first rank gets full parameters; on the other ranks they stay sharded.
-        offload_to_cpu: put the parameters (and gradients) into host memory, one at a time.
-        with_grads: give each parameter its full ``.grad``, averaged over the ranks, in the parameter's shape and dtype,
-            or None. With `writeback`, changes of ``.grad`` are also kept.
+        module: a sharded model, a module inside it (a unit, a part of a unit, or a module that contains units), or a
+            module that contains sharded models. A tied parameter is full in all of its modules.
+        writeback: write changes that are made inside the context to the masters. Every rank must make the same changes.
+            With `rank0_only`, the changes of the first rank are sent to the other ranks.
+        rank0_only: unshard the parameters on the first rank only. On the other ranks they stay sharded.
+        offload_to_cpu: copy the parameters (and gradients) to host memory, one at a time.
+        with_grads: set the ``.grad`` of each parameter to its full gradient, averaged over the ranks, in the
+            parameter's shape and dtype, or to None. With `writeback`, changes of ``.grad`` are also written back.
 
     Raises:
-        TypeError, ValueError: nothing inside `module` is sharded; ranks disagree on the arguments or, with `writeback`,
-            on the changes (nothing is written then); `rank0_only` with parameters that model parallelism shards;
-            `offload_to_cpu` with DTensors on a device mesh.
-        RuntimeError: a parameter is already unsharded; or `with_grads` is set and gradients are not reduced yet.
+        TypeError, ValueError: no parameter inside `module` is sharded. Or ranks disagree on the arguments or, with
+            `writeback`, on the changes, which are then not written. Or `rank0_only` is set and model parallelism shards
+            a parameter. Or `offload_to_cpu` is set and a parameter is a DTensor on a device mesh.
+        RuntimeError: a parameter is already unsharded. Or `with_grads` is set and gradients are not reduced yet.
 
     Example::
 
@@ -94,7 +94,7 @@ def unsharded(
 def _unsharded(
     runtime: LayerZeroState, module: nn.Module, members: Sequence[ManagedParam], options: _Options
 ) -> Iterator[None]:
-    """Implement :func:`unsharded` for some parameters of one model."""
+    """Implement :func:`unsharded` for the parameters `members` of one model."""
     subject, inside = _subject(options), set(module.modules())
     gradients = _agree_to_show(runtime, module, members, options)
     here = runtime.ranks.is_first or not options.rank0_only
@@ -106,7 +106,7 @@ def _unsharded(
             parameter.grad = _full_parameter(member, plain(gradient), options).detach()
         if here:
             shown[member] = parameter
-        del parameter  # frees it before the next one is gathered
+        del parameter  # frees its memory before the next parameter is gathered
     if here:
         _show(shown)
     runtime.status.unsharded |= dict.fromkeys(members, here)
@@ -115,7 +115,7 @@ def _unsharded(
             try:
                 yield
             except Exception as error:
-                if options.writeback and options.rank0_only:  # the other ranks wait for the broadcast of this one
+                if options.writeback and options.rank0_only:  # the other ranks wait for a broadcast from this rank
                     require_equal(subject, {}, ranks=runtime.ranks.ranks, failure=error)
                 raise
             if options.writeback:
@@ -136,7 +136,10 @@ def _subject(options: _Options) -> str:
 def _agree_to_show(
     runtime: LayerZeroState, module: nn.Module, members: Sequence[ManagedParam], options: _Options
 ) -> dict[ManagedParam, Tensor]:
-    """Check that all ranks enter the context for the same parameters. With `with_grads`, return sharded gradients."""
+    """Check that all ranks enter the context for the same parameters, and return their sharded gradients.
+
+    Without `with_grads`, return an empty dict.
+    """
     runtime.scheduler.recover_interrupted_pass()
     subject, model_ranks, failure = _subject(options), runtime.ranks, None
     gradients: dict[ManagedParam, Tensor] = {}
@@ -145,8 +148,8 @@ def _agree_to_show(
         runtime.refreshes.refuse_uses("layerzero.unsharded")
         if ParamView.FULL_PRECISION in runtime.status.active_views:
             raise RuntimeError(
-                "layerzero.unsharded was called inside layerzero.full_precision, which shows parameters unit by unit. "
-                "Leave that context first"
+                "layerzero.unsharded was called inside layerzero.full_precision, which gathers parameters unit by "
+                "unit. Leave that context first"
             )
         if open_already := [member.name for member in members if member in runtime.status.unsharded]:
             raise RuntimeError(
@@ -172,8 +175,8 @@ def _refuse_parts(subject: str, members: Sequence[ManagedParam], model_ranks: in
     refuse_rank_local(subject, (member.spec for member in members), model_ranks)
     if cut := [m.name for m in members if m.spec.model_parallel is not None and m.spec.model_parallel.is_sharded]:
         raise ValueError(
-            f"{subject}: parameter {cut[0]!r} ({len(cut)} like it) is cut by tensor or expert parallelism, so the "
-            "first rank holds only a part of it. Leave rank0_only out, or use layerzero.full_state_dict(model)"
+            f"{subject}: parameter {cut[0]!r} ({len(cut)} like it) is sharded by tensor or expert parallelism, so the "
+            "first rank has only a part of it. Leave rank0_only out, or use layerzero.full_state_dict(model)"
         )
 
 
@@ -183,7 +186,7 @@ def _refuse_dtensors(subject: str, members: Sequence[ManagedParam]) -> None:
         if model_parallel is not None and model_parallel.is_dtensor and model_parallel.mesh.device_type != "cpu":
             raise ValueError(
                 f"{subject}: parameter {member.name!r} is a DTensor on a mesh of {model_parallel.mesh.device_type} "
-                "devices, which cannot be in host memory. Leave offload_to_cpu out, or use "
+                "devices, so it cannot be in host memory. Leave offload_to_cpu out, or use "
                 "layerzero.full_state_dict(model)"
             )
 
@@ -191,7 +194,7 @@ def _refuse_dtensors(subject: str, members: Sequence[ManagedParam]) -> None:
 def _final_gradients(
     runtime: LayerZeroState, subject: str, members: Sequence[ManagedParam]
 ) -> dict[ManagedParam, Tensor]:
-    """Return the sharded ``.grad`` of the members that have one."""
+    """Return the sharded ``.grad`` of the members that have a gradient."""
     runtime.gradients.apply_user_grads()  # raises if a backward has failed
     found = {}
     for member in members:
@@ -225,7 +228,7 @@ def _write_back(
     shown: Mapping[ManagedParam, nn.Parameter],
     options: _Options,
 ) -> None:
-    """Copy this rank's rows of full parameters, and of their gradients, into masters and sharded gradients."""
+    """Copy this rank's rows of full parameters and their gradients to masters and sharded gradients."""
     handles = [handle for handle in runtime.handles if not set(members).isdisjoint(handle.members)]
     runtime.refreshes.before_master_write(handles)
     for member in members:
@@ -256,7 +259,7 @@ def _write_back(
 
 
 def _from_first(runtime: LayerZeroState, member: ManagedParam, full: Tensor | None) -> Tensor:
-    """Broadcast the full tensor of the first rank; `full` is None on the other ranks."""
+    """Broadcast the full tensor of the first rank. On the other ranks, `full` is None."""
     sent = torch.empty(member.spec.true_shape, dtype=member.master.dtype, device=member.spec.mesh_info.device)
     if full is not None:
         sent.copy_(full)
@@ -268,25 +271,25 @@ def _from_first(runtime: LayerZeroState, member: ManagedParam, full: Tensor | No
 def full_precision(model: nn.Module) -> Iterator[None]:
     """Context manager in which forwards compute with parameters in the masters' precision, gathered unit by unit.
 
-    Use this to evaluate as a single process in fp32 would, without memory for the full model, which :func:`unsharded`
-    takes. This is the counterpart of FSDP1's ``FSDP_USE_FULL_PREC_IN_EVAL``. Each unit is gathered from the ZeRO-1
-    shards of all data-parallel ranks before its forward (4 bytes per element for fp32, ``unshard`` in :func:`traffic`)
-    and freed after it. `prefetch` units are gathered ahead. Units whose compute dtype is that of the masters are
-    gathered as usual.
+    Use this context to evaluate like a single process in fp32. Unlike :func:`unsharded`, it does not need memory for
+    the full model. It is the counterpart of FSDP1's ``FSDP_USE_FULL_PREC_IN_EVAL``. Each unit is gathered from the
+    ZeRO-1 shards of all data-parallel ranks before its forward (4 bytes per element for fp32, ``unshard`` in
+    :func:`traffic`) and freed afterwards. `prefetch` units are gathered ahead. Units whose compute dtype equals that of
+    the masters are gathered as usual.
 
-    Inputs that `mp_policy` would cast are cast to the dtype of the unit's parameters there, and outputs are not cast to
-    a narrower one. Buffers that `buffer_dtype` has cast have their original dtype, but their values stay rounded.
-    Forwards must be under ``torch.no_grad()``. All ranks must enter the context together, between passes, and call the
-    same units in the same order, even if they share memory. Training afterwards is bitwise the same as without the
-    evaluation.
+    Inputs that `mp_policy` would cast are cast to the dtype of the unit's parameters in this context. Outputs are not
+    cast to a narrower dtype. Buffers that `buffer_dtype` has cast have their original dtype, but their values stay
+    rounded. Forwards must be under ``torch.no_grad()``. All ranks must enter the context together, between passes, and
+    call the same units in the same order, even if they share memory. The context does not affect later training: its
+    results are bitwise equal.
 
     Args:
-        model: from :func:`layerzero.shard_model`.
+        model: a sharded model.
 
     Raises:
         ValueError: the class of a parameter has an all-gather extension.
         RuntimeError: the context is entered inside a backward, :func:`unsharded` or another ``full_precision`` of the
-            model; a forward with gradients or a backward runs inside the context; or ranks call units in different
+            model. Or a forward with gradients or a backward runs inside the context. Or ranks call units in different
             orders.
 
     Example::
@@ -317,14 +320,14 @@ def _refuse_full_precision(runtime: LayerZeroState) -> None:
         raise RuntimeError(f"layerzero.full_precision was called inside {inside[0]}. Leave that context first")
     if in_backward():
         raise RuntimeError(
-            "layerzero.full_precision was called inside a backward, which needs the gathered weights. Call it "
-            "afterwards"
+            "layerzero.full_precision was called during a backward, which needs the gathered weights. Call it after "
+            "the backward"
         )
     if extended := [handle.members[0].name for handle in runtime.handles if handle.extension_bytes is not None]:
         raise ValueError(
-            f"layerzero.full_precision: parameter {extended[0]!r} ({len(extended)} like it) is of a class with an "
-            "all-gather extension, which decides itself in which precision it is gathered. Evaluate inside "
-            "layerzero.unsharded(model), which shows the masters"
+            f"layerzero.full_precision: parameter {extended[0]!r} ({len(extended)} like it) has an all-gather "
+            "extension, which determines the precision of its gathers. Evaluate inside layerzero.unsharded(model), "
+            "where parameters have the precision of the masters"
         )
 
 
@@ -333,15 +336,15 @@ def full_state_dict(
 ) -> dict[str, Tensor]:
     """Return the full state dict, with the names, shapes and tied entries of the unsharded model's ``state_dict()``.
 
-    Parameters are gathered one by one, in the masters' precision. All ranks must call this. Buffers that `buffer_dtype`
-    has cast are in their original dtype, with the cast values.
+    Parameters are gathered one at a time, in the masters' precision. All ranks must call this function. Buffers that
+    `buffer_dtype` has cast have their original dtype and the cast values.
 
     Args:
-        model: from :func:`layerzero.shard_model`, or a module that contains sharded models on the same ranks.
-        cpu: put the tensors into host memory.
-        rank0_only: only the first data-parallel rank gets the state; the other ranks get ``{}``.
-        trainable_only: return only parameters that require gradients, such as adapters without their base model, and no
-            buffers.
+        model: a sharded model, or a module that contains sharded models on the same ranks.
+        cpu: copy the tensors to host memory.
+        rank0_only: return the state on the first rank only, and ``{}`` on all other ranks.
+        trainable_only: return only parameters that require gradients, such as adapters without their base model.
+            Buffers are omitted.
 
     Raises:
         ValueError: `trainable_only` is set and ranks have frozen different parameters, or `model` contains sharded
@@ -352,7 +355,8 @@ def full_state_dict(
     if len({each.ranks.ranks for each in runtimes.values()}) > 1:
         ranks = ", ".join(f"{path!r} on ranks {list(each.ranks.ranks)}" for path, each in runtimes.items())
         raise ValueError(
-            f"full_state_dict: the sharded models inside are on different ranks: {ranks}. Call it for each of them"
+            f"full_state_dict: the module contains sharded models on different ranks: {ranks}. Call it for each of "
+            "these models"
         )
     by_parameter = {id(m.sharded): m for each in runtimes.values() for m in each.members.values()}
     refuse_rank_local("full_state_dict", (member.spec for member in by_parameter.values()), runtime.ranks.size)
@@ -367,7 +371,7 @@ def full_state_dict(
     for name, value in held.items():
         member = by_parameter.get(id(value))
         if member is None:
-            if isinstance(value, DTensor):  # of another framework; all of its ranks call this
+            if isinstance(value, DTensor):  # a DTensor of another framework, whose ranks all call this function
                 value = value.detach().full_tensor()  # type: ignore[attr-defined]  # noqa: PLW2901
             if keeps and isinstance(value, Tensor):
                 copy = value.detach().to(dtypes.get(id(value), value.dtype), copy=True)
@@ -378,14 +382,14 @@ def full_state_dict(
         if id(value) not in whole:
             gathered = _whole(member)
             whole[id(value)] = (gathered.cpu() if cpu else gathered) if keeps else gathered.new_empty(0)
-            del gathered  # frees it before the next one is gathered
+            del gathered  # frees its memory before the next parameter is gathered
         if keeps:
             state[name] = whole[id(value)]
     return state
 
 
 class IncompatibleKeys(NamedTuple):
-    """Names without a match in a load, in the form that torch's ``nn.Module.load_state_dict`` returns."""
+    """Names without a match in a load, in the form of the result of torch's ``nn.Module.load_state_dict``."""
 
     missing_keys: list[str]  # in the model, but not in the state dict
     unexpected_keys: list[str]  # in the state dict, but not in the model
@@ -396,20 +400,20 @@ def load_full_state_dict(
 ) -> IncompatibleKeys:
     """Load a state dict from :func:`full_state_dict`, or from the unsharded model's ``state_dict()``.
 
-    All ranks get the state of the first data-parallel rank; the other ranks may pass ``{}`` or None. All ranks must
-    call this. Optimizer state is not changed. For a tied parameter, one of its names is enough.
+    All ranks load the state of the first rank. The other ranks may pass ``{}`` or None. All ranks must call this
+    function. Optimizer state is not changed. For a tied parameter, one of its names is sufficient.
 
     Args:
-        model: from :func:`layerzero.shard_model`.
+        model: a sharded model.
         state_dict: full tensors by name.
-        strict: raise for missing or unexpected names; otherwise load the names that match.
+        strict: raise for missing or unexpected names. Otherwise load the names that match.
 
     Returns:
-        The missing and unexpected names, the same on all ranks.
+        The missing and unexpected names, which are equal on all ranks.
 
     Raises:
-        ValueError: names are missing or unexpected, or shapes are wrong. The message lists all of them, and nothing is
-            changed. The other ranks raise RuntimeError with the same text.
+        ValueError: names are missing or unexpected, or shapes are wrong. The message lists all of them, and the model
+            is not changed. The other ranks raise RuntimeError with the same text.
     """
     runtime = get_state(model)
     model_ranks = runtime.ranks
@@ -417,7 +421,7 @@ def load_full_state_dict(
     first = model_ranks.is_first
     state = dict(state_dict or {}) if first else {}
     targets = model.state_dict(keep_vars=True)
-    names_of: dict[int | str, list[str]] = {}  # by target; several for a tied one
+    names_of: dict[int | str, list[str]] = {}  # by target; a tied parameter has several names
     for name, target in targets.items():
         names_of.setdefault(id(target) if isinstance(target, Tensor) else name, []).append(name)
     missing = [n for names in names_of.values() if not state.keys() & set(names) for n in names]
@@ -442,7 +446,7 @@ def load_full_state_dict(
             if first:
                 whole.copy_(next(state[name] for name in reversed(names) if name in state))
             model_ranks.broadcast(whole)
-            if member is None and isinstance(target, DTensor):  # of another framework
+            if member is None and isinstance(target, DTensor):  # a DTensor of another framework
                 target.copy_(distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None))
             elif member is None:
                 target.copy_(whole)
@@ -469,7 +473,7 @@ def _misshapen(targets: Mapping[str, object], state: Mapping[str, object]) -> li
 
 
 def _of_first_rank(left_out: IncompatibleKeys, model_ranks: ModelRanks) -> list[list[str]]:
-    """Broadcast the names of the first rank, which alone has the state dict."""
+    """Broadcast the names from the first rank, the only rank with the state dict."""
     if model_ranks.size == 1:
         return list(left_out)
     text = json.dumps(left_out).encode()
@@ -489,7 +493,7 @@ def _whole(member: ManagedParam) -> Tensor:
 def _agreed_edits(
     runtime: LayerZeroState, shown: Mapping[ManagedParam, nn.Parameter], options: _Options
 ) -> dict[ManagedParam, nn.Parameter]:
-    """Return the parameters that the model holds now in place of those `shown`.
+    """Return the parameters that have replaced `shown` in the model.
 
     Raise on all ranks if ranks with the same part of a parameter have made different changes, or if a rank has assigned
     a tensor of another shape.
@@ -520,7 +524,7 @@ def _grouped(
     value_of: Callable[[ManagedParam], object],
     suffix: str = "",
 ) -> dict[str, dict[str, object]]:
-    """Return values by parameter name, in one group per mesh and model-parallel part, for :func:`require_equal`."""
+    """Return values by parameter name for :func:`require_equal`, in one group per mesh and model-parallel part."""
     meshes = list(dict.fromkeys(unit.mesh_info for unit in runtime.units))
     groups: dict[str, dict[str, object]] = {}
     for member in members:
@@ -537,13 +541,13 @@ def _show(parameters: Mapping[ManagedParam, nn.Parameter]) -> None:
 
 
 def _edited(member: ManagedParam, shown: nn.Parameter) -> nn.Parameter:
-    """Return the parameter that the model holds now in place of `shown`; the user may have assigned another one."""
+    """Return `shown`, or the parameter that the user has assigned in its place."""
     found = [parameters.get(attribute) for parameters, attribute in member.module_refs]
     others = {id(parameter): parameter for parameter in found if parameter is not shown}
     if len(others) > 1:
         raise ValueError(
-            f"{member.name!r} is tied in {len(found)} places, which hold different tensors inside unsharded. Change it "
-            "in place, or assign the same parameter in all of them"
+            f"{member.name!r} is tied in {len(found)} places, which have different tensors inside unsharded. Change it "
+            "in place, or assign the same parameter in all of these places"
         )
     parameter: nn.Parameter | None = next(iter(others.values()), shown)
     tensors = (None,) if parameter is None else tuple(t for t in (parameter, parameter.grad) if t is not None)
@@ -551,7 +555,8 @@ def _edited(member: ManagedParam, shown: nn.Parameter) -> nn.Parameter:
         if tensor is None or tuple(tensor.shape) != member.spec.true_shape:
             shape = None if tensor is None else list(tensor.shape)
             raise ValueError(
-                f"{member.name!r} must keep its shape {list(member.spec.true_shape)} inside unsharded, got {shape}"
+                f"{member.name!r} must have its original shape {list(member.spec.true_shape)} inside unsharded, got "
+                f"{shape}. Assign a tensor of that shape"
             )
     assert parameter is not None
     return parameter

@@ -1,4 +1,4 @@
-"""Settings of :func:`layerzero.shard_model`, and their validation."""
+"""Settings of :func:`layerzero.shard_model` and their validation."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ACCUMULATIONS = ("sharded", "full")
 SHARED_MEMORY_MODES = ("auto", "off")
 OFFLOADS = ("offload_grads", "offload_optimizer", "offload_params")
 _CODEC = ("nbytes", "encode", "decode")
-AUTO = "auto"  # units: those that the model declares
-UNSUPPORTED = "unsupported"  # ignored_params: frozen parameters that cannot be sharded
+AUTO = "auto"  # value of units: the blocks that the model declares
+UNSUPPORTED = "unsupported"  # value of ignored_params: frozen parameters that cannot be sharded
 
 # Callable[..., bool] is an FSDP1 policy. A list inside the iterable is one unit of several modules.
 _UnitEntry = type[nn.Module] | str | nn.Module | Iterable[nn.Module | str]
@@ -76,15 +76,15 @@ class LayerZeroConfig:
     def from_yaml(cls, path: str | os.PathLike[str]) -> LayerZeroConfig:
         """Read the settings from a YAML file (needs ``pip install PyYAML``).
 
-        The names in the file are those of the fields. Dtypes are ``bf16``, ``fp16``, ``fp32`` or torch's names.
-        `mp_policy` maps the fields of a MixedPrecisionPolicy to values. `units` and `ignored_modules` list names of
-        modules or of their classes. `gather_codec` can be ``float8_rows``. The names of MindSpeed's LayerZeRO are also
-        accepted: ``transformer_layers``, ``param_dtype``, ``reduce_dtype``, ``autocast_input``, ``autocast_output``
-        (fp32 outputs), and ``forward_prefetch`` with ``backward_prefetch``.
+        The names in the file are the field names of this class. Dtypes are ``bf16``, ``fp16``, ``fp32`` or torch's
+        names. `mp_policy` maps the fields of a MixedPrecisionPolicy to values. `units` and `ignored_modules` are lists
+        of names of modules or of their classes. `gather_codec` can be ``float8_rows``. The names of MindSpeed's
+        LayerZeRO are also accepted: ``transformer_layers``, ``param_dtype``, ``reduce_dtype``, ``autocast_input``,
+        ``autocast_output`` (fp32 outputs), and ``forward_prefetch`` with ``backward_prefetch``.
 
         Raises:
-            TypeError, ValueError: an entry is unknown, invalid, given twice, or not supported here, such as
-                ``ckpt_load_path``. The message names the entry and the file. No entry is ignored.
+            TypeError, ValueError: an entry is unknown, invalid, duplicated, or not supported, such as
+                ``ckpt_load_path``. The message names the entry and the file. All entries are checked.
 
         Example::
 
@@ -109,7 +109,7 @@ class LayerZeroConfig:
         if self.zero3_size is not None and (not isinstance(self.zero3_size, int) or isinstance(self.zero3_size, bool)):
             raise TypeError(f"zero3_size must be an int or None, got {self.zero3_size!r}")
         if self.zero3_size is not None and self.zero3_size < 1:
-            raise ValueError(f"zero3_size={self.zero3_size}; use the number of ranks of a node, at least 1")
+            raise ValueError(f"zero3_size={self.zero3_size} is not positive. Use the number of ranks of a node")
         if not callable(self.mp_policy):
             _check_policy(self.mp_policy, "mp_policy")
         _check_dtypes({"replica_reduce_dtype": self.replica_reduce_dtype, "buffer_dtype": self.buffer_dtype})
@@ -119,16 +119,18 @@ class LayerZeroConfig:
         if factor is not None and not 0 < factor < float("inf"):
             raise ValueError(f"gradient_divide_factor must be positive and finite, got {factor}")
         if not callable(self.accumulation) and self.accumulation not in ACCUMULATIONS:
-            raise ValueError(f"accumulation={self.accumulation!r}; use one of {ACCUMULATIONS} or a callable")
+            raise ValueError(
+                f"accumulation={self.accumulation!r} is not supported. Use one of {ACCUMULATIONS} or a callable"
+            )
         if self.shared_memory not in SHARED_MEMORY_MODES:
-            raise ValueError(f"shared_memory={self.shared_memory!r}; use one of {SHARED_MEMORY_MODES}")
+            raise ValueError(f"shared_memory={self.shared_memory!r} is not supported. Use one of {SHARED_MEMORY_MODES}")
         for name in (*OFFLOADS, "pin_memory", "sync_module_states"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         if not self.pin_memory and not any(getattr(self, name) for name in OFFLOADS):
             raise ValueError(
-                f"pin_memory=False is about the host memory of {', '.join(OFFLOADS)}, and none of them is on: set one "
-                "of them, or leave pin_memory out"
+                f"pin_memory=False applies to the host memory of {', '.join(OFFLOADS)}, but none of them is set. Set "
+                "one of them, or leave pin_memory out"
             )
         if not callable(self.reshard_after_forward):
             _check_reshards(self.reshard_after_forward, "reshard_after_forward")
@@ -136,11 +138,11 @@ class LayerZeroConfig:
         has_methods = all(callable(getattr(codec, each, None)) for each in _CODEC)
         if codec is not None and (isinstance(codec, type) or not has_methods):
             raise TypeError(
-                f"gather_codec must be an object with the methods {', '.join(_CODEC)} of layerzero.GatherCodec, as "
-                f"layerzero.Float8Rows() is, got {codec!r}"
+                f"gather_codec must be an object with the methods {', '.join(_CODEC)} of layerzero.GatherCodec, such "
+                f"as layerzero.Float8Rows(), got {codec!r}"
             )
         if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
-            raise ValueError(f"prefetch must be an int >= 0 (units gathered ahead), got {self.prefetch!r}")
+            raise ValueError(f"prefetch must be an int >= 0 (number of units gathered ahead), got {self.prefetch!r}")
 
     def accumulation_of(self, name: str, module: nn.Module) -> str:
         """Return the accumulation mode of a unit, ``"sharded"`` or ``"full"``."""
@@ -148,7 +150,7 @@ class LayerZeroConfig:
             return self.accumulation
         chosen = self.accumulation(name, module)
         if chosen not in ACCUMULATIONS:
-            raise ValueError(f"accumulation({name!r}, module) returned {chosen!r}; use one of {ACCUMULATIONS}")
+            raise ValueError(f"accumulation({name!r}, module) returned {chosen!r}. Return one of {ACCUMULATIONS}")
         return chosen
 
     def policy_of(self, name: str, module: nn.Module) -> MixedPrecisionPolicy:
@@ -156,31 +158,31 @@ class LayerZeroConfig:
         if isinstance(self.mp_policy, MixedPrecisionPolicy):
             return self.mp_policy
         chosen = self.mp_policy(name, module)
-        _check_policy(chosen, f"what mp_policy({name!r}, module) returns")
+        _check_policy(chosen, f"the result of mp_policy({name!r}, module)")
         return chosen
 
     def reshards(self, name: str, module: nn.Module, zero3_size: int) -> bool | int:
         """Return whether a unit is resharded after its forward.
 
-        The result is True, False, or an int k with 1 < k < `zero3_size`. An int means that k ranks keep post-forward
-        shards, from which the backward gathers.
+        The result is True, False, or an int k with 1 < k < `zero3_size`. An int means that the backward gathers from
+        the post-forward shards of k ranks.
 
         Raises:
             ValueError: k does not divide `zero3_size`.
         """
         chosen, what = self.reshard_after_forward, "reshard_after_forward"
         if callable(chosen):
-            chosen, what = chosen(name, module), f"what reshard_after_forward({name!r}, module) returns"
+            chosen, what = chosen(name, module), f"the result of reshard_after_forward({name!r}, module)"
             _check_reshards(chosen, what)
         if isinstance(chosen, bool):
             return chosen
-        if zero3_size == 1:  # nothing is gathered, so that any number of ranks is accepted
+        if zero3_size == 1:  # there are no gathers, so any number of ranks is accepted
             return True
         if zero3_size % chosen:
             divisors = [ranks for ranks in range(1, zero3_size + 1) if zero3_size % ranks == 0]
             raise ValueError(
                 f"{what} is {chosen}, which does not divide the zero3_size={zero3_size} ranks that share the weights "
-                f"of unit {name!r}; use one of {divisors}, where {zero3_size} means True and 1 False"
+                f"of unit {name!r}. Use one of {divisors}, where {zero3_size} means True and 1 means False"
             )
         return chosen == zero3_size if chosen in (1, zero3_size) else chosen
 
@@ -234,9 +236,9 @@ class LayerZeroConfig:
 
 
 def _told(codec: GatherCodec | None) -> str | None:
-    """Return text that identifies a codec and is the same in all processes; None if there is no codec.
+    """Return text that identifies a codec and is equal in all processes. Return None if there is no codec.
 
-    The text is the class name; for a dataclass, it includes the fields that are numbers, strings or dtypes.
+    The text is the class name. For a dataclass, it also includes the fields that are numbers, strings or dtypes.
     """
     if codec is None:
         return None
@@ -249,7 +251,7 @@ def _check_policy(policy: object, what: str) -> None:
     if not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(
             f"{what} must be a torch.distributed.fsdp.MixedPrecisionPolicy, or a callable(name, module) that returns "
-            f"one for each unit, got {type(policy).__name__}"
+            f"a policy for each unit, got {type(policy).__name__}"
         )
     dtypes = {"param_dtype": policy.param_dtype, "reduce_dtype": policy.reduce_dtype}
     dtypes["output_dtype"] = policy.output_dtype
@@ -265,8 +267,8 @@ def _check_dtypes(dtypes: dict[str, Any]) -> None:
 def _check_reshards(value: object, what: str) -> None:
     if not isinstance(value, int):
         raise TypeError(
-            f"{what} must be a bool, the number of ranks that keep a unit between them until its backward, or a "
+            f"{what} must be a bool, the number of ranks that a unit is sharded over until its backward, or a "
             f"callable(name, module) that returns one of these for each unit, got {value!r}"
         )
     if value < 1 and not isinstance(value, bool):
-        raise ValueError(f"{what} is {value}; use a divisor of zero3_size, at least 1, or True or False")
+        raise ValueError(f"{what} is {value}, which is not positive. Use a divisor of zero3_size, True or False")

@@ -31,14 +31,14 @@ _PREFETCH = ("forward_prefetch", "backward_prefetch")
 
 
 def read_settings(path: str | os.PathLike[str], known: tuple[str, ...]) -> dict[str, Any]:
-    """Read a YAML file, and return its settings as arguments for :class:`layerzero.LayerZeroConfig`.
+    """Read a YAML file and return its settings as arguments for :class:`layerzero.LayerZeroConfig`.
 
     Args:
         path: YAML file to read.
         known: names of the accepted settings, in addition to MindSpeed's names.
 
     Raises:
-        ValueError: a name or value is invalid or not supported here. The message names the setting and the file.
+        ValueError: a name or value is invalid or not supported. The message names the setting and the file.
     """
     content = read_yaml(Path(path))
     try:
@@ -48,7 +48,7 @@ def read_settings(path: str | os.PathLike[str], known: tuple[str, ...]) -> dict[
 
 
 def has_names_of_mindspeed(path: str | os.PathLike[str]) -> bool:
-    """Return whether the file uses MindSpeed's names. If so, its `zero3_size` also counts tensor-parallel ranks."""
+    """Return whether the file uses MindSpeed's names, for which `zero3_size` also counts tensor-parallel ranks."""
     return not read_yaml(Path(path)).keys().isdisjoint({*_TRANSLATIONS, *_PREFETCH})
 
 
@@ -64,12 +64,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ModuleNotFoundError("reading settings from YAML needs PyYAML: pip install PyYAML") from error
 
     class Strict(yaml.SafeLoader):  # type: ignore[misc]
-        """YAML loader for plain data that raises if a name is given twice, instead of using the last value."""
+        """YAML loader for plain data that raises for duplicate names instead of using the last value."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             names = [self.construct_object(key, deep=True) for key, _ in node.value]
             if twice := sorted({str(name) for name in names if names.count(name) > 1}):
-                raise ValueError(f"{path}: {', '.join(twice)} given twice")
+                raise ValueError(f"{path}: {', '.join(twice)} given twice. Remove one of the entries")
             mapping: dict[Any, Any] = super().construct_mapping(node, deep)
             return mapping
 
@@ -78,7 +78,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold names and values, got {type(content).__name__}")
+        raise ValueError(f"{path} must contain a mapping of names to values, got {type(content).__name__}")
     return content
 
 
@@ -90,7 +90,7 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
     of_mindspeed = {*_TRANSLATIONS, *_PREFETCH}
     accepted = {*known, *of_mindspeed}
     if unknown := sorted(str(name) for name in content if name not in accepted):
-        raise ValueError(f"unknown settings {', '.join(unknown)}; known are {', '.join(sorted(accepted))}")
+        raise ValueError(f"unknown settings {', '.join(unknown)}. Use only {', '.join(sorted(accepted))}")
     settings = {name: value for name, value in content.items() if name not in of_mindspeed}
     theirs = {name: value for name, value in content.items() if name in of_mindspeed}
     for name in ("replica_reduce_dtype", "buffer_dtype"):
@@ -100,7 +100,9 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
         settings["shared_memory"] = "off"
     if isinstance(word := settings.get("gather_codec"), str):
         if word != "float8_rows":
-            raise ValueError(f"gather_codec is {word!r}; a file can say float8_rows, others are given to shard_model")
+            raise ValueError(
+                f"gather_codec is {word!r}, but a file supports only float8_rows. Pass other codecs to shard_model"
+            )
         settings["gather_codec"] = Float8Rows()
     policy = _policy(settings.pop("mp_policy", None))
     for name, translate in _TRANSLATIONS.items():
@@ -109,10 +111,10 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
     if "transformer_layers" in theirs:  # a MindSpeed file, so that its defaults apply
         for name in ("param_dtype", "reduce_dtype"):
             if name not in policy:
-                _log.info("%s is not given: torch.float16, MindSpeed's default", name)
+                _log.info("%s is not given. Using torch.float16, MindSpeed's default", name)
         policy = {"param_dtype": torch.float16, "reduce_dtype": torch.float16, **policy}
         policy.setdefault("cast_forward_inputs", True)
-        policy.setdefault("output_dtype", torch.float32)  # autocast_output is on unless it is turned off
+        policy.setdefault("output_dtype", torch.float32)  # autocast_output is true by default
     _set_prefetch(theirs, settings)
     if policy:
         settings["mp_policy"] = MixedPrecisionPolicy(**policy)
@@ -125,7 +127,7 @@ def _policy(value: Any) -> dict[str, Any]:
     if isinstance(value, MixedPrecisionPolicy):  # settings from Python instead of a file
         return {name: getattr(value, name) for name in _POLICY}
     if not isinstance(value, dict) or not set(value) <= set(_POLICY):
-        raise ValueError(f"mp_policy must hold {', '.join(_POLICY)}, got {value!r}")
+        raise ValueError(f"mp_policy must be a mapping with the names {', '.join(_POLICY)}, got {value!r}")
     return {name: each if name == "cast_forward_inputs" else _dtype(name, each) for name, each in value.items()}
 
 
@@ -134,18 +136,18 @@ def _dtype(name: str, value: Any) -> torch.dtype | None:
 
 
 def dtype_named(name: str, value: Any) -> torch.dtype:
-    """Return the dtype that a setting's value names.
+    """Return the dtype that the value of a setting names.
 
     Args:
         name: name of the setting, for the error message.
         value: a dtype, or the name of a dtype.
 
     Raises:
-        ValueError: `value` names no supported dtype.
+        ValueError: `value` does not name a supported dtype.
     """
     found = _DTYPES.get(str(value).removeprefix("torch."))
     if found is None:
-        raise ValueError(f"{name} is {value!r}; use one of {', '.join(_DTYPES)}")
+        raise ValueError(f"{name} is {value!r}, which is not a supported dtype. Use one of {', '.join(_DTYPES)}")
     return found
 
 
@@ -157,7 +159,7 @@ def _bool(name: str, value: Any) -> bool:
 
 def _set_units(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
     if "units" in settings:
-        raise ValueError("give units or transformer_layers, which mean the same")
+        raise ValueError("units and transformer_layers are both given, but they mean the same. Use only one of them")
     if value is not None and not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
         raise ValueError(f"{name} must be a list of class names, got {value!r}")
     settings["units"] = value
@@ -165,7 +167,7 @@ def _set_units(name: str, value: Any, settings: dict[str, Any], policy: dict[str
 
 def _set_dtype(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
     if name in policy:
-        raise ValueError(f"{name} is given twice, beside and inside mp_policy")
+        raise ValueError(f"{name} is given twice, outside and inside mp_policy. Remove one of the entries")
     policy[name] = _dtype(name, value)
 
 
@@ -180,8 +182,9 @@ def _set_output(name: str, value: Any, settings: dict[str, Any], policy: dict[st
 def _refuse_path(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
     if value is not None:
         raise ValueError(
-            f"{name} is {value!r}, but settings load nothing: leave it out, and call layerzero.checkpoint.load(path, "
-            "model, optimizer) after shard_optimizer. MindSpeed's own checkpoints, which are pickled, cannot be read"
+            f"{name} is {value!r}, but settings cannot load a checkpoint. Leave it out, and call "
+            "layerzero.checkpoint.load(path, model, optimizer) after shard_optimizer. MindSpeed's pickled checkpoints "
+            "are not supported"
         )
 
 
@@ -189,36 +192,43 @@ def _set_prefetch(theirs: Mapping[str, Any], settings: dict[str, Any]) -> None:
     if not theirs.keys() & _PREFETCH:
         return
     if "prefetch" in settings:
-        raise ValueError("give prefetch, or forward_prefetch and backward_prefetch")
+        raise ValueError(
+            "prefetch is given with forward_prefetch or backward_prefetch, which set the same. Use only prefetch, or "
+            "only forward_prefetch and backward_prefetch"
+        )
     backward = theirs.get("backward_prefetch", "BACKWARD_PRE" if theirs.get("forward_prefetch") is True else None)
     if backward not in (None, "BACKWARD_PRE"):
         raise ValueError(
-            f"backward_prefetch is {backward!r}; layerzero gathers the next unit before it computes one "
-            "(BACKWARD_PRE), or never ahead (null, with forward_prefetch: false)"
+            f"backward_prefetch is {backward!r}, which is not supported. Use BACKWARD_PRE to gather the next unit "
+            "before the current unit computes, or null with forward_prefetch: false for no prefetch"
         )
     forward = _bool("forward_prefetch", theirs.get("forward_prefetch", backward is not None))
     if forward != (backward is not None):
         raise ValueError(
-            f"forward_prefetch is {forward} and backward_prefetch {backward!r}, but layerzero has one depth for both: "
-            "use true and BACKWARD_PRE, or false and null"
+            f"forward_prefetch is {forward} and backward_prefetch is {backward!r}, but layerzero has one setting for "
+            "both. Use true and BACKWARD_PRE, or false and null"
         )
     settings["prefetch"] = int(forward)
 
 
 def _refuse_init(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
     if value is not None:
-        raise ValueError(f"{name} is {value!r}, but a file holds no functions: give it to layerzero.shard_model")
+        raise ValueError(f"{name} is {value!r}, but a file cannot contain functions. Pass it to layerzero.shard_model")
 
 
 def _refuse_unlimited(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
     if not _bool(name, value):
-        raise ValueError(f"{name} is false, but layerzero gathers as many units ahead as prefetch says, and no more")
+        raise ValueError(
+            f"{name} is false, but layerzero always limits the units that are gathered ahead. Leave it out, and set "
+            "prefetch"
+        )
 
 
 def _refuse_late_reduction(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
     if value != "BACKWARD_PRE":
         raise ValueError(
-            f"{name} is {value!r}; layerzero reduces a unit's gradients while the next unit computes (BACKWARD_PRE)"
+            f"{name} is {value!r}, but layerzero always reduces a unit's gradients while the next unit computes. Use "
+            "BACKWARD_PRE, or leave it out"
         )
 
 

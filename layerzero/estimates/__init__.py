@@ -1,1 +1,1 @@
-"""Memory and traffic by formula, from specs without tensors."""
+"""Predictions of memory and traffic from specs without tensors."""

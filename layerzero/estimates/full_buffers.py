@@ -1,8 +1,7 @@
-"""Simulation of the full buffers of a step on the meta device, which gives their memory.
+"""Simulation of the full buffers of a step on the meta device, to predict their memory.
 
-Units are gathered and freed in the order of their registration, nested units inside their parents, with `prefetch`
-units gathered ahead. The storages of full buffers are allocated, cached and freed by the same `FullBufferPool` as in
-training.
+Units are gathered and freed in the order of their registration, nested units inside their parents, and `prefetch` units
+are gathered ahead. The same `FullBufferPool` as in training allocates, caches and frees the storages of full buffers.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from layerzero.estimates.specs import UnitSpec
 
 __all__ = ["FullBufferEstimate", "simulate_full_buffers"]
 
-_STEPS = 3  # the first step knows no order, so its forward does not prefetch; the last one repeats the second
+_STEPS = 3  # the first forward has no recorded order and does not prefetch; the last step repeats the second
 
 
 class FullBufferEstimate(NamedTuple):
@@ -29,7 +28,7 @@ class FullBufferEstimate(NamedTuple):
 
 
 def simulate_full_buffers(units: Sequence[UnitSpec], prefetch: int) -> FullBufferEstimate:
-    """Simulate the full buffers of `units`, the root first, in steps of one forward and one backward."""
+    """Simulate the full buffers of `units` in steps of one forward and one backward. The root must be first."""
     stage = _Stage(units, prefetch)
     for step in range(_STEPS):
         stage.prefetch = prefetch if step else 0
@@ -134,7 +133,7 @@ class _Stage:
 
 
 def _on_mesh_of(unit: UnitSpec, others: Iterable[UnitSpec]) -> list[UnitSpec]:
-    """Return the units that may be prefetched when `unit` is called: those with the same traits as `unit`."""
+    """Return the units that may be prefetched when `unit` is called: the units with the same traits as `unit`."""
     return [other for other in others if other.traits == unit.traits]
 
 
@@ -143,7 +142,7 @@ def _storages(sizes: Sequence[int]) -> list[tuple[UntypedStorage, int]]:
 
 
 def _nested(units: Sequence[UnitSpec]) -> dict[UnitSpec, list[UnitSpec]]:
-    """Return the units directly inside each unit, in order."""
+    """Return the units that are directly inside each unit, in order."""
     inner: dict[UnitSpec, list[UnitSpec]] = {unit: [] for unit in units}
     for unit in units:
         around = [other for other in units if other is not unit and _contains(other.name, unit.name)]

@@ -1,4 +1,4 @@
-"""Prediction, by formula, of the memory and traffic of a rank from specs of its units."""
+"""Prediction of the memory and traffic of a rank from the specs of its units."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["MemoryEstimate", "estimate_memory", "held_bytes", "on_device", "pred
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Predicted bytes on a rank, without the optimizer's state."""
+    """Predicted bytes on a rank, without optimizer state."""
 
     kinds: dict[str, int]  # between two steps, by the kinds of `layerzero.MemoryReport`
     peak: int  # maximum on the device at any time in a step
@@ -28,8 +28,8 @@ def estimate_memory(units: Sequence[UnitSpec], config: LayerZeroConfig, *, scrat
     """Return the predicted memory of a rank.
 
     Args:
-        units: specs of all units on the rank, the root first.
-        scratch: bytes of the scratch buffers of reductions, which the result includes.
+        units: specs of all units on the rank. The root must be first.
+        scratch: bytes of the scratch buffers of reductions, which are included in the result.
     """
     kinds: Counter[str] = Counter()
     for unit in units:
@@ -43,16 +43,16 @@ def estimate_memory(units: Sequence[UnitSpec], config: LayerZeroConfig, *, scrat
 
 
 def held_bytes(units: Sequence[UnitSpec], config: LayerZeroConfig) -> int:
-    """Return the bytes on the device between two steps, without scratch buffers and the optimizer's state."""
+    """Return the bytes on the device between two steps, without scratch buffers and optimizer state."""
     of_handles = sum(on_device(_of_handle(handle, unit, config)) for unit in units for handle in unit.handles)
     return of_handles + _accumulators(units, config)[0]
 
 
 def predicted_traffic(units: Sequence[UnitSpec]) -> dict[str, list[int]]:
-    """Return the bytes that a rank sends in one call, by collective, as a list with one entry per participating handle.
+    """Return the bytes that a rank sends in one call, as a list with one entry per handle, by collective.
 
-    Reductions and refreshes are left out for handles whose ZeRO-1 shards differ in length, because their ranks send
-    different amounts.
+    Reductions and refreshes are omitted for handles whose ZeRO-1 shards have different lengths, because their ranks
+    send different numbers of bytes.
     """
     found: dict[str, list[int]] = {}
     for unit in units:

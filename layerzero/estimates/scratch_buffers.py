@@ -1,11 +1,12 @@
 """Number of scratch buffers that reductions use at once, by size.
 
-[Note: Counting buffers]
-Handles are reduced one after the other, and reduction_queue.py limits how many are in flight: at most `IN_FLIGHT` in
-hop 1 and in hop 2, and one more, which is launched before the host waits for the oldest. Gradients arrive in one unit
-after the other, and in the units that contain it, which complete last. So the buffers of each size are counted from the
-layouts alone, and all of them are allocated when the first is used. The memory of a model therefore does not depend on
-the speed of collectives. If more are in use at once (units whose backwards interleave), more are allocated.
+[Note: Number of scratch buffers]
+Handles are reduced one after the other, and reduction_queue.py limits the number of reductions in flight. There are at
+most `IN_FLIGHT` in hop 1 and in hop 2, and one more, which is launched before the host waits for the oldest. Gradients
+arrive in one unit after the other, and in the units that contain it, which complete last. Therefore the number of
+buffers of each size follows from the layouts. All of these buffers are allocated when the first is used, so the memory
+of a model does not depend on the speed of collectives. If the backwards of units interleave, more buffers may be in use
+at once and are then allocated.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from layerzero.layout.shard_grid import Extent
 
 __all__ = ["ScratchBuffers", "plan_scratch"]
 
-_UNREAD = 2  # buffers of a size that may still be read when the next gradients arrive
+_UNREAD = 2  # number of buffers of a size that may still be read when the next gradients arrive
 
 
 class ScratchBuffers(NamedTuple):
     """Number of scratch buffers in use at once, by size."""
 
     scratch: Counter[Size]
-    outgoing: Counter[Size]  # shared memory that hop 1 sends from; empty if memory is not shared
+    outgoing: Counter[Size]  # buffers in shared memory that hop 1 sends from; empty without shared memory
 
     def plus(self, more: ScratchBuffers) -> ScratchBuffers:
         """Return the sum with the buffers of handles on another mesh."""
@@ -38,21 +39,21 @@ class ScratchBuffers(NamedTuple):
 
 
 def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: RankTraits) -> ScratchBuffers:
-    """Count the scratch buffers of handles on one mesh; see [Note: Counting buffers]."""
+    """Return the number of scratch buffers of handles on one mesh; see [Note: Number of scratch buffers]."""
     in_node = where.in_node
     first, second = (most + 1 for most in IN_FLIGHT)
     trained = [each for each in handles if each.trainable and each.reduction_spec.stages]
     hop1 = [each for each in trained if each.reduction_spec.stages[0].collective is Collective.HOP1]
     plan = ScratchBuffers(Counter(), Counter())
     outgoing = plan.outgoing if in_node else plan.scratch
-    # Incoming gradients that are sent from the buffer in which they arrive.
+    # Incoming gradients that are sent from the buffer that they arrive in.
     landing = [
         each for each in trained if each.reduction_spec.incoming_extent is not each.reduction_spec.accumulator_extent
     ]
     for size, members in _by_size(landing, lambda each: each.incoming_numel).items():
         flying = _landing_at_once(members, handles) + first - 1
         outgoing[size] += min(len(members) + 1, flying + _UNREAD) if in_node else min(len(members), flying)
-    # Accumulated gradients that are copied in order to be sent, and buffers that receive.
+    # Accumulated gradients that are copied before they are sent, and receive buffers.
     for size, members in _by_size(
         [each for each in trained if each not in landing], lambda each: each.sent_numel
     ).items():
@@ -108,7 +109,7 @@ def _lent_in_place(handle: HandleSpec, config: LayerZeroConfig, *, in_node: bool
 
 
 def _landing_at_once(members: Sequence[HandleSpec], handles: Sequence[HandleSpec]) -> int:
-    """Return the number of `members` that get gradients at the same time: those of one unit and of units around it."""
+    """Return the number of `members` that get gradients at once: handles of one unit and of the units around it."""
     names = {each.unit for each in handles}
     around = {name for name in names if any(other != name and _contains(name, other) for other in names)}
     inner = Counter(each.unit for each in members if each.unit not in around)
@@ -120,7 +121,7 @@ def _contains(outer: str, inner: str) -> bool:
 
 
 def _received(handle: HandleSpec, stage: int, where: RankTraits) -> Size:
-    """Return the size of a stage's receive buffer: for all ranks' parts if this rank adds them, else for the sum."""
+    """Return the size of a stage's receive buffer: the parts of all ranks if this rank adds them, else the sum."""
     numel, collective, grid = handle.layout.numel, handle.reduction_spec.stages[stage], where.grid
     if collective.collective is Collective.HOP1:
         return numel if where.adds_hop1 else numel // grid.zero3_size, collective.wire_dtype

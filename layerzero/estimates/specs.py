@@ -22,12 +22,12 @@ __all__ = ["HandleSpec", "RankTraits", "UnitSpec", "specs_of"]
 
 @dataclass(frozen=True)
 class RankTraits:
-    """Position of a rank in the grid, and the properties of its backends that determine its memory."""
+    """Position of a rank in the grid, and the backend properties that determine its memory."""
 
     grid: ShardGrid
-    adds_hop1: bool  # hop 1 receives the part of each rank, which are added here, as on gloo; else it receives the sum
+    adds_hop1: bool  # True: this rank receives the parts of all ranks in hop 1 and adds them (gloo). False: the sum
     adds_hop2: bool  # the same for hop 2
-    on_device: bool  # an accelerator with its own streams and memory
+    on_device: bool  # the rank computes on an accelerator with its own streams and memory
     in_node: bool = False  # the ranks of the ZeRO-3 group share memory
     weights_in_host: bool = False  # ZeRO-3 shards are in host memory
 
@@ -52,20 +52,20 @@ class RankTraits:
 class HandleSpec:
     """Description of a handle without its tensors."""
 
-    unit: str  # name of its unit
-    kind: str  # description of its parameters, for messages
+    unit: str  # name of the unit
+    kind: str  # description of the parameters, for messages
     trainable: bool
     precision: Precision
     layout: FlatLayout
     reduction_spec: ReductionSpec
-    in_host: bool = False  # its master and final gradient are in host memory
+    in_host: bool = False  # the master and the final gradient are in host memory
     strided: tuple[int, ...] = ()  # bytes of each gathered parameter that is not contiguous
     coded: int = 0  # bytes that a gather of encoded shards receives
-    set_aside: bool = False  # its final gradient was kept across a backward; see device/gradient_storage.py
-    extension: GatheredBytes | None = None  # sizes of the all-gather extension of its only parameter
+    set_aside: bool = False  # the final gradient was preserved during a backward; see device/gradient_storage.py
+    extension: GatheredBytes | None = None  # bytes of the all-gather extension of the only parameter
 
     def keeps_sum(self, config: LayerZeroConfig) -> bool:
-        """Return whether hop 1 sends an accumulator that has permanent memory on this rank."""
+        """Return whether hop 1 sends from an accumulator that has permanent memory on this rank."""
         return (
             self.reduction_spec.incoming_extent is self.reduction_spec.accumulator_extent and not config.offload_grads
         )
@@ -80,7 +80,7 @@ class HandleSpec:
         return self.layout.numel, self.reduction_spec.stages[0].wire_dtype
 
     def gathered_sizes(self, where: RankTraits) -> tuple[int, ...]:
-        """Return the bytes of the full buffer and of each strided parameter, or those of an all-gather extension."""
+        """Return the bytes of the full buffer and of each strided parameter, or of the all-gather extension."""
         if self.extension is not None:
             return (*self.extension.received, *self.extension.made)
         return (self.layout.numel * self.precision.compute.itemsize if where.gathers else 0, *self.strided)
@@ -95,19 +95,19 @@ class UnitSpec:
     traits: RankTraits
     reshard_after_forward: (
         bool | int
-    )  # True: it is freed after its forward; an int: its backward gathers it among that many ranks
-    over: Hashable = None  # identifies the mesh that it is sharded over
+    )  # True: the unit is freed after its forward. An int: its backward gathers among that many ranks
+    over: Hashable = None  # identifies the mesh that the unit is sharded over
 
     @property
     def stays(self) -> bool:
         """True if the unit stays gathered between forward and backward.
 
-        On a device the root always stays gathered, because the backward needs it at once.
+        On a device, the root always stays gathered, because the backward starts with it.
         """
         return not self.reshard_after_forward or (self.traits.on_device and not self.name)
 
     def coded_of(self, handle: HandleSpec) -> int:
-        """Return the bytes of encoded weights that a handle needs during a gather, in addition to its full buffer."""
+        """Return the bytes of encoded weights that a handle needs during a gather besides its full buffer."""
         return handle.coded if self.traits.gathers else 0
 
     def kept_of(self, handle: HandleSpec) -> int:
@@ -129,7 +129,7 @@ class UnitSpec:
 
 
 def specs_of(units: Iterable[Unit]) -> list[UnitSpec]:
-    """Return the specs of existing units, whose layouts may have changed since they were planned."""
+    """Return the specs of existing units. Their layouts may have changed since the units were built."""
     units = tuple(units)
     in_node = any(handle.shared is not None for unit in units for handle in unit.handles)
     in_host = any(handle.in_host is not None for unit in units for handle in unit.handles)

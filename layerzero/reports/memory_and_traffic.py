@@ -24,37 +24,36 @@ class MemoryReport:
 
     Kinds on the device:
 
-    - ``zero1_shard``: masters; 0 if they are inside the ZeRO-3 shard
-    - ``zero3_shard``: compute weights
-    - ``full_buffer``: gathered units, and the post-forward shards of `reshard_after_forward`
-    - ``idle_buffer``: cached memory of full buffers that are freed; at most that of the root, one unit, the units
-      gathered ahead of it, and the units that stay gathered
-    - ``accumulator``: accumulated gradients
-    - ``gradient_shard``: final gradients; 0 if they are inside the accumulator, until a backward that begins without
-      zero_grad copies them
-    - ``reduce_buffer``: reused scratch buffers of gradients that arrive, are sent and are received
-    - ``optimizer``: optimizer state, measured only
+    - ``zero1_shard``: masters. 0 if they are inside the ZeRO-3 shard.
+    - ``zero3_shard``: compute weights.
+    - ``full_buffer``: gathered units, and the post-forward shards of `reshard_after_forward`.
+    - ``idle_buffer``: cached memory of freed full buffers. At most the memory of the root, one unit, the units that are
+      gathered ahead, and the units that stay gathered.
+    - ``accumulator``: accumulated gradients.
+    - ``gradient_shard``: final gradients. 0 if they are inside the accumulator. A backward that begins without
+      zero_grad copies them out of the accumulator.
+    - ``reduce_buffer``: reused scratch buffers for gradients that arrive, are sent and are received.
+    - ``optimizer``: optimizer state, which is only measured.
 
-    Kinds in host memory: ``host_accumulator`` with `offload_grads`; ``host_zero1_shard``, ``host_gradient_shard`` and
-    ``host_optimizer`` with `offload_optimizer`; ``host_zero3_shard`` with `offload_params`. The kinds on the device
-    that these replace are then 0.
+    Kinds in host memory: ``host_accumulator`` with `offload_grads`, ``host_zero1_shard``, ``host_gradient_shard`` and
+    ``host_optimizer`` with `offload_optimizer`, ``host_zero3_shard`` with `offload_params`. The corresponding kinds on
+    the device are then 0.
 
     If the ranks of a ZeRO-3 group share memory, each rank counts its own part: its ZeRO-3 shard, and the gradients that
-    other ranks read. These are in ``reduce_buffer``, and with ``accumulation="full"`` in ``accumulator``.
+    other ranks read. These gradients are in ``reduce_buffer``, or in ``accumulator`` with ``accumulation="full"``.
 
     Attributes:
-        predicted: bytes by formula, from layouts and settings. The prediction holds between two steps, from the second
-            step on, if units are called one after the other in the order of their registration. Measured
-            ``reduce_buffer`` may be larger if calls of units interleave (their gradients arrive at the same time) or
-            parameters were unfrozen. It is smaller before the first backward that reduces, because it is allocated on
-            first use.
-        measured: bytes of the storages that exist now.
-        predicted_peak: predicted maximum of bytes on the device during a step, including the measured bytes of the
-            optimizer.
+        predicted: bytes computed from layouts and settings. The prediction is valid between two steps, from the second
+            step on, if units are called one after the other in the order of their registration. The measured
+            ``reduce_buffer`` may be larger if calls of units interleave, so that their gradients arrive at the same
+            time, or if parameters were unfrozen. It is smaller before the first backward that reduces, because it is
+            allocated on first use.
+        measured: bytes of the storages that currently exist.
+        predicted_peak: predicted maximum of bytes on the device during a step, including the measured optimizer state.
         measured_peak: maximum of bytes on the device so far, as counted by the model's own pools. Activations and
             temporary allocations of torch or the optimizer are not included.
-        node: bytes of the shared memory of the ZeRO-3 group, as counted by the system: the parts of all ranks and some
-            pages of counters. Each rank reports the same number; 0 if memory is not shared.
+        node: bytes of the shared memory of the ZeRO-3 group, as counted by the operating system: the parts of all ranks
+            and the pages of counters. Each rank reports the same number. 0 if memory is not shared.
     """
 
     predicted: dict[str, int]
@@ -78,7 +77,7 @@ class MemoryReport:
         rows.append(("on the device", "", size(self.total)))
         rows.append(("peak of a step", size(self.predicted_peak), size(self.measured_peak)))
         if self.node:
-            rows.append(("shared by the node, in all", "", size(self.node)))
+            rows.append(("shared by the ZeRO-3 group", "", size(self.node)))
         return table(("memory of this rank", "predicted", "measured"), rows)
 
 
@@ -87,18 +86,18 @@ class TrafficReport:
     """Collectives and bytes that this rank has sent since the last reset.
 
     Attributes:
-        calls: number of calls by collective: ``gather``, ``regather`` (for a backward, among the number of ranks that
-            `reshard_after_forward` gives), ``hop1``, ``hop2``, ``refresh``, ``agree`` (one byte per parameter),
-            ``order`` (16 bytes whenever units are called in a new order), ``norm``, ``unshard``, ``broadcast``,
-            ``collect`` and ``hand_back`` (full parameters, to their owners and back, inside the ZeRO-3 group).
-            If the ranks of a ZeRO-3 group share memory, ``node_sum`` replaces ``hop1``, there are no gathers, and
-            ``hand_over`` counts the refreshes.
-        bytes: bytes sent, by collective; for ``node_sum``, bytes that this rank has read from other ranks' memory.
+        calls: number of calls by collective: ``gather``, ``regather`` (for a backward, among the number of ranks set by
+            `reshard_after_forward`), ``hop1``, ``hop2``, ``refresh``, ``agree`` (one byte per parameter), ``order`` (16
+            bytes whenever units are called in a new order), ``norm``, ``unshard``, ``broadcast``, ``collect`` and
+            ``hand_back`` (full parameters to their owners and back, inside the ZeRO-3 group). If the ranks of a ZeRO-3
+            group share memory, ``node_sum`` replaces ``hop1``, there are no gathers, and ``hand_over`` counts the
+            refreshes.
+        bytes: bytes sent, by collective. For ``node_sum``, bytes that this rank has read from other ranks' memory.
         bytes_by_axis: bytes sent, by axis: ``zero3`` (inside the ZeRO-3 group), ``replica`` (between replicas),
-            ``control`` (the few bytes of ``agree`` and ``order``, on the CPU), ``across`` (model-parallel axes, such as
-            those of tensor parallelism).
-        predicted: bytes by collective, for gathers, reductions and refreshes: by formula, for the same number of calls,
-            if all handles have been called equally often.
+            ``control`` (the bytes of ``agree`` and ``order``, on the CPU), ``across`` (model-parallel axes, such as the
+            tensor-parallel axis).
+        predicted: predicted bytes of gathers, reductions and refreshes, by collective, for the same number of calls.
+            Collectives whose handles were called unequally often are omitted.
     """
 
     calls: dict[str, int]
@@ -124,7 +123,7 @@ class TrafficReport:
 def memory(model: nn.Module) -> MemoryReport:
     """Return the predicted and measured bytes of a sharded model on this rank, by kind.
 
-    For a module that contains sharded models, the report holds sums over these models. The sum of their peaks is an
+    For a module that contains sharded models, the report contains sums over these models. The sum of their peaks is an
     upper bound of the peak.
 
     Example::
@@ -146,7 +145,7 @@ def memory(model: nn.Module) -> MemoryReport:
 
 
 def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return the sums of `counts` by key, in the order in which keys first occur."""
+    """Return the sums of `counts` by key. Keys are in the order of their first occurrence."""
     found: dict[str, int] = {}
     for each in counts:
         for key, count in each.items():
@@ -172,10 +171,10 @@ def _memory(runtime: LayerZeroState) -> MemoryReport:
 
 
 def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
-    """Return the calls and bytes that this rank has sent, by collective and axis; `reset` sets the counters to zero.
+    """Return the calls and bytes that this rank has sent, by collective and axis. `reset` sets the counters to zero.
 
     On an axis of n ranks, a ring or direct algorithm sends n-1 times this rank's shard for a gather or refresh, and
-    (n-1)/n of the buffer for hop 1 or hop 2. For a module that contains sharded models, the report holds sums over
+    (n-1)/n of the buffer for hop 1 or hop 2. For a module that contains sharded models, the report contains sums over
     these models.
     """
     reports = [_traffic(runtime, reset=reset) for runtime in get_states(model).values()]
@@ -206,7 +205,7 @@ def _traffic(runtime: LayerZeroState, *, reset: bool) -> TrafficReport:
 
 
 def _formulas(runtime: LayerZeroState, calls: Mapping[str, int]) -> dict[str, int]:
-    """Return the predicted bytes of each collective in `calls` that all of its handles have called equally often."""
+    """Return the predicted bytes of each collective in `calls` whose handles have all called it equally often."""
     found: dict[str, int] = {}
     for collective, places in predicted_traffic(specs_of(runtime.units)).items():
         rounds, rest = divmod(calls.get(collective, 0), len(places))
@@ -245,7 +244,7 @@ def measure(runtime: LayerZeroState) -> dict[str, int]:
 
 
 def _pools(runtime: LayerZeroState) -> list[BufferPool]:
-    """Return the pool of scratch buffers and, if it is a different one, the pool of buffers that hop 1 sends."""
+    """Return the pool of scratch buffers and, if it is a different pool, the pool of the buffers that hop 1 sends."""
     buffers = runtime.buffers
     return [buffers.scratch] if buffers.outgoing is buffers.scratch else [buffers.scratch, buffers.outgoing]
 

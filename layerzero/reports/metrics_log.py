@@ -1,4 +1,4 @@
-"""Memory, traffic and waiting times of a sharded model as flat numbers for a logger: :func:`metrics`."""
+"""Memory, traffic and wait times of a sharded model as named numbers for a logger: :func:`metrics`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ALONG = {  # collectives by the axis that runs them
 
 
 class Metrics(dict[str, float]):
-    """Numbers by flat names; ``str()`` formats them as a table with units."""
+    """Numbers by name. ``str()`` formats them as a table with units."""
 
     def __str__(self) -> str:
         rows = []
@@ -38,33 +38,34 @@ class Metrics(dict[str, float]):
 
 
 def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> Metrics:
-    """Return this rank's metrics since the last call, by flat names, for TensorBoard, W&B or a log.
+    """Return this rank's metrics since the last call, by name, for TensorBoard, W&B or a log.
 
-    Without `compare`, this does not communicate.
+    Without `compare`, this function does not communicate.
 
-    - ``layerzero/memory/KIND``: bytes held now, by the kinds of :class:`layerzero.MemoryReport`
+    - ``layerzero/memory/KIND``: currently allocated bytes, by the kinds of :class:`layerzero.MemoryReport`.
     - ``layerzero/bytes/AXIS``: bytes sent on ``zero3`` (inside the ZeRO-3 group), ``replica`` (between replicas),
-      ``control``, and ``across`` (model-parallel axes)
+      ``control``, and ``across`` (model-parallel axes).
     - ``layerzero/wait_seconds/COLLECTIVE``: seconds that the host has waited for ``gather``, ``regather``, ``hop1``,
-      ``hop2``, ``refresh``, ...; close to zero on devices, where streams wait instead. With shared memory,
-      ``hand_over`` replaces ``gather`` and ``refresh``: the wait until the other ranks have read the old weights and
-      written the new ones
+      ``hop2``, ``refresh``, ... They are close to zero on devices, where streams wait instead. With shared memory,
+      ``hand_over`` replaces ``gather`` and ``refresh``. It is the wait until the other ranks have read the old weights
+      and written the new weights.
     - ``layerzero/steps/taken``, ``layerzero/steps/skipped``: steps of the model's optimizers. A step counts as skipped
-      if gradients are discarded without a step, for example after a ``GradScaler`` has skipped the step
+      if gradients are discarded without a step, for example if a ``GradScaler`` skips the step.
 
     With `compare`, the result also has these numbers, which are equal on all ranks. They need collectives that the host
     waits for:
 
-    - ``layerzero/waited_for/rank_N``: median waiting time of the other ranks minus that of rank N, in seconds, for the
-      three ranks with the largest values. A rank that is regularly late waits least, because all others wait for it
-    - ``layerzero/transfer_seconds/AXIS/ranks_N_M_...``: shortest waiting time of any rank in a group, in seconds, for
-      the slowest group of each axis. It is the time of the transfer, because the rank that arrives last waits only for
-      the link
+    - ``layerzero/waited_for/rank_N``: median wait time of the other ranks minus the wait time of rank N, in seconds,
+      for the three ranks with the largest values. A rank that is regularly late waits least, because all other ranks
+      wait for it.
+    - ``layerzero/transfer_seconds/AXIS/ranks_N_M_...``: shortest wait time of any rank in a group, in seconds, for the
+      slowest group of each axis. It is the time of the transfer, because the rank that arrives last waits only for the
+      link.
 
     Args:
-        model: from :func:`layerzero.shard_model`.
+        model: a sharded model.
         reset: set the counters to zero, including those of :func:`layerzero.traffic`.
-        compare: also report stragglers and slow links. All ranks must then call this.
+        compare: also report stragglers and slow links. All ranks must then call this function.
 
     Example::
 
@@ -111,10 +112,10 @@ def _compared(runtime: LayerZeroState, counters: TrafficCounters) -> dict[str, f
 def waited_for(waited: Mapping[int, float]) -> dict[str, float]:
     """Return the lateness of the latest ranks in seconds, by metric name.
 
-    The lateness of a rank is the median waiting time of the other ranks minus that of the rank.
+    The lateness of a rank is the median wait time of the other ranks minus the wait time of the rank.
 
     Args:
-        waited: seconds that each rank has waited.
+        waited: seconds that each rank has waited, by rank.
     """
     late: dict[int, float] = {}
     for rank, own in waited.items():

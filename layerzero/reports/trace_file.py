@@ -23,8 +23,8 @@ __all__ = ["Trace", "TraceEvent", "trace"]
 
 _COMPUTE_ROW = "units"
 _SUMS_ROW = "sums, {} axis"
-_FORMAT = 1  # of the file's "layerzero" part
-_PATIENCE = 5.0  # seconds to wait for collectives in flight at process exit, if the traced code raised
+_FORMAT = 1  # format version of the file's "layerzero" part
+_PATIENCE = 5.0  # seconds to wait for collectives in flight at process exit if the traced code raised
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class TraceEvent:
     """One event on this rank's host. Times are microseconds since the trace began.
 
     Attributes:
-        kind: ``"begin"`` or ``"end"`` of a span, ``"launch"`` of a collective, ``"wait"`` for one, or ``"add"``: the
-            addition of received gradients.
-        name: name of the unit, ``"optimizer"``, or ``""`` if a collective belongs to no unit.
-        start, end: start and end of the event on the host; equal for the begin or end of a span.
+        kind: ``"begin"`` or ``"end"`` of a span, ``"launch"`` of a collective, ``"wait"`` for a collective, or
+            ``"add"``, the addition of received gradients.
+        name: name of the unit, ``"optimizer"``, or ``""`` if a collective does not belong to a unit.
+        start, end: start and end of the event on the host. They are equal for the begin or end of a span.
         phase: phase of a span: ``"forward"``, ``"backward"`` or ``"update"``.
         number: number of a collective in launch order, shared by its launch, wait and add.
         collective, axis: kind and axis, as in :func:`layerzero.traffic`.
-        comm: name of the communicator; its collectives are launched in the same order on all of its ranks.
+        comm: name of the communicator. Its collectives are launched in the same order on all of its ranks.
         ranks: number of ranks of the communicator.
         bytes: bytes that this rank sends, as in :func:`layerzero.traffic`.
-        completed: for a launch, time at which the collective completed; None if the traced code raised before that.
+        completed: completion time of the collective, for a launch. None if the traced code raised before completion.
         beside: True if a background thread ran the operation while the program continued.
     """
 
@@ -66,8 +66,8 @@ class Trace:
 
     Attributes:
         path: path of this rank's file.
-        events: events by start time, which is program order except for background threads; empty until the context
-            is left.
+        events: events by start time, which is program order except for background threads. Empty until the context
+            exits.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,29 +77,29 @@ class Trace:
 
 @contextmanager
 def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.json") -> Iterator[Trace]:
-    """Record the timeline of a sharded model inside the context, and write a Chrome trace when the context is left.
+    """Record the timeline of a sharded model inside the context, and write a Chrome trace when the context exits.
 
-    Open the file in chrome://tracing or ui.perfetto.dev. Each rank is a process. Its rows are: forwards and backwards
-    of units, nested by calls, with the optimizer's update; one row for each communicator; and on gloo one row for the
-    additions on each axis. Collectives are named by kind and unit, such as ``gather blocks.0``. Times are absolute, so
-    you can join the ``traceEvents`` of several ranks' files into one list.
+    Open the file in chrome://tracing or ui.perfetto.dev. Each rank is a process. The first row shows forwards and
+    backwards of units, nested by calls, and the optimizer's update. Each communicator has a row. On gloo, the additions
+    on each axis have a row. Collectives are named by kind and unit, such as ``gather blocks.0``. Times are absolute, so
+    you can join the ``traceEvents`` of the files of several ranks into one list.
 
-    On the CPU the bar of a collective ends when its data have arrived. It begins when the collective was launched, or
-    when the previous one on its row has ended, whichever is later. On an accelerator all times are those of the compute
-    stream: a collective ends when that stream no longer waits for it. Leaving the context waits for collectives that
-    were launched inside. Recording costs some tens of microseconds and a few hundred bytes per event, so trace a few
-    steps, not a full run.
+    On the CPU, the bar of a collective ends when its data have arrived. It begins at the launch of the collective or at
+    the end of the previous bar on its row, whichever is later. On an accelerator, all times refer to the compute
+    stream: a collective ends when the compute stream no longer waits for it. When the context exits, it waits for
+    collectives that were launched inside. Recording an event needs tens of microseconds and a few hundred bytes, so
+    trace a few steps, not a full run.
 
-    The file also holds the schedule under the key ``"layerzero"``: all events, sorted by start time, for
+    The file also contains the schedule under the key ``"layerzero"``: all events, sorted by start time, for
     ``layerzero simulate`` or your own script.
 
     Args:
-        model: from :func:`layerzero.shard_model`.
-        path: path of the file; ``{rank}`` in it is replaced by the global rank. Not all ranks need to trace, but each
-            rank that does needs its own file.
+        model: a sharded model.
+        path: path of the file. ``{rank}`` in the path is replaced with the global rank. Not all ranks need to trace,
+            but each rank that traces needs its own file.
 
     Yields:
-        A :class:`Trace`, whose `events` are set when the context is left.
+        A :class:`Trace`, whose `events` are set when the context exits.
 
     Raises:
         FileNotFoundError: the folder of `path` does not exist.
@@ -115,10 +115,12 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
     rank = dist.get_rank()
     result = Trace(Path(str(os.fspath(path)).replace("{rank}", str(rank))))
     if not result.path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {str(result.path.parent)!r} to write the trace into")
+        raise FileNotFoundError(
+            f"the folder {str(result.path.parent)!r} of the trace file does not exist. Create it first"
+        )
     observer = runtime.observer
     if observer.recorder is not None:
-        raise RuntimeError("layerzero.trace is already active for this model")
+        raise RuntimeError("layerzero.trace is already active for this model. Leave that context first")
     observer.end_all()  # end profiler ranges that began before this recorder
     recorder = observer.recorder = TraceRecorder(Clock.of(runtime.mesh_info.device))
     completed = False
@@ -143,7 +145,7 @@ def _events(recorder: TraceRecorder) -> tuple[TraceEvent, ...]:
         marks = sorted(marks, key=lambda mark: time(mark.began))
     launched = (mark.trace for mark in marks if mark.kind == "launch" and mark.trace is not None)
     number = {flight: place for place, flight in enumerate(launched)}
-    waited: dict[CollectiveTrace, float] = {}  # when each was first waited for
+    waited: dict[CollectiveTrace, float] = {}  # end of the first wait for each collective
     for mark in marks:
         if mark.kind == "wait" and mark.trace is not None:
             waited.setdefault(mark.trace, time(mark.ended))
@@ -205,7 +207,7 @@ def _chrome_events(events: Sequence[TraceEvent], mesh_info: MeshInfo, rank: int,
     bars = [*_span_bars(events), *_collective_bars(events)]
     names = dict.fromkeys([_COMPUTE_ROW, *(comm.name for comm in comms), *(bar[0] for bar in bars)])
     rows = {name: number for number, name in enumerate(names)}
-    node = f"node {mesh_info.grid.replica_rank}, {mesh_info.grid.zero3_rank} of {mesh_info.zero3_size} in it"
+    node = f"replica {mesh_info.grid.replica_rank}, {mesh_info.grid.zero3_rank} of {mesh_info.zero3_size} in it"
     shown = [_metadata("process_name", rank, 0, name=f"rank {rank} ({node})")]
     shown.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
     for name, row in rows.items():
@@ -234,7 +236,7 @@ def _span_bars(events: Sequence[TraceEvent]) -> Iterator[_Bar]:
 
 
 def _collective_bars(events: Sequence[TraceEvent]) -> Iterator[_Bar]:
-    """Yield bars that do not overlap on a row, because viewers would show overlapping bars as nested."""
+    """Yield bars that do not overlap on a row, because viewers show overlapping bars as nested."""
     trace_end = max((max(event.end, event.completed or 0.0) for event in events), default=0.0)
     launches = [event for event in events if event.kind == "launch"]
     free: dict[str, float] = {}  # by communicator: end of its previous bar

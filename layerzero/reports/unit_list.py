@@ -16,14 +16,14 @@ __all__ = ["UnitInfo", "UnitList", "UnitParameter", "units"]
 
 @dataclass(frozen=True)
 class UnitParameter:
-    """Parameter of a unit, and the rows of the parameter that this rank updates.
+    """Parameter of a unit, with the rows that this rank updates.
 
     Attributes:
         name: first name of the parameter in the model.
         shape: full shape of the parameter.
         dtype: dtype of the master.
-        requires_grad: True if the parameter is trained.
-        rows: range of dim 0 whose masters are on this rank; a 0-dim parameter has one row.
+        requires_grad: True if the parameter is trainable.
+        rows: range of dim 0 whose masters are on this rank. A 0-dim parameter has one row.
         local_numel: number of elements in these rows.
     """
 
@@ -52,12 +52,12 @@ class UnitInfo:
     """Unit: modules whose parameters are gathered and freed together.
 
     Attributes:
-        name: name of the unit's module, or names of its modules joined by "+"; "" for the root.
-        modules: classes of the modules whose forward gathers the unit, by name.
-        parameters: parameters of the unit, without those of units inside it.
+        name: name of the unit's module, or names of its modules joined by "+". "" for the root.
+        modules: classes of the modules whose forward gathers the unit, by module name.
+        parameters: parameters of the unit, without the parameters of units inside it.
         gathered_bytes: bytes of the unit's weights while they are gathered, in the compute dtype, including padding.
-        zero3_size: S, the number of ranks that share these weights.
-        data_parallel: D, the number of ranks that share the masters.
+        zero3_size: S, number of ranks that share the compute weights.
+        data_parallel: D, number of ranks that share the masters.
         reshard_after_forward: setting of the unit.
     """
 
@@ -81,10 +81,10 @@ class UnitInfo:
 
 
 class UnitList(tuple[UnitInfo, ...]):
-    """Units of a model, the root first; ``str()`` formats them as a table.
+    """Units of a model, with the root first. ``str()`` formats them as a table.
 
     Attributes:
-        ignored: names of the ignored parameters, which are full on every rank and in no unit.
+        ignored: names of the ignored parameters, which are full on every rank and do not belong to a unit.
     """
 
     ignored: tuple[str, ...] = ()
@@ -99,17 +99,18 @@ class UnitList(tuple[UnitInfo, ...]):
                 part = f"rows {each.rows.start}:{each.rows.stop}" if each.rows else "no rows"
                 kind = str(each.dtype).removeprefix("torch.") + ("" if each.requires_grad else ", frozen")
                 rows.append((f"  {each.name}", f"{list(each.shape)} {kind}", f"{each.numel:,}", "", part))
-        rows += [(f"ignored: {name}", "", "", "", "all of it") for name in self.ignored]
+        rows += [(f"ignored: {name}", "", "", "", "all rows") for name in self.ignored]
         return table(("unit", "parameter", "elements", "gathered", "on this rank"), rows, left=2)
 
 
 def units(model: nn.Module) -> UnitList:
     """List the units of a sharded model, their parameters and sizes, and the rows on this rank.
 
-    This does not communicate. The rows differ between ranks. ``print(model)`` marks the modules that are units.
+    This function does not communicate. The rows differ between ranks. ``print(model)`` marks the modules that are
+    units.
 
     Args:
-        model: from :func:`layerzero.shard_model`.
+        model: a sharded model.
 
     Example::
 

@@ -377,5 +377,5 @@ def test_a_file_names_the_one_that_is_here(tmp_path: Path) -> None:
     assert isinstance(config.gather_codec, layerzero.Float8Rows)
     assert copy.copy(config).arguments()["gather_codec"] is config.gather_codec
     path.write_text("gather_codec: int4\n")
-    with pytest.raises(ValueError, match="gather_codec is 'int4'; a file can say float8_rows"):
+    with pytest.raises(ValueError, match="gather_codec is 'int4', but a file supports only float8_rows"):
         layerzero.LayerZeroConfig.from_yaml(path)

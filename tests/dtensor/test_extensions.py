@@ -410,12 +410,16 @@ def _refused(rank: int) -> None:
         shard(tied)
     for way, error, text in (
         ("raises", (ArithmeticError, RuntimeError), "no way to send it"),
-        ("not a pair", TypeError, "'0.weight' must return .inputs of the all-gather, metadata."),
-        ("a number", TypeError, "must return plain tensors with at least one dim to gather, got Tensor of shape"),
+        ("not a pair", TypeError, "'0.weight' returned .* Return .inputs of the all-gather, metadata."),
+        ("a number", TypeError, "returned Tensor of shape .* as an input of the all-gather. Return plain tensors"),
         ("unequal", ValueError, "fsdp_pre_all_gather of parameter '0.weight': ranks disagree: inputs is"),
-        ("no pair", TypeError, "fsdp_post_all_gather of parameter '0.weight' must return .gathered tensor"),
-        ("integers", TypeError, "returned a tensor of torch.int32, and modules compute with floating-point ones"),
-        ("small", ValueError, r"of shape \[5, 6\], which is smaller than the parameter, \[6, 6\]"),
+        ("no pair", TypeError, "fsdp_post_all_gather of parameter '0.weight' returned a .*Return .gathered tensor"),
+        ("integers", TypeError, "returned a tensor of torch.int32, but modules need a floating-point tensor"),
+        (
+            "small",
+            ValueError,
+            r"of shape \[5, 6\], which is smaller than the parameter. Return a tensor of shape \[6, 6\]",
+        ),
     ):
         Odd.way = way
         with pytest.raises(error, match=text):

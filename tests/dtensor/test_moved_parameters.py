@@ -234,7 +234,7 @@ def _call_forward(rank: int) -> None:
     ]
     for module, x in cases:
         model = layerzero.shard_model(module, mesh=mesh_of(2))
-        with pytest.raises(RuntimeError, match=r"model\(x\) and not model\.forward\(x\)"):
+        with pytest.raises(RuntimeError, match=r"model\(x\), not model\.forward\(x\)"):
             model.forward(x)
         model(x)
 

@@ -449,7 +449,7 @@ def _refuses(rank: int) -> None:
         layerzero.shard_model(made, mesh=mesh["dp"])
     made = parallel(mesh["tp"])
     made.scale = nn.Parameter(DTensor.from_local(torch.zeros(5), mesh["tp"], [Partial()], run_check=False))
-    with pytest.raises(ValueError, match=r"'scale' is a DTensor placed Partial"):
+    with pytest.raises(ValueError, match=r"'scale' is a DTensor with placement Partial"):
         layerzero.shard_model(made, mesh=mesh["dp"])
     made = parallel(mesh["tp"])
     with pytest.raises((ValueError, RuntimeError), match=r"prefetch|failed with ValueError"):  # on one rank alone

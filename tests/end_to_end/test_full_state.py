@@ -96,7 +96,7 @@ def _load_parts(rank: int) -> None:
     message = _raised(lambda: model.load_state_dict({**integer_net().state_dict(), "shift": torch.zeros(5)}))
     assert "size mismatch for shift" in message
     assert "torch.no_grad" in _raised(lambda: model.shift.copy_(torch.ones(6)))
-    assert "another way" in _raised(lambda: model.load_state_dict(_sharded(integer_net(), size=4).state_dict()))
+    assert "another sharding" in _raised(lambda: model.load_state_dict(_sharded(integer_net(), size=4).state_dict()))
 
 
 def test_parts_of_a_state_load_and_what_does_not_fit_is_an_error() -> None:
@@ -137,7 +137,7 @@ def _load_cut(rank: int) -> None:
             assert torch.equal(model(inputs), source(inputs)), (size, cut)
     odd = _like(model.shift, torch.zeros(6 if rank == 1 else 0))
     message = _raised(lambda: model.shift.data.copy_(odd))
-    assert "'shift' was given a DTensor of which the ranks hold [0, 6, 0, 0] of 6 rows" in message
+    assert "'shift' was given a DTensor of which the ranks have [0, 6, 0, 0] of 6 rows" in message
     assert "layerzero.load_full_state_dict" in message
     assert_same_bits(model, source, "as it was")
 

@@ -228,7 +228,7 @@ def _refuse(rank: int) -> None:
             pass
 
     loss.register_hook(evaluate)
-    with pytest.raises(RuntimeError, match="full_precision was called inside a backward"):
+    with pytest.raises(RuntimeError, match="full_precision was called during a backward"):
         loss.backward()
     with (
         layerzero.full_precision(model),

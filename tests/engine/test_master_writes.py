@@ -250,7 +250,7 @@ def _edit_differently(rank: int) -> None:
                 if rank == 1:
                     model.head.bias = nn.Parameter(torch.ones(1))
 
-        assert "'head.bias' must keep its shape" in (message := _message_of(misshape)), (size, message)
+        assert "'head.bias' must have its original shape" in (message := _message_of(misshape)), (size, message)
         _assert_same(model, alone, size)
 
 

@@ -202,7 +202,7 @@ def _chosen(rank: int) -> None:
         _shard(2, offload_params="yes")
     with pytest.raises(TypeError, match="pin_memory must be a bool"):
         _shard(2, offload_params=True, pin_memory=1)
-    with pytest.raises(ValueError, match=r"pin_memory=False .*none of them is on: set one of them"):
+    with pytest.raises(ValueError, match=r"pin_memory=False .*none of them is set. Set one of them"):
         _shard(2, pin_memory=False)
     said = r"^offload_grads and offload_params=True on cpu: .* no memory to pin\. Results do not change\. Leave .*$"
     with pytest.warns(UserWarning, match=said):

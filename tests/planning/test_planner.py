@@ -380,7 +380,7 @@ def test_a_cluster_is_read_strictly(tmp_path: Path) -> None:
         ("nodes: many", "nodes must be an int"),
         ("nodes: 0", "nodes=0; it must be more than 0"),
         ("nodes: 2\nsteps: tree", "steps='tree'; use one of"),
-        ("- 3", "must hold names and values"),
+        ("- 3", "must contain a mapping of names to values"),
     ):
         path.write_text(text)
         with pytest.raises((TypeError, ValueError), match=message):

@@ -56,7 +56,10 @@ class Sibling(nn.Module):
 
 
 def _weight_of_a_sibling(rank: int) -> None:
-    _refused(lambda: _train(_shard(Sibling(), units=["first", "last"])), "first.weight.*call the model as a whole")
+    _refused(
+        lambda: _train(_shard(Sibling(), units=["first", "last"])),
+        r"first.weight.*Call model\(x\), not model\.forward\(x\)",
+    )
     torch.manual_seed(0)
     alone = Sibling()
     model = _shard(copy.deepcopy(alone), units=["last"])

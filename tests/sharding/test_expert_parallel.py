@@ -313,7 +313,7 @@ def _shown(rank: int) -> None:
     ):
         with pytest.raises(ValueError) as error:
             ask()
-        assert "'layers.0.experts.weight' (2 like it) is sharded over some ranks only" in str(error.value), error.value
+        assert "'layers.0.experts.weight' (2 like it) is sharded over only some ranks" in str(error.value), error.value
     # Values that differ between the ranks that share them are an error, as for all parameters.
     with torch.no_grad():
         model.layers[0].experts.weight.copy_(torch.full((2, 5, 6), float(rank % 2)))
@@ -360,7 +360,7 @@ def _scaled_alone(rank: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(integer_loss(model, integer_batch(rank=rank))).backward()
     with pytest.raises(
-        NotImplementedError, match=r"experts.weight.*Give the optimizer parameters that all ranks share"
+        NotImplementedError, match=r"experts.weight.*Add parameters that all ranks share to the optimizer"
     ):
         scaler.step(optimizer)
 

@@ -144,7 +144,9 @@ CASES = {
     "fully_shard around": Case(lambda: fully_shard(_shard()), rf"fully_shard \(FSDP2\) of .*{TWICE}"),
     "fully_shard of a unit": Case(lambda: fully_shard(_shard(units=["first"]).first), rf"fully_shard .*{TWICE}"),
     "fully_shard of a part": Case(lambda: fully_shard(_shard().second), rf"fully_shard .*{TWICE}"),
-    "FSDP1 around": Case(lambda: _train(_fsdp1(_shard())), r"parameter '\w+.*before shard_model, or instead of it"),
+    "FSDP1 around": Case(
+        lambda: _train(_fsdp1(_shard())), r"parameter '\w+.*before shard_model, and do not combine it"
+    ),
     "DDP inside": Case(
         lambda: _shard(_with_part(DistributedDataParallel(nn.Linear(5, 5)))),
         rf"module '1' is wrapped in DistributedDataParallel.*{PLAIN_INSIDE}",
@@ -163,7 +165,7 @@ CASES = {
     "weight_norm later": Case(lambda: _after(lambda m: parametrizations.weight_norm(m.first)), "before shard_model"),
     "old weight_norm later": Case(lambda: _after(lambda m: weight_norm(m.first)), "before shard_model"),
     "spectral_norm later": Case(
-        lambda: _after(lambda m: parametrizations.spectral_norm(m.first)), "parametrizations belong before shard_model"
+        lambda: _after(lambda m: parametrizations.spectral_norm(m.first)), "Apply parametrizations before shard_model"
     ),
     "parametrization later": Case(
         lambda: _after(lambda m: parametrize.register_parametrization(m.first, "weight", Double())),
@@ -207,8 +209,8 @@ CASES = {
     "torch.func.grad of functional_call": Case(
         lambda: _per_parameter(_shard(units=["first"])), TRANSFORM.format("grad")
     ),
-    "torch.export": Case(lambda: torch.export.export(_shard(), (_x(),)), r"torch\.export or make_fx of the root"),
-    "make_fx": Case(lambda: make_fx(_shard())(_x()), r"torch\.export or make_fx of the root.*full_state_dict"),
+    "torch.export": Case(lambda: torch.export.export(_shard(), (_x(),)), r"torch\.export and make_fx of the root"),
+    "make_fx": Case(lambda: make_fx(_shard())(_x()), r"torch\.export and make_fx of the root.*full_state_dict"),
     "torch.jit.trace": Case(
         lambda: _quiet(lambda: torch.jit.trace(_shard(), (_x(),))), r"torch\.jit\.trace of the root"
     ),

@@ -122,9 +122,17 @@ def test_the_last_unit_stays_gathered_for_its_backward() -> None:
 
 def _wrong(rank: int) -> None:
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"mp_policy": lambda name, module: torch.bfloat16}, TypeError, r"mp_policy\('', module\) returns.*got dtype"),
+        (
+            {"mp_policy": lambda name, module: torch.bfloat16},
+            TypeError,
+            r"result of mp_policy\('', module\) must.*got dtype",
+        ),
         ({"mp_policy": "bf16"}, TypeError, "mp_policy must be .*MixedPrecisionPolicy.*got str"),
-        ({"mp_policy": lambda n, m: MixedPrecisionPolicy(torch.int8)}, TypeError, "param_dtype of what mp_policy"),
+        (
+            {"mp_policy": lambda n, m: MixedPrecisionPolicy(torch.int8)},
+            TypeError,
+            "param_dtype of the result of mp_policy",
+        ),
         ({"reshard_after_forward": lambda name, module: 4}, ValueError, r"reshard_after_forward\('', module\).* is 4"),
         ({"reshard_after_forward": "yes"}, TypeError, "reshard_after_forward must be a bool.*'yes'"),
     ]

@@ -73,7 +73,7 @@ def test_the_ranks_of_a_zero3_group_share_memory_unless_they_are_told_not_to() -
 
 
 def test_other_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"shared_memory=False; use one of \('auto', 'off'\)"):
+    with pytest.raises(ValueError, match=r"shared_memory=False is not supported. Use one of \('auto', 'off'\)"):
         layerzero.LayerZeroConfig(shared_memory=False)
 
 
