@@ -32,14 +32,14 @@ from layerzero.optimizers.compatibility import is_elementwise_by_name, kinds_tha
 from layerzero.optimizers.optimizer_state import (
     HOW,
     Holder,
-    by_rows,
+    as_one_row,
     cut_state,
     differ,
-    few,
     is_plain,
     kept,
     number,
     on,
+    shortened,
     show,
 )
 from layerzero.optimizers.owner_step import OwnedParam
@@ -443,7 +443,7 @@ class ShardedOptimizer(OptimizerProxy):
         self, values: Mapping[str, Any], holder: Holder, group: Mapping[str, Any], *, copy: bool = True
     ) -> dict[str, Any]:
         if isinstance(holder, ManagedParam) and not holder.spec.shape:
-            values = by_rows(values, first_state(self.inner, group, holder.master))
+            values = as_one_row(values, first_state(self.inner, group, holder.master))
         return cut_state(values, holder, copy=copy)
 
     def saved_group(self, group: Mapping[str, Any], saved_groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -461,11 +461,12 @@ class ShardedOptimizer(OptimizerProxy):
             settings = {key: value for key, value in saved.items() if key not in ("params", "param_names", *HOW)}
             if found is not None and (odd := sorted(key for key in found | settings if differ(found, settings, key))):
                 raise ValueError(
-                    f"the parameters of one group, {few(names)}, were saved in groups with different {', '.join(odd)}"
+                    f"the parameters of one group, {shortened(names)}, were saved in groups with different "
+                    f"{', '.join(odd)}"
                 )
             found = settings
         if missing:
-            raise ValueError(f"no saved parameter group holds {few(missing)}")
+            raise ValueError(f"no saved parameter group holds {shortened(missing)}")
         return found or {}
 
     def parameter_names(self, group: Mapping[str, Any]) -> list[str]:

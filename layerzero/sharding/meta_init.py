@@ -85,21 +85,21 @@ def _describe(left: Sequence[UninitializedTensor]) -> str:
     sentences = []
     if loaded:
         sentences.append(
-            f"nothing has written {_spell(loaded)} since the model was built on meta: let param_init_fn (or the "
+            f"nothing has written {_format(loaded)} since the model was built on meta: let param_init_fn (or the "
             "module's reset_parameters) write them, or load a state before the first forward "
             "(layerzero.load_full_state_dict, layerzero.checkpoint.load)"
         )
     if others:
         where, _, attribute = others[0].name.rpartition(".")
         sentences.append(
-            f"nothing has written {_spell([each.name for each in others])} since the model was built on meta, and no "
+            f"nothing has written {_format([each.name for each in others])} since the model was built on meta, and no "
             "state holds non-persistent buffers: let param_init_fn (or the module's reset_parameters) write them, or "
             f"assign them before the first forward, model.{where + '.' if where else ''}{attribute} = ..."
         )
     return "; ".join(sentences)
 
 
-def _spell(names: Sequence[str]) -> str:
+def _format(names: Sequence[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:_SHOWN])
     return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 

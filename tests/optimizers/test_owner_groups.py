@@ -16,7 +16,7 @@ import layerzero
 from layerzero.comm.mesh_info import mesh_of_ranks
 from layerzero.engine.hooks import get_state
 from layerzero.optimizers import param_owners
-from layerzero.optimizers.compatibility_trial import steps_stacks_apart
+from layerzero.optimizers.compatibility_trial import steps_matrices_separately
 from tests.optimizers.test_owner_meshes import (
     OPTIMIZERS,
     STACKS,
@@ -225,8 +225,8 @@ def _few(rank: int) -> None:
 
 def test_a_place_without_matrices_is_no_error_where_the_optimizer_takes_none() -> None:
     parameter = nn.Parameter(torch.ones(2, 2))
-    assert steps_stacks_apart(EachMatrix([parameter]), torch.device("cpu"), 3)
-    assert not steps_stacks_apart(NeverEmpty([parameter]), torch.device("cpu"), 3)
+    assert steps_matrices_separately(EachMatrix([parameter]), torch.device("cpu"), 3)
+    assert not steps_matrices_separately(NeverEmpty([parameter]), torch.device("cpu"), 3)
     run_ranks(_few)
 
 
