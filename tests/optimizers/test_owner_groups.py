@@ -84,7 +84,7 @@ def _unlike_trials(rank: int) -> None:
     model = mixture(2, 2, expert_size=2, dtensor=True, kind=Linearly)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(param_owners, "steps_stacks_apart", lambda *_: False)
+            patch.setattr(param_owners, "steps_matrices_separately", lambda *_: False)
         with pytest.raises(ValueError, match=r"put together along further axes is .* on rank"):
             layerzero.shard_optimizer(STACKS["each matrix"](model), model)
     assert not get_state(model).owners
