@@ -1,18 +1,19 @@
-"""Sharded parameters: DTensors whose local tensor has some full rows of the parameter.
+"""Sharded parameters: DTensors whose local tensor has full rows of the parameter.
 
 [Note: Uneven rows in a DTensor]
-DTensor's ``Shard(0)`` means the split of `torch.chunk`. layerzero cuts shards from a flat order, so ranks hold unequal
-numbers of rows, some none. Element-wise operations, norms and other reductions work with any cut. Operations that move
-rows between ranks do not, and torch would silently return wrong tensors. Two classes prevent that:
+DTensor's ``Shard(0)`` implies the row bounds of `torch.chunk`. layerzero splits a flat order into shards, so ranks have
+unequal numbers of rows, and some ranks may have no rows. Element-wise operations, norms and other reductions work with
+any row bounds. Operations that move rows between ranks do not, and torch would return wrong tensors without an error.
+Two classes prevent this:
 
 - :class:`RowShardedTensor`, the DTensor itself, gathers the full tensor.
-- :class:`LocalShard`, its local tensor, is passed through DTensor's dispatch to every derived DTensor. It refuses
-  collectives that would misplace rows, and refuses to be broadcast against a tensor that is cut differently.
+- :class:`LocalShard`, its local tensor, is passed through DTensor's dispatch to every derived DTensor. It raises for
+  collectives that would misplace rows, and for broadcasts against a tensor with other row bounds.
 
-[Note: Who edited the master]
+[Note: Tracking of user writes]
 Every operation of a user on a sharded parameter, through ``p``, ``p.data``, ``p.detach()`` or ``p.to_local()``, reaches
 :class:`LocalShard`, which reports writes to its :class:`MutationTracker`. Version counters would miss writes through
-``p.data``. The engine works on plain views of the same storage, whose writes are not tracked.
+``p.data``. The engine writes through plain views of the same storage, which are not tracked.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class LocalShard(torch.Tensor):
         return tree_map_only(Tensor, lambda t: t if isinstance(t, cls) else ours._made(func, t, watch), out)
 
     def _made(self, func: Any, result: Tensor, watch: MutationTracker | None) -> Tensor:
-        """Wrap a result of `func` on these rows; see [Note: Parts of a number]."""
+        """Wrap a result of `func` on these rows; see [Note: Partial scalars]."""
         if result.ndim:
             return LocalShard(result, self.spec, watch)
         if self.spec.is_fully_local:
@@ -104,21 +105,21 @@ class LocalShard(torch.Tensor):
         With `force`, the array is a copy if torch needs one.
         """
         array = _readable(self).detach().numpy(force=force)
-        array.flags.writeable = False  # the tracker would miss writes through the array
+        array.flags.writeable = False  # the tracker cannot detect writes through the array
         return array
 
     def tolist(self) -> Any:
         return _readable(self).tolist()  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Checkpoint writers serialize the rows only; their offsets are in the checkpoint's own metadata.
+        # Checkpoint writers serialize only the rows. The offsets are in the metadata of the checkpoint.
         return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     # torch.distributed.checkpoint calls these three methods of a DTensor's local tensor.
 
     def __create_write_items__(self, fqn: str, whole: DTensor) -> list[WriteItem]:
         if self.spec.model_parallel is not None and not self.spec.model_parallel.is_primary_copy:
-            return []  # another rank writes its copy
+            return []  # the rank with the primary copy writes it
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -131,7 +132,7 @@ class LocalShard(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # Called when a load is planned. A rank without rows gets no write but must take part in the refresh.
+        # Called when a load is planned. A rank without rows is not written but must take part in the refresh.
         if self.tracker is not None:
             self.tracker.record_write()
         return self._chunks()
@@ -146,8 +147,8 @@ class LocalShard(torch.Tensor):
         return [ChunkStorageMetadata(offsets=offsets, sizes=self.shape)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        # A load writes to the returned tensor, so it must be tracked. For a 0-dim parameter a tracked view does not
-        # exist; the write was recorded when the load was planned.
+        # A load writes to the returned tensor, so the tensor must be tracked. A 0-dim parameter has no tracked view.
+        # Its write was recorded when the load was planned.
         return self if self.spec.shape else plain(self).view(())
 
 
@@ -155,14 +156,14 @@ class RowShardedTensor(Sharded):
     """DTensor with uneven rows, created by :func:`sharded`."""
 
     _local_tensor: LocalShard
-    gathered: Tensor | None = None  # gathered parameter, if this is a sharded parameter
-    __tensor_flatten__ = AbsentAttribute()  # see [Note: Moves of a module]
+    gathered: Tensor | None = None  # gathered parameter, if this tensor is a sharded parameter
+    __tensor_flatten__ = AbsentAttribute()  # see [Note: Module moves and conversions]
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """Register a hook as ``torch.Tensor.register_hook`` does.
+        """Register a hook like ``torch.Tensor.register_hook``.
 
-        On a sharded parameter, `hook` receives the full gradient of this rank's batch in the compute dtype, once for
-        each backward. As with DDP, this gradient is not yet averaged over the ranks. The result of `hook` replaces the
+        On a sharded parameter, `hook` receives the full gradient of this rank's batch in the compute dtype, once per
+        backward. As in DDP, this gradient is not averaged over the ranks yet. The result of `hook` replaces the
         gradient.
         """
         if self.gathered is not None:
@@ -191,16 +192,16 @@ class RowShardedTensor(Sharded):
             raise told from error
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise RuntimeError. ``torch.nn.utils.parametrize`` calls this on a parameter."""
+        """Raise RuntimeError. ``torch.nn.utils.parametrize`` calls this method on a parameter."""
         raise RuntimeError(row_cut_error(Tensor.set_, self._local_tensor.spec))
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
-        """Gather the full tensor on every rank, in this tensor's dtype. Every rank must call this.
+        """Gather the full tensor on every rank, in this tensor's dtype. Every rank must call this method.
 
         A backward through the result raises RuntimeError.
         """
         if grad_placements is not None:
-            raise ValueError("full_tensor of a layerzero parameter is not differentiable; drop grad_placements")
+            raise ValueError("full_tensor of a layerzero parameter is not differentiable. Leave grad_placements out")
         watch = self._local_tensor.tracker
         if watch is not None and watch.access_error is not None:
             raise RuntimeError(watch.access_error)
@@ -214,7 +215,7 @@ class RowShardedTensor(Sharded):
         return sharded(rows, self._local_tensor.spec, MutationTracker())
 
     def within_bounds(self) -> RowShardedTensor:
-        """Return a detached alias for which every comparison with a bound is false."""
+        """Return a detached alias whose comparisons with a bound are always false."""
         return _WithinBounds(self._local_tensor, self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def detach(self) -> RowShardedTensor:
@@ -227,15 +228,15 @@ class RowShardedTensor(Sharded):
             memo[id(self)] = copied
             return copied
         raise TypeError(
-            "deepcopy of a parameter or a model sharded by layerzero is not supported: copy the model before "
-            "shard_model, load layerzero.full_state_dict(model) into a new one, or keep copy.deepcopy of "
-            "model.state_dict(); layerzero.EMA(model) averages a model's weights"
+            "deepcopy of a parameter or a model sharded by layerzero is not supported. Copy the model before "
+            "shard_model, load layerzero.full_state_dict(model) into a new model, or use copy.deepcopy of "
+            "model.state_dict(). To average a model's weights, use layerzero.EMA(model)"
         )
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
-            "pickling a parameter sharded by layerzero is not supported: save layerzero.full_state_dict(model), "
-            "or use torch.distributed.checkpoint"
+            "pickling a parameter sharded by layerzero is not supported: this rank has only some of its rows. Save "
+            "layerzero.full_state_dict(model), or use torch.distributed.checkpoint"
         )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -244,7 +245,7 @@ class RowShardedTensor(Sharded):
 
 
 class _WithinBounds(RowShardedTensor):
-    """Values drawn by ``nn.init.trunc_normal_``, all within its bounds; see [Note: Numbers by global row]."""
+    """Values drawn by ``nn.init.trunc_normal_`` within its bounds; see [Note: Random numbers by global row]."""
 
     @classmethod
     def __torch_function__(
@@ -256,7 +257,7 @@ class _WithinBounds(RowShardedTensor):
 
 
 class ShardedScalar(RowShardedTensor):
-    """Sharded tensor of shape ``[]``; see [Note: A number is one row]."""
+    """Sharded tensor of shape ``[]``; see [Note: 0-dim parameters]."""
 
     @classmethod
     def __torch_function__(
@@ -326,7 +327,7 @@ class _AsNumber(torch.autograd.Function):
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """Identity on a full parameter that raises in backward, where the gradient would be lost silently."""
+    """Identity on a full parameter that raises in backward, where the gradient would be lost without an error."""
 
     @staticmethod
     def forward(ctx: Any, parameter: RowShardedTensor, whole: Tensor) -> Tensor:
@@ -336,9 +337,9 @@ class _WithoutGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise RuntimeError(
-            f"a backward reached full_tensor() of parameter {ctx.name!r}, through which no gradient can flow; use the "
+            f"a backward reached full_tensor() of parameter {ctx.name!r}, which is not differentiable. Use the "
             "parameter inside the forward of its unit, p.to_local() for a penalty on this rank's rows, or "
-            "p.detach().full_tensor() where no gradient is wanted"
+            "p.detach().full_tensor() if you need no gradient"
         )
 
 
@@ -357,7 +358,7 @@ def _of_rows(local: LocalShard, shape: tuple[int, ...]) -> RowShardedTensor:
 
 
 def _alike(made: Tensor) -> Tensor:
-    """Return `made` as a RowShardedTensor if it has the rows and shape of one and needs no gradient, else unchanged."""
+    """Return `made` as a RowShardedTensor if its rows and shape allow it and it needs no gradient, else `made`."""
     local = made._local_tensor if isinstance(made, DTensor) else None
     if not isinstance(local, LocalShard) or made.requires_grad or tuple(made.shape) != (local.spec.true_shape or (1,)):
         return made
@@ -382,7 +383,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def _readable(rows: LocalShard) -> Tensor:
-    """Return the rows as :func:`plain` does, or raise RuntimeError if there is an access error."""
+    """Return the rows like :func:`plain`, or raise RuntimeError if there is an access error."""
     if rows.tracker is not None and rows.tracker.access_error is not None:
         raise RuntimeError(rows.tracker.access_error)
     return plain(rows)
@@ -397,18 +398,18 @@ def _refuse_misaligned(func: Any, ours: LocalShard, tensors: Sequence[Tensor]) -
         return
     for other in tensors:
         if isinstance(other, LocalShard):
-            # If the numbers of rows differ and one is 1, torch would broadcast instead of raise.
+            # If the numbers of rows differ and one of them is 1, torch would broadcast instead of raising.
             if not (func.__name__.startswith("_foreach") or other.spec.same_sharding(ours.spec)):
                 raise ValueError(
-                    f"{func.__name__} mixes parameters {ours.spec.name!r} and {other.spec.name!r}, of which ranks hold "
-                    "different rows; use p.full_tensor() of both, on all ranks"
+                    f"{func.__name__} mixes parameters {ours.spec.name!r} and {other.spec.name!r}, of which ranks have "
+                    "different rows. Use p.full_tensor() of both, on all ranks"
                 )
         elif other.ndim >= ours.ndim and other.shape != ours.shape:
             raise ValueError(
                 f"{func.__name__} mixes parameter {ours.spec.name!r} (rows {ours.spec.rows} on this rank) with a "
-                f"tensor cut differently (local shape {list(other.shape)}, expected {list(ours.shape)}); "
-                "use tensors made from the sharded parameter itself, such as torch.zeros_like(p). A penalty on "
-                "parameters is written on this rank's rows, p.to_local(), which counts each row once"
+                f"tensor that is sharded differently (local shape {list(other.shape)}, expected {list(ours.shape)}). "
+                "Use tensors that are created from the sharded parameter, such as torch.zeros_like(p). Compute a "
+                "penalty on parameters from this rank's rows, p.to_local(), so that each row counts once"
             )
 
 

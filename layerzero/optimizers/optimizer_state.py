@@ -31,11 +31,11 @@ __all__ = [
 
 Holder = (
     ManagedParam | OwnedParam | None
-)  # holder of a parameter's state: each rank has its rows, or the owner has all; None: the state is not sharded
+)  # ManagedParam: each rank has the state of its rows. OwnedParam: the owner has all state. None: not sharded
 
 
 def show(value: Any, holder: Holder) -> Any:
-    """Return an entry of a parameter's state in its public form, with tensors of rows wrapped as sharded tensors."""
+    """Return an entry of a parameter's state in public form: tensors of rows become sharded tensors."""
     if isinstance(holder, OwnedParam):
         if isinstance(value, (list, tuple)):
             return type(value)(show(item, holder) for item in value)
@@ -60,7 +60,7 @@ def is_plain(value: Any) -> bool:
 
 
 def number(value: Any) -> Any:
-    """Return a group setting with numbers and one-element tensors converted to float, for comparison between ranks."""
+    """Return a group setting for comparison between ranks, with numbers and one-element tensors converted to float."""
     if isinstance(value, (list, tuple)):
         return [number(each) for each in value]
     value = value.item() if isinstance(value, Tensor) else value
@@ -79,7 +79,7 @@ def differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
 def kept(current: Any, saved: Any) -> Any:
     """Return the value of a hyperparameter after a load.
 
-    If the current value is a 0-dim tensor, it is updated in place, because compiled steps and graphs refer to it.
+    A current value that is a 0-dim tensor is updated in place, because compiled steps and graphs refer to it.
     """
     if isinstance(current, Tensor) and current.ndim == 0:
         return current.fill_(saved) if not isinstance(saved, Tensor) else current.copy_(saved)
@@ -94,7 +94,7 @@ def as_one_row(values: Mapping[str, Any], example: Mapping[str, Any]) -> dict[st
     """Return the state of a 0-dim parameter with its per-element tensors reshaped to [1]. Step counts stay 0-dim.
 
     Args:
-        values: state of the parameter; all of its tensors may be 0-dim.
+        values: state of the parameter, in which all tensors may be 0-dim.
         example: state of the same parameter stored as one row, in which only per-element tensors have a dim.
     """
     rows = {key for key, value in example.items() if isinstance(value, Tensor) and value.ndim}
@@ -105,7 +105,7 @@ def as_one_row(values: Mapping[str, Any], example: Mapping[str, Any]) -> dict[st
 
 
 def cut_state(values: Mapping[str, Any], holder: Holder, *, copy: bool = True) -> dict[str, Any]:
-    """Return a parameter's state with tensors of the parameter's shape cut to this rank's rows.
+    """Return a parameter's state with this rank's rows of each tensor of the parameter's shape.
 
     For an owned parameter, return full tensors on the owner and an empty dict on other ranks.
     """
@@ -124,7 +124,8 @@ def _whole(key: str, value: Any, owned: OwnedParam, *, copy: bool) -> Any:
     if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalShard):
         if not value._local_tensor.spec.same_sharding(owned.span_of(value.shape)):
             raise ValueError(
-                f"state {key!r} of {owned.member.name!r} is not on its owner alone; load it through a checkpoint"
+                f"state {key!r} of {owned.member.name!r} is not sharded like the parameter, whose owner has all rows. "
+                "Load it through a checkpoint"
             )
         return plain(value).to(device, copy=copy)
     whole, model_parallel = (
@@ -140,7 +141,7 @@ def _cut(key: str, value: Any, member: ManagedParam, *, copy: bool) -> Any:
     if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalShard):
         if not value._local_tensor.spec.same_sharding(member.spec):
             raise ValueError(
-                f"state {key!r} of {member.name!r} is sharded in another way; load it through a checkpoint"
+                f"state {key!r} of {member.name!r} is not sharded like the parameter. Load it through a checkpoint"
             )
         return plain(value).to(member.master.device, copy=copy)
     try:

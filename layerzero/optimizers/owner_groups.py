@@ -1,11 +1,12 @@
 """Owner groups: the ranks that assemble an owned parameter.
 
-[Note: Cells]
+[Note: Owner groups]
 All ZeRO-1 rows of an owned parameter are on the ranks of one ZeRO-3 group. With model parallelism, this is true for
-each model-parallel part. If a model-parallel axis cuts the matrices (tensor parallel), the other parts are on the
+each model-parallel part. If a model-parallel axis splits the matrices (tensor parallel), the other parts are in the
 corresponding ZeRO-3 groups along this axis. The ranks of all these groups form the owner group of the parameter. They
-send their rows to the owner in one collective. If the ranks of a model-parallel axis have copies, or different matrices
-of one stack, nothing is assembled along this axis: there is one owner for each coordinate on it.
+send their rows to the owner in one collective. If the ranks along a model-parallel axis have copies, or different
+matrices of one stack, the parts are not joined along this axis. The parameter then has one owner for each coordinate on
+the axis.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ __all__ = ["OwnerGroup", "join_axis", "owner_group_across", "owner_group_of", "p
 
 @dataclass(frozen=True, eq=False)
 class OwnerGroup:
-    """Ranks that assemble an owned parameter, and their communicator; see [Note: Cells]."""
+    """Ranks that assemble an owned parameter, and their communicator; see [Note: Owner groups]."""
 
     mesh_info: MeshInfo
-    axis: int | None  # the model-parallel axis along which parts are joined
+    axis: int | None  # model-parallel axis along which parts are joined
     communicator: Communicator
     order: tuple[tuple[int, int], ...]  # by rank of the communicator: (s, coordinate on the axis)
 
@@ -55,7 +56,7 @@ def positions_across(mesh_info: MeshInfo, model_parallel: ModelParallelSpec, axi
         axis: model-parallel axis of `model_parallel`.
 
     Returns:
-        By global rank, its position: (rank in the ZeRO-3 group, coordinate on the axis).
+        Positions by global rank: (rank in the ZeRO-3 group, coordinate on the axis).
     """
     grid = mesh_info.grid
     table = model_parallel.global_mesh.mesh  # ranks, by coordinates on the model-parallel axes, s, r
@@ -76,7 +77,7 @@ def owner_group_across(mesh_info: MeshInfo, axis: int, places: Mapping[int, tupl
 
 
 def join_axis(name: str, model_parallel: ModelParallelSpec | None, *, matrices_separately: bool) -> JoinAxis | None:
-    """Return the model-parallel axis along which the parts of a parameter must be joined; None if there is none.
+    """Return the model-parallel axis along which the parts of a parameter must be joined, or None.
 
     Args:
         matrices_separately: whether the optimizer updates each matrix of a stack separately, if there is a stack.
@@ -93,8 +94,8 @@ def join_axis(name: str, model_parallel: ModelParallelSpec | None, *, matrices_s
         cut = {axis: dim for axis, dim in cut.items() if dim > 0}
     if len(cut) > 1:
         raise ValueError(
-            f"the optimizer needs whole parameters, and {name!r} is cut along {len(cut)} axes beside the data-parallel "
-            "ones, of which one can be put together: use an element-wise optimizer for it"
+            f"the optimizer needs full parameters, but {name!r} is sharded along {len(cut)} model-parallel axes, and "
+            "layerzero can join its parts along only one. Use an element-wise optimizer for it"
         )
     return next(
         (JoinAxis(axis, model_parallel.mesh.size(axis), model_parallel.joined_shape(axis)) for axis in cut), None

@@ -1,16 +1,17 @@
 """Step of owned parameters: the owner gathers a full parameter, steps it, and scatters its rows.
 
-[Note: Rounds of owners]
+[Note: Owner rounds]
 All ZeRO-1 rows of an owned parameter are on ranks of one owner group (owner_groups.py). In each round, every rank of
-the group processes one of the parameters that it owns, the most expensive first. It receives the rows of the master and
-of the final gradient from the other ranks, steps the parameter, and sends the rows of the master back. Gathering the
-masters, gathering the gradients and scattering the masters are one all-to-all each. So all ranks compute at the same
-time, each holds one full parameter and its gradient, and all communication stays inside the group. A parameter whose
-rows are all on its owner needs no communication. It is stepped together with the element-wise parameters.
+the group steps one of the parameters that it owns. The parameters with the highest update cost are first. The rank
+receives the rows of the master and of the final gradient from the other ranks, steps the parameter, and sends the rows
+of the master back. A round runs three all-to-alls: one gathers the masters, one gathers the gradients, and one scatters
+the masters. All ranks therefore compute at the same time, each rank stores one full parameter and its gradient, and all
+communication stays inside the group. A parameter whose rows are all on its owner needs no communication. It is stepped
+together with the element-wise parameters.
 
-All ranks of an owner group agree on owners, on the parameters that have gradients, and on the order. So they run the
-same collectives. A rank is in several owner groups if parameters are on several meshes or are cut by model-parallel
-axes. All ranks process their groups in the same order.
+All ranks of an owner group agree on the owners, on the parameters that have gradients, and on the order. Therefore they
+run the same collectives. A rank is in several owner groups if parameters are on several meshes or are sharded along
+model-parallel axes. All ranks process their groups in the same order.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ __all__ = ["OwnedParam", "buffers_of_rounds", "by_owner_group", "step_owned"]
 
 @dataclass(frozen=True, eq=False)
 class OwnedParam:
-    """Parameter that is updated in full by one rank, its owner."""
+    """Parameter that one rank, its owner, updates in full."""
 
     member: ManagedParam
     owner: ParamOwner
-    group_of_ranks: OwnerGroup  # this rank's owner group, which assembles the parameter if `is_in_owner_group`
+    group_of_ranks: OwnerGroup  # this rank's owner group; it assembles the parameter if `is_in_owner_group`
     group: MutableMapping[str, Any]  # parameter group of the inner optimizer
-    master: Tensor  # listed in that group: this rank's rows; the full parameter while the owner steps it
+    master: Tensor  # entry of that group: this rank's rows, or the full parameter while the owner steps it
 
     @property
     def place(self) -> tuple[int, int]:
@@ -60,7 +61,7 @@ class OwnedParam:
 
     @property
     def is_in_owner_group(self) -> bool:
-        """True if the ranks of this rank's owner group hold the rows."""
+        """True if the rows are on the ranks of this rank's owner group."""
         return self.owner.r == self.member.spec.mesh_info.grid.replica_rank
 
     @property
@@ -74,9 +75,9 @@ class OwnedParam:
 
     @property
     def is_first_in_group(self) -> bool:
-        """True for the first of the parameter's owners along the model-parallel axes that are not joined.
+        """True for the parameter's first owner along the model-parallel axes that are not joined.
 
-        The other owners have copies, or different matrices of one stack.
+        The other owners have copies, or different matrices of the same stack.
         """
         model_parallel = self.member.spec.model_parallel
         axes = () if model_parallel is None else range(model_parallel.mesh.ndim)
@@ -100,7 +101,7 @@ class OwnedParam:
         return int(torch.Size(self.shape).numel())
 
     def rows_on(self, s: int) -> range:
-        """Return the rows on the ZeRO-3 rank `s` of the owner group, in the model-parallel part of that rank."""
+        """Return the rows on ZeRO-3 rank `s` of the owner group, counted in the model-parallel part of that rank."""
         span = self.member.spec
         k = s * span.mesh_info.replicas + self.owner.r
         return range(span.bounds[k], span.bounds[k + 1])
@@ -109,7 +110,7 @@ class OwnedParam:
         return len(self.rows_on(s)) * int(torch.Size(self.member.spec.shape[1:]).numel())
 
     def pieces(self, whole: Tensor) -> list[Tensor]:
-        """Split the full parameter `whole` into views of the rows of each rank of the owner group, by rank.
+        """Split the full parameter `whole` into views of the rows of each rank in the owner group, in rank order.
 
         The parameter must be joined along a model-parallel axis.
         """
@@ -121,15 +122,13 @@ class OwnedParam:
         rows = [(t, self.rows_on(s)) for s, t in self.group_of_ranks.order]
         return [parts[t][each.start : each.stop] for t, each in rows]
 
-    # Its state
+    # State of the parameter
 
     def true_shape(self, shape: Sequence[int]) -> tuple[int, ...] | None:
         """Return the global shape of a state tensor whose shape on the owner is `shape`.
 
-        If ranks own different matrices of a stack, the global shape covers all matrices.
-
-        Returns:
-            None if ranks own different matrices but dim 0 of the tensor is not the number of matrices on the owner.
+        If ranks own different matrices of a stack, the global shape covers all matrices. In this case, return None if
+        dim 0 of the tensor is not the number of matrices on the owner.
         """
         model_parallel = self.member.spec.model_parallel
         if model_parallel is None or not self._cut_into_matrices(model_parallel):
@@ -144,7 +143,7 @@ class OwnedParam:
         )
 
     def span_of(self, shape: Sequence[int]) -> RowShardSpec:
-        """Return the sharding of a state tensor of global shape `shape`, with all rows on the owner."""
+        """Return the sharding of a state tensor of global shape `shape` that has all rows on the owner."""
         span, mesh_info = self.member.spec, self.member.spec.mesh_info
         k = self.owner.s * mesh_info.replicas + self.owner.r
         model_parallel = span.model_parallel
@@ -156,7 +155,7 @@ class OwnedParam:
 
 
 def by_owner_group(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedParam]]:
-    """Group parameters by owner group, sorted by name, so that the order is the same on all ranks."""
+    """Return the parameters by owner group, sorted by name, so that the order is equal on all ranks."""
     found: dict[OwnerGroup, list[OwnedParam]] = {}
     for each in sorted(owned, key=lambda each: each.member.name):
         found.setdefault(each.group_of_ranks, []).append(each)
@@ -164,7 +163,7 @@ def by_owner_group(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedPa
 
 
 def buffers_of_rounds(owned: Iterable[OwnedParam]) -> Counter[Size]:
-    """Return the number of buffers of each size that the rounds for `owned` use at once; see :func:`_largest`."""
+    """Return the number of buffers of each size that the rounds of `owned` use at once; see :func:`_largest`."""
     most: Counter[Size] = Counter()
     for owner_group, members in by_owner_group(owned).items():
         counts: Counter[Size] = Counter()
@@ -177,9 +176,9 @@ def buffers_of_rounds(owned: Iterable[OwnedParam]) -> Counter[Size]:
 def _largest(owned: Iterable[OwnedParam], owner_group: OwnerGroup) -> dict[torch.dtype, list[int]]:
     """Return the sizes in elements of the buffers that the rounds of one owner group use, by dtype.
 
-    One buffer holds the largest full parameter that this rank owns, one holds its gradient, and one holds the rows that
-    the rank sends in one round. If parts are joined along a model-parallel axis, one more buffer receives them. The
-    sizes cover all parameters, with or without a gradient, so that each step uses the same buffers.
+    There is one buffer for the largest full parameter that this rank owns, one for its gradient, and one for the rows
+    that the rank sends in one round. If parts are joined along a model-parallel axis, another buffer receives the
+    parts. The sizes cover all parameters, with or without a gradient, so that each step uses the same buffers.
     """
     away = [each for each in owned if each.is_in_owner_group and not each.is_fully_local]
     found = {}
@@ -200,22 +199,22 @@ def step_owned(
     pool: BufferPool,
     take_step: Callable[[], Any],
 ) -> None:
-    """Step all parameters that have a gradient: `owned` parameters in full, all others by rows.
+    """Step all parameters that have a gradient: `owned` parameters in full, all other parameters by rows.
 
     Args:
-        inner: optimizer whose groups hold this rank's rows, with their final gradients.
-        model_ranks: the ranks that must call this.
+        inner: optimizer whose groups list this rank's rows with their final gradients.
+        model_ranks: ranks that must call this function.
         pool: pool of the buffers for full parameters and their gradients.
         take_step: function that steps `inner`.
 
     Raises:
-        RuntimeError: on all ranks, if a parameter has a gradient on only some ranks of its owner group.
+        RuntimeError: a parameter has a gradient on only some ranks of its owner group. All ranks raise.
     """
     turns: list[Iterator[Turn]] = []
     owner_groups = by_owner_group(owned)
     _require_gradients_alike(owner_groups, model_ranks)
     for owner_group, members in owner_groups.items():
-        away: list[tuple[OwnedParam, Tensor]] = []  # to be gathered in this group, with this rank's gradient rows
+        away: list[tuple[OwnedParam, Tensor]] = []  # parameters to gather in this group, this rank's gradient rows
         for each in members:
             gradient = each.master.grad
             if gradient is None or (each.is_owned_here and each.is_fully_local):
@@ -228,10 +227,10 @@ def step_owned(
 
 
 def _require_gradients_alike(owner_groups: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelRanks) -> None:
-    """Raise RuntimeError on all ranks unless the ranks of each owner group have gradients for the same parameters.
+    """Raise RuntimeError on all ranks if the ranks of an owner group have gradients for different parameters.
 
-    Without this check, ranks could exchange rows of different parameters. The check all-reduces one number. The
-    contributions of the ranks of an owner group add up to 0 if they have gradients for the same parameters.
+    Without this check, ranks could send rows of different parameters to each other. The check all-reduces one number.
+    The contributions of an owner group sum to 0 if its ranks have gradients for the same parameters.
     """
     near = {
         owner_group: [each for each in owner_groups[owner_group] if each.is_in_owner_group]
@@ -257,7 +256,7 @@ def _has_gradient(owned: OwnedParam) -> bool:
 def _unlike(near: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelRanks) -> str:
     """Return the error message for a parameter that has a gradient on only some ranks of its owner group.
 
-    All ranks must call this and get the same message.
+    All ranks must call this function. The message is equal on all ranks.
     """
     own = [
         (owner_group.ranks, each.member.name, _has_gradient(each))
@@ -270,8 +269,9 @@ def _unlike(near: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelR
             with_gradient[name, tuple(ranks)] += has
     name, ranks = min(each for each, count in with_gradient.items() if count not in (0, len(each[1])))
     return (
-        f"{name!r} is updated whole, and has a gradient on {with_gradient[name, ranks]} of the {len(ranks)} ranks that "
-        "put it together: set .grad to None, or to a tensor, on all of them"
+        f"parameter {name!r} has a gradient on {with_gradient[name, ranks]} of the {len(ranks)} ranks that send its "
+        "rows to its owner, so the owner cannot update the full parameter. Set .grad to None, or to a tensor, on all "
+        "of these ranks"
     )
 
 
@@ -281,7 +281,7 @@ def _turns(
     owner_group: OwnerGroup,
     pool: BufferPool,
 ) -> Iterator[Turn]:
-    """Yield the turns of this rank in the rounds of one owner group; see [Note: Rounds of owners]."""
+    """Yield the turns of this rank in the rounds of one owner group; see [Note: Owner rounds]."""
     for dtype in sorted({gradient.dtype for _, gradient in away}, key=str):
         by_owner: dict[tuple[int, int], list[tuple[OwnedParam, Tensor]]] = {place: [] for place in owner_group.order}
         for each, gradient in sorted(away, key=lambda one: one[0].weight):
@@ -301,8 +301,8 @@ class _OwnerRound:
     """Round of an owner group, in which each rank steps at most one parameter.
 
     Args:
-        chosen: by rank in the group, the parameter that the rank steps, and the gradient of this rank's rows of that
-            parameter; None if the rank steps none.
+        chosen: pairs by rank of the group: the parameter that the rank steps, and the gradient of this rank's rows of
+            that parameter. None if the rank does not step a parameter.
     """
 
     def __init__(self, chosen: Sequence[tuple[OwnedParam, Tensor] | None], owner_group: OwnerGroup) -> None:
@@ -316,13 +316,13 @@ class _OwnerRound:
         self.sent, self.received = sum(self._to_each), sum(self._from_each)
 
     def run(self, whole: Tensor, gradient: Tensor, rows: Tensor, received: Tensor | None = None) -> Iterator[Turn]:
-        """Gather the parameter that this rank steps, yield it, and scatter its rows after the step.
+        """Gather the parameter that this rank steps, yield a turn for it, and scatter its rows after the step.
 
         Args:
             whole: 1-D buffer for the full parameter.
             gradient: 1-D buffer for the full gradient.
             rows: 1-D buffer for the rows that this rank sends.
-            received: 1-D buffer for the received rows, if their order differs from that in the full parameter.
+            received: 1-D buffer for the received rows, if their order differs from the order in the full parameter.
         """
         whole, gradient, rows = whole[: self.received], gradient[: self.received], rows[: self.sent]
         received = None if received is None else received[: self.received]
@@ -360,12 +360,12 @@ class _OwnerRound:
         return "" if self._mine is None else self._mine.member.name
 
     def _places(self, whole: Tensor, received: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs for each rank of the group: its rows in `received`, and the view of `whole` for them."""
+        """Yield a pair for each rank of the group: its rows in `received`, and the same rows in `whole`."""
         if self._mine is not None:
             pieces = self._mine.pieces(whole)
             for came, piece in zip(torch.split(received, self._from_each), pieces, strict=True):
                 yield came.view(piece.shape), piece
 
     def _pieces(self, rows: Tensor) -> Sequence[Tensor]:
-        """Split the buffer of this rank's rows by parameter of the round."""
+        """Split the buffer of this rank's rows by the parameters of the round."""
         return torch.split(rows, [each.numel_on(self._s) for each, _ in self._chosen])

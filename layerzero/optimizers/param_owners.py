@@ -30,13 +30,13 @@ from layerzero.optimizers.torch_state_dict import asked_by_torch
 
 __all__ = ["OwnerTable"]
 
-_Key = tuple[MeshInfo, int | None]  # of an owner group: its mesh, and the model-parallel axis that is joined
+_Key = tuple[MeshInfo, int | None]  # owner group: its mesh, and the model-parallel axis that is joined
 
 
 class OwnerTable:
-    """Table of the parameters of one optimizer that are updated in full by an owner.
+    """Table of the parameters of one optimizer that an owner updates in full.
 
-    Every rank must construct the table. The constructor assigns an owner to each parameter that needs one.
+    Every rank must construct the table. The constructor assigns an owner to each parameter that needs an owner.
 
     Args:
         inner: the wrapped optimizer, with its groups.
@@ -55,14 +55,13 @@ class OwnerTable:
         held = [
             p for group in inner.param_groups if group_kind(group) in self._full_param_kinds for p in group["params"]
         ]
-        self._examined: set[str] = set()  # names of the parameters that have owners as this optimizer needs them
+        self._examined: set[str] = set()  # names of the parameters for which this optimizer has requested owners
         self._find_requests([member for p in held if (member := runtime.parameters.managed_param(p)) is not None])
 
     def add_group(self, group: MutableMapping[str, Any], members: Sequence[tuple[ManagedParam, Tensor]]) -> None:
-        """Add the parameters of a group, if they need owners. Every rank must call this.
+        """Add the parameters of a group if they need owners. Every rank must call this.
 
-        If the compatibility trial did not include the kind of the group, the group needs full parameters if any other
-        kind does.
+        A group whose kind was not part of the compatibility trial needs full parameters if any other kind needs them.
 
         Args:
             members: pairs of a parameter of the group and its master.
@@ -94,13 +93,13 @@ class OwnerTable:
     def _reserve_buffers(self) -> None:
         """Register the buffers of the rounds with the scratch pool.
 
-        Optimizers step one after another, and not during a reduction. So the maximum over all users suffices.
+        Optimizers step one after another, and never during a reduction. Therefore the maximum over all users suffices.
         """
         pool = self._runtime.buffers.scratch
         pool.expected = Counter(pool.expected) | buffers_of_rounds(self.owned.values())
 
     def step(self, take_step: Callable[[], Any]) -> None:
-        """Step all parameters of the optimizer; owned parameters are stepped in full."""
+        """Step all parameters of the optimizer. Owned parameters are stepped in full."""
         if not self.owned:
             take_step()
             return
@@ -116,8 +115,8 @@ class OwnerTable:
             return dict(state)
         if asked_by_torch():
             raise NotImplementedError(
-                f"torch.distributed.checkpoint.state_dict cannot have the state of {type(self._inner).__name__}, which "
-                "is on the owners of whole parameters: use layerzero.checkpoint.save, or optimizer.state_dict() on "
+                f"torch.distributed.checkpoint.state_dict cannot read the state of {type(self._inner).__name__}, which "
+                "is on the owners of full parameters. Use layerzero.checkpoint.save, or optimizer.state_dict() on "
                 "every rank"
             )
         return with_other_owners_state(state, list(self.owned.values()), self._runtime.ranks)
@@ -126,24 +125,23 @@ class OwnerTable:
         """Raise RuntimeError if the optimizer has owned parameters, because `method` would see only their rows."""
         if self.owned:
             raise RuntimeError(
-                f"{method}() of {type(self._inner).__name__} cannot be called here: it would find this rank's rows, "
-                "but the optimizer works on whole parameters, which are together only while it steps"
+                f"{method}() of {type(self._inner).__name__} is not supported: it would read this rank's rows, but the "
+                "optimizer needs full parameters, which exist only inside step(). Use an element-wise optimizer"
             )
 
 
 @torch.no_grad()
 def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Optimizer) -> None:
-    """Assign owners to `members`, and reassign the owners of owned parameters. Every rank must call this.
+    """Assign owners to `members` and reassign the owners of owned parameters. Every rank must call this.
 
-    A parameter may already have an owner because of another optimizer that updates the matrices of a stack separately.
-    If this optimizer needs the full stack, the parts are joined for both optimizers.
+    A parameter may already have an owner for another optimizer, which updates the matrices of a stack separately. If
+    this optimizer needs the full stack, the parts are joined for both optimizers.
 
     Args:
         optimizer: optimizer that needs these parameters in full.
 
     Raises:
-        RuntimeError: rows would have to move while gradients, optimizer state or views refer to them. In this case,
-            nothing is changed.
+        RuntimeError: gradients, optimizer state or views refer to rows that must move. Owners and rows are not changed.
         ValueError: parameters or axes to join differ between ranks, or parts on model-parallel axes cannot be joined.
     """
     names = {*runtime.owners, *(member.name for member in members)}
@@ -171,8 +169,8 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
         failure = error
     told = sorted((name, along.axis, along.size) for name, along in join_axes.items())
     require_equal(
-        "parameters that an optimizer needs whole",
-        {"names": sorted(names), "put together along further axes": told},
+        "parameters that an optimizer needs in full",
+        {"names": sorted(names), "joined along model-parallel axes": told},
         ranks=runtime.ranks.ranks,
         groups=groups_so_far(*(sorted(places) for places in new_owner_groups.values() if places)),
         failure=failure,
@@ -183,7 +181,7 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
         (mesh_info, axis): owner_group_of(mesh_info) if axis is None else owner_group_across(mesh_info, axis, places)
         for (mesh_info, axis), places in new_owner_groups.items()
     }
-    if any(layout.bounds for layout in plan.values()):  # equal on all ranks, also on ranks whose rows stay
+    if any(layout.bounds for layout in plan.values()):  # equal on all ranks, even on ranks whose rows do not move
         runtime.refreshes.launch_deferred()
         runtime.refreshes.launch_edited()
     for handle in moved:
@@ -218,7 +216,7 @@ def _plan(
 
 
 def _may_be_a_part(member: ManagedParam, owner: ParamOwner | None) -> bool:
-    """Return whether a model-parallel axis that is not joined cuts the parameter."""
+    """Return whether the parameter is sharded along a model-parallel axis that is not joined."""
     model_parallel, axis = member.spec.model_parallel, None if owner is None else owner.axis
     return model_parallel is not None and any(
         model_parallel.sharded_dim(at) is not None for at in range(model_parallel.mesh.ndim) if at != axis
@@ -226,7 +224,7 @@ def _may_be_a_part(member: ManagedParam, owner: ParamOwner | None) -> bool:
 
 
 def _join_axes(runtime: LayerZeroState) -> dict[str, JoinAxis]:
-    """Return, by name, the model-parallel axis along which each owned parameter is joined, if any."""
+    """Return the model-parallel axis along which each owned parameter is joined, by name. Omit parameters without."""
     found: dict[str, JoinAxis] = {}
     for name, owner in runtime.owners.items():
         model_parallel = runtime.members[name].spec.model_parallel
@@ -240,7 +238,10 @@ def _join_axes(runtime: LayerZeroState) -> dict[str, JoinAxis]:
 def _requested_join_axes(
     members: Iterable[ManagedParam], optimizer: Optimizer, device: torch.device
 ) -> dict[str, JoinAxis]:
-    """Return, by name, the model-parallel axis along which `optimizer` needs each parameter joined, if any."""
+    """Return the model-parallel axis along which `optimizer` needs each parameter joined, by name.
+
+    Parameters that need no join are omitted.
+    """
     found: dict[str, JoinAxis] = {}
     apart: dict[int, bool] = {}  # by number of dims: whether the optimizer updates each matrix of a stack separately
     for member in members:
@@ -261,7 +262,7 @@ def _new_owner_groups(
     """Return the owner groups to create for these owners, in the same order on all ranks.
 
     Returns:
-        By owner group, the positions of its ranks. For an owner group that is a ZeRO-3 group, this inner dict is empty.
+        Positions of the ranks by owner group. The inner dict is empty if the owner group is a ZeRO-3 group.
     """
     found: dict[_Key, dict[int, tuple[int, int]]] = {}
     for name, owner in sorted(owners.items()):
@@ -278,7 +279,7 @@ def _new_owner_groups(
 
 
 def _require_equal_parts(handles: Iterable[Handle], join_axes: Mapping[str, JoinAxis]) -> None:
-    """Raise ValueError if parameters are cut unevenly along an axis whose parts are joined.
+    """Raise ValueError if parameters are sharded unevenly along an axis whose parts are joined.
 
     Ranks along such an axis must have equal layouts.
     """
@@ -291,10 +292,10 @@ def _require_equal_parts(handles: Iterable[Handle], join_axes: Mapping[str, Join
             dim, size = model_parallel.sharded_dim(axis), model_parallel.mesh.size(axis)
             if dim is not None and model_parallel.joined_shape(axis)[dim] % size:
                 raise ValueError(
-                    f"the optimizer needs {name!r} whole, and {member.name!r}, a parameter of shape "
-                    f"{list(model_parallel.shape)} in a unit with such ones, is cut unevenly along dim {dim} over "
-                    f"{size} ranks, which is not supported: use a size that they divide, or an element-wise optimizer "
-                    "for all of its unit"
+                    f"the optimizer needs the full parameter {name!r}, but {member.name!r} of shape "
+                    f"{list(model_parallel.shape)} in a unit with such parameters is sharded unevenly along dim {dim} "
+                    f"over {size} ranks, which is not supported. Use a size that this number divides, or an "
+                    "element-wise optimizer for the full unit"
                 )
 
 
@@ -309,7 +310,7 @@ def _scratch_buffers(runtime: LayerZeroState) -> Counter[Size]:
 
 
 def _require_untouched(runtime: LayerZeroState, moved: Iterable[Handle], owned: set[str]) -> None:
-    """Raise if something refers to the rows that are about to move.
+    """Raise if a view, a gradient or optimizer state refers to the rows that will move.
 
     Raises:
         NotImplementedError: `offload_optimizer` is set.
@@ -317,22 +318,25 @@ def _require_untouched(runtime: LayerZeroState, moved: Iterable[Handle], owned: 
     """
     if runtime.config.offload_optimizer:
         raise NotImplementedError(
-            "offload_optimizer=True is for optimizers that update rows, and this one needs whole parameters: use "
-            "offload_optimizer=False, or an element-wise optimizer"
+            "offload_optimizer=True supports only optimizers that update rows, but this optimizer needs full "
+            "parameters. Use offload_optimizer=False, or an element-wise optimizer"
         )
     names = {member.name for handle in moved for member in handle.members} | owned
     if runtime.status.active_views:
-        raise RuntimeError("shard_optimizer inside layerzero.unsharded or EMA.swapped(); leave the context first")
+        raise RuntimeError(
+            "shard_optimizer was called inside layerzero.unsharded or EMA.swapped(), but it must move rows of the "
+            "masters. Call it outside of the context"
+        )
     if any(runtime.members[name].sharded.grad is not None for name in names):
         raise RuntimeError(
-            "this optimizer needs whole parameters, whose rows have to move to their owners, but there are gradients "
-            "already: call shard_optimizer before the first backward, or model.zero_grad() before it"
+            "this optimizer needs full parameters, so layerzero must move their rows to owners, but some parameters "
+            "already have gradients. Call shard_optimizer before the first backward, or call model.zero_grad() first"
         )
     for optimizer in runtime.optimizers:
         held = optimizer.state_by_name()  # type: ignore[attr-defined]
         if stepped := sorted(name for name in names if name in held):
             raise RuntimeError(
-                "this optimizer needs whole parameters, whose rows have to move to their owners, but another one has "
-                f"state for {stepped[0]!r}: call shard_optimizer (and add_param_group) for all before the first step, "
-                "and load their states afterwards"
+                "this optimizer needs full parameters, so layerzero must move their rows to owners, but another "
+                f"optimizer already has state for {stepped[0]!r}. Call shard_optimizer and add_param_group for all "
+                "optimizers before the first step, and load their states afterwards"
             )

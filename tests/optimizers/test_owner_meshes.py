@@ -253,7 +253,7 @@ def _refused(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = layerzero.shard_model(uneven(mesh["tp"]), zero3_size=2, units=Uneven.UNITS)
     before = full_parameters(model)
-    with pytest.raises(ValueError, match=r"and .head.weight., a parameter of shape .* cut unevenly along dim 0"):
+    with pytest.raises(ValueError, match=r"but .head.weight. of shape .* sharded unevenly along dim 0"):
         layerzero.shard_optimizer(torch.optim.Muon(matrices(model)), model)
     inner = [p for name, p in model.named_parameters() if p.ndim == 2 and "head" not in name]
     rest = [p for p in model.parameters() if all(p is not other for other in inner)]
@@ -272,7 +272,7 @@ def _refused(rank: int) -> None:
     placed = distribute_tensor(torch.ones(4, 4), both["one", "other"], [Shard(0), Shard(1)])
     twice.weight = nn.Parameter(placed)
     model = layerzero.shard_model(twice, mesh=both["dp"])
-    with pytest.raises(ValueError, match=r"'weight' is cut along 2 axes beside the data-parallel ones"):
+    with pytest.raises(ValueError, match=r"'weight' is sharded along 2 model-parallel axes"):
         layerzero.shard_optimizer(torch.optim.Muon(model.parameters()), model)
 
 
@@ -286,7 +286,9 @@ def _dropped(rank: int) -> None:
     model(rows(batches[0], 0)).backward()
     if rank:
         model.a.weight.grad = None
-    with pytest.raises(RuntimeError, match=r"'a.weight' .* a gradient on 1 of the 2 ranks that put it together: set"):
+    with pytest.raises(
+        RuntimeError, match=r"'a.weight' .* a gradient on 1 of the 2 ranks that send its rows to its owner.* Set"
+    ):
         optimizer.step()
 
 
