@@ -57,7 +57,7 @@ def test_an_exported_model_is_the_full_state_dict(tmp_path: Path) -> None:
     narrow = load_file(tmp_path / "b.safetensors")
     assert not different(narrow, {n: v.bfloat16() if v.is_floating_point() else v for n, v in expected.items()})
     again = command("export", tmp_path / "one", tmp_path / "out.safetensors")
-    assert again.exit_code == 1 and "exists already" in again.stderr
+    assert again.exit_code == 1 and "already exists" in again.stderr
     assert command("export", "--dtype", "int4", tmp_path / "one", tmp_path / "x").exit_code == 2
 
 

@@ -106,7 +106,7 @@ def _lying_disk(rank: int, folder: str) -> None:
 
     safetensors_writer.write_file = lie
     try:
-        with pytest.raises(checkpoint.CheckpointError, match="reads back as something else"):
+        with pytest.raises(checkpoint.CheckpointError, match="differs from the data that was written"):
             checkpoint.save(path, model, optimizer, {"step": 2}, overwrite=True)
     finally:
         safetensors_writer.write_file = write
@@ -124,7 +124,7 @@ def _cannot_be_read(rank: int, folder: str) -> None:
     checkpoint.save(path, model, optimizer, {"step": 1})
     atomic_files._is_at = lambda *_: False  # reading the manifest fails
     try:
-        with pytest.raises(checkpoint.CheckpointError, match="does not hold what has just been renamed to it"):
+        with pytest.raises(checkpoint.CheckpointError, match="does not contain the new checkpoint after the rename"):
             checkpoint.save(path, model, optimizer, {"step": 2}, overwrite=True)
     finally:
         atomic_files._is_at = is_at

@@ -1,6 +1,6 @@
 """A chain of digests that proves that a resumed run is equal to an uninterrupted one.
 
-[Note: The same whatever the number of ranks]
+[Note: Independence of the number of ranks]
 The digest of a parameter is a sum over its elements, weighted by their indices in the flattened full tensor. Each rank
 sums over its own shard, and the total is that of the full tensor, regardless of the sharding. Digests of a rank's data
 and random numbers are listed by rank.

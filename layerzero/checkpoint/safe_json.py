@@ -1,6 +1,6 @@
 """Reading of untrusted files: limits on size and number of values, and escaping of their text in messages.
 
-[Note: What JSON may cost]
+[Note: Limits on JSON]
 A parsed value takes up to a hundred bytes, however short its text is. 60 MB of empty lists become gigabytes, and
 traversing them takes a minute. So JSON is rejected if it is too large or may hold too many values, which are both known
 before it is parsed. layerzero does not write files that it would refuse to read. ``contents.json`` has more than four
@@ -52,7 +52,7 @@ def read_capped(path: Path, most: int) -> bytes:
 def check_json(path: Path, text: bytes) -> None:
     """Raise CheckpointError if `text`, from the file at `path`, has more values than layerzero parses.
 
-    See [Note: What JSON may cost].
+    See [Note: Limits on JSON].
     """
     values = text.count(b",") + text.count(b"[") + text.count(b"{")
     most = _FREE_VALUES + len(text) // _BYTES_A_VALUE

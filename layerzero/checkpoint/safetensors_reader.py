@@ -26,7 +26,7 @@ _HEADER_BYTES = 100 << 20  # maximum header size of a safetensors file
 
 
 class CheckpointFiles:
-    """The files of one checkpoint as a source of tensors; see [Note: Nothing changes before all is known].
+    """The files of one checkpoint as a source of tensors; see [Note: Checks before changes].
 
     Attributes:
         fingerprint: equal on all ranks if all have opened the same checkpoint.

@@ -1,11 +1,11 @@
 """Guard against silent data corruption, which detects and locates bits that flip between two steps.
 
-[Note: At rest]
+[Note: State between steps]
 Between two steps, layerzero does not write to masters and optimizer state. Between a backward and the step, only the
 user writes to final gradients. A write through torch changes the tensor's version, and the parameter's mutation tracker
 counts writes. If address, version and write count are unchanged but the sum of the bits has changed, a bit has flipped.
 
-[Note: A step that is repeated]
+[Note: Repeated steps]
 Compute weights are computed from masters, and gradients from compute weights and batches. If masters and optimizer
 state are unchanged since the last step, a refused step can be repeated, and its result is then correct. If values are
 wrong again after they were recomputed, their memory is defective.
