@@ -308,7 +308,7 @@ def _refused(rank: int, folder: Path) -> None:
     if rank % 2 == 0:
         _home(place).mkdir(mode=0o755)
     dist.barrier()
-    with pytest.raises((PermissionError, RuntimeError), match="is not a folder of this user alone"):
+    with pytest.raises((PermissionError, RuntimeError), match="is not a folder that only this user can access"):
         checkpoint.Buddies(model, optimizer, name=NAME, memory=place)
     dist.barrier()
     if rank % 2 == 0:

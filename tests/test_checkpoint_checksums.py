@@ -225,7 +225,10 @@ def _torn(rank: int, folder: Path) -> None:
     _step(model, optimizer)
     model.harmed = folder / "one" / "rank-00001.safetensors" if rank == 1 else None
     model().backward()
-    with pytest.raises(CheckpointError, match=r"rank-00001.* is damaged: .*The first read of this file succeeded, but the second failed: a load of"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"rank-00001.* is damaged: .*The first read of this file succeeded, but the second failed: a load of",
+    ):
         checkpoint.load(folder / "one", model, optimizer)
     said = "has failed halfway, and the model and the optimizer are partly loaded. Load this or another checkpoint"
     for use in (model, optimizer.step, lambda: checkpoint.save(folder / "three", model, optimizer)):

@@ -102,7 +102,7 @@ def test_imported_safetensors_load_into_a_sharded_model(tmp_path: Path) -> None:
     run_ranks(_load_tied, str(tmp_path / "narrow"), wide, world_size=2)
 
     twice = command("import", tmp_path / "1.safetensors", tmp_path / "1.safetensors", tmp_path / "twice")
-    assert twice.exit_code == 1 and "as an earlier file has" in twice.stderr
+    assert twice.exit_code == 1 and "that an earlier file has as well" in twice.stderr
     (tmp_path / "no.safetensors").write_bytes(b"nothing of the kind")
     wrong = command("import", tmp_path / "no.safetensors", tmp_path / "no")
     assert wrong.exit_code == 1 and "is not a safetensors file" in wrong.stderr

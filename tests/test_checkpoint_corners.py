@@ -202,7 +202,9 @@ def _optimizers(rank: int, folder: str) -> None:
     names = optimizer.param_groups[0]["param_names"]
     assert names == [name for name, _ in model.named_parameters()]
     plain_sgd = layerzero.shard_optimizer(torch.optim.SGD(model.parameters()), model)
-    with pytest.raises(ValueError, match=r"the optimizer was AdamW in the checkpoint and is SGD here. Build the .* load the"):
+    with pytest.raises(
+        ValueError, match=r"the optimizer was AdamW in the checkpoint and is SGD here. Build the .* load the"
+    ):
         checkpoint.load(f"{folder}/one", model, plain_sgd)
     ema = layerzero.EMA(model)
     ema.update()

@@ -108,7 +108,9 @@ def _nothing_fits(rank: int, folder: str) -> None:
         text = Path(folder, "step-1", "manifest.json").read_text()
         Path(folder, "step-1", "manifest.json").write_text(text.replace('"version": 2', '"version": 1'))
     dist.barrier()
-    with pytest.raises(checkpoint.CheckpointError, match="has format version 1, but this version of layerzero reads only version 2"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match="has format version 1, but this version of layerzero reads only version 2"
+    ):
         checkpoint.load_latest(folder, model, optimizer)
 
 
@@ -330,7 +332,7 @@ def test_random_states_come_back_or_are_derived_and_that_is_said(tmp_path: Path)
     assert len({*draws, *map(tuple, drawn)}) == 6, "and another for each rank"
     assert not any(exact for exact, *_ in fewer[0])
     assert "was saved by 4 ranks and is loaded by 2" in fewer[0][0][2][0]
-    assert "derived from seed 7, step 3" in fewer[0][0][2][1]
+    assert "derives new states from seed 7, step 3" in fewer[0][0][2][1]
 
 
 def test_a_folder_that_is_no_checkpoint_is_never_set_aside(tmp_path: Path) -> None:

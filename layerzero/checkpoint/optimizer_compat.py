@@ -125,7 +125,7 @@ class GroupCompatibility:
             elif expected in (_ROWS, _NUMBER) and found != expected:
                 yield entry, f"expected {expected}, but the checkpoint has {found}"
         if kept is not None and missing and not self._can_step(kept, values, missing, ndim):
-            self.settings = {}  # with settings such as amsgrad, the parameter's current state may lack these entries too
+            self.settings = {}  # with settings such as amsgrad, the parameter's current state may lack them too
             yield from missing.items()
 
     def kept(self, ndim: int) -> dict[str, Any] | None:
