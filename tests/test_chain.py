@@ -73,7 +73,8 @@ def _broken(rank: int, folder: str, world: int) -> None:
             if len(rows):
                 flip(rows, 0, 3)
             if turn == 0:
-                with pytest.raises(checkpoint.CheckpointError, match=f"saved at step 2, because these tensors differ: {what}\\. Load"):
+                said = rf"saved at step 2, because these tensors differ: {what}\. Load"
+                with pytest.raises(checkpoint.CheckpointError, match=said):
                     chain.resume(extra["chain"])
     with torch.no_grad():  # swapped rows
         whole = last.flip(0).clone()
@@ -153,7 +154,9 @@ def _buffers(rank: int) -> None:
     assert chain.resume(link)
     with torch.no_grad():
         model.seen[2] = 5
-    with pytest.raises(checkpoint.CheckpointError, match=r"saved at step 1, because these tensors differ: 'seen'\. Load"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"saved at step 1, because these tensors differ: 'seen'\. Load"
+    ):
         chain.resume(link)
 
 

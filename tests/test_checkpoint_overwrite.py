@@ -153,7 +153,7 @@ def test_what_another_job_has_put_there_meanwhile_stays(tmp_path: Path, exchange
         (path / "rank-00002.safetensors").write_bytes(b"of another job")
         return False
 
-    with _disk(exchanges), pytest.raises(checkpoint.CheckpointError, match="does not hold"):
+    with _disk(exchanges), pytest.raises(checkpoint.CheckpointError, match="does not contain the new checkpoint"):
         atomic_files.take_name(partial, path, intrudes, overwrite=True)
     assert (path / "rank-00002.safetensors").exists()
     atomic_files.remove(partial)  # as a failed save does

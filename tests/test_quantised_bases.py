@@ -248,9 +248,9 @@ def _in_parts(rank: int, folder: Path) -> None:
     assert torch.equal(fresh.layers[0].weight.numbers, before)
     with pytest.raises(ValueError, match=r"layers.0.weight is a tensor subclass \(one of 2\)"):
         export_model(flat, folder / "whole.safetensors")
-    with mock.patch.object(Flat, "bits", object()), pytest.raises(TypeError, match="a tensor of a class of its own"):
+    with mock.patch.object(Flat, "bits", object()), pytest.raises(TypeError, match="a tensor subclass"):
         layerzero.checkpoint.save(folder / "odd", _adapted(Flat, 1, 2)[0])
-    with pytest.raises(TypeError, match=r"extra.base: a Flat, a tensor of a class of its own"):
+    with pytest.raises(TypeError, match=r"extra.base: a Flat, a tensor subclass"):
         layerzero.checkpoint.save(folder / "odd", model, extra={"base": Flat(*_quantised())})
 
 
@@ -265,14 +265,14 @@ def _numbers(model: Any) -> list[Tensor]:
 def _odd(rank: int, folder: Path) -> None:
     for way, match in (
         ("raises", r"layers.0.weight: .*Odd.__tensor_flatten__ failed: ArithmeticError: no way to say it"),
-        ("no tensor", "layers.0.weight: a Odd, a tensor of a class of its own"),
-        ("made when asked for", "layers.0.weight: a Odd, a tensor of a class of its own"),
-        ("holds a tensor", "layers.0.weight: a Odd, a tensor of a class of its own"),
+        ("no tensor", "layers.0.weight: a Odd, a tensor subclass"),
+        ("made when asked for", "layers.0.weight: a Odd, a tensor subclass"),
+        ("holds a tensor", "layers.0.weight: a Odd, a tensor subclass"),
     ):
         model = _adapted(Odd, 0, 2)[0]
         with mock.patch.object(Odd, "way", way), pytest.raises(TypeError, match=match):
             layerzero.checkpoint.save(folder / "odd", model)
-    with pytest.raises(TypeError, match=r"_extra_state: a Flat, a tensor of a class of its own"):
+    with pytest.raises(TypeError, match=r"_extra_state: a Flat, a tensor subclass"):
         layerzero.checkpoint.save(folder / "odd", layerzero.shard_model(Stateful(), zero3_size=1))
     with (
         mock.patch.object(Odd, "way", "raises" if rank == 1 else "no tensor"),

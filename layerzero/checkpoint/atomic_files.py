@@ -115,7 +115,7 @@ def read_back(folder: Path, record: FileRecord) -> None:
         read_pieces(path, record.size, record.sums, ChecksumScheme.best(), [ByteRange(0, record.size, None)])
     except CheckpointError as error:
         raise CheckpointError(
-            f"A file of the new checkpoint differs from the data that was written: {error}. Check the disk."
+            f"a file of the new checkpoint differs from the data that was written: {error}. Check the disk"
         ) from None
 
 
@@ -184,12 +184,12 @@ def publish(
             manifest.check_presence(record)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error}, seen from the first rank. Save to a file system that all ranks share."
+            f"{error}, seen from the first rank. Save to a file system that all ranks share"
         ) from None
     text = manifest.text
     if len(text) > MANIFEST_BYTES:
         raise CheckpointError(
-            f"{path / MANIFEST} would have {len(text):,} bytes, which exceeds the limit of {MANIFEST_BYTES:,} bytes."
+            f"{path / MANIFEST} would have {len(text):,} bytes, which exceeds the limit of {MANIFEST_BYTES:,} bytes"
         )
     write_file(partial / MANIFEST, [text])
     take_name(partial, path, lambda: _is_at(manifest, path), overwrite=overwrite)
@@ -232,14 +232,14 @@ def take_name(partial: Path, path: Path, is_there: Callable[[], bool], *, overwr
                     f"{path} does not contain the new checkpoint after the rename. Either another job has removed the "
                     "checkpoint, or this file system does not rename folders atomically. keep_last counts the "
                     "checkpoints of all jobs in a folder. Use a separate folder for each run, on a file system with "
-                    "atomic renames."
+                    "atomic renames"
                 )
     try:
         flush_folder(path.parent)
     except OSError as error:  # a warning only: the checkpoint exists
         warnings.warn(
-            f"The new checkpoint exists, but its folder {path.parent} could not be flushed to the disk: {error}. "
-            "The checkpoint may be lost if the machine crashes.",
+            f"the new checkpoint exists, but its folder {path.parent} could not be flushed to the disk: {error}. "
+            "The checkpoint may be lost if the machine crashes",
             stacklevel=3,
         )
     if replaced is not None:
@@ -251,7 +251,7 @@ def refuse_to_replace(path: Path) -> None:
     if path.is_symlink() or not path.is_dir() or not all(_OURS.fullmatch(name) for name in os.listdir(path)):
         raise PathTakenError(
             f"{path} already exists and is not overwritten, because it does not consist of checkpoint files only. "
-            "Use another path."
+            "Use another path"
         )
 
 
@@ -304,10 +304,10 @@ def publish_file(partial: Path, path: Path) -> None:
     try:
         os.link(partial, path)
     except FileExistsError:
-        raise PathTakenError(f"{path} already exists. Use another path.") from None
+        raise PathTakenError(f"{path} already exists. Use another path") from None
     except OSError:  # a file system without hard links
         if os.path.lexists(path):
-            raise PathTakenError(f"{path} already exists. Use another path.") from None
+            raise PathTakenError(f"{path} already exists. Use another path") from None
         os.rename(partial, path)
     partial.unlink(missing_ok=True)
     flush_folder(path.parent)

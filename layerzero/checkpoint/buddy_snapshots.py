@@ -123,7 +123,7 @@ class Buddies:
         try:
             check_usable(runtime, optimizer)
             if not name or Path(name).name != name:
-                raise ValueError(f"name must be a single path component, but is {name!r}. Pass a name without slashes.")
+                raise ValueError(f"name must be a single path component, but is {name!r}. Pass a name without slashes")
             node = json.dumps([opened_folder(self.folder), highest(self.folder)])
         except Exception as error:
             failure = error
@@ -138,7 +138,7 @@ class Buddies:
         self._to, self._from = _partners([place for place, _ in told], self._lane.rank)
         if self._to is None and self._lane.rank == 0:
             _LOG.warning(
-                "%s: All ranks are on one node. Snapshots survive the end of processes, but not the loss of the node.",
+                "%s: all ranks are on one node. Snapshots survive the end of processes, but not the loss of the node",
                 _WHAT,
             )
         self._pending: PendingSave | None = None
@@ -192,7 +192,7 @@ class Buddies:
             shutil.rmtree(here.folder, ignore_errors=True)
             room = shutil.disk_usage(self.folder).free
             failure = CheckpointError(
-                f"The snapshot could not be stored: {failure}. {self.folder.parent} has {room:,} bytes of free space."
+                f"the snapshot could not be stored: {failure}. {self.folder.parent} has {room:,} bytes of free space"
             )
         agree_or_raise(f"{_WHAT}.snapshot", runtime, {}, failure)
         assert job is not None
@@ -269,7 +269,7 @@ class Buddies:
         except RuntimeError as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise RankLostError(f"A rank has exited or is late: {error}") from error
+            raise RankLostError(f"a rank has exited or is late: {error}") from error
         self._newest = job.here.token
 
     def _swap(self, folder: Path, mine: FileRecord, theirs: FileRecord | None) -> None:

@@ -75,7 +75,7 @@ class ChecksumScheme:
             return _xxh3()
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                "The checkpoint has XXH3 checksums, but xxhash is not installed. "
+                "the checkpoint has XXH3 checksums, but xxhash is not installed. "
                 'Run: pip install "torch-layerzero[checkpoint]"'
             ) from error
 
@@ -216,7 +216,7 @@ def _read_stretch(descriptor: int, scheme: ChecksumScheme, stretch: _Stretch) ->
     _stream(descriptor, at, stretch.stop, None, scratch, hasher)
     if hasher.hexdigest() != stretch.sum:
         raise _Damage(
-            f"the {scheme.algorithm} of bytes {stretch.start:,} to {stretch.stop:,} differs from the recorded checksum"
+            f"bytes {stretch.start:,} to {stretch.stop:,} do not match their recorded {scheme.algorithm} checksum"
         )
 
 

@@ -68,7 +68,7 @@ def collect(
     if bad and require_finite:
         raise CheckpointError(
             f"{few_names(bad)} on rank {dist.get_rank()} have non-finite values. Nothing is saved, and existing "
-            "checkpoints are kept. Load the last checkpoint, or pass require_finite=False to save anyway."
+            "checkpoints are kept. Load the last checkpoint, or pass require_finite=False to save anyway"
         )
     return CollectedState(document, tensors, encoder.own, encoder.digests, bad)
 
@@ -82,9 +82,7 @@ def agree_on_state(
     except ValueError as error:
         if failure is not None or " extra" not in str(error):
             raise
-        raise ValueError(
-            f"{error}. Mark values that differ between ranks with layerzero.checkpoint.per_rank."
-        ) from None
+        raise ValueError(f"{error}. Mark values that differ between ranks with layerzero.checkpoint.per_rank") from None
 
 
 def who_saves(runtime: LayerZeroState) -> dict[str, int]:

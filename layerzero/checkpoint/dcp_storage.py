@@ -115,7 +115,7 @@ class CheckpointContents:
         if len(text) > CONTENTS_BYTES:
             raise CheckpointError(
                 f"{path} would have {len(text):,} bytes, which exceeds the limit of {CONTENTS_BYTES:,} bytes. "
-                "Store long lists as tensors."
+                "Store long lists as tensors"
             )
         check_json(path, text)
         return write_file(path, [text])
@@ -323,7 +323,7 @@ def opened(path: Path) -> Any:
     try:
         from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - only loads need it
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("Loading a checkpoint requires safetensors. Run: pip install safetensors") from error
+        raise ModuleNotFoundError("loading a checkpoint requires safetensors. Run: pip install safetensors") from error
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:

@@ -144,7 +144,7 @@ class Encoder:
         if too_deep:
             raise TypeError(
                 f"{path} cannot be saved: values are nested more than {most} levels deep, or contain themselves. "
-                "Use a flatter structure."
+                "Use a flatter structure"
             )
         return encoded
 
@@ -168,12 +168,12 @@ class Encoder:
     def _tensor(self, tensor: Tensor, path: str) -> Any:
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
             kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
-            raise TypeError(f"{path}: a {kind} cannot be stored in a safetensors file. Convert or remove the tensor.")
+            raise TypeError(f"{path}: a {kind} cannot be stored in a safetensors file. Convert or remove the tensor")
         if not isinstance(tensor, (DTensor, LocalShard)) and not has_own_memory(tensor):
             raise TypeError(
                 f"{path}: a {type(tensor).__name__}, a tensor subclass, cannot be stored in a safetensors file. Save "
                 "the trained parameters with layerzero.full_state_dict(model, trainable_only=True), and create the "
-                "other tensors again before a load."
+                "other tensors again before a load"
             )
         key = self._keys.get((self._prefix, id(tensor)))
         if key is None:
@@ -188,24 +188,24 @@ class Encoder:
             rows = tensor._local_tensor
             if not isinstance(rows, LocalShard):
                 raise TypeError(
-                    f"{path}: a DTensor that layerzero did not create cannot be saved. Store its full_tensor()."
+                    f"{path}: a DTensor that layerzero did not create cannot be saved. Store its full_tensor()"
                 )
             if self._prefix:
                 raise TypeError(
                     f"{path}: per_rank cannot mark a sharded tensor, because all ranks save it. Store the tensor "
-                    "outside of per_rank."
+                    "outside of per_rank"
                 )
             try:
                 like = self.name_of(rows)
             except LookupError:
                 raise TypeError(
                     f"{path} has the sharding of {rows.spec.name!r} of another model and cannot be saved. Store its "
-                    "full_tensor()."
+                    "full_tensor()"
                 ) from None
             if self.is_apart(like) and not self._in_own:
                 raise TypeError(
                     f"{path} has the sharding of {like}, which is a different parameter on other ranks. Remove the "
-                    "tensor from extra. To save averages of such weights, use ShardedMegatronOptimizer(ema_decay=...)."
+                    "tensor from extra. To save averages of such weights, use ShardedMegatronOptimizer(ema_decay=...)"
                 )
             return {"$sharded": key, "like": like}
         if not self._prefix and not self._in_own:
@@ -215,7 +215,7 @@ class Encoder:
 
     def _per_rank(self, value: object, path: str) -> Any:
         if self._prefix:
-            raise TypeError(f"{path}: per_rank cannot be nested. Mark only the outer value.")
+            raise TypeError(f"{path}: per_rank cannot be nested. Mark only the outer value")
         self._note(path, "a value of each rank")
         self._prefix = f"rank{self.rank}."
         try:
@@ -369,5 +369,5 @@ def _leaf(value: Any, path: str) -> Any:
         return {"$tuple": [_leaf(item, path) for item in value]}
     raise TypeError(
         f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be saved, because checkpoints contain no code. Store "
-        "its numbers, strings and tensors, in lists, tuples and dicts."
+        "its numbers, strings and tensors, in lists, tuples and dicts"
     )

@@ -130,8 +130,8 @@ def prepare_from(
         check_usable(runtime, optimizer)
         if ParamView.EMA in runtime.status.active_views:
             raise RuntimeError(
-                "A checkpoint cannot be loaded inside EMA.swapped(), because the end of the context would overwrite "
-                "the loaded weights. Leave the context first."
+                "a checkpoint cannot be loaded inside EMA.swapped(), because the end of the context would overwrite "
+                "the loaded weights. Leave the context first"
             )
         source = opened(runtime)
         fields["files"] = source.fingerprint
@@ -140,7 +140,7 @@ def prepare_from(
         if rank is None and everyone.rank == 0 and has_own_values(source.contents.document["extra"]):
             _LOG.warning(
                 "%s was saved by %s ranks and is loaded by %s ranks. Values in extra marked by per_rank are loaded as "
-                "None.",
+                "None",
                 *(path, ranks, everyone.size),
             )
         restore = RestorePlan(runtime, optimizer, source.contents, rank=rank, twice=source.twice, apart=apart)

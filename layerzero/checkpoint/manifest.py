@@ -66,7 +66,7 @@ class Manifest:
         """
         folder = Path(folder)
         if not folder.exists():
-            raise FileNotFoundError(f"There is no checkpoint at {folder}. Check the path.")
+            raise FileNotFoundError(f"there is no checkpoint at {folder}. Check the path")
         path = folder / MANIFEST
         if not path.is_file() or path.is_symlink():
             raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")

@@ -70,7 +70,7 @@ def on_signal(
             "checkpoint.on_signal must be called from the main thread, because Python handles signals there"
         )
     if deadline is not None and not deadline > 0:
-        raise ValueError(f"deadline must be positive or None, but is {deadline!r}. Pass seconds, or leave it out.")
+        raise ValueError(f"deadline must be positive or None, but is {deadline!r}. Pass seconds, or leave it out")
     return LeaveRequest(signum, model, deadline, 128 + signum if exit_code is None else exit_code)
 
 
@@ -190,7 +190,7 @@ class LeaveRequest:
     def _end_in_time(self) -> None:
         if not self._in_time.wait(self._deadline):
             said = (
-                f"layerzero: The process ends {self._deadline:g} s after the signal, which is the deadline passed to "
+                f"layerzero: the process ends {self._deadline:g} s after the signal, which is the deadline passed to "
                 "checkpoint.on_signal.\n"
             )
             os.write(2, said.encode())

@@ -86,7 +86,7 @@ def find_safetensors(source: PathLike | Sequence[PathLike]) -> list[Path]:
         if len(chosen) > 1:
             raise ValueError(
                 f"{path} has several models or files: {', '.join(each.name for each in chosen)}. Pass the paths of the "
-                "files to load."
+                "files to load"
             )
         if chosen:
             return find_safetensors(chosen[0])
@@ -126,7 +126,7 @@ class _FullFiles:
                     if key in stored:
                         raise ValueError(
                             f"{path} has {name} for {key}, but {self._place[key][0]} has a tensor for it as well. "
-                            "Pass files without duplicate tensors."
+                            "Pass files without duplicate tensors"
                         )
                     entry = tensors.get_slice(name)
                     dtype, shape = _DTYPE_NAMED.get(entry.get_dtype()), tuple(entry.get_shape())

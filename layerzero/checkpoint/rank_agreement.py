@@ -49,17 +49,15 @@ def check_usable(runtime: LayerZeroState, optimizer: object) -> None:
     need_numpy("a checkpoint")
     if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
         raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}. Pass the optimizer that layerzero.shard_optimizer returned."
+            f"optimizer is a {type(optimizer).__name__}. Pass the optimizer that layerzero.shard_optimizer returned"
         )
     if optimizer is not None and optimizer not in runtime.optimizers:
         raise ValueError(
-            "The optimizer belongs to another model. Pass the optimizer that layerzero.shard_optimizer returned for "
-            "this model."
+            "the optimizer belongs to another model. Pass the optimizer that layerzero.shard_optimizer returned for "
+            "this model"
         )
     if ParamView.UNSHARDED in runtime.status.active_views:
-        raise RuntimeError(
-            "A checkpoint cannot be saved or loaded inside layerzero.unsharded. Leave the context first."
-        )
+        raise RuntimeError("a checkpoint cannot be saved or loaded inside layerzero.unsharded. Leave the context first")
 
 
 def told(done: str, path: PathLike, error: CheckpointException) -> Exception:

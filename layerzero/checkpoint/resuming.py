@@ -97,11 +97,11 @@ def load_latest(
         if not broken and not damaged:
             return None
         told = "; ".join([*damaged.values(), *broken])
-        raise CheckpointError(f"No checkpoint in {folder} can be loaded, and no checkpoint has been renamed: {told}")
+        raise CheckpointError(f"no checkpoint in {folder} can be loaded, and no checkpoint has been renamed: {told}")
     moved = _heard(runtime, None if seen is None else _put_aside(seen, damaged, loaded=path))
     if seen is not None:
         for text in moved:
-            _LOG.warning("%s. %s has been loaded instead.", text, path)
+            _LOG.warning("%s. %s has been loaded instead", text, path)
     return Resumed(path, extra, tuple(moved))
 
 

@@ -71,8 +71,8 @@ def set_random_states(saved: dict[str, Any]) -> bool:
         _derive(saved["seed"], saved["step"], ranks, rank)
         if rank == 0:
             _LOG.warning(
-                "Random states of %d ranks cannot be restored on %d ranks. Each rank derives new states from seed %d, "
-                "step %d, the number of ranks and its rank.",
+                "random states of %d ranks cannot be restored on %d ranks. Each rank derives new states from seed %d, "
+                "step %d, the number of ranks and its rank",
                 *(saved["ranks"], ranks, saved["seed"], saved["step"]),
             )
         return False

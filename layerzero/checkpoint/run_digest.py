@@ -63,8 +63,8 @@ class Chain:
         self._runtime = get_state(model)
         if not all(optimizer in self._runtime.optimizers for optimizer in optimizers):
             raise ValueError(
-                "An optimizer belongs to another model, or is not from layerzero.shard_optimizer. Pass optimizers that "
-                "layerzero.shard_optimizer returned for this model."
+                "an optimizer belongs to another model, or is not from layerzero.shard_optimizer. Pass optimizers that "
+                "layerzero.shard_optimizer returned for this model"
             )
         self._optimizers = optimizers
         self._head = _START
@@ -102,16 +102,16 @@ class Chain:
         wrong = [name for name in dict.fromkeys([*link["weights"], *now]) if link["weights"].get(name) != now.get(name)]
         if wrong:
             raise CheckpointError(
-                f"The run does not continue from the state saved at step {link['step']}, because these tensors differ: "
-                f"{few_names(wrong)}. Load the checkpoint that contains the link."
+                f"the run does not continue from the state saved at step {link['step']}, because these tensors differ: "
+                f"{few_names(wrong)}. Load the checkpoint that contains the link"
             )
         random = self._of_ranks(_random_digest())
         same_ranks = len(random) == len(link["random"])
         if same_ranks and random != link["random"]:
             ranks = [str(rank) for rank, (a, b) in enumerate(zip(random, link["random"], strict=True)) if a != b]
             raise CheckpointError(
-                f"The run does not continue from the state saved at step {link['step']}, because the random states of "
-                f"the ranks {', '.join(ranks)} differ. Call checkpoint.set_random_states first."
+                f"the run does not continue from the state saved at step {link['step']}, because the random states of "
+                f"the ranks {', '.join(ranks)} differ. Call checkpoint.set_random_states first"
             )
         self._head = link["head"]
         self._data = hashlib.sha256()
@@ -247,5 +247,5 @@ def _text(value: Any) -> str:
         return repr(value)
     raise TypeError(
         f"checkpoint.Chain cannot compare a {type(value).__name__} between processes. Pass numbers, strings, tensors "
-        "or NumPy arrays, or lists, tuples and dicts of these."
+        "or NumPy arrays, or lists, tuples and dicts of these"
     )

@@ -59,7 +59,7 @@ def check_json(path: Path, text: bytes) -> None:
     if values > most:
         raise CheckpointError(
             f"{path} has {values:,} values in {len(text):,} bytes, but layerzero reads at most {most:,} values from a "
-            "file of this size. Store long lists of numbers as tensors."
+            "file of this size. Store long lists of numbers as tensors"
         )
 
 

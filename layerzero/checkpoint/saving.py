@@ -235,8 +235,8 @@ def _prepare(
             raise ValueError(f"keep_last must be a positive int or None, but is {how.keep_last!r}")
         if path.name.startswith("."):
             raise ValueError(
-                f"The checkpoint name {path.name!r} starts with a dot, which marks incomplete checkpoints. Use another "
-                "name."
+                f"the checkpoint name {path.name!r} starts with a dot, which marks incomplete checkpoints. Use another "
+                "name"
             )
         if os.path.lexists(path):
             if not how.overwrite:
@@ -300,6 +300,6 @@ def _write(job: _SaveJob, group: dist.ProcessGroup) -> None:
             tidy(job.path, job.keep_last)
         except OSError as error:  # a warning only: the new checkpoint exists, and the other ranks continue
             warnings.warn(
-                f"keep_last={job.keep_last}: An old checkpoint could not be removed: {error}. Remove it manually.",
+                f"keep_last={job.keep_last}: an old checkpoint could not be removed: {error}. Remove it manually",
                 stacklevel=2,
             )

@@ -72,7 +72,7 @@ def opened_folder(folder: Path) -> str:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise PermissionError(
             f"{folder} is not a folder that only this user can access, so it cannot store snapshots. Remove it, or use "
-            "another name."
+            "another name"
         )
     return f"{boot_id()}/{found.st_dev}/{found.st_ino}"
 
@@ -151,7 +151,7 @@ def gather_view(lane: Communicator, folder: Path, token: str, view: Path) -> Non
     told = all_gather_text(lane, text)
     text = next((text for text in told if text), "")
     if not text:
-        raise CheckpointError(f"Snapshot {token} has no intact manifest")
+        raise CheckpointError(f"snapshot {token} has no intact manifest")
     if not failure:
         try:
             (view / MANIFEST).write_text(text)

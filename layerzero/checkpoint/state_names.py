@@ -150,8 +150,8 @@ def encode_all(
     names = StateNames(runtime, apart)
     if names.odd:
         raise TypeError(
-            f"The model's state_dict() has {', '.join(names.odd)}, which is no parameter, no persistent buffer and no "
-            "extra state of a module. A load could not restore an entry that a hook adds. Remove the hook."
+            f"the model's state_dict() has {', '.join(names.odd)}, which is no parameter, no persistent buffer and no "
+            "extra state of a module. A load could not restore an entry that a hook adds. Remove the hook"
         )
     encoder = Encoder(rank, names.of_rows, names.apart.is_apart, names.apart.tells)
     stepped: dict[str, Any] | None = None
@@ -191,7 +191,7 @@ def _check_state(names: StateNames, state: Mapping[str, Mapping[str, Any]]) -> N
                 shape = list(value.shape)
                 raise TypeError(
                     f"optimizer.state.{name}.{key} cannot be saved, because its shape {shape} is neither that of its "
-                    "parameter nor that of a scalar."
+                    "parameter nor that of a scalar"
                 )
 
 

@@ -109,7 +109,7 @@ def export_model(
     order = sorted(header, key=lambda name: -header[name][1].itemsize)
     target = Path(out).absolute()
     if os.path.lexists(target):
-        raise FileExistsError(f"{target} already exists. Use another path.")
+        raise FileExistsError(f"{target} already exists. Use another path")
     partial = partial_of(target, new_token())
     with ExitStack() as stack:
         files = {
@@ -136,7 +136,7 @@ def model_keys(contents: CheckpointContents, *, averages: bool) -> dict[str, str
         raise ValueError(
             f"{classes[0]} is a tensor subclass (one of {len(classes)}) and cannot be stored in a file of plain "
             "tensors. Load the checkpoint into the model, and save layerzero.full_state_dict(model, "
-            "trainable_only=True)."
+            "trainable_only=True)"
         )
     keys = _keys(model)
     if not averages:
@@ -145,7 +145,7 @@ def model_keys(contents: CheckpointContents, *, averages: bool) -> dict[str, str
     ema = extra.get("ema") if isinstance(extra, dict) else None
     if not isinstance(ema, dict) or not isinstance(ema.get("averages"), dict):
         raise ValueError(
-            'The checkpoint has no averages. Export it without them, or save with extra={"ema": ema.state_dict(), ...}.'
+            'the checkpoint has no averages. Export it without them, or save with extra={"ema": ema.state_dict(), ...}'
         )
     stored = _keys(ema["averages"])
     of_parameter = {str(value["like"]): stored[name] for name, value in ema["averages"].items() if "like" in value}
@@ -192,7 +192,7 @@ def import_model(
     """
     target = Path(path).absolute()
     if os.path.lexists(target):
-        raise FileExistsError(f"{target} already exists and is not overwritten. Use another path.")
+        raise FileExistsError(f"{target} already exists and is not overwritten. Use another path")
     with ExitStack() as stack:
         sources: dict[str, _FileTensor] = {}
         for file in find_safetensors(files):
@@ -201,7 +201,7 @@ def import_model(
                 if name in sources:
                     raise ValueError(
                         f"{os.fspath(file)} has a tensor {name!r} that an earlier file has as well. Pass files without "
-                        "duplicate tensors."
+                        "duplicate tensors"
                     )
                 sources[name] = _FileTensor.of(file, tensors, name, dtype)
         order = sorted(sources, key=lambda name: -sources[name].cast.itemsize)
