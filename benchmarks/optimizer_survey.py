@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from layerzero.optimizers.compatibility import kinds_that_need_whole
+from layerzero.optimizers.compatibility import kinds_that_need_full_params
 
 PACKAGES = {
     "torch.optim": "torch",
@@ -264,7 +264,7 @@ def survey(only: list[str]) -> list[Row]:
             truth = Truth(None, f"not built: {_short(error)}")
         else:
             try:
-                accepted = "whole" if kinds_that_need_whole(optimizer, torch.device("cpu")) else "on rows"
+                accepted = "whole" if kinds_that_need_full_params(optimizer, torch.device("cpu")) else "on rows"
             except Exception as error:
                 said = str(error).split(". layerzero gives")[0]
         rows.append(Row(package, name, truth, accepted, said))

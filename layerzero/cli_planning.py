@@ -128,16 +128,16 @@ def _trace(file: Annotated[Path, typer.Argument(help="A file of layerzero.trace.
     calls: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
     launched = {event.number for event in events if event.kind == "launch"}
     for event in events:
-        row = calls[event.exchange, event.axis] if event.number in launched else [0, 0, 0.0, 0.0]
+        row = calls[event.collective, event.axis] if event.number in launched else [0, 0, 0.0, 0.0]
         if event.kind == "launch":
             row[0], row[1] = row[0] + 1, row[1] + event.bytes
             row[2] += max(0.0, (event.completed or event.end) - event.start) / 1e6
         elif event.kind == "wait":
             row[3] += (event.end - event.start) / 1e6
-    exchanges = [
+    collectives = [
         (kind, axis, f"{n:.0f}", size(b), seconds(f), seconds(w)) for (kind, axis), (n, b, f, w) in calls.items()
     ]
-    typer.echo(table(("exchange", "axis", "calls", "sent", "in flight", "waited"), exchanges, left=2))
+    typer.echo(table(("collective", "axis", "calls", "sent", "in flight", "waited"), collectives, left=2))
     spans: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
     open_spans: list[tuple[str, str, float]] = []
     for event in events:
@@ -186,7 +186,7 @@ def _simulate(
         (kind, str(calls), size(outcome.bytes[kind]), seconds(waits[kind]))
         for kind, calls in sorted(outcome.calls.items())
     ]
-    typer.echo(table(("exchange", "calls", "sent", "waited"), rows))
+    typer.echo(table(("collective", "calls", "sent", "waited"), rows))
     typer.echo(
         "links were busy: " + ", ".join(f"{name} {seconds(busy)}" for name, busy in sorted(outcome.busy.items()))
     )

@@ -48,9 +48,9 @@ __all__ = [
     "PathTakenError",
     "discard",
     "flush_folder",
-    "has_lost_its_name",
     "hide",
     "host_values",
+    "is_displaced",
     "is_leftover",
     "make_folder",
     "new_token",
@@ -144,10 +144,10 @@ def partial_of(path: Path, token: str) -> Path:
 
 def is_leftover(path: Path) -> bool:
     """Return whether `path` has the name of a folder that is being written, replaced or removed."""
-    return _HIDDEN.fullmatch(path.name) is not None and not has_lost_its_name(path)
+    return _HIDDEN.fullmatch(path.name) is not None and not is_displaced(path)
 
 
-def has_lost_its_name(path: Path) -> bool:
+def is_displaced(path: Path) -> bool:
     """Return whether `path` is a replaced checkpoint whose former path is free.
 
     See [Note: Replacement of a checkpoint].

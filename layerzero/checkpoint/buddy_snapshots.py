@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from layerzero.checkpoint.atomic_files import CheckpointError, FileRecord, Manifest, new_token, write_file
 from layerzero.checkpoint.checksums import ByteRange as Bytes
 from layerzero.checkpoint.checksums import ChecksumScheme, read_pieces
-from layerzero.checkpoint.collect_state import CollectedState, agree_on_state, collect, who_saves
+from layerzero.checkpoint.collect_state import CollectedState, agree_on_state, collect, saving_mesh
 from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.dcp_storage import CheckpointContents
 from layerzero.checkpoint.json_codec import dtype_named, with_all_ranks
@@ -53,6 +53,7 @@ from layerzero.checkpoint.snapshot_files import (
     SnapshotPart,
     SnapshotSource,
     allocate_file,
+    complete_snapshots,
     gather_view,
     highest,
     mapped,
@@ -60,7 +61,6 @@ from layerzero.checkpoint.snapshot_files import (
     opened_to_write,
     pieces_in,
     remove_views,
-    whole_snapshots,
 )
 from layerzero.comm.collectives import Communicator, send_recv
 from layerzero.comm.process_groups import ModelGroups, groups_so_far
@@ -132,11 +132,11 @@ class Buddies:
         self._groups = ModelGroups()
         # Separate traffic counters, because a background thread updates them.
         group = runtime.ranks.new_control_group(self._groups)
-        self._lane = Communicator.over("snapshots", "control", group, TrafficCounters(), "cpu")
-        told = [json.loads(text) for text in all_gather_text(self._lane, node)]
+        self._comm = Communicator.over("snapshots", "control", group, TrafficCounters(), "cpu")
+        told = [json.loads(text) for text in all_gather_text(self._comm, node)]
         self._number = max(number for _, number in told)  # number of the last snapshot that was started
-        self._to, self._from = _partners([place for place, _ in told], self._lane.rank)
-        if self._to is None and self._lane.rank == 0:
+        self._to, self._from = _partners([place for place, _ in told], self._comm.rank)
+        if self._to is None and self._comm.rank == 0:
             _LOG.warning(
                 "%s: all ranks are on one node. Snapshots survive the end of processes, but not the loss of the node",
                 _WHAT,
@@ -171,17 +171,17 @@ class Buddies:
         agree_on_state(f"{_WHAT}.snapshot", runtime, state.digests, failure)
         number = max(self._number + 1, int(time.time()))  # see [Note: Snapshot numbers]
         said = json.dumps([f"{number:010d}-{new_token()}", self._newest])
-        told = [json.loads(text) for text in all_gather_text(self._lane, said)]
+        told = [json.loads(text) for text in all_gather_text(self._comm, said)]
         token = told[0][0]
         self._number = int(token[:10])
         self._remove_all_but({token, *(newest for _, newest in told)})
-        here = SnapshotPart(self.folder / f"{token}.{self._lane.rank}")
+        here = SnapshotPart(self.folder / f"{token}.{self._comm.rank}")
         job: _SnapshotJob | None = None
         try:
             job = self._write(here, state)
         except OSError as error:
             failure = error
-        sizes = all_gather_text(self._lane, "" if job is None else json.dumps([job.record.name, job.record.size]))
+        sizes = all_gather_text(self._comm, "" if job is None else json.dumps([job.record.name, job.record.size]))
         try:
             if failure is None and self._from is not None and sizes[self._from]:
                 name, size = json.loads(sizes[self._from])
@@ -212,7 +212,7 @@ class Buddies:
     def close(self) -> None:
         """Wait for the last snapshot and remove all snapshots of the run on all nodes. All ranks must call this."""
         self._finish()
-        all_gather_text(self._lane, "")  # barrier: no rank uses the snapshots after this
+        all_gather_text(self._comm, "")  # barrier: no rank uses the snapshots after this
         self._groups.release()
         shutil.rmtree(self.folder, ignore_errors=True)  # other ranks of the node remove it at the same time
 
@@ -234,7 +234,7 @@ class Buddies:
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(state.tensors, None, is_coordinator=True)
         items = planner.create_local_plan().items
-        record = write_items(here.folder, self._lane.rank, items, planner)
+        record = write_items(here.folder, self._comm.rank, items, planner)
         chunks = []
         for item in items:
             assert item.tensor_data is not None
@@ -246,24 +246,24 @@ class Buddies:
 
     def _exchange(self, job: _SnapshotJob) -> None:
         """Exchange files with the partners and publish the snapshot. This runs in a background thread."""
-        lane, folder = self._lane, job.here.folder
+        comm, folder = self._comm, job.here.folder
         try:
-            first = job.state.document if lane.rank == 0 else None
+            first = job.state.document if comm.rank == 0 else None
             said = [asdict(job.record), job.chunks, job.state.own, first]
-            told = [json.loads(text) for text in all_gather_text(lane, json.dumps(said))]
+            told = [json.loads(text) for text in all_gather_text(comm, json.dumps(said))]
             records = [FileRecord(**record) for record, *_ in told]
             failure = ""
             try:
                 self._swap(folder, job.record, None if self._from is None else records[self._from])
-                contents = CheckpointContents(who_saves(self._runtime), _document(told), _table(records, told))
+                contents = CheckpointContents(saving_mesh(self._runtime), _document(told), _table(records, told))
                 written = contents.write(folder)
                 text = _manifest(folder, [*records, written], job.here.token)
                 write_file(folder / f".{MANIFEST}", [text])
                 for file in folder.iterdir():
                     file.chmod(0o600)
             except (CheckpointError, OSError) as error:
-                failure = f"rank {lane.rank}: {error}"
-            if failures := [text for text in all_gather_text(lane, failure) if text]:
+                failure = f"rank {comm.rank}: {error}"
+            if failures := [text for text in all_gather_text(comm, failure) if text]:
                 raise CheckpointError("; ".join(failures))
             os.rename(folder / f".{MANIFEST}", folder / MANIFEST)  # see [Note: Completeness of snapshots]
         except RuntimeError as error:
@@ -281,7 +281,7 @@ class Buddies:
         for index in range(count):
             began, cut = time.monotonic(), slice(index * CHUNK, (index + 1) * CHUNK)
             pair = {"to": self._to, "source": self._from}
-            send_recv(self._lane, sent=sent[cut], received=received[cut], **pair, name="a snapshot").wait()
+            send_recv(self._comm, sent=sent[cut], received=received[cut], **pair, name="a snapshot").wait()
             self._hurries.wait(max(0.0, _SHARE * self._period / count - (time.monotonic() - began)))
         read_pieces(
             folder / theirs.name, theirs.size, theirs.sums, ChecksumScheme.best(), [Bytes(0, theirs.size, None)]
@@ -303,24 +303,24 @@ class Buddies:
             ValueError: names, shapes or dtypes do not match.
         """
         self._finish()
-        view = self.folder / f"view.{self._lane.rank}"
-        remove_views(self.folder, self._lane.size)
+        view = self.folder / f"view.{self._comm.rank}"
+        remove_views(self.folder, self._comm.size)
         saved = self._saved(newer_than)
 
         def opened(runtime: LayerZeroState) -> SnapshotSource:
-            return SnapshotSource(self._lane, view)
+            return SnapshotSource(self._comm, view)
 
-        for token in whole_snapshots(self._lane, self.folder):
+        for token in complete_snapshots(self._comm, self.folder):
             if int(token[:10]) <= saved:
                 break
             try:
-                gather_view(self._lane, self.folder, token, view)
+                gather_view(self._comm, self.folder, token, view)
                 said = f"snapshot {token} in {self.folder}"
                 extra = prepare_from(opened, said, self._model, self._optimizer, strict=strict).commit()
             except (RankLostError, UnsupportedFormat):
                 raise
             except CheckpointError as error:
-                if self._lane.rank == 0:
+                if self._comm.rank == 0:
                     _LOG.warning("%s.load: %s", _WHAT, error)
                 continue
             finally:
@@ -335,11 +335,11 @@ class Buddies:
         The first rank reads the folder and sends the result to all ranks.
         """
         saved = -1
-        if folder is not None and self._lane.rank == 0:
+        if folder is not None and self._comm.rank == 0:
             with suppress(OSError):  # another job may remove the checkpoint meanwhile
                 newest = latest(folder)
                 saved = -1 if newest is None else int(min(file.stat().st_mtime for file in newest.iterdir()))
-        return int(all_gather_text(self._lane, str(saved))[0])
+        return int(all_gather_text(self._comm, str(saved))[0])
 
 
 @dataclass(frozen=True)

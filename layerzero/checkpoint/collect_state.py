@@ -16,7 +16,7 @@ from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.utils.nonfinite import few_names, not_finite
 
-__all__ = ["CollectedState", "agree_on_state", "collect", "who_saves"]
+__all__ = ["CollectedState", "agree_on_state", "collect", "saving_mesh"]
 
 
 class CollectedState(NamedTuple):
@@ -85,8 +85,8 @@ def agree_on_state(
         raise ValueError(f"{error}. Mark values that differ between ranks with layerzero.checkpoint.per_rank") from None
 
 
-def who_saves(runtime: LayerZeroState) -> dict[str, int]:
+def saving_mesh(runtime: LayerZeroState) -> dict[str, int]:
     """Return the ``topology`` entry of a checkpoint; ``ranks`` is omitted if it equals ``data_parallel``."""
-    topology, everyone = runtime.mesh_info, runtime.ranks
-    further = {} if everyone.size == topology.data_parallel else {"ranks": everyone.size}
-    return {"data_parallel": topology.data_parallel, "zero3_size": topology.zero3_size, **further}
+    mesh_info, model_ranks = runtime.mesh_info, runtime.ranks
+    further = {} if model_ranks.size == mesh_info.data_parallel else {"ranks": model_ranks.size}
+    return {"data_parallel": mesh_info.data_parallel, "zero3_size": mesh_info.zero3_size, **further}

@@ -21,7 +21,7 @@ from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.dcp_storage import CheckpointContents, SafetensorsReader
 from layerzero.checkpoint.json_codec import Decoder, Encoder
 from layerzero.checkpoint.loading import Source, prepare_from
-from layerzero.checkpoint.rank_agreement import RankLostError, told
+from layerzero.checkpoint.rank_agreement import RankLostError, failure_of
 from layerzero.comm.process_groups import known_to_torch
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
@@ -99,22 +99,22 @@ class _DcpFiles:
         self.twice = False
         self._source = source
         self._path = path
-        self._everyone = runtime.ranks
+        self._model_ranks = runtime.ranks
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        group = self._everyone.control_group()
+        group = self._model_ranks.control_group()
         try:
             with known_to_torch(group):
                 read_tensors(dict(tensors), storage_reader=self._source, planner=planner, process_group=group)
         except CheckpointException as error:
-            raise told("read", self._path, error) from None
+            raise failure_of("read", self._path, error) from None
         except RuntimeError as error:
             raise RankLostError(
                 f"{self._path} could not be read, because a rank has exited or is late: {error}"
             ) from error
 
-    def read_again(self) -> None:
+    def reread(self) -> None:
         """Do nothing, because no tensor is read in place."""
 
 

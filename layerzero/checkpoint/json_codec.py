@@ -83,8 +83,8 @@ class Encoder:
     """Encoder that converts values to JSON and collects their tensors.
 
     Attributes:
-        is_apart: function that returns whether other ranks have a different parameter under a name. Tensors with the
-            sharding of such a parameter are allowed only in own entries of a :class:`MergedValue`.
+        is_rank_local: function that returns whether other ranks have a different parameter under a name. Tensors with
+            the sharding of such a parameter are allowed only in own entries of a :class:`MergedValue`.
         tells: whether this rank writes its own entries of a :class:`MergedValue`. Of the ranks with equal own entries,
             one writes them.
         tensors: by key, the tensors that the JSON refers to.
@@ -95,7 +95,7 @@ class Encoder:
 
     rank: int
     name_of: Callable[[LocalShard], str]  # name of the parameter whose sharding a tensor has
-    is_apart: Callable[[str], bool] = lambda name: False
+    is_rank_local: Callable[[str], bool] = lambda name: False
     tells: bool = True
     tensors: dict[str, Tensor] = field(default_factory=dict)
     own: list[Any] = field(default_factory=list)
@@ -202,7 +202,7 @@ class Encoder:
                     f"{path} has the sharding of {rows.spec.name!r} of another model and cannot be saved. Store its "
                     "full_tensor()"
                 ) from None
-            if self.is_apart(like) and not self._in_own:
+            if self.is_rank_local(like) and not self._in_own:
                 raise TypeError(
                     f"{path} has the sharding of {like}, which is a different parameter on other ranks. Remove the "
                     "tensor from extra. To save averages of such weights, use ShardedMegatronOptimizer(ema_decay=...)"

@@ -92,7 +92,7 @@ class Source(Protocol):
 
     Attributes:
         fingerprint: value that is equal on all ranks if they have opened the same checkpoint.
-        twice: whether :meth:`read_again` is supported.
+        twice: whether :meth:`reread` is supported.
     """
 
     contents: CheckpointContents
@@ -100,9 +100,9 @@ class Source(Protocol):
     twice: bool
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
-        """Fill `tensors` except those in `in_place`, which :meth:`read_again` fills. All ranks must call this."""
+        """Fill `tensors` except those in `in_place`, which :meth:`reread` fills. All ranks must call this."""
 
-    def read_again(self) -> None:
+    def reread(self) -> None:
         """Fill the tensors whose keys were in `in_place`."""
 
 
@@ -120,7 +120,7 @@ def prepare_from(
     See [Note: Checks before changes] in restore.py.
     """
     runtime = get_state(model)
-    everyone = runtime.ranks
+    model_ranks = runtime.ranks
     fields: dict[str, Any] = {"with an optimizer": optimizer is not None, "strict": strict}
     failure: Exception | None = None
     source: Source | None = None
@@ -136,12 +136,12 @@ def prepare_from(
         source = opened(runtime)
         fields["files"] = source.fingerprint
         ranks = num_saving_ranks(source.contents.topology)
-        rank = everyone.rank if ranks == everyone.size else None
-        if rank is None and everyone.rank == 0 and has_own_values(source.contents.document["extra"]):
+        rank = model_ranks.rank if ranks == model_ranks.size else None
+        if rank is None and model_ranks.rank == 0 and has_own_values(source.contents.document["extra"]):
             _LOG.warning(
                 "%s was saved by %s ranks and is loaded by %s ranks. Values in extra marked by per_rank are loaded as "
                 "None",
-                *(path, ranks, everyone.size),
+                *(path, ranks, model_ranks.size),
             )
         restore = RestorePlan(runtime, optimizer, source.contents, rank=rank, twice=source.twice, apart=apart)
         if restore.problems and strict:
@@ -152,7 +152,7 @@ def prepare_from(
     assert source is not None and restore is not None
     try:
         source.read(restore.tensors, restore.in_place)
-        if twins := restore.twin_problems():
+        if twins := restore.optimizer_problems():
             raise ValueError(printable("; ".join(twins)))
     except RankLostError:
         raise
@@ -199,7 +199,7 @@ def _commit(
     )
     _mark(runtime, optimizer, said, said)
     try:
-        source.read_again()
+        source.reread()
     except Exception as error:
         failure = CheckpointError(f"{error}. The first read of this file succeeded, but the second failed: {said}")
         failure.__cause__ = error

@@ -143,11 +143,11 @@ class GroupCompatibility:
         self, kept: Mapping[str, Any], values: Mapping[str, Any], missing: Mapping[str, Any], ndim: int
     ) -> bool:
         stand_in = torch.empty(0)
-        twin = copy.copy(self._inner)
+        optimizer_copy = copy.copy(self._inner)
         state = {key: value for key, value in kept.items() if key not in missing}
-        twin.state = {stand_in: {**state, **{key: None for key in missing if key in values}}}  # type: ignore[assignment]
+        optimizer_copy.state = {stand_in: {**state, **{key: None for key in missing if key in values}}}  # type: ignore[assignment]
         try:
-            self._state_after_a_step(twin, {**self._stepped_with, "params": [stand_in]}, ndim)
+            self._state_after_a_step(optimizer_copy, {**self._stepped_with, "params": [stand_in]}, ndim)
         except Exception:
             return False
         return True

@@ -84,8 +84,8 @@ class LeaveRequest:
         self._exit_code = exit_code
         self._signalled = False  # this rank has received the signal
         self._agreed = False  # all ranks have received the message that a signal has arrived
-        lanes = self._runtime.ranks.control_comms
-        self._late = LateMaximum(len(lanes), 1)
+        comms = self._runtime.ranks.control_comms
+        self._late = LateMaximum(len(comms), 1)
         self._heard: list[PendingSmallGather] = []  # messages of the last query, by axis
         self._in_time = threading.Event()
         self._timer: threading.Thread | None = None
@@ -107,16 +107,16 @@ class LeaveRequest:
         The third query after the signal returns True at the latest. If all ranks are in one ZeRO-3 group, or every
         ZeRO-3 group has one rank, the second query returns True. See [Note: Delayed agreement].
         """
-        lanes = self._runtime.ranks.control_comms
-        if not lanes:
+        comms = self._runtime.ranks.control_comms
+        if not comms:
             self._agreed = self._agreed or self._signalled
         elif not self._agreed:
             heard, self._heard = self._heard, []
             self._agreed = bool(heard) and bool(self._late.receive([each.wait() for each in heard]).any())
             if not self._agreed:
                 messages = self._late.outgoing(torch.tensor([self._signalled], dtype=torch.uint8))
-                pairs = zip(lanes, messages, strict=True)
-                self._heard = [all_gather_small(lane, Collective.METADATA, message) for lane, message in pairs]
+                pairs = zip(comms, messages, strict=True)
+                self._heard = [all_gather_small(comm, Collective.METADATA, message) for comm, message in pairs]
         if self._agreed:
             self._start_deadline()
         return self._agreed
@@ -177,7 +177,7 @@ class LeaveRequest:
         self._signalled = True
         self._start_deadline()
 
-    def has_come(self, signum: int) -> None:
+    def handle_signal(self, signum: int) -> None:
         """Start the deadline if `signum` is this request's signal. The thread that reads wakeup bytes calls this."""
         if signum == self._signum:
             self._start_deadline()
@@ -250,4 +250,4 @@ class _Wakeups:
         with self._heard, suppress(OSError):
             while got := self._heard.recv(1):
                 for request in tuple(self.requests):
-                    request.has_come(got[0])
+                    request.handle_signal(got[0])

@@ -139,14 +139,14 @@ class _FullFiles:
         held = sorted((key, stored[key].shape, str(stored[key].dtype)) for key in stored)
         samples = [_sample(path) for path in files]
         self.fingerprint: object = hashlib.sha256(repr((held, samples)).encode()).hexdigest()
-        self._again: dict[str, Tensor] = {}
+        self._reread: dict[str, Tensor] = {}
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
-        self._again = {key: tensor for key, tensor in tensors.items() if key in in_place}
+        self._reread = {key: tensor for key, tensor in tensors.items() if key in in_place}
         self._fill({key: tensor for key, tensor in tensors.items() if key not in in_place})
 
-    def read_again(self) -> None:
-        self._fill(self._again)
+    def reread(self) -> None:
+        self._fill(self._reread)
 
     @torch.no_grad()
     def _fill(self, tensors: Mapping[str, Tensor]) -> None:

@@ -15,7 +15,7 @@ from layerzero.engine.param_view import ParamView
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["PathLike", "RankLostError", "agree_or_raise", "check_usable", "told"]
+__all__ = ["PathLike", "RankLostError", "agree_or_raise", "check_usable", "failure_of"]
 
 PathLike = str | os.PathLike[str]
 
@@ -60,7 +60,7 @@ def check_usable(runtime: LayerZeroState, optimizer: object) -> None:
         raise RuntimeError("a checkpoint cannot be saved or loaded inside layerzero.unsharded. Leave the context first")
 
 
-def told(done: str, path: PathLike, error: CheckpointException) -> Exception:
+def failure_of(done: str, path: PathLike, error: CheckpointException) -> Exception:
     if taken := [failure for failure, _ in error.failures.values() if isinstance(failure, PathTakenError)]:
         return FileExistsError(*taken[0].args)
     said = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items()))

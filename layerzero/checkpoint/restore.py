@@ -30,7 +30,7 @@ from layerzero.checkpoint.json_codec import Decoder, references
 from layerzero.checkpoint.optimizer_compat import GroupCompatibility, as_kept, key_of
 from layerzero.checkpoint.safetensors_reader import same_columns
 from layerzero.checkpoint.state_names import RankLocalNames, StateNames
-from layerzero.checkpoint.subclass_tensors import flatten_subclass, is_made_of_others, is_table
+from layerzero.checkpoint.subclass_tensors import flatten_subclass, has_inner_tensors, is_table
 from layerzero.dtensor.full_tensor import rows_of
 from layerzero.dtensor.row_shard_spec import MutationTracker, RowShardSpec
 from layerzero.dtensor.sharded_tensor import plain, sharded
@@ -132,7 +132,7 @@ class RestorePlan:
             target, before = self._names.targets[names[0]], len(self.problems)
             if not found:
                 self.problems.append(f"missing: {' = '.join(names)}")
-            elif isinstance(target, Tensor) and is_made_of_others(target):
+            elif isinstance(target, Tensor) and has_inner_tensors(target):
                 self._plan_parts(found, target, stored)
             elif isinstance(target, Tensor):
                 self._plan_tensor(found, target, stored)
@@ -339,7 +339,7 @@ class RestorePlan:
             return rows_of(tensor, target.spec)
         return plain(tensor)
 
-    def twin_problems(self) -> list[str]:
+    def optimizer_problems(self) -> list[str]:
         """Return descriptions of tied parameters that are stored twice with different values."""
         return [
             f"{first} and {second} are one parameter here, but have different values in the checkpoint"

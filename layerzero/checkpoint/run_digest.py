@@ -121,23 +121,23 @@ class Chain:
     def _weights(self) -> dict[str, int]:
         """Return, by name, the weighted sum of each tensor of the model and of each parameter's optimizer state."""
         runtime = self._runtime
-        topology, members = runtime.mesh_info, runtime.members
+        mesh_info, members = runtime.mesh_info, runtime.members
         whole = _not_sharded(runtime)
         names = [*members, *whole]
-        sums = torch.zeros(2, len(names), dtype=torch.int64, device=topology.device)
+        sums = torch.zeros(2, len(names), dtype=torch.int64, device=mesh_info.device)
         index_of = {name: index for index, name in enumerate(names)}
         places = {name: _Places.of(member.spec) for name, member in members.items()}
         for name, member in members.items():
-            sums[0, index_of[name]] = places[name].sum_of(member.master).to(topology.device)
+            sums[0, index_of[name]] = places[name].sum_of(member.master).to(mesh_info.device)
         for name, tensor in whole.items() if runtime.ranks.is_first else ():
-            sums[0, index_of[name]] = place_sum(tensor.detach(), 0).to(topology.device)
+            sums[0, index_of[name]] = place_sum(tensor.detach(), 0).to(mesh_info.device)
         for optimizer in self._optimizers:
             for name, values in optimizer.state_by_name().items():
                 if name in members:
                     owned = optimizer.owned(name)
                     for key, value in sorted(values.items()):
                         part = _sum_of(value, places[name]) if owned is None else _sum_of_owned(value, owned)
-                        sums[1, index_of[name]] += (part * _odd(key)).to(topology.device)
+                        sums[1, index_of[name]] += (part * _odd(key)).to(mesh_info.device)
         runtime.ranks.reduce(sums, dist.ReduceOp.SUM)
         weights, state = sums.tolist()
         found = dict(zip(names, weights, strict=True))

@@ -12,8 +12,8 @@ from layerzero.checkpoint.atomic_files import (
     CheckpointError,
     Manifest,
     discard,
-    has_lost_its_name,
     hide,
+    is_displaced,
     is_leftover,
     refuse_to_replace,
     remove,
@@ -172,7 +172,7 @@ def _complete(folder: Path) -> list[Manifest]:
 
 def _shown(folder: Path) -> list[Path]:
     found = folder.iterdir() if folder.is_dir() else ()
-    paths = [path for path in found if not path.name.startswith(".") or has_lost_its_name(path)]
+    paths = [path for path in found if not path.name.startswith(".") or is_displaced(path)]
     return [path for path in paths if not path.is_symlink() and path.is_dir()]
 
 

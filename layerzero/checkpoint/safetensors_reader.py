@@ -38,7 +38,7 @@ class CheckpointFiles:
         self.fingerprint: object = manifest.identity
         self.twice = True
         self._manifest = manifest
-        self._again: dict[str, list[ByteRange]] = {}  # by file: byte ranges to be read in place
+        self._reread: dict[str, list[ByteRange]] = {}  # by file: byte ranges to be read in place
 
     def files_of(self, tensors: Mapping[str, Tensor]) -> set[str]:
         """Return the names of the files that contain a part of `tensors`."""
@@ -66,14 +66,14 @@ class CheckpointFiles:
                     piece = ByteRange(piece.start, piece.stop, None)
                 now.append(piece)
             if again:
-                self._again[file] = again
+                self._reread[file] = again
             self._read(file, now)
             for part in parts:
                 part.finish()
 
-    def read_again(self) -> None:
+    def reread(self) -> None:
         """Fill the tensors whose keys were in `in_place`. After a CheckpointError, their contents are undefined."""
-        for file, pieces in self._again.items():
+        for file, pieces in self._reread.items():
             self._read(file, pieces)
 
     def _read(self, file: str, pieces: list[ByteRange]) -> None:

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from layerzero.checkpoint.atomic_files import PathTakenError, refuse_to_replace
 from layerzero.checkpoint.checksums import ChecksumScheme
-from layerzero.checkpoint.collect_state import CollectedState, agree_on_state, collect, who_saves
+from layerzero.checkpoint.collect_state import CollectedState, agree_on_state, collect, saving_mesh
 from layerzero.checkpoint.dcp_storage import SafetensorsWriter
 from layerzero.checkpoint.json_codec import PerRank
-from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, check_usable, told
+from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, check_usable, failure_of
 from layerzero.checkpoint.run_folder import next_sequence, tidy
 from layerzero.checkpoint.staging import Staging, finish_pending, staging_of
 from layerzero.checkpoint.state_names import RankLocalNames
@@ -249,7 +249,7 @@ def _prepare(
     writer = SafetensorsWriter(
         path,
         rank=rank,
-        topology=who_saves(runtime),
+        topology=saving_mesh(runtime),
         document=state.document,
         own=state.own,
         sequence=partial(next_sequence, path.parent),
@@ -265,11 +265,11 @@ def _renew_group(runtime: LayerZeroState, staging: Staging) -> None:
 
     A rank has none after its own collectives of the last save failed. The ranks first exchange whether they have one.
     """
-    everyone = runtime.ranks
-    said = everyone.all_gather_text("lacks one" if staging.group is None else "has one")
+    model_ranks = runtime.ranks
+    said = model_ranks.all_gather_text("lacks one" if staging.group is None else "has one")
     if staging.group is None or "lacks one" in said:
-        require_equal("checkpoint.save_async", {}, ranks=everyone.ranks, groups=groups_so_far(everyone.ranks))
-        staging.group = everyone.new_control_group()
+        require_equal("checkpoint.save_async", {}, ranks=model_ranks.ranks, groups=groups_so_far(model_ranks.ranks))
+        staging.group = model_ranks.new_control_group()
 
 
 def _write_staged(job: _SaveJob, staging: Staging) -> None:
@@ -290,7 +290,7 @@ def _write(job: _SaveJob, group: dist.ProcessGroup) -> None:
     except CheckpointException as error:
         if first:
             job.writer.discard()
-        raise told("written", job.path, error) from None
+        raise failure_of("written", job.path, error) from None
     except RuntimeError as error:  # a collective failed; another rank may still be writing into the partial folder
         raise RankLostError(
             f"{job.path} could not be written, because a rank has exited or is late: {error}"

@@ -28,7 +28,7 @@ class Staging:
     """Host memory for the background saves of one model; each save reuses it.
 
     Args:
-        topology: mesh of the model. A reference to its process groups keeps them alive during a save.
+        mesh_info: mesh of the model. A reference to its process groups keeps them alive during a save.
 
     Attributes:
         group: process group that only background saves use; None: the next save must create one.
@@ -36,8 +36,8 @@ class Staging:
         listeners: optimizer hooks of the pending save.
     """
 
-    def __init__(self, topology: MeshInfo) -> None:
-        device, self._groups = topology.device, topology.groups
+    def __init__(self, mesh_info: MeshInfo) -> None:
+        device, self._groups = mesh_info.device, mesh_info.groups
         self.group: HeldGroup | None = None
         self.pending: _Pending | None = None
         self.listeners: list[RemovableHandle] = []  # optimizer hooks that report a failed save

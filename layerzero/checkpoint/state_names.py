@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.json_codec import Encoder, MergedValue
 from layerzero.checkpoint.subclass_tensors import as_table
-from layerzero.dtensor.row_shard_spec import refuse_apart
+from layerzero.dtensor.row_shard_spec import refuse_rank_local
 from layerzero.dtensor.sharded_tensor import LocalShard, plain
 from layerzero.engine.buffers import original_dtypes
 from layerzero.engine.state import LayerZeroState
@@ -30,13 +30,13 @@ class RankLocalNames:
 
     Attributes:
         stored: function that maps a name to its unique name in the checkpoint, without parts added by wrappers.
-        is_apart: function that returns whether ranks have different parameters under a stored name.
+        is_rank_local: function that returns whether ranks have different parameters under a stored name.
         is_elsewhere: function that returns whether only other ranks have a parameter under a stored name.
         tells: whether this rank writes its unsharded values. Of the ranks with equal values, one writes them.
     """
 
     stored: Callable[[str], str]
-    is_apart: Callable[[str], bool]
+    is_rank_local: Callable[[str], bool]
     is_elsewhere: Callable[[str], bool]
     tells: bool
 
@@ -46,12 +46,12 @@ class RankLocalNames:
 
     def joint(self, values: Mapping[str, Any]) -> MergedValue:
         """Split `values`, keyed by stored name, into common values and own values of this rank."""
-        common = {name: value for name, value in values.items() if not self.is_apart(name)}
-        return MergedValue(common, {name: value for name, value in values.items() if self.is_apart(name)})
+        common = {name: value for name, value in values.items() if not self.is_rank_local(name)}
+        return MergedValue(common, {name: value for name, value in values.items() if self.is_rank_local(name)})
 
     def joint_names(self, names: Iterable[str]) -> MergedValue:
         held = list(names)
-        return MergedValue([n for n in held if not self.is_apart(n)], [n for n in held if self.is_apart(n)])
+        return MergedValue([n for n in held if not self.is_rank_local(n)], [n for n in held if self.is_rank_local(n)])
 
 
 class StateNames:
@@ -96,8 +96,8 @@ class StateNames:
         for own_name, parameter in model.named_parameters(remove_duplicate=False):
             self._stored[own_name] = first_name.get(id(parameter), apart.stored(own_name))
         self.members = {self._stored[member.name]: member for member in runtime.members.values()}
-        spans = (member.spec for name, member in self.members.items() if not apart.is_apart(name))
-        refuse_apart("layerzero.checkpoint", spans, runtime.ranks.size)
+        spans = (member.spec for name, member in self.members.items() if not apart.is_rank_local(name))
+        refuse_rank_local("layerzero.checkpoint", spans, runtime.ranks.size)
 
     def of_rows(self, rows: LocalShard) -> str:
         """Return the stored name of the parameter whose sharding a tensor has.
@@ -153,7 +153,7 @@ def encode_all(
             f"the model's state_dict() has {', '.join(names.odd)}, which is no parameter, no persistent buffer and no "
             "extra state of a module. A load could not restore an entry that a hook adds. Remove the hook"
         )
-    encoder = Encoder(rank, names.of_rows, names.apart.is_apart, names.apart.tells)
+    encoder = Encoder(rank, names.of_rows, names.apart.is_rank_local, names.apart.tells)
     stepped: dict[str, Any] | None = None
     if optimizer is not None:
         state, groups = _renamed(optimizer.state_dict(), names.to_stored)

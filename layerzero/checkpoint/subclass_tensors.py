@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 from layerzero.checkpoint.json_codec import has_own_memory
 from layerzero.dtensor.sharded_tensor import LocalShard
 
-__all__ = ["as_table", "flatten_subclass", "is_made_of_others", "is_table"]
+__all__ = ["as_table", "flatten_subclass", "has_inner_tensors", "is_table"]
 
 _DEVICE = re.compile(r"device\([^()]*\)")
 _NOT_IN_WORDS = (" at 0x", "tensor(", "array(", "...")  # the repr of an object without its own repr, or a truncated one
 
 
-def is_made_of_others(tensor: Tensor) -> bool:
+def has_inner_tensors(tensor: Tensor) -> bool:
     """Return whether a tensor has a class from outside layerzero that stores its values in other tensors."""
     return not has_own_memory(tensor) and not isinstance(tensor, (DTensor, LocalShard))
 
@@ -42,7 +42,7 @@ def flatten_subclass(name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]]
     Raises:
         TypeError: ``__tensor_flatten__`` has raised an error.
     """
-    if not is_made_of_others(tensor) or not hasattr(tensor, "__tensor_flatten__"):
+    if not has_inner_tensors(tensor) or not hasattr(tensor, "__tensor_flatten__"):
         return None
     kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
     try:
@@ -56,7 +56,7 @@ def flatten_subclass(name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]]
         return None
     found: dict[str, Tensor] = {}
     for part, inner in held.items():
-        if isinstance(inner, Tensor) and is_made_of_others(inner):
+        if isinstance(inner, Tensor) and has_inner_tensors(inner):
             if (deeper := flatten_subclass(f"{name}.{part}", inner)) is None:
                 return None
             said += f"; {part}: {deeper[0]}"

@@ -96,11 +96,23 @@ def new_scope(ranks: tuple[int, ...]) -> Scope:
 class Launch:
     """Launched collective, tracked until it completes. See [Note: Watching a device]."""
 
-    __slots__ = ("_mark", "_order", "_over", "_works", "exchange", "group", "name", "number", "ranks", "since", "step")
+    __slots__ = (
+        "_mark",
+        "_order",
+        "_over",
+        "_works",
+        "collective",
+        "group",
+        "name",
+        "number",
+        "ranks",
+        "since",
+        "step",
+    )
 
     def __init__(self, works: PendingCollective, number: int, step: int, order: CurrentStream | None) -> None:
         issued, held = works.issued, works.issued.communicator.held_group
-        self.exchange, self.name = issued.collective, issued.name
+        self.collective, self.name = issued.collective, issued.name
         self.group, self.ranks = held.name, held.ranks
         self.number = number  # of the launch on its group
         self.step = step
@@ -113,7 +125,7 @@ class Launch:
     @property
     def doing(self) -> str:
         """Name of the collective in messages."""
-        return spelled(self.exchange, self.name)
+        return spelled(self.collective, self.name)
 
     @property
     def is_waited(self) -> bool:
@@ -167,12 +179,12 @@ class Watchdog:
     """
 
     def __init__(
-        self, topology: MeshInfo, scope: Scope, limit: float, *, owner: object, is_default: bool = False
+        self, mesh_info: MeshInfo, scope: Scope, limit: float, *, owner: object, is_default: bool = False
     ) -> None:
         self.limit, self.is_default = limit, is_default
         self.reports: list[str] = []
         self._period = _period(limit)
-        self._ledger, self._order = topology.counters, CurrentStream.of(topology.device)
+        self._counters, self._order = mesh_info.counters, CurrentStream.of(mesh_info.device)
         self._rank, self._ranks = dist.get_rank(), scope.ranks
         self._world = weakref.ref(dist.group.WORLD)
         # A separate connection: a request that waits on the default connection blocks other threads.
@@ -195,7 +207,7 @@ class Watchdog:
             threading.Thread(target=target, name="layerzero watchdog", daemon=True)
             for target in (self._watch, self._mind)
         ]
-        self._ledger.on_launch = self
+        self._counters.on_launch = self
         for thread in self._threads:
             thread.start()
         # The watchdog ends with the model. Its threads hold this object, so it must not hold the model.
@@ -209,7 +221,7 @@ class Watchdog:
             thread.join(_SILENT)  # a thread may wait for a store that does not answer
 
     def _stop(self) -> None:
-        self._ledger.on_launch = None
+        self._counters.on_launch = None
         while self._hooks:
             self._hooks.pop().remove()
         self._ended.set()

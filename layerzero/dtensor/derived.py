@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from layerzero.dtensor.op_errors import explained, penalised
+from layerzero.dtensor.op_errors import named_error, penalty_error
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
 __all__ = ["with_origin"]
@@ -40,13 +40,13 @@ class Derived(DTensor):
         ours = next(tensor for tensor in tensors if isinstance(tensor, cls))
         with torch._C.DisableTorchFunctionSubclass():
             meets = any(not isinstance(t, DTensor) and t.requires_grad for t in tensors)
-            starts = func is Tensor.backward and not ours.origin.is_whole_here
+            starts = func is Tensor.backward and not ours.origin.is_fully_local
             if (meets or starts) and torch.is_grad_enabled():
-                raise RuntimeError(penalised(ours.origin))
+                raise RuntimeError(penalty_error(ours.origin))
             try:
                 made = func(*args, **kwargs)
             except RuntimeError as error:
-                raise explained(error, func, ours.origin) from error
+                raise named_error(error, func, ours.origin) from error
         return with_origin(made, ours.origin)
 
 
@@ -61,10 +61,10 @@ def _with_origin(origin: RowShardSpec, made: DTensor) -> DTensor:
     if type(made) is DTensor and made.grad_fn is not None:
         made.__class__ = Derived
         made.origin = origin  # type: ignore[attr-defined]
-        if made.ndim == 0 and origin.shape and not origin.is_whole_here:
+        if made.ndim == 0 and origin.shape and not origin.is_fully_local:
             made.register_hook(partial(_refuse, origin))  # type: ignore[no-untyped-call]
     return made
 
 
 def _refuse(origin: RowShardSpec, gradient: Tensor) -> None:
-    raise RuntimeError(penalised(origin))
+    raise RuntimeError(penalty_error(origin))

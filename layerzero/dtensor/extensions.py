@@ -169,7 +169,7 @@ class ExtendedGather:
         name: str,
         shape: tuple[int, ...],
         shard: Tensor,
-        topology: MeshInfo,
+        mesh_info: MeshInfo,
         storages: FullBufferPool,
         *,
         label: str,
@@ -178,8 +178,8 @@ class ExtendedGather:
         self._name = name
         self._shape = torch.Size(shape)
         self._strides = tuple(torch.empty(shape, device="meta").stride())
-        self._lane = topology.zero3_gather_comm
-        self._mesh: DeviceMesh = topology.mesh["zero3"]
+        self._comm = mesh_info.zero3_gather_comm
+        self._mesh: DeviceMesh = mesh_info.mesh["zero3"]
         self._storages = storages
         self._local = extension.around(shard.view(-1, *shape[1:]))
         self._metadata: Any = None
@@ -195,8 +195,8 @@ class ExtendedGather:
                 failure = error
             self._kinds = [(tuple(each.shape), each.dtype) for each in inputs]
             sent = [f"{list(size)} {dtype}" for size, dtype in self._kinds]
-            require_equal(f"{_PRE} of parameter {name!r}", {"inputs": sent}, ranks=topology.ranks, failure=failure)
-            size = self._lane.size
+            require_equal(f"{_PRE} of parameter {name!r}", {"inputs": sent}, ranks=mesh_info.ranks, failure=failure)
+            size = self._comm.size
             self._buffers = [  # 1-D uint8, by input: the parts of all ranks
                 torch.empty(size * each.nbytes, dtype=torch.uint8, device=each.device) for each in inputs
             ]
@@ -292,14 +292,14 @@ class ExtendedGather:
             )
         return inputs, metadata
 
-    def _launch(self, inputs: Sequence[Tensor], name: str, exchange: Collective) -> PendingExtension:
+    def _launch(self, inputs: Sequence[Tensor], name: str, collective: Collective) -> PendingExtension:
         self._sent = [each.detach().contiguous().view(-1).view(torch.uint8) for each in inputs]
         works = []
         for buffer, sent in zip(self._buffers, self._sent, strict=True):
-            if self._lane.size == 1:
+            if self._comm.size == 1:
                 buffer.copy_(sent)
             elif sent.numel():
-                works.append(all_gather(self._lane, exchange, buffer, sent, name=name))
+                works.append(all_gather(self._comm, collective, buffer, sent, name=name))
         return PendingExtension(works, self)
 
     def _first(self) -> tuple[nn.Parameter, list[UntypedStorage]]:

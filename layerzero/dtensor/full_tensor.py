@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from layerzero.comm.collectives import Collective, all_gather
-from layerzero.dtensor.op_errors import moves_rows
+from layerzero.dtensor.op_errors import row_move_error
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.utils.bit_sums import digest
 
@@ -90,16 +90,16 @@ def _rows_as_cut(value: DTensor, span: RowShardSpec) -> Tensor:
     Raises:
         ValueError: on all ranks, if the numbers of rows match neither layerzero's cut nor that of `torch.chunk`.
     """
-    local, topology = value.to_local().detach(), span.mesh_info
+    local, mesh_info = value.to_local().detach(), span.mesh_info
     counts = torch.tensor([local.shape[0]])
-    for lane in topology.control_comms:
-        along = torch.empty(lane.size * counts.numel(), dtype=torch.int64)
-        all_gather(lane, Collective.METADATA, along, counts).wait()
+    for comm in mesh_info.control_comms:
+        along = torch.empty(comm.size * counts.numel(), dtype=torch.int64)
+        all_gather(comm, Collective.METADATA, along, counts).wait()
         counts = along
-    held = counts.view(topology.replicas, topology.zero3_size).T.flatten().tolist()  # by k = s * R + r
+    held = counts.view(mesh_info.replicas, mesh_info.zero3_size).T.flatten().tolist()  # by k = s * R + r
     if held == [stop - start for start, stop in zip(span.bounds, span.bounds[1:], strict=False)]:
         return local
-    lengths = [each for rows in _chunks(span.count, topology.zero3_size) for each in _chunks(rows, topology.replicas)]
+    lengths = [each for rows in _chunks(span.count, mesh_info.zero3_size) for each in _chunks(rows, mesh_info.replicas)]
     if held != lengths:
         raise ValueError(
             f"{span.name!r} was given a DTensor of which the ranks hold {held} of {span.count} rows, which is neither "
@@ -166,9 +166,9 @@ class Sharded(DTensor):
     def placements(self) -> tuple[Any, ...]:  # type: ignore[override]
         """Placements on the model-parallel axes, then two ``Shard(0)`` with uneven pieces."""
         span = self._local_tensor.spec
-        bounds, topology = span.bounds, span.mesh_info
-        replicas = topology.replicas
-        first = topology.grid.zero3_rank * replicas
+        bounds, mesh_info = span.bounds, span.mesh_info
+        replicas = mesh_info.replicas
+        first = mesh_info.grid.zero3_rank * replicas
         inside = [bound - bounds[first] for bound in bounds[first : first + replicas + 1]]
         further = () if span.model_parallel is None else span.model_parallel.placements
         return *further, UnevenShard(bounds[::replicas]), UnevenShard(inside)
@@ -185,7 +185,7 @@ class Sharded(DTensor):
         wanted = [] if placements is None else list(placements)
         whole = len(wanted) == mesh.ndim and all(isinstance(placement, Replicate) for placement in wanted)
         if not whole or (device_mesh is not None and device_mesh != mesh):
-            raise NotImplementedError(moves_rows("redistribute", self._local_tensor.spec))
+            raise NotImplementedError(row_move_error("redistribute", self._local_tensor.spec))
         return DTensor.from_local(self.full_tensor(), mesh, wanted, run_check=False)
 
     # Methods that would mistake this rank's rows for the full tensor

@@ -6,7 +6,7 @@ from typing import Any
 
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
-__all__ = ["MOVED", "TOO_COARSE", "cut_elsewhere", "explained", "moves_rows", "penalised"]
+__all__ = ["MOVED", "TOO_COARSE", "named_error", "penalty_error", "row_cut_error", "row_move_error"]
 
 MOVED = (
     "these rows were taken from a parameter before shard_optimizer moved rows to the owners of whole parameters: take "
@@ -18,7 +18,7 @@ TOO_COARSE = (
 )
 
 
-def moves_rows(what: str, span: RowShardSpec) -> str:
+def row_move_error(what: str, span: RowShardSpec) -> str:
     """Return the error message for an operation that would move rows between ranks."""
     return (
         f"{what} on a tensor derived from parameter {span.name!r}: layerzero cuts rows unevenly and DTensor would "
@@ -27,7 +27,7 @@ def moves_rows(what: str, span: RowShardSpec) -> str:
     )
 
 
-def penalised(span: RowShardSpec) -> str:
+def penalty_error(span: RowShardSpec) -> str:
     """Return the error message for a gradient through a result that was computed from a sharded parameter."""
     return (
         f"a loss has a term computed from the sharded parameter {span.name!r}, such as a penalty on it. No gradient "
@@ -49,7 +49,7 @@ def _not_gathered(func: Any, span: RowShardSpec) -> str:
     )
 
 
-def cut_elsewhere(func: Any, span: RowShardSpec) -> str:
+def row_cut_error(func: Any, span: RowShardSpec) -> str:
     """Return the error message for an operation that expects rows to be cut as torch cuts them."""
     return (
         f"{getattr(func, '__name__', func)} reshapes parameter {span.name!r} as if torch had cut its rows, of which "
@@ -61,12 +61,12 @@ def cut_elsewhere(func: Any, span: RowShardSpec) -> str:
 
 _EXPLAINED = {  # by a part of torch's error message
     "mixed torch.Tensor and DTensor": _not_gathered,
-    "is invalid for input of size": cut_elsewhere,
-    "must match the existing size": cut_elsewhere,
+    "is invalid for input of size": row_cut_error,
+    "must match the existing size": row_cut_error,
 }
 
 
-def explained(error: RuntimeError, func: Any, span: RowShardSpec) -> RuntimeError:
+def named_error(error: RuntimeError, func: Any, span: RowShardSpec) -> RuntimeError:
     """Return an error that names the parameter, to raise in place of torch's `error`.
 
     Return `error` itself if its message is not a known one.

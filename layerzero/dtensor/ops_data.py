@@ -26,7 +26,7 @@ from layerzero.dtensor.row_shard_spec import MutationTracker
 if TYPE_CHECKING:
     from layerzero.dtensor.sharded_tensor import RowShardedTensor
 
-__all__ = ["CALLS", "AbsentAttribute", "carry_over", "note_empty"]
+__all__ = ["CALLS", "AbsentAttribute", "carry_over", "mark_uninitialized"]
 
 
 def carry_over(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Parameter) -> None:
@@ -83,7 +83,7 @@ def assign_data(target: RowShardedTensor, value: Tensor) -> None:
     mine.copy_(theirs)
 
 
-def can_take(target: RowShardedTensor, moved: Tensor) -> bool:
+def is_noop_move(target: RowShardedTensor, moved: Tensor) -> bool:
     """Return True if moving a module leaves `target` unchanged; see [Note: Moves of a module].
 
     Raises:
@@ -110,7 +110,7 @@ def can_take(target: RowShardedTensor, moved: Tensor) -> bool:
     )
 
 
-def note_empty(func: Any, made: Tensor) -> Tensor:
+def mark_uninitialized(func: Any, made: Tensor) -> Tensor:
     """Return `made`, marked as uninitialized until its first write if `func` is ``torch.empty_like``."""
     local: Any = getattr(made, "_local_tensor", None)
     if func is torch.empty_like and hasattr(local, "tracker"):
@@ -143,6 +143,6 @@ CALLS: dict[Any, Callable[..., Any]] = {  # by function of torch, as passed to _
     Tensor.data.__get__: lambda tensor, *_: tensor.detach(),  # type: ignore[attr-defined]
     Tensor.data.__set__: assign_data,  # type: ignore[attr-defined]
     **{access: resolve_first(access) for access in OF_GRADIENTS},
-    torch._has_compatible_shallow_copy_type: can_take,
+    torch._has_compatible_shallow_copy_type: is_noop_move,
     Tensor.share_memory_: refuse_sharing,
 }

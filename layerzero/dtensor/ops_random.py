@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
-__all__ = ["call_whole", "draw_whole", "draws", "is_drawing", "is_truncating", "makes_alike"]
+__all__ = ["call_on_full", "draw_full", "draws", "is_drawing", "is_empty_like", "is_truncating"]
 
 _FILLS = ("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_")
 _MAKES = ("rand_like", "randn_like", "randint_like", "bernoulli", "normal", "native_dropout", "_fused_dropout")
@@ -57,7 +57,7 @@ def is_drawing(func: Any, args: Any, kwargs: Any) -> bool:
     return func in _FUNCTIONS and (func in _FILLING or not _needs_gradient(args, kwargs))
 
 
-def makes_alike(func: Any) -> bool:
+def is_empty_like(func: Any) -> bool:
     """Return whether the torch function `func` creates a tensor that users may draw random numbers into."""
     return func in _ALIKE
 
@@ -76,15 +76,15 @@ def draws(func: Any, span: RowShardSpec) -> bool:
     return False
 
 
-def call_whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run :func:`draw_whole` for a ``__torch_function__``, whose caller has called `func`.
+def call_on_full(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run :func:`draw_full` for a ``__torch_function__``, whose caller has called `func`.
 
     Raises:
         NotImplementedError: ``nn.init.trunc_normal_`` has bounds for which it draws in another way.
     """
     caller = sys._getframe(2)
     if not is_truncating(caller):
-        return draw_whole(func, args, kwargs)
+        return draw_full(func, args, kwargs)
     given = caller.f_locals
     if "accept_buf" in given:
         raise NotImplementedError(
@@ -92,9 +92,9 @@ def call_whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             "is not supported: initialise before shard_model, or inside layerzero.unsharded(model, writeback=True)"
         )
     if func is not Tensor.normal_:  # older versions of torch map uniform numbers, element by element
-        return draw_whole(func, args, kwargs)
+        return draw_full(func, args, kwargs)
     settings = {name: given[name] for name in ("mean", "std", "a", "b", "generator")}
-    drawn = draw_whole(lambda whole, *_, **__: _TRUNC_NORMAL(whole, **settings), args, kwargs)
+    drawn = draw_full(lambda whole, *_, **__: _TRUNC_NORMAL(whole, **settings), args, kwargs)
     return drawn.within_bounds()
 
 
@@ -106,7 +106,7 @@ def is_truncating(caller: FrameType) -> bool:
     return caller.f_code is _TRUNC_NORMAL.__code__
 
 
-def draw_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def draw_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Call `func` on full tensors and keep this rank's rows of the result; see [Note: Numbers by global row].
 
     At least one argument must be a RowShardedTensor or a LocalShard. New results are of the class of the first such
@@ -114,7 +114,7 @@ def draw_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> A
     """
     wholes: dict[int, tuple[Any, Any]] = {}  # by id of the full tensor: the argument and its rows
 
-    def make_whole(argument: Tensor) -> Tensor:
+    def make_full(argument: Tensor) -> Tensor:
         rows = getattr(argument, "_local_tensor", argument)
         span: RowShardSpec | None = getattr(rows, "spec", None)
         if span is None:
@@ -130,7 +130,7 @@ def draw_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> A
         return whole
 
     kept: list[Tensor] = []  # keeps the full tensors alive, so that no other tensor gets their ids
-    args, kwargs = tree_map_only(Tensor, make_whole, (args, kwargs))
+    args, kwargs = tree_map_only(Tensor, make_full, (args, kwargs))
     out = func(*args, **kwargs)
     first, first_rows = next(iter(wholes.values()))
     here = first_rows.spec.global_slices

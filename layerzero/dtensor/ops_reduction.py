@@ -23,13 +23,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.comm.model_ranks import reduce_over
 from layerzero.dtensor.model_parallel_spec import local_part
-from layerzero.dtensor.op_errors import moves_rows
+from layerzero.dtensor.op_errors import row_move_error
 from layerzero.dtensor.ops_random import is_truncating
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
-__all__ = ["EXCHANGES", "REDUCTIONS", "PartialScalar", "of_nothing", "refuse_exchange"]
+__all__ = ["COLLECTIVES", "REDUCTIONS", "PartialScalar", "neutral_result", "refuse_collective"]
 
-EXCHANGES = ("_c10d_functional", "c10d")  # namespaces of torch's collectives
+COLLECTIVES = ("_c10d_functional", "c10d")  # namespaces of torch's collectives
 _KEEPS_ROWS = ("all_reduce", "wait_tensor")
 _LARGEST, _SMALLEST = ("aten::max", "aten::amax"), ("aten::min", "aten::amin")
 
@@ -56,8 +56,8 @@ class PartialScalar(torch.Tensor):
         ours = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         if func._schema.name == "aten::_local_scalar_dense" and not is_truncating(sys._getframe(1)):
             raise RuntimeError(_only_a_part(ours))
-        if func.namespace in EXCHANGES:
-            refuse_exchange(func, args, ours.spec)
+        if func.namespace in COLLECTIVES:
+            refuse_collective(func, args, ours.spec)
         with torch._C._DisableTorchDispatch():
             out = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
@@ -111,8 +111,8 @@ def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> 
     """
     rows = [local_part(gradient) for gradient in gradients]
     spans = [each.spec for each in rows if hasattr(each, "spec")]
-    lanes, device = spans[0].mesh_info.over_model, spans[0].mesh_info.device
-    if all(span.holders < math.prod(lane.size for lane in lanes) for span in spans):
+    comms, device = spans[0].mesh_info.over_model, spans[0].mesh_info.device
+    if all(span.holders < math.prod(comm.size for comm in comms) for span in spans):
         raise NotImplementedError(
             f"GradScaler on gradients that only some ranks share ({spans[0].name!r}, and no others): a rank whose "
             "experts got no tokens has none of them, would not come here, and the others would wait for it. Give the "
@@ -120,12 +120,12 @@ def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> 
         )
     torch._amp_foreach_non_finite_check_and_unscale_(rows, found, inverse_scale)
     told = found.to(device)  # in host memory if the gradients are there
-    reduce_over(lanes, told, dist.ReduceOp.MAX)
+    reduce_over(comms, told, dist.ReduceOp.MAX)
     found.copy_(told)
 
 
 def _refuse_places(tensor: Any, *args: object, **kwargs: object) -> NoReturn:
-    raise NotImplementedError(moves_rows("the place of an extreme", tensor._local_tensor.spec))
+    raise NotImplementedError(row_move_error("the place of an extreme", tensor._local_tensor.spec))
 
 
 # By function of torch: its replacement for a sharded tensor, or for a list that contains one.
@@ -137,7 +137,7 @@ REDUCTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def of_nothing(func: Any, args: Sequence[Any]) -> Any:
+def neutral_result(func: Any, args: Sequence[Any]) -> Any:
     """Return the result of a norm, minimum or maximum on a rank without rows: the neutral element of the reduction.
 
     torch raises for the infinite norm and the extremes of an empty tensor. The result is None for all other calls,
@@ -163,14 +163,14 @@ def of_nothing(func: Any, args: Sequence[Any]) -> Any:
     return _plain(args[0]).new_full((), least if name in _LARGEST else most)
 
 
-def refuse_exchange(func: Any, args: Sequence[Any], span: RowShardSpec) -> None:
+def refuse_collective(func: Any, args: Sequence[Any], span: RowShardSpec) -> None:
     """Raise if a collective of torch assumes that all ranks have the same number of rows.
 
     Args:
         func: an operator from one of the namespaces in EXCHANGES.
     """
     if not func.__name__.startswith(_KEEPS_ROWS):
-        raise NotImplementedError(moves_rows(func.__name__, span))
+        raise NotImplementedError(row_move_error(func.__name__, span))
     if "avg" in args:
         raise NotImplementedError(
             f"an average over rows of a tensor derived from parameter {span.name!r}: ranks hold unequal numbers of "

@@ -14,18 +14,18 @@ from layerzero.comm.mesh_info import MeshInfo
 from layerzero.dtensor.lazy_grad import LazyGrad
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 
-__all__ = ["MutationTracker", "RowShardSpec", "refuse_apart"]
+__all__ = ["MutationTracker", "RowShardSpec", "refuse_rank_local"]
 
 
-def refuse_apart(what: str, spans: Iterable[RowShardSpec], everyone: int) -> None:
+def refuse_rank_local(what: str, spans: Iterable[RowShardSpec], model_ranks: int) -> None:
     """Raise ValueError if any name in `spans` belongs to different parameters on different ranks of the model.
 
     Args:
         what: name of the refused function.
         spans: sharding of each parameter.
-        everyone: number of ranks of the model.
+        model_ranks: number of ranks of the model.
     """
-    if apart := [span.name for span in spans if span.holders < everyone]:
+    if apart := [span.name for span in spans if span.holders < model_ranks]:
         raise ValueError(
             f"{what}: parameter {apart[0]!r} ({len(apart)} like it) is sharded over some ranks only, and others have "
             "another one of that name, which one state cannot hold. Make them one parameter before shard_model: a "
@@ -89,7 +89,7 @@ class RowShardSpec:
         return self.shape if self.model_parallel is None else self.model_parallel.shape
 
     @property
-    def is_whole_here(self) -> bool:
+    def is_fully_local(self) -> bool:
         """True if this rank holds all elements of the parameter."""
         return self.mesh_info.data_parallel == 1 and (self.model_parallel is None or not self.model_parallel.is_sharded)
 
@@ -159,19 +159,19 @@ class RowShardSpec:
         return whole.view(self.shape)
 
     def _gather_padded(self, local: Tensor, longest: int) -> Tensor:
-        topology, rest = self.mesh_info, self.stored[1:]
+        mesh_info, rest = self.mesh_info, self.stored[1:]
         pieces = local.new_zeros(1, longest, *rest)
         pieces[0, : local.shape[0]] = local
-        for lane in (
-            topology.replica_comm,
-            topology.zero3_gather_comm,
+        for comm in (
+            mesh_info.replica_comm,
+            mesh_info.zero3_gather_comm,
         ):  # k = s * R + r: the replica axis is the inner one
-            if lane.size > 1 and pieces.numel():
-                wider = local.new_empty(lane.size * pieces.shape[0], longest, *rest)
-                all_gather(lane, Collective.UNSHARD, wider.view(-1), pieces.view(-1), name=self.name).wait()
+            if comm.size > 1 and pieces.numel():
+                wider = local.new_empty(comm.size * pieces.shape[0], longest, *rest)
+                all_gather(comm, Collective.UNSHARD, wider.view(-1), pieces.view(-1), name=self.name).wait()
                 pieces = wider
-            elif lane.size > 1:
-                pieces = pieces.new_zeros(lane.size * pieces.shape[0], longest, *rest)
+            elif comm.size > 1:
+                pieces = pieces.new_zeros(comm.size * pieces.shape[0], longest, *rest)
         held = [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
         if all(rows == longest for rows in held):
             return pieces.view(self.stored)
@@ -182,14 +182,14 @@ class RowShardSpec:
 
         An all-gather would then send mostly padding.
         """
-        topology = self.mesh_info
+        mesh_info = self.mesh_info
         whole = local.new_empty(self.stored)
         whole[self.rows.start : self.rows.stop] = local
-        for k in range(topology.data_parallel):
+        for k in range(mesh_info.data_parallel):
             piece = whole[self.bounds[k] : self.bounds[k + 1]]
-            s, r = divmod(k, topology.replicas)
-            if topology.replicas > 1 and topology.grid.zero3_rank == s and piece.numel():
-                broadcast(topology.replica_comm, Collective.UNSHARD, piece, from_rank=r)
-            if topology.zero3_size > 1 and piece.numel():
-                broadcast(topology.zero3_gather_comm, Collective.UNSHARD, piece, from_rank=s)
+            s, r = divmod(k, mesh_info.replicas)
+            if mesh_info.replicas > 1 and mesh_info.grid.zero3_rank == s and piece.numel():
+                broadcast(mesh_info.replica_comm, Collective.UNSHARD, piece, from_rank=r)
+            if mesh_info.zero3_size > 1 and piece.numel():
+                broadcast(mesh_info.zero3_gather_comm, Collective.UNSHARD, piece, from_rank=s)
         return whole

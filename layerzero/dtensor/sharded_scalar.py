@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from layerzero.dtensor.op_errors import moves_rows
+from layerzero.dtensor.op_errors import row_move_error
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
-__all__ = ["is_about_itself", "is_in_place", "refuse_for_number"]
+__all__ = ["is_in_place", "is_metadata_access", "refuse_for_number"]
 
 _ABOUT_ITSELF = {
     *("size", "dim", "ndimension", "stride", "storage_offset", "numel", "nelement", "element_size", "get_device"),
@@ -27,7 +27,7 @@ _RESHAPES = {
 }
 
 
-def is_about_itself(func: Any) -> bool:
+def is_metadata_access(func: Any) -> bool:
     """Return whether the torch function `func` only accesses shapes, flags or gradients, and computes no values."""
     return func.__name__ in _ABOUT_ITSELF
 
@@ -45,7 +45,7 @@ def refuse_for_number(func: Any, span: RowShardSpec) -> None:
         NotImplementedError: `func` reshapes the tensor.
     """
     if func.__name__ in _RESHAPES:
-        raise NotImplementedError(moves_rows(func.__name__, span))
+        raise NotImplementedError(row_move_error(func.__name__, span))
     if func.__name__ in _READS and span.mesh_info.data_parallel > 1:
         raise RuntimeError(
             f"the value of parameter {span.name!r}, or of what was made of it, was asked for: it is a 0-dim parameter, "

@@ -31,12 +31,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.dtensor.derived import with_origin
 from layerzero.dtensor.full_tensor import Sharded
-from layerzero.dtensor.op_errors import cut_elsewhere, explained, moves_rows, penalised
-from layerzero.dtensor.ops_data import CALLS, AbsentAttribute, note_empty
-from layerzero.dtensor.ops_random import call_whole, draw_whole, draws, is_drawing, makes_alike
-from layerzero.dtensor.ops_reduction import EXCHANGES, REDUCTIONS, PartialScalar, of_nothing, refuse_exchange
+from layerzero.dtensor.op_errors import named_error, penalty_error, row_cut_error, row_move_error
+from layerzero.dtensor.ops_data import CALLS, AbsentAttribute, mark_uninitialized
+from layerzero.dtensor.ops_random import call_on_full, draw_full, draws, is_drawing, is_empty_like
+from layerzero.dtensor.ops_reduction import COLLECTIVES, REDUCTIONS, PartialScalar, neutral_result, refuse_collective
 from layerzero.dtensor.row_shard_spec import MutationTracker, RowShardSpec
-from layerzero.dtensor.sharded_scalar import is_about_itself, is_in_place, refuse_for_number
+from layerzero.dtensor.sharded_scalar import is_in_place, is_metadata_access, refuse_for_number
 
 __all__ = ["LocalShard", "RowShardedTensor", "plain", "sharded"]
 
@@ -65,15 +65,15 @@ class LocalShard(torch.Tensor):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         ours = next(tensor for tensor in tensors if isinstance(tensor, cls))
-        if func.namespace in EXCHANGES:
+        if func.namespace in COLLECTIVES:
             _readable(ours)  # an access error takes precedence
-            refuse_exchange(func, args, ours.spec)
+            refuse_collective(func, args, ours.spec)
         _refuse_misaligned(func, ours, tensors)
         _tell_watches(func, args, kwargs, tensors)
         with torch._C._DisableTorchDispatch():
             if draws(func, ours.spec):
-                return draw_whole(func, args, kwargs)
-            out = of_nothing(func, args)
+                return draw_full(func, args, kwargs)
+            out = neutral_result(func, args)
             if out is None:
                 out = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
@@ -86,7 +86,7 @@ class LocalShard(torch.Tensor):
         """Wrap a result of `func` on these rows; see [Note: Parts of a number]."""
         if result.ndim:
             return LocalShard(result, self.spec, watch)
-        if self.spec.is_whole_here:
+        if self.spec.is_fully_local:
             return result
         return PartialScalar(result, self.spec, func._schema.name.removeprefix("aten::"))
 
@@ -181,18 +181,18 @@ class RowShardedTensor(Sharded):
                 if func in REDUCTIONS and args and isinstance(args[0], (cls, list)):
                     return _derived(REDUCTIONS[func](*args, **kwargs), args)
                 if is_drawing(func, args, kwargs):
-                    return call_whole(func, args, kwargs)
+                    return call_on_full(func, args, kwargs)
                 out = func(*args, **kwargs)
-                return note_empty(func, _alike(out)) if makes_alike(func) else _derived(out, args)
+                return mark_uninitialized(func, _alike(out)) if is_empty_like(func) else _derived(out, args)
         except RuntimeError as error:
             ours = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)), None)
-            if ours is None or (told := explained(error, func, ours._local_tensor.spec)) is error:
+            if ours is None or (told := named_error(error, func, ours._local_tensor.spec)) is error:
                 raise
             raise told from error
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Raise RuntimeError. ``torch.nn.utils.parametrize`` calls this on a parameter."""
-        raise RuntimeError(cut_elsewhere(Tensor.set_, self._local_tensor.spec))
+        raise RuntimeError(row_cut_error(Tensor.set_, self._local_tensor.spec))
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
         """Gather the full tensor on every rank, in this tensor's dtype. Every rank must call this.
@@ -263,15 +263,15 @@ class ShardedScalar(RowShardedTensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in CALLS or is_about_itself(func):
+        if func in CALLS or is_metadata_access(func):
             return super().__torch_function__(func, types, args, kwargs)
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         span = next(leaf for leaf in leaves if isinstance(leaf, cls))._local_tensor.spec
         refuse_for_number(func, span)
         with torch._C.DisableTorchFunctionSubclass():
             meets = any(not isinstance(leaf, DTensor) and leaf.requires_grad for leaf in leaves)
-        if meets and torch.is_grad_enabled() and not span.is_whole_here:
-            raise RuntimeError(penalised(span))
+        if meets and torch.is_grad_enabled() and not span.is_fully_local:
+            raise RuntimeError(penalty_error(span))
         numbers: dict[int, ShardedScalar] = {}  # by id of the row that replaces it
         rows: list[Tensor] = []
 
@@ -290,7 +290,7 @@ class ShardedScalar(RowShardedTensor):
             if made.ndim == 0 or not isinstance(local, LocalShard) or local.spec.shape:
                 return made
             if tuple(made.shape) != (1,):
-                raise NotImplementedError(moves_rows(func.__name__, span))
+                raise NotImplementedError(row_move_error(func.__name__, span))
             return _AsNumber.apply(made) if made.requires_grad else _of_rows(local, ())  # type: ignore[no-untyped-call]
 
         args, kwargs = tree_map_only(cls, row_of, (args, kwargs))

@@ -94,7 +94,7 @@ class Handle:
         label: str,
         precision: Precision,
         route: ReductionSpec,
-        topology: MeshInfo,
+        mesh_info: MeshInfo,
         buffers: ModelPools,
         travel: GatherOptions,
         shared: SharedFullBuffer | None = None,
@@ -104,7 +104,7 @@ class Handle:
         self.label = label
         self.layout = layout
         self.precision = precision
-        self.topology = topology
+        self.mesh_info = mesh_info
         self.shared = shared
         self._is_extended = extension is not None
         self._storages = buffers.full
@@ -119,7 +119,7 @@ class Handle:
         self.full_precision: FullPrecision | None = None  # inside layerzero.full_precision
         self.refresh_due = False  # a step has changed the masters; their refresh is not launched yet
 
-        grid, device = topology.grid, topology.device
+        grid, device = mesh_info.grid, mesh_info.device
         numel, place = grid.numel(layout, Extent.ZERO3), grid.slice_within(layout, Extent.ZERO3, Extent.FULL)
         self.in_host: HostShard | None = None  # compute weights in host memory; see device/host_storage.py
         if shared is None and buffers.weights_to_host is not None:
@@ -135,7 +135,7 @@ class Handle:
             self.full_buffer[place] if self.in_host is not None else self.zero3_shard
         )  # input of gathers
         self.kept, self.whole = gathers_of(
-            layout, self.full_buffer, self._gathered_own, topology.zero3_gather_comm, travel, buffers.full
+            layout, self.full_buffer, self._gathered_own, mesh_info.zero3_gather_comm, travel, buffers.full
         )
         self._encodes = bool(travel.codec)
         self.compute = self.full_buffer.data  # see [Note: Version counters]
@@ -148,7 +148,7 @@ class Handle:
             ((original, _, _),) = originals
             name, shape = layout.slots[0].name, tuple(original.shape)
             self._gathered_params = ExtendedGather(
-                extension, name, shape, self.zero3_shard, topology, buffers.full, label=label
+                extension, name, shape, self.zero3_shard, mesh_info, buffers.full, label=label
             )
         self.members = tuple(
             self._make_member(slot, *original) for slot, original in zip(layout.slots, originals, strict=True)
@@ -167,7 +167,7 @@ class Handle:
             return self.shared.full[place]
         if self.in_host is not None:
             return self.in_host.tensor
-        return torch.zeros(numel, dtype=self.precision.compute, device=self.topology.device)
+        return torch.zeros(numel, dtype=self.precision.compute, device=self.mesh_info.device)
 
     @cached_property
     def shares_master(self) -> bool:
@@ -179,7 +179,7 @@ class Handle:
         """True if weights are gathered, or copied from host memory, before a unit computes."""
         if self.in_host is not None:
             return True
-        return self.shared is None and not self.topology.grid.same_elements(Extent.ZERO3, Extent.FULL)
+        return self.shared is None and not self.mesh_info.grid.same_elements(Extent.ZERO3, Extent.FULL)
 
     @property
     def _has_full_buffer(self) -> bool:
@@ -199,16 +199,16 @@ class Handle:
         """
         return any(member.gathered.requires_grad for member in self.members)
 
-    def holding_ranks(self, everyone: ModelRanks) -> tuple[int, ...]:
+    def holding_ranks(self, model_ranks: ModelRanks) -> tuple[int, ...]:
         """Return the ranks that hold the parameters of this handle, or parts of these parameters."""
-        return self.topology.ranks if self._is_apart(everyone) else everyone.ranks
+        return self.mesh_info.ranks if self._is_rank_local(model_ranks) else model_ranks.ranks
 
-    def lanes_to_sharers(self, everyone: ModelRanks) -> tuple[Communicator, ...]:
+    def comms_to_holding_ranks(self, model_ranks: ModelRanks) -> tuple[Communicator, ...]:
         """Return the control communicators that reach the ranks of :meth:`holding_ranks`."""
-        return self.topology.control_comms if self._is_apart(everyone) else everyone.control_comms
+        return self.mesh_info.control_comms if self._is_rank_local(model_ranks) else model_ranks.control_comms
 
-    def _is_apart(self, everyone: ModelRanks) -> bool:
-        return any(member.spec.holders < everyone.size for member in self.members)
+    def _is_rank_local(self, model_ranks: ModelRanks) -> bool:
+        return any(member.spec.holders < model_ranks.size for member in self.members)
 
     @property
     def may_be_updated(self) -> bool:
@@ -234,14 +234,14 @@ class Handle:
         """Return memory for the master, 1-D [L]; see [Note: One storage for equal shards]."""
         if self.shares_master:
             return self._own_part.data
-        numel = self.topology.grid.numel(self.layout, Extent.ZERO1)
+        numel = self.mesh_info.grid.numel(self.layout, Extent.ZERO1)
         if self.to_host is not None:
             return self.to_host.host_buffer(numel, self.precision.master).zero_()
-        return torch.zeros(numel, dtype=self.precision.master, device=self.topology.device)
+        return torch.zeros(numel, dtype=self.precision.master, device=self.mesh_info.device)
 
     @torch.no_grad()
     def _take_values(self, parameters: Sequence[nn.Parameter]) -> None:
-        grid, layout = self.topology.grid, self.layout
+        grid, layout = self.mesh_info.grid, self.layout
         for slot, parameter in zip(layout.slots, parameters, strict=True):
             values = parameter.detach().contiguous().view(-1)
             for extent, target in ((Extent.ZERO3, self.zero3_shard), (Extent.ZERO1, self.master)):
@@ -249,17 +249,17 @@ class Handle:
                 target[common.of_range] = values[common.of_slot]
 
     def _rows_of(
-        self, slot: Slot, shape: tuple[int, ...], face: ModelParallelSpec | None
+        self, slot: Slot, shape: tuple[int, ...], model_parallel: ModelParallelSpec | None
     ) -> tuple[Tensor, RowShardSpec, slice]:
         """Return this rank's master rows of a slot, the shard spec, and the slice of these rows in the ZeRO-1 shard.
 
         `shape` is the shape of the parameter.
         """
-        layout, topology = self.layout, self.topology
-        rows_of = [layout.rows_in(slot, layout.shard_range(k)) for k in range(topology.data_parallel)]
+        layout, mesh_info = self.layout, self.mesh_info
+        rows_of = [layout.rows_in(slot, layout.shard_range(k)) for k in range(mesh_info.data_parallel)]
         bounds = (*(rows.start for rows in rows_of), slot.rows)
-        span = RowShardSpec(slot.name, shape, bounds, topology, face)
-        local = topology.grid.slot_slice(layout, slot, Extent.ZERO1)
+        span = RowShardSpec(slot.name, shape, bounds, mesh_info, model_parallel)
+        local = mesh_info.grid.slot_slice(layout, slot, Extent.ZERO1)
         return self.master[local].view(len(span.rows), *slot.shape[1:]), span, local
 
     def _make_member(
@@ -267,15 +267,15 @@ class Handle:
         slot: Slot,
         original: nn.Parameter,
         owners: tuple[tuple[nn.Module, str], ...],
-        face: ModelParallelSpec | None,
+        model_parallel: ModelParallelSpec | None,
     ) -> ManagedParam:
-        master, span, local = self._rows_of(slot, tuple(original.shape), face)
+        master, span, local = self._rows_of(slot, tuple(original.shape), model_parallel)
         place, offers = slice(slot.offset, slot.end), not self.reduction_spec.accumulator_is_reduced
         if isinstance(self._gathered_params, ExtendedGather):
             leaf = self._gathered_params.parameter
             accumulates = accumulate_node(leaf)
         else:
-            leaf = self._gathered_params.make(place, original, face, offers_main_grad=offers)
+            leaf = self._gathered_params.make(place, original, model_parallel, offers_main_grad=offers)
             accumulates = get_gradient_edge(leaf).node  # keep it: autograd would create another one
         leaf.requires_grad_(original.requires_grad)
         parameter = nn.Parameter(sharded(master, span, self.tracker), requires_grad=original.requires_grad)
@@ -292,8 +292,8 @@ class Handle:
         All ranks must call this between passes, while there are no gradients. The sharded parameters remain the same
         objects, but their rows on this rank change.
         """
-        topology, old = self.topology, self.layout
-        place = topology.grid.slice_within(layout, Extent.ZERO1, Extent.ZERO3)
+        mesh_info, old = self.mesh_info, self.layout
+        place = mesh_info.grid.slice_within(layout, Extent.ZERO1, Extent.ZERO3)
         self.layout, self._own_part = (
             layout,
             self.zero3_shard[place],
@@ -302,10 +302,10 @@ class Handle:
             self.master = self._new_master()
         else:
             self.finish_refresh()
-            node = torch.empty(len(self.zero3_shard), dtype=self.precision.master, device=topology.device)
-            own = self.master.to(topology.device)
-            parts = topology.grid.replica_part_sizes(old)
-            all_gather(topology.replica_comm, Collective.UNSHARD, node, own, name=self.label, parts=parts).wait()
+            node = torch.empty(len(self.zero3_shard), dtype=self.precision.master, device=mesh_info.device)
+            own = self.master.to(mesh_info.device)
+            parts = mesh_info.grid.replica_part_sizes(old)
+            all_gather(mesh_info.replica_comm, Collective.UNSHARD, node, own, name=self.label, parts=parts).wait()
             self.master = self._new_master().copy_(node[place])
         self.tracker = self.tracker.moved(MOVED)
         for slot, member in zip(layout.slots, self.members, strict=True):
@@ -334,7 +334,7 @@ class Handle:
     def _gather_shards(self) -> PendingCollective | PendingDecode | Fetch:
         if self.in_host is None:
             return self.whole.gather(name=self.label)
-        if self.topology.zero3_size == 1:
+        if self.mesh_info.zero3_size == 1:
             return self.in_host.start_fetch(self._gathered_own)
         with self.in_host.fetched(self._gathered_own, beside=not self._encodes):
             return self.whole.gather(name=self.label)
@@ -443,12 +443,12 @@ class Handle:
         zero3, own = self.zero3_shard, self._own_part
         if self.in_host is not None:
             zero3 = self.in_host.borrow()
-            own = zero3[self.topology.grid.slice_within(self.layout, Extent.ZERO1, Extent.ZERO3)]
+            own = zero3[self.mesh_info.grid.slice_within(self.layout, Extent.ZERO1, Extent.ZERO3)]
         if self.to_host is not None:
             self.to_host.wait(self.to_host.copy(own, self.master, to_host=False))
         elif not self.shares_master:
             own.copy_(self.master)
-        replica = self.topology.replica_comm
+        replica = self.mesh_info.replica_comm
         if replica.size > 1:
             self._refreshing = all_gather(
                 replica,
@@ -457,7 +457,7 @@ class Handle:
                 own,
                 name=self.label,
                 only_reads_shard=self.shares_master,
-                parts=self.topology.grid.replica_part_sizes(self.layout),
+                parts=self.mesh_info.grid.replica_part_sizes(self.layout),
             )
         if self.in_host is not None:
             self.finish_refresh()
@@ -490,7 +490,7 @@ class Handle:
         A shard in host memory is copied.
         """
         self.finish_refresh()
-        return self.zero3_shard if self.in_host is None else self.in_host.arrive().to(self.topology.device)
+        return self.zero3_shard if self.in_host is None else self.in_host.arrive().to(self.mesh_info.device)
 
     # Gradients
 
@@ -501,7 +501,7 @@ class Handle:
             self.reduction_spec,
             label=self.label,
             master=self.precision.master,
-            topology=self.topology,
+            mesh_info=self.mesh_info,
             pool=buffers.scratch,
             outgoing=buffers.outgoing,
             make_place=partial(buffers.accumulators.make, self.label),

@@ -202,17 +202,17 @@ class Scheduler(Closable):
         if self._is_idle(unit):
             unit.show_sharded()
         output = unit.cast_output(output, computes_in=self._computes_in(unit))
-        comes_back = torch.is_grad_enabled() and self._watch_outputs(call, output)
-        if self._forward is not None and comes_back:
+        awaits_backward = torch.is_grad_enabled() and self._watch_outputs(call, output)
+        if self._forward is not None and awaits_backward:
             call.record_return(self._forward)
             unit.keep_post_forward(self._forward)
-        if not (comes_back and unit in self.staying) and not in_backward() and self._is_idle(unit):
+        if not (awaits_backward and unit in self.staying) and not in_backward() and self._is_idle(unit):
             if self._forward is not None and self._forward.next_units(1) == [unit]:
                 self._forward.still_gathered = unit
             else:
                 unit.reshard()
         if self._forward is not None and self._forward.entry_unit is unit and not self._is_running(unit):
-            self._end_forward(self._forward, comes_back=comes_back)
+            self._end_forward(self._forward, awaits_backward=awaits_backward)
         return output
 
     def _computes_in(self, unit: Unit) -> set[torch.dtype] | None:
@@ -258,14 +258,14 @@ class Scheduler(Closable):
         if kept is not None and kept is not unless and self._is_idle(kept):
             kept.reshard()
 
-    def _end_forward(self, forward: ForwardPass, *, comes_back: bool) -> None:
+    def _end_forward(self, forward: ForwardPass, *, awaits_backward: bool) -> None:
         self._forward = None
         self._last_calls[forward.entry_unit] = forward.called
         self._free_kept(forward)
         # Without a graph (or if the forward raised) no backward will free the units that stayed gathered.
-        for unit in forward.prefetched.difference(forward.called) if comes_back else self._units:
+        for unit in forward.prefetched.difference(forward.called) if awaits_backward else self._units:
             if self._is_idle(unit) and unit not in self._ahead:
-                unit.release() if torch.is_grad_enabled() and not comes_back else unit.reshard()
+                unit.release() if torch.is_grad_enabled() and not awaits_backward else unit.reshard()
 
     def _watch_inputs(self, call: UnitCall, args: Any, kwargs: Any) -> None:
         # A leaf's hook may run before later nodes of the call; see [Note: Who frees the full buffer].
@@ -311,21 +311,21 @@ class Scheduler(Closable):
             with self._saving_for(use):
                 yield
         except BaseException:
-            use.comes_back = False
+            use.awaits_backward = False
             raise
         finally:
             self._uses.remove(use)
             for unit in units:
                 if self._is_idle(unit):
                     unit.show_sharded()
-                    if not in_backward() and not (use.comes_back and unit in self.staying):
+                    if not in_backward() and not (use.awaits_backward and unit in self.staying):
                         unit.reshard()
 
     def _saving_for(self, use: Use) -> saved_tensors_hooks:
         around = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
 
         def pack(tensor: Tensor) -> Any:
-            use.comes_back = True
+            use.awaits_backward = True
             if around is not None:
                 return around[0](tensor)
             saved = tensor.detach()  # an output with its graph would be a reference cycle
@@ -354,7 +354,7 @@ class Scheduler(Closable):
         if use in backward.uses:
             return
         backward.uses[use] = None
-        use.comes_back = False
+        use.awaits_backward = False
         for unit in use.units:
             self._gather(unit)
         for unit in use.units:
@@ -374,9 +374,9 @@ class Scheduler(Closable):
     def _gather(self, unit: Unit) -> None:
         absent = [handle for handle in unit.handles if handle.state is ShardState.SHARDED]
         if any(handle.full_precision is not None for handle in absent):
-            self._full_precision_orders[unit.topology].check(self._index[unit])
+            self._full_precision_orders[unit.mesh_info].check(self._index[unit])
         if any(handle.gathers and handle.full_precision is None for handle in absent):
-            self._orders[unit.topology].check(self._index[unit] + unit.has_post_forward_shard * len(self._units))
+            self._orders[unit.mesh_info].check(self._index[unit] + unit.has_post_forward_shard * len(self._units))
         if absent:
             unit.gather()
 
@@ -386,7 +386,7 @@ class Scheduler(Closable):
                 if handle.state is ShardState.GATHERING:
                     handle.wait()
         except CollectiveError as error:
-            raise self._orders[unit.topology].explain_failure(error) from error.__cause__
+            raise self._orders[unit.mesh_info].explain_failure(error) from error.__cause__
 
     # Backward
 

@@ -32,12 +32,12 @@ class RankTraits:
     weights_in_host: bool = False  # ZeRO-3 shards are in host memory
 
     @classmethod
-    def of(cls, topology: MeshInfo, *, in_node: bool, offload_params: bool) -> RankTraits:
+    def of(cls, mesh_info: MeshInfo, *, in_node: bool, offload_params: bool) -> RankTraits:
         return cls(
-            topology.grid,
-            adds_hop1=topology.zero3_reduce_comm.is_gloo,
-            adds_hop2=topology.replica_comm.is_gloo,
-            on_device=device_module(topology.device) is not None,
+            mesh_info.grid,
+            adds_hop1=mesh_info.zero3_reduce_comm.is_gloo,
+            adds_hop2=mesh_info.replica_comm.is_gloo,
+            on_device=device_module(mesh_info.device) is not None,
             in_node=in_node,
             weights_in_host=offload_params and not in_node,
         )
@@ -152,9 +152,9 @@ def specs_of(units: Iterable[Unit]) -> list[UnitSpec]:
                 )
                 for handle in unit.handles
             ),
-            RankTraits.of(unit.topology, in_node=in_node, offload_params=in_host),
+            RankTraits.of(unit.mesh_info, in_node=in_node, offload_params=in_host),
             unit.reshard_after_forward,
-            unit.topology,
+            unit.mesh_info,
         )
         for unit in units
     ]

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 __all__ = [
     "DTYPES",
     "apex_class",
-    "apex_needs_whole",
+    "apex_needs_full_params",
     "momentum_before_first",
     "prepared",
     "refuse_apex",
@@ -37,7 +37,7 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "FusedLAMB": _16_AND_32,
     "FusedSGD": _16_AND_32,
 }
-_NEED_WHOLE = {"FusedLAMB"}
+_NEED_FULL_PARAMS = {"FusedLAMB"}
 _INSTEAD = "Use FusedAdam, FusedSGD, FusedAdagrad or FusedLAMB of apex.optimizers, or layerzero.optimizers.adamw"
 _REFUSED = {
     "FusedNovoGrad": "it keeps the norms of all gradients of a group in one list, and so must step all of them at once",
@@ -50,10 +50,10 @@ def apex_class(optimizer: Optimizer) -> type | None:
     return next((kind for kind in type(optimizer).__mro__ if kind.__module__.partition(".")[0] == "apex"), None)
 
 
-def apex_needs_whole(optimizer: Optimizer) -> bool | None:
+def apex_needs_full_params(optimizer: Optimizer) -> bool | None:
     """Return whether an optimizer of Apex needs full parameters; None for derived classes and other optimizers."""
     kind = apex_class(optimizer)
-    return kind.__name__ in _NEED_WHOLE if kind is not None and kind is type(optimizer) else None
+    return kind.__name__ in _NEED_FULL_PARAMS if kind is not None and kind is type(optimizer) else None
 
 
 def refuse_apex(optimizer: Optimizer) -> None:

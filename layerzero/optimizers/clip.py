@@ -88,7 +88,11 @@ def _reduced(runtime: LayerZeroState, norm_type: float, op: dist.ReduceOp.RedOpT
         (m.spec.model_parallel, plain(m.sharded.grad)) for m in runtime.members.values() if m.sharded.grad is not None
     ]
     # Copies on model-parallel axes count once.
-    counted = [shard for face, shard in held if shard.numel() and (face is None or face.is_primary_copy)]
+    counted = [
+        shard
+        for model_parallel, shard in held
+        if shard.numel() and (model_parallel is None or model_parallel.is_primary_copy)
+    ]
     # With offload_optimizer, shards are in host memory; communicators take tensors of the device only.
     device = runtime.mesh_info.device
     total = torch.zeros((), dtype=torch.float32, device=device)

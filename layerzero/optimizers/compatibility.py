@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from layerzero.optimizers.apex import apex_needs_whole, prepared, refuse_apex
+from layerzero.optimizers.apex import apex_needs_full_params, prepared, refuse_apex
 from layerzero.optimizers.compatibility_trial import TrialError, difference, difference_of_owners, group_kind
 from layerzero.optimizers.optimizer_copy import copy_optimizer, inner_optimizers, unhooked
 
-__all__ = ["is_elementwise_by_name", "kinds_that_need_whole", "state_after_a_step"]
+__all__ = ["is_elementwise_by_name", "kinds_that_need_full_params", "state_after_a_step"]
 
 # Element-wise with any settings. Derived classes go through the compatibility trial.
 _ELEMENTWISE = {
@@ -75,7 +75,9 @@ def is_elementwise_by_name(optimizer: Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE
 
 
-def kinds_that_need_whole(optimizer: Optimizer, device: torch.device, elementwise: bool | None = None) -> set[str]:
+def kinds_that_need_full_params(
+    optimizer: Optimizer, device: torch.device, elementwise: bool | None = None
+) -> set[str]:
     """Return the kinds of parameter groups that need full parameters; see ``group_kind`` in compatibility_trial.py.
 
     Optimizers that mix the elements of a parameter need full parameters: on the rows of one rank, they would silently
@@ -94,7 +96,7 @@ def kinds_that_need_whole(optimizer: Optimizer, device: torch.device, elementwis
         raise ValueError(f"{name} is not element-wise: {reason}. {_INSTEAD}")
     refuse_apex(optimizer)
     _require_reachable(optimizer, name)
-    of_apex = apex_needs_whole(optimizer)
+    of_apex = apex_needs_full_params(optimizer)
     if of_apex and elementwise:
         raise ValueError(
             f"{name} is not element-wise, although elementwise=True says so: it scales updates by norms of whole "
@@ -178,6 +180,6 @@ def state_after_a_step(
     """
     parameter = torch.nn.Parameter(torch.ones(shape, device=device))
     parameter.grad = torch.full(shape, gradient, device=device)
-    twin = copy_optimizer(optimizer, [(group, [parameter])])
-    prepared(twin, partial(unhooked(type(twin).step), twin))()
-    return dict(twin.state[parameter]), twin.param_groups[0]
+    optimizer_copy = copy_optimizer(optimizer, [(group, [parameter])])
+    prepared(optimizer_copy, partial(unhooked(type(optimizer_copy).step), optimizer_copy))()
+    return dict(optimizer_copy.state[parameter]), optimizer_copy.param_groups[0]

@@ -88,7 +88,7 @@ def difference(optimizer: Optimizer, device: torch.device, kind: str | None = No
     if not groups:
         return None
     with _random_numbers_kept(device), _uncompiled():
-        whole = _run_whole(optimizer, groups, data)
+        whole = _run_full(optimizer, groups, data)
         try:
             ranks = [_run(optimizer, groups, [data.cut(rank)] * len(groups)) for rank in range(_RANKS)]
         except Exception as error:
@@ -98,11 +98,11 @@ def difference(optimizer: Optimizer, device: torch.device, kind: str | None = No
     return _compare(whole, ranks, data, [False] * len(groups))
 
 
-def difference_of_owners(optimizer: Optimizer, device: torch.device, whole_kinds: Set[str]) -> str | None:
+def difference_of_owners(optimizer: Optimizer, device: torch.device, full_param_kinds: Set[str]) -> str | None:
     """Describe how the step differs if each parameter is updated by an owner rank; return None if it does not differ.
 
     Args:
-        whole_kinds: kinds of the groups whose parameters have owners. Parameters of other groups are cut into rows.
+        full_param_kinds: kinds of the groups whose parameters have owners. Other parameters are cut into rows.
 
     Raises:
         TrialError: a copy of the optimizer could not be made or stepped, even on parameters with the same numbers of
@@ -111,20 +111,20 @@ def difference_of_owners(optimizer: Optimizer, device: torch.device, whole_kinds
     own = {parameter.ndim for group in optimizer.param_groups for parameter in group["params"]}
     fitting = [shape for shape in _CUTS if len(shape) in own]
     try:
-        return _try_owners(optimizer, device, whole_kinds, list(_CUTS))
+        return _try_owners(optimizer, device, full_param_kinds, list(_CUTS))
     except TrialError:
         if not fitting or len(fitting) == len(_CUTS):
             raise
-    return _try_owners(optimizer, device, whole_kinds, fitting)
+    return _try_owners(optimizer, device, full_param_kinds, fitting)
 
 
 def _try_owners(
-    optimizer: Optimizer, device: torch.device, whole_kinds: Set[str], shapes: Sequence[tuple[int, ...]]
+    optimizer: Optimizer, device: torch.device, full_param_kinds: Set[str], shapes: Sequence[tuple[int, ...]]
 ) -> str | None:
     data, groups = _data(device, shapes), _kinds_of_groups(optimizer)
-    owned = [group_kind(group) in whole_kinds for group in groups]
+    owned = [group_kind(group) in full_param_kinds for group in groups]
     with _random_numbers_kept(device), _uncompiled():
-        whole = _run_whole(optimizer, groups, data)
+        whole = _run_full(optimizer, groups, data)
         try:
             ranks = [
                 _run(optimizer, groups, [data if own else data.cut(rank) for own in owned], owned, rank)
@@ -154,7 +154,7 @@ def steps_stacks_apart(optimizer: Optimizer, device: torch.device, dims: int) ->
     data = data._replace(cuts=[(0, len(stack) // 2, len(stack), len(stack)) for stack in data.start])
     with _random_numbers_kept(device), _uncompiled():
         try:
-            whole = _run_whole(optimizer, groups, data)
+            whole = _run_full(optimizer, groups, data)
             parts = [[data.cut(part)] * len(groups) for part in range(3)]
             *halves, _ = [_run(optimizer, groups, part, replaces_empty=False) for part in parts]
             if _compare(whole, halves, data, [False] * len(groups)) is not None:
@@ -179,7 +179,7 @@ def _is_of_halves(whole: Any, *halves: Any) -> bool:
     return all(half == whole for half in halves)
 
 
-def _run_whole(optimizer: Optimizer, groups: Sequence[dict[str, Any]], data: _Data) -> _Outcome:
+def _run_full(optimizer: Optimizer, groups: Sequence[dict[str, Any]], data: _Data) -> _Outcome:
     try:
         return _run(optimizer, groups, [data] * len(groups))
     except Exception as error:
@@ -278,16 +278,16 @@ def _run(
         ]
         for each in data
     ]
-    twin = copy_optimizer(optimizer, list(zip(groups, ours, strict=True)))
-    for group in twin.param_groups:
+    optimizer_copy = copy_optimizer(optimizer, list(zip(groups, ours, strict=True)))
+    for group in optimizer_copy.param_groups:
         rate = group.get("lr")
         if isinstance(rate, Tensor):
             rate.clamp_(min=_LEAST_RATE)
         elif isinstance(rate, (int, float)):
             group["lr"] = max(float(rate), _LEAST_RATE)
-    if callable(begin := getattr(twin, "train", None)):  # schedule-free optimizers must be in training mode
+    if callable(begin := getattr(optimizer_copy, "train", None)):  # schedule-free optimizers must be in training mode
         begin()
-    step = prepared(twin, partial(unhooked(type(twin).step), twin))
+    step = prepared(optimizer_copy, partial(unhooked(type(optimizer_copy).step), optimizer_copy))
     for number, scale in enumerate(data[0].scales):
         for parameters, each in zip(ours, data, strict=True):
             for index, parameter in enumerate(parameters):
@@ -300,10 +300,10 @@ def _run(
                     gradient = gradient * (noise > 0)
                 parameter.grad = torch.zeros_like(gradient) if (number + index) % 8 == 4 else gradient
         if any(owned):
-            step_param_by_param(twin, step, _turns(twin, ours, owned, rank))
+            step_param_by_param(optimizer_copy, step, _turns(optimizer_copy, ours, owned, rank))
         else:
             step()
-    states = [twin.state.get(parameter, {}) for parameters in ours for parameter in parameters]
+    states = [optimizer_copy.state.get(parameter, {}) for parameters in ours for parameter in parameters]
     trained = [
         [
             parameter.detach() if start.numel() else start
@@ -311,17 +311,19 @@ def _run(
         ]
         for parameters, each in zip(ours, data, strict=True)
     ]
-    return _Outcome(trained, dict(_numbers(twin, ours, trained)), states)
+    return _Outcome(trained, dict(_numbers(optimizer_copy, ours, trained)), states)
 
 
-def _turns(twin: Optimizer, ours: Sequence[Sequence[Tensor]], owned: Sequence[bool], rank: int) -> Iterable[Turn]:
+def _turns(
+    optimizer_copy: Optimizer, ours: Sequence[Sequence[Tensor]], owned: Sequence[bool], rank: int
+) -> Iterable[Turn]:
     """Remove the gradients of parameters that other ranks own, and of half of the parameters that `rank` owns.
 
     Returns:
         Turns that step the removed half of this rank's parameters one by one, with their gradients.
     """
     later: list[tuple[dict[str, Any], Tensor, Tensor | None]] = []
-    for group, parameters, own in zip(twin.param_groups, ours, owned, strict=True):
+    for group, parameters, own in zip(optimizer_copy.param_groups, ours, owned, strict=True):
         for index, parameter in enumerate(parameters):
             is_mine, is_later = _owner_of(index) == rank, index // (_RANKS - 1) % 2 == 0
             if own and is_mine and is_later:
@@ -339,14 +341,16 @@ def _one_by_one(later: Iterable[tuple[dict[str, Any], Tensor, Tensor | None]]) -
 
 
 def _numbers(
-    twin: Optimizer, parameters: Sequence[Sequence[Tensor]], trained: Sequence[Sequence[Tensor]]
+    optimizer_copy: Optimizer, parameters: Sequence[Sequence[Tensor]], trained: Sequence[Sequence[Tensor]]
 ) -> Iterator[tuple[str, float]]:
-    yield from _numbers_in("an attribute", vars(twin))
-    yield from _numbers_in("the state of all", {k: v for k, v in twin.state.items() if not isinstance(k, Tensor)})
-    for at, (group, ours, rows) in enumerate(zip(twin.param_groups, parameters, trained, strict=True)):
+    yield from _numbers_in("an attribute", vars(optimizer_copy))
+    yield from _numbers_in(
+        "the state of all", {k: v for k, v in optimizer_copy.state.items() if not isinstance(k, Tensor)}
+    )
+    for at, (group, ours, rows) in enumerate(zip(optimizer_copy.param_groups, parameters, trained, strict=True)):
         yield from _numbers_in(f"parameter group {at}", group)
         for index, parameter in enumerate(ours):
-            values = twin.state.get(parameter)
+            values = optimizer_copy.state.get(parameter)
             if isinstance(values, Mapping) and rows[index].numel():
                 yield from _numbers_in(f"the state of parameter {index} of group {at}", values, parameter.shape)
 

@@ -73,9 +73,9 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
         {**{key: _copied(value, memo) for key, value in settings.items() if key != "params"}, "params": parameters}
         for settings, parameters in shown
     ]
-    twin: Optimizer = _blank(optimizer, memo)
-    _fill(twin, optimizer, memo)
-    return twin
+    optimizer_copy: Optimizer = _blank(optimizer, memo)
+    _fill(optimizer_copy, optimizer, memo)
+    return optimizer_copy
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
@@ -93,20 +93,20 @@ def unhooked(step: Any) -> Any:
 
 
 def _blank(optimizer: Optimizer, memo: dict[int, Any]) -> Any:
-    memo[id(optimizer)] = twin = object.__new__(type(optimizer))
-    return twin
+    memo[id(optimizer)] = optimizer_copy = object.__new__(type(optimizer))
+    return optimizer_copy
 
 
-def _fill(twin: Optimizer, optimizer: Optimizer, memo: dict[int, Any]) -> None:
+def _fill(optimizer_copy: Optimizer, optimizer: Optimizer, memo: dict[int, Any]) -> None:
     for inner in inner_optimizers(optimizer):
         if id(inner) not in memo:
             memo.setdefault(id(inner.state), defaultdict(dict))
             _fill(_blank(inner, memo), inner, memo)
     for key, value in vars(optimizer).items():
         if key in _HOOKS:
-            vars(twin)[key] = OrderedDict()
+            vars(optimizer_copy)[key] = OrderedDict()
         elif key != "step":  # replaced by a scheduler, and bound to the original
-            vars(twin)[key] = _copied(value, memo)
+            vars(optimizer_copy)[key] = _copied(value, memo)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

@@ -115,11 +115,11 @@ def _whole(key: str, value: Any, owned: OwnedParam, *, copy: bool) -> Any:
                 f"state {key!r} of {owned.member.name!r} is not on its owner alone; load it through a checkpoint"
             )
         return plain(value).to(device, copy=copy)
-    whole, face = (
+    whole, model_parallel = (
         (value.full_tensor() if isinstance(value, DTensor) else value),
         owned.span_of(value.shape).model_parallel,
     )
-    return (whole if face is None else whole[face.global_slices]).to(device).clone()
+    return (whole if model_parallel is None else whole[model_parallel.global_slices]).to(device).clone()
 
 
 def _cut(key: str, value: Any, member: ManagedParam, *, copy: bool) -> Any:

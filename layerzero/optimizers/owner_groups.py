@@ -42,40 +42,40 @@ class OwnerGroup:
         return self.order[self.communicator.rank]
 
 
-def owner_group_of(topology: MeshInfo) -> OwnerGroup:
+def owner_group_of(mesh_info: MeshInfo) -> OwnerGroup:
     """Return this rank's ZeRO-3 group as an owner group."""
-    order = tuple((s, 0) for s in range(topology.zero3_size))
-    return OwnerGroup(topology, None, topology.zero3_gather_comm, order)
+    order = tuple((s, 0) for s in range(mesh_info.zero3_size))
+    return OwnerGroup(mesh_info, None, mesh_info.zero3_gather_comm, order)
 
 
-def places_across(topology: MeshInfo, face: ModelParallelSpec, axis: int) -> dict[int, tuple[int, int]]:
+def places_across(mesh_info: MeshInfo, model_parallel: ModelParallelSpec, axis: int) -> dict[int, tuple[int, int]]:
     """Return the positions of the ranks of this rank's ZeRO-3 group and of the corresponding groups along an axis.
 
     Args:
-        axis: model-parallel axis of `face`.
+        axis: model-parallel axis of `model_parallel`.
 
     Returns:
         By global rank, its position: (rank in the ZeRO-3 group, coordinate on the axis).
     """
-    grid = topology.grid
-    table = face.global_mesh.mesh  # ranks, by coordinates on the model-parallel axes, s, r
-    for at in reversed(range(face.mesh.ndim)):
+    grid = mesh_info.grid
+    table = model_parallel.global_mesh.mesh  # ranks, by coordinates on the model-parallel axes, s, r
+    for at in reversed(range(model_parallel.mesh.ndim)):
         if at != axis:
-            table = table.select(at, face.place_on(at))
+            table = table.select(at, model_parallel.place_on(at))
     of_node = table[..., grid.replica_rank].tolist()  # ranks, by coordinate on the axis, s
     return {rank: (s, t) for t, node in enumerate(of_node) for s, rank in enumerate(node)}
 
 
-def owner_group_across(topology: MeshInfo, axis: int, places: Mapping[int, tuple[int, int]]) -> OwnerGroup:
+def owner_group_across(mesh_info: MeshInfo, axis: int, places: Mapping[int, tuple[int, int]]) -> OwnerGroup:
     """Create an owner group from the result of :func:`places_across`. All ranks of the model must call this."""
     ranks = sorted(places)
-    kind = topology.mesh.device_type
-    group = topology.groups.new(ranks, like=topology.zero3_gather_comm.group, device_type=kind)
-    lane = Communicator.over("owners", "across", group, topology.counters, kind)
-    return OwnerGroup(topology, axis, lane, tuple(places[rank] for rank in ranks))
+    kind = mesh_info.mesh.device_type
+    group = mesh_info.groups.new(ranks, like=mesh_info.zero3_gather_comm.group, device_type=kind)
+    comm = Communicator.over("owners", "across", group, mesh_info.counters, kind)
+    return OwnerGroup(mesh_info, axis, comm, tuple(places[rank] for rank in ranks))
 
 
-def across(name: str, face: ModelParallelSpec | None, *, stacks_apart: bool) -> JoinAxis | None:
+def across(name: str, model_parallel: ModelParallelSpec | None, *, stacks_apart: bool) -> JoinAxis | None:
     """Return the model-parallel axis along which the parts of a parameter must be joined; None if there is none.
 
     Args:
@@ -84,14 +84,18 @@ def across(name: str, face: ModelParallelSpec | None, *, stacks_apart: bool) -> 
     Raises:
         ValueError: parts would have to be joined along several axes.
     """
-    if face is None:
+    if model_parallel is None:
         return None
-    cut = {axis: dim for axis in range(face.mesh.ndim) if (dim := face.sharded_dim(axis)) is not None}
-    if stacks_apart and len(face.shape) > 2:
+    cut = {
+        axis: dim for axis in range(model_parallel.mesh.ndim) if (dim := model_parallel.sharded_dim(axis)) is not None
+    }
+    if stacks_apart and len(model_parallel.shape) > 2:
         cut = {axis: dim for axis, dim in cut.items() if dim > 0}
     if len(cut) > 1:
         raise ValueError(
             f"the optimizer needs whole parameters, and {name!r} is cut along {len(cut)} axes beside the data-parallel "
             "ones, of which one can be put together: use an element-wise optimizer for it"
         )
-    return next((JoinAxis(axis, face.mesh.size(axis), face.joined_shape(axis)) for axis in cut), None)
+    return next(
+        (JoinAxis(axis, model_parallel.mesh.size(axis), model_parallel.joined_shape(axis)) for axis in cut), None
+    )

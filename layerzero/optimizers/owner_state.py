@@ -19,17 +19,19 @@ from layerzero.dtensor.row_shard_spec import MutationTracker
 from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.optimizers.owner_step import OwnedParam
 
-__all__ = ["with_what_others_own"]
+__all__ = ["with_other_owners_state"]
 
 
-def with_what_others_own(state: Mapping[str, Any], owned: Sequence[OwnedParam], everyone: ModelRanks) -> dict[str, Any]:
+def with_other_owners_state(
+    state: Mapping[str, Any], owned: Sequence[OwnedParam], model_ranks: ModelRanks
+) -> dict[str, Any]:
     """Return `state` with entries added for the parameters that other ranks own.
 
     Tensors in the added entries are sharded tensors without rows on this rank. Scalars have the owner's values.
 
     Args:
         state: state on this rank by parameter name; its tensors are sharded tensors.
-        everyone: the ranks that must call this.
+        model_ranks: the ranks that must call this.
 
     Raises:
         TypeError: on all ranks, if the state of an owned parameter holds a value that cannot be sent.
@@ -42,14 +44,14 @@ def with_what_others_own(state: Mapping[str, Any], owned: Sequence[OwnedParam], 
     }
     text = json.dumps({place: _described(here[place].member.name, values) for place, values in mine.items()})
     told: dict[str, dict[str, Any]] = {}
-    for said in everyone.all_gather_text(text):
+    for said in model_ranks.all_gather_text(text):
         told |= json.loads(said)
     if wrong := sorted(described["wrong"] for described in told.values() if "wrong" in described):
         raise TypeError(wrong[0])
     complete = dict(state)
     for place, each in here.items():
         if place in told and place not in mine:
-            entries, device = told[place].items(), everyone.mesh_info.device
+            entries, device = told[place].items(), model_ranks.mesh_info.device
             complete[each.member.name] = {key: _made(entry, each, device) for key, entry in entries}
     return {name: complete[name] for name in sorted(complete)}
 

@@ -78,9 +78,11 @@ class OwnedParam:
 
         The other owners have copies, or different matrices of one stack.
         """
-        face = self.member.spec.model_parallel
-        axes = () if face is None else range(face.mesh.ndim)
-        return face is None or not any(face.place_on(axis) for axis in axes if axis != self.owner.axis)
+        model_parallel = self.member.spec.model_parallel
+        axes = () if model_parallel is None else range(model_parallel.mesh.ndim)
+        return model_parallel is None or not any(
+            model_parallel.place_on(axis) for axis in axes if axis != self.owner.axis
+        )
 
     @property
     def weight(self) -> tuple[int, str]:
@@ -90,8 +92,8 @@ class OwnedParam:
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """Shape of the full parameter on the owner."""
-        face, axis = self.member.spec.model_parallel, self.owner.axis
-        return self.member.spec.shape if face is None or axis is None else face.joined_shape(axis)
+        model_parallel, axis = self.member.spec.model_parallel, self.owner.axis
+        return self.member.spec.shape if model_parallel is None or axis is None else model_parallel.joined_shape(axis)
 
     @property
     def numel(self) -> int:
@@ -111,11 +113,11 @@ class OwnedParam:
 
         The parameter must be joined along a model-parallel axis.
         """
-        face, axis = self.member.spec.model_parallel, self.owner.axis
-        assert face is not None and axis is not None
-        dim = face.sharded_dim(axis)
+        model_parallel, axis = self.member.spec.model_parallel, self.owner.axis
+        assert model_parallel is not None and axis is not None
+        dim = model_parallel.sharded_dim(axis)
         assert dim is not None
-        parts = whole.view(self.shape).chunk(face.mesh.size(axis), dim)
+        parts = whole.view(self.shape).chunk(model_parallel.mesh.size(axis), dim)
         rows = [(t, self.rows_on(s)) for s, t in self.group_of_ranks.order]
         return [parts[t][each.start : each.stop] for t, each in rows]
 
@@ -129,24 +131,28 @@ class OwnedParam:
         Returns:
             None if ranks own different matrices but dim 0 of the tensor is not the number of matrices on the owner.
         """
-        face = self.member.spec.model_parallel
-        if face is None or not self._cut_into_matrices(face):
+        model_parallel = self.member.spec.model_parallel
+        if model_parallel is None or not self._cut_into_matrices(model_parallel):
             return tuple(shape)
-        return (face.shape[0], *shape[1:]) if shape[0] == self.shape[0] else None
+        return (model_parallel.shape[0], *shape[1:]) if shape[0] == self.shape[0] else None
 
-    def _cut_into_matrices(self, face: ModelParallelSpec) -> bool:
-        return any(face.sharded_dim(axis) is not None for axis in range(face.mesh.ndim) if axis != self.owner.axis)
+    def _cut_into_matrices(self, model_parallel: ModelParallelSpec) -> bool:
+        return any(
+            model_parallel.sharded_dim(axis) is not None
+            for axis in range(model_parallel.mesh.ndim)
+            if axis != self.owner.axis
+        )
 
     def span_of(self, shape: Sequence[int]) -> RowShardSpec:
         """Return the sharding of a state tensor of global shape `shape`, with all rows on the owner."""
-        span, topology = self.member.spec, self.member.spec.mesh_info
-        k = self.owner.s * topology.replicas + self.owner.r
-        face = span.model_parallel
-        if face is not None:
-            face = face.of_state(shape, axis=self.owner.axis, place=self.owner.t)
-            shape = [each.stop - each.start for each in face.global_slices]
-        bounds = (0,) * (k + 1) + (shape[0],) * (topology.data_parallel - k)
-        return RowShardSpec(self.member.name, tuple(shape), bounds, topology, face)
+        span, mesh_info = self.member.spec, self.member.spec.mesh_info
+        k = self.owner.s * mesh_info.replicas + self.owner.r
+        model_parallel = span.model_parallel
+        if model_parallel is not None:
+            model_parallel = model_parallel.of_state(shape, axis=self.owner.axis, place=self.owner.t)
+            shape = [each.stop - each.start for each in model_parallel.global_slices]
+        bounds = (0,) * (k + 1) + (shape[0],) * (mesh_info.data_parallel - k)
+        return RowShardSpec(self.member.name, tuple(shape), bounds, mesh_info, model_parallel)
 
 
 def by_owner_group(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedParam]]:
@@ -188,13 +194,17 @@ def _largest(owned: Iterable[OwnedParam], cell: OwnerGroup) -> dict[torch.dtype,
 
 
 def step_owned(
-    inner: Optimizer, owned: Sequence[OwnedParam], everyone: ModelRanks, pool: BufferPool, take_step: Callable[[], Any]
+    inner: Optimizer,
+    owned: Sequence[OwnedParam],
+    model_ranks: ModelRanks,
+    pool: BufferPool,
+    take_step: Callable[[], Any],
 ) -> None:
     """Step all parameters that have a gradient: `owned` parameters in full, all others by rows.
 
     Args:
         inner: optimizer whose groups hold this rank's rows, with their final gradients.
-        everyone: the ranks that must call this.
+        model_ranks: the ranks that must call this.
         pool: pool of the buffers for full parameters and their gradients.
         take_step: function that steps `inner`.
 
@@ -203,7 +213,7 @@ def step_owned(
     """
     turns: list[Iterator[Turn]] = []
     cells = by_owner_group(owned)
-    _require_gradients_alike(cells, everyone)
+    _require_gradients_alike(cells, model_ranks)
     for cell, members in cells.items():
         away: list[tuple[OwnedParam, Tensor]] = []  # to be gathered in this group, with this rank's gradient rows
         for each in members:
@@ -217,37 +227,37 @@ def step_owned(
     step_param_by_param(inner, take_step, chain.from_iterable(turns))
 
 
-def _require_gradients_alike(cells: Mapping[OwnerGroup, Sequence[OwnedParam]], everyone: ModelRanks) -> None:
+def _require_gradients_alike(cells: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelRanks) -> None:
     """Raise RuntimeError on all ranks unless the ranks of each owner group have gradients for the same parameters.
 
     Without this check, ranks could exchange rows of different parameters. The check all-reduces one number. The
     contributions of the ranks of an owner group add up to 0 if they have gradients for the same parameters.
     """
     near = {cell: [each for each in cells[cell] if each.is_near] for cell in cells if cell.communicator.size > 1}
-    if not near or not has_peers(everyone.ranks):
+    if not near or not has_peers(model_ranks.ranks):
         return
     number = torch.zeros(1, dtype=torch.int64)
     for index, (cell, members) in enumerate(near.items()):
         there = [index, *cell.ranks, *(_has_gradient(each) for each in members)]
         digest = int.from_bytes(hashlib.blake2b(repr(there).encode(), digest_size=5).digest(), "little")
         number += digest * (cell.communicator.size - 1 if cell.communicator.rank == 0 else -1)
-    reduce_over(everyone.control_comms, number, dist.ReduceOp.SUM, Collective.METADATA)
+    reduce_over(model_ranks.control_comms, number, dist.ReduceOp.SUM, Collective.METADATA)
     if number.any():
-        raise RuntimeError(_unlike(near, everyone))
+        raise RuntimeError(_unlike(near, model_ranks))
 
 
 def _has_gradient(owned: OwnedParam) -> bool:
     return owned.master.grad is not None
 
 
-def _unlike(near: Mapping[OwnerGroup, Sequence[OwnedParam]], everyone: ModelRanks) -> str:
+def _unlike(near: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelRanks) -> str:
     """Return the error message for a parameter that has a gradient on only some ranks of its owner group.
 
     All ranks must call this and get the same message.
     """
     own = [(cell.ranks, each.member.name, _has_gradient(each)) for cell, members in near.items() for each in members]
     with_gradient: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for told in everyone.all_gather_text(json.dumps(own)):
+    for told in model_ranks.all_gather_text(json.dumps(own)):
         for ranks, name, has in json.loads(told):
             with_gradient[name, tuple(ranks)] += has
     name, ranks = min(each for each, count in with_gradient.items() if count not in (0, len(each[1])))
@@ -294,7 +304,7 @@ class _OwnerRound:
         self._mine = None if own is None else own[0]
         self._to_each = [0 if each is None else each[0].numel_on(s) for each in chosen]
         self._from_each = [0 if own is None else own[0].numel_on(other) for other, _ in cell.order]
-        self._lane, self._s = cell.communicator, s
+        self._comm, self._s = cell.communicator, s
         self.sent, self.received = sum(self._to_each), sum(self._from_each)
 
     def play(self, whole: Tensor, gradient: Tensor, rows: Tensor, received: Tensor | None = None) -> Iterator[Turn]:
@@ -323,7 +333,7 @@ class _OwnerRound:
                 place.copy_(part)
         sent = whole if received is None else received
         splits = {"from_each": self._to_each, "to_each": self._from_each}
-        all_to_all(self._lane, Collective.OWNER_SCATTER, rows, sent, **splits, name=self._name).wait()
+        all_to_all(self._comm, Collective.OWNER_SCATTER, rows, sent, **splits, name=self._name).wait()
         for part, (each, _) in zip(self._pieces(rows), self._chosen, strict=True):
             each.member.master.copy_(part.view(each.member.master.shape))
 
@@ -332,7 +342,7 @@ class _OwnerRound:
             place.copy_(part.reshape(-1))
         splits = {"from_each": self._from_each, "to_each": self._to_each}
         into = whole if received is None else received
-        all_to_all(self._lane, Collective.OWNER_GATHER, into, rows, **splits, name=self._name).wait()
+        all_to_all(self._comm, Collective.OWNER_GATHER, into, rows, **splits, name=self._name).wait()
         if received is not None:
             for place, part in self._places(whole, received):
                 part.copy_(place)

@@ -24,7 +24,7 @@ from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.owner_layout import JoinAxis, ParamOwner, plan_owners
 from layerzero.optimizers.compatibility_trial import group_kind, steps_stacks_apart
 from layerzero.optimizers.owner_groups import across, owner_group_across, owner_group_of, places_across
-from layerzero.optimizers.owner_state import with_what_others_own
+from layerzero.optimizers.owner_state import with_other_owners_state
 from layerzero.optimizers.owner_step import OwnedParam, buffers_of_rounds, step_owned
 from layerzero.optimizers.torch_state_dict import asked_by_torch
 
@@ -40,19 +40,21 @@ class OwnerTable:
 
     Args:
         inner: the wrapped optimizer, with its groups.
-        whole_kinds: kinds of parameter groups that need full parameters; see compatibility.py.
+        full_param_kinds: kinds of parameter groups that need full parameters; see compatibility.py.
 
     Attributes:
         owned: owned parameters, by id of the sharded parameter.
     """
 
-    def __init__(self, runtime: LayerZeroState, inner: Optimizer, whole_kinds: Collection[str] = ()) -> None:
+    def __init__(self, runtime: LayerZeroState, inner: Optimizer, full_param_kinds: Collection[str] = ()) -> None:
         self.owned: dict[int, OwnedParam] = {}
         self._runtime = runtime
         self._inner = inner
-        self._whole_kinds = frozenset(whole_kinds)
+        self._full_param_kinds = frozenset(full_param_kinds)
         self._known_kinds = {group_kind(group) for group in inner.param_groups}
-        held = [p for group in inner.param_groups if group_kind(group) in self._whole_kinds for p in group["params"]]
+        held = [
+            p for group in inner.param_groups if group_kind(group) in self._full_param_kinds for p in group["params"]
+        ]
         self._asked: set[str] = set()  # names of the parameters that have owners as this optimizer needs them
         self._ask([member for p in held if (member := runtime.parameters.managed_param(p)) is not None])
 
@@ -66,7 +68,7 @@ class OwnerTable:
             members: pairs of a parameter of the group and its master.
         """
         kind = group_kind(group)
-        if kind not in self._whole_kinds and (not self._whole_kinds or kind in self._known_kinds):
+        if kind not in self._full_param_kinds and (not self._full_param_kinds or kind in self._known_kinds):
             return
         self._ask([member for member, _ in members if member.name not in self._asked])
         for member, master in members:
@@ -105,7 +107,7 @@ class OwnerTable:
         runtime = self._runtime
         step_owned(self._inner, list(self.owned.values()), runtime.ranks, runtime.buffers.scratch, take_step)
 
-    def with_what_others_own(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def with_other_owners_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return `state`, keyed by parameter name, with entries added for parameters that other ranks own.
 
         If there are owned parameters, every rank must call this.
@@ -118,7 +120,7 @@ class OwnerTable:
                 "is on the owners of whole parameters: use layerzero.checkpoint.save, or optimizer.state_dict() on "
                 "every rank"
             )
-        return with_what_others_own(state, list(self.owned.values()), self._runtime.ranks)
+        return with_other_owners_state(state, list(self.owned.values()), self._runtime.ranks)
 
     def refuse(self, method: str) -> None:
         """Raise RuntimeError if the optimizer has owned parameters, because `method` would see only their rows."""
@@ -178,8 +180,8 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
     if not changes:
         return
     runtime.cells |= {
-        (topology, axis): owner_group_of(topology) if axis is None else owner_group_across(topology, axis, places)
-        for (topology, axis), places in new_cells.items()
+        (mesh_info, axis): owner_group_of(mesh_info) if axis is None else owner_group_across(mesh_info, axis, places)
+        for (mesh_info, axis), places in new_cells.items()
     }
     if any(layout.bounds for layout in plan.values()):  # equal on all ranks, also on ranks whose rows stay
         runtime.refreshes.launch_deferred()
@@ -199,15 +201,15 @@ def _plan(
     """Return the new layouts of all handles, and the owners by name."""
     plan: dict[Handle, FlatLayout] = {}
     owners: dict[str, ParamOwner] = {}
-    for topology in dict.fromkeys(handle.topology for handle in runtime.handles):
-        handles = [handle for handle in runtime.handles if handle.topology is topology]
+    for mesh_info in dict.fromkeys(handle.mesh_info for handle in runtime.handles):
+        handles = [handle for handle in runtime.handles if handle.mesh_info is mesh_info]
         owned = [[slot.name for slot in handle.layout.slots if slot.name in names] for handle in handles]
         _require_equal_parts([handle for handle, its in zip(handles, owned, strict=True) if its], put_together)
         cuts = plan_owners(
             [handle.layout for handle in handles],
             owned,
-            replicas=topology.replicas,
-            zero3_size=topology.zero3_size,
+            replicas=mesh_info.replicas,
+            zero3_size=mesh_info.zero3_size,
             across=put_together,
         )
         plan |= zip(handles, cuts.layouts, strict=True)
@@ -217,17 +219,21 @@ def _plan(
 
 def _may_be_a_part(member: ManagedParam, owner: ParamOwner | None) -> bool:
     """Return whether a model-parallel axis that is not joined cuts the parameter."""
-    face, axis = member.spec.model_parallel, None if owner is None else owner.axis
-    return face is not None and any(face.sharded_dim(at) is not None for at in range(face.mesh.ndim) if at != axis)
+    model_parallel, axis = member.spec.model_parallel, None if owner is None else owner.axis
+    return model_parallel is not None and any(
+        model_parallel.sharded_dim(at) is not None for at in range(model_parallel.mesh.ndim) if at != axis
+    )
 
 
 def _put_together(runtime: LayerZeroState) -> dict[str, JoinAxis]:
     """Return, by name, the model-parallel axis along which each owned parameter is joined, if any."""
     found: dict[str, JoinAxis] = {}
     for name, owner in runtime.owners.items():
-        face = runtime.members[name].spec.model_parallel
-        if face is not None and owner.axis is not None:
-            found[name] = JoinAxis(owner.axis, face.mesh.size(owner.axis), face.joined_shape(owner.axis))
+        model_parallel = runtime.members[name].spec.model_parallel
+        if model_parallel is not None and owner.axis is not None:
+            found[name] = JoinAxis(
+                owner.axis, model_parallel.mesh.size(owner.axis), model_parallel.joined_shape(owner.axis)
+            )
     return found
 
 
@@ -238,12 +244,12 @@ def _to_put_together(
     found: dict[str, JoinAxis] = {}
     apart: dict[int, bool] = {}  # by number of dims: whether the optimizer updates each matrix of a stack separately
     for member in members:
-        face = member.spec.model_parallel
-        assert face is not None
-        dims = len(face.shape)
+        model_parallel = member.spec.model_parallel
+        assert model_parallel is not None
+        dims = len(model_parallel.shape)
         if dims > 2 and dims not in apart:
             apart[dims] = steps_stacks_apart(optimizer, device, dims)
-        along = across(member.name, face, stacks_apart=apart.get(dims, False))
+        along = across(member.name, model_parallel, stacks_apart=apart.get(dims, False))
         if along is not None:
             found[member.name] = along
     return found
@@ -257,13 +263,15 @@ def _new_cells(runtime: LayerZeroState, owners: Mapping[str, ParamOwner]) -> dic
     """
     found: dict[_Key, dict[int, tuple[int, int]]] = {}
     for name, owner in sorted(owners.items()):
-        topology, face, axis = (
+        mesh_info, model_parallel, axis = (
             runtime.members[name].spec.mesh_info,
             runtime.members[name].spec.model_parallel,
             owner.axis,
         )
-        if (topology, axis) not in {*runtime.cells, *found}:
-            found[topology, axis] = {} if face is None or axis is None else places_across(topology, face, axis)
+        if (mesh_info, axis) not in {*runtime.cells, *found}:
+            found[mesh_info, axis] = (
+                {} if model_parallel is None or axis is None else places_across(mesh_info, model_parallel, axis)
+            )
     return found
 
 
@@ -275,15 +283,16 @@ def _require_equal_parts(handles: Iterable[Handle], put_together: Mapping[str, J
     members = [member for handle in handles for member in handle.members]
     axes = {along.axis: member.name for member in members if (along := put_together.get(member.name)) is not None}
     for member in members:
-        face = member.spec.model_parallel
-        for axis, name in axes.items() if face is not None else ():
-            assert face is not None
-            dim, size = face.sharded_dim(axis), face.mesh.size(axis)
-            if dim is not None and face.joined_shape(axis)[dim] % size:
+        model_parallel = member.spec.model_parallel
+        for axis, name in axes.items() if model_parallel is not None else ():
+            assert model_parallel is not None
+            dim, size = model_parallel.sharded_dim(axis), model_parallel.mesh.size(axis)
+            if dim is not None and model_parallel.joined_shape(axis)[dim] % size:
                 raise ValueError(
-                    f"the optimizer needs {name!r} whole, and {member.name!r}, a parameter of shape {list(face.shape)} "
-                    f"in a unit with such ones, is cut unevenly along dim {dim} over {size} ranks, which is not "
-                    "supported: use a size that they divide, or an element-wise optimizer for all of its unit"
+                    f"the optimizer needs {name!r} whole, and {member.name!r}, a parameter of shape "
+                    f"{list(model_parallel.shape)} in a unit with such ones, is cut unevenly along dim {dim} over "
+                    f"{size} ranks, which is not supported: use a size that they divide, or an element-wise optimizer "
+                    "for all of its unit"
                 )
 
 

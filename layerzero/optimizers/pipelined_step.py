@@ -42,7 +42,7 @@ def update(
         refresh: round in which the refreshes of handles are launched; None if they are launched later.
         take_step: function that steps `inner`.
     """
-    travels = runtime.config.offload_optimizer or any(handle.topology.replicas > 1 for handle in runtime.handles)
+    travels = runtime.config.offload_optimizer or any(handle.mesh_info.replicas > 1 for handle in runtime.handles)
     with runtime.observer.during("update", "optimizer"):
         if refresh is None or not travels or ownership.owned or not _can_step_in_parts(inner):
             ownership.step(take_step)

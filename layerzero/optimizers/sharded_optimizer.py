@@ -21,14 +21,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from layerzero.device.accelerator import refuse_capture
-from layerzero.dtensor.row_shard_spec import RowShardSpec, refuse_apart
+from layerzero.dtensor.row_shard_spec import RowShardSpec, refuse_rank_local
 from layerzero.dtensor.sharded_tensor import plain
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.param_view import ParamView
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.apex import prepared, refuse_dtypes, refuse_host
-from layerzero.optimizers.compatibility import is_elementwise_by_name, kinds_that_need_whole
+from layerzero.optimizers.compatibility import is_elementwise_by_name, kinds_that_need_full_params
 from layerzero.optimizers.optimizer_state import (
     HOW,
     Holder,
@@ -97,10 +97,10 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
     if isinstance(optimizer, ShardedOptimizer):
         raise ValueError("the optimizer has been through shard_optimizer already")
     runtime = get_state(model)
-    whole_kinds = kinds_that_need_whole(optimizer, runtime.mesh_info.device, elementwise)
+    full_param_kinds = kinds_that_need_full_params(optimizer, runtime.mesh_info.device, elementwise)
     if runtime.config.offload_optimizer:
         refuse_host(optimizer)
-    return ShardedOptimizer(optimizer, runtime, whole_kinds)
+    return ShardedOptimizer(optimizer, runtime, full_param_kinds)
 
 
 def _trained(runtime: LayerZeroState, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -123,7 +123,7 @@ class ShardedOptimizer(OptimizerProxy):
         state: the same state, keyed by sharded parameter.
     """
 
-    def __init__(self, inner: Optimizer, runtime: LayerZeroState, whole_kinds: Collection[str] = ()) -> None:
+    def __init__(self, inner: Optimizer, runtime: LayerZeroState, full_param_kinds: Collection[str] = ()) -> None:
         self.inner = inner
         self._counted = StepCounter(runtime.mesh_info.counters.steps)
         self.load_error: str | None = None  # set while a load is incomplete: error text of the next step
@@ -135,7 +135,7 @@ class ShardedOptimizer(OptimizerProxy):
         self._master_of: dict[int, Tensor] = {}  # by id of the listed parameter
         self._member_at: dict[int, ManagedParam] = {}  # by id of the listed parameter, if it is sharded
         self._placeholders = Placeholders()
-        self._owner_table = OwnerTable(runtime, inner, whole_kinds)
+        self._owner_table = OwnerTable(runtime, inner, full_param_kinds)
         old_groups, old_state = inner.param_groups, inner.state
         inner.param_groups, inner.state = [], MasterKeyedState(old_state)
         old_parameters = [list(group["params"]) for group in old_groups]
@@ -342,7 +342,7 @@ class ShardedOptimizer(OptimizerProxy):
                     values = {key: show(value, holder) for key, value in self.state[parameter].items()}
                     if values or not by_number:
                         state[self._name(parameter)] = values
-        state = self._owner_table.with_what_others_own(state)
+        state = self._owner_table.with_other_owners_state(state)
         groups = [{**group, "params": self.parameter_names(group)} for group in self.param_groups]
         result: dict[str, Any] = {"state": state, "param_groups": groups}
         result = numbered(result) if by_number else result
@@ -375,10 +375,10 @@ class ShardedOptimizer(OptimizerProxy):
             if torch.distributed.get_rank() == 0:
                 plain_optimizer.load_state_dict(state)
         """
-        everyone = self._runtime.ranks
+        model_ranks = self._runtime.ranks
         spans = (member.spec for member in self._member_at.values())
-        refuse_apart("ShardedOptimizer.full_state_dict", spans, everyone.size)
-        keeps = not rank0_only or everyone.is_first
+        refuse_rank_local("ShardedOptimizer.full_state_dict", spans, model_ranks.size)
+        keeps = not rank0_only or model_ranks.is_first
 
         def gathered(value: Any) -> Any:
             if isinstance(value, DTensor):  # a collective: all ranks, in the same order

@@ -15,7 +15,7 @@ from layerzero.estimates.specs import UnitSpec
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.compute_cost import ComputeCost
 from layerzero.planning.meta_sharding import MetaSharding, foreseen, optimizer_bytes, where_of
-from layerzero.planning.sim_program import Operation, computations_in, exchanges_in
+from layerzero.planning.sim_program import Operation, collectives_in, computations_in
 from layerzero.planning.sim_schedules import Peer, ScheduleSettings, UnitCost, layerzero_program, peer_program
 from layerzero.planning.simulator import SimMachine, SimResult, simulate
 
@@ -286,10 +286,10 @@ def _timed(program: Iterable[Operation], outcome: SimResult, machine: SimMachine
     for operation in program:
         for computation in computations_in(operation):
             parts[computation.what[0] or "add"] += computation.seconds / _STEPS
-        for exchange in exchanges_in(operation):
-            if exchange.axis in sent:
-                sent[exchange.axis] += exchange.bytes / _STEPS
-            between += machine.sent_between(exchange) / machine.node_size / _STEPS
+        for collective in collectives_in(operation):
+            if collective.axis in sent:
+                sent[collective.axis] += collective.bytes / _STEPS
+            between += machine.sent_between(collective) / machine.node_size / _STEPS
     for kind, seconds in outcome.waits[-1].items():
         parts[kind] += seconds
     parts["launch"] = outcome.step - sum(parts.values())

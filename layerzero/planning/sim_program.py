@@ -32,8 +32,8 @@ __all__ = [
     "StepEnd",
     "WaitReductions",
     "What",
+    "collectives_in",
     "computations_in",
-    "exchanges_in",
     "from_events",
     "read_recording",
     "resized",
@@ -52,7 +52,7 @@ class SimCollective:
     kind: str  # "gather", "hop1", "hop2", "refresh", "agree", ...
     unit: str
     axis: str  # "zero3", "replica" or "control"
-    lane: str  # communicator; its collectives run one after the other
+    comm: str  # communicator; its collectives run one after the other
     ranks: int
     bytes: float  # bytes that this rank sends
 
@@ -68,7 +68,7 @@ class SimCompute:
 
 @dataclass(frozen=True)
 class SimLaunch:
-    exchange: SimCollective
+    collective: SimCollective
     number: int
 
 
@@ -84,7 +84,7 @@ class StartReduction:
     See [Note: What a recording leaves open].
     """
 
-    exchanges: tuple[SimCollective, ...]
+    collectives: tuple[SimCollective, ...]
     additions: tuple[SimCompute, ...]
 
 
@@ -130,7 +130,7 @@ def read_recording(path: str | PathLike[str]) -> Recording:
 def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
     """Return the program that the recorded events describe, with the recorded computation times."""
     reductions = _reductions(events)
-    in_reduction = {event.number for event in events if event.exchange in (*_FIRST, "hop2")}
+    in_reduction = {event.number for event in events if event.collective in (*_FIRST, "hop2")}
     launched = {event.number for event in events if event.kind == "launch"}
     program: list[Operation] = []
     spans: list[tuple[str, str, int]] = []  # phase, name, number
@@ -175,22 +175,22 @@ def _reductions(events: Sequence[TraceEvent]) -> dict[int, StartReduction]:
     found: dict[int, StartReduction] = {}
     added = -1  # last hop 1 with a finished addition, until its hop 2 is launched
     for event in events:
-        if event.exchange in _FIRST and event.kind == "add":
+        if event.collective in _FIRST and event.kind == "add":
             added = event.number
-        elif event.exchange in (*_FIRST, "hop2") and event.kind == "launch":
-            exchange, what = _exchange(event), ("add", f"{event.exchange} {event.name}")
+        elif event.collective in (*_FIRST, "hop2") and event.kind == "launch":
+            collective, what = _exchange(event), ("add", f"{event.collective} {event.name}")
             addition = SimCompute(additions.get(event.number, 0.0), what, event.number)
             before = found.get(added)
-            if before is not None and event.exchange == "hop2" and before.exchanges[0].unit == event.name:
-                found[added] = StartReduction((*before.exchanges, exchange), (*before.additions, addition))
+            if before is not None and event.collective == "hop2" and before.collectives[0].unit == event.name:
+                found[added] = StartReduction((*before.collectives, collective), (*before.additions, addition))
                 added = -1
             else:
-                found[event.number] = StartReduction((exchange,), (addition,))
+                found[event.number] = StartReduction((collective,), (addition,))
     return found
 
 
 def _exchange(event: TraceEvent) -> SimCollective:
-    return SimCollective(event.exchange, event.name, event.axis, event.lane, event.ranks, event.bytes)
+    return SimCollective(event.collective, event.name, event.axis, event.comm, event.ranks, event.bytes)
 
 
 def seconds_of(program: Iterable[Operation]) -> dict[What, float]:
@@ -247,9 +247,9 @@ def resized(program: Iterable[Operation], bytes_of: Callable[[SimCollective], Si
     result: list[Operation] = []
     for operation in program:
         if isinstance(operation, SimLaunch):
-            result.append(replace(operation, exchange=bytes_of(operation.exchange)))
+            result.append(replace(operation, collective=bytes_of(operation.collective)))
         elif isinstance(operation, StartReduction):
-            result.append(replace(operation, exchanges=tuple(bytes_of(each) for each in operation.exchanges)))
+            result.append(replace(operation, collectives=tuple(bytes_of(each) for each in operation.collectives)))
         else:
             result.append(operation)
     return result
@@ -261,7 +261,7 @@ def computations_in(operation: Operation) -> tuple[SimCompute, ...]:
     return operation.additions if isinstance(operation, StartReduction) else ()
 
 
-def exchanges_in(operation: Operation) -> tuple[SimCollective, ...]:
+def collectives_in(operation: Operation) -> tuple[SimCollective, ...]:
     if isinstance(operation, SimLaunch):
-        return (operation.exchange,)
-    return operation.exchanges if isinstance(operation, StartReduction) else ()
+        return (operation.collective,)
+    return operation.collectives if isinstance(operation, StartReduction) else ()

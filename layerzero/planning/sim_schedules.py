@@ -172,8 +172,8 @@ class _Rank:
                         continue
                     self._gathers[unit.name] = self._take()
                 sent = unit.numel * how.compute * _share(how.zero3_size)
-                exchange = SimCollective("gather", unit.name, "zero3", "zero3 gather", how.zero3_size, sent)
-                yield SimLaunch(exchange, self._gathers[unit.name])
+                collective = SimCollective("gather", unit.name, "zero3", "zero3 gather", how.zero3_size, sent)
+                yield SimLaunch(collective, self._gathers[unit.name])
         return max(begun, until)
 
     def _wait_for(self, unit: UnitCost) -> Iterator[Operation]:
@@ -197,11 +197,11 @@ class _Rank:
             if not last:
                 yield from self._copy("store", unit, waits, "to host")
 
-    def _copy(self, kind: str, unit: UnitCost, nbytes: float, lane: str) -> Iterator[Operation]:
+    def _copy(self, kind: str, unit: UnitCost, nbytes: float, comm: str) -> Iterator[Operation]:
         if len(self._stores) == 2:
             yield SimWait(self._stores.pop(0))
         self._stores.append(self._take())
-        yield SimLaunch(SimCollective(kind, unit.name, "host", lane, 1, nbytes), self._stores[-1])
+        yield SimLaunch(SimCollective(kind, unit.name, "host", comm, 1, nbytes), self._stores[-1])
 
     def _hops(self, unit: UnitCost, *, last: bool) -> tuple[list[SimCollective], list[SimCompute]]:
         how = self.how
@@ -220,10 +220,10 @@ class _Rank:
             additions.append(SimCompute(0.0, ("add", f"down {unit.name}"), self._next_span()))
         return chain, additions
 
-    def _addition(self, exchange: SimCollective, numel: float) -> SimCompute:
+    def _addition(self, collective: SimCollective, numel: float) -> SimCompute:
         """Return the addition that follows a collective. It reads the received part and the sum, and writes the sum."""
         seconds = 3 * _MASTER * numel / self.how.memory_speed
-        return SimCompute(seconds, ("add", f"{exchange.kind} {exchange.unit}"), self._next_span())
+        return SimCompute(seconds, ("add", f"{collective.kind} {collective.unit}"), self._next_span())
 
     def _settle(self) -> Iterator[Operation]:
         if self._owes:

@@ -117,19 +117,19 @@ def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[s
             handle.shared.wait(handle.label)
     sums = torch.stack([_sum(handle) for handle in handles]) if handles else torch.zeros(0, dtype=torch.int64)
     suspect = torch.zeros(len(handles), dtype=torch.bool, device=sums.device)
-    for topology in {id(handle.topology): handle.topology for handle in handles}.values():
-        places = [index for index, handle in enumerate(handles) if handle.topology is topology]
+    for mesh_info in {id(handle.mesh_info): handle.mesh_info for handle in handles}.values():
+        places = [index for index, handle in enumerate(handles) if handle.mesh_info is mesh_info]
         own_sums = sums[places]
-        copies = own_sums.expand(topology.replicas, -1).contiguous()
-        if topology.replica_comm.size > 1:
-            all_gather(topology.replica_comm, Collective.METADATA, copies.view(-1), own_sums).wait()
+        copies = own_sums.expand(mesh_info.replicas, -1).contiguous()
+        if mesh_info.replica_comm.size > 1:
+            all_gather(mesh_info.replica_comm, Collective.METADATA, copies.view(-1), own_sums).wait()
         flags = (copies != own_sums).any(dim=0)
         for place, handle in enumerate(handles[index] for index in places):
             if not handle.shares_master and not _is_due(handle):
                 flags[place] |= (as_integers(_cast(handle)) != as_integers(_own_part(handle))).any()
         flags = flags.to(torch.int32)
         # Over replicas only: along model-parallel axes ranks may have different handles.
-        reduce_over([topology.replica_comm], flags, dist.ReduceOp.MAX)
+        reduce_over([mesh_info.replica_comm], flags, dist.ReduceOp.MAX)
         suspect[places] = flags.bool()
     wrong = (suspect.any() | bool(own)).to(torch.int32).view(1)
     runtime.ranks.reduce(wrong, dist.ReduceOp.MAX)
@@ -138,7 +138,7 @@ def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[s
         mine = list(own)
         for handle, is_suspect in zip(handles, suspect.tolist(), strict=True):
             if is_suspect:
-                mine += _locate(handle, handle.topology, sound)
+                mine += _locate(handle, handle.mesh_info, sound)
         told = runtime.ranks.all_gather_text(json.dumps([asdict(each) for each in mine]))
         entries = [Corruption(**{**e, "ranks": tuple(e["ranks"])}) for text in told for e in json.loads(text)]
         corruptions = list(dict.fromkeys(entries))
@@ -162,50 +162,50 @@ def _sum(handle: Handle) -> Tensor:
 
 def _own_part(handle: Handle) -> Tensor:
     """Return the part of a handle's ZeRO-3 shard to which this rank's masters are copied."""
-    return handle.read_zero3()[handle.topology.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)]
+    return handle.read_zero3()[handle.mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)]
 
 
 def _cast(handle: Handle) -> Tensor:
-    return handle.master.to(device=handle.topology.device, dtype=handle.precision.compute)
+    return handle.master.to(device=handle.mesh_info.device, dtype=handle.precision.compute)
 
 
-def _locate(handle: Handle, topology: MeshInfo, sound: Mapping[str, bool]) -> list[Corruption]:
+def _locate(handle: Handle, mesh_info: MeshInfo, sound: Mapping[str, bool]) -> list[Corruption]:
     """Return the differences in one handle, between replicas or from the masters.
 
     All ranks of the replica group must call this; the result is the same on all of them.
     """
     zero3 = handle.read_zero3()
-    replicas, shard = topology.replicas, as_integers(zero3).view(torch.uint8)  # backends support few integer dtypes
-    everyone = shard.expand(replicas, -1).contiguous()
+    replicas, shard = mesh_info.replicas, as_integers(zero3).view(torch.uint8)  # backends support few integer dtypes
+    model_ranks = shard.expand(replicas, -1).contiguous()
     truth: Tensor | None = None
-    parts = topology.grid.replica_part_sizes(handle.layout)
+    parts = mesh_info.grid.replica_part_sizes(handle.layout)
     if replicas > 1:
-        all_gather(topology.replica_comm, Collective.UNSHARD, everyone.view(-1), shard, name=handle.label).wait()
-    copies = everyone.view(as_integers(zero3).dtype)
+        all_gather(mesh_info.replica_comm, Collective.UNSHARD, model_ranks.view(-1), shard, name=handle.label).wait()
+    copies = model_ranks.view(as_integers(zero3).dtype)
     if not handle.shares_master:
         whole = torch.empty_like(zero3)
-        own = whole[topology.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)].copy_(_cast(handle))
+        own = whole[mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)].copy_(_cast(handle))
         if replicas > 1:
-            all_gather(topology.replica_comm, Collective.UNSHARD, whole, own, name=handle.label, parts=parts).wait()
+            all_gather(mesh_info.replica_comm, Collective.UNSHARD, whole, own, name=handle.label, parts=parts).wait()
         truth = as_integers(whole)
     names = {slot.name: index for index, slot in enumerate(handle.layout.slots)}
     known = torch.tensor([_KNOWN[sound.get(name)] for name in names], dtype=torch.uint8, device=shard.device)
     told = known.expand(replicas, -1).contiguous()  # [replicas, slots]
     if replicas > 1:
-        all_gather(topology.replica_comm, Collective.METADATA, told.view(-1), known, name=handle.label).wait()
+        all_gather(mesh_info.replica_comm, Collective.METADATA, told.view(-1), known, name=handle.label).wait()
     knows = told.tolist()
     differs = (copies != copies[0]).any(dim=0)
     if truth is not None:
         differs |= copies[0] != truth
     places = differs.nonzero().view(-1).tolist()
-    owner_of = _Owners(handle, topology)
+    owner_of = _Owners(handle, mesh_info)
     found: dict[tuple[str, tuple[int, ...], str], list[int]] = {}  # elements by kind, ranks and parameter
     for place in places[: 64 * _SHOWN]:
         values = copies[:, place].tolist()
         (parameter, element), owner = owner_of.parameter(place), owner_of.replica(place)
         says = knows[owner][names[parameter]] if parameter in names else _SOUND
         kind, wrong = _verdict(values, None if truth is None else int(truth[place]), owner, says)
-        ranks = tuple(topology.ranks[r * topology.zero3_size + topology.grid.zero3_rank] for r in wrong)
+        ranks = tuple(mesh_info.ranks[r * mesh_info.zero3_size + mesh_info.grid.zero3_rank] for r in wrong)
         found.setdefault((kind, ranks, parameter), []).append(element)
     return [
         Corruption(kind, ranks, handle.name, parameter, f"{_elements(at)}, {_how(kind, truth is not None)}")
@@ -256,11 +256,11 @@ def _elements(at: Sequence[int]) -> str:
 class _Owners:
     """Map from positions in this rank's ZeRO-3 shard of a handle to replicas and parameters."""
 
-    def __init__(self, handle: Handle, topology: MeshInfo) -> None:
+    def __init__(self, handle: Handle, mesh_info: MeshInfo) -> None:
         self._layout = handle.layout
-        self._start = topology.grid.range_of(handle.layout, Extent.ZERO3).start
-        self._first = topology.grid.zero3_rank * topology.replicas
-        self._replicas = topology.replicas
+        self._start = mesh_info.grid.range_of(handle.layout, Extent.ZERO3).start
+        self._first = mesh_info.grid.zero3_rank * mesh_info.replicas
+        self._replicas = mesh_info.replicas
 
     def replica(self, place: int) -> int:
         """Return the replica that has the master of the element at position `place` in the shard."""

@@ -102,7 +102,7 @@ class StepGuard:
         self.found = ""
         self._optimizers = optimizers
         self._patience = patience  # number of skips in a row that raises
-        self._everyone = runtime.ranks
+        self._model_ranks = runtime.ranks
         self._asked: list[ShardedOptimizer] = []  # optimizers of this round; each steps once, after a forward
         self._refusing = False  # one optimizer of this round has skipped
         self._extra_groups = extra_groups
@@ -111,7 +111,7 @@ class StepGuard:
         self._due = runtime.gradients.due
         self._hook = runtime.model.register_forward_pre_hook(self._begin_anew)
         for optimizer in optimizers:
-            optimizer.guard = self.lets_pass
+            optimizer.guard = self.may_step
 
     def close(self) -> None:
         """Remove the guard. Later steps are not checked."""
@@ -136,7 +136,7 @@ class StepGuard:
                     self._own.forget()
 
     @torch.no_grad()
-    def lets_pass(self, optimizer: ShardedOptimizer) -> bool:
+    def may_step(self, optimizer: ShardedOptimizer) -> bool:
         """Return whether the optimizer may step, because all gradients on all ranks are finite.
 
         If one optimizer of a round has skipped, the remaining optimizers of the round skip as well, without another
@@ -148,8 +148,8 @@ class StepGuard:
         if self._refusing:
             return False
         gradients = self._gradients()
-        bad = any_not_finite(gradients, self._everyone.mesh_info.device).to(torch.int32)
-        self._everyone.reduce(bad, dist.ReduceOp.MAX)
+        bad = any_not_finite(gradients, self._model_ranks.mesh_info.device).to(torch.int32)
+        self._model_ranks.reduce(bad, dist.ReduceOp.MAX)
         for group in self._extra_groups:
             dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=group)
         is_first = optimizer is self._optimizers[0]
@@ -180,7 +180,7 @@ class StepGuard:
         told = self._all_tell(own)
         if not final:
             self.found = "in another part of the model, of extra_groups"
-        elif self._own is None or self._everyone.size == 1:
+        elif self._own is None or self._model_ranks.size == 1:
             self.found = few_names(final)
         else:
             self.found = whose(told, final)
@@ -194,8 +194,8 @@ class StepGuard:
                 f"layerzero: gradients that are not finite{times}, and nothing has been stepped: {self.found}. Call "
                 "zero_grad() to leave this batch out; load the last checkpoint if it goes on"
             )
-        if rank == self._everyone.ranks[0]:
+        if rank == self._model_ranks.ranks[0]:
             _LOG.warning("layerzero: a step is skipped, as gradients are not finite: %s", self.found)
 
     def _all_tell(self, texts: list[str]) -> list[str]:
-        return [text for told in self._everyone.all_gather_text(json.dumps(texts)) for text in json.loads(told)]
+        return [text for told in self._model_ranks.all_gather_text(json.dumps(texts)) for text in json.loads(told)]

@@ -26,7 +26,7 @@ class LocalGradientCheck:
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
-        device = handles[0].topology.device if handles else None
+        device = handles[0].mesh_info.device if handles else None
         self._bad = [torch.zeros(len(handle.members), dtype=torch.bool, device=device) for handle in handles]
         for handle, bad in zip(handles, self._bad, strict=True):
             handle.inspect = partial(_look, bad)

@@ -174,7 +174,7 @@ def plan_handles(
     where: RankTraits,
     *,
     averaged: int,
-    has_face: Callable[[nn.Parameter], bool],
+    has_model_parallel: Callable[[nn.Parameter], bool],
 ) -> list[HandleSpec]:
     """Return the specs of a unit's handles, without allocating memory.
 
@@ -184,7 +184,7 @@ def plan_handles(
     Args:
         averaged: number of data-parallel ranks of the root. Gradients are averaged over these ranks, regardless of the
             mesh that the unit is sharded over.
-        has_face: returns whether a parameter has a model-parallel spec.
+        has_model_parallel: returns whether a parameter has a model-parallel spec.
     """
     accumulation = config.accumulation_of(plan.name, plan.called[0])
     policy = config.policy_of(plan.name, plan.called[0])
@@ -193,7 +193,7 @@ def plan_handles(
     for found in plan.parameters:
         if has_extension(found.parameter):
             continue
-        kind_of_it = found.parameter.dtype, found.parameter.requires_grad, has_face(found.parameter)
+        kind_of_it = found.parameter.dtype, found.parameter.requires_grad, has_model_parallel(found.parameter)
         kinds.setdefault(kind_of_it, []).append(found)
     planned = []
     for (dtype, trainable, _), members in kinds.items():
@@ -270,7 +270,7 @@ def build_unit(
 
     Units are built one after the other, so that only one of them has full tensors at a time.
     """
-    topology = site.mesh_info
+    mesh_info = site.mesh_info
     policy = config.policy_of(plan.name, plan.called[0])
     extensions = _take_extensions(plan, policy)
     was_on_meta = _tensors_on_meta(plan)
@@ -280,11 +280,11 @@ def build_unit(
     unwritten = _still_marked(plan, was_on_meta)
     cast_buffers = _cast_buffers(plan, config.buffer_dtype)
     by_name = {found.name: found for found in plan.parameters}
-    reshards = config.reshards(plan.name, plan.called[0], topology.zero3_size)
-    root_stays = not plan.name and device_module(topology.device) is not None
+    reshards = config.reshards(plan.name, plan.called[0], mesh_info.zero3_size)
+    root_stays = not plan.name and device_module(mesh_info.device) is not None
     # Also created with shared memory: other ZeRO-3 groups may not have it, and all ranks must create the same groups.
-    keeping = None if root_stays or isinstance(reshards, bool) else topology.subgroup_comm(reshards)
-    gathers = RankTraits.of(topology, in_node=node is not None, offload_params=config.offload_params).gathers
+    keeping = None if root_stays or isinstance(reshards, bool) else mesh_info.subgroup_comm(reshards)
+    gathers = RankTraits.of(mesh_info, in_node=node is not None, offload_params=config.offload_params).gathers
     travel = GatherOptions(config.gather_codec, keeping) if gathers else GatherOptions()
     handles = [
         Handle(
@@ -294,7 +294,7 @@ def build_unit(
             label=plan.name or "the root",
             precision=each.precision,
             route=each.reduction_spec,
-            topology=topology,
+            mesh_info=mesh_info,
             buffers=buffers,
             shared=None
             if node is None or each.extension is not None
@@ -313,7 +313,7 @@ def build_unit(
             found.parameter.data = nothing
         found.parameter.grad = None
     unit = Unit(
-        plan.name, plan.called, tuple(handles), topology, policy=policy, reshards=reshards, cast_buffers=cast_buffers
+        plan.name, plan.called, tuple(handles), mesh_info, policy=policy, reshards=reshards, cast_buffers=cast_buffers
     )
     unit.show_sharded()
     return unit, unwritten
@@ -340,7 +340,7 @@ def _original(
     if isinstance(whole, DTensor):
         part = nn.Parameter(local_part(whole).detach(), requires_grad=whole.requires_grad)
         carry_over(whole, gathered=part, sharded=part)
-    return part, found.owners, site.face_of(whole)
+    return part, found.owners, site.model_parallel_of(whole)
 
 
 def _has_meta(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from layerzero.comm.agreement import require_equal
-from layerzero.comm.process_groups import kept_for_release, released_everywhere
+from layerzero.comm.process_groups import drop_released_groups, groups_to_release
 from layerzero.dtensor.outside import in_backward
 from layerzero.engine.hooks import get_state, is_closed, remove_hooks
 
@@ -58,8 +58,8 @@ def close(model: nn.Module) -> None:
         require_equal("close", {}, ranks=runtime.ranks.ranks, failure=failure)
     if failure is not None:
         raise failure
-    everyone = runtime.ranks
+    model_ranks = runtime.ranks
     remove_hooks(model)
     if not runtime.mesh_info.zero3_reduce_comm.held_group.is_local:
-        released_everywhere(everyone.all_gather_text(kept_for_release()), everyone.ranks)
+        drop_released_groups(model_ranks.all_gather_text(groups_to_release()), model_ranks.ranks)
     runtime.close()

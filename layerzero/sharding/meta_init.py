@@ -53,7 +53,7 @@ def fill_sentinel(fresh: Tensor) -> None:
     """Fill a tensor of any dtype with the sentinel: a NaN, or an unlikely integer."""
     if _takes_mark(fresh):
         bits = _bits(fresh)
-        bits.fill_(_mark_of(fresh, bits))
+        bits.fill_(_sentinel_of(fresh, bits))
 
 
 @torch.no_grad()
@@ -62,7 +62,7 @@ def has_sentinel(tensor: Tensor) -> bool:
     if not _takes_mark(tensor) or tensor.numel() == 0:
         return False
     bits = _bits(tensor)
-    marked = bits == _mark_of(tensor, bits)
+    marked = bits == _sentinel_of(tensor, bits)
     return bool(marked.any() if _is_inexact(tensor) and bits.element_size() > 1 else marked.all())
 
 
@@ -118,6 +118,6 @@ def _bits(tensor: Tensor) -> Tensor:
     return real.view(_BITS[real.element_size()])
 
 
-def _mark_of(tensor: Tensor, bits: Tensor) -> int:
+def _sentinel_of(tensor: Tensor, bits: Tensor) -> int:
     size = bits.element_size()
     return int.from_bytes((b"\xff" if _is_inexact(tensor) else b"\xa5") * size, "little", signed=size > 1)

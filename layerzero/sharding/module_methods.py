@@ -253,7 +253,7 @@ def _listed(runtime: LayerZeroState, unit: Unit, modules: Sequence[nn.Module], w
     found = []
     for each in modules:
         theirs, listed = _unit_of(each)
-        if theirs is not runtime or listed.topology is not unit.topology:
+        if theirs is not runtime or listed.mesh_info is not unit.mesh_info:
             raise ValueError(
                 f"{method}: {listed.label} is of another {'model' if theirs is not runtime else 'mesh'} than "
                 f"{unit.label}, and ranks that call one of them need not call the other. Pass units of one mesh"
@@ -377,7 +377,7 @@ def _method(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any
 def show_units_in_repr(units: Iterable[Unit]) -> None:
     """Mark the units in the output of ``print(model)``, through their ``extra_repr``."""
     for unit in units:
-        sizes = f"zero3_size={unit.topology.zero3_size} of {unit.topology.data_parallel} ranks"
+        sizes = f"zero3_size={unit.mesh_info.zero3_size} of {unit.mesh_info.data_parallel} ranks"
         mark = f"layerzero unit {unit.name!r}" if unit.name else f"layerzero root, {sizes}"
         for module in unit.modules:
             module.extra_repr = _marked(module, mark)  # type: ignore[method-assign]

@@ -19,9 +19,9 @@ from layerzero.comm.collectives import timeout_of
 from layerzero.comm.mesh_info import AXES, as_data_parallel
 from layerzero.comm.process_groups import (
     ModelGroups,
+    drop_released_groups,
     groups_so_far,
-    kept_for_release,
-    released_everywhere,
+    groups_to_release,
     settle_releases,
 )
 from layerzero.comm.watchdog import Watchdog, default_limit, new_scope
@@ -258,13 +258,13 @@ def _build(
     param_init_fn: Callable[[nn.Module], None] | None,
 ) -> LayerZeroState:
     """Build the state, units and handles of the plans. All ranks of the model must call this, with equal plans."""
-    everyone, sites = meshes_of_units(further, groups)
-    topology = everyone.mesh_info
-    if not topology.zero3_reduce_comm.held_group.is_local:
-        released_everywhere(everyone.all_gather_text(kept_for_release()), everyone.ranks)
-    averaged = topology.data_parallel
+    model_ranks, sites = meshes_of_units(further, groups)
+    mesh_info = model_ranks.mesh_info
+    if not mesh_info.zero3_reduce_comm.held_group.is_local:
+        drop_released_groups(model_ranks.all_gather_text(groups_to_release()), model_ranks.ranks)
+    averaged = mesh_info.data_parallel
     handles = [
-        plan_handles(plan, config, where, averaged=averaged, has_face=site.has_face)
+        plan_handles(plan, config, where, averaged=averaged, has_model_parallel=site.has_model_parallel)
         for plan in plans
         for site in (sites[plan.mesh],)
         for where in (RankTraits.of(site.mesh_info, in_node=False, offload_params=config.offload_params),)
@@ -272,13 +272,13 @@ def _build(
     for shared_over, site in sites.items():
         here = [index for index, plan in enumerate(plans) if plan.mesh == shared_over]
         agree_on_codec([plans[index] for index in here], [handles[index] for index in here], config, site)
-    node = share_node([each for unit in handles for each in unit], config, topology) if len(sites) == 1 else None
+    node = share_node([each for unit in handles for each in unit], config, mesh_info) if len(sites) == 1 else None
     scratch = ScratchBuffers(Counter(), Counter())
     for shared_over, site in sites.items():
         planned = [each for plan, unit in zip(plans, handles, strict=True) if plan.mesh == shared_over for each in unit]
         where = RankTraits.of(site.mesh_info, in_node=node is not None, offload_params=config.offload_params)
         scratch = scratch.plus(plan_scratch(planned, config, where))
-    buffers = _buffers(BufferPool(topology.device, scratch.scratch), node, config)
+    buffers = _buffers(BufferPool(mesh_info.device, scratch.scratch), node, config)
     origins: list[tuple[nn.Parameter, str]] = []
     units_built = []
     unwritten: list[UninitializedTensor] = []
@@ -289,11 +289,11 @@ def _build(
         units_built.append(unit)
         unwritten += left
     ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
-    runtime = LayerZeroState(model, units_built, config, everyone, buffers, ignored)
+    runtime = LayerZeroState(model, units_built, config, model_ranks, buffers, ignored)
     runtime.parameters.remember_origins(origins)
     # Without sync_module_states, ranks may have left different tensors unwritten, so all of them must check.
     if unwritten or (was_on_meta and not config.sync_module_states):
-        runtime.status.first_forward_checks.append(initialization_check(unwritten, runtime.members, everyone.ranks))
+        runtime.status.first_forward_checks.append(initialization_check(unwritten, runtime.members, model_ranks.ranks))
     return runtime
 
 
@@ -317,14 +317,14 @@ def _open(runtime: LayerZeroState, plans: Iterable[UnitDefinition]) -> None:
     bind_methods(runtime)
     show_units_in_repr(runtime.units)
     filter_mesh_warnings()
-    topology = runtime.mesh_info
+    mesh_info = runtime.mesh_info
     if runtime.ranks.is_first:
         size = held_bytes(specs_of(runtime.units), runtime.config) / 2**20
         _log.info(
             "%s: %d units, the root included, D=%d, S=%d, %.1f MiB a rank without the optimizer's states",
-            *(type(runtime.model).__name__, len(runtime.units), topology.data_parallel, topology.zero3_size, size),
+            *(type(runtime.model).__name__, len(runtime.units), mesh_info.data_parallel, mesh_info.zero3_size, size),
         )
-        for said in (restart_warning(), connections_warning(topology.device.type)):
+        for said in (restart_warning(), connections_warning(mesh_info.device.type)):
             if said:
                 _log.warning("%s", said)
     _watch(runtime)
@@ -332,12 +332,12 @@ def _open(runtime: LayerZeroState, plans: Iterable[UnitDefinition]) -> None:
 
 def _watch(runtime: LayerZeroState) -> None:
     """Start the watchdog that runs by default on a device. See [Note: Watching a device] in comm/watchdog.py."""
-    topology, ranks = runtime.mesh_info, runtime.ranks.ranks
-    if CurrentStream.of(topology.device) is None or not has_peers(ranks):
+    mesh_info, ranks = runtime.mesh_info, runtime.ranks.ranks
+    if CurrentStream.of(mesh_info.device) is None or not has_peers(ranks):
         return
-    groups = {each.zero3_gather_comm.group for each in (topology, *(handle.topology for handle in runtime.handles))}
+    groups = {each.zero3_gather_comm.group for each in (mesh_info, *(handle.mesh_info for handle in runtime.handles))}
     limit = default_limit(min(map(timeout_of, groups)))
-    watchdog = Watchdog(topology, new_scope(ranks), limit, owner=runtime, is_default=True)
+    watchdog = Watchdog(mesh_info, new_scope(ranks), limit, owner=runtime, is_default=True)
     runtime.on_close.append(watchdog.close)
 
 

@@ -42,17 +42,17 @@ class Node:
         return NodePlace(numel, dtype, self.outgoing)
 
 
-def share_node(handles: Sequence[HandleSpec], config: LayerZeroConfig, topology: MeshInfo) -> Node | None:
+def share_node(handles: Sequence[HandleSpec], config: LayerZeroConfig, mesh_info: MeshInfo) -> Node | None:
     """Map shared memory for these handles, or return None on all ranks of the ZeRO-3 group if they do not share memory.
 
     All ranks of the group must call this.
     """
-    lane = topology.zero3_reduce_comm
-    if config.shared_memory == "off" or topology.zero3_size == 1 or topology.device.type != "cpu" or not lane.is_gloo:
+    comm = mesh_info.zero3_reduce_comm
+    if config.shared_memory == "off" or mesh_info.zero3_size == 1 or mesh_info.device.type != "cpu" or not comm.is_gloo:
         return None
     sums = [aligned_bytes(each.layout.numel * each.precision.master.itemsize) for each in handles]
     kept = sum(size for size, each in zip(sums, handles, strict=True) if each.keeps_sum(config) and each.trainable)
-    rotating = plan_scratch(handles, config, RankTraits.of(topology, in_node=True, offload_params=False)).outgoing
+    rotating = plan_scratch(handles, config, RankTraits.of(mesh_info, in_node=True, offload_params=False)).outgoing
     foreseen = RING_BYTES + aligned_bytes_of_all(rotating) + kept
     region = SegmentSizes(
         words=words_for(len(handles)),
@@ -60,8 +60,8 @@ def share_node(handles: Sequence[HandleSpec], config: LayerZeroConfig, topology:
         part=foreseen + sum(sums) * _MORE,
         foreseen=foreseen,
     )
-    memory = map_shared_segment(topology.zero3_control_comm, region)
+    memory = map_shared_segment(mesh_info.zero3_control_comm, region)
     if memory is None:
         return None
-    explain = partial(collective_error, lane, Collective.NODE_SUM, "")
-    return Node(memory, WriteBarrier(memory, topology.zero3_gather_comm), SharedBufferPool(memory, explain, rotating))
+    explain = partial(collective_error, comm, Collective.NODE_SUM, "")
+    return Node(memory, WriteBarrier(memory, mesh_info.zero3_gather_comm), SharedBufferPool(memory, explain, rotating))

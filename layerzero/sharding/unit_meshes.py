@@ -161,34 +161,34 @@ class UnitMesh:
     model_parallel: ModelParallelAxes | None  # None if no parameter is a DTensor
     holds_copies: bool  # plain parameters are equal along the model-parallel axes; otherwise they may differ
 
-    def has_face(self, parameter: nn.Parameter) -> bool:
+    def has_model_parallel(self, parameter: nn.Parameter) -> bool:
         return self.model_parallel is not None and (self.holds_copies or isinstance(parameter, DTensor))
 
-    def face_of(self, parameter: nn.Parameter) -> ModelParallelSpec | None:
+    def model_parallel_of(self, parameter: nn.Parameter) -> ModelParallelSpec | None:
         """Return the model-parallel spec of a parameter, or None; see [Note: Faces]."""
-        if self.model_parallel is None or not self.has_face(parameter):
+        if self.model_parallel is None or not self.has_model_parallel(parameter):
             return None
         return ModelParallelSpec.of(parameter, self.model_parallel.mesh, self.model_parallel.global_mesh)
 
     def take_from_first(self, parameter: nn.Parameter) -> None:
         """Broadcast this rank's part of a parameter from the first of all ranks that hold the same part."""
-        face = self.face_of(parameter)
+        model_parallel = self.model_parallel_of(parameter)
         copied = (
             ()
-            if face is None or self.model_parallel is None
-            else zip(self.model_parallel.communicators, face.placements, strict=True)
+            if model_parallel is None or self.model_parallel is None
+            else zip(self.model_parallel.communicators, model_parallel.placements, strict=True)
         )
-        across = [lane for lane, placement in copied if isinstance(placement, Replicate)]
+        across = [comm for comm, placement in copied if isinstance(placement, Replicate)]
         self.send(local_part(parameter).detach(), across)
 
     def send(self, tensor: Tensor, across: Sequence[Communicator] = ()) -> None:
         """Broadcast a tensor in place from the first rank to all data-parallel ranks, and along `across`."""
-        lanes = (*across, self.mesh_info.replica_comm, self.mesh_info.zero3_gather_comm)
-        if tensor.numel() == 0 or all(lane.size == 1 for lane in lanes):
+        comms = (*across, self.mesh_info.replica_comm, self.mesh_info.zero3_gather_comm)
+        if tensor.numel() == 0 or all(comm.size == 1 for comm in comms):
             return
         sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         sent = sent.to(self.mesh_info.device).contiguous()
-        broadcast_over(lanes, sent)
+        broadcast_over(comms, sent)
         if sent.data_ptr() != tensor.data_ptr():
             tensor.copy_(torch.view_as_complex(sent) if tensor.is_complex() else sent)
 
@@ -199,31 +199,31 @@ def meshes_of_units(further: Further, groups: ModelGroups) -> tuple[ModelRanks, 
     All ranks of the model must call this.
     """
     root, *_ = further
-    topology = MeshInfo.from_mesh(root, groups=groups)
-    everyone = ModelRanks.around(topology, further[root])
-    topology = everyone.mesh_info
+    mesh_info = MeshInfo.from_mesh(root, groups=groups)
+    model_ranks = ModelRanks.around(mesh_info, further[root])
+    mesh_info = model_ranks.mesh_info
     sites = {}
     for mesh, axes in further.items():
         if mesh != root:
-            _compare(everyone, mesh, axes)
+            _compare(model_ranks, mesh, axes)
         own = (
-            topology
+            mesh_info
             if mesh == root
-            else everyone.seen_from(MeshInfo.from_mesh(mesh, topology.counters, topology.groups))
+            else model_ranks.seen_from(MeshInfo.from_mesh(mesh, mesh_info.counters, mesh_info.groups))
         )
-        beside = None if axes is None else ModelParallelAxes.of(own, axes, everyone)
-        sites[mesh] = UnitMesh(everyone, own, beside, holds_copies=mesh == root)
-    return everyone, sites
+        beside = None if axes is None else ModelParallelAxes.of(own, axes, model_ranks)
+        sites[mesh] = UnitMesh(model_ranks, own, beside, holds_copies=mesh == root)
+    return model_ranks, sites
 
 
-def _compare(everyone: ModelRanks, mesh: DeviceMesh, further: DeviceMesh | None) -> None:
+def _compare(model_ranks: ModelRanks, mesh: DeviceMesh, further: DeviceMesh | None) -> None:
     """Raise on all ranks unless the meshes of some units, and their model-parallel meshes, are consistent."""
     mine: dict[str, Any] = {"ranks": ranks_in(mesh), "beside": None, "place": None}
     if further is not None:
         mine |= {"beside": ranks_in(further), "place": further.get_coordinate()}
     told = {
         rank: json.loads(text)
-        for rank, text in zip(everyone.ranks, everyone.all_gather_text(json.dumps(mine)), strict=True)
+        for rank, text in zip(model_ranks.ranks, model_ranks.all_gather_text(json.dumps(mine)), strict=True)
     }
     for rank, said in told.items():
         ranks, beside = said["ranks"], said["beside"]
@@ -232,20 +232,20 @@ def _compare(everyone: ModelRanks, mesh: DeviceMesh, further: DeviceMesh | None)
         ):
             raise ValueError(
                 f"mesh is {ranks} for some units on rank {rank}: the ranks of a mesh must have the same one for them, "
-                f"and the same part of their parameters, and be among {list(everyone.ranks)}"
+                f"and the same part of their parameters, and be among {list(model_ranks.ranks)}"
             )
         if beside is not None and not told.keys() >= {*beside}:
             raise ValueError(
                 f"parameters of units on the mesh {ranks} are DTensors on the ranks {beside}, and the root, which has "
-                f"parameters on {list(everyone.ranks)}, has none on these axes: make one of the root's parameters a "
+                f"parameters on {list(model_ranks.ranks)}, has none on these axes: make one of the root's parameters a "
                 "DTensor there, too (distribute_tensor with Replicate)"
             )
-        if beside is not None and len({r for b in beside for r in told.get(b, mine)["ranks"]}) != everyone.size:
+        if beside is not None and len({r for b in beside for r in told.get(b, mine)["ranks"]}) != model_ranks.size:
             raise ValueError(
                 f"parameters of units on the mesh {ranks} are DTensors on the ranks {beside}, whose meshes are not all "
-                f"of {list(everyone.ranks)} between them"
+                f"of {list(model_ranks.ranks)} between them"
             )
-        if beside is None and everyone.model_parallel and len(ranks) != everyone.size:
+        if beside is None and model_ranks.model_parallel and len(ranks) != model_ranks.size:
             raise ValueError(
                 f"units on the mesh {ranks} have plain parameters, and others are tensor parallel: which ranks have "
                 "copies of them is not known. Make them DTensors on the axes of that mesh"

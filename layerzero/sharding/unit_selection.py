@@ -286,7 +286,7 @@ def _by_entries(model: nn.Module, units: Any) -> _Chosen:
     for entry in wanted:
         if isinstance(entry, nn.Module) or _is_list(entry):
             members = [entry] if isinstance(entry, nn.Module) else list(entry)
-            together = _together(model, members, names)
+            together = _grouped_modules(model, members, names)
             unit = "+".join(names[module] for module in together)
             if isinstance(entry, nn.Module) and entry is model:  # always a unit
                 continue
@@ -320,7 +320,7 @@ def _is_list(entry: object) -> bool:
     return isinstance(entry, Iterable) and not isinstance(entry, (str, type, nn.Module))
 
 
-def _together(model: nn.Module, entries: list[Any], names: dict[nn.Module, str]) -> list[nn.Module]:
+def _grouped_modules(model: nn.Module, entries: list[Any], names: dict[nn.Module, str]) -> list[nn.Module]:
     """Return the modules selected by one list in `units`, in the order of the model."""
     found: set[nn.Module] = set()
     for entry in entries:

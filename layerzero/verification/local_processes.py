@@ -35,7 +35,7 @@ class _Failure:
     traceback: str = ""
 
     @property
-    def is_echo(self) -> bool:
+    def is_secondary(self) -> bool:
         """True if this rank only reports that another rank failed; see :mod:`layerzero.comm.agreement`."""
         return "layerzero: " in self.summary
 
@@ -134,7 +134,7 @@ def _describe(failures: list[_Failure], exit_codes: Mapping[int, int | None]) ->
 
     The cause is a rank that died, or else the first rank that raised.
     """
-    first, *rest = sorted(failures, key=lambda failure: (failure.is_echo, bool(failure.traceback), failure.when))
+    first, *rest = sorted(failures, key=lambda failure: (failure.is_secondary, bool(failure.traceback), failure.when))
     lines = [f"rank {first.rank} failed: {first.summary}"]
     if first.traceback:
         lines += ["", first.traceback]
@@ -143,7 +143,7 @@ def _describe(failures: list[_Failure], exit_codes: Mapping[int, int | None]) ->
     for failure in rest:
         if failure.summary == first.summary:
             lines.append(f"rank {failure.rank} failed alike")
-        elif not failure.is_echo:
+        elif not failure.is_secondary:
             lines.append(f"rank {failure.rank} failed as well: {failure.summary}")
     return "\n".join(lines)
 

@@ -50,9 +50,9 @@ def words_for(handles: int) -> int:
 class WriteBarrier:
     """Barrier of one model before each round of writes to shared weights; see [Note: Rounds of writing]."""
 
-    def __init__(self, memory: SharedSegment, lane: Communicator) -> None:
+    def __init__(self, memory: SharedSegment, comm: Communicator) -> None:
         self.memory = memory
-        self._lane = lane
+        self._comm = comm
         self._rounds = 0
         self._come = 0
         self._handles = 0
@@ -84,7 +84,7 @@ class WriteBarrier:
 
     def end_round(self) -> None:
         """End the round, after all of its refreshes have been launched."""
-        self._lane.counters.record(Collective.HAND_OVER, self._lane.axis, 0)
+        self._comm.counters.record(Collective.HAND_OVER, self._comm.axis, 0)
         self._rounds = self._come
 
     def publish_shard(self, works: PendingCollective | None, word: int) -> None:
@@ -99,9 +99,9 @@ class WriteBarrier:
         try:
             self.memory.signals.wait(word, target)
         except RuntimeError as error:
-            raise collective_error(self._lane, Collective.HAND_OVER, name, error) from error
+            raise collective_error(self._comm, Collective.HAND_OVER, name, error) from error
         finally:
-            self._lane.counters.waited[Collective.HAND_OVER.value] += time.perf_counter() - began
+            self._comm.counters.waited[Collective.HAND_OVER.value] += time.perf_counter() - began
 
 
 def _land(works: PendingCollective, memory: SharedSegment, word: int) -> None:

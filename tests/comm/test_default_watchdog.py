@@ -1,0 +1,224 @@
+"""Watchdog that `shard_model` starts on a device, where the wait for a collective never raises."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import layerzero
+from layerzero.comm import watchdog as module
+from layerzero.comm.collectives import PendingCollective, timeout_of
+from layerzero.comm.traffic_counters import Collective
+from layerzero.comm.watchdog import Watchdog, default_limit, existing
+from layerzero.engine.hooks import get_state
+from tests.support.late_device import NAME, Device, Event, register
+from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_loss, integer_net
+from tests.support.ranks import run_ranks
+from tests.support.wrapped_gloo import mesh_on
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT = 12.0  # seconds, of the groups
+
+
+def _on_device() -> nn.Module:
+    register()
+    mesh = mesh_on(NAME, 2, timedelta(seconds=TIMEOUT))
+    return layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
+
+
+def _default_of(model: nn.Module) -> Watchdog:
+    watchdog = get_state(model).mesh_info.counters.on_launch
+    assert isinstance(watchdog, Watchdog) and watchdog.is_default
+    return watchdog
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    integer_loss(model, integer_batch(rank=rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _within(seconds: float, is_so: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return is_so()
+
+
+def _threads() -> int:
+    return sum(thread.name == "layerzero watchdog" for thread in threading.enumerate())
+
+
+# The limit
+
+
+def test_the_line_comes_before_the_process_is_killed() -> None:
+    for timeout in (12.0, 60.0, 600.0, 1800.0, 86400.0):
+        limit = default_limit(timeout)
+        longest = limit + 2 * module._period(limit) + 1  # detected, seen by all ranks, answered by all
+        assert longest <= limit + max(5.0, limit / 10) < timeout
+        assert limit <= 300
+
+
+def test_a_store_is_asked_rarely_where_the_limit_is_long() -> None:
+    assert module._period(300.0) == 10.0, "1024 ranks: a hundred requests a second"
+
+
+@pytest.mark.parametrize("missing", [set(), {0}, {700}, set(range(1000, 1024))])
+def test_few_missing_answers_cost_few_requests(missing: set[int]) -> None:
+    asked: list[int] = []
+
+    def check(keys: Sequence[str]) -> bool:
+        asked.append(len(keys))
+        return not any(int(key) in missing for key in keys)
+
+    assert existing(check, list(map(str, range(1024)))) == [str(i) for i in range(1024) if i not in missing]
+    assert len(asked) <= 1 + 22 * max(1, len(missing) // 8)
+
+
+# An absent rank
+
+
+def _comes_late(rank: int) -> list[str]:
+    with Device().installed():
+        model = _on_device()
+        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        watchdog = _default_of(model)
+        assert watchdog.limit == TIMEOUT / 2
+        _step(model, optimizer, rank)
+        dist.barrier()
+        began = time.monotonic()
+        if rank == 1:
+            assert _within(TIMEOUT, lambda: bool(watchdog.reports))
+        _step(model, optimizer, rank)
+        assert _within(5, lambda: bool(watchdog.reports)), "the wait has not raised, and nothing is said"
+        assert time.monotonic() - began < TIMEOUT + 5
+        dist.barrier()
+        return watchdog.reports
+
+
+def test_an_absent_rank_is_named_before_the_timeout_of_the_group() -> None:
+    for reports in run_ranks(_comes_late, timeout=40):
+        late = float(reports[0].partition("late by ")[2].partition(" s")[0])
+        assert TIMEOUT / 2 < late < TIMEOUT, reports
+        assert "rank 1 has not come: it waits for nothing; at step 1, " in reports[0], reports
+        assert "rank 0 has not come" not in reports[0] or "it waits in" in reports[0], reports
+        assert "gather of" in reports[0], reports
+
+
+# Its lifetime
+
+
+def _lives(rank: int) -> None:
+    with Device().installed():
+        model = _on_device()
+        first = _default_of(model)
+        group = get_state(model).mesh_info.zero3_gather_comm.group
+        assert 0 < first.limit < timeout_of(group) == TIMEOUT
+        assert _threads() == 2 and all(thread.is_alive() for thread in first._threads)
+        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        _step(model, optimizer, rank)
+        layerzero.traffic(model, reset=True)
+        _step(model, optimizer, rank)
+        assert first._steps == 2, "of an optimizer that is newer than the watchdog"
+
+        second = layerzero.watchdog(model, 30.0)
+        assert get_state(model).mesh_info.counters.on_launch is second and not second.is_default
+        assert not any(thread.is_alive() for thread in first._threads)
+        _step(model, optimizer, rank)
+        assert (first._steps, second._steps) == (2, 1)
+        with pytest.raises(RuntimeError, match="watched already"):
+            layerzero.watchdog(model)
+        second.close()
+        assert get_state(model).mesh_info.counters.on_launch is None and _threads() == 0
+        _step(model, optimizer, rank)
+
+        model = _on_device()
+        threads = _default_of(model)._threads
+        layerzero.close(model)
+        assert not any(thread.is_alive() for thread in threads), "closed with the model"
+
+        model = _on_device()
+        threads = _default_of(model)._threads
+        del model, optimizer, first, second, group
+        gc.collect()
+        assert _within(10, lambda: not any(thread.is_alive() for thread in threads)), "it has kept the model"
+
+
+def test_the_default_one_is_replaced_and_ends_with_the_model() -> None:
+    run_ranks(_lives, world_size=2)
+
+
+def _ends_with_the_world(rank: int) -> None:
+    with Device().installed():
+        model = _on_device()
+        threads = _default_of(model)._threads
+        dist.destroy_process_group()
+        ended = _within(10, lambda: not any(thread.is_alive() for thread in threads))
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the end of the test
+        assert ended and model is not None
+
+
+def test_it_ends_with_the_process_group() -> None:
+    run_ranks(_ends_with_the_world, world_size=2)
+
+
+def _on_the_cpu(rank: int) -> None:
+    model = layerzero.shard_model(integer_net(), zero3_size=2, units=IntegerNet.UNITS)
+    assert get_state(model).mesh_info.counters.on_launch is None and _threads() == 0
+
+
+def test_there_is_none_on_the_cpu() -> None:
+    run_ranks(_on_the_cpu, world_size=2)
+
+
+# Its cost
+
+
+def _in_time(rank: int) -> None:
+    """Check that the watchdog keeps no tensor of a collective alive and does not query the device."""
+    works: list[PendingCollective] = []
+    with Device().installed():
+        model = _on_device()
+        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        watchdog = _default_of(model)
+        wait = PendingCollective.wait
+
+        def seen(self: PendingCollective, **how: bool) -> None:
+            works.append(self)
+            wait(self, **how)
+
+        with mock.patch.object(Event, "query", side_effect=AssertionError) as query:
+            with mock.patch.object(PendingCollective, "wait", seen):
+                _step(model, optimizer, rank)
+            time.sleep(2.5 * watchdog._period)
+            assert not query.called, "a graph may be captured meanwhile"
+        assert watchdog._threads[0].is_alive() and not watchdog.reports
+
+        launches = [watched for each in works for watched in each.watched]
+        assert any(each.collective is Collective.GATHER for each in launches)
+        works.clear()
+        gc.collect()
+        assert not [each.doing for each in launches if each._works() is not None], "works hold their outputs"
+
+        with mock.patch.object(module, "_MOST", 8):
+            before, most = sum(watchdog._counts.values()), 0
+            for _ in range(8):
+                _step(model, optimizer, rank)
+                most = max(most, len(watchdog._flying))
+            a_step = (sum(watchdog._counts.values()) - before) // 8
+            assert a_step > 8 and most < 8 + 3 * a_step, (most, a_step)
+
+
+def test_what_is_done_is_not_kept_and_the_device_is_not_asked() -> None:
+    run_ranks(_in_time, world_size=4)

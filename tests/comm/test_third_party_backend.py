@@ -1,0 +1,130 @@
+"""Backends other than gloo: the launch order depends on the program alone; no unusual features are used."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+
+import layerzero
+from layerzero.comm.process_groups import new_group_like
+from tests.support.late_backend import NAME, register
+from tests.support.late_transfers import late as late_transfers
+from tests.support.models import (
+    SideBySide,
+    different,
+    exact_sgd,
+    full_parameters,
+    integer_batch,
+    integer_loss,
+    integer_net,
+    train,
+)
+from tests.support.ranks import mesh_of, run_ranks
+from tests.support.wrapped_gloo import mesh_on
+
+pytestmark = pytest.mark.slow
+
+WORLD = 4
+UNITS = 5
+
+
+def _steps(model: nn.Module, rank: int, path: str) -> tuple[list[str], dict[str, Tensor]]:
+    """Return the launches of this rank in three steps of two micro-batches and the weights after.
+
+    Launches are listed by communicator, unit and collective.
+    """
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    with layerzero.trace(model, f"{path}-{rank}.json") as trace:
+        for step in range(3):
+            for number in range(2):
+                with layerzero.no_sync(model) if number == 0 and step else nullcontext():
+                    integer_loss(model, integer_batch(step=step, micro_batch=number, rank=rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    log = [f"{event.collective} {event.name}" for event in trace.events if event.kind == "launch"]
+    return log, full_parameters(model)
+
+
+CASES = {
+    "sharded": {},
+    "full": {"accumulation": "full"},
+    "ZeRO-1": {"zero3_size": 1},
+    "offloaded": {"offload_grads": True},
+    "offloaded, full": {"offload_grads": True, "accumulation": "full"},
+}
+
+
+def _launch(rank: int, path: str) -> dict[str, list[str]]:
+    logs = {}
+    register()
+    meshes = {size: mesh_on(NAME, size) for size in (1, 2)}
+    for name, case in CASES.items():
+        settings = dict(case)
+        size = settings.pop("zero3_size", 2)
+        results = []
+        for mesh in (meshes[size], mesh_of(size)):
+            with late_transfers() if "offload_grads" in settings else nullcontext():
+                model = layerzero.shard_model(
+                    SideBySide(UNITS), mesh=mesh, units=[f"units.{i}" for i in range(UNITS)], **settings
+                )
+                results.append(_steps(model, rank, path))
+        (logs[name], ours), (_, on_gloo) = results
+        assert not different(ours, on_gloo), name
+    return logs
+
+
+def test_all_ranks_launch_alike_however_late_each_exchange_is(tmp_path: Any) -> None:
+    logs = run_ranks(_launch, str(tmp_path / "trace"), world_size=WORLD, pg_timeout=30)
+    for name in CASES:
+        first = logs[0][name]
+        assert sum(entry.startswith("hop2") for entry in first) == 4 * (UNITS + 1), name
+        for rank, log in enumerate(logs):
+            if "full" not in name and name != "ZeRO-1":  # each hop 2 right after its hop 1, among the reductions
+                sums = [entry for entry in log[name] if entry.startswith("hop")]
+                steps = [sums[at : at + 2] for at, entry in enumerate(sums[:-1]) if sums[at + 1].startswith("hop2")]
+                assert all(a.replace("hop1", "hop2") == b for a, b in steps), f"{name}: {sums}"
+            assert log[name] == first, f"{name}, rank {rank}: {log[name]} instead of {first}"
+
+
+# --- init_process_group(device_id=...) ---
+
+
+def _bound(rank: int) -> None:
+    half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    world = dist.group.WORLD
+    assert world is not None
+    world.bound_device_id = torch.device("cuda", 0)  # as init_process_group(device_id=...) does
+    asked = AssertionError("a communicator of all ranks would be split, and the other half of them does not know")
+    with mock.patch("torch.distributed.distributed_c10d._get_split_source", side_effect=asked):
+        if rank < 2:
+            net = integer_net()
+            model = layerzero.shard_model(net, mesh=layerzero.mesh_from_groups(half, half), units=net.UNITS)
+            train(model, layerzero.shard_optimizer(exact_sgd(model.parameters()), model), rank, range(2))
+        assert world.bound_device_id == torch.device("cuda", 0)
+    world.bound_device_id = None
+
+
+def test_groups_of_some_ranks_are_not_split_off_from_all() -> None:
+    """Check the splitting of groups without a backend that splits: torch first asks what to split."""
+    run_ranks(_bound, world_size=WORLD, pg_timeout=20)
+
+
+def _timeouts(rank: int) -> None:
+    register()
+    ranks = list(range(WORLD))
+    for backend, expected in ((NAME, default_pg_timeout), ("gloo", timedelta(seconds=45))):
+        like = dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=45))
+        made = new_group_like(ranks, like=like, device_type="cpu")._get_backend(torch.device("cpu"))
+        assert (made._gloo if backend == NAME else made).options._timeout == expected, backend
+
+
+def test_groups_have_the_timeout_that_the_backend_tells_or_torchs() -> None:
+    run_ranks(_timeouts, world_size=WORLD)

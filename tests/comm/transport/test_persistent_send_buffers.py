@@ -1,0 +1,182 @@
+"""Gradient sums that wait in shared memory for hop 1: same results as with collectives, and no early overwrite."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import layerzero
+from layerzero.comm.collectives import _sum_in_node
+from layerzero.comm.transport.shm_buffers import RING_BYTES, NodePlace, SharedBufferPool, aligned_bytes
+from layerzero.engine.hooks import get_state
+from tests.support.graphs import batch, blocks, loss_of, sgd, shard
+from tests.support.models import (
+    assert_close,
+    backward,
+    backward_alone,
+    different,
+    exact_sgd,
+    full_gradients,
+    full_parameters,
+    integer_net,
+)
+from tests.support.node import node_pool, numbered
+from tests.support.ranks import run_sharing as run_ranks
+
+pytestmark = pytest.mark.slow
+
+NUMEL = 64
+ROUNDS = 60
+POLICIES = (
+    MixedPrecisionPolicy(),
+    MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    MixedPrecisionPolicy(param_dtype=torch.float16),
+)
+
+
+def _kept(rank: int, seed: int, breaks: bool) -> list[int]:
+    """Reduce many sums from one reused buffer, with random delays; return the indices of wrong ones."""
+    comm, pool = node_pool()
+    world, naps = dist.get_world_size(), random.Random(10 * seed + rank)
+    place, wrong = NodePlace(NUMEL, torch.float32, pool), []
+    if breaks:
+        pool.wait_consumed = lambda buffer: None  # type: ignore[method-assign]
+    for number in range(1, ROUNDS + 1):
+        place.open(keep=False).copy_(numbered(rank, number))
+        loan = place.lend_send_buffer(torch.bfloat16, pool)
+        pending = _sum_in_node(comm, loan.tensor, pool, torch.bfloat16, "x")
+        pending.wait()
+        if naps.random() < 0.3:
+            time.sleep(naps.uniform(0, 0.02))
+        target = torch.zeros(NUMEL // world)
+        pending.add_to(target, overwrite=True, scale=1.0)
+        loan.end()
+        piece = slice(rank * NUMEL // world, (rank + 1) * NUMEL // world)
+        expected = torch.zeros(())
+        for each in range(world):  # each rounded to the dtype of the collective, then added in fp32
+            expected = expected + numbered(each, number)[piece].bfloat16().float()
+        if not torch.equal(target, expected):
+            wrong.append(number)
+    dist.barrier()
+    assert pool.kept_bytes == aligned_bytes(NUMEL * 4) == pool._used - RING_BYTES
+    return wrong
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sum_that_waits_is_not_written_before_all_have_read_it(seed: int) -> None:
+    assert run_ranks(_kept, seed, False, world_size=4) == [[]] * 4
+
+
+def test_the_test_notices_a_sum_that_is_written_too_early() -> None:
+    assert any(any(run_ranks(_kept, seed, True, world_size=4)) for seed in range(3))
+
+
+def _seeded(count: int) -> nn.Module:
+    torch.manual_seed(0)
+    return blocks(count).float()
+
+
+def _backwards_without_a_step(model: nn.Module, rank: int, naps: random.Random) -> list[dict[str, Tensor]]:
+    """Return final gradients after each of several steps with reducing backwards in between."""
+    optimizer = layerzero.shard_optimizer(sgd(model), model)
+    seen = []
+    for step in range(2):
+        for micro_batch in range(4):
+            with layerzero.no_sync(model) if micro_batch in (0, 3) else nullcontext():
+                loss = loss_of(model(batch(rank, step, micro_batch).float()))
+                time.sleep(naps.uniform(0, 0.01))
+                loss.backward()
+        layerzero.clip_grad_norm_(model, 1.0)  # which reduces what the last one left
+        seen.append(full_gradients(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, full_parameters(model)]
+
+
+def _like_exchanges(rank: int, sizes: Sequence[int], seed: int) -> None:
+    for size, policy, mode, more in (
+        *itertools.product(sizes, POLICIES, ("sharded", "full"), ({},)),
+        *itertools.product(sizes, POLICIES[1:2], ("full",), ({"replica_reduce_dtype": torch.float32},)),
+    ):
+        off, auto = (
+            _backwards_without_a_step(
+                shard(_seeded(3), size=size, mp_policy=policy, accumulation=mode, shared_memory=memory, **more),
+                rank,
+                random.Random(100 * seed + 10 * rank + size),
+            )
+            for memory in ("off", "auto")
+        )
+        wrong = [different(theirs, ours) for theirs, ours in zip(off, auto, strict=True)]
+        assert not any(wrong), (size, policy, mode, wrong)
+        assert all(gradient.isfinite().all() and gradient.any() for gradient in off[0].values())
+
+
+@pytest.mark.parametrize(("world", "sizes"), [(3, (3,)), (4, (2,))])
+def test_backwards_that_reduce_several_times_a_step_give_the_bits_of_exchanges(
+    world: int, sizes: tuple[int, ...]
+) -> None:
+    run_ranks(_like_exchanges, sizes, 0, world_size=world)
+
+
+def _late_reader(rank: int, breaks: bool) -> bool:
+    """Delay a read of rank 1 from memory that rank 0 rewrites in its next backward; the result is correct."""
+    net = integer_net()
+    model = layerzero.shard_model(integer_net(), zero3_size=2, accumulation="full")
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    parts = SharedBufferPool.parts
+
+    def late(self: SharedBufferPool, *args: Any) -> Any:
+        if rank == 1:
+            time.sleep(0.2)
+        return parts(self, *args)
+
+    alone = exact_sgd(net.parameters())
+    with (
+        mock.patch.object(SharedBufferPool, "parts", late),
+        mock.patch.object(
+            SharedBufferPool, "wait_consumed", (lambda self, buffer: None) if breaks else SharedBufferPool.wait_consumed
+        ),
+    ):
+        for step in range(3):
+            for each in (2 * step, 2 * step + 1):  # each of them reduces
+                backward(model, rank, each)
+                backward_alone(net, each, world_size=2)
+            optimizer.step()
+            optimizer.zero_grad()
+            alone.step()
+            alone.zero_grad()
+    return not different(full_parameters(model), dict(net.named_parameters()))
+
+
+def test_a_neighbour_that_reads_late_reads_what_was_sent() -> None:
+    assert run_ranks(_late_reader, False, world_size=2) == [True, True]
+
+
+def test_the_test_notices_an_engine_that_does_not_wait_for_late_readers() -> None:
+    assert False in run_ranks(_late_reader, True, world_size=2)
+
+
+def _offloaded(rank: int) -> None:
+    """Offload sums, which are copied before others read them. The device is the CPU, hence the warning."""
+    with pytest.warns(UserWarning, match="there is no device to free memory of"):
+        model = shard(_seeded(2), size=2, accumulation="full", offload_grads=True)
+    ours = _backwards_without_a_step(model, rank, random.Random(0))
+    theirs = _backwards_without_a_step(shard(_seeded(2), size=2, shared_memory="off"), rank, random.Random(0))
+    assert get_state(model).buffers.outgoing.kept_bytes == 0
+    for one, other in zip(ours, theirs, strict=True):
+        assert_close(one, other, "offloaded")
+
+
+def test_offloaded_sums_are_read_all_the_same() -> None:
+    run_ranks(_offloaded, world_size=4)

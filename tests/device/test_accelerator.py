@@ -1,0 +1,208 @@
+"""Devices of collectives, streams of memory, graph capture and warnings, on a simulated device."""
+
+from __future__ import annotations
+
+import math
+import os
+from argparse import Namespace
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layerzero
+from layerzero.comm.model_ranks import ModelRanks
+from layerzero.device.buffer_pools import FullBufferPool
+from layerzero.engine.hooks import get_state
+from layerzero.megatron import arguments as flags
+from layerzero.sharding.launchers import connections_warning
+from tests.support.late_device import NAME, Device, register
+from tests.support.logs import logged
+from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_loss, integer_net
+from tests.support.ranks import mesh_of, run_ranks
+from tests.support.wrapped_gloo import mesh_on
+
+
+class _Seen(Exception):
+    pass
+
+
+def _clip(rank: int) -> None:
+    with pytest.warns(UserWarning, match="offload_optimizer"):
+        model = layerzero.shard_model(integer_net(), mesh=mesh_of(1), offload_optimizer=True)
+    integer_loss(model, integer_batch(rank=rank)).backward()
+    # Gradients are in host memory, which is not the accelerator.
+    object.__setattr__(get_state(model).mesh_info, "device", torch.device("meta"))
+    object.__setattr__(get_state(model).ranks.mesh_info, "device", torch.device("meta"))
+    devices: list[torch.device] = []
+
+    def reduce(model_ranks: ModelRanks, number: Tensor, op: Any) -> None:
+        devices.append(number.device)
+        raise _Seen
+
+    for norm_type in (2.0, math.inf):
+        with mock.patch.object(ModelRanks, "reduce", reduce), pytest.raises(_Seen):
+            layerzero.clip_grad_norm_(model, 1.0, norm_type)
+    assert devices == [torch.device("meta")] * 2, "the communicator's device"
+
+
+def test_the_norm_of_host_gradients_is_reduced_on_the_device_of_the_communicator() -> None:
+    run_ranks(_clip, world_size=2)
+
+
+def _capture(rank: int) -> None:
+    register()
+    mesh = mesh_on(NAME, 2)
+    with Device().installed() as device:
+        model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
+        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        device.captures = True
+        with pytest.raises(RuntimeError, match="forward of the root was called while a CUDA graph"):
+            integer_loss(model, integer_batch(rank=rank))
+        device.captures = False
+        loss = integer_loss(model, integer_batch(rank=rank))
+        device.captures = True
+        with pytest.raises(RuntimeError, match=r"backward of unit 'head' was called .* Capture modules inside a unit"):
+            loss.backward()
+        with pytest.raises(RuntimeError, match=r"optimizer.step\(\) was called"):
+            optimizer.step()
+        device.captures = False
+        optimizer.zero_grad()
+        integer_loss(model, integer_batch(rank=rank)).backward()
+        optimizer.step()
+
+
+def test_capture_of_a_whole_step_is_refused() -> None:
+    run_ranks(_capture, world_size=2)
+
+
+def _streams(rank: int) -> int:
+    register()
+    mesh = mesh_on(NAME, 2)
+    with Device().installed() as device:
+        before = len(device.streams)
+        # Groups of the simulated backend have their own streams from their first collective on.
+        layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS, sync_module_states=False)
+        return len(device.streams) - before
+
+
+def test_a_model_has_no_more_streams_than_communicators() -> None:
+    # The backend's streams, since its groups connect when the model is built; and one of layerzero for each of them.
+    assert run_ranks(_streams, world_size=4) == [3 + 3] * 4, "gathers, hop 1, the replica axis"
+
+
+def test_one_hardware_queue_for_all_streams_is_warned_of() -> None:
+    said = connections_warning("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    assert said is not None and "CUDA_DEVICE_MAX_CONNECTIONS=32" in said
+    assert connections_warning("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}) is None
+    assert connections_warning("cuda", {}) is None
+    assert connections_warning("cpu", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    "tensor, context, ending",
+    [
+        (1, 1, ". These flags have neither: unset it"),
+        (2, 1, ". These flags have --tensor-model-parallel-size 2"),
+        (2, 4, ". These flags have --tensor-model-parallel-size 2 and --context-parallel-size 4"),
+    ],
+)
+def test_one_hardware_queue_is_warned_of_in_the_flags_of_megatron(tensor: int, context: int, ending: str) -> None:
+    args = Namespace(tensor_model_parallel_size=tensor, context_parallel_size=context, overlap_param_gather=True)
+    with ExitStack() as stack:
+        for name in ("_refuse", "require_equal"):
+            stack.enter_context(mock.patch.object(flags, name))
+        stack.enter_context(mock.patch.object(flags, "_translated", lambda *_: flags.ParsedArguments({}, (), None)))
+        stack.enter_context(mock.patch.object(flags, "default_device_type", lambda: "cuda"))
+        stack.enter_context(mock.patch.multiple(flags.dist, get_rank=lambda: 0, get_world_size=lambda: 8))
+        for connections, expected in (("1", 1), ("32", 0)):
+            stack.enter_context(mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS=connections))
+            with logged() as lines:
+                flags.chosen_of(args, [0])
+            assert len(lines) == expected, lines
+            assert all("one hardware queue" in line and line.endswith(ending) for line in lines), lines
+
+
+class _Log:
+    """Streams whose events and waits are recorded."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.now = "compute"
+
+    def current_stream(self) -> Any:
+        name = self.now
+        return SimpleNamespace(
+            record_event=lambda: f"event on {name}",
+            wait_event=lambda event: self.log.append(f"{name} waits for {event}"),
+        )
+
+
+needs_parking = pytest.mark.skipif(
+    not FullBufferPool.can_cache,
+    reason="needs a torch that moves memory between storages, as 2.13 does and 2.11 does not",
+)
+
+
+@pytest.mark.parametrize("can_park", [False, pytest.param(True, marks=needs_parking)])
+def test_memory_is_freed_on_the_stream_that_it_was_allocated_on(can_park: bool) -> None:
+    device = _Log()
+    with (
+        mock.patch("layerzero.device.accelerator.device_module", lambda _: device),
+        mock.patch.object(FullBufferPool, "can_cache", can_park),
+    ):
+        pool = FullBufferPool(torch.device("cpu"))
+        storage = torch.empty(0).untyped_storage()
+        device.now = "ahead"
+        pool.allocate(storage, 64)
+        device.now = "compute"
+        pool.free(storage)
+        assert device.log == ["ahead waits for event on compute"]
+        assert storage.nbytes() == 0
+        if can_park:  # parked first, then freed to make room for memory of another size
+            pool.limit = 64
+            device.now = "ahead"
+            pool.allocate(storage, 64)
+            device.now = "compute"
+            device.log.clear()
+            pool.free(storage)
+            assert device.log == [] and pool.cached_bytes == 64
+            device.now = "other"
+            pool.allocate(storage, 32)
+            assert device.log == ["ahead waits for event on compute"]
+
+
+def _side_streams_after_a_failure(rank: int) -> None:
+    """Raise in a backward while gradients are still being added on the stream of their leaves."""
+    register()
+    mesh = mesh_on(NAME, 2)
+    with Device().installed():
+        model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
+        streams = get_state(model).gradients.queue.streams
+
+        def fail(gradient: Tensor) -> None:
+            raise _Seen
+
+        def watch(module: nn.Module, args: object, output: Tensor) -> None:
+            output.register_hook(fail)
+
+        handle = model.first.register_forward_hook(watch)
+        loss = integer_loss(model, integer_batch(rank=rank))
+        with mock.patch.object(
+            type(streams), "gradients_ready", autospec=True, side_effect=type(streams).gradients_ready
+        ) as landed:
+            with pytest.raises(_Seen):
+                loss.backward()
+            before = landed.call_count
+            model.zero_grad()
+            handle.remove()
+            integer_loss(model, integer_batch(rank=rank))
+            assert landed.call_count == before + 1, "waited for where the pass is given up"
+
+
+def test_scratch_of_a_failed_backward_is_reused_after_the_additions_to_it() -> None:
+    run_ranks(_side_streams_after_a_failure, world_size=2)

@@ -1,0 +1,218 @@
+"""Streams of a device: no early read, no overwrite during a read, one order of launches.
+
+See tests/support/late_device.py for the simulated device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import layerzero
+from layerzero.comm.collectives import PendingCollective, PendingSmallGather, all_gather_small
+from layerzero.device.streams import DeviceStreams, _DeviceEvents
+from layerzero.engine.hooks import get_state
+from tests.support.late_device import NAME, Device, Event, Stream, register
+from tests.support.models import SideBySide, different, exact_sgd, full_parameters, integer_batch, integer_loss
+from tests.support.ranks import mesh_of, run_ranks
+from tests.support.wrapped_gloo import mesh_on
+
+pytestmark = pytest.mark.slow
+
+UNITS = 5
+
+
+def _shard(mesh: Any, **settings: Any) -> nn.Module:
+    return layerzero.shard_model(
+        SideBySide(UNITS), mesh=mesh, units=[f"units.{index}" for index in range(UNITS)], **settings
+    )
+
+
+def _steps(model: nn.Module, rank: int, path: str, device: Device | None = None) -> tuple[list[str], dict[str, Tensor]]:
+    """Return the launches of this rank in three steps of two micro-batches, and the weights after."""
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    with layerzero.trace(model, f"{path}-{rank}.json") as trace:
+        for step in range(3):
+            # The last step runs on a different stream from that of shard_model.
+            with _on_another_stream(device) if device is not None and step == 2 else nullcontext():
+                for number in range(2):
+                    with layerzero.no_sync(model) if number == 0 and step else nullcontext():
+                        integer_loss(model, integer_batch(step=step, micro_batch=number, rank=rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=step != 0)
+    log = [f"{event.collective} {event.name}" for event in trace.events if event.kind == "launch"]
+    return log, full_parameters(model)
+
+
+@contextmanager
+def _on_another_stream(device: Device) -> Iterator[None]:
+    before, other = device.current_stream(), Stream(computes=True)
+    other.wait_stream(before)
+    with device.stream(other):
+        yield
+    before.wait_stream(other)
+
+
+SETTINGS = [
+    {"accumulation": mode, "offload_grads": offload, **policy}
+    for mode in ("sharded", "full")
+    for offload in (False, True)
+    for policy in ({}, {"mp_policy": torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)})
+] + [{"accumulation": mode, "offload_grads": True, "offload_optimizer": True} for mode in ("full", "sharded")]
+
+
+def _settings_of(zero3_size: int) -> list[dict[str, Any]]:
+    """Return the settings to test for S; with S = 1 there is one reduction spec for any accumulation."""
+    return [each for each in SETTINGS if zero3_size > 1 or each["accumulation"] == "full"]
+
+
+def _compare(rank: int, zero3_size: int, path: str) -> list[list[str]]:
+    logs = []
+    register()
+    mesh = mesh_on(NAME, zero3_size)
+    on_cpu: dict[tuple[str, bool], dict[str, Tensor]] = {}  # the weights, with any offloading
+    for settings in _settings_of(zero3_size):
+        key = settings["accumulation"], "mp_policy" in settings
+        if key not in on_cpu:
+            plain = {key: value for key, value in settings.items() if not key.startswith("offload")}
+            _, on_cpu[key] = _steps(_shard(mesh_of(zero3_size), **plain), rank, path)
+        with Device().installed() as device:
+            log, found = _steps(_shard(mesh, **settings), rank, path, device)
+        assert not different(found, on_cpu[key]), settings
+        logs.append(log)
+    return logs
+
+
+@pytest.mark.parametrize(("world_size", "zero3_size"), [(2, 2), (4, 2), (4, 1)])
+def test_late_streams_change_no_bit_and_all_ranks_launch_alike(world_size: int, zero3_size: int, tmp_path: Any) -> None:
+    by_rank = run_ranks(_compare, zero3_size, str(tmp_path / "trace"), world_size=world_size, pg_timeout=30)
+    for settings, *logs in zip(_settings_of(zero3_size), *by_rank, strict=True):
+        sums = [entry for entry in logs[0] if entry.startswith("hop")]
+        assert len(sums) >= 3 * UNITS
+        if zero3_size > 1:
+            assert logs[0].count("gather units.0") == 12, "for each forward and backward of three steps"
+            assert logs[0].count("gather the root") == 6, "it stays from a forward to its backward"
+        for rank, log in enumerate(logs):
+            assert log == logs[0], f"{settings}, rank {rank}: {log} instead of {logs[0]}"
+
+
+def _landed_of_nobody(streams: DeviceStreams) -> Any:
+    return _DeviceEvents(streams._module, ())
+
+
+def _does_not_wait(rank: int, path: str) -> None:
+    register()
+    mesh = mesh_on(NAME, 2)
+    with mock.patch.object(DeviceStreams, "gradients_ready", _landed_of_nobody), Device().installed() as device:
+        _steps(_shard(mesh), rank, path, device)
+
+
+def test_the_stand_in_sees_who_does_not_wait_for_gradients_to_land(tmp_path: Any) -> None:
+    with pytest.raises(AssertionError, match="uses what it has not waited for"):
+        run_ranks(_does_not_wait, str(tmp_path / "trace"), world_size=2, pg_timeout=10)
+
+
+# --- the host ---
+
+
+class _Reads(TorchDispatchMode):
+    """Counts reads of computed numbers by the host, which would wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name in ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def one_of_128() -> Iterator[None]:
+    """Run as rank 0 of 128 on a fake backend, whose collectives return at once with garbage."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=128)
+    yield
+    dist.destroy_process_group()
+
+
+class _Waits(NamedTuple):
+    """Waits of the host in three steps, after two others."""
+
+    for_numbers: int = 0  # computed numbers
+    for_events: int = 0
+    in_backward: int = 0  # for an agreement of the same step
+    later: int = 0  # the same, outside of a backward
+    for_the_last_step: int = 0  # for an agreement of the step before, and for other messages between ranks
+    agreements: int = 0  # started agreements
+
+
+def _waits_of_steps(model: nn.Module, *, uses_all: bool) -> _Waits:
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    reads, control = _Reads(), get_state(model).mesh_info.control_comms
+    made: list[PendingSmallGather] = []  # in the current step
+    fresh: list[PendingCollective] = []
+    old: list[PendingCollective] = []
+    backwards = 0
+    wait = PendingCollective.wait
+
+    def launch(*args: Any) -> PendingSmallGather:
+        heard = all_gather_small(*args)
+        heard.said.copy_(heard.sent.view_as(heard.said))  # torch 2.11 leaves it unwritten on fake ranks
+        made.append(heard)
+        return heard
+
+    def seen(works: PendingCollective, **how: bool) -> None:
+        if works.issued.communicator in control and not how.get("beside"):
+            (fresh if works in [heard.work for heard in made] else old).append(works)
+        wait(works, **how)
+
+    with (
+        mock.patch.object(PendingCollective, "wait", seen),
+        mock.patch("layerzero.engine.used_params.all_gather_small", launch),
+        mock.patch.object(Event, "synchronize") as synchronize,
+    ):
+        for step in range(5):
+            made.clear()
+            if step == 2:
+                layerzero.traffic(model, reset=True)
+                fresh.clear(), old.clear(), synchronize.reset_mock()
+            with reads if step >= 2 else nullcontext():
+                for number in range(2):
+                    with layerzero.no_sync(model) if number == 0 else nullcontext():
+                        x = torch.ones(2, 5)
+                        loss = (model(x) if uses_all else model.units[0](x)).sum()
+                        before = len(fresh)
+                        loss.backward()
+                        backwards += len(fresh) - before if step >= 2 else 0
+                layerzero.clip_grad_norm_(model, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    made_in_all = layerzero.traffic(model).calls["agree"]
+    return _Waits(reads.count, synchronize.call_count, backwards, len(fresh) - backwards, len(old), made_in_all)
+
+
+@pytest.mark.parametrize("offload_grads", [False, True])
+@pytest.mark.parametrize("accumulation", ["sharded", "full"])
+def test_on_a_device_the_host_waits_for_nothing_inside_a_step_of_128_ranks(
+    accumulation: str, offload_grads: bool, one_of_128: None
+) -> None:
+    settings: Any = {
+        "zero3_size": 8,
+        "units": [f"units.{i}" for i in range(UNITS)],
+        "accumulation": accumulation,
+        "offload_grads": offload_grads,
+    }
+    with Device().installed():
+        waits = _waits_of_steps(layerzero.shard_model(SideBySide(UNITS), **settings), uses_all=True)
+        assert waits == _Waits(for_the_last_step=6, agreements=6), "others are told, as they may have used less"
+        waits = _waits_of_steps(layerzero.shard_model(SideBySide(UNITS), **settings), uses_all=False)
+        assert waits == _Waits(later=6, agreements=6), "what others have used is heard from them only"

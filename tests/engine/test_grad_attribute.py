@@ -1,0 +1,463 @@
+"""User-written gradients, and graphs through parameters while they are sharded."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import layerzero
+from layerzero.dtensor.lazy_grad import plain_access
+from layerzero.engine.grad_attribute import GradAttribute
+from layerzero.engine.gradient_reducer import GradientReducer
+from layerzero.engine.hooks import get_state
+from tests.support.graphs import (
+    MODES,
+    WORLD,
+    Chain,
+    assert_same_gradients,
+    batch,
+    blocks,
+    loss_of,
+    one_pass,
+    sgd,
+    shard,
+)
+from tests.support.ranks import run_ranks
+
+
+def _decay(model: nn.Module) -> None:
+    """Add the gradient of a penalty to existing gradients, or set it where there is none."""
+    for parameter in model.parameters():
+        pull = parameter.detach() * 0.25
+        if parameter.grad is None:
+            parameter.grad = pull
+        else:
+            parameter.grad.add_(pull)
+
+
+def _replace(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None if parameter.grad is None else parameter.grad * 2
+
+
+def _write(rank: int) -> None:
+    """Change gradients by hand. r: a backward outside no_sync; d, x: changes; s: a step on the sum over ranks."""
+    for settings in (*MODES[:2], {"size": 1}, {"size": 4}):
+        for script in ("drd", "rdr", "rxr", "d", "drsrd", "rsdr"):
+            torch.manual_seed(0)
+            alone = blocks(3, order=(0, 2))  # one unit is never used: its gradient is the written one, or None
+            model = shard(copy.deepcopy(alone), **settings)
+            optimizers = layerzero.shard_optimizer(sgd(model), model), sgd(alone)
+            for step, action in enumerate(script):
+                if action == "r":
+                    one_pass(model, rank, step)
+                    for parameter in alone.parameters():
+                        parameter.grad = None if parameter.grad is None else parameter.grad * WORLD
+                    for r in range(WORLD):
+                        one_pass(alone, r, step)
+                    for parameter in alone.parameters():
+                        parameter.grad = None if parameter.grad is None else parameter.grad / WORLD
+                elif action in "dx":
+                    for net in (model, alone):
+                        (_decay if action == "d" else _replace)(net)
+                else:
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+            layerzero.clip_grad_norm_(model, float("inf"))
+            for parameter in alone.parameters():
+                parameter.grad = None if parameter.grad is None else parameter.grad * WORLD
+            assert_same_gradients(model, alone, (settings, script))
+
+
+def test_gradients_written_by_hand_count_like_those_of_a_backward() -> None:
+    run_ranks(_write, world_size=WORLD)
+
+
+def _penalise(rank: int) -> None:
+    """Add a penalty on this rank's rows to the loss; each row counts once."""
+    for settings in (*MODES, {"size": 1}, {"size": 4}):
+        for inside_no_sync in (False, True):
+            torch.manual_seed(0)
+            alone = blocks(3, order=(0, 2))
+            model = shard(copy.deepcopy(alone), **settings)
+            for step in range(2):
+                penalty = sum(p.to_local().square().sum() for p in model.parameters())
+                (loss_of(model(batch(rank, step))) + 0.1 * penalty).backward()
+                for r in range(WORLD):
+                    penalty = sum(p.square().sum() for p in alone.parameters())
+                    (loss_of(alone(batch(r, step))) + 0.1 * penalty).backward()
+                if inside_no_sync:
+                    with layerzero.no_sync(model):
+                        one_pass(model, rank, step + 5)
+                    for r in range(WORLD):
+                        one_pass(alone, r, step + 5)
+                    layerzero.clip_grad_norm_(model, float("inf"))
+            assert_same_gradients(model, alone, (settings, inside_no_sync))
+
+
+def test_a_penalty_on_local_rows_is_a_part_of_the_loss() -> None:
+    run_ranks(_penalise, world_size=WORLD)
+
+
+class _Scaled(nn.Module):
+    """Five rows, which are sharded unevenly, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o = nn.Linear(3, 5)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(x) * self.scale
+
+
+PENALTIES: dict[str, Callable[[_Scaled], Any]] = {
+    "square().sum()": lambda m: m.o.weight.square().sum(),
+    "** 2": lambda m: (m.o.weight**2).sum(),
+    "norm()": lambda m: m.o.weight.norm(),
+    "linalg.norm": lambda m: torch.linalg.norm(m.o.weight),
+    "abs().sum()": lambda m: m.o.weight.abs().sum(),
+    "mean()": lambda m: m.o.weight.mean(),
+    "a product": lambda m: (m.o.weight.exp() * m.o.weight.square()).sum(),
+    "norm of a product": lambda m: (2 * m.o.weight).norm(),
+    "foreach": lambda m: sum(torch._foreach_norm([m.o.weight, m.o.bias])),
+    "all": lambda m: sum(p.square().sum() for p in (m.o.weight, *m.parameters())),
+    "stack": lambda m: torch.stack([p.norm() for p in (m.o.weight, m.o.bias)]).sum(),
+}
+
+
+def _penalise_sharded(rank: int) -> None:
+    named_error = r"sharded parameter '{}'.*to_local\(\).*weight_decay.*layerzero\.gathered"
+    for settings in ({"zero3_size": 2}, {"zero3_size": 1}, {"zero3_size": 2, "units": ["o"]}):
+        model = layerzero.shard_model(_Scaled(), **settings)
+        weight = named_error.format("o.weight")
+        for name, penalty in PENALTIES.items():
+            before = penalty(model)  # and after the forward: autograd runs the younger one first
+            loss = model(torch.ones(2, 3)).sum()
+            for number in (before, penalty(model)):
+                with pytest.raises(RuntimeError, match=weight):
+                    loss + 0.1 * number
+                with pytest.raises(RuntimeError, match=weight):
+                    loss += number
+            assert torch.equal(number.detach().full_tensor(), before.detach().full_tensor()), name  # for logging
+            with torch.no_grad():
+                loss + number  # to print it
+        with pytest.raises(RuntimeError, match=named_error.format("scale")):
+            loss + model.scale**2
+        with pytest.raises(RuntimeError, match=r"'o\.weight'.*whole only while"):
+            torch.ones(2, 3) @ model.o.weight.T
+        for backward in (
+            lambda model=model: model.o.weight.square().sum().backward(),
+            lambda model=model: torch.autograd.grad(model.o.weight.square().sum(), model.o.weight),
+            lambda model=model, loss=loss: (loss + model.o.weight.norm().full_tensor()).backward(),
+        ):
+            with pytest.raises(RuntimeError, match=weight):
+                backward()
+        with torch.no_grad():
+            loss + 0.1 * model.o.weight.square().sum()  # to print it
+        model.zero_grad()
+        local = (2 * model.o.weight).to_local().sum() + (3 * model.scale).to_local().sum()
+        (0 * model(torch.ones(2, 3)).sum() + local).backward()
+        assert torch.equal(model.o.weight.grad.full_tensor(), torch.full((5, 3), 2.0))
+        assert model.scale.grad.full_tensor() == 3
+
+
+def test_a_penalty_on_a_sharded_parameter_is_refused_by_name_with_the_way_out() -> None:
+    run_ranks(_penalise_sharded, world_size=2)
+
+
+def _penalise_in_one_process(rank: int) -> None:
+    alone, model = _Scaled(), _Scaled()
+    model.load_state_dict(alone.state_dict())
+    model = layerzero.shard_model(model, zero3_size=1)
+    penalty = 0.5 * (model.o.weight**2).sum().full_tensor()
+    assert torch.equal(penalty, 0.5 * (alone.o.weight**2).sum())
+    loss = model(torch.ones(2, 3)).sum()
+    with pytest.raises(RuntimeError, match=r"sharded parameter 'o\.weight'.*to_local\(\)"):
+        loss + (model.o.weight**2).sum()  # torch refuses to mix plain tensors and DTensors only in the backward
+    (loss + (model.o.weight**2).sum().full_tensor()).backward()
+    (model.o.weight**2).sum().backward()
+    (alone(torch.ones(2, 3)).sum() + 2 * (alone.o.weight**2).sum()).backward()
+    torch.testing.assert_close(model.o.weight.grad.full_tensor(), alone.o.weight.grad)
+
+
+def test_one_process_may_do_as_it_likes() -> None:
+    run_ranks(_penalise_in_one_process, world_size=1)
+
+
+def _penalise_while_accumulating(rank: int) -> None:
+    """Add a penalty whose gradient autograd writes to ``.grad`` during a backward, after other gradients."""
+    for settings in (*MODES[:2], {"size": 1}, {"size": 4}):
+        for pattern in ("uur", "rur", "rr"):  # u: inside no_sync
+            torch.manual_seed(0)
+            alone = blocks(3, order=(0, 2))
+            model = shard(copy.deepcopy(alone), **settings)
+            for step, where in enumerate(pattern):
+                with layerzero.no_sync(model) if where == "u" else nullcontext():
+                    penalty = sum(p.to_local().square().sum() for p in model.parameters())
+                    (loss_of(model(batch(rank, step))) + 0.1 * penalty).backward()
+                for r in range(WORLD):
+                    penalty = sum(p.square().sum() for p in alone.parameters())
+                    (loss_of(alone(batch(r, step))) + 0.1 * penalty).backward()
+            assert_same_gradients(model, alone, (settings, pattern))
+
+
+def test_a_penalty_in_every_micro_batch() -> None:
+    run_ranks(_penalise_while_accumulating, world_size=WORLD)
+
+
+def _penalise_alone(model: nn.Module) -> None:
+    """Run a backward through no unit, which the engine does not see."""
+    sum((p.to_local() if isinstance(p, DTensor) else p).square().sum() * 0.1 for p in model.parameters()).backward()
+
+
+def _delete(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        del parameter.grad
+
+
+def _set(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+# First reader of .grad after a backward, on the model and, once or once per rank, in one process.
+ASKS: dict[str, tuple[Callable[[nn.Module], object], int]] = {
+    "nothing, but the optimizer": (lambda model: None, 1),
+    "a read": (lambda model: [p.grad for p in model.parameters()], 1),
+    "a read of one that nobody has used": (lambda model: model.units[3].linear.bias.grad, 1),
+    "set": (_set, WORLD),
+    "deleted": (_delete, 1),
+    "zero_grad": (lambda model: model.zero_grad(), 1),
+    "torch's norm": (lambda model: nn.utils.clip_grad_norm_(model.parameters(), float("inf")), 1),
+    "a penalty alone": (_penalise_alone, WORLD),
+}
+ORDERS = [(0, 2), (0, 2), (0, 1), (0, 1)]  # no rank uses all units, and no rank uses the last one
+
+
+def _pass(model: nn.Module, rank: int, step: int) -> None:
+    model.order = ORDERS[rank]
+    one_pass(model, rank, step)
+
+
+def _pass_alone(alone: nn.Module, step: int) -> None:
+    for rank in range(WORLD):
+        _pass(alone, rank, step)
+
+
+def _ask_late(rank: int, settings: Sequence[dict[str, Any]]) -> None:
+    warnings.filterwarnings("ignore", "offload_", UserWarning)  # its purpose on a CPU
+    for each in settings:
+        for name, (ask, times) in ASKS.items():
+            torch.manual_seed(0)
+            alone = blocks(4)
+            model = shard(copy.deepcopy(alone), **each)
+            optimizers = layerzero.shard_optimizer(sgd(model), model), sgd(alone)
+            for step, passes in enumerate((1, 1, 2)):
+                for number in range(passes):
+                    _pass(model, rank, 10 * step + number)
+                    _pass_alone(alone, 10 * step + number)
+                with plain_access():
+                    known = any(p.grad is not None for p in model.parameters())
+                # The first backward has more agreements, and waits; before the last one there were some.
+                assert known is (step != 1), (each, name, step)
+                if step > 0:
+                    ask(model)
+                    for _ in range(times):
+                        ask(alone)
+                    if name == "set":
+                        for parameter in alone.parameters():
+                            parameter.grad = parameter.grad * WORLD
+                if name == "nothing, but the optimizer":
+                    for parameter in alone.parameters():
+                        parameter.grad = None if parameter.grad is None else parameter.grad / WORLD
+                else:
+                    assert_same_gradients(model, alone, (each, name, step))
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for parameter_name, parameter in alone.named_parameters():
+                ours = model.get_parameter(parameter_name).detach().full_tensor()
+                torch.testing.assert_close(ours, parameter.detach(), msg=f"{each}, {name}")
+
+
+@pytest.mark.parametrize(
+    "settings", [MODES[:2], ({"size": 1}, {"offload_grads": True}), ({"offload_optimizer": True},)], ids=str
+)
+def test_gradients_of_which_others_have_to_tell_are_there_when_they_are_asked_for(settings: Any) -> None:
+    run_ranks(_ask_late, settings, world_size=WORLD)
+
+
+def _late(rank: int) -> tuple[nn.Module, nn.Module]:
+    """Return a model after a second backward whose result is unread, and the one-process model."""
+    torch.manual_seed(0)
+    alone = blocks(4)
+    model = shard(copy.deepcopy(alone))
+    for step in range(2):
+        model.zero_grad()
+        alone.zero_grad()
+        _pass(model, rank, step)
+        _pass_alone(alone, step)
+    assert get_state(model).gradients.due.pending
+    return model, alone
+
+
+def _interrupt(rank: int) -> None:
+    """Interrupt the publication of gradients at each place in turn."""
+    for publications in range(6):
+        _interrupt_after(publications, rank)
+
+
+def _interrupt_after(publications: int, rank: int) -> None:
+    """Interrupt after `publications` handles have published gradients; 0: after the agreement; 5: after all."""
+    publish, take = GradAttribute.publish, GradientReducer._take_agreed
+    model, alone = _late(rank)
+    left = [publications]
+
+    def interrupted(shown: GradAttribute, *, agreed: bool) -> None:
+        publish(shown, agreed=agreed)
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+
+    def taken(sync: GradientReducer, agreement: Any) -> None:
+        take(sync, agreement)
+        if left[0] == 0:
+            left[0] = -1
+            raise KeyboardInterrupt
+
+    with (
+        mock.patch.object(GradAttribute, "publish", interrupted),
+        mock.patch.object(GradientReducer, "_take_agreed", taken),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        model.units[0].linear.weight.grad  # noqa: B018
+    assert_same_gradients(model, alone, publications)
+
+
+def _read_in_threads(rank: int) -> None:
+    model, alone = _late(rank)
+    with ThreadPoolExecutor(4) as threads:
+        norms = list(threads.map(lambda p: None if p.grad is None else p.grad.to_local().norm(), model.parameters()))
+    assert len(norms) == len(list(model.parameters()))
+    assert_same_gradients(model, alone, "")
+
+
+def _read_under_modes(rank: int) -> None:
+    for mode in (torch.inference_mode(), torch.device("meta")):
+        model, alone = _late(rank)
+        with mode:
+            assert model.units[3].linear.bias.grad is None
+        nn.utils.clip_grad_norm_(model.parameters(), float("inf"))  # writes to them
+        assert_same_gradients(model, alone, mode)
+
+
+def _drop(rank: int) -> None:
+    model, _ = _late(rank)
+    parameter = model.units[0].linear.weight
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None, "without the garbage collector"
+    with pytest.raises(RuntimeError, match="dropped before its gradients were read; keep it"):
+        parameter.grad  # noqa: B018
+
+
+def _freeze_late(rank: int) -> None:
+    """Freeze a unit; it takes effect at the next forward, and present gradients stay."""
+    model, alone = _late(rank)
+    for net in (model, alone):
+        net.units[1].requires_grad_(False)
+    _pass(model, rank, 2)
+    _pass_alone(alone, 2)
+    assert_same_gradients(model, alone, "")
+
+
+@pytest.mark.parametrize("what", [_interrupt, _read_in_threads, _read_under_modes, _drop, _freeze_late])
+def test_what_is_due_is_settled_once_whatever_comes_between(what: Callable[[int], None]) -> None:
+    run_ranks(what, world_size=WORLD, shared_memory="off")
+
+
+def _hook_late(rank: int) -> None:
+    for ranks in (range(WORLD), (0, 3)):  # that have one
+        model, called = shard(blocks(3)), []
+        if rank in ranks:
+            model.units[1].linear.weight.register_post_accumulate_grad_hook(called.append)
+        for step in range(3):
+            _pass(model, rank, step)
+            expected = [model.units[1].linear.weight] * (step + 1) if rank in ranks else []
+            assert called == expected, "also where this rank has not used it"
+
+
+def _hold(rank: int) -> None:
+    for settings in MODES:
+        model = shard(blocks(3), **settings)
+        for step in range(3):
+            held = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} if step == 2 else {}
+            model.order = (0, 2) if rank < 2 else (0, 1)
+            with layerzero.no_sync(model) if step == 1 else nullcontext():
+                one_pass(model, rank, step)
+        seen = {name: gradient.full_tensor() for name, gradient in held.items()}  # the parameters have not been read
+        assert seen and all(torch.equal(seen[n], model.get_parameter(n).grad.full_tensor()) for n in seen), settings
+
+
+def test_who_holds_a_gradient_sees_in_it_what_a_later_backward_has_added() -> None:
+    run_ranks(_hold, world_size=WORLD)
+
+
+def _edit_in_flight(rank: int) -> str:
+    for size in (1, 2, 4):
+        model = shard(blocks(), size)
+        optimizer = layerzero.shard_optimizer(sgd(model), model)
+        loss = loss_of(model(batch(rank, 0)))
+        with torch.no_grad():
+            model.units[1].linear.weight.mul_(2)
+        with pytest.raises(RuntimeError, match=r"units\.1.*changed between a forward and its backward") as caught:
+            loss.backward()
+        optimizer.zero_grad()
+        one_pass(model, rank, 1)
+    return str(caught.value)
+
+
+def test_an_edit_between_forward_and_backward_is_an_error() -> None:
+    run_ranks(_edit_in_flight, world_size=WORLD)
+
+
+MISUSES: dict[str, Callable[[Chain, Tensor], Tensor]] = {
+    "full_tensor in a loss": lambda model, x: model.units[0].linear.weight.full_tensor().square().sum(),
+    "a weight in a loss": lambda model, x: (x @ model.units[0].linear.weight).sum(),
+    "a submodule of a unit": lambda model, x: model.units[0].linear(x).sum(),
+    "a penalty": lambda model, x: model.units[0].linear.weight.square().sum() + x.sum(),
+}
+
+
+def _misuse(rank: int) -> dict[str, str]:
+    warnings.simplefilter("ignore")  # torch's, on how it reduces such sums
+    messages = {}
+    for name, term in MISUSES.items():
+        model = shard(blocks())
+        with pytest.raises((RuntimeError, ValueError, NotImplementedError)) as caught:
+            (loss_of(model(batch(rank, 0))) + term(model, batch(rank, 1))).backward()
+        messages[name] = str(caught.value)
+    assert model.units[0].linear.weight.full_tensor().shape == (6, 6), "to look at it is fine"
+    warnings.simplefilter("error")
+    return messages
+
+
+def test_a_loss_on_sharded_parameters_is_an_error() -> None:
+    for messages in run_ranks(_misuse, world_size=WORLD):
+        assert "no gradient can flow" in messages["full_tensor in a loss"]
+        for name in ("a weight in a loss", "a submodule of a unit"):
+            assert "units.0.linear.weight" in messages[name] and "call the model as a whole" in messages[name]
+        assert "p.to_local()" in messages["a penalty"] or "DTensor" in messages["a penalty"]

@@ -1,0 +1,440 @@
+"""Plans predict the memory of a run to the byte, its traffic, and the order of the engine's schedule."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import layerzero
+from benchmarks.model_shapes import UNITS
+from benchmarks.simulation.record import Settings, record_blocks
+from layerzero.config import LayerZeroConfig
+from layerzero.device.buffer_pools import FullBufferPool
+from layerzero.planning import Cluster, TransformerShape, plan, read_config
+from layerzero.planning.meta_sharding import MetaSharding, foreseen, optimizer_bytes, where_of
+from layerzero.planning.plan_report import yaml_text
+from layerzero.planning.sim_program import Operation, SimCompute, SimLaunch, SimWait, StartReduction, from_events
+from layerzero.planning.sim_schedules import ScheduleSettings, UnitCost, layerzero_program
+from layerzero.planning.simulator import SimMachine, simulate
+from layerzero.planning.transformer_shapes import TransformerBlock
+from layerzero.utils.text_tables import rate, seconds, size, table
+from tests.support.ranks import mesh_of, run_ranks
+
+pytestmark = pytest.mark.slow
+
+# --- memory and traffic, compared with real ranks ---
+
+
+class Block(nn.Module):
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, inner), nn.Linear(inner, 6)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """Blocks whose sizes need padding, one with its own strides, one partly frozen, inside a root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.blocks = nn.ModuleList(Block(inner) for inner in (3, 40, 7, 7, 64))
+        self.blocks[1].up.weight = nn.Parameter(self.blocks[1].up.weight.detach().t().contiguous().t())
+        self.blocks[2].up.requires_grad_(False)
+        self.last = nn.Linear(6, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).float()
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+ALL_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+SETTINGS: list[dict[str, object]] = [
+    {"zero3_size": 1, "accumulation": "full", "mp_policy": BF16},
+    {"zero3_size": 2, "accumulation": "sharded", "mp_policy": BF16},
+    {"zero3_size": 2, "accumulation": "full", "mp_policy": BF16},
+    {"zero3_size": 4, "accumulation": "sharded", "mp_policy": BF16},
+    {"zero3_size": 2, "accumulation": "sharded", "mp_policy": MixedPrecisionPolicy()},
+    {"zero3_size": 4, "accumulation": "full", "mp_policy": MixedPrecisionPolicy()},
+    {"zero3_size": 2, "accumulation": "sharded", "mp_policy": ALL_BF16},
+    {"zero3_size": 2, "accumulation": "full", "mp_policy": ALL_BF16},
+    {"zero3_size": 2, "mp_policy": BF16, "offload_grads": True},
+    {"zero3_size": 1, "mp_policy": BF16, "offload_grads": True},
+    {"zero3_size": 2, "mp_policy": BF16, "offload_optimizer": True},
+    {"zero3_size": 4, "mp_policy": BF16, "offload_optimizer": True},
+    {"zero3_size": 2, "mp_policy": BF16, "offload_grads": True, "offload_optimizer": True, "accumulation": "full"},
+    {"zero3_size": 2, "mp_policy": BF16, "offload_params": True, "offload_optimizer": True},
+    {"zero3_size": 1, "mp_policy": BF16, "offload_params": True},
+    {"zero3_size": 2, "mp_policy": MixedPrecisionPolicy(), "offload_params": True, "offload_grads": True},
+    {"zero3_size": 2, "mp_policy": BF16, "prefetch": 3},
+    {"zero3_size": 2, "mp_policy": BF16, "reshard_after_forward": False},
+    {"zero3_size": 4, "mp_policy": BF16, "reshard_after_forward": 2},
+    {"zero3_size": 2, "mp_policy": BF16, "replica_reduce_dtype": torch.bfloat16},
+]
+
+
+def _train(model: nn.Module, micro_batches: int) -> torch.optim.Optimizer:
+    """Train for three steps; traffic is counted in the last one."""
+    optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
+    for _ in range(3):
+        layerzero.traffic(model, reset=True)
+        for index in range(micro_batches):
+            with layerzero.no_sync(model) if index + 1 < micro_batches else nullcontext():
+                model(torch.ones(2, 5)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def _measured(rank: int) -> list[tuple[dict[str, int], int, int]]:
+    """Return measured memory, and measured and predicted peaks, by settings."""
+    found = []
+    for index, settings in enumerate(SETTINGS):
+        torch.manual_seed(0)
+        given = {name: value for name, value in settings.items() if name != "zero3_size"}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the CPU has no device memory to free
+            model = layerzero.shard_model(Net(), mesh=mesh_of(settings["zero3_size"]), units={Block}, **given)
+        # Offloaded tensors have host memory from the first time on that they wait between micro-batches.
+        optimizer = _train(model, 2 if settings.get("offload_grads") else 1 + index % 3)
+        report = layerzero.memory(model)
+        assert optimizer.state, "it is there, so that its state is counted"
+        found.append((report.measured, report.measured_peak, report.predicted_peak))
+    return found
+
+
+@pytest.mark.skipif(
+    not FullBufferPool.can_cache, reason="needs a torch that moves memory between storages, as 2.13 does"
+)
+def test_a_plan_is_to_the_byte_what_real_ranks_hold() -> None:
+    with torch.device("meta"):
+        on_meta = Net()
+    for rank, measured in enumerate(run_ranks(_measured, timeout=240)):
+        for settings, (held, peak, predicted_peak) in zip(SETTINGS, measured, strict=True):
+            config = LayerZeroConfig(units={Block}, shared_memory="off", **settings)
+            in_host = settings.get("offload_params", False)
+            where = where_of(4, settings["zero3_size"], rank=rank, on_device=False, offload_params=in_host)
+            units = MetaSharding(on_meta, config).units(config, where)
+            found = foreseen(units, config)
+            kind = "host_optimizer" if config.offload_optimizer else "optimizer"
+            state = optimizer_bytes(units, 2)
+            planned = {**found.kinds, kind: state}
+            assert {k: v for k, v in planned.items() if v} == {k: v for k, v in held.items() if v}, (rank, settings)
+            on_device = 0 if config.offload_optimizer else state
+            assert found.peak + on_device == peak == predicted_peak, (rank, settings)
+
+
+class Trained(Net):
+    """Net without frozen parameters: plans count traffic for models that train all parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(True)
+
+
+SENT = [(settings, micro_batches) for settings in SETTINGS[:4] for micro_batches in (1, 3)]
+
+
+def _sent(rank: int) -> list[dict[str, int]]:
+    """Return the bytes of a step by axis, for each setting."""
+    found = []
+    for settings, micro_batches in SENT:
+        given = {name: settings[name] for name in ("accumulation", "mp_policy")}
+        model = layerzero.shard_model(Trained(), mesh=mesh_of(settings["zero3_size"]), units={Block}, **given)
+        _train(model, micro_batches)
+        sent = layerzero.traffic(model).bytes_by_axis
+        found.append({axis: sent.get(axis, 0) for axis in ("zero3", "replica")})
+    return found
+
+
+def test_planned_bytes_are_those_that_real_ranks_send() -> None:
+    cluster = Cluster(nodes=2, accelerators=2, device="cpu")
+    for (settings, micro_batches), sent in zip(SENT, run_ranks(_sent)[0], strict=True):
+        found = plan(
+            Trained,
+            cluster,
+            units={Block},
+            micro_batches=[micro_batches],
+            zero3_sizes=[settings["zero3_size"]],
+            accumulations=[settings["accumulation"]],
+            reduce_dtypes=[torch.float32],
+            offload=False,
+        )
+        (row,) = found.rows
+        assert row.sent == pytest.approx(sent, rel=1e-12), (settings, micro_batches)
+
+
+# --- the schedule, compared with the engine's ---
+
+
+def _said(program: Sequence[Operation]) -> list[str]:
+    """Return the launches, waits and computations of the last step, in order."""
+    numbers: dict[int, str] = {}
+    said: list[str] = []
+    for operation in program:
+        if isinstance(operation, SimLaunch):
+            numbers[operation.number] = f"{operation.collective.kind} {operation.collective.unit}"
+            said.append(f"launch {numbers[operation.number]}")
+        elif isinstance(operation, SimWait):
+            said.append(f"wait {numbers[operation.number]}")
+        elif isinstance(operation, StartReduction):
+            said.append("reduce " + ", ".join(f"{each.kind} {each.unit}" for each in operation.collectives))
+        elif isinstance(operation, SimCompute):
+            said.append(" ".join(operation.what))
+        else:
+            said.append(type(operation).__name__)
+    ends = [place for place, each in enumerate(said) if each == "StepEnd"]
+    return said[ends[-2] + 1 : ends[-1] + 1]
+
+
+def _without_splinters(said: Sequence[str]) -> Iterator[str]:
+    """Merge the parts of a unit's computation, which a recording splits at launches."""
+    phase = ""
+    for each in said:
+        if each.startswith(("forward blocks", "backward blocks")):
+            if each != phase:
+                yield each
+            phase = each
+        elif not each.startswith(("forward", "backward", "after", "update")):
+            yield each
+
+
+CASES = [(16, 8, 2, "sharded"), (16, 8, 3, "full"), (16, 1, 2, "sharded"), (8, 8, 3, "sharded"), (8, 8, 1, "full")]
+
+
+@pytest.mark.parametrize(("ranks", "zero3_size", "micro_batches", "accumulation"), CASES)
+def test_the_schedule_is_the_one_that_the_engine_records(
+    ranks: int, zero3_size: int, micro_batches: int, accumulation: str
+) -> None:
+    blocks = 4
+    recorded = from_events(record_blocks(blocks, Settings(ranks, zero3_size, micro_batches, accumulation), steps=3))
+    works = [UnitCost(name, 64, 1.0, 2.0) for name in ("the root", *(f"blocks.{index}" for index in range(blocks)))]
+    sharding = ScheduleSettings(ranks, zero3_size, micro_batches, accumulation, root_stays=False)
+    written = list(layerzero_program(works, sharding, steps=3))
+    assert list(_without_splinters(_said(written))) == list(_without_splinters(_said(recorded)))
+
+
+def test_times_grow_by_as_much_with_each_micro_batch_from_the_third_on() -> None:
+    works = [UnitCost(name, 1e6, 0.1, 0.2) for name in ("the root", *(f"blocks.{index}" for index in range(3)))]
+    for (shared, mode), between in itertools.product(((1, "sharded"), (2, "sharded"), (2, "full")), (1e7, 1e9)):
+        machine = SimMachine(node_size=2, inside=1e8, between=between, launch=1e-4, zero3_size=shared)
+        steps = [
+            simulate(layerzero_program(works, ScheduleSettings(8, shared, count, mode)), machine).step
+            for count in range(2, 7)
+        ]
+        grown = [after - before for before, after in itertools.pairwise(steps)]
+        assert grown == pytest.approx([grown[0]] * 4, rel=1e-9), (shared, mode, between)
+
+
+def test_a_row_of_many_micro_batches_is_what_all_of_them_would_take() -> None:
+    found = plan(SMALL, Cluster(nodes=4, between=10.0), micro_batches=[1, 2, 6], offload=True)
+    for row in (*found.rows, *found.peers):
+        machine, program = found.workshop.program(row.choice)
+        assert row.step == pytest.approx(simulate(program, machine).step, rel=1e-6), row.choice
+
+
+# --- inputs and outputs ---
+
+SMALL = TransformerShape(layers=3, hidden=64, ffn=160, vocab=256, heads=4)
+
+
+def test_the_recommended_settings_can_be_pasted(tmp_path: Path) -> None:
+    for model, units in ((Trained, {Block}), (SMALL, None)):
+        found = plan(model, Cluster(nodes=4, accelerators=2, device="cpu"), units=units, micro_batches=[2])
+        text = str(found)
+        assert found.best is not None and found.best.fits and found.why in text
+        said = text[text.index("# layerzero.yaml") : text.index("peak: the most")]
+        path = tmp_path / "layerzero.yaml"
+        path.write_text(said)
+        config, chosen = LayerZeroConfig.from_yaml(path), found.config
+        assert chosen is not None
+        for name in ("zero3_size", "mp_policy", "accumulation", "offload_grads", "offload_optimizer", "shared_memory"):
+            assert getattr(config, name) == getattr(chosen, name), name
+        assert list(config.units) == ["Block"]
+        assert 'units={"Block"}' in text if model is SMALL else "units={Block}" in text
+        call = text[text.index("model = layerzero.shard_model(") : text.index("# layerzero.yaml")]
+        compile(call, "call", "exec")
+        assert f"zero3_size={found.best.choice.zero3_size}" in call
+
+
+def test_what_is_pasted_has_every_setting_of_its_row(tmp_path: Path) -> None:
+    found = plan(SMALL, Cluster(nodes=2, accelerators=2), zero3_sizes=[2], micro_batches=[2], offload=True)
+    path = tmp_path / "layerzero.yaml"
+    for row in found.rows:
+        path.write_text(yaml_text(replace(found, best=row)))
+        config, chosen = LayerZeroConfig.from_yaml(path), found.workshop.config(row.choice)
+        for name in ("zero3_size", "mp_policy", "accumulation", "offload_grads", "offload_optimizer"):
+            assert getattr(config, name) == getattr(chosen, name), (name, row.choice)
+    assert {row.choice.accumulation for row in found.rows} == {"sharded", "full"}
+
+
+def test_a_model_that_does_not_fit_is_said_to_lack_so_much() -> None:
+    large = TransformerShape(layers=8, hidden=2048, vocab=50_000, heads=16)
+    found = plan(large, Cluster(nodes=1, accelerators=2, memory=5, reserve=1), micro_batches=[1], offload=False)
+    assert found.best is None and found.config is None
+    closest = min(found.rows, key=lambda row: row.excess)
+    assert closest.excess == closest.peak - 4e9 > 0
+    assert "Nothing fits" in found.why and size(closest.excess) in str(found)
+    with_offload = plan(large, Cluster(nodes=1, accelerators=2, memory=12, reserve=1), micro_batches=[1])
+    assert any(row.choice.offload != "-" for row in with_offload.rows), "tried where it does not fit without"
+
+
+def test_more_nodes_need_less_memory_and_no_setting_beats_its_computation_or_its_link() -> None:
+    for nodes in (2, 16):
+        cluster = Cluster(nodes=nodes, between=50.0, memory=8.0, price=2.0)
+        found = plan(SMALL, cluster, micro_batches=[1, 5], offload=True)
+        for row in (*found.rows, *found.peers):
+            computing = row.parts["forward"] + row.parts["backward"]
+            assert row.step >= computing * (1 - 1e-9), row
+            assert row.step >= cluster.accelerators * row.between / (cluster.between * 1e9 / 8) * (1 - 1e-9), row
+            assert sum(row.parts.values()) == pytest.approx(row.step)
+            assert row.price == 24 * 2.0 * cluster.ranks
+            assert row.tokens == pytest.approx(4096 * row.choice.micro_batches * cluster.ranks / row.step)
+    best = found.best
+    assert best is not None
+    held = [sum(row.memory.values()) for row in found.over_nodes((1, 2, 4), best.choice)]
+    assert held == sorted(held, reverse=True)
+
+
+def test_bytes_of_the_schemes_are_those_of_their_formulas() -> None:
+    nodes, node, count = 4, 8, 3
+    found = plan(SMALL, Cluster(nodes=nodes, accelerators=node), micro_batches=[count])
+    numel = SMALL.numel
+    fsdp, hsdp, zero1 = (peer for peer in found.peers if peer.choice.reduce_dtype is torch.float32)
+    assert hsdp.between == pytest.approx(2 * 4 * numel / node * (1 - 1 / nodes))
+    assert zero1.sent["replica"] == pytest.approx((4 + 2) * numel * (1 - 1 / (nodes * node)))
+    root = sum(parameter.numel() for name, parameter in SMALL.build().named_parameters() if "blocks" not in name)
+    gathered = 2 * (2 * (numel - root) + root)  # the root stays from forward to backward
+    assert fsdp.sent["zero3"] == pytest.approx(count * (gathered + 4 * numel) * (1 - 1 / (nodes * node)))
+    for row in found.rows:
+        choice = row.choice
+        if choice.zero3_size == node:
+            padded = sum(handle.layout.numel for unit in found.workshop.planned(choice) for handle in unit.handles)
+            wire = choice.reduce_dtype.itemsize
+            assert numel <= padded < 1.1 * numel
+            assert row.between == pytest.approx((wire + 2) * padded / node * (1 - 1 / nodes))
+
+
+def test_sizes_are_those_of_well_known_models() -> None:
+    numels = {
+        model: sum(each.numel * each.copies for each in UNITS if each.model == model)
+        for model in {u.model for u in UNITS}
+    }
+    llama = TransformerShape(layers=32, hidden=4096, ffn=11008, vocab=32000, heads=32)
+    assert llama.numel == numels["Llama 7B"]
+    assert (
+        TransformerShape(layers=80, hidden=8192, ffn=28672, vocab=32000, heads=64, kv_heads=8).numel
+        == numels["Llama 70B"]
+    )
+    mixtral = TransformerShape(layers=32, hidden=4096, ffn=14336, vocab=32000, heads=32, kv_heads=8, experts=8)
+    assert mixtral.numel == numels["Mixtral 8x7B"]
+
+
+CONFIG = {
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def test_a_config_of_hugging_face_gives_the_sizes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    expected = TransformerShape(layers=2, hidden=64, ffn=96, vocab=128, heads=4, kv_heads=2)
+    assert read_config(tmp_path) == read_config(tmp_path / "config.json") == expected
+    for change, message in (
+        ({"model_type": "walrus"}, "model_type 'walrus' is not known here .*module:function"),
+        ({"vocab_size": None}, "lacks 'vocab_size'"),
+        ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
+    ):
+        wrong = {name: value for name, value in {**CONFIG, **change}.items() if value is not None}
+        (tmp_path / "wrong.json").write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=message):
+            read_config(tmp_path / "wrong.json")
+    (tmp_path / "wrong.json").write_text("no")
+    with pytest.raises(ValueError, match="is not JSON"):
+        read_config(tmp_path / "wrong.json")
+
+
+def test_a_cluster_is_read_strictly(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("nodes: 4\nmemory: 40\n")
+    assert Cluster.from_yaml(path, between=100.0) == Cluster(nodes=4, memory=40, between=100.0)
+    for text, message in (
+        ("nodes: 4\nbandwith: 3", "unknown fields bandwith; known are nodes"),
+        ("memory: 4", "nodes is not given"),
+        ("nodes: many", "nodes must be an int"),
+        ("nodes: 0", "nodes=0; it must be more than 0"),
+        ("nodes: 2\nsteps: tree", "steps='tree'; use one of"),
+        ("- 3", "must hold names and values"),
+    ):
+        path.write_text(text)
+        with pytest.raises((TypeError, ValueError), match=message):
+            Cluster.from_yaml(path)
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    cluster = Cluster(nodes=2, accelerators=2)
+    for arguments, settings, message in (
+        ((SMALL, cluster), {"zero3_sizes": [3]}, "zero3_size=3 does not divide the 4 ranks"),
+        ((SMALL, cluster), {"micro_batches": [0]}, "give numbers of at least 1"),
+        ((SMALL, cluster), {"accumulations": ["half"]}, "accumulation='half'"),
+        ((SMALL, cluster), {"param_dtype": "fp4"}, "a dtype is 'fp4'"),
+        ((SMALL, cluster), {"tokens": 0}, "tokens=0"),
+        ((lambda: 3, cluster), {}, "must return a torch.nn.Module, got int"),
+        ((3, cluster), {}, "model must be a module"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            plan(*arguments, **settings)
+    with pytest.raises(ValueError, match="heads=3 does not divide hidden=64"):
+        TransformerShape(layers=1, hidden=64, vocab=8, heads=3)
+
+
+def _paired(name: str, module: nn.Module) -> str | bool:
+    return f"pair {int(name.split('.')[1]) // 2}" if isinstance(module, TransformerBlock) else False
+
+
+def test_blocks_compute_in_whatever_unit_they_are_and_only_they_compute_again() -> None:
+    cluster = Cluster(nodes=2, accelerators=2)
+    sizes = TransformerShape(layers=4, hidden=64, vocab=512, heads=2)
+    tokens = 128
+    blocks, head = 4 * tokens * sizes.block_flops(tokens), tokens * sizes.root_flops()
+    speed = cluster.tflops * 1e12
+    for units in ([TransformerBlock], _paired, lambda name, module: False):
+        for again in (True, False):
+            found = plan(sizes, cluster, units=units, tokens=tokens, micro_batches=[1], recompute=again)
+            for row in found.rows:
+                assert row.parts["forward"] == pytest.approx((blocks + head) / speed), units
+                assert row.parts["backward"] == pytest.approx(((2 + again) * blocks + 2 * head) / speed), units
+
+
+def test_a_plan_needs_no_memory_for_the_model_and_leaves_it_as_it_was() -> None:
+    model = SMALL.build()
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    found = plan(model, Cluster(nodes=2), units=["TransformerBlock"], micro_batches=[1], zero3_sizes=[8])
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert found.units == 4 and not torch.distributed.is_initialized()
+
+
+def test_numbers_have_units_for_people() -> None:
+    assert [size(n) for n in (0, 999, 1000, 1_240_000, 999_600, 5e13)] == [
+        "0 B", "999 B", "1.00 kB", "1.24 MB", "1.00 MB", "50.0 TB",
+    ]  # fmt: skip
+    assert [seconds(s) for s in (0, 2.5, 0.0125, 1.5e-5)] == ["0.00 s", "2.50 s", "12.5 ms", "15 us"]
+    assert rate(12_345) == "12.3 k"
+    assert table(("a", "bb"), [("x", "1"), ("yy", "22")]) == "a   bb\nx    1\nyy  22"
