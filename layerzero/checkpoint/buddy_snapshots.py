@@ -123,7 +123,7 @@ class Buddies:
         try:
             check_usable(runtime, optimizer)
             if not name or Path(name).name != name:
-                raise ValueError(f"name must be a single path component, but is {name!r}. Pass a name without slashes")
+                raise ValueError(f"name must be a single path component, got {name!r}. Pass a name without slashes")
             node = json.dumps([opened_folder(self.folder), highest(self.folder)])
         except Exception as error:
             failure = error

@@ -44,7 +44,7 @@ def check_topology(topology: Mapping[str, Any]) -> None:
     """Raise ValueError unless all sizes in `topology` are positive integers."""
     for name in ("data_parallel", "zero3_size", *(["ranks"] if "ranks" in topology else [])):
         if type(topology[name]) is not int or topology[name] < 1:
-            raise ValueError(f"{name} must be a positive integer, but is {topology[name]!r}")
+            raise ValueError(f"{name} must be a positive integer, got {topology[name]!r}")
 
 
 def num_saving_ranks(topology: Mapping[str, int]) -> int | None:
@@ -136,9 +136,9 @@ def check_document(document: Mapping[str, Any], tensors: Mapping[str, StoredTens
     for group in optimizer["param_groups"]:
         _check_names(group, "a parameter group")
         if not isinstance(group["params"], list) or not all(type(name) is str for name in group["params"]):
-            raise ValueError(f"params of a parameter group must be a list of names, but is {group['params']!r}")
+            raise ValueError(f"params of a parameter group must be a list of names, got {group['params']!r}")
     if type(optimizer.get("class", "")) is not str:
-        raise ValueError(f"the class of the optimizer must be a string, but is {optimizer['class']!r}")
+        raise ValueError(f"the class of the optimizer must be a string, got {optimizer['class']!r}")
     _check_value(optimizer, tensors, ranks)
 
 
@@ -177,14 +177,14 @@ def _check_tagged(
         return
     if tag in ("$bytes", "$float", "$dtype"):
         if type(content) is not str:
-            raise ValueError(f"{tag} must be a string, but is {content!r}")
+            raise ValueError(f"{tag} must be a string, got {content!r}")
         if tag == "$bytes":
             base64.b64decode(content, validate=True)
         else:
             _PLAIN.decode(value)
         return
     if not isinstance(content, list):
-        raise ValueError(f"{tag} must be a list, but is {content!r}")
+        raise ValueError(f"{tag} must be a list, got {content!r}")
     if tag == "$per_rank":
         if len(content) != ranks:
             raise ValueError(f"a per_rank entry has {len(content)} values for {ranks} ranks")

@@ -70,7 +70,7 @@ def on_signal(
             "checkpoint.on_signal must be called from the main thread, because Python handles signals there"
         )
     if deadline is not None and not deadline > 0:
-        raise ValueError(f"deadline must be positive or None, but is {deadline!r}. Pass seconds, or leave it out")
+        raise ValueError(f"deadline must be positive or None, got {deadline!r}. Pass seconds, or leave it out")
     return LeaveRequest(signum, model, deadline, 128 + signum if exit_code is None else exit_code)
 
 

@@ -232,7 +232,7 @@ def _prepare(
         finish_pending(runtime)
         check_usable(runtime, optimizer)
         if how.keep_last is not None and (not isinstance(how.keep_last, int) or how.keep_last < 1):
-            raise ValueError(f"keep_last must be a positive int or None, but is {how.keep_last!r}")
+            raise ValueError(f"keep_last must be a positive int or None, got {how.keep_last!r}")
         if path.name.startswith("."):
             raise ValueError(
                 f"the checkpoint name {path.name!r} starts with a dot, which marks incomplete checkpoints. Use another "

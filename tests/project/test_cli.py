@@ -97,7 +97,7 @@ USAGE = {
     "no batches": (["bare:make_model"], "bare has no make_batch(index, rank); define it there, or name"),
     "batches": (["mine:Right", "--batches", "mine:x"], "--batches 'mine:x': 'mine' has no 'x'"),
     "loss": (["mine:Right", "--loss", "mine:x"], "--loss 'mine:x': 'mine' has no 'x'"),
-    "size": (["mine:Right", "--zero3-size", "3"], "zero3_sizes holds 3, which does not divide the 4 ranks"),
+    "size": (["mine:Right", "--zero3-size", "3"], "zero3_sizes contains 3, which does not divide the 4 ranks"),
     "accumulation": (["mine:Right", "--accumulation", "some"], "accumulation='some'"),
     "dtype": (["mine:Right", "--param-dtype", "int8"], "--param-dtype int8 is unknown; use one of bfloat16,"),
     "unit": (["mine:Right", "--unit", "mine:squares"], "--unit mine:squares is not a torch.nn.Module class"),
