@@ -3,7 +3,7 @@
 [Note: When a Megatron checkpoint exists]
 Every chunk's part is written into one hidden folder, ``.NAME.TOKEN.partial``. Once all parts exist, a marker file that
 contains the token is added, and the folder is renamed to ``NAME``. Each save draws a new token, which is the same on
-all ranks. Therefore no job writes into or removes another job's folder; see [Note: Two jobs at one name] in
+all ranks. Therefore no job writes into or removes another job's folder; see [Note: Concurrent saves to one path] in
 ``checkpoint/atomic_files.py``.
 """
 

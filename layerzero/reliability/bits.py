@@ -46,7 +46,7 @@ def weighted_sum(tensor: Tensor, first: int, run: int = 1, pitch: int = 1) -> Te
         piece = words[start : start + _PIECE].to(torch.int64)
         index = torch.arange(start, start + len(piece), device=words.device)
         places = first + index // run * pitch + index % run
-        # An odd factor loses no bit of a word. Adding 1 makes zeros count.
+        # Multiplication by an odd factor loses no bit of a word. Because of the 1, zeros contribute to the sum.
         total += ((piece + 1) * (2 * places + 1)).sum()
     return total
 

@@ -1,10 +1,10 @@
 """Search for the ranks whose own gradients were not finite.
 
-[Note: Where a NaN is looked for]
-A check of the final gradients, or of their norm, before each step detects non-finite gradients. By then, the gradients
-of all ranks have been summed, so the check cannot identify the rank that produced them. Therefore each rank checks its
-own gradients when they are sent, and keeps the result on the device. This check reads the gradients once; it neither
-communicates nor blocks the host. The result is read only after a check of final gradients has failed.
+[Note: Origin of non-finite gradients]
+A check of the final gradients, or of their norm, before each step detects non-finite gradients. At that point, the
+gradients of all ranks have been summed, so the check cannot identify the rank that produced them. Therefore each rank
+checks its own gradients before it sends them, and stores the result on the device. This check reads the gradients once.
+It neither communicates nor blocks the host. The result is read only after a check of final gradients has failed.
 """
 
 from __future__ import annotations
@@ -89,4 +89,4 @@ def nonfinite_text(own: Sequence[str], final: Iterable[str]) -> str:
     if own:
         return "; ".join(own)
     names = few_names(list(dict.fromkeys(final)))
-    return f"{names}, where every rank's own gradient is finite: their sum overflowed"
+    return f"{names}, where every rank's own gradient is finite, but their sum overflowed"

@@ -46,7 +46,7 @@ def _saved(path: Path, model: Any, optimizer: Any, extra: Any, *, later: bool, k
         else:
             checkpoint.save(path, model, optimizer, extra, keep_last=keep_last)
     except FileExistsError as error:
-        assert "exists already" in str(error)
+        assert "already exists" in str(error)
         return False
     return True
 
@@ -198,7 +198,7 @@ def test_what_is_not_there_after_publishing_is_an_error(intact: Path, tmp_path: 
 
         os.rename = renamed
         try:
-            with pytest.raises(checkpoint.CheckpointError, match=rf"{name} does not hold what has just been renamed"):
+            with pytest.raises(checkpoint.CheckpointError, match=rf"{name} does not contain the new checkpoint after"):
                 atomic_files.publish(partial, tmp_path / name, records, sequence=0, token=partial.name.split(".")[2])
         finally:
             os.rename = rename

@@ -137,7 +137,7 @@ def _lives(rank: int) -> None:
         assert not any(thread.is_alive() for thread in first._threads)
         _step(model, optimizer, rank)
         assert (first._steps, second._steps) == (2, 1)
-        with pytest.raises(RuntimeError, match="watched already"):
+        with pytest.raises(RuntimeError, match="already has a watchdog"):
             layerzero.watchdog(model)
         second.close()
         assert get_state(model).mesh_info.counters.on_launch is None and _threads() == 0
