@@ -33,30 +33,28 @@ chaos: $(VENV)/ready  ## every fault five times, with real processes; ARGS="--tr
 	$(BIN)/python -m tests.chaos $(ARGS)
 
 integrations: $(VENV)/ready  ## layerzero in the loops of other people's packages, and beside them in the contest
-	$(PYTEST) tests/integrations $(ARGS)
+	$(PYTEST) tests/integrations tests/megatron $(ARGS)
 
 test-megatron:  ## layerzero.megatron with the newest Megatron-Core, on Python 3.12; the other tests have an older one
 	@if [ -n "$(PYTHON312)" ]; then $(MAKE) $(VENV)-megatron/ready && \
-		$(VENV)-megatron/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(MEGATRON_TESTS) $(ARGS); \
+		$(VENV)-megatron/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile tests/megatron $(ARGS); \
 	else echo "skipped: megatron-core 0.19 needs Python 3.12, and none was found. Name one in PYTHON312"; fi
 
-MEGATRON_TESTS := $(wildcard tests/integrations/test_megatron*.py) tests/integrations/test_example_megatron.py
-
 quick: $(VENV)/ready  ## what a change breaks first: parity, accumulation, gradients, layout, errors; under two minutes
-	$(PYTEST) tests/test_parity.py tests/test_accumulation.py tests/test_gradients.py tests/test_gradient_shard.py \
-		tests/test_layout.py tests/test_errors.py $(ARGS)
+	$(PYTEST) tests/end_to_end/test_parity.py tests/engine/test_accumulation.py tests/engine/test_grad_attribute.py tests/engine/test_gradient_storage.py \
+		tests/layout/test_flat_layout.py tests/sharding/test_errors.py $(ARGS)
 
 check: $(VENV)/ready  ## without the test suite: format, lint, types, import directions
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --quiet tests/test_imports.py
+	$(BIN)/python -m pytest --quiet tests/project/test_imports.py
 
 format: $(VENV)/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-coverage: $(VENV)/ready  ## the tests, and which lines of layerzero/ none of them has run; ARGS="tests/test_parity.py" for some
+coverage: $(VENV)/ready  ## the tests, and which lines of layerzero/ none of them has run; ARGS="tests/end_to_end/test_parity.py" for some
 	rm -f .coverage .coverage.*
 	$(BIN)/coverage run -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 	$(BIN)/coverage combine --quiet

@@ -1,7 +1,7 @@
 """Reference implementation of hybrid ZeRO-1/ZeRO-3 sharding, to read from top to bottom before the engine.
 
 It does the arithmetic of :func:`layerzero.shard_model` and :func:`layerzero.shard_optimizer` with blocking collectives,
-and imports only torch. ``tests/test_reference.py`` compares both bit for bit. For training, use the engine.
+and imports only torch. ``tests/end_to_end/test_reference.py`` compares both bit for bit. For training, use the engine.
 
 D data-parallel ranks form R = D/S replicas of S ranks. A rank has coordinates (r, s). A unit has N elements::
 

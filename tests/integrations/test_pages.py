@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.test_pages import ALL, run_everywhere
+from tests.project.test_pages import ALL, run_everywhere
 
 
 @pytest.mark.parametrize("name", [name for name, page in ALL.items() if page.needs])

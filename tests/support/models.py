@@ -3,7 +3,7 @@
 [Note: Exact arithmetic]
 :class:`IntegerNet` has integer weights, sparse integer data, a loss that is linear in the output, and power-of-two
 scales. fp32 represents its gradients and SGD updates without rounding. Therefore every order of additions gives the
-same bits, and tests may require equality. `test_parity.py` proves this with :func:`train_alone` in fp64.
+same bits, and tests may require equality. `end_to_end/test_parity.py` proves this with :func:`train_alone` in fp64.
 """
 
 from __future__ import annotations

@@ -1,0 +1,217 @@
+"""Sockets and messages of a rank grow with S + R, and communicators connect when the model is built."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import layerzero
+from layerzero.comm.model_ranks import LateMaximum
+from layerzero.engine.hooks import get_state
+from layerzero.engine.used_params import PendingUse
+from tests.support import wrapped_gloo
+from tests.support.models import (
+    different,
+    full_parameters,
+    integer_batch,
+    integer_loss,
+    integer_net,
+    train,
+)
+from tests.support.ranks import mesh_of, run_ranks
+
+pytestmark = pytest.mark.slow
+
+WORLD = 4
+
+# One process forks all ranks: 64 interpreters that import torch each would take minutes.
+_MANY = """
+import json, os, sys
+import torch, torch.distributed as dist
+import layerzero
+from layerzero.engine import used_params
+
+world, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+
+
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def run(rank):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", world), rank=rank, world_size=world)
+    before = len(os.listdir("/proc/self/fd"))
+    model = layerzero.shard_model(Two(), zero3_size=size, shared_memory="off")
+    descriptors = len(os.listdir("/proc/self/fd")) - before
+    messages, all_gather_small = [], used_params.all_gather_small
+    gather = lambda comm, *more: (messages.append(comm.size - 1), all_gather_small(comm, *more))[1]
+    used_params.all_gather_small = gather
+    model(torch.ones(1, 2)).sum().backward()
+    gradients = [model.used.weight.grad is not None, model.unused.weight.grad is None]
+    with open(f"{folder}/{rank}.json", "w") as file:
+        json.dump([descriptors, sum(messages), all(gradients)], file)
+    dist.barrier()
+    os._exit(0)
+
+
+children = []
+for rank in range(world):
+    if not (child := os.fork()):
+        run(rank)
+    children.append(child)
+sys.exit(any(os.waitpid(child, 0)[1] for child in children))
+"""
+
+
+def _many(world: int, zero3_size: int, folder: Path) -> list[list[Any]]:
+    """Return descriptors that shard_model opened, messages about used parameters, and whether gradients are right."""
+    folder.mkdir()
+    command = [sys.executable, "-c", _MANY, str(world), str(zero3_size), str(folder)]
+    subprocess.run(command, check=True, timeout=300, cwd=Path(__file__).parents[2])
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+def test_descriptors_and_messages_of_a_rank_grow_with_the_two_axes(tmp_path: Path) -> None:
+    opened = {}
+    for world, size in ((16, 4), (64, 8)):
+        found = _many(world, size, tmp_path / str(world))
+        assert all(right for _, _, right in found)
+        replicas = world // size
+        assert {messages for _, messages, _ in found} == {size - 1 + replicas - 1}, "one to each rank of both axes"
+        opened[world] = max(descriptors for descriptors, _, _ in found)
+    # Four groups along one axis and three along the other, those of the mesh included; four more ranks along each.
+    assert opened[64] - opened[16] == 7 * 4, opened
+
+
+def test_a_late_maximum_is_complete_one_exchange_later_for_each_further_axis() -> None:
+    replicas, size = 2, 3
+    ranks = {(r, s): LateMaximum(2, 1) for r in range(replicas) for s in range(size)}
+    said = torch.arange(4 * len(ranks), dtype=torch.uint8).view(4, replicas, size)  # by call and rank
+    heard = []
+    for call in said:
+        sent = {(r, s): each.outgoing(call[r, s].view(1)) for (r, s), each in ranks.items()}
+        rows = [torch.stack([sent[r, s][0] for s in range(size)]) for r in range(replicas)]
+        columns = [torch.stack([sent[r, s][1] for r in range(replicas)]) for s in range(size)]
+        heard.append({int(each.receive([rows[r], columns[s]])) for (r, s), each in ranks.items()})
+    assert heard == [{0}, {int(said[0].max())}, {int(said[1].max())}, {int(said[2].max())}]
+
+
+def _texts(rank: int, zero3_size: int) -> None:
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(zero3_size))
+    everyone = get_state(model).ranks
+    long = '"\\' * (rank + 1)
+    assert everyone.all_gather_text(long) == ['"\\' * (other + 1) for other in range(WORLD)]
+    numbers = torch.full((3,), rank + 5)
+    everyone.broadcast_numbers(numbers)
+    assert numbers.tolist() == [5, 5, 5]
+    group = everyone.control_group()
+    assert everyone.control_group() is group and dist.get_process_group_ranks(group) == list(range(WORLD))
+
+
+@pytest.mark.parametrize("zero3_size", [1, 2, 4])
+def test_texts_and_numbers_reach_all_ranks_along_the_axes(zero3_size: int) -> None:
+    run_ranks(_texts, zero3_size, world_size=WORLD)
+
+
+class Halves(nn.Module):
+    """Ranks use different parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.never = (nn.Linear(3, 3, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, which: str) -> Tensor:
+        return sum(getattr(self, name)(x) for name in which.split())
+
+
+def _reads_before_others_step(rank: int) -> None:
+    """Read a gradient on rank 0 only, before all ranks take part in a collective of the user."""
+    relay = PendingUse.relay
+
+    def relay_late(pending: PendingUse) -> None:
+        time.sleep(0.2)
+        relay(pending)
+
+    if rank > 1:
+        PendingUse.relay = relay_late  # type: ignore[method-assign]
+    torch.manual_seed(0)
+    model = layerzero.shard_model(Halves(), mesh=mesh_of(2))
+    for _ in range(3):
+        model(
+            torch.ones(1, 3), "first second never" if rank == 0 else "first" if rank < 3 else "second"
+        ).sum().backward()
+        if rank == 0:
+            assert model.second.weight.grad is not None
+        dist.barrier()
+        everyone = get_state(model).ranks
+        assert everyone.all_gather_text(str(rank)) == list("0123"), "launched after what was sent about used parameters"
+        assert model.first.weight.grad is not None and model.second.weight.grad is not None
+        model.zero_grad()
+    PendingUse.relay = relay  # type: ignore[method-assign]
+
+
+def test_one_rank_may_read_a_gradient_before_it_meets_the_others() -> None:
+    run_ranks(_reads_before_others_step, world_size=WORLD, pg_timeout=20)
+
+
+class _Connecting(wrapped_gloo.WrappedGloo):
+    """Backend that connects at the first launch and blocks until all ranks have arrived, like ``ncclCommInit``."""
+
+    NAME = "connecting"
+    built = False  # no group may connect after this point
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._is_connected = False
+
+    def launch(self, run: Callable[[], dist.Work], output: Tensor, given: Tensor) -> dist.Work:
+        if not self._is_connected:
+            assert not _Connecting.built, f"a group of {self.size()} ranks connects after the model was built"
+            self._gloo.barrier(dist.BarrierOptions()).wait()
+            self._is_connected = True
+        return run()
+
+
+def _trains_on_connected_groups(rank: int, zero3_size: int) -> None:
+    wrapped_gloo.register(_Connecting)
+    mesh = wrapped_gloo.mesh_on(_Connecting.NAME, zero3_size)
+    for settings in ({}, {"accumulation": "full"}, {"reshard_after_forward": 1}, {"sync_module_states": False}):
+        found = []
+        for each in (mesh, mesh_of(zero3_size)):
+            _Connecting.built = False
+            torch.manual_seed(0)
+            model = layerzero.shard_model(integer_net(), mesh=each, units=["first", "second"], **settings)
+            optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5), model)
+            _Connecting.built = True
+            with layerzero.no_sync(model):
+                integer_loss(model, integer_batch(rank=rank)).backward()
+            train(model, optimizer, rank, range(2))
+            integer_loss(model, integer_batch(rank=rank)).backward()
+            layerzero.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            with layerzero.unsharded(model):
+                pass
+            found.append(full_parameters(model))
+            _Connecting.built = False
+        assert not different(*found), settings
+
+
+@pytest.mark.parametrize("zero3_size", [1, 2, 4])
+def test_no_communicator_connects_after_the_model_was_built(zero3_size: int) -> None:
+    run_ranks(_trains_on_connected_groups, zero3_size, world_size=WORLD, pg_timeout=30)

@@ -1,0 +1,279 @@
+"""Errors that say which rank did not arrive, died, or ran something else; and a store that does not grow."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import layerzero
+from layerzero.comm.agreement import require_equal
+from tests.support.graphs import batch, blocks, one_pass, sgd, shard
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
+
+STORES = ("server", "file")
+SECONDS = 3.0  # of the process group
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["tests.support.graphs"])
+
+
+def _message(call: Callable[[], Any]) -> str:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns about a second error of a module that has already failed
+            call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error} [{error.__cause__}]"
+    return "nothing was raised"
+
+
+def _trained(steps: int = 2, size: int = 2) -> tuple[nn.Module, Any]:
+    model = shard(
+        blocks(3), size=size, shared_memory="off"
+    )  # of collectives; comm/transport/test_shared_memory.py has the others
+    optimizer = layerzero.shard_optimizer(sgd(model), model)
+    for step in range(steps):
+        _step(model, optimizer, step)
+    return model, optimizer
+
+
+def _step(model: nn.Module, optimizer: Any, step: int) -> None:
+    one_pass(model, dist.get_rank(), step)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# --- ranks that die: separate processes; the first one serves the store ---
+
+
+def _live(rank: int, world_size: int, folder: Path, act: Callable[[int], str]) -> None:
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=20)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        (folder / "port.new").write_text(str(store.port))
+        (folder / "port.new").rename(folder / "port")
+    else:
+        while not (folder / "port").exists():
+            time.sleep(0.01)
+        store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    said = act(rank)
+    (folder / f"{rank}.new").write_text(said)
+    (folder / f"{rank}.new").rename(folder / f"said.{rank}")
+    time.sleep(60)  # until all have reported: a rank that ends closes its connections
+
+
+def _said(folder: Path, act: Callable[[int], str], *, world_size: int, victim: int) -> dict[int, str]:
+    """Return the results of `act` on the ranks that outlived the victim."""
+    ranks = [
+        _forks.Process(target=_live, args=(rank, world_size, folder, act), daemon=True) for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    files = {rank: folder / f"said.{rank}" for rank in range(world_size) if rank != victim}
+    deadline = time.monotonic() + 60
+    while not all(file.exists() for file in files.values()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for process in ranks:
+        process.kill()
+        process.join()
+    return {rank: file.read_text() if file.exists() else "nothing" for rank, file in files.items()}
+
+
+def _die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_before_a_comparison(rank: int) -> str:
+    model, _ = _trained()
+    model.order = (1, 0, 2)  # on all ranks: they compare
+    if rank == 1:
+        model.units[1].register_forward_pre_hook(_die, prepend=True)
+    return _message(lambda: one_pass(model, rank, 2))
+
+
+def _die_before_a_gather(rank: int) -> str:
+    model, _ = _trained()
+    if rank == 1:
+        model.units[1].register_forward_pre_hook(_die, prepend=True)
+    return _message(lambda: one_pass(model, rank, 2))
+
+
+@pytest.mark.parametrize(
+    ("act", "exchange"),
+    [(_die_before_a_comparison, "comparison of orders"), (_die_before_a_gather, "gather of 'units")],
+)
+def test_a_peer_that_died_is_reported_as_dead(act: Callable[[int], str], exchange: str, tmp_path: Path) -> None:
+    (message,) = _said(tmp_path, act, world_size=2, victim=1).values()
+    assert "rank 1 has died or has ended" in message and exchange in message, message
+    assert "different orders" not in message and "onnection" in message.partition("[")[2], message
+
+
+def _die_with_the_store(rank: int) -> str:
+    require_equal("first", {}, ranks=range(3))
+    dist.barrier()
+    if rank == 0:
+        time.sleep(1)  # the others wait for its result by then
+        _die()
+    failure = LookupError("of rank 1 itself") if rank == 1 else None
+    return _message(lambda: require_equal("second", {}, ranks=range(3), failure=failure))
+
+
+def test_a_rank_that_failed_keeps_its_own_error_where_the_store_has_died(tmp_path: Path) -> None:
+    said = _said(tmp_path, _die_with_the_store, world_size=3, victim=0)
+    assert said[1].startswith("LookupError: of rank 1 itself"), said
+    assert "second" in said[2] and "store" in said[2] and "rank 0" in said[2], said
+
+
+# --- ranks that are alive and do something else ---
+
+
+def _sleep(rank: int) -> str:
+    model, _ = _trained()
+    if rank == 1:
+        time.sleep(SECONDS + 3)
+    return _message(lambda: one_pass(model, rank, 2))
+
+
+def test_a_rank_that_comes_too_late_is_named_and_is_told_who_gave_up() -> None:
+    waited, late = run_ranks(_sleep, world_size=2, pg_timeout=SECONDS)
+    assert "gather of" in waited and "rank 1 did not take part within 3 s" in waited, waited
+    assert "last left word at: comparison of orders before the gather of 'units.0')" in waited, waited
+    assert re.search("Timed out|timeout caused", waited), waited  # the message depends on the wait that ends first
+    assert "rank 0 had waited for it so long" in late, late
+    assert "different orders" not in waited + late
+
+
+def _evaluate_on_rank_0(rank: int) -> str:
+    model, optimizer = _trained()
+
+    def go_on() -> None:
+        if rank == 0:
+            with torch.no_grad():
+                model(batch(rank, 2))
+        for step in range(2, 5):
+            _step(model, optimizer, step)
+
+    return _message(go_on)
+
+
+def test_a_forward_on_one_rank_only_is_a_difference_that_names_it() -> None:
+    for message in run_ranks(_evaluate_on_rank_0, world_size=2, pg_timeout=SECONDS):
+        assert "different orders" in message and "rank == 0" in message, message
+        assert "rank 0: " in message and "rank 1: " in message, message
+
+
+def _one_batch_less(rank: int, then: str, folder: Path) -> str:
+    model, optimizer = _trained(size=1 if then == "steps" else 2)
+
+    def go_on() -> None:
+        for _ in range(2 - rank):
+            one_pass(model, rank, 2)
+        if then == "steps":
+            layerzero.clip_grad_norm_(model, 1.0)
+        else:
+            layerzero.checkpoint.save(folder / "step-2", model, optimizer)
+
+    return _message(go_on)
+
+
+def test_one_batch_less_before_a_checkpoint_is_named_as_such(tmp_path: Path) -> None:
+    long, short = run_ranks(_one_batch_less, "saves", tmp_path, world_size=2, pg_timeout=SECONDS)
+    assert "rank 1 was elsewhere: in checkpoint.save" in long, long
+    assert "did not take part" not in long.partition("was elsewhere")[2], "the failure of another rank, in this one's"
+    assert "ranks [0] did not take part" in short or "rank 0 did not take part" in short, short
+    assert "gather of 'the root'" in short and "imed out" in short, short
+
+
+def test_one_batch_less_before_a_step_is_named_as_such(tmp_path: Path) -> None:
+    long, short = run_ranks(_one_batch_less, "steps", tmp_path, world_size=2, pg_timeout=SECONDS)
+    assert "hop 2" in long and "rank 1 was elsewhere: in norm of gradients" in long, (long, short)
+    assert "norm of gradients" in short and "rank 0 was elsewhere: in hop 2" in short, (long, short)
+
+
+def _save_on_rank_0(rank: int, folder: Path) -> str:
+    model, optimizer = _trained()
+    if rank != 0:
+        return ""
+    return _message(lambda: layerzero.checkpoint.save(folder / "one", model, optimizer))
+
+
+def test_a_save_on_rank_0_only_is_told_that_all_ranks_must_call_it(tmp_path: Path) -> None:
+    message = run_ranks(_save_on_rank_0, tmp_path, world_size=2, pg_timeout=SECONDS)[0]
+    assert "checkpoint.save: ranks [1] did not take part within 3 s" in message, message
+    assert "All ranks must call it. Look for `if rank == 0:` around the call" in message, message
+
+
+def _leave_out_one_of_four(rank: int) -> str:
+    model, _ = _trained(size=4)
+    if rank == 2:
+        time.sleep(9)
+        return ""
+    return _message(lambda: one_pass(model, rank, 2))
+
+
+def test_of_four_ranks_the_one_that_is_missing_is_named_by_all_others() -> None:
+    for rank, message in enumerate(run_ranks(_leave_out_one_of_four, world_size=4, pg_timeout=5)):
+        assert rank == 2 or "rank 2 did not take part within 5 s" in message, message
+        assert "elsewhere" not in message and "rank 1 did" not in message, message
+
+
+# --- the store ---
+
+
+def _count_keys(rank: int) -> list[int]:
+    store = dist.distributed_c10d._get_default_store()
+    model, optimizer = _trained(4)
+    counts = []
+    for step in range(12):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-1, 1)
+        _step(model, optimizer, step)
+        require_equal("part", {}, ranks=[0, 1] if rank < 2 else [2, 3])
+        if step % 3 == 0:
+            with pytest.raises(ValueError, match="ranks disagree"):
+                require_equal("bad", {"rank": rank}, ranks=range(4))
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    return counts
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_agreements_leave_nothing_in_the_store(kind: str, tmp_path: Path) -> None:
+    store_file = tmp_path / "store" if kind == "file" else None
+    for counts in run_ranks(_count_keys, world_size=4, store_file=store_file):
+        failed = 4
+        assert counts[-1] - counts[1] <= failed - 1, counts  # the messages of the ranks that failed
+
+
+def _steady_calls(rank: int) -> int:
+    model, optimizer = _trained(4)
+    store = dist.distributed_c10d._get_default_store()
+    before = store.get(f"layerzero/word/{rank}")
+    store.delete_key(f"layerzero/word/{rank}")
+    for step in range(4, 7):
+        _step(model, optimizer, step)
+    assert b"comparison" in before or b"shard_model" in before, before
+    return int(store.check([f"layerzero/word/{rank}"]))
+
+
+def test_a_loop_that_repeats_itself_leaves_no_word() -> None:
+    assert run_ranks(_steady_calls, world_size=2) == [0, 0]

@@ -1,0 +1,444 @@
+"""Shared memory: its use and benefit, ranks that cannot use it, and cleanup after a crash or release."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import layerzero
+from layerzero.comm.transport import shm_segment
+from layerzero.comm.transport.shm_rendezvous import map_shared_segment
+from layerzero.comm.transport.shm_segment import SegmentSizes, SharedSegment, left_of_container
+from layerzero.engine.hooks import get_state
+from tests.support.graphs import batch, blocks, loss_of, one_pass, sgd, shard
+from tests.support.models import (
+    IntegerNet,
+    assert_same_bits,
+    exact_sgd,
+    in_lockstep,
+    integer_net,
+)
+from tests.support.ranks import run_sharing as run_ranks
+
+pytestmark = pytest.mark.slow
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _shares(model: nn.Module) -> bool:
+    """Return whether all handles of a model use shared memory; it must be all or none."""
+    shared = {handle.shared is not None for handle in get_state(model).handles}
+    assert len(shared) == 1, shared
+    return shared.pop()
+
+
+# --- use and benefit ---
+
+
+def _who_shares(rank: int) -> None:
+    for size, memory, shares in ((1, "auto", False), (2, "auto", True), (4, "auto", True), (4, "off", False)):
+        model = shard(blocks(2), size=size, shared_memory=memory)
+        assert _shares(model) is shares, (size, memory)
+        layerzero.traffic(model, reset=True)
+        one_pass(model, rank, 0)
+        calls = layerzero.traffic(model).calls
+        exchanged = not shares and size > 1
+        assert (calls.get("gather", 0) > 0) is exchanged and (calls.get("hop1", 0) > 0) is exchanged, (size, calls)
+        assert (calls.get("node_sum", 0) > 0) is shares, (size, calls)
+
+
+def test_the_ranks_of_a_zero3_group_share_memory_unless_they_are_told_not_to() -> None:
+    run_ranks(_who_shares)
+
+
+def test_other_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"shared_memory=False; use one of \('auto', 'off'\)"):
+        layerzero.LayerZeroConfig(shared_memory=False)
+
+
+def _count(rank: int) -> None:
+    # Gradients of a micro-batch have the compute dtype, bf16; those of a step the masters' dtype, float64 here.
+    for size, accumulation, sums, itemsize in ((2, "sharded", 3, 2), (4, "sharded", 3, 2), (2, "full", 1, 8)):
+        model = shard(blocks(3), size=size, mp_policy=BF16, accumulation=accumulation)
+        optimizer = layerzero.shard_optimizer(sgd(model), model)
+        handles = get_state(model).handles
+        numels = [handle.layout.numel for handle in handles]
+        for step in range(3):
+            layerzero.traffic(model, reset=True)
+            for micro_batch in range(3):
+                with layerzero.no_sync(model):
+                    loss_of(model(batch(rank, step, micro_batch))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            traffic = layerzero.traffic(model)
+            # (size - 1) / size of each sum is read from other ranks' memory.
+            expected = sums * sum(numel * itemsize * (size - 1) // size for numel in numels)
+            counted = (traffic.bytes["node_sum"], traffic.calls["node_sum"])
+            assert counted == (expected, sums * len(handles)), (counted, expected, accumulation)
+            assert (traffic.calls["hand_over"], traffic.bytes["hand_over"]) == (1, 0)
+            assert traffic.bytes_by_axis["zero3"] == expected and "gather" not in traffic.calls, traffic
+
+
+def test_what_is_read_in_the_memory_of_others_is_counted_by_formula() -> None:
+    run_ranks(_count)
+
+
+def _weigh(rank: int) -> None:
+    for size, policy in ((2, BF16), (4, BF16), (2, MixedPrecisionPolicy())):
+        model = layerzero.shard_model(integer_net(), zero3_size=size, units=IntegerNet.UNITS, mp_policy=policy)
+        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        in_lockstep(rank, (model, optimizer), _alone(), range(3))
+        report = layerzero.memory(model)
+        assert {kind: report.measured[kind] for kind in report.predicted} == report.predicted, report
+        runtime = get_state(model)
+        whole = sum(handle.layout.numel * handle.zero3_shard.itemsize for handle in runtime.handles)
+        assert report.measured["zero3_shard"] == whole // size, "a rank's own part, as with exchanges"
+        assert report.measured["full_buffer"] == report.measured["idle_buffer"] == 0
+        # Once per node: the weights, the buffers that other ranks read, and pages for signals.
+        memory = runtime.handles[0].shared.barrier.memory
+        assert all(handle.shared.barrier.memory is memory for handle in runtime.handles)
+        parts = torch.tensor([runtime.buffers.outgoing.allocated_bytes])
+        dist.all_reduce(parts, group=runtime.mesh_info.zero3_control_comm.group)
+        page = os.sysconf("SC_PAGE_SIZE")
+        shared = report.node - int(parts)
+        assert whole <= shared <= whole + 64 * len(runtime.handles) + 8 * page, (report, parts)
+
+
+def _alone() -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = integer_net()
+    return net, exact_sgd(net.parameters())
+
+
+def test_the_report_counts_what_is_shared_once() -> None:
+    run_ranks(_weigh)
+
+
+# --- ranks that cannot share ---
+
+
+class _Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextmanager
+def _limited(kind: int, soft: int) -> Any:
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+
+
+def _too_small() -> Any:
+    return _limited(resource.RLIMIT_FSIZE, 1 << 12)
+
+
+def _no_more_files() -> Any:
+    return _limited(resource.RLIMIT_NOFILE, 1)
+
+
+def _cannot(rank: int, limit: Callable[[], Any], limited: int) -> list[str]:
+    heard = _Heard()
+    logging.getLogger("layerzero").addHandler(heard)
+    mesh = layerzero.init_mesh(2)
+    before = len(os.listdir("/proc/self/fd"))
+    net, theirs = _alone()
+    with _sharing_under(limit) if rank == limited else nullcontext():
+        model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
+    # The other node works, and shares.
+    assert _shares(model) is (rank // 2 != limited // 2), rank
+    files = len([name for name in os.listdir("/proc/self/fd") if "layerzero" in _target(name)])
+    assert (files > 0) is _shares(model), f"{before} files before"
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    in_lockstep(rank, (model, optimizer), (net, theirs), range(3))
+    assert_same_bits(model, net, "exchanged")
+    return heard.lines
+
+
+def _target(name: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}")
+    except OSError:
+        return ""
+
+
+@contextmanager
+def _sharing_under(limit: Callable[[], Any]) -> Any:
+    """Let this rank reach a system limit when it creates or opens shared memory, and only then."""
+    before = {name: vars(SharedSegment)[name] for name in ("create", "open")}
+    for name in ("create", "open"):
+        whole = getattr(SharedSegment, name)
+
+        def limited(*args: Any, whole: Callable[..., Any] = whole) -> Any:
+            with limit():
+                return whole(*args)
+
+        setattr(SharedSegment, name, staticmethod(limited))
+    try:
+        yield
+    finally:
+        for name, whole in before.items():
+            setattr(SharedSegment, name, whole)
+
+
+@pytest.mark.parametrize(("limit", "limited"), [(_too_small, 0), (_no_more_files, 3), (_no_more_files, 2)])
+def test_where_one_rank_cannot_share_its_node_exchanges_and_says_so_once(
+    limit: Callable[[], Any], limited: int
+) -> None:
+    lines = run_ranks(_cannot, limit, limited)
+    first = limited // 2 * 2
+    assert [len(each) for each in lines] == [int(rank == first) for rank in range(4)], lines
+    (line,) = lines[first]
+    assert f"ranks {[first, first + 1]} use exchanges, not shared memory" in line, line
+    assert ("File too large" if limit is _too_small else "Too many open files") in line, line
+
+
+def _ask_for_too_much(rank: int) -> list[str]:
+    heard = _Heard()
+    logging.getLogger("layerzero").addHandler(heard)
+    model = shard(blocks(1), size=2, shared_memory="off")  # kept, since its process groups are released with it
+    lane = get_state(model).mesh_info.zero3_control_comm
+    assert map_shared_segment(lane, SegmentSizes(words=4, common=1 << 50, part=1 << 16, foreseen=0)) is None
+    return heard.lines
+
+
+def test_more_memory_than_there_is_is_not_taken() -> None:
+    lines = run_ranks(_ask_for_too_much, world_size=2)
+    assert [len(each) for each in lines] == [1, 0] and "are available" in lines[0][0], lines
+
+
+@pytest.mark.parametrize(
+    ("folder", "limit", "used"),
+    [(".", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")],
+)
+def test_a_container_that_is_full_lends_nothing(
+    folder: str, limit: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = tmp_path / folder
+    where.mkdir(exist_ok=True)
+    for name, text in (
+        (limit, "max"),
+        (used, "900000\n"),
+        ("memory.stat", "anon 5\nactive_file 100\ninactive_file 20\n"),
+    ):
+        (where / name).write_text(text)
+    assert left_of_container(tmp_path) == math.inf
+    (where / limit).write_text("1000000\n")
+    assert left_of_container(tmp_path) == 100_120
+    monkeypatch.setattr(shm_segment, "left_of_container", lambda: left_of_container(tmp_path))
+    region = SegmentSizes(words=4, common=1 << 16, part=1 << 16, foreseen=1 << 12)
+    file, _ = SharedSegment.create(region, 2)
+    try:
+        assert os.fstat(file).st_mode & 0o777 == 0o600, "the user's own"
+    finally:
+        os.close(file)
+    with pytest.raises(OSError, match="are needed, 100120 are available"):
+        SharedSegment.create(SegmentSizes(words=4, common=1 << 16, part=1 << 16, foreseen=1 << 16), 2)
+
+
+# --- cleanup ---
+
+
+def _many(rank: int) -> None:
+    def held() -> tuple[int, int]:
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text()
+        return maps.count("layerzero-"), sum("layerzero-" in _target(name) for name in os.listdir("/proc/self/fd"))
+
+    mesh = layerzero.init_mesh(2)
+    for index in range(50):
+        model = layerzero.shard_model(blocks(1), mesh=mesh)
+        assert _shares(model)
+        if index % 10 == 0:
+            optimizer = layerzero.shard_optimizer(sgd(model), model)
+            one_pass(model, rank, 0)
+            optimizer.step()
+            assert held() >= (1, 1), "the test sees what it counts"
+            del optimizer
+        del model
+        deadline = time.monotonic() + 20  # the refresh of the step may keep it until it completes
+        while held() != (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert held() == (0, 0), index
+
+
+def test_models_that_go_leave_no_mapping_and_no_file() -> None:
+    run_ranks(_many, timeout=240)
+
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["tests.support.graphs"])
+
+
+_SECONDS = 8  # of the process group
+
+
+def _train(model: nn.Module, rank: int) -> None:
+    optimizer = layerzero.shard_optimizer(sgd(model), model)
+    for step in range(100_000):
+        one_pass(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _meet(model: nn.Module, rank: int) -> None:
+    lane = get_state(model).mesh_info.zero3_control_comm
+    for _ in range(100_000):
+        memory = map_shared_segment(lane, SegmentSizes(words=4, common=1 << 16, part=1 << 16, foreseen=1 << 12))
+        assert memory is not None
+        assert memory.common(8, torch.int64, 0).sum() >= 0
+
+
+def _go_on_until_killed(
+    rank: int, folder: Path, act: Callable[[nn.Module, int], None], victim: int, delay: float
+) -> None:
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=_SECONDS)
+    store = dist.FileStore(str(folder / "store"), 2)
+    store.set_timeout(timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    units = ("units.0", "units.1", "units.2")
+    model = layerzero.shard_model(blocks(3), zero3_size=2, units=units, shared_memory="auto")
+    dist.barrier()
+    if rank == victim:
+
+        def kill() -> None:
+            time.sleep(delay)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=kill, daemon=True).start()
+    said = ""
+    try:
+        act(model, rank)
+    except RuntimeError as error:
+        said = str(error)
+    (folder / f"{rank}.new").write_text(said)
+    (folder / f"{rank}.new").rename(folder / f"said.{rank}")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("act", [_train, _meet])
+def test_a_rank_that_is_killed_at_any_moment_is_missed_and_leaves_nothing(
+    act: Callable[[nn.Module, int], None], seed: int, tmp_path: Path
+) -> None:
+    delay, victim = random.Random(seed).uniform(0.0, 0.7), seed % 2  # the first rank has made the memory
+    ranks = [
+        _forks.Process(target=_go_on_until_killed, args=(r, tmp_path, act, victim, delay), daemon=True)
+        for r in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(50)
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    told = tmp_path / f"said.{1 - victim}"
+    said = told.read_text() if told.exists() else ""
+    assert codes[victim] == -signal.SIGKILL and codes[1 - victim] == 0, (codes, said)
+    assert act is _meet or f"rank {victim} has died or has ended" in said, f"before the timeout: {said}"
+    assert said, "within the timeouts of the store"
+    assert not [name for name in os.listdir("/dev/shm") if "layerzero" in name]
+
+
+def end_while_a_refresh_flies(rank: int, folder: str) -> nn.Module:
+    """Run a process that ends during a refresh; it keeps the model alive."""
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=15)  # the destructor of gloo waits this long
+    store = dist.FileStore(f"{folder}/store", 4)
+    store.set_timeout(timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timeout)
+    model = layerzero.shard_model(blocks(1), zero3_size=2, shared_memory="auto")
+    dist.barrier()
+    if rank >= 2:  # the other node never arrives
+        time.sleep(60)
+    layerzero.refresh(model)
+    handle = get_state(model).handles[0]
+    assert handle._refreshing is not None and not handle._refreshing.done()
+    assert "layerzero refresh" in {thread.name for thread in threading.enumerate()}
+    return model
+
+
+def test_a_process_may_end_while_a_refresh_is_in_flight(tmp_path: Path) -> None:
+    module = "tests.comm.transport.test_shared_memory"
+    program = f"import sys; from {module} import end_while_a_refresh_flies as go; kept = go({{}}, sys.argv[1])"
+    ranks = [subprocess.Popen([sys.executable, "-c", program.format(rank), str(tmp_path)]) for rank in range(4)]
+    try:
+        codes = [process.wait(45) for process in ranks[:2]]
+        assert codes == [0, 0] and [process.poll() for process in ranks[2:]] == [None, None], codes
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+# --- one missing process ---
+
+
+def _message(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def _sleep(rank: int) -> str:
+    model = shard(blocks(3), size=2)
+    optimizer = layerzero.shard_optimizer(sgd(model), model)
+    one_pass(model, rank, 0)
+    optimizer.step()
+    if rank == 1:
+        time.sleep(6)
+        return ""
+    return _message(lambda: one_pass(model, rank, 1))
+
+
+def test_a_rank_that_does_not_come_is_named_with_what_it_did_not_come_to() -> None:
+    message, _ = run_ranks(_sleep, world_size=2, pg_timeout=3.0)
+    assert message.startswith("CollectiveError") and "hop 1 of" in message and "failed on rank 0" in message, message
+    assert "rank 1 did not take part within 3 s" in message, message
+
+
+def _step_alone(rank: int, policy: MixedPrecisionPolicy) -> str:
+    model = layerzero.shard_model(integer_net(), zero3_size=2, units=IntegerNet.UNITS, mp_policy=policy)
+    with torch.no_grad():
+        model(torch.zeros(2, 5))
+    if rank == 1:
+        time.sleep(6)
+        return ""
+    return _message(lambda: layerzero.refresh(model))
+
+
+@pytest.mark.parametrize("policy", [BF16, MixedPrecisionPolicy()])
+def test_a_refresh_on_one_rank_only_is_an_error_within_the_timeout(policy: MixedPrecisionPolicy) -> None:
+    message, _ = run_ranks(_step_alone, policy, world_size=2, pg_timeout=3.0)
+    assert "hand-over of weights" in message and "rank 1 did not take part within 3 s" in message, message

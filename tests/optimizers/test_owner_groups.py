@@ -1,0 +1,254 @@
+"""Owner groups, the ranks that assemble full parameters: several optimizers, differing ranks, shared buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import layerzero
+from layerzero.comm.mesh_info import mesh_of_ranks
+from layerzero.engine.hooks import get_state
+from layerzero.optimizers import param_owners
+from layerzero.optimizers.compatibility_trial import steps_stacks_apart
+from tests.optimizers.test_owner_meshes import (
+    OPTIMIZERS,
+    STACKS,
+    EachMatrix,
+    Linearly,
+    alone,
+    matrices,
+    mixture,
+    others,
+    owned_sgd,
+    rows,
+    shard_all,
+    stacks_step,
+    steps_of,
+    tensor_parallel,
+)
+from tests.optimizers.test_owner_state import state_alone, whole_state
+from tests.support.models import different, full_parameters, integer_batch, integer_loss, union
+from tests.support.ranks import run_ranks
+
+# A second optimizer over the same parameters
+
+
+def _second(rank: int, names: tuple[str, str]) -> None:
+    model, net = mixture(2, 2, expert_size=2, dtensor=True, kind=Linearly), Linearly()
+    ours = [layerzero.shard_optimizer(STACKS[name](model), model) for name in names]
+    theirs = [STACKS[name](net) for name in names]
+    assert get_state(model).owners["layers.0.experts.weight"].axis == 0, "one of them takes norms over whole stacks"
+    for step in range(3):
+        for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+            batches = [integer_batch(step=step, micro_batch=index, rank=r) for r in range(4)]
+            integer_loss(model, batches[rank]).backward()
+            integer_loss(net, union(batches)).backward()
+            for each in (our, their):
+                each.step()
+                each.zero_grad()
+            assert not different(full_parameters(model), dict(net.named_parameters())), (step, index)
+    for our, their in zip(ours, theirs, strict=True):
+        assert not different(whole_state(our), state_alone(their, net))
+
+
+@pytest.mark.parametrize("names", [("each matrix", "whole stack"), ("whole stack", "each matrix")])
+def test_a_second_optimizer_gets_the_stacks_as_it_needs_them(names: tuple[str, str]) -> None:
+    run_ranks(_second, names)
+
+
+def _too_late(rank: int) -> None:
+    model = mixture(2, 2, expert_size=2, dtensor=True, kind=Linearly)
+    first = layerzero.shard_optimizer(STACKS["each matrix"](model), model)
+    stacks_step(model, first, rank, 0)
+    before = full_parameters(model)
+    again = layerzero.shard_optimizer(STACKS["each matrix"](model), model)  # needs no more than exists
+    with pytest.raises(RuntimeError, match=r"another one has state for 'layers.\d.experts.weight'"):
+        layerzero.shard_optimizer(STACKS["whole stack"](model), model)
+    assert get_state(model).owners["layers.0.experts.weight"].axis is None
+    assert not different(full_parameters(model), before)
+    stacks_step(model, again, rank, 1)
+
+
+def test_a_second_optimizer_that_needs_more_comes_before_the_first_step() -> None:
+    run_ranks(_too_late)
+
+
+def _unlike_trials(rank: int) -> None:
+    model = mixture(2, 2, expert_size=2, dtensor=True, kind=Linearly)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(param_owners, "steps_stacks_apart", lambda *_: False)
+        with pytest.raises(ValueError, match=r"put together along further axes is .* on rank"):
+            layerzero.shard_optimizer(STACKS["each matrix"](model), model)
+    assert not get_state(model).owners
+    stacks_step(model, layerzero.shard_optimizer(STACKS["each matrix"](model), model), rank, 0)
+
+
+def test_ranks_that_find_out_other_things_about_an_optimizer_are_one_error_on_all() -> None:
+    run_ranks(_unlike_trials)
+
+
+# Gradients on some ranks only
+
+
+def _dropped(rank: int, name: str, there: int, of: int) -> None:
+    model, batches = tensor_parallel(2, 2)
+    (optimizer,) = shard_all(OPTIMIZERS["SGD"](model), model)
+    before = full_parameters(model)
+    model(rows(batches[0], 0)).backward()
+    if rank == 0:
+        dict(model.named_parameters())[name].grad = None
+    match = rf"'{name}' .* a gradient on {there} of the {of} ranks that put it together: set"
+    with pytest.raises(RuntimeError, match=match):
+        optimizer.step()
+    assert not different(full_parameters(model), before)
+    optimizer.zero_grad()
+    steps_of(model, [optimizer], batches, range(1), 2.0)
+    assert not different(full_parameters(model), dict(alone("SGD", 1)[0].named_parameters()))
+
+
+@pytest.mark.parametrize(("name", "there", "of"), [("c.weight", 1, 2), ("a.weight", 3, 4)])
+def test_a_gradient_that_is_missing_in_one_cell_is_an_error_on_all_ranks(name: str, there: int, of: int) -> None:
+    """Let a gradient of `c` be missing. `c` is a copy on both tensor ranks; `a` is cut over all four ranks."""
+    run_ranks(_dropped, name, there, of)
+
+
+# Process groups
+
+
+def groups() -> int:
+    return len(dist.distributed_c10d._world.pg_group_ranks)
+
+
+def _groups(rank: int) -> None:
+    model, batches = tensor_parallel(2, 1)
+    before, start = full_parameters(model), groups()
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    first = layerzero.shard_optimizer(torch.optim.Muon(matrices(model), lr=0.1), model)
+    assert groups() == start + 1 + (rank == 0), "one for the cells"
+    second = layerzero.shard_optimizer(torch.optim.SGD(others(model), lr=0.5), model, elementwise=False)
+    again = layerzero.shard_optimizer(torch.optim.Adafactor(model.parameters()), model)
+    assert groups() == start + 1 + (rank == 0), "cells are shared"
+    assert not different(full_parameters(model), before)
+    steps_of(model, [first, second, again], batches, range(2))
+
+
+def test_cells_are_made_once_and_before_rows_move() -> None:
+    run_ranks(_groups)
+
+
+# State at one coordinate only
+
+
+class Largest(TorchDispatchMode):
+    """Records the largest number of elements of a created tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(each, Tensor) and each.dtype != torch.uint8:
+                self.numel = max(self.numel, each.numel())
+        return made
+
+
+def _told(rank: int) -> None:
+    model, _ = tensor_parallel(4, 1)
+    owned_sgd(model)
+    face = get_state(model).members["a.weight"].spec.model_parallel
+    assert face is not None
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn):
+        whole = torch.arange(24).view(8, 3).to(dtype)
+        for place in (0, 3):
+            held = face.of_state(whole.shape, axis=0, place=place)
+            part = whole.T.contiguous().T if rank == place else whole.new_empty(0, 3)
+            with Largest() as made:
+                told = held.whole(part)
+            assert told.dtype == dtype and told.device == whole.device and not told.requires_grad
+            assert torch.equal(told.view(torch.uint8), whole.view(torch.uint8))
+            assert made.numel <= whole.numel(), "one copy, not one for each place"
+
+
+def test_state_of_one_place_is_told_to_the_others_in_one_copy() -> None:
+    run_ranks(_told)
+
+
+# Stacks of few matrices
+
+
+class NeverEmpty(EachMatrix):
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        gradients = [p.grad for p in self.param_groups[0]["params"] if p.grad is not None]
+        assert all(gradient.max() > -1e9 for gradient in gradients)
+        super().step()
+
+
+class Few(nn.Module):
+    """Stack of one matrix, none of which is at the second coordinate of an axis."""
+
+    def __init__(self, axis: DeviceMesh | None = None) -> None:
+        super().__init__()
+        whole = torch.arange(16.0).view(1, 4, 4) % 3
+        self.weight = nn.Parameter(whole if axis is None else distribute_tensor(whole, axis, [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        local = self.weight if torch.is_tensor(self.weight) and not hasattr(self.weight, "to_local") else None
+        stack = self.weight.to_local() if local is None else local
+        return (stack * x).sum()
+
+
+def _few(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model, net = layerzero.shard_model(Few(mesh["ep"]), mesh=mesh["dp"]), Few()
+    with pytest.raises(ValueError, match="cut unevenly along dim 0 over 2 ranks"):
+        layerzero.shard_optimizer(NeverEmpty(model.parameters()), model)
+    ours, theirs = layerzero.shard_optimizer(EachMatrix(model.parameters()), model), EachMatrix(net.parameters())
+    for x in (1.0, -2.0):
+        for each, module in ((ours, model), (theirs, net)):
+            module(torch.tensor(x)).backward()
+            each.step()
+            each.zero_grad()
+        assert not different(full_parameters(model), dict(net.named_parameters()))
+
+
+def test_a_place_without_matrices_is_no_error_where_the_optimizer_takes_none() -> None:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    assert steps_stacks_apart(EachMatrix([parameter]), torch.device("cpu"), 3)
+    assert not steps_stacks_apart(NeverEmpty([parameter]), torch.device("cpu"), 3)
+    run_ranks(_few)
+
+
+# Axes that the root does not have
+
+
+class Branches(nn.Module):
+    def __init__(self, tp: DeviceMesh) -> None:
+        super().__init__()
+        self.root, self.inner = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.inner.weight = nn.Parameter(distribute_tensor(self.inner.weight.detach(), tp, [Shard(0)]))
+
+
+def _unknown_axis(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ranks = mesh["dp"].mesh.tolist()
+    root, own = mesh_of_ranks(ranks, 2, "cpu"), mesh_of_ranks(ranks, 1, "cpu")
+    with pytest.raises(ValueError, match=r"DTensors on the ranks \[\d, \d\], and the root, .* has none on these axes"):
+        layerzero.shard_model(
+            Branches(mesh["tp"]), mesh=lambda name, module: own if name == "inner" else root, units=("inner",)
+        )
+
+
+def test_an_axis_beside_some_units_on_which_the_root_has_nothing_is_one_clear_error() -> None:
+    run_ranks(_unknown_axis)

@@ -1,0 +1,140 @@
+"""The command line, run as users run it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from layerzero.__main__ import main
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A module in the current directory; the command line gets only its name.
+MODULE = """
+import torch
+from torch import nn
+
+class Layer(nn.Linear):
+    pass
+
+class Right(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(Layer(4, 8), nn.Tanh(), Layer(8, 2))
+
+    def forward(self, x):
+        return self.layers(x)
+
+class Wrong(Right):
+    def forward(self, x):
+        self.layers[2].weight.data.mul_(0.5)
+        return super().forward(x)
+
+def squares(model, batch):
+    return model(batch).square().mean()
+
+def make_batch(index, rank):
+    return torch.randn(3, 4)
+
+three = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "bare.py").write_text("def make_model(): pass")
+    (tmp_path / "broken.py").write_text("import a_module_that_nobody_has")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m layerzero`` in `folder`."""
+    command = [sys.executable, "-W", "error", "-m", "layerzero", *arguments]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_right_model_ends_with_0_and_a_table(folder: Path) -> None:
+    options = ["--world-size", "2", "--loss", "mine:squares", "--unit", "Layer", "--param-dtype", "bfloat16"]
+    ran = run(folder, "verify", "mine:Right", *options, "--zero3-size", "2", "--steps", "2")
+    assert ran.returncode == 0, ran.stderr
+    assert "layers.0.weight" in ran.stdout
+    assert "bfloat16" in ran.stdout
+    assert ran.stdout.splitlines()[-1] == "OK: all 4 tensors train alike"
+    assert ran.stderr == ""
+
+
+def test_a_wrong_model_ends_with_1_and_names_the_weight(folder: Path) -> None:
+    ran = run(folder, "verify", "mine:Wrong", "--loss", "mine:squares", "--world-size", "2", "--zero3-size", "2")
+    assert ran.returncode == 1, ran.stderr
+    assert "DIFFERENT" in ran.stdout
+    assert "changes layers.2.weight in place" in ran.stdout
+    assert ran.stderr == ""
+
+
+def test_a_bad_target_ends_with_2_and_one_sentence(folder: Path) -> None:
+    ran = run(folder, "verify", "nowhere.to_be:found")
+    assert ran.returncode == 2
+    assert ran.stderr.splitlines() == [
+        "layerzero: the model 'nowhere.to_be:found': there is no module 'nowhere' here or among the installed packages"
+    ]
+
+
+USAGE = {
+    "no colon": (["mine"], "the model must be given as package.module:name, got 'mine'"),
+    "no attribute": (["mine:Nothing"], "the model 'mine:Nothing': 'mine' has no 'Nothing'"),
+    "not callable": (["mine:three"], "the model 'mine:three' is not callable: its type is int"),
+    "import": (["broken:x"], "importing 'broken' failed: No module named 'a_module_that_nobody_has'"),
+    "no batches": (["bare:make_model"], "bare has no make_batch(index, rank); define it there, or name"),
+    "batches": (["mine:Right", "--batches", "mine:x"], "--batches 'mine:x': 'mine' has no 'x'"),
+    "loss": (["mine:Right", "--loss", "mine:x"], "--loss 'mine:x': 'mine' has no 'x'"),
+    "size": (["mine:Right", "--zero3-size", "3"], "zero3_sizes holds 3, which does not divide the 4 ranks"),
+    "accumulation": (["mine:Right", "--accumulation", "some"], "accumulation='some'"),
+    "dtype": (["mine:Right", "--param-dtype", "int8"], "--param-dtype int8 is unknown; use one of bfloat16,"),
+    "unit": (["mine:Right", "--unit", "mine:squares"], "--unit mine:squares is not a torch.nn.Module class"),
+    "steps": (["mine:Right", "--steps", "0"], "steps must be an int >= 1, got 0"),
+}
+
+
+@pytest.mark.parametrize("case", USAGE)
+def test_wrong_usage_ends_with_2_and_one_sentence(
+    case: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, sentence = USAGE[case]
+    monkeypatch.syspath_prepend(str(folder))
+    for name in ("mine", "bare", "broken"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["layerzero", "verify", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert sentence in said.err
+    assert len(said.err.splitlines()) == 1
+    assert said.out == ""
+    assert not dist.is_initialized()
+
+
+def test_without_typer_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.delitem(sys.modules, "layerzero.cli", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "the command line of layerzero needs typer: pip install typer\n"
+
+
+def test_importing_layerzero_needs_torch_alone() -> None:
+    program = "import sys; sys.modules['typer'] = None; import layerzero; assert 'layerzero.cli' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)

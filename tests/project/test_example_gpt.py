@@ -1,0 +1,276 @@
+"""The example's model, data and cost formulas, without a process group. Other tests run the example."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from gpt import GPT, Block, GPTConfig, generate, next_token_loss
+from scheme_costs import scheme_costs
+from stdlib_text import IGNORED, WindowSampler, is_held_out, load_corpus, validation_share
+
+pytestmark = pytest.mark.slow
+
+CONFIG = GPTConfig(layers=2, width=32, heads=2, context=16)
+
+
+@pytest.fixture
+def model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(CONFIG).eval()
+
+
+@pytest.fixture(scope="module")
+def source_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("source")
+    for index in range(100):
+        (root / f"m{index}.py").write_bytes(b"# file %03d\n" % index * 20)
+    for skipped in ("test", "site-packages"):
+        (root / skipped).mkdir()
+        (root / skipped / "m.py").write_bytes(b"never read\n" * 100)
+    return root
+
+
+def sampler(text: torch.Tensor, **changes: int) -> WindowSampler:
+    settings = {"seq_len": 10, "batch_size": 2, "micro_batches": 2, "ranks": 4, "seed": 3} | changes
+    return WindowSampler(text, **settings)
+
+
+def windows_of_step(source: WindowSampler, step: int) -> list[tuple[int, ...]]:
+    """Return the inputs of all ranks and micro-batches, in the order of the global counter."""
+    return [
+        tuple(row.tolist())
+        for micro_batch in range(source.micro_batches)
+        for rank in range(source.ranks)
+        for row in source.batch(step=step, micro_batch=micro_batch, rank=rank).inputs
+    ]
+
+
+# --- text ---
+
+
+def test_corpus_is_the_same_each_time_and_skips_what_is_not_source(source_tree: Path) -> None:
+    first, second = load_corpus(root=source_tree), load_corpus(root=source_tree)
+    assert first.train.equal(second.train) and first.validation.equal(second.validation)
+    assert first.train_files == second.train_files
+    assert not any("/" in name for name in first.train_files + first.validation_files)
+    assert len(first.train) + len(first.validation) == 100 * len(b"# file 000\n" * 20)
+
+
+def test_training_and_validation_share_no_file(source_tree: Path) -> None:
+    corpus = load_corpus(root=source_tree)
+    assert not set(corpus.train_files) & set(corpus.validation_files)
+    assert all(is_held_out(name) for name in corpus.validation_files)
+    assert not any(is_held_out(name) for name in corpus.train_files)
+    assert 2 <= len(corpus.validation_files) <= 25
+
+
+def test_what_is_held_out_depends_on_the_name_alone(source_tree: Path) -> None:
+    whole, part = load_corpus(root=source_tree), load_corpus(root=source_tree, max_bytes=15_000)
+    assert len(part.train_files) < len(whole.train_files)
+    assert set(part.train_files) <= set(whole.train_files)
+    assert set(part.validation_files) <= set(whole.validation_files)
+
+
+def test_max_bytes_is_a_cap(source_tree: Path) -> None:
+    corpus = load_corpus(root=source_tree, max_bytes=15_000)
+    assert 14_000 < len(corpus.train) + len(corpus.validation) <= 15_000
+
+
+def test_standard_library_holds_enough_text() -> None:
+    corpus = load_corpus(max_bytes=1_000_000)
+    assert len(corpus.train) > 500_000
+    assert len(corpus.validation) > 20_000
+
+
+def test_folder_without_source_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"too few \.py files"):
+        load_corpus(root=tmp_path)
+
+
+# --- batches ---
+
+# Random bytes, so that no two windows of 10 look alike.
+TEXT = torch.randint(256, (5_000,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+
+
+def test_batches_are_deterministic_and_depend_on_the_seed() -> None:
+    place = {"step": 5, "micro_batch": 1, "rank": 2}
+    again = sampler(TEXT).batch(**place).inputs
+    assert sampler(TEXT).batch(**place).inputs.equal(again)
+    assert not sampler(TEXT, seed=4).batch(**place).inputs.equal(again)
+
+
+def test_targets_are_the_inputs_moved_on_by_one_byte() -> None:
+    inputs, targets = sampler(TEXT).batch(step=0, micro_batch=0, rank=0)
+    assert inputs.shape == targets.shape == (2, 10)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert inputs[:, 1:].equal(targets[:, :-1])
+
+
+def test_no_window_is_drawn_twice_in_an_epoch() -> None:
+    source = sampler(TEXT)
+    steps = source.windows_per_epoch // source.windows_per_step
+    seen = [window for step in range(steps) for window in windows_of_step(source, step)]
+    assert len(set(seen)) == len(seen) == steps * 16
+
+
+def test_epochs_differ() -> None:
+    source = sampler(TEXT)
+    steps = source.windows_per_epoch // source.windows_per_step
+    first = {window for step in range(steps) for window in windows_of_step(source, step)}
+    second = {window for step in range(steps + 1, 2 * steps) for window in windows_of_step(source, step)}
+    assert len(first & second) < len(second) / 2  # they cut the text at other bytes, or in another order
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        {"ranks": 1, "micro_batches": 8, "batch_size": 2},
+        {"ranks": 2, "micro_batches": 1, "batch_size": 8},
+        {"ranks": 16, "micro_batches": 1, "batch_size": 1},
+    ],
+)
+def test_a_step_has_the_same_windows_however_many_ranks_share_it(split: dict[str, int]) -> None:
+    for step in (0, 7, 40):  # 40 lies in the second epoch
+        assert windows_of_step(sampler(TEXT, **split), step) == windows_of_step(sampler(TEXT), step)
+
+
+def test_text_shorter_than_a_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="one step needs 16 windows of 10 bytes"):
+        sampler(TEXT[:100])
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4, 16])
+def test_validation_covers_the_same_windows_for_any_number_of_ranks(ranks: int) -> None:
+    def share(rank: int, ranks: int) -> list:
+        return validation_share(TEXT, windows=13, seq_len=10, batch_size=2, rank=rank, ranks=ranks)
+
+    def real_rows(batches: list) -> list[tuple[int, ...]]:
+        kept = torch.cat([batch.inputs[batch.targets[:, 0] != IGNORED] for batch in batches])
+        return [tuple(row) for row in kept.tolist()]
+
+    shares = [share(rank, ranks) for rank in range(ranks)]
+    assert len({len(batches) for batches in shares}) == 1, "ranks would wait for each other's forwards"
+    assert all(batch.inputs.shape == (2, 10) for batches in shares for batch in batches)
+    assert sorted(row for batches in shares for row in real_rows(batches)) == sorted(real_rows(share(0, 1)))
+    assert len(real_rows(share(0, 1))) == 13
+
+
+# --- model ---
+
+
+def test_logits_have_one_row_a_token(model: GPT) -> None:
+    assert model(torch.zeros(3, 7, dtype=torch.int64)).shape == (3, 7, 256)
+    assert sum(isinstance(module, Block) for module in model.modules()) == 2
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_first_loss_is_that_of_a_uniform_guess(tied: bool) -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(tied_head=tied))
+    ids = torch.randint(256, (8, 129))
+    loss = next_token_loss(model(ids[:, :-1]), ids[:, 1:]).item()
+    assert loss == pytest.approx(math.log(256), abs=0.1)
+
+
+def test_later_tokens_do_not_change_earlier_logits(model: GPT) -> None:
+    ids = torch.randint(256, (2, 12))
+    changed = ids.clone()
+    changed[:, 8:] = (changed[:, 8:] + 1) % 256
+    before, after = model(ids), model(changed)
+    torch.testing.assert_close(before[:, :8], after[:, :8], rtol=0, atol=1e-6)
+    assert not torch.allclose(before[:, 8:], after[:, 8:], atol=1e-3)
+
+
+def test_tied_head_shares_its_matrix_and_its_gradient(model: GPT) -> None:
+    assert model.head.weight is model.embed.weight
+    untied = GPT(GPTConfig(layers=2, width=32, heads=2, context=16, tied_head=False))
+    count = sum(p.numel() for p in model.parameters())
+    assert sum(p.numel() for p in untied.parameters()) == count + 256 * 32
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    next_token_loss(model(ids), ids + 1).backward()
+    # The embedding alone would have a gradient in row 0 only; the head adds one in every row.
+    assert bool((model.embed.weight.grad != 0).any(dim=1).all())
+
+
+def test_ignored_targets_do_not_count(model: GPT) -> None:
+    ids = torch.randint(256, (2, 8))
+    masked = torch.stack([ids[0], torch.full((8,), IGNORED)])
+    expected = next_token_loss(model(ids[:1]), ids[:1], reduction="sum")
+    torch.testing.assert_close(next_token_loss(model(ids), masked, reduction="sum"), expected)
+
+
+def test_wrong_sizes_are_refused(model: GPT) -> None:
+    with pytest.raises(ValueError, match="17 tokens are longer than context=16"):
+        model(torch.zeros(1, 17, dtype=torch.int64))
+    with pytest.raises(ValueError, match="width=10 is not a multiple of heads=3"):
+        GPTConfig(width=10, heads=3)
+
+
+# --- generation ---
+
+
+def test_generation_continues_the_prompt_past_the_context(model: GPT) -> None:
+    prompt = torch.randint(256, (2, 5))
+    ids = generate(model, prompt, new_tokens=20, context=16, generator=torch.Generator().manual_seed(0))
+    assert ids.shape == (2, 25)
+    assert ids[:, :5].equal(prompt)
+
+
+def test_generation_repeats_with_the_same_generator_seed(model: GPT) -> None:
+    def text(seed: int) -> torch.Tensor:
+        prompt, generator = torch.zeros(1, 1, dtype=torch.int64), torch.Generator().manual_seed(seed)
+        return generate(model, prompt, new_tokens=12, context=16, generator=generator)
+
+    assert text(0).equal(text(0))
+    assert not text(0).equal(text(1))
+
+
+def test_top_k_of_one_and_temperature_of_zero_take_the_likeliest_token(model: GPT) -> None:
+    prompt = torch.randint(256, (1, 5))
+    greedy = generate(model, prompt, new_tokens=8, context=16, temperature=0.0)
+    assert greedy.equal(generate(model, prompt, new_tokens=8, context=16, top_k=1))
+    assert greedy[:, 5].equal(model(prompt)[:, -1].argmax(-1))
+
+
+# --- formulas ---
+
+
+def test_costs_of_a_case_worked_by_hand() -> None:
+    # 80 parameters on 2 nodes of 2 ranks, bf16 compute, fp32 gradients, 3 micro-batches: a rank keeps 20 elements of
+    # what all ranks shard and 40 of what the ranks of a node shard; half of 40 leave the node.
+    layerzero, fsdp, hsdp = scheme_costs(80, ranks=4, zero3_size=2, micro_batches=3)
+    assert layerzero.state_bytes == 20 * 12 + 40 * 2 + 40 * 4
+    assert fsdp.state_bytes == 20 * 16
+    assert hsdp.state_bytes == 40 * 16
+    assert layerzero.slow_bytes == 20 * (4 + 2)
+    assert fsdp.slow_bytes == 20 * 3 * (2 + 2 + 4)
+    assert hsdp.slow_bytes == 20 * 2 * 4
+
+
+def test_full_accumulation_keeps_every_gradient() -> None:
+    cost = scheme_costs(80, ranks=4, zero3_size=2, micro_batches=3, accumulation="full")[0]
+    assert cost.state_bytes == 20 * 16 + 40 * 2 + 80 * 4
+
+
+def test_on_a_single_node_shards_of_both_kinds_coincide() -> None:
+    bf16 = scheme_costs(80, ranks=4, zero3_size=4, micro_batches=3)[0]
+    fp32, fsdp, _ = scheme_costs(80, ranks=4, zero3_size=4, micro_batches=3, compute_bytes=4)
+    assert bf16.state_bytes == 20 * 16 + 20 * 2
+    assert fp32.state_bytes == fsdp.state_bytes == 20 * 16
+
+
+def test_nothing_leaves_a_single_node() -> None:
+    assert [cost.slow_bytes for cost in scheme_costs(80, ranks=4, zero3_size=4, micro_batches=3)] == [0, 0, 0]
+
+
+def test_layerzero_bytes_do_not_grow_with_micro_batches() -> None:
+    one, many = (scheme_costs(80, ranks=8, zero3_size=2, micro_batches=a)[0] for a in (1, 16))
+    assert one == many

@@ -1,0 +1,79 @@
+"""examples/train_gpt.py on real ranks: the loss falls, and a stopped and restarted run equals an uninterrupted one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import shutil
+import sys
+import warnings
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import pytest
+import torch
+import train_gpt
+
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
+
+ARGS = ["--model", "tiny", "--steps", "4", "--save-every", "2", "--seq-len", "16", "--validation-windows", "16"]
+
+
+def _run(rank: int, folder: str, zero3_size: int, optimizer: str) -> tuple[float, float]:
+    argv = [*ARGS, "--device", "cpu", "--no-sample", "--checkpoints", folder, "--zero3-size", str(zero3_size)]
+    argv += ["--optimizer", optimizer]
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        return tuple(train_gpt.main(argv))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"] if hasattr(torch.optim, "Muon") else ["adamw"])
+def test_a_demo_that_is_stopped_and_started_again_ends_with_the_same_loss(tmp_path: Path, optimizer: str) -> None:
+    folder = tmp_path / "run"
+    first, last = run_ranks(_run, str(folder), 2, optimizer)[0]
+    assert last < first - 0.1
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000002", "step-000004"]
+    shutil.rmtree(folder / "step-000004")
+    assert run_ranks(_run, str(folder), 2, optimizer)[0] == (first, last)
+    _, again = run_ranks(_run, str(folder), 2, optimizer)[0]
+    assert again == last, "nothing was left to do"
+    shutil.rmtree(folder / "step-000004")
+    _, other = run_ranks(_run, str(folder), 4, optimizer)[0]
+    assert abs(other - last) < (1e-3 if optimizer == "adamw" else 1e-2)  # Muon's arithmetic is in bf16
+
+
+def _log(rank: int, folder: str) -> None:
+    argv = [*ARGS, "--steps", "2", "--device", "cpu", "--no-sample", "--logdir", folder]
+    quiet = contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO())
+    with quiet[0], quiet[1], warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # from TensorBoard
+        train_gpt.main(argv)
+
+
+def test_a_demo_writes_for_tensorboard_on_its_first_rank(tmp_path: Path) -> None:
+    if find_spec("tensorboard") is None:
+        pytest.skip("needs tensorboard: pip install --no-deps -r requirements-loops.txt")
+    run_ranks(_log, str(tmp_path), world_size=2)
+    (file,) = tmp_path.iterdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        accumulator = import_module("tensorboard.backend.event_processing.event_accumulator")
+        events = accumulator.EventAccumulator(str(file))
+        events.Reload()
+    names = set(events.Tags()["scalars"])
+    assert {"loss", "grad_norm", "layerzero/memory/zero3_shard", "layerzero/steps/taken"} <= names
+    for name in names:
+        assert all(math.isfinite(event.value) for event in events.Scalars(name))
+    assert [event.step for event in events.Scalars("loss")] == [0, 1]
+
+
+def test_a_demo_says_what_its_log_needs() -> None:
+    missing = mock.patch.dict(sys.modules, {"torch.utils.tensorboard": None})
+    with missing, pytest.raises(SystemExit, match="--logdir needs TensorBoard: pip install tensorboard"):
+        train_gpt.main(["--logdir", "somewhere"])
