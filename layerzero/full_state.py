@@ -479,9 +479,9 @@ def _of_first_rank(left_out: IncompatibleKeys, model_ranks: ModelRanks) -> list[
     text = json.dumps(left_out).encode()
     length = torch.tensor([len(text)])
     model_ranks.broadcast_numbers(length)
-    spelled = torch.tensor(list(text) if model_ranks.is_first else [0] * int(length), dtype=torch.uint8)
-    model_ranks.broadcast_numbers(spelled)
-    lists: list[list[str]] = json.loads(bytes(spelled.tolist()))
+    display_name = torch.tensor(list(text) if model_ranks.is_first else [0] * int(length), dtype=torch.uint8)
+    model_ranks.broadcast_numbers(display_name)
+    lists: list[list[str]] = json.loads(bytes(display_name.tolist()))
     return lists
 
 

@@ -28,11 +28,11 @@ class Staging:
     """Host memory for the background saves of one model; each save reuses it.
 
     Args:
-        mesh_info: mesh of the model. Its process groups are kept alive for a running save.
+        mesh_info: mesh of the model. A reference to its process groups keeps them alive during a save.
 
     Attributes:
-        group: process group that only background saves use; None: a new one is needed.
-        pending: save that is reading the memory, until it has been waited for.
+        group: process group that only background saves use; None: the next save must create one.
+        pending: save that is reading the memory; None after :meth:`finish`.
         listeners: optimizer hooks of the pending save.
     """
 
@@ -40,7 +40,7 @@ class Staging:
         device, self._groups = mesh_info.device, mesh_info.groups
         self.group: HeldGroup | None = None
         self.pending: _Pending | None = None
-        self.listeners: list[RemovableHandle] = []  # hooks of optimizers that report its failure
+        self.listeners: list[RemovableHandle] = []  # optimizer hooks that report a failed save
         self._device = device
         self._memory = host_memory(0, torch.uint8, device=device)
 

@@ -219,7 +219,7 @@ class LayerZeroConfig:
             "offload_params": self.offload_params,
             "pin_memory": self.pin_memory,
             "prefetch": self.prefetch,
-            "gather_codec": _told(self.gather_codec),
+            "gather_codec": _codec_text(self.gather_codec),
             "shared_memory": self.shared_memory,
             "sync_module_states": self.sync_module_states,
         }
@@ -235,7 +235,7 @@ class LayerZeroConfig:
         return chosen
 
 
-def _told(codec: GatherCodec | None) -> str | None:
+def _codec_text(codec: GatherCodec | None) -> str | None:
     """Return text that identifies a codec and is equal in all processes. Return None if there is no codec.
 
     The text is the class name. For a dataclass, it also includes the fields that are numbers, strings or dtypes.

@@ -83,8 +83,10 @@ def rows_of(value: Tensor, span: RowShardSpec) -> Tensor:
 
 def _is_cut_by_others(value: DTensor, span: RowShardSpec) -> bool:
     """Return whether `value` is a DTensor that is sharded by rows on our mesh but was not created by layerzero."""
-    by_rows = value.device_mesh == span.mesh_info.flat_mesh and all(each == Shard(0) for each in value._spec.placements)
-    return by_rows and not hasattr(value._local_tensor, "spec")
+    as_one_row = value.device_mesh == span.mesh_info.flat_mesh and all(
+        each == Shard(0) for each in value._spec.placements
+    )
+    return as_one_row and not hasattr(value._local_tensor, "spec")
 
 
 def _rows_as_cut(value: DTensor, span: RowShardSpec) -> Tensor:

@@ -28,7 +28,7 @@ from layerzero.optimizers.optimizer_copy import copy_optimizer, unhooked
 from layerzero.optimizers.placeholders import placeholder
 from layerzero.optimizers.split_step import Turn, step_param_by_param
 
-__all__ = ["TrialError", "difference", "difference_of_owners", "group_kind", "steps_stacks_apart"]
+__all__ = ["TrialError", "difference", "difference_of_owners", "group_kind", "steps_matrices_separately"]
 
 _RANKS = 4
 _STEPS = 24  # more than the warm-ups and intervals of common defaults
@@ -136,7 +136,7 @@ def _try_owners(
     return _compare(whole, ranks, data, owned)
 
 
-def steps_stacks_apart(optimizer: Optimizer, device: torch.device, dims: int) -> bool:
+def steps_matrices_separately(optimizer: Optimizer, device: torch.device, dims: int) -> bool:
     """Return whether the optimizer updates each matrix of a stack separately.
 
     The trial steps the two halves of a stack separately and compares the results with a step of the full stack. The
@@ -158,12 +158,12 @@ def steps_stacks_apart(optimizer: Optimizer, device: torch.device, dims: int) ->
             *halves, _ = [_run(optimizer, groups, part, replaces_empty=False) for part in parts]
             if _compare(whole, halves, data, [False] * len(groups)) is not None:
                 return False
-            return all(map(_is_of_halves, whole.states, *(half.states for half in halves)))
+            return all(map(_equals_halves, whole.states, *(half.states for half in halves)))
         except Exception:
             return False
 
 
-def _is_of_halves(whole: Any, *halves: Any) -> bool:
+def _equals_halves(whole: Any, *halves: Any) -> bool:
     """Return whether the state of a stack equals the state of its halves."""
     if isinstance(whole, Tensor) and whole.ndim:
         parts = torch.cat([torch.as_tensor(half) for half in halves])
@@ -171,7 +171,7 @@ def _is_of_halves(whole: Any, *halves: Any) -> bool:
     if isinstance(whole, (Mapping, list, tuple)):
         keys = whole.keys() if isinstance(whole, Mapping) else range(len(whole))
         return all(len(half) == len(whole) for half in halves) and all(
-            _is_of_halves(whole[key], *(half[key] for half in halves)) for key in keys
+            _equals_halves(whole[key], *(half[key] for half in halves)) for key in keys
         )
     if isinstance(whole, (int, float, Tensor)):
         return all(math.isclose(whole, half, rel_tol=1e-4, abs_tol=1e-12) for half in halves)

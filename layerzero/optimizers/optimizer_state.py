@@ -14,7 +14,19 @@ from layerzero.dtensor.sharded_tensor import LocalShard, plain, sharded
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.optimizers.owner_step import OwnedParam
 
-__all__ = ["HOW", "Holder", "by_rows", "cut_state", "differ", "few", "is_plain", "kept", "number", "on", "show"]
+__all__ = [
+    "HOW",
+    "Holder",
+    "as_one_row",
+    "cut_state",
+    "differ",
+    "is_plain",
+    "kept",
+    "number",
+    "on",
+    "shortened",
+    "show",
+]
 
 
 Holder = (
@@ -55,7 +67,7 @@ def number(value: Any) -> Any:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
-def few(names: Iterable[str]) -> str:
+def shortened(names: Iterable[str]) -> str:
     some = sorted(names)
     return ", ".join(some[:4]) + (f" and {len(some) - 4} more" if len(some) > 4 else "")
 
@@ -78,7 +90,7 @@ def on(value: Any, master: Tensor) -> Any:
     return value.to(master.device) if isinstance(value, Tensor) else value
 
 
-def by_rows(values: Mapping[str, Any], example: Mapping[str, Any]) -> dict[str, Any]:
+def as_one_row(values: Mapping[str, Any], example: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of a 0-dim parameter with its per-element tensors reshaped to [1]. Step counts stay 0-dim.
 
     Args:

@@ -21,7 +21,7 @@ from layerzero.comm.mesh_info import MeshInfo
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 from layerzero.layout.owner_layout import JoinAxis
 
-__all__ = ["OwnerGroup", "across", "owner_group_across", "owner_group_of", "places_across"]
+__all__ = ["OwnerGroup", "join_axis", "owner_group_across", "owner_group_of", "positions_across"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ def owner_group_of(mesh_info: MeshInfo) -> OwnerGroup:
     return OwnerGroup(mesh_info, None, mesh_info.zero3_gather_comm, order)
 
 
-def places_across(mesh_info: MeshInfo, model_parallel: ModelParallelSpec, axis: int) -> dict[int, tuple[int, int]]:
+def positions_across(mesh_info: MeshInfo, model_parallel: ModelParallelSpec, axis: int) -> dict[int, tuple[int, int]]:
     """Return the positions of the ranks of this rank's ZeRO-3 group and of the corresponding groups along an axis.
 
     Args:
@@ -68,7 +68,7 @@ def places_across(mesh_info: MeshInfo, model_parallel: ModelParallelSpec, axis: 
 
 
 def owner_group_across(mesh_info: MeshInfo, axis: int, places: Mapping[int, tuple[int, int]]) -> OwnerGroup:
-    """Create an owner group from the result of :func:`places_across`. All ranks of the model must call this."""
+    """Create an owner group from the result of :func:`positions_across`. All ranks of the model must call this."""
     ranks = sorted(places)
     kind = mesh_info.mesh.device_type
     group = mesh_info.groups.new(ranks, like=mesh_info.zero3_gather_comm.group, device_type=kind)
@@ -76,11 +76,11 @@ def owner_group_across(mesh_info: MeshInfo, axis: int, places: Mapping[int, tupl
     return OwnerGroup(mesh_info, axis, comm, tuple(places[rank] for rank in ranks))
 
 
-def across(name: str, model_parallel: ModelParallelSpec | None, *, stacks_apart: bool) -> JoinAxis | None:
+def join_axis(name: str, model_parallel: ModelParallelSpec | None, *, matrices_separately: bool) -> JoinAxis | None:
     """Return the model-parallel axis along which the parts of a parameter must be joined, or None.
 
     Args:
-        stacks_apart: whether the optimizer updates each matrix of a stack separately, if the parameter is a stack.
+        matrices_separately: whether the optimizer updates each matrix of a stack separately, if there is a stack.
 
     Raises:
         ValueError: parts would have to be joined along several axes.
@@ -90,7 +90,7 @@ def across(name: str, model_parallel: ModelParallelSpec | None, *, stacks_apart:
     cut = {
         axis: dim for axis in range(model_parallel.mesh.ndim) if (dim := model_parallel.sharded_dim(axis)) is not None
     }
-    if stacks_apart and len(model_parallel.shape) > 2:
+    if matrices_separately and len(model_parallel.shape) > 2:
         cut = {axis: dim for axis, dim in cut.items() if dim > 0}
     if len(cut) > 1:
         raise ValueError(

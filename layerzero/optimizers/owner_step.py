@@ -50,7 +50,7 @@ class OwnedParam:
 
     member: ManagedParam
     owner: ParamOwner
-    group_of_ranks: OwnerGroup  # this rank's owner group; it assembles the parameter if `is_near`
+    group_of_ranks: OwnerGroup  # this rank's owner group; it assembles the parameter if `is_in_owner_group`
     group: MutableMapping[str, Any]  # parameter group of the inner optimizer
     master: Tensor  # entry of that group: this rank's rows, or the full parameter while the owner steps it
 
@@ -60,13 +60,13 @@ class OwnedParam:
         return self.owner.s, self.owner.t
 
     @property
-    def is_near(self) -> bool:
+    def is_in_owner_group(self) -> bool:
         """True if the rows are on the ranks of this rank's owner group."""
         return self.owner.r == self.member.spec.mesh_info.grid.replica_rank
 
     @property
     def is_owned_here(self) -> bool:
-        return self.is_near and self.place == self.group_of_ranks.place
+        return self.is_in_owner_group and self.place == self.group_of_ranks.place
 
     @property
     def is_fully_local(self) -> bool:
@@ -165,30 +165,30 @@ def by_owner_group(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedPa
 def buffers_of_rounds(owned: Iterable[OwnedParam]) -> Counter[Size]:
     """Return the number of buffers of each size that the rounds of `owned` use at once; see :func:`_largest`."""
     most: Counter[Size] = Counter()
-    for cell, members in by_owner_group(owned).items():
+    for owner_group, members in by_owner_group(owned).items():
         counts: Counter[Size] = Counter()
-        for dtype, sizes in _largest(members, cell).items():
+        for dtype, sizes in _largest(members, owner_group).items():
             counts.update((numel, dtype) for numel in sizes)
         most |= counts
     return most
 
 
-def _largest(owned: Iterable[OwnedParam], cell: OwnerGroup) -> dict[torch.dtype, list[int]]:
+def _largest(owned: Iterable[OwnedParam], owner_group: OwnerGroup) -> dict[torch.dtype, list[int]]:
     """Return the sizes in elements of the buffers that the rounds of one owner group use, by dtype.
 
     There is one buffer for the largest full parameter that this rank owns, one for its gradient, and one for the rows
     that the rank sends in one round. If parts are joined along a model-parallel axis, another buffer receives the
     parts. The sizes cover all parameters, with or without a gradient, so that each step uses the same buffers.
     """
-    away = [each for each in owned if each.is_near and not each.is_fully_local]
+    away = [each for each in owned if each.is_in_owner_group and not each.is_fully_local]
     found = {}
     for dtype in {each.member.master.dtype for each in away}:
-        whole, rows = 0, dict.fromkeys(cell.order, 0)  # rows: by owner
+        whole, rows = 0, dict.fromkeys(owner_group.order, 0)  # rows: by owner
         for each in away:
             if each.member.master.dtype == dtype:
                 whole = max(whole, each.numel if each.is_owned_here else 0)
-                rows[each.place] = max(rows[each.place], each.numel_on(cell.place[0]))
-        found[dtype] = [whole, whole, sum(rows.values()), *([] if cell.axis is None else [whole])]
+                rows[each.place] = max(rows[each.place], each.numel_on(owner_group.place[0]))
+        found[dtype] = [whole, whole, sum(rows.values()), *([] if owner_group.axis is None else [whole])]
     return found
 
 
@@ -211,35 +211,39 @@ def step_owned(
         RuntimeError: a parameter has a gradient on only some ranks of its owner group. All ranks raise.
     """
     turns: list[Iterator[Turn]] = []
-    cells = by_owner_group(owned)
-    _require_gradients_alike(cells, model_ranks)
-    for cell, members in cells.items():
+    owner_groups = by_owner_group(owned)
+    _require_gradients_alike(owner_groups, model_ranks)
+    for owner_group, members in owner_groups.items():
         away: list[tuple[OwnedParam, Tensor]] = []  # parameters to gather in this group, this rank's gradient rows
         for each in members:
             gradient = each.master.grad
             if gradient is None or (each.is_owned_here and each.is_fully_local):
                 continue
             each.master.grad = None
-            if each.is_near and not each.is_fully_local:
+            if each.is_in_owner_group and not each.is_fully_local:
                 away.append((each, gradient))
-        turns.append(_turns(away, _largest(members, cell), cell, pool))
+        turns.append(_turns(away, _largest(members, owner_group), owner_group, pool))
     step_param_by_param(inner, take_step, chain.from_iterable(turns))
 
 
-def _require_gradients_alike(cells: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelRanks) -> None:
+def _require_gradients_alike(owner_groups: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelRanks) -> None:
     """Raise RuntimeError on all ranks if the ranks of an owner group have gradients for different parameters.
 
     Without this check, ranks could send rows of different parameters to each other. The check all-reduces one number.
     The contributions of an owner group sum to 0 if its ranks have gradients for the same parameters.
     """
-    near = {cell: [each for each in cells[cell] if each.is_near] for cell in cells if cell.communicator.size > 1}
+    near = {
+        owner_group: [each for each in owner_groups[owner_group] if each.is_in_owner_group]
+        for owner_group in owner_groups
+        if owner_group.communicator.size > 1
+    }
     if not near or not has_peers(model_ranks.ranks):
         return
     number = torch.zeros(1, dtype=torch.int64)
-    for index, (cell, members) in enumerate(near.items()):
-        there = [index, *cell.ranks, *(_has_gradient(each) for each in members)]
+    for index, (owner_group, members) in enumerate(near.items()):
+        there = [index, *owner_group.ranks, *(_has_gradient(each) for each in members)]
         digest = int.from_bytes(hashlib.blake2b(repr(there).encode(), digest_size=5).digest(), "little")
-        number += digest * (cell.communicator.size - 1 if cell.communicator.rank == 0 else -1)
+        number += digest * (owner_group.communicator.size - 1 if owner_group.communicator.rank == 0 else -1)
     reduce_over(model_ranks.control_comms, number, dist.ReduceOp.SUM, Collective.METADATA)
     if number.any():
         raise RuntimeError(_unlike(near, model_ranks))
@@ -254,7 +258,11 @@ def _unlike(near: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelR
 
     All ranks must call this function. The message is equal on all ranks.
     """
-    own = [(cell.ranks, each.member.name, _has_gradient(each)) for cell, members in near.items() for each in members]
+    own = [
+        (owner_group.ranks, each.member.name, _has_gradient(each))
+        for owner_group, members in near.items()
+        for each in members
+    ]
     with_gradient: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for told in model_ranks.all_gather_text(json.dumps(own)):
         for ranks, name, has in json.loads(told):
@@ -270,20 +278,20 @@ def _unlike(near: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelR
 def _turns(
     away: Sequence[tuple[OwnedParam, Tensor]],
     largest: Mapping[torch.dtype, Sequence[int]],
-    cell: OwnerGroup,
+    owner_group: OwnerGroup,
     pool: BufferPool,
 ) -> Iterator[Turn]:
     """Yield the turns of this rank in the rounds of one owner group; see [Note: Owner rounds]."""
     for dtype in sorted({gradient.dtype for _, gradient in away}, key=str):
-        by_owner: dict[tuple[int, int], list[tuple[OwnedParam, Tensor]]] = {place: [] for place in cell.order}
+        by_owner: dict[tuple[int, int], list[tuple[OwnedParam, Tensor]]] = {place: [] for place in owner_group.order}
         for each, gradient in sorted(away, key=lambda one: one[0].weight):
             if gradient.dtype == dtype:
                 by_owner[each.place].append((each, gradient))
-        rounds = [_OwnerRound(chosen, cell) for chosen in zip_longest(*by_owner.values())]
+        rounds = [_OwnerRound(chosen, owner_group) for chosen in zip_longest(*by_owner.values())]
         buffers = [pool.acquire(numel, dtype) for numel in largest[dtype]]
         try:
             for played in rounds:
-                yield from played.play(*buffers)
+                yield from played.run(*buffers)
         finally:
             for buffer in buffers:
                 pool.release(buffer)
@@ -297,17 +305,17 @@ class _OwnerRound:
             that parameter. None if the rank does not step a parameter.
     """
 
-    def __init__(self, chosen: Sequence[tuple[OwnedParam, Tensor] | None], cell: OwnerGroup) -> None:
-        s, _ = cell.place
-        own = chosen[cell.communicator.rank]
+    def __init__(self, chosen: Sequence[tuple[OwnedParam, Tensor] | None], owner_group: OwnerGroup) -> None:
+        s, _ = owner_group.place
+        own = chosen[owner_group.communicator.rank]
         self._chosen = [each for each in chosen if each is not None]
         self._mine = None if own is None else own[0]
         self._to_each = [0 if each is None else each[0].numel_on(s) for each in chosen]
-        self._from_each = [0 if own is None else own[0].numel_on(other) for other, _ in cell.order]
-        self._comm, self._s = cell.communicator, s
+        self._from_each = [0 if own is None else own[0].numel_on(other) for other, _ in owner_group.order]
+        self._comm, self._s = owner_group.communicator, s
         self.sent, self.received = sum(self._to_each), sum(self._from_each)
 
-    def play(self, whole: Tensor, gradient: Tensor, rows: Tensor, received: Tensor | None = None) -> Iterator[Turn]:
+    def run(self, whole: Tensor, gradient: Tensor, rows: Tensor, received: Tensor | None = None) -> Iterator[Turn]:
         """Gather the parameter that this rank steps, yield a turn for it, and scatter its rows after the step.
 
         Args:

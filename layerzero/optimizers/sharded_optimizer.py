@@ -33,14 +33,14 @@ from layerzero.optimizers.compatibility import is_elementwise_by_name, kinds_tha
 from layerzero.optimizers.optimizer_state import (
     HOW,
     Holder,
-    by_rows,
+    as_one_row,
     cut_state,
     differ,
-    few,
     is_plain,
     kept,
     number,
     on,
+    shortened,
     show,
 )
 from layerzero.optimizers.owner_step import OwnedParam
@@ -457,7 +457,7 @@ class ShardedOptimizer(OptimizerProxy):
         self, values: Mapping[str, Any], holder: Holder, group: Mapping[str, Any], *, copy: bool = True
     ) -> dict[str, Any]:
         if isinstance(holder, ManagedParam) and not holder.spec.shape:
-            values = by_rows(values, first_state(self.inner, group, holder.master))
+            values = as_one_row(values, first_state(self.inner, group, holder.master))
         return cut_state(values, holder, copy=copy)
 
     def saved_group(self, group: Mapping[str, Any], saved_groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -475,13 +475,13 @@ class ShardedOptimizer(OptimizerProxy):
             settings = {key: value for key, value in saved.items() if key not in ("params", "param_names", *HOW)}
             if found is not None and (odd := sorted(key for key in found | settings if differ(found, settings, key))):
                 raise ValueError(
-                    f"the parameters {few(names)} are in one group, but they were saved in groups with different "
+                    f"the parameters {shortened(names)} are in one group, but they were saved in groups with different "
                     f"{', '.join(odd)}. Use the same groups as in the saved state"
                 )
             found = settings
         if missing:
             raise ValueError(
-                f"no saved parameter group contains {few(missing)}. Load the state of an optimizer with the same "
+                f"no saved parameter group contains {shortened(missing)}. Load the state of an optimizer with the same "
                 "parameters"
             )
         return found or {}

@@ -1,4 +1,4 @@
-"""Measurement of the speeds of the cluster on which a job runs: :func:`probe`."""
+"""Measurement of the speeds of the cluster on which a job runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Result of :func:`probe`, the same on all ranks.
+    """Result of :func:`probe`, equal on all ranks.
 
     Attributes:
         cluster: cluster with the measured values, and with defaults for fields that were not measured.
@@ -49,7 +49,7 @@ class ProbeResult:
 
     def __str__(self) -> str:
         """Return the fields as YAML, in which fields that were not measured are comments."""
-        lines = [f"# measured on {self.cluster.ranks} ranks; lines that begin with # are defaults, to be put right"]
+        lines = [f"# measured on {self.cluster.ranks} ranks; lines that start with # are defaults, to be corrected"]
         for name, value in asdict(self.cluster).items():
             said = f"{value:.4g}" if isinstance(value, float) else str(value)
             lines.append(f"{'' if name in self.measured else '# '}{name}: {said}")
@@ -71,7 +71,7 @@ def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.
         dtype: compute dtype for the measurement of FLOP/s.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised.
+        RuntimeError: torch.distributed is not initialized.
         ValueError: `zero3_size` is unknown or does not divide the world size; or `nbytes` is below 4096.
 
     Example::
@@ -82,7 +82,7 @@ def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.
         print(layerzero.plan(model, found.cluster))
     """
     if nbytes < 1 << 12:
-        raise ValueError(f"nbytes={nbytes}; give 4096 or more, or latencies are all there is")
+        raise ValueError(f"nbytes={nbytes} is too small to measure speeds instead of latencies. Use 4096 or more")
     before = set(dist.distributed_c10d._world.pg_map)
     groups = ModelGroups()
     try:
@@ -143,7 +143,7 @@ def _meeting(comms: Sequence[Communicator]) -> Callable[[], None]:
 
 
 def _seconds(operation: Callable[[], object], device: torch.device, meet: Callable[[], None]) -> float:
-    """Return the median time of an operation that all ranks run at once, in seconds; a warm-up round is not counted."""
+    """Return the median time in seconds of an operation that all ranks run at once. A warm-up round does not count."""
     times = []
     for _ in range(_ROUNDS + 1):
         finish_copies(device)
@@ -250,7 +250,7 @@ def _host_bytes(limits: Sequence[Path] = _LIMITS) -> int:
     """Return the bytes of host memory, or the container's memory limit if that is lower."""
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for limit in limits:
-        with suppress(OSError, ValueError):  # the file does not exist here, or it says "max"
+        with suppress(OSError, ValueError):  # the file does not exist on this system, or contains "max"
             found.append(int(limit.read_text()))
     return min(found)
 

@@ -1,13 +1,13 @@
 """Programs for the simulator: the operations that one rank's host executes in a run.
 
-A program is made from a recorded schedule (:func:`layerzero.trace`), from a formula, or by hand.
+A program is built from a recorded schedule (:func:`layerzero.trace`), from a formula, or by hand.
 
-[Note: What a recording leaves open]
+[Note: Machine-dependent times]
 Some times in a recording depend on the machine: when the parts of a reduction are added, when hop 2 is launched, and
 how long the host waits for either hop. Therefore the waits for hop 1 and hop 2, and the launches of hop 2, are removed
-from a program. The simulator recomputes these times by the rules of ``engine/reduction_queue.py``:
-:class:`StartReduction` starts a reduction, which then proceeds without the host, and :class:`WaitReductions` waits for
-all reductions.
+from a program. The simulator recomputes these times by the rules of ``engine/reduction_queue.py``.
+:class:`StartReduction` starts a reduction, which then proceeds without the host. :class:`WaitReductions` waits for all
+reductions.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SimCollective:
     kind: str  # "gather", "hop1", "hop2", "refresh", "agree", ...
     unit: str
     axis: str  # "zero3", "replica" or "control"
-    comm: str  # communicator; its collectives run one after the other
+    comm: str  # communicator, whose collectives run one after the other
     ranks: int
     bytes: float  # bytes that this rank sends
 
@@ -81,7 +81,7 @@ class SimWait:
 class StartReduction:
     """Start of a reduction, in which each collective is followed by an addition.
 
-    See [Note: What a recording leaves open].
+    See [Note: Machine-dependent times].
     """
 
     collectives: tuple[SimCollective, ...]
@@ -124,7 +124,9 @@ def read_recording(path: str | PathLike[str]) -> Recording:
         events = tuple(TraceEvent(**event) for event in content["schedule"])
         return Recording(int(content["zero3_size"]), int(content["replicas"]), events)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a file of layerzero.trace: {type(error).__name__}: {error}") from None
+        raise ValueError(
+            f"{path} is not a trace file written by layerzero.trace: {type(error).__name__}: {error}"
+        ) from None
 
 
 def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
@@ -169,7 +171,7 @@ def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
 def _reductions(events: Sequence[TraceEvent]) -> dict[int, StartReduction]:
     """Return the reductions, keyed by the number of their first collective.
 
-    A hop 2 belongs to the same reduction as the hop 1 whose addition precedes it.
+    A hop 2 belongs to the same reduction as the hop 1 whose addition precedes the hop 2.
     """
     additions = {event.number: (event.end - event.start) / 1e6 for event in events if event.kind == "add"}
     found: dict[int, StartReduction] = {}

@@ -1,8 +1,8 @@
 """Simulator programs built from settings, for layerzero and for other schemes.
 
-layerzero's program launches and waits in the same order as the engine does if units are called one after the other. A
-test compares the program with a recording of the engine. The programs of other schemes follow the papers and manuals of
-these schemes. They are models, not measurements, and make favourable assumptions: prefetch of one unit, separate
+layerzero's program launches and waits in the same order as the engine if units are called one after the other. A test
+compares the program with a recording of the engine. The programs of other schemes follow the papers and manuals of
+these schemes. They are models, not measurements, and make favorable assumptions: prefetch of one unit, separate
 communicators that overlap, no padding, and, for HSDP, an all-reduce between nodes in the last micro-batch only.
 """
 
@@ -32,7 +32,7 @@ _PARTS = 8  # parts of an optimizer's step; each is followed by the refresh of i
 class UnitCost:
     """Number of elements of a unit, and seconds of its forward and backward in a micro-batch.
 
-    In a list of units, the root is the first one.
+    In a list of units, the root is the first unit.
     """
 
     name: str
@@ -56,7 +56,7 @@ class ScheduleSettings:
     offload_grads: bool = False
     offload_optimizer: bool = False
     offload_params: bool = False
-    root_stays: bool = True  # the root stays gathered from forward to backward, as on devices
+    root_stays_gathered: bool = True  # the root stays gathered from forward to backward, as on devices
     adds_hop1: bool = False  # each rank adds the parts of hop 1, as on gloo: gradients are sent in their own dtype
     update: float = 0.0  # seconds of the optimizer's update
     memory_speed: float = float("inf")  # bytes per second in additions
@@ -127,7 +127,7 @@ class _Rank:
             if index:
                 yield self._compute("forward", unit, unit.forward)
         yield self._compute("forward", self.units[0], self.units[0].forward)
-        if self.how.root_stays and self._gathering:
+        if self.how.root_stays_gathered and self._gathering:
             self._gathers[self.units[0].name] = -1
 
     def _backward(self, *, first: bool, last: bool) -> Iterator[Operation]:
@@ -150,7 +150,7 @@ class _Rank:
 
         Args:
             order: units in the order in which they are called.
-            begun: number of units in `order` for which this has been done already.
+            begun: number of units in `order` whose gather has already been launched.
             index: index in `order` of the unit that is called next.
 
         Returns:

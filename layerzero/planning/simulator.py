@@ -1,11 +1,11 @@
 """Discrete-event simulation of a program on a machine.
 
 All ranks run the same program at the same speed, so only one rank is simulated. The rank has a processor, a link inside
-its node, and a share of its node's link to other nodes. Concurrent users of a resource get equal shares of it. The
+its node, and a share of its node's link to other nodes. Concurrent users of a resource get equal shares. The
 collectives of one communicator run one after the other. Each collective first waits for its latency, then uses links
 and processor at the same time. Copies between device and host memory use a separate link.
 
-[Note: What crosses the nodes]
+[Note: Traffic between nodes]
 Ranks are numbered consecutively within a node. A ring or hierarchical collective over full nodes enters and leaves each
 node once, regardless of the number of ranks per node. A collective over replicas runs in one replica group per ZeRO-3
 rank. If a ZeRO-3 group fills a node, each replica group has one rank on each node. If a ZeRO-3 group fills only a part
@@ -90,9 +90,9 @@ class SimMachine:
         return passes * steps * (self.between_latency if self.crosses(collective) else self.inside_latency)
 
     def demands(self, collective: SimCollective) -> dict[str, float]:
-        """Return the seconds for which a collective uses each resource if nothing else uses the resource.
+        """Return the seconds for which a collective uses each resource if no other task uses the resource.
 
-        See [Note: What crosses the nodes].
+        See [Note: Traffic between nodes].
         """
         if not collective.bytes:
             return {}
@@ -121,7 +121,7 @@ class SimResult:
     step_ends: list[float] = field(default_factory=list)
     waits: list[Counter[str]] = field(default_factory=list)  # for each step: seconds waited, by kind of collective
     spans: list[SimSpan] = field(default_factory=list)  # ordered by their ends
-    computed: float = 0.0  # seconds of computations, if they have the processor to themselves
+    computed: float = 0.0  # seconds of computations if no other task uses the processor
     waited: float = 0.0  # seconds in which the host waited for collectives
     busy: Counter[str] = field(default_factory=Counter)  # seconds of use, by resource
     calls: Counter[str] = field(default_factory=Counter)  # number of launches, by kind of collective
@@ -149,7 +149,7 @@ def simulate(program: Iterable[Operation], machine: SimMachine) -> SimResult:
 
 @dataclass(eq=False)
 class _SimTask:
-    """Simulated task: it waits for its latency, then uses several resources at the same time."""
+    """Simulated task, which waits for its latency, then uses several resources at the same time."""
 
     latency: float
     demands: dict[str, float]
@@ -260,7 +260,7 @@ def _computing(seconds: float, what: What) -> _SimTask:
 
 
 class _Running:
-    """Reduction in flight, which proceeds without the host; see [Note: What a recording leaves open].
+    """Reduction in flight, which proceeds without the host; see [Note: Machine-dependent times] in sim_program.py.
 
     Attributes:
         landed: number of the reduction's collectives whose addition has finished.

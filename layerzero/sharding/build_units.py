@@ -283,11 +283,11 @@ def build_unit(
     cast_buffers = _cast_buffers(plan, config.buffer_dtype)
     by_name = {found.name: found for found in plan.parameters}
     reshards = config.reshards(plan.name, plan.called[0], mesh_info.zero3_size)
-    root_stays = not plan.name and device_module(mesh_info.device) is not None
+    root_stays_gathered = not plan.name and device_module(mesh_info.device) is not None
     # Created even with shared memory. Other ZeRO-3 groups may have none, and all ranks must create the same groups.
-    keeping = None if root_stays or isinstance(reshards, bool) else mesh_info.subgroup_comm(reshards)
-    gathers = RankTraits.of(mesh_info, in_node=node is not None, offload_params=config.offload_params).gathers
-    travel = GatherOptions(config.gather_codec, keeping) if gathers else GatherOptions()
+    keeping = None if root_stays_gathered or isinstance(reshards, bool) else mesh_info.subgroup_comm(reshards)
+    needs_gather = RankTraits.of(mesh_info, in_node=node is not None, offload_params=config.offload_params).needs_gather
+    gather_options = GatherOptions(config.gather_codec, keeping) if needs_gather else GatherOptions()
     handles = [
         Handle(
             f"unit {plan.name!r}, {each.kind}",
@@ -301,7 +301,7 @@ def build_unit(
             shared=None
             if node is None or each.extension is not None
             else node.weights.share(each.layout.numel, each.precision.compute),
-            travel=GatherOptions() if each.extension is not None else travel,
+            gather_options=GatherOptions() if each.extension is not None else gather_options,
             extension=None if each.extension is None else extensions[each.layout.slots[0].name],
         )
         for each in planned

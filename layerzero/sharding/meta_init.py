@@ -88,14 +88,14 @@ def _describe(left: Sequence[UninitializedTensor]) -> str:
     sentences = []
     if loaded:
         sentences.append(
-            f"no values were written to {_spell(loaded)} after the model was built on meta. Initialize them in "
+            f"no values were written to {_format(loaded)} after the model was built on meta. Initialize them in "
             "param_init_fn or in the module's reset_parameters, or load a state before the first forward "
             "(layerzero.load_full_state_dict, layerzero.checkpoint.load)"
         )
     if others:
         where, _, attribute = others[0].name.rpartition(".")
         sentences.append(
-            f"no values were written to {_spell([each.name for each in others])} after the model was built on meta. "
+            f"no values were written to {_format([each.name for each in others])} after the model was built on meta. "
             "State dicts do not contain non-persistent buffers. Initialize them in param_init_fn or in the module's "
             "reset_parameters, or assign them before the first forward: "
             f"model.{where + '.' if where else ''}{attribute} = ..."
@@ -103,7 +103,7 @@ def _describe(left: Sequence[UninitializedTensor]) -> str:
     return ". ".join(sentences)
 
 
-def _spell(names: Sequence[str]) -> str:
+def _format(names: Sequence[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:_SHOWN])
     return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 

@@ -53,7 +53,7 @@ def root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: in
         )
     if mesh is not None:
         return _checked(mesh, "", model)
-    beside = _first_beside(model)
+    beside = _model_parallel_mesh(model)
     if beside is None or beside.size() == 1 or beside._get_root_mesh() == beside:
         return init_mesh(zero3_size)
     if zero3_size is None:
@@ -61,7 +61,7 @@ def root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: in
             "parameters are DTensors on a model-parallel axis, so the data-parallel ranks have no default. Pass mesh, "
             "such as mesh['dp'], or zero3_size"
         )
-    return mesh_of_ranks(_around(beside), zero3_size, beside.device_type)
+    return mesh_of_ranks(_data_parallel_ranks(beside), zero3_size, beside.device_type)
 
 
 def unit_meshes(mesh: DeviceMesh | MeshOf | None, root: DeviceMesh) -> MeshOf:
@@ -84,14 +84,14 @@ def _checked(mesh: DeviceMesh | MeshOf, name: str, module: nn.Module) -> DeviceM
     return mesh
 
 
-def _first_beside(model: nn.Module, ranks: Sequence[int] = ()) -> DeviceMesh | None:
+def _model_parallel_mesh(model: nn.Module, ranks: Sequence[int] = ()) -> DeviceMesh | None:
     """Return the mesh of the first DTensor parameter whose mesh has at most one of `ranks`, or None."""
     parameters: list[Any] = list(model.parameters()) if isinstance(model, nn.Module) else []
     found = [p for p in parameters if isinstance(p, DTensor) and not isinstance(p, RowShardedTensor)]
     return next((p.device_mesh for p in found if len({*ranks_in(p.device_mesh)} & {*ranks}) < 2), None)
 
 
-def _around(beside: DeviceMesh) -> list[int]:
+def _data_parallel_ranks(beside: DeviceMesh) -> list[int]:
     """Return the sorted ranks that have this rank's coordinates on the axes of `beside`, a submesh of all ranks."""
     whole = beside._get_root_mesh()
     if whole.size() != dist.get_world_size():
@@ -151,7 +151,7 @@ def agree_model_parallel(
     model: nn.Module, root: DeviceMesh, fields: Mapping[str, object], failure: Exception | None
 ) -> Exception | None:
     """Compare `fields` along the root's model-parallel axes. Return the failure of this or another rank, or None."""
-    axes = _first_beside(model, ranks_in(root))
+    axes = _model_parallel_mesh(model, ranks_in(root))
     if axes is None or axes.size() == 1:
         return failure
     try:
@@ -218,7 +218,7 @@ def meshes_of_units(further: Further, groups: ModelGroups) -> tuple[ModelRanks, 
         own = (
             mesh_info
             if mesh == root
-            else model_ranks.seen_from(MeshInfo.from_mesh(mesh, mesh_info.counters, mesh_info.groups))
+            else model_ranks.with_model_ranks(MeshInfo.from_mesh(mesh, mesh_info.counters, mesh_info.groups))
         )
         beside = None if axes is None else ModelParallelAxes.of(own, axes, model_ranks)
         sites[mesh] = UnitMesh(model_ranks, own, beside, holds_copies=mesh == root)

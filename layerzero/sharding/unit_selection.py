@@ -81,14 +81,14 @@ def partition(
     modules = dict(model.named_modules(remove_duplicate=False))
     plan_of = {id(module): plan for plan in plans.values() for module in plan.called}
 
-    def plans_around(name: str) -> list[UnitDefinition]:
+    def enclosing_units(name: str) -> list[UnitDefinition]:
         """Return the units that contain the module of that name. The innermost unit is first."""
         return [plan for around in _ancestors(name) if (plan := plan_of.get(id(modules[around]))) is not None]
 
     for name, module in model.named_modules():
-        plans_around(name)[0].modules[module] = name
+        enclosing_units(name)[0].modules[module] = name
     for holders, found in _parameters(model, ignored):
-        first, *others = [plans_around(holder) for holder in holders]
+        first, *others = [enclosing_units(holder) for holder in holders]
         owner = next(plan for plan in first if all(plan in chain for chain in others))
         _refuse_unsupported(found, ranks[owner.mesh])
         owner.parameters.append(found)

@@ -141,7 +141,7 @@ def _in_time(rank: int) -> None:
         time.sleep(0.1)
     time.sleep(LIMIT + 1)
     assert not dog.reports
-    with pytest.raises(RuntimeError, match="watched already"):
+    with pytest.raises(RuntimeError, match="already has a watchdog"):
         layerzero.watchdog(model)
     dog.close()
     assert not any(thread.name == "layerzero watchdog" for thread in threading.enumerate())

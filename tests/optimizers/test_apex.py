@@ -19,7 +19,7 @@ import layerzero
 from layerzero import checkpoint, optimizers
 from layerzero.optimizers.apex import prepared
 from layerzero.optimizers.compatibility import kinds_that_need_full_params
-from layerzero.optimizers.compatibility_trial import difference, group_kind, steps_stacks_apart
+from layerzero.optimizers.compatibility_trial import difference, group_kind, steps_matrices_separately
 from tests.support import apex_emulation as apex
 from tests.support.models import (
     IntegerNet,
@@ -332,7 +332,7 @@ def test_fused_lamb_updates_whole_parameters(zero3_size: int) -> None:
 def test_a_stack_of_matrices_is_put_together_for_apex() -> None:
     # Not so for other settings: without weight decay, LAMB treats each element separately. A stack may be empty.
     lamb = apex.FusedLAMB([nn.Parameter(torch.ones(2, 2, 2))], weight_decay=0.0, **NO_LIMIT)
-    assert not steps_stacks_apart(lamb, CPU, 3)
+    assert not steps_matrices_separately(lamb, CPU, 3)
 
 
 # Refusals

@@ -16,7 +16,7 @@ import layerzero
 from layerzero.comm.mesh_info import mesh_of_ranks
 from layerzero.engine.hooks import get_state
 from layerzero.optimizers import param_owners
-from layerzero.optimizers.compatibility_trial import steps_stacks_apart
+from layerzero.optimizers.compatibility_trial import steps_matrices_separately
 from tests.optimizers.test_owner_meshes import (
     OPTIMIZERS,
     STACKS,
@@ -84,7 +84,7 @@ def _unlike_trials(rank: int) -> None:
     model = mixture(2, 2, expert_size=2, dtensor=True, kind=Linearly)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(param_owners, "steps_stacks_apart", lambda *_: False)
+            patch.setattr(param_owners, "steps_matrices_separately", lambda *_: False)
         with pytest.raises(ValueError, match=r"put together along further axes is .* on rank"):
             layerzero.shard_optimizer(STACKS["each matrix"](model), model)
     assert not get_state(model).owners
@@ -225,8 +225,8 @@ def _few(rank: int) -> None:
 
 def test_a_place_without_matrices_is_no_error_where_the_optimizer_takes_none() -> None:
     parameter = nn.Parameter(torch.ones(2, 2))
-    assert steps_stacks_apart(EachMatrix([parameter]), torch.device("cpu"), 3)
-    assert not steps_stacks_apart(NeverEmpty([parameter]), torch.device("cpu"), 3)
+    assert steps_matrices_separately(EachMatrix([parameter]), torch.device("cpu"), 3)
+    assert not steps_matrices_separately(NeverEmpty([parameter]), torch.device("cpu"), 3)
     run_ranks(_few)
 
 

@@ -24,7 +24,7 @@ import layerzero
 from layerzero import checkpoint
 from layerzero.comm.mesh_info import mesh_of_ranks
 from layerzero.engine.hooks import get_state
-from layerzero.optimizers.compatibility_trial import steps_stacks_apart
+from layerzero.optimizers.compatibility_trial import steps_matrices_separately
 from tests.dtensor.test_tensor_parallel import Net as Uneven
 from tests.dtensor.test_tensor_parallel import parallel as uneven
 from tests.estimates.test_memory_estimate import needs_parking
@@ -117,11 +117,11 @@ class Side(nn.Module):
         self.c = nn.Linear(8, 16, bias=False)
         fill_with_integers(self)
         if tp is not None:
-            by_rows, by_columns = (
+            as_one_row, by_columns = (
                 ColwiseParallel(output_layouts=Replicate()),
                 RowwiseParallel(input_layouts=Replicate()),
             )
-            parallelize_module(self, tp, {"a": by_rows, "b": by_columns, "d": by_rows})
+            parallelize_module(self, tp, {"a": as_one_row, "b": by_columns, "d": as_one_row})
         if tied:
             self.d.weight = self.a.weight
         self.c.weight.requires_grad_(not frozen)
@@ -476,7 +476,7 @@ def test_stacks_of_experts_have_owners_and_go_to_other_sizes(tmp_path: Path, nam
 
 def test_it_is_tried_out_whether_stacks_are_treated_matrix_by_matrix() -> None:
     def apart(kind: Callable[..., Optimizer], dims: int = 3, **settings: Any) -> bool:
-        return steps_stacks_apart(kind([nn.Parameter(torch.ones(2, 2))], **settings), torch.device("cpu"), dims)
+        return steps_matrices_separately(kind([nn.Parameter(torch.ones(2, 2))], **settings), torch.device("cpu"), dims)
 
     assert apart(EachMatrix) and apart(torch.optim.SGD, lr=0.1, momentum=0.9) and apart(torch.optim.AdamW)
     assert not apart(torch.optim.Adafactor) and not apart(LayerwiseScaling) and not apart(Factored)

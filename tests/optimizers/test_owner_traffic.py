@@ -209,9 +209,9 @@ def test_a_group_that_comes_before_the_first_step_has_owners_too() -> None:
 
 def _late(rank: int) -> None:
     register()
-    model_ranks = dist.new_group([0, 1, 2, 3], backend=NAME)
+    all_ranks = dist.new_group([0, 1, 2, 3], backend=NAME)
     nodes = [dist.new_group(ranks, backend=NAME) for ranks in ([0, 1], [2, 3])]
-    mesh = layerzero.mesh_from_groups(model_ranks, nodes[rank // 2])
+    mesh = layerzero.mesh_from_groups(all_ranks, nodes[rank // 2])
     for dtype in (None, BF16):
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=FP32)
         model = layerzero.shard_model(Wide(), mesh=mesh, units=Wide.UNITS, mp_policy=policy)

@@ -146,7 +146,7 @@ def _wrong(rank: int) -> None:
     for setting, value in odd.items():
         with pytest.raises(ValueError, match=rf"ranks disagree.*{setting} of unit '"):
             shard(blocks(), **{setting: value})
-    with pytest.raises(TypeError, match="one mp_policy for the whole model"):
+    with pytest.raises(TypeError, match="one mp_policy for the full model"):
         layerzero.verify(blocks, lambda *_: None, mp_policy=_policy)
 
 
