@@ -1,4 +1,4 @@
-"""ZeRO-1 sharding of optimizer state over all ranks, and ZeRO-3 sharding of weights over small, fast groups.
+"""ZeRO-1 sharding of optimizer state over all ranks and ZeRO-3 sharding of weights over small, fast groups.
 
 >>> import layerzero
 >>> model = layerzero.shard_model(model, zero3_size=8, units={Block})        # doctest: +SKIP

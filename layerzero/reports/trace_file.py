@@ -207,7 +207,7 @@ def _chrome_events(events: Sequence[TraceEvent], mesh_info: MeshInfo, rank: int,
     bars = [*_span_bars(events), *_collective_bars(events)]
     names = dict.fromkeys([_COMPUTE_ROW, *(comm.name for comm in comms), *(bar[0] for bar in bars)])
     rows = {name: number for number, name in enumerate(names)}
-    node = f"replica {mesh_info.grid.replica_rank}, {mesh_info.grid.zero3_rank} of {mesh_info.zero3_size} in it"
+    node = f"replica {mesh_info.grid.replica_rank}, ZeRO-3 rank {mesh_info.grid.zero3_rank} of {mesh_info.zero3_size}"
     shown = [_metadata("process_name", rank, 0, name=f"rank {rank} ({node})")]
     shown.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
     for name, row in rows.items():
