@@ -134,7 +134,7 @@ def _hit(what: str, handles: list[Handle], optimizer: Any, number: int, *, low: 
         state = optimizer.state_by_name()[parameter]["momentum_buffer"]
         tensor = state if what == "moments" else member.sharded.grad.to_local()
         if what == "gradients":
-            from layerzero.dtensor.sharded_tensor import plain  # noqa: PLC0415
+            from layerzero.dtensor.local_shard import plain  # noqa: PLC0415
 
             tensor = plain(member.sharded.grad)
         element, bit = chosen.randrange(tensor.numel()), chosen.randrange(32)
