@@ -17,7 +17,7 @@ from layerzero import checkpoint
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from layerzero.layout.shard_grid import Extent
-from layerzero.reliability.bits import sum64, weighted_sum
+from layerzero.utils.bit_sums import sum64, weighted_sum
 from tests.support.bits import flip, places
 from tests.support.models import IntegerNet, exact_sgd, full_parameters, integer_batch, integer_loss, integer_net
 from tests.support.ranks import mesh_of, run_ranks
