@@ -31,8 +31,8 @@ from layerzero.reports.metrics_log import metrics
 from layerzero.reports.trace_file import Trace, TraceEvent, trace
 from layerzero.reports.unit_list import UnitInfo, UnitList, UnitParameter, units
 from layerzero.sharding.closing import close
+from layerzero.sharding.module_methods import gathered, no_sync, refresh, register_forward_method
 from layerzero.sharding.shard_model import shard_model
-from layerzero.sharding.training_loop import gathered, no_sync, refresh, register_forward_method
 from layerzero.verification import ParameterDifference, VerifyReport, verify
 
 __version__ = "0.1.0"  # a literal: pyproject.toml reads it from the source

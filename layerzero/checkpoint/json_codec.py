@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.atomic_files import host_values, tensor_bytes
-from layerzero.dtensor.sharded_tensor import LocalShard
+from layerzero.dtensor.local_shard import LocalShard
 
 __all__ = [
     "DEPTH",

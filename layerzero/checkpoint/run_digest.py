@@ -26,7 +26,7 @@ from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.owner_step import OwnedParam
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
-from layerzero.reliability.bits import weighted_sum
+from layerzero.utils.bit_sums import weighted_sum
 from layerzero.utils.nonfinite import few_names
 
 __all__ = ["Chain"]

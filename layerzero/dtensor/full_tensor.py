@@ -16,24 +16,19 @@ same order mean equal bounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from layerzero.comm.collectives import Collective, all_gather
-from layerzero.dtensor.op_errors import row_move_error
 from layerzero.dtensor.row_shard_spec import RowShardSpec
-from layerzero.utils.bit_sums import digest
 
-if TYPE_CHECKING:
-    from layerzero.dtensor.sharded_tensor import LocalShard
-
-__all__ = ["Sharded", "UnevenShard", "rows_of"]
+__all__ = ["UnevenShard", "rows_of"]
 
 
 class UnevenShard(Shard):
@@ -121,103 +116,3 @@ def _chunks(rows: int, pieces: int) -> list[int]:
     """Return the number of rows of each piece of `torch.chunk`."""
     longest = -(-rows // pieces)
     return [max(0, min(longest, rows - i * longest)) for i in range(pieces)]
-
-
-def _new(name: str) -> Callable[..., Tensor]:
-    method = getattr(Tensor, name)
-
-    def make(self: Sharded, *args: Any, **kwargs: Any) -> Any:
-        """Create a tensor as torch does: sharded like this tensor if the shapes are equal, else plain and full."""
-        sizes = {name: value for name, value in kwargs.items() if name in ("size", "fill_value")}
-        shape = method(torch.empty(0, device="meta"), *args, **sizes).shape
-        like = self if shape == self.shape else torch.empty(0, dtype=self.dtype, device=self.device)
-        return method(like, *args, **kwargs)
-
-    return make
-
-
-class Sharded(DTensor):
-    """Base class of sharded tensors with the methods that use full tensors; see `layerzero.dtensor.sharded_tensor`."""
-
-    _local_tensor: LocalShard
-    new_empty, new_zeros = _new("new_empty"), _new("new_zeros")
-    new_ones, new_full = _new("new_ones"), _new("new_full")
-
-    def copy_(self, other: Any, non_blocking: bool = False) -> Any:  # type: ignore[override]
-        """Copy like ``torch.Tensor.copy_``. If `other` is a full tensor, copy this rank's rows of it.
-
-        All ranks must call this method with the same values. See [Note: Copies from full tensors].
-        """
-        local = self._local_tensor
-        if isinstance(other, DTensor) and isinstance(other._local_tensor, type(local)):
-            if not other._local_tensor.spec.same_sharding(local.spec):
-                raise ValueError(
-                    f"{local.spec.name!r} cannot be copied from {other._local_tensor.spec.name!r}, which has another "
-                    "sharding. Load through layerzero.checkpoint or torch.distributed.checkpoint"
-                )
-            return super().copy_(other, non_blocking)
-        if not isinstance(other, Tensor) or tuple(other.shape) != local.spec.true_shape:
-            return super().copy_(other, non_blocking)
-        if self.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"parameter {local.spec.name!r} requires grad, so autograd does not allow an in-place copy. Copy under "
-                "torch.no_grad()"
-            )
-        rows = rows_of(other.detach(), local.spec)
-        if local.tracker is not None and local.spec.holders > 1 and not isinstance(other, DTensor):
-            local.tracker.loaded_digests[local.spec.name] = digest(other)
-        with torch.no_grad():
-            local.copy_(rows, non_blocking)
-        return self
-
-    @property
-    def placements(self) -> tuple[Any, ...]:  # type: ignore[override]
-        """Placements on the model-parallel axes, followed by two ``Shard(0)`` with uneven pieces."""
-        span = self._local_tensor.spec
-        bounds, mesh_info = span.bounds, span.mesh_info
-        replicas = mesh_info.replicas
-        first = mesh_info.grid.zero3_rank * replicas
-        inside = [bound - bounds[first] for bound in bounds[first : first + replicas + 1]]
-        further = () if span.model_parallel is None else span.model_parallel.placements
-        return *further, UnevenShard(bounds[::replicas]), UnevenShard(inside)
-
-    def redistribute(
-        self, device_mesh: Any = None, placements: Sequence[Any] | None = None, **kwargs: object
-    ) -> DTensor:
-        """Return a DTensor that is replicated on all axes. Every rank must call this method.
-
-        Raises:
-            NotImplementedError: `placements` are not all ``Replicate()``, or `device_mesh` is another mesh.
-        """
-        mesh = self.device_mesh
-        wanted = [] if placements is None else list(placements)
-        whole = len(wanted) == mesh.ndim and all(isinstance(placement, Replicate) for placement in wanted)
-        if not whole or (device_mesh is not None and device_mesh != mesh):
-            raise NotImplementedError(row_move_error("redistribute", self._local_tensor.spec))
-        return DTensor.from_local(self.full_tensor(), mesh, wanted, run_check=False)
-
-    # Methods that would treat this rank's rows as the full tensor
-
-    def untyped_storage(self) -> NoReturn:
-        raise TypeError(
-            f"{_not_here(self)} to save the full tensor. torch.export and make_fx of the root or of a unit are not "
-            "supported either. Pass an unsharded copy to them"
-        )
-
-    def storage(self) -> NoReturn:
-        self.untyped_storage()
-
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        raise TypeError(f"{_not_here(self)} to read the full tensor")
-
-    def tolist(self) -> NoReturn:
-        raise TypeError(f"{_not_here(self)} to read the full tensor")
-
-
-def _not_here(tensor: Sharded) -> str:
-    span = tensor._local_tensor.spec
-    return (
-        f"this rank has {len(span.rows)} of {span.count} rows of {span.name!r}. Use p.to_local() for these rows "
-        "(p.to_local().numpy() is a read-only array of them). Call layerzero.full_state_dict(model) or "
-        "p.detach().full_tensor() on every rank"
-    )

@@ -11,14 +11,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from layerzero.dtensor.sharded_tensor import RowShardedTensor
 
 __all__ = ["OF_GRADIENTS", "LazyGrad", "accumulate_hooks", "plain_access", "resolve_first"]
 
@@ -74,7 +71,7 @@ class LazyGrad:
 def resolve_first(access: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an accessor of OF_GRADIENTS so that it first resolves pending gradients; see [Note: Lazy .grad]."""
 
-    def wait_for_it(parameter: RowShardedTensor, *value: Tensor | None) -> Any:
+    def wait_for_it(parameter: Any, *value: Tensor | None) -> Any:
         watch = parameter._local_tensor.tracker
         if watch is not None and watch.lazy_grad is not None and watch.lazy_grad.pending:
             watch.lazy_grad.resolve()

@@ -15,16 +15,15 @@ parameters stay uninitialized, and the first forward reports them. torch replace
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from layerzero.dtensor.lazy_grad import OF_GRADIENTS, resolve_first
-from layerzero.dtensor.row_shard_spec import MutationTracker
-
-if TYPE_CHECKING:
-    from layerzero.dtensor.sharded_tensor import RowShardedTensor
+from layerzero.dtensor.local_shard import local_shard
+from layerzero.dtensor.mutation_tracker import MutationTracker
 
 __all__ = ["CALLS", "AbsentAttribute", "carry_over", "mark_uninitialized"]
 
@@ -57,7 +56,7 @@ class AbsentAttribute:
 
 
 @torch.no_grad()
-def assign_data(target: RowShardedTensor, value: Tensor) -> None:
+def assign_data(target: DTensor, value: Tensor) -> None:
     """Implement ``target.data = value``: copy the values of a tensor with the same sharding.
 
     Raises:
@@ -65,7 +64,8 @@ def assign_data(target: RowShardedTensor, value: Tensor) -> None:
     """
     if value is target or _is_empty(value):
         return
-    span, mine = target._local_tensor.spec, target._local_tensor
+    mine = local_shard(target)
+    span = mine.spec
     theirs = getattr(value, "_local_tensor", None)
     other = getattr(theirs, "spec", None)
     if (
@@ -83,13 +83,13 @@ def assign_data(target: RowShardedTensor, value: Tensor) -> None:
     mine.copy_(theirs)
 
 
-def is_noop_move(target: RowShardedTensor, moved: Tensor) -> bool:
+def is_noop_move(target: DTensor, moved: Tensor) -> bool:
     """Return True if moving a module does not change `target`; see [Note: Module moves and conversions].
 
     Raises:
         TypeError: the move would change or replace the parameter.
     """
-    name = target._local_tensor.spec.name
+    name = local_shard(target).spec.name
     for setting in ("swap_module_params_on_conversion", "overwrite_module_params_on_conversion"):
         if getattr(torch.__future__, f"get_{setting}")():
             raise TypeError(
@@ -125,9 +125,9 @@ def _is_empty(tensor: Any) -> bool:
     return watch is not None and watch.uninitialized
 
 
-def refuse_sharing(target: RowShardedTensor) -> NoReturn:
+def refuse_sharing(target: DTensor) -> NoReturn:
     raise TypeError(
-        f"share_memory() of parameter {target._local_tensor.spec.name!r} is not supported: layerzero has sharded it. "
+        f"share_memory() of parameter {local_shard(target).spec.name!r} is not supported: layerzero has sharded it. "
         "Share the tensors of layerzero.full_state_dict(model, rank0_only=False)"
     )
 

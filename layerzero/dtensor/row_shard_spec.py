@@ -1,8 +1,8 @@
-"""Row bounds of a parameter on each rank, and the tracker of user writes to its rows."""
+"""Row bounds of a parameter on each rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.collectives import Collective, all_gather, broadcast
 from layerzero.comm.mesh_info import MeshInfo
-from layerzero.dtensor.lazy_grad import LazyGrad
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 
-__all__ = ["MutationTracker", "RowShardSpec", "refuse_rank_local"]
+__all__ = ["RowShardSpec", "refuse_rank_local"]
 
 
 def refuse_rank_local(what: str, spans: Iterable[RowShardSpec], num_model_ranks: int) -> None:
@@ -31,46 +30,6 @@ def refuse_rank_local(what: str, spans: Iterable[RowShardSpec], num_model_ranks:
             "have a different parameter of that name. One state dict cannot contain both. Make them one DTensor before "
             "shard_model, with Shard(0) on the axis along which they differ (expert parallel)"
         )
-
-
-class MutationTracker:
-    """Tracker of user writes to the storage behind one or more :class:`LocalShard` tensors."""
-
-    __slots__ = (
-        "access_error",
-        "before_write",
-        "dirty",
-        "lazy_grad",
-        "loaded_digests",
-        "uninitialized",
-        "write_count",
-        "zero_requested",
-    )
-
-    def __init__(self) -> None:
-        self.dirty = False
-        self.uninitialized = False  # created by empty_like and not written since
-        self.write_count = 0  # number of writes, for checks that compare the values at two times
-        self.before_write: Callable[[], None] | None = None  # called before the first write since the last refresh
-        self.lazy_grad: LazyGrad | None = None  # resolved before .grad is read or set
-        self.access_error: str | None = None  # if set, any use of the values raises RuntimeError with this message
-        self.loaded_digests: dict[str, str] = {}  # by name: digest of the full tensor that rows were copied from
-        self.zero_requested = False  # zero_() was called while `access_error` was set
-
-    def moved(self, reason: str) -> MutationTracker:
-        """Return a tracker for the new storage of the rows. Any use of the old storage raises `reason`."""
-        self.access_error = reason
-        new = MutationTracker()
-        new.before_write, new.lazy_grad = self.before_write, self.lazy_grad
-        return new
-
-    def record_write(self) -> None:
-        """Record a write to the storage. Must be called before the write."""
-        if not self.dirty and self.before_write is not None:
-            self.before_write()
-        self.uninitialized = False
-        self.write_count += 1
-        self.dirty = True
 
 
 @dataclass(frozen=True, eq=False)

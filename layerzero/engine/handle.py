@@ -36,9 +36,10 @@ from layerzero.device.gradient_offload import ModelPools
 from layerzero.device.host_storage import Fetch, HostShard
 from layerzero.dtensor.extensions import ExtendedGather, Extension, GatheredBytes, PendingExtension, accumulate_node
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
+from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.op_errors import MOVED, TOO_COARSE
 from layerzero.dtensor.ops_data import carry_over
-from layerzero.dtensor.row_shard_spec import MutationTracker, RowShardSpec
+from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.dtensor.sharded_tensor import RowShardedTensor, sharded
 from layerzero.engine.full_precision import FullPrecision
 from layerzero.engine.gathered_params import GatheredParams

@@ -20,7 +20,7 @@ from layerzero.full_state import full_state_dict
 from layerzero.integrations.loop_settings import Settings, is_sharded, lightning_dtype
 from layerzero.optimizers.clip import clip_grad_norm_
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
-from layerzero.sharding.training_loop import no_sync
+from layerzero.sharding.module_methods import no_sync
 
 __all__ = ["FabricStrategy"]
 

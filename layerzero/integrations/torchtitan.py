@@ -24,7 +24,7 @@ from torchtitan.distributed.compile import apply_compile
 from layerzero.engine.hooks import get_state
 from layerzero.integrations.loop_settings import Settings, is_sharded
 from layerzero.optimizers.sharded_optimizer import shard_optimizer
-from layerzero.sharding.training_loop import no_sync
+from layerzero.sharding.module_methods import no_sync
 
 __all__ = ["OptimizersContainer", "Trainer", "parallelize", "with_layerzero"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 from layerzero.megatron.parallel_groups import ProcessGroups, all_gather_object
-from layerzero.reliability.own_gradients import nonfinite_text
+from layerzero.reliability.local_gradient_check import nonfinite_text
 
 __all__ = ["refuse"]
 

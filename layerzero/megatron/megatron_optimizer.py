@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 from layerzero.engine.hooks import get_state
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.finite import refuse
@@ -21,7 +21,7 @@ from layerzero.optimizers.compatibility import kinds_that_need_full_params
 from layerzero.optimizers.ema import EMA
 from layerzero.optimizers.kernels import adamw, sgd
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
-from layerzero.sharding.training_loop import refresh
+from layerzero.sharding.module_methods import refresh
 
 __all__ = ["ShardedMegatronOptimizer"]
 

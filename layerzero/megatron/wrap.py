@@ -23,7 +23,7 @@ from layerzero.megatron.default_units import (
 )
 from layerzero.megatron.finalize import FinalizeGradients, tied_weight
 from layerzero.megatron.parallel_groups import ProcessGroups, process_groups
-from layerzero.reliability.own_gradients import LocalGradientCheck
+from layerzero.reliability.local_gradient_check import LocalGradientCheck
 from layerzero.sharding.shard_model import shard_model
 
 __all__ = ["wrap"]

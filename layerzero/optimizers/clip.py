@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 from layerzero.engine.hooks import get_states
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.wrapped_optimizer import note_edits

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layerzero.dtensor.full_tensor import rows_of
-from layerzero.dtensor.row_shard_spec import MutationTracker
-from layerzero.dtensor.sharded_tensor import LocalShard, plain, sharded
+from layerzero.dtensor.local_shard import LocalShard, plain
+from layerzero.dtensor.mutation_tracker import MutationTracker
+from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.optimizers.owner_step import OwnedParam
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layerzero.comm.model_ranks import ModelRanks
-from layerzero.dtensor.row_shard_spec import MutationTracker
+from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.optimizers.owner_step import OwnedParam
 

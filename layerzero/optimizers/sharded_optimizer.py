@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from layerzero.device.accelerator import refuse_capture
+from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.row_shard_spec import RowShardSpec, refuse_rank_local
-from layerzero.dtensor.sharded_tensor import plain
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.param_view import ParamView

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from layerzero.dtensor.sharded_tensor import LocalShard, RowShardedTensor, plain
+from layerzero.dtensor.local_shard import LocalShard, plain
+from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.optimizers.optimizer_copy import unhooked
 
 __all__ = [

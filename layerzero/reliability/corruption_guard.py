@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.dtensor.sharded_tensor import LocalShard, plain
+from layerzero.dtensor.local_shard import LocalShard, plain
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
-from layerzero.reliability.bits import sum64
 from layerzero.reliability.fingerprint import Corruption, compare
+from layerzero.utils.bit_sums import sum64
 
 __all__ = ["CorruptionGuard", "SilentDataCorruption", "guard_corruption"]
 

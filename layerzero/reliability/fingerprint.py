@@ -29,7 +29,7 @@ from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.layout.shard_grid import Extent
-from layerzero.reliability.bits import as_integers, sum64
+from layerzero.utils.bit_sums import as_integers, sum64
 
 __all__ = ["Corruption", "Fingerprint", "compare", "fingerprint"]
 

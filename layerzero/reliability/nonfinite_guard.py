@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero.dtensor.lazy_grad import plain_access
-from layerzero.dtensor.sharded_tensor import RowShardedTensor, plain
+from layerzero.dtensor.local_shard import plain
+from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
-from layerzero.reliability.own_gradients import LocalGradientCheck, nonfinite_text
+from layerzero.reliability.local_gradient_check import LocalGradientCheck, nonfinite_text
 from layerzero.utils.nonfinite import any_not_finite, few_names, not_finite
 
 __all__ = ["NonFiniteGradients", "StepGuard", "guard_steps"]

@@ -22,6 +22,7 @@ __all__ = [
     "bind_methods",
     "gathered",
     "no_sync",
+    "refresh",
     "register_forward_method",
     "reshard",
     "set_modules_to_backward_prefetch",
@@ -109,6 +110,15 @@ def gathered(module: nn.Module) -> Iterator[None]:
         for runtime, units in units_within(module).items():
             contexts.enter_context(runtime.scheduler.gathered(units))
         yield
+
+
+def refresh(model: nn.Module) -> None:
+    """Refresh the compute weights of all replicas from the masters. All ranks must call this.
+
+    Writes through a sharded parameter are detected, and the next forward refreshes its compute weights. Call this
+    function after writes that cannot be detected, such as a write through a raw pointer.
+    """
+    get_state(model).refreshes.launch()
 
 
 def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.comm.mesh_info import init_mesh
 from layerzero.optimizers.sharded_optimizer import shard_optimizer
+from layerzero.sharding.module_methods import no_sync
 from layerzero.sharding.shard_model import shard_model
-from layerzero.sharding.training_loop import no_sync
 from layerzero.verification.comparison import StepRecord
 
 __all__ = [

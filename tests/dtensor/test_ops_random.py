@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import layerzero
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 from tests.support.models import different, full_parameters
 from tests.support.ranks import mesh_of, run_ranks
 

@@ -17,7 +17,7 @@ from layerzero import checkpoint
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from layerzero.layout.shard_grid import Extent
-from layerzero.reliability.bits import sum64, weighted_sum
+from layerzero.utils.bit_sums import sum64, weighted_sum
 from tests.support.bits import flip, places
 from tests.support.models import IntegerNet, exact_sgd, full_parameters, integer_batch, integer_loss, integer_net
 from tests.support.ranks import mesh_of, run_ranks
@@ -134,7 +134,7 @@ def _hit(what: str, handles: list[Handle], optimizer: Any, number: int, *, low: 
         state = optimizer.state_by_name()[parameter]["momentum_buffer"]
         tensor = state if what == "moments" else member.sharded.grad.to_local()
         if what == "gradients":
-            from layerzero.dtensor.sharded_tensor import plain  # noqa: PLC0415
+            from layerzero.dtensor.local_shard import plain  # noqa: PLC0415
 
             tensor = plain(member.sharded.grad)
         element, bit = chosen.randrange(tensor.numel()), chosen.randrange(32)

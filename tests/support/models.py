@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from layerzero.comm.mesh_info import MeshInfo
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 
 __all__ = [
     "GlobalScaling",
