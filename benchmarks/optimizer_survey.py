@@ -89,7 +89,7 @@ class Row(NamedTuple):
         if self.accepted:
             works = self.truth.works if self.accepted == "on rows" else self.truth.alone
             return self.accepted if works else f"{self.accepted} (WRONGLY)"
-        if "other way round" in self.said:
+        if "wraps another optimizer" in self.said:
             return "around others"
         return "refused (WRONGLY)" if self.truth.works or self.truth.alone else "refused"
 
@@ -266,7 +266,7 @@ def survey(only: list[str]) -> list[Row]:
             try:
                 accepted = "whole" if kinds_that_need_full_params(optimizer, torch.device("cpu")) else "on rows"
             except Exception as error:
-                said = str(error).split(". layerzero gives")[0]
+                said = str(error).split(". Under layerzero, ")[0]
         rows.append(Row(package, name, truth, accepted, said))
         print(f"{package}.{name}: {rows[-1].verdict}; {truth.why}; {said}", flush=True)
     return rows

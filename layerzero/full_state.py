@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.dtensor.full_tensor import rows_of
+from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.model_parallel_spec import local_part
 from layerzero.dtensor.outside import in_backward
 from layerzero.dtensor.row_shard_spec import refuse_rank_local
-from layerzero.dtensor.sharded_tensor import plain
 from layerzero.engine.buffers import in_original_dtype, original_dtypes
 from layerzero.engine.hooks import get_state, get_states, managed_params_in
 from layerzero.engine.managed_param import ManagedParam
@@ -475,9 +475,9 @@ def _of_first_rank(left_out: IncompatibleKeys, model_ranks: ModelRanks) -> list[
     text = json.dumps(left_out).encode()
     length = torch.tensor([len(text)])
     model_ranks.broadcast_numbers(length)
-    spelled = torch.tensor(list(text) if model_ranks.is_first else [0] * int(length), dtype=torch.uint8)
-    model_ranks.broadcast_numbers(spelled)
-    lists: list[list[str]] = json.loads(bytes(spelled.tolist()))
+    display_name = torch.tensor(list(text) if model_ranks.is_first else [0] * int(length), dtype=torch.uint8)
+    model_ranks.broadcast_numbers(display_name)
+    lists: list[list[str]] = json.loads(bytes(display_name.tolist()))
     return lists
 
 

@@ -46,6 +46,7 @@ __all__ = [
     "FileRecord",
     "Manifest",
     "PathTakenError",
+    "claim_path",
     "discard",
     "flush_folder",
     "hide",
@@ -54,14 +55,13 @@ __all__ = [
     "is_leftover",
     "make_folder",
     "new_token",
-    "partial_of",
+    "partial_path",
     "publish",
     "publish_file",
     "read_back",
     "refuse_to_replace",
     "remove",
     "set_aside",
-    "take_name",
     "tensor_bytes",
     "write_file",
 ]
@@ -137,7 +137,7 @@ def new_token() -> str:
     return secrets.token_hex(8)
 
 
-def partial_of(path: Path, token: str) -> Path:
+def partial_path(path: Path, token: str) -> Path:
     """Return the hidden folder that the save with this token writes before it publishes the checkpoint `path`."""
     return path.with_name(f".{path.name}.{token}.partial")
 
@@ -192,10 +192,10 @@ def publish(
             f"{path / MANIFEST} would have {len(text):,} bytes, which exceeds the limit of {MANIFEST_BYTES:,} bytes"
         )
     write_file(partial / MANIFEST, [text])
-    take_name(partial, path, lambda: _is_at(manifest, path), overwrite=overwrite)
+    claim_path(partial, path, lambda: _is_at(manifest, path), overwrite=overwrite)
 
 
-def take_name(partial: Path, path: Path, is_there: Callable[[], bool], *, overwrite: bool = False) -> None:
+def claim_path(partial: Path, path: Path, is_there: Callable[[], bool], *, overwrite: bool = False) -> None:
     """Rename a complete checkpoint to `path` unless that name is taken; see [Note: Concurrent saves to one path].
 
     Args:

@@ -40,7 +40,7 @@ from layerzero.checkpoint.checksums import ChecksumScheme, read_pieces
 from layerzero.checkpoint.collect_state import CollectedState, agree_on_state, collect, saving_mesh
 from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.dcp_storage import CheckpointContents
-from layerzero.checkpoint.json_codec import dtype_named, with_all_ranks
+from layerzero.checkpoint.json_codec import dtype_named, merge_ranks
 from layerzero.checkpoint.loading import prepare_from
 from layerzero.checkpoint.manifest import MANIFEST, UnsupportedFormat
 from layerzero.checkpoint.rank_agreement import RankLostError, agree_or_raise, check_usable
@@ -378,7 +378,7 @@ def _manifest(folder: Path, records: Sequence[FileRecord], token: str) -> bytes:
 
 
 def _document(told: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    document: dict[str, Any] = with_all_ranks(told[0][3], [own for _, _, own, _ in told])
+    document: dict[str, Any] = merge_ranks(told[0][3], [own for _, _, own, _ in told])
     return document
 
 

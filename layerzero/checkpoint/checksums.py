@@ -24,7 +24,7 @@ from torch import Tensor
 
 from layerzero.checkpoint.safe_json import CheckpointError
 
-__all__ = ["ByteRange", "ChecksumScheme", "ChunkHasher", "read_pieces", "sums_of"]
+__all__ = ["ByteRange", "ChecksumScheme", "ChunkHasher", "checksums_of", "read_pieces"]
 
 CHUNK = 8 << 20  # bytes that reading one row reads at least; a terabyte of files has 4 MB of checksums
 _SMALLEST = 1 << 20  # smallest chunk size that is accepted, because each chunk costs memory
@@ -120,7 +120,7 @@ class ChunkHasher:
         return "".join([*self._done, *last])
 
 
-def sums_of(text: bytes, scheme: ChecksumScheme) -> str:
+def checksums_of(text: bytes, scheme: ChecksumScheme) -> str:
     """Return the checksums of a file with the contents `text`."""
     sums = ChunkHasher(scheme)
     sums.update(text)
@@ -156,9 +156,9 @@ def read_pieces(path: Path, size: int, sums: str, scheme: ChecksumScheme, pieces
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     try:
-        stretches = list(_stretches(size, sums, scheme, pieces))
+        stretches = list(_chunk_reads(size, sums, scheme, pieces))
         with ThreadPoolExecutor(max(1, min(_THREADS, len(stretches)))) as pool:
-            jobs = [pool.submit(_read_stretch, descriptor, scheme, stretch) for stretch in stretches]
+            jobs = [pool.submit(_read_chunk, descriptor, scheme, stretch) for stretch in stretches]
             try:
                 for job in jobs:
                     job.result()
@@ -178,7 +178,7 @@ class _Damage(Exception):
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class _ChunkRead:
     """One chunk of a file, and the requested byte ranges inside it.
 
     Attributes:
@@ -192,7 +192,7 @@ class _Stretch:
     sum: str
 
 
-def _stretches(size: int, sums: str, scheme: ChecksumScheme, pieces: Sequence[ByteRange]) -> Iterator[_Stretch]:
+def _chunk_reads(size: int, sums: str, scheme: ChecksumScheme, pieces: Sequence[ByteRange]) -> Iterator[_ChunkRead]:
     chunk = scheme.chunk
     cut: dict[int, list[ByteRange]] = {}  # by chunk index
     for piece in pieces:
@@ -202,10 +202,10 @@ def _stretches(size: int, sums: str, scheme: ChecksumScheme, pieces: Sequence[By
             cut.setdefault(index, []).append(ByteRange(start, stop, into))
     for index, inside in cut.items():
         stop = min(size, (index + 1) * chunk)
-        yield _Stretch(index * chunk, stop, inside, scheme.of_chunk(sums, index))
+        yield _ChunkRead(index * chunk, stop, inside, scheme.of_chunk(sums, index))
 
 
-def _read_stretch(descriptor: int, scheme: ChecksumScheme, stretch: _Stretch) -> None:
+def _read_chunk(descriptor: int, scheme: ChecksumScheme, stretch: _ChunkRead) -> None:
     hasher = scheme.hasher()
     scratch = bytearray(min(_STEP, stretch.stop - stretch.start))
     at = stretch.start

@@ -35,7 +35,7 @@ from layerzero.checkpoint.atomic_files import (
     Manifest,
     make_folder,
     new_token,
-    partial_of,
+    partial_path,
     publish,
     read_back,
     remove,
@@ -48,7 +48,7 @@ from layerzero.checkpoint.contents_checks import (
     check_topology,
     num_saving_ranks,
 )
-from layerzero.checkpoint.json_codec import DTYPES, dtype_named, with_all_ranks
+from layerzero.checkpoint.json_codec import DTYPES, dtype_named, merge_ranks
 from layerzero.checkpoint.safe_json import CONTENTS_BYTES, check_json, parse, read_capped
 from layerzero.checkpoint.safetensors_writer import write_items
 
@@ -176,7 +176,7 @@ class SafetensorsWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         told = [json.loads(plan.storage_data) for plan in plans]
-        self._document = with_all_ranks(self._document, [own for own, _ in told])
+        self._document = merge_ranks(self._document, [own for own, _ in told])
         self._finite = all(finite for _, finite in told)
         make_folder(self._path.parent)
         self._token = new_token()
@@ -187,7 +187,7 @@ class SafetensorsWriter(StorageWriter):
     def _partial(self) -> Path:
         """Hidden folder that the files are written into. It is later renamed to the path of the checkpoint."""
         assert self._token is not None
-        return partial_of(self._path, self._token)
+        return partial_path(self._path, self._token)
 
     def discard(self) -> None:
         """Remove the files written so far. Call this on the first rank, after all ranks know that the save failed."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.atomic_files import host_values, tensor_bytes
-from layerzero.dtensor.sharded_tensor import LocalShard
+from layerzero.dtensor.local_shard import LocalShard
 
 __all__ = [
     "DEPTH",
@@ -38,8 +38,8 @@ __all__ = [
     "has_own_memory",
     "has_own_values",
     "is_deeper",
+    "merge_ranks",
     "references",
-    "with_all_ranks",
 ]
 
 DEPTH = 200  # maximum depth of the JSON, so that recursion does not exceed Python's stack
@@ -316,10 +316,10 @@ def has_own_values(value: Any) -> bool:
     return isinstance(value, dict) and ("$per_rank" in value or any(map(has_own_values, value.values())))
 
 
-def with_all_ranks(value: Any, owns: Sequence[Sequence[Any]]) -> Any:
+def merge_ranks(value: Any, owns: Sequence[Sequence[Any]]) -> Any:
     """Return `value` with ``{"$per_rank": index}`` and ``{"$joint": index}`` replaced by the values of all ranks."""
     if isinstance(value, list):
-        return [with_all_ranks(item, owns) for item in value]
+        return [merge_ranks(item, owns) for item in value]
     if not isinstance(value, dict):
         return value
     if "$per_rank" in value:
@@ -329,7 +329,7 @@ def with_all_ranks(value: Any, owns: Sequence[Sequence[Any]]) -> Any:
         if isinstance(common, list):
             return [*common, *(item for part in parts for item in part)]
         return common | {key: item for part in parts for key, item in part.items()}
-    return {key: with_all_ranks(item, owns) for key, item in value.items()}
+    return {key: merge_ranks(item, owns) for key, item in value.items()}
 
 
 def is_deeper(value: Any, depth: int) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, read_pieces, sums_of
+from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, checksums_of, read_pieces
 from layerzero.checkpoint.safe_json import MANIFEST_BYTES, CheckpointError, parse, read_capped
 
 __all__ = ["FORMAT", "MANIFEST", "VERSION", "FileRecord", "Manifest", "UnsupportedFormat", "manifest_text"]
@@ -156,7 +156,7 @@ class Manifest:
 
     def verify_text(self, name: str, text: bytes) -> None:
         """Raise CheckpointError unless `text`, the contents of the file `name`, has the recorded checksums."""
-        if sums_of(text, self.scheme) != self.files[name].sums:
+        if checksums_of(text, self.scheme) != self.files[name].sums:
             raise CheckpointError(f"{self.path_of(name)} is damaged: its checksum differs from the recorded one")
 
 

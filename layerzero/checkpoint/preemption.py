@@ -184,10 +184,10 @@ class LeaveRequest:
 
     def _start_deadline(self) -> None:
         if self._timer is None and self._deadline is not None:
-            self._timer = threading.Thread(target=self._end_in_time, name="layerzero deadline", daemon=True)
+            self._timer = threading.Thread(target=self._enforce_deadline, name="layerzero deadline", daemon=True)
             self._timer.start()
 
-    def _end_in_time(self) -> None:
+    def _enforce_deadline(self) -> None:
         if not self._in_time.wait(self._deadline):
             said = (
                 f"layerzero: the process ends {self._deadline:g} s after the signal, which is the deadline passed to "

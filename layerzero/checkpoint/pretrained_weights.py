@@ -21,7 +21,7 @@ from layerzero.checkpoint.json_codec import DTYPES
 from layerzero.checkpoint.loading import prepare_from
 from layerzero.checkpoint.rank_agreement import PathLike
 from layerzero.checkpoint.safe_json import CONTENTS_BYTES, parse, read_capped
-from layerzero.dtensor.sharded_tensor import LocalShard, plain
+from layerzero.dtensor.local_shard import LocalShard, plain
 
 __all__ = ["find_safetensors", "load_safetensors"]
 

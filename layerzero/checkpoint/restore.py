@@ -32,8 +32,10 @@ from layerzero.checkpoint.safetensors_reader import same_columns
 from layerzero.checkpoint.state_names import RankLocalNames, StateNames
 from layerzero.checkpoint.subclass_tensors import flatten_subclass, has_inner_tensors, is_table
 from layerzero.dtensor.full_tensor import rows_of
-from layerzero.dtensor.row_shard_spec import MutationTracker, RowShardSpec
-from layerzero.dtensor.sharded_tensor import plain, sharded
+from layerzero.dtensor.local_shard import plain
+from layerzero.dtensor.mutation_tracker import MutationTracker
+from layerzero.dtensor.row_shard_spec import RowShardSpec
+from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer

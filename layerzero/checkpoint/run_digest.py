@@ -26,7 +26,7 @@ from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.owner_step import OwnedParam
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
-from layerzero.reliability.bits import place_sum
+from layerzero.reliability.bits import weighted_sum
 from layerzero.utils.nonfinite import few_names
 
 __all__ = ["Chain"]
@@ -130,14 +130,14 @@ class Chain:
         for name, member in members.items():
             sums[0, index_of[name]] = places[name].sum_of(member.master).to(mesh_info.device)
         for name, tensor in whole.items() if runtime.ranks.is_first else ():
-            sums[0, index_of[name]] = place_sum(tensor.detach(), 0).to(mesh_info.device)
+            sums[0, index_of[name]] = weighted_sum(tensor.detach(), 0).to(mesh_info.device)
         for optimizer in self._optimizers:
             for name, values in optimizer.state_by_name().items():
                 if name in members:
                     owned = optimizer.owned(name)
                     for key, value in sorted(values.items()):
                         part = _sum_of(value, places[name]) if owned is None else _sum_of_owned(value, owned)
-                        sums[1, index_of[name]] += (part * _odd(key)).to(mesh_info.device)
+                        sums[1, index_of[name]] += (part * _odd_factor(key)).to(mesh_info.device)
         runtime.ranks.reduce(sums, dist.ReduceOp.SUM)
         weights, state = sums.tolist()
         found = dict(zip(names, weights, strict=True))
@@ -162,7 +162,7 @@ class _Places(NamedTuple):
 
     Attributes:
         first: index of the first element.
-        run, pitch: see :func:`place_sum`.
+        run, pitch: see :func:`weighted_sum`.
         counts: whether this rank adds its rows. Of several ranks with copies of the rows, one adds them.
         leads: whether this rank adds the scalars of the full parameter. One rank does.
     """
@@ -186,7 +186,7 @@ class _Places(NamedTuple):
         return cls(first, max(1, (box[cut].stop - box[cut].start) * below), shape[cut] * below, counts, leads)
 
     def sum_of(self, rows: Tensor) -> Tensor:
-        return place_sum(rows, self.first, self.run, self.pitch) if self.counts else _nothing()
+        return weighted_sum(rows, self.first, self.run, self.pitch) if self.counts else _nothing()
 
 
 def _nothing() -> Tensor:
@@ -204,11 +204,11 @@ def _sum_of(value: Any, places: _Places | None) -> Tensor:
     if places is not None and not places.leads:
         return _nothing()
     if isinstance(value, Tensor):
-        return place_sum(value, 0)
+        return weighted_sum(value, 0)
     if isinstance(value, (list, tuple)):
-        items = [_sum_of(item, None) * _odd(str(place)) for place, item in enumerate(value)]
+        items = [_sum_of(item, None) * _odd_factor(str(place)) for place, item in enumerate(value)]
         return torch.stack([item.cpu() for item in items] or [_nothing()]).sum()
-    return torch.tensor(_odd(repr(value)), dtype=torch.int64)
+    return torch.tensor(_odd_factor(repr(value)), dtype=torch.int64)
 
 
 def _sum_of_owned(value: Any, owned: OwnedParam) -> Tensor:
@@ -216,12 +216,12 @@ def _sum_of_owned(value: Any, owned: OwnedParam) -> Tensor:
     if isinstance(value, Tensor) and value.ndim:
         return _Places.of(owned.span_of(owned.true_shape(value.shape) or value.shape)).sum_of(value)
     if isinstance(value, (list, tuple)):
-        items = [_sum_of_owned(item, owned) * _odd(str(place)) for place, item in enumerate(value)]
+        items = [_sum_of_owned(item, owned) * _odd_factor(str(place)) for place, item in enumerate(value)]
         return torch.stack([item.cpu() for item in items] or [_nothing()]).sum()
     return _sum_of(value, None) if owned.is_first_in_group else _nothing()
 
 
-def _odd(text: str) -> int:
+def _odd_factor(text: str) -> int:
     """Return an odd 62-bit number derived from a text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 2 | 1
 

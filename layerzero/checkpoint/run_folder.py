@@ -114,7 +114,7 @@ def scan(folder: Path) -> RunFolderScan:
     Raises:
         UnsupportedFormat: a checkpoint was written by a newer layerzero.
     """
-    broken = {path: why for path in _shown(folder) if (why := _why_broken(path)) and _was_checkpoint(path)}
+    broken = {path: why for path in _shown(folder) if (why := _damage_reason(path)) and _was_checkpoint(path)}
     newest = _complete(folder)[::-1]
     fine = [manifest for manifest in newest if manifest.finite is not False]
     return RunFolderScan((*fine, *(manifest for manifest in newest if manifest.finite is False)), broken)
@@ -137,7 +137,7 @@ def put_aside(path: Path, damaged: Manifest | None) -> Path | None:
     return set_aside(path)
 
 
-def _why_broken(path: Path) -> str | None:
+def _damage_reason(path: Path) -> str | None:
     try:
         Manifest.read(path)
     except (UnsupportedFormat, FileNotFoundError) as error:  # another job may have removed it

@@ -18,7 +18,7 @@ from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.dcp_storage import CONTENTS, CheckpointContents
 from layerzero.checkpoint.json_codec import DTYPES
 from layerzero.checkpoint.safe_json import parse
-from layerzero.dtensor.sharded_tensor import LocalShard, plain
+from layerzero.dtensor.local_shard import LocalShard, plain
 
 __all__ = ["CheckpointFiles", "same_columns"]
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from layerzero.checkpoint.atomic_files import CheckpointError, FileRecord, host_values, tensor_bytes, write_file
 from layerzero.checkpoint.json_codec import DTYPES
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 
 __all__ = ["write_items", "write_safetensors"]
 

@@ -156,7 +156,7 @@ class PendingSave:
     def __init__(self, write: Callable[[], None], what: str = "layerzero.checkpoint.save_async") -> None:
         self._what = what  # name of the function in warnings
         self._error: BaseException | None = None
-        self._told = False
+        self._is_reported = False
         self._thread = threading.Thread(target=self._run, args=(write,), name="layerzero checkpoint")
         self._thread.start()
 
@@ -184,9 +184,9 @@ class PendingSave:
 
     def warn_if_failed(self, *_: object) -> None:
         """Warn, once, if the save has failed and :meth:`wait` has not raised its error."""
-        if self._told or not self.done():
+        if self._is_reported or not self.done():
             return
-        self._told = True
+        self._is_reported = True
         if self._error is not None:
             said = f"{self._what} failed: {self._error}. Training continues, and the next save is not affected."
             warnings.warn(said, RuntimeWarning, stacklevel=3)

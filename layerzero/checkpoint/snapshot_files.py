@@ -157,7 +157,7 @@ def gather_view(comm: Communicator, folder: Path, token: str, view: Path) -> Non
             (view / MANIFEST).write_text(text)
         except OSError as error:
             failure = f"rank {comm.rank}: {error}"
-    _all_well(comm, failure)
+    _all_succeeded(comm, failure)
     fetch(comm, view, Manifest.read(view, parts=True).files, {CONTENTS})
 
 
@@ -176,7 +176,7 @@ def _intact(folder: Path) -> str:
         return ""
 
 
-def _all_well(comm: Communicator, failure: str) -> None:
+def _all_succeeded(comm: Communicator, failure: str) -> None:
     """Raise CheckpointError on all ranks if `failure` is not empty on any rank."""
     if failures := [text for text in all_gather_text(comm, failure) if text]:
         raise CheckpointError("; ".join(failures))
@@ -203,18 +203,18 @@ def fetch(comm: Communicator, view: Path, records: Mapping[str, FileRecord], wan
             holder = min(holders[name], key=lambda each: (asked[each], each))
             asked[holder] += 1
             if comm.rank == holder:
-                travel(comm, mapped(view / name, records[name].size), to=rank)
+                transfer(comm, mapped(view / name, records[name].size), to=rank)
             elif comm.rank == rank:
                 (view / name).unlink(missing_ok=True)
                 try:
                     with receiving(view / name, records[name].size) as received:
-                        travel(comm, received, source=holder)
+                        transfer(comm, received, source=holder)
                 except OSError as error:
                     failure = f"rank {comm.rank}: {error}"
-    _all_well(comm, failure)
+    _all_succeeded(comm, failure)
 
 
-def travel(comm: Communicator, data: Tensor, *, to: int | None = None, source: int | None = None) -> None:
+def transfer(comm: Communicator, data: Tensor, *, to: int | None = None, source: int | None = None) -> None:
     """Send `data` to the rank `to`, or receive it from the rank `source`, in chunks."""
     nothing = data[:0]
     for chunk in torch.split(data, CHUNK):

@@ -13,8 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.process_groups import HeldGroup
 from layerzero.device.accelerator import finish_copies, host_memory
-from layerzero.dtensor.row_shard_spec import MutationTracker
-from layerzero.dtensor.sharded_tensor import LocalShard, plain, sharded
+from layerzero.dtensor.local_shard import LocalShard, plain
+from layerzero.dtensor.mutation_tracker import MutationTracker
+from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.engine.state import LayerZeroState
 
 __all__ = ["Staging", "finish_pending", "staging_of"]

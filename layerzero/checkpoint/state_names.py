@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.json_codec import Encoder, MergedValue
 from layerzero.checkpoint.subclass_tensors import as_table
+from layerzero.dtensor.local_shard import LocalShard, plain
 from layerzero.dtensor.row_shard_spec import refuse_rank_local
-from layerzero.dtensor.sharded_tensor import LocalShard, plain
 from layerzero.engine.buffers import original_dtypes
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.json_codec import has_own_memory
-from layerzero.dtensor.sharded_tensor import LocalShard
+from layerzero.dtensor.local_shard import LocalShard
 
 __all__ = ["as_table", "flatten_subclass", "has_inner_tensors", "is_table"]
 

@@ -19,7 +19,7 @@ from layerzero.checkpoint.atomic_files import (
     Manifest,
     make_folder,
     new_token,
-    partial_of,
+    partial_path,
     publish,
     publish_file,
     remove,
@@ -110,7 +110,7 @@ def export_model(
     target = Path(out).absolute()
     if os.path.lexists(target):
         raise FileExistsError(f"{target} already exists. Use another path")
-    partial = partial_of(target, new_token())
+    partial = partial_path(target, new_token())
     with ExitStack() as stack:
         files = {
             name: stack.enter_context(opened(manifest.path_of(name)))
@@ -233,7 +233,7 @@ class _FileTensor:
 
 def _write_model(target: Path, sources: Mapping[str, _FileTensor]) -> None:
     token = new_token()
-    partial = partial_of(target, token)
+    partial = partial_path(target, token)
     make_folder(target.parent)
     partial.mkdir()
     try:

@@ -35,7 +35,7 @@ from torch.autograd import profiler
 from layerzero.comm.failure_report import CollectiveError, RankStatus, diagnose
 from layerzero.comm.process_groups import HeldGroup, timeout_on
 from layerzero.comm.trace_recorder import CollectiveTrace
-from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters, Watched, spelled
+from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters, Watched, display_name
 from layerzero.comm.transport.shm_buffers import PeersReady, SharedBufferPool
 from layerzero.device.accumulate import accumulate_parts
 from layerzero.device.buffer_pools import BufferPool
@@ -128,7 +128,7 @@ class LaunchedCollective:
     @property
     def status(self) -> RankStatus:
         """Status that this rank publishes if the collective fails."""
-        doing = spelled(self.collective, self.name)
+        doing = display_name(self.collective, self.name)
         if self.collective not in (*GATHERS, Collective.GATHER_ORDER):
             return RankStatus(doing)
         return RankStatus(doing, gathers=self.communicator.counters.gathers_up_to(self.collective, self.name))

@@ -188,9 +188,9 @@ def mesh_of_ranks(ranks: Sequence[int], zero3_size: int | None, device_type: str
     row, column = _lines_of(table)
     fields = {"zero3_size": repr(asked), "device_type": device_type}
     require_equal("init_mesh", fields, ranks=ranks, groups=groups_so_far(row, column), failure=failure)
-    model_ranks = dist.group.WORLD
-    assert model_ranks is not None
-    return _mesh_over(table, mesh_group(row, like=model_ranks, device_type=device_type), device_type)
+    world_group = dist.group.WORLD
+    assert world_group is not None
+    return _mesh_over(table, mesh_group(row, like=world_group, device_type=device_type), device_type)
 
 
 def _checked_size(zero3_size: int | None, world: int) -> int:

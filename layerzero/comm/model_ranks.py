@@ -68,9 +68,9 @@ class ModelRanks:
         return cls(mesh_info, tuple(ranks), comms, _comms_along(further, mesh_info))._known()
 
     def _known(self) -> ModelRanks:
-        return replace(self, mesh_info=self.seen_from(self.mesh_info))
+        return replace(self, mesh_info=self.with_model_ranks(self.mesh_info))
 
-    def seen_from(self, mesh_info: MeshInfo) -> MeshInfo:
+    def with_model_ranks(self, mesh_info: MeshInfo) -> MeshInfo:
         """Return a copy of `mesh_info` whose `over_model` communicators reach all ranks of the model."""
         return replace(mesh_info, over_model=self.communicators[::-1])
 

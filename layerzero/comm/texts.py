@@ -28,9 +28,9 @@ def all_gather_text(comm: Communicator, text: str) -> list[str]:
         return [""] * comm.size
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(own)] = own
-    model_ranks = torch.zeros(comm.size * longest, dtype=torch.uint8)
-    all_gather(comm, Collective.METADATA, model_ranks, padded).wait()
-    pieces = zip(model_ranks.view(comm.size, longest), sizes.tolist(), strict=True)
+    gathered = torch.zeros(comm.size * longest, dtype=torch.uint8)
+    all_gather(comm, Collective.METADATA, gathered, padded).wait()
+    pieces = zip(gathered.view(comm.size, longest), sizes.tolist(), strict=True)
     return [bytes(piece[:size].tolist()).decode() for piece, size in pieces]
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from layerzero.comm.trace_recorder import TraceDispatcher
 
-__all__ = ["GATHERS", "Collective", "TrafficCounters", "Watched", "Watching", "gather_name", "spelled"]
+__all__ = ["GATHERS", "Collective", "TrafficCounters", "Watched", "Watching", "display_name", "gather_name"]
 
 
 class Collective(enum.Enum):
@@ -54,7 +54,7 @@ _SPELLED = {  # for messages
 }
 
 
-def spelled(collective: Collective, name: str) -> str:
+def display_name(collective: Collective, name: str) -> str:
     """Return the display name of a collective, followed by `name`, for example the name of its unit."""
     return _SPELLED.get(collective, collective.value) + (f" of {name!r}" if name else "")
 

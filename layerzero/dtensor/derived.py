@@ -1,12 +1,12 @@
-"""Tensors that autograd derives from sharded parameters, and that cannot pass gradients back.
+"""Tensors that autograd derives from sharded parameters, through which no gradient can flow back.
 
 [Note: No gradient through a sharded tensor]
 DTensor expands the gradient of ``p.square().sum()`` to the shape of `p` and shards it evenly, unlike the rows of `p`. A
-loss that adds such a number to the model's own loss, a plain tensor, passes DTensors to the backward of the model. Both
-end in an error of torch that names no parameter. Therefore results computed from a parameter under autograd are
-:class:`Derived`. They raise when they are combined with a plain tensor that requires a gradient, and when a gradient
-reaches a reduction. ``p.to_local()`` returns a plain tensor, whose gradient has the shape of the local rows. If one
-rank holds all rows of `p`, a gradient may reach a reduction.
+loss that adds such a scalar to the model's own loss, a plain tensor, passes DTensors to the backward of the model. In
+both cases torch raises an error that does not name the parameter. Therefore results computed from a parameter under
+autograd are :class:`Derived`. A derived tensor raises if it is combined with a plain tensor that requires a gradient,
+or if a gradient reaches a reduction. ``p.to_local()`` returns a plain tensor, whose gradient has the shape of the local
+rows. If one rank has all rows of `p`, a gradient may reach a reduction.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["with_origin"]
 class Derived(DTensor):
     """DTensor whose ``grad_fn`` leads to a sharded parameter."""
 
-    origin: RowShardSpec  # of that parameter, or of the first one of several
+    origin: RowShardSpec  # spec of that parameter, or of the first of several parameters
 
     @classmethod
     def __torch_function__(

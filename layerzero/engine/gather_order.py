@@ -66,12 +66,12 @@ class GatherOrderCheck:
         """
         if not self._compares:
             return
-        foreseen = self._repeats >= 0 and self._history[self._repeats] == unit
-        if not foreseen:
+        predicted = self._repeats >= 0 and self._history[self._repeats] == unit
+        if not predicted:
             self._compare(unit)
         self._count += 1
         self._history.append(unit)
-        if foreseen:
+        if predicted:
             self._repeats += 1
             if len(self._history) >= 2 * _REMEMBERED:
                 self._forget()
@@ -91,20 +91,20 @@ class GatherOrderCheck:
         return RuntimeError(_difference({dist.get_rank(): own} | told) + self._note)
 
     def _compare(self, unit: int) -> None:
-        own = model_ranks = torch.tensor([self._count, unit])
+        own = gathered = torch.tensor([self._count, unit])
         for comm in self._comms:
-            model_ranks = self._gather(comm, model_ranks, self._names[unit])
-        if model_ranks.view(-1, 2).ne(own).any():
-            counts, units = model_ranks.view(-1, 2).unbind(1)
+            gathered = self._gather(comm, gathered, self._names[unit])
+        if gathered.view(-1, 2).ne(own).any():
+            counts, units = gathered.view(-1, 2).unbind(1)
             orders = {
-                rank: self._spell([*self._history[-_SHOWN + 1 :], there]) + ("" if count == self._count else ", later")
+                rank: self._format([*self._history[-_SHOWN + 1 :], there]) + ("" if count == self._count else ", later")
                 for rank, count, there in zip(self._ranks, counts.tolist(), units.tolist(), strict=True)
             }
             raise RuntimeError(_difference(orders) + self._note)
 
     def _gather(self, comm: Communicator, sent: Tensor, name: str) -> Tensor:
-        model_ranks = torch.empty(comm.size * sent.numel(), dtype=torch.int64)
-        comparison = all_gather(comm, Collective.GATHER_ORDER, model_ranks, sent, name=name)
+        gathered = torch.empty(comm.size * sent.numel(), dtype=torch.int64)
+        comparison = all_gather(comm, Collective.GATHER_ORDER, gathered, sent, name=name)
         word = comparison.issued.status if self._repeats >= 0 else None  # without a prediction all ranks compare
         if word is not None:
             publish_status(word)
@@ -114,9 +114,9 @@ class GatherOrderCheck:
             raise self.explain_failure(error) from error.__cause__
         if word is not None:
             publish_status(replace(word, passed=True))
-        return model_ranks
+        return gathered
 
-    def _spell(self, units: Sequence[int]) -> str:
+    def _format(self, units: Sequence[int]) -> str:
         return " -> ".join(repr(self._names[unit]) for unit in units)
 
     def _call_site(self) -> int:

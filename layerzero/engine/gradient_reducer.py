@@ -60,8 +60,8 @@ class GradientReducer:
         self._order: list[Handle] = []  # handles in the order of the queue
         self._requeue()
         self.settings = SettingsCheck(model_ranks)
-        self._told: PendingUse | None = None  # the latest exchange of used parameters
-        self._telling: PendingUse | None = None  # the same exchange, until it has been waited for
+        self._last_use: PendingUse | None = None  # the latest exchange of used parameters
+        self._pending_use: PendingUse | None = None  # the same exchange, until it has been waited for
         self._updated: list[ManagedParam] = []  # final gradient is new, and hooks have not run
         self._members = tuple(member for handle in handles for member in handle.members)
         self.due = LazyGrad(self._show)
@@ -163,10 +163,10 @@ class GradientReducer:
 
         If this method is interrupted, it may be called again.
         """
-        if self._telling is not None:
+        if self._pending_use is not None:
             for shown in self._shown:
                 shown.collect_local_grads()  # of a backward that ran through no unit
-            self._publish(self._telling)
+            self._publish(self._pending_use)
         self._updated.clear()  # no parameter has hooks; see finish()
 
     def abandon(self) -> None:
@@ -205,7 +205,7 @@ class GradientReducer:
         if owed:
             with torch.no_grad():
                 used = self._agree_on_use()
-                self.queue.finish_rest()
+                self.queue.finish_accumulated()
                 self._publish(used)
         self._status = GradientStatus.FINAL
         return owed
@@ -243,7 +243,7 @@ class GradientReducer:
         if not changed:
             return
         subject, advice = "requires_grad of parameters that were frozen or unfrozen", "Do the same on every rank"
-        failure = next((error for handle in self._handles if (error := handle.untrainable)), None)
+        failure = next((error for handle in self._handles if (error := handle.requires_grad_error)), None)
         said = {m.name: m.sharded.requires_grad for m in changed}
         require_equal(subject, said, ranks=self._model_ranks.ranks, failure=failure, advice=advice)
         self.due.resolve()
@@ -278,13 +278,15 @@ class GradientReducer:
         local = bytearray().join(gradients.usage for gradients in self.queue.order)
         if self._model_ranks.size == 1 or not local:
             return bytes(local)
-        if self._telling is not None:
-            self._telling.wait()
-        if self._told is not None:
-            self.settings.receive(self._told.further)
+        if self._pending_use is not None:
+            self._pending_use.wait()
+        if self._last_use is not None:
+            self.settings.receive(self._last_use.further)
         is_known = min(local) == GradUsage.NEW
-        self._telling = self._told = self._used_params.start_exchange(local, self.settings.digests(), is_known=is_known)
-        return bytes(local) if is_known else self._telling
+        self._pending_use = self._last_use = self._used_params.start_exchange(
+            local, self.settings.digests(), is_known=is_known
+        )
+        return bytes(local) if is_known else self._pending_use
 
     def _publish(self, agreement: bytes | PendingUse | None) -> None:
         if agreement is not None:
@@ -293,8 +295,8 @@ class GradientReducer:
         for handle in self._order:
             assert handle.grads is not None
             handle.grads.publish(agreed=agreed)
-        if agreement is self._telling:
-            self._telling = None
+        if agreement is self._pending_use:
+            self._pending_use = None
 
     def _take_agreed(self, agreement: bytes | PendingUse) -> None:
         said = agreement if isinstance(agreement, bytes) else agreement.max_over_ranks()

@@ -36,9 +36,10 @@ from layerzero.device.gradient_offload import ModelPools
 from layerzero.device.host_storage import Fetch, HostShard
 from layerzero.dtensor.extensions import ExtendedGather, Extension, GatheredBytes, PendingExtension, accumulate_node
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
+from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.op_errors import MOVED, TOO_COARSE
 from layerzero.dtensor.ops_data import carry_over
-from layerzero.dtensor.row_shard_spec import MutationTracker, RowShardSpec
+from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.dtensor.sharded_tensor import RowShardedTensor, sharded
 from layerzero.engine.full_precision import FullPrecision
 from layerzero.engine.gathered_params import GatheredParams
@@ -79,7 +80,7 @@ class Handle:
         precision: dtypes of masters, compute weights and gradients.
         route: stages of the gradient reduction.
         buffers: memory pools of the model.
-        travel: encoding of gathers, and size of the shard kept between a forward and its backward.
+        gather_options: encoding of gathers, and size of the shard kept between a forward and its backward.
         shared: shared memory for the full buffer, if the ZeRO-3 group uses it.
         extension: all-gather extension of the only parameter in `layout`; the handle then has no full buffer. See
             [Note: All-gather extensions] in dtensor/extensions.py.
@@ -96,7 +97,7 @@ class Handle:
         route: ReductionSpec,
         mesh_info: MeshInfo,
         buffers: ModelPools,
-        travel: GatherOptions,
+        gather_options: GatherOptions,
         shared: SharedFullBuffer | None = None,
         extension: Extension | None = None,
     ) -> None:
@@ -135,9 +136,9 @@ class Handle:
             self.full_buffer[place] if self.in_host is not None else self.zero3_shard
         )  # input of gathers
         self.kept, self.whole = gathers_of(
-            layout, self.full_buffer, self._gathered_own, mesh_info.zero3_gather_comm, travel, buffers.full
+            layout, self.full_buffer, self._gathered_own, mesh_info.zero3_gather_comm, gather_options, buffers.full
         )
-        self._encodes = bool(travel.codec)
+        self._encodes = bool(gather_options.codec)
         self.compute = self.full_buffer.data  # see [Note: Version counters]
         self.reduction_spec = route
         self._take_values([parameter for parameter, _, _ in originals])
@@ -175,7 +176,7 @@ class Handle:
         return self.precision.master == self.precision.compute and self.to_host is None and self.in_host is None
 
     @cached_property
-    def gathers(self) -> bool:
+    def needs_gather(self) -> bool:
         """True if weights are gathered, or copied from host memory, before a unit computes."""
         if self.in_host is not None:
             return True
@@ -184,7 +185,7 @@ class Handle:
     @property
     def _has_full_buffer(self) -> bool:
         """True if the full buffer has its own memory, apart from the ZeRO-3 shard."""
-        return self.gathers and not self._is_extended
+        return self.needs_gather and not self._is_extended
 
     @property
     def extension_bytes(self) -> GatheredBytes | None:
@@ -325,7 +326,7 @@ class Handle:
         elif isinstance(self._gathered_params, ExtendedGather):
             self.finish_refresh()
             self._gathering = self._gathered_params.gather(name=self.label)
-        elif self.gathers:
+        elif self.needs_gather:
             self.finish_refresh()
             self._storages.allocate(self.full_buffer.untyped_storage(), self._full_bytes)
             self._gathering = self.kept.gather(name=self.label) or self._gather_shards()
@@ -379,7 +380,7 @@ class Handle:
                 "embedding's max_norm); the change would be lost"
                 + (
                     ""
-                    if self.gathers or self._is_extended or self.full_precision
+                    if self.needs_gather or self._is_extended or self.full_precision
                     else ", or has damaged the compute weights: load them again"
                 )
                 + ". Change the sharded parameter between steps instead"
@@ -522,7 +523,7 @@ class Handle:
             self.gradients.inspect = inspect
 
     @property
-    def untrainable(self) -> ValueError | None:
+    def requires_grad_error(self) -> ValueError | None:
         """Error to raise if the user has unfrozen a parameter whose master dtype is too coarse to train; else None."""
         if self.gradients is not None or self.precision.master.itemsize >= 4:
             return None

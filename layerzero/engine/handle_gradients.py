@@ -130,7 +130,7 @@ class HandleGradients:
         return self.accumulator is not self.final and not self.accumulator.empty
 
     @property
-    def slots_of_peers(self) -> bool:
+    def has_peer_contributions(self) -> bool:
         """True if a buffer may hold contributions of other ranks of the ZeRO-3 group whose usage is not known yet."""
         return self.spec.accumulator_is_reduced and not (self.accumulator.empty and self.final.empty)
 
@@ -157,12 +157,12 @@ class HandleGradients:
         return self.reduction is not None or (not self.accumulator.storage.lasting and self.accumulator.storage.blocked)
 
     @property
-    def landing_blocked(self) -> bool:
+    def incoming_is_blocked(self) -> bool:
         """True if no gradient can be received until a collective in flight has finished."""
         return self.incoming is self.accumulator and self.is_blocked
 
     @property
-    def no_sync_saves(self) -> bool:
+    def benefits_from_no_sync(self) -> bool:
         """True if a backward inside no_sync runs fewer collectives than a backward outside of it."""
         return len(self.spec.stages) > len(self._accumulating)
 
@@ -197,13 +197,13 @@ class HandleGradients:
         streams.
         """
         self.pending_slots.end()
-        return self._carry(self.spec.stages if across_replicas else self._accumulating)
+        return self._new_reduction(self.spec.stages if across_replicas else self._accumulating)
 
-    def start_rest(self) -> HandleReduction | None:
+    def reduce_accumulated(self) -> HandleReduction | None:
         """Return the reduction of gradients accumulated inside no_sync into the final gradient; None if not needed."""
-        return self._carry(self._rest)
+        return self._new_reduction(self._rest)
 
-    def _carry(self, stages: Sequence[ReductionStage]) -> HandleReduction | None:
+    def _new_reduction(self, stages: Sequence[ReductionStage]) -> HandleReduction | None:
         if not stages:
             self.incoming.rest()
             return None
@@ -312,7 +312,7 @@ class HandleReduction:
 
     Attributes:
         buffers_written: one event per collective, which completes when the result has been added to the target buffer.
-            :meth:`add_on` appends these events.
+            :meth:`submit` appends these events.
     """
 
     def __init__(self, gradients: HandleGradients, stages: Sequence[ReductionStage]) -> None:
@@ -324,7 +324,7 @@ class HandleReduction:
         self._issued: list[LaunchedCollective] = []  # collectives launched so far
         self._streams: ReductionStreams  # set by add_on()
 
-    def add_on(self, streams: ReductionStreams) -> None:
+    def submit(self, streams: ReductionStreams) -> None:
         """Submit the complete reduction to the streams. Call this once. See [Note: Streams] in device/streams.py.
 
         After no_sync, only handles with "full" accumulation still have a hop 1. A reduction that begins with hop 2 then
@@ -342,7 +342,7 @@ class HandleReduction:
             stream = streams.node if stage.collective is Collective.HOP1 else streams.replica
             stream.wait_event(launched)
             stream.wait_event(self)
-            stream.run(partial(self._go_on, stage, following))
+            stream.run(partial(self._launch_next, stage, following))
             waiting = partial(record_wait, counters, stage.collective, label, self._issued, number)
             self.buffers_written.append(stream.record_event(waiting))
         self.gradients.reduction = self.buffers_written[-1]
@@ -359,12 +359,12 @@ class HandleReduction:
                 self._end_leases()
                 raise
 
-    def _go_on(self, stage: ReductionStage, following: ReductionStage | None) -> None:
+    def _launch_next(self, stage: ReductionStage, following: ReductionStage | None) -> None:
         """Add the result of a collective and launch the next one. Meanwhile no other buffer can take the slab."""
         if self._pending is not None:  # None after a failure
             pending, self._pending = self._pending, None
             with self.gradients.accumulator.storage.guard:
-                self._land(stage, pending, is_last=following is None)
+                self._add_result(stage, pending, is_last=following is None)
                 if following is not None:
                     self._launch(following, is_first=False)
 
@@ -394,7 +394,7 @@ class HandleReduction:
         )
         self._issued.append(self._pending.work.issued)
 
-    def _land(self, stage: ReductionStage, pending: PendingReduction, *, is_last: bool) -> None:
+    def _add_result(self, stage: ReductionStage, pending: PendingReduction, *, is_last: bool) -> None:
         target, final = self.gradients.buffers[stage.target], self.gradients.final
         try:
             if target is final:

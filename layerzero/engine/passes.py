@@ -17,7 +17,7 @@ from layerzero.comm.trace_recorder import TraceDispatcher
 from layerzero.engine.handle import Handle
 from layerzero.engine.unit import Unit
 
-__all__ = ["BackwardPass", "ForwardPass", "UnitCall", "Use"]
+__all__ = ["BackwardPass", "ForwardPass", "GatheredUse", "UnitCall"]
 
 
 class UnitCall:
@@ -52,7 +52,7 @@ class UnitCall:
         later = (self._order[place]() for place in range(self._position + 1, len(self._order)))
         return next((call for call in later if call is not None), None)
 
-    def is_before(self, use: Use) -> bool:
+    def is_before(self, use: GatheredUse) -> bool:
         """Return whether the call returned before `use` began, so that autograd runs the nodes of `use` first."""
         return self.forward is not None and self.forward is use.forward and self._position < use.place
 
@@ -153,7 +153,7 @@ class ForwardPass:
         return list(islice(following, count))
 
 
-class Use:
+class GatheredUse:
     """One use of weights in :func:`layerzero.gathered`, outside of the forwards of their units.
 
     Args:
@@ -204,7 +204,7 @@ class BackwardPass:
         self.completed_handles: dict[Handle, None] = {}
         self.gathered_calls: set[UnitCall] = set()
         self.active_calls: dict[UnitCall, None] = {}
-        self.uses: dict[Use, None] = {}
+        self.uses: dict[GatheredUse, None] = {}
 
     def involves(self, unit: Unit) -> bool:
         """Return whether the backward of a call or use of the unit is running."""

@@ -16,7 +16,7 @@ from layerzero.engine.gradient_reducer import GradientReducer
 from layerzero.engine.managed_param import ParamRegistry
 from layerzero.engine.model_status import Closable, ModelStatus
 from layerzero.engine.module_checks import StructureCheck
-from layerzero.engine.passes import Use
+from layerzero.engine.passes import GatheredUse
 from layerzero.engine.scheduler import Scheduler
 from layerzero.engine.unit import Unit
 from layerzero.engine.weight_refresh import WeightRefresher
@@ -63,9 +63,9 @@ class LayerZeroState(Closable):
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # from shard_optimizer
         self.parameters = ParamRegistry(self.members, ignored)
         self.owners: dict[str, ParamOwner] = {}  # by parameter name, if the optimizer needs the full parameter
-        self.cells: dict[Any, Any] = {}  # owner groups by mesh and axis, for layerzero.optimizers
+        self.owner_groups: dict[Any, Any] = {}  # owner groups by mesh and axis, for layerzero.optimizers
         self.status = ModelStatus(StructureCheck(model, self.members.values()))
-        uses: list[Use] = []
+        uses: list[GatheredUse] = []
         self.gradients = GradientReducer(self.handles, model_ranks)
         self.refreshes = WeightRefresher(self.handles, model_ranks, uses)
         self.scheduler = Scheduler(

@@ -77,7 +77,7 @@ class UsedParamMap:
             self._thread.start()  # even if not needed yet, to keep the number of threads constant
         if several_axes and not is_known:
             pending.reserve()
-            self._thread.run(pending.relay_beside)
+            self._thread.run(pending.relay_in_background)
         else:
             pending.relay()
         return pending
@@ -125,13 +125,13 @@ class PendingUse:
         self._send_along(0)
 
     def reserve(self) -> None:
-        """Make launches of the main thread on model-parallel axes wait for :meth:`relay_beside`."""
+        """Make launches of the main thread on model-parallel axes wait for :meth:`relay_in_background`."""
         self._relayed = Reservation()
         for group in self._groups:
             for comm in group.comms[1:]:
                 comm.held_group.reserved = self._relayed
 
-    def relay_beside(self) -> None:
+    def relay_in_background(self) -> None:
         """Run :meth:`relay` in a thread. If it fails, :meth:`wait` raises the error."""
         assert self._relayed is not None
         with self._relayed.launching():

@@ -10,7 +10,7 @@ from layerzero.comm.agreement import require_equal
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.comm.transport.shared_memory import WriteBarrier
 from layerzero.engine.handle import Handle
-from layerzero.engine.passes import Use
+from layerzero.engine.passes import GatheredUse
 
 __all__ = ["RefreshRound", "WeightRefresher"]
 
@@ -32,7 +32,7 @@ class WeightRefresher:
         deferred: if True, a step launches no refresh, and a pipeline schedule calls :meth:`launch_deferred`.
     """
 
-    def __init__(self, handles: Sequence[Handle], model_ranks: ModelRanks, uses: Sequence[Use]) -> None:
+    def __init__(self, handles: Sequence[Handle], model_ranks: ModelRanks, uses: Sequence[GatheredUse]) -> None:
         self.deferred = False
         self._uses = uses
         self._precedes_forward = True  # before the first forward, no rank reads what others write

@@ -64,7 +64,7 @@ def predicted_traffic(units: Sequence[UnitSpec]) -> dict[str, list[int]]:
                 for received in handle.extension.received if grid.zero3_size > 1 else ():
                     sent = (grid.zero3_size - 1) * (received // grid.zero3_size)
                     found.setdefault(Collective.GATHER.value, []).append(sent)
-            elif unit.traits.gathers and grid.zero3_size > 1:
+            elif unit.traits.needs_gather and grid.zero3_size > 1:
                 each = handle.coded // grid.zero3_size or node * compute.itemsize
                 sent = (grid.zero3_size - 1) * each
                 found.setdefault(Collective.GATHER.value, []).append(sent)

@@ -103,7 +103,7 @@ def _lent_in_place(handle: HandleSpec, config: LayerZeroConfig, *, in_node: bool
     In shared memory, the ranks that read the accumulator cast it.
     """
     if in_node:
-        return handle.keeps_sum(config)
+        return handle.has_persistent_send_buffer(config)
     return handle.reduction_spec.stages[0].wire_dtype == handle.reduction_spec.incoming_dtype
 
 

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from layerzero.checkpoint.atomic_files import (
     CheckpointError,
     PathTakenError,
+    claim_path,
     make_folder,
     new_token,
-    partial_of,
+    partial_path,
     remove,
-    take_name,
     write_file,
 )
 from layerzero.checkpoint.loading import PreparedLoad, prepare_load
@@ -65,7 +65,7 @@ def save(
     experts = _experts("save", groups, model_chunks)
     mine = new_token()
     token = all_gather_object(groups, mine)[0]
-    first, partial = token == mine, partial_of(folder, token)
+    first, partial = token == mine, partial_path(folder, token)
     _raise_on_all("save", groups, _make_room(folder, partial) if first else None)
     parts = [partial / _part(groups, index) for index in range(len(model_chunks))]
     scale = None if optimizer is None or optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict()
@@ -202,7 +202,7 @@ def _publish(partial: Path, folder: Path, written: set[str], token: str) -> Exce
                 f"{partial} lacks {missing}, seen from the first rank. Save to a file system that all ranks share"
             )
         write_file(partial / _MARKER, [token.encode()])
-        take_name(partial, folder, is_there)
+        claim_path(partial, folder, is_there)
     except (OSError, CheckpointError) as error:
         return error
     try:

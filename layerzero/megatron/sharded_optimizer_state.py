@@ -23,7 +23,8 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch import Tensor
 
-from layerzero.dtensor.sharded_tensor import RowShardedTensor, plain
+from layerzero.dtensor.local_shard import plain
+from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.megatron.chunk import ShardedChunk

@@ -14,7 +14,7 @@ from layerzero.estimates.memory_estimate import on_device
 from layerzero.estimates.specs import UnitSpec
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.compute_cost import ComputeCost
-from layerzero.planning.meta_sharding import MetaSharding, foreseen, optimizer_bytes, where_of
+from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, where_of
 from layerzero.planning.sim_program import Operation, collectives_in, computations_in
 from layerzero.planning.sim_schedules import Peer, ScheduleSettings, UnitCost, layerzero_program, peer_program
 from layerzero.planning.simulator import SimMachine, SimResult, simulate
@@ -161,7 +161,7 @@ class Estimator:
         if choice.scheme != LAYERZERO:
             return self._memory_of_peer(choice)
         config, units = self.config(choice), self.planned(choice)
-        found = foreseen(units, config)
+        found = predicted_memory(units, config)
         where = "host_optimizer" if config.offload_optimizer else "optimizer"
         memory = {**found.kinds, where: optimizer_bytes(units, _STATE)}
         return memory, found.peak + memory.get("optimizer", 0)
@@ -266,7 +266,7 @@ class Estimator:
             offload_grads=choice.offload_grads,
             offload_optimizer=choice.offload_optimizer,
             offload_params=choice.offload_params,
-            root_stays=cluster.device != "cpu",
+            root_stays_gathered=cluster.device != "cpu",
             adds_hop1=cluster.device == "cpu",
             update=self._update(own, in_host=choice.offload_optimizer),
             memory_speed=cluster.memory_speed * 1e9,

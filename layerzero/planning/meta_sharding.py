@@ -19,7 +19,7 @@ from layerzero.layout.shard_grid import Extent, ShardGrid
 from layerzero.sharding.build_units import plan_handles
 from layerzero.sharding.unit_selection import partition
 
-__all__ = ["MetaSharding", "foreseen", "optimizer_bytes", "where_of"]
+__all__ = ["MetaSharding", "optimizer_bytes", "predicted_memory", "where_of"]
 
 _STEP = 4  # bytes of a step counter
 
@@ -68,7 +68,7 @@ class MetaSharding:
         return found
 
 
-def foreseen(units: Sequence[UnitSpec], config: LayerZeroConfig) -> MemoryEstimate:
+def predicted_memory(units: Sequence[UnitSpec], config: LayerZeroConfig) -> MemoryEstimate:
     """Return the memory estimate of the rank for which `units` were planned."""
     where = units[0].traits
     scratch = plan_scratch([handle for unit in units for handle in unit.handles], config, where).scratch

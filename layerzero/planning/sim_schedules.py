@@ -56,7 +56,7 @@ class ScheduleSettings:
     offload_grads: bool = False
     offload_optimizer: bool = False
     offload_params: bool = False
-    root_stays: bool = True  # the root stays gathered from forward to backward, as on devices
+    root_stays_gathered: bool = True  # the root stays gathered from forward to backward, as on devices
     adds_hop1: bool = False  # each rank adds the parts of hop 1, as on gloo: gradients are sent in their own dtype
     update: float = 0.0  # seconds of the optimizer's update
     memory_speed: float = float("inf")  # bytes per second in additions
@@ -127,7 +127,7 @@ class _Rank:
             if index:
                 yield self._compute("forward", unit, unit.forward)
         yield self._compute("forward", self.units[0], self.units[0].forward)
-        if self.how.root_stays and self._gathering:
+        if self.how.root_stays_gathered and self._gathering:
             self._gathers[self.units[0].name] = -1
 
     def _backward(self, *, first: bool, last: bool) -> Iterator[Operation]:

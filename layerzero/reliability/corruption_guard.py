@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.dtensor.sharded_tensor import LocalShard, plain
+from layerzero.dtensor.local_shard import LocalShard, plain
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
@@ -116,7 +116,7 @@ class _ExpectedBits(NamedTuple):
     sum: Tensor  # 0-dim int64
 
 
-def _graded(gradient: Tensor) -> _ExpectedBits:
+def _gradient_record(gradient: Tensor) -> _ExpectedBits:
     """Return the state of a final gradient.
 
     The version is always 0, because the mutation tracker of a gradient counts all writes.
@@ -163,7 +163,7 @@ class CorruptionGuard:
             optimizers[-1].register_step_post_hook(self._after_step),
         ]
         self._listened: set[str] = set()  # names of parameters with a gradient hook
-        self._listen()
+        self._hook_new_parameters()
 
     def close(self) -> None:
         """Remove the guard. Later steps are not checked."""
@@ -196,14 +196,14 @@ class CorruptionGuard:
             member.sharded.grad = None
         self._runtime.refreshes.launch()
         self._made_anew |= {_place(each) for each in refused.corruptions}
-        self._refused = self._look()
+        self._refused = self._check()
         if self._refused is not None:
             raise self._refused
         if dist.get_rank() == self._runtime.ranks.ranks[0]:
             names = ", ".join(dict.fromkeys(repr(each.parameter) for each in refused.corruptions))
             _LOG.warning("layerzero: flipped bits in %s were recomputed; repeat the step", names)
 
-    def _listen(self) -> None:
+    def _hook_new_parameters(self) -> None:
         """Register gradient hooks on newly trainable parameters. Frozen parameters cannot have such hooks."""
         for name, member in self._runtime.members.items():
             if member.sharded.requires_grad and name not in self._listened:
@@ -218,14 +218,14 @@ class CorruptionGuard:
     def _on_gradient(self, name: str) -> Callable[[Tensor], None]:
         def note(parameter: Tensor) -> None:
             if self._is_due and parameter.grad is not None:
-                self._resting["gradient", name] = _graded(parameter.grad)
+                self._resting["gradient", name] = _gradient_record(parameter.grad)
 
         return note
 
     def _before_step(self, *_: object) -> None:
         if self._is_due:
             self.looked += 1
-            found = self._look()
+            found = self._check()
             self._refused = found if self._raises else None
             if self._refused is not None:
                 raise self._refused
@@ -235,7 +235,7 @@ class CorruptionGuard:
         self._steps += 1
         self._resting.clear()
 
-    def _look(self) -> SilentDataCorruption | None:
+    def _check(self) -> SilentDataCorruption | None:
         same = self._at_rest_since()
         sound = {name: is_same for (kind, name), is_same in same.items() if kind == "masters"}
         found = compare(self._runtime, self._changed(same), sound).corruptions
@@ -259,7 +259,7 @@ class CorruptionGuard:
 
     def _after_step(self, *_: object) -> None:
         if self._is_due:
-            self._listen()
+            self._hook_new_parameters()
             for (kind, name), tensor in self._tensors():
                 self._resting[kind, name] = self._at_rest(tensor, name)
 
@@ -289,7 +289,7 @@ class CorruptionGuard:
         now = {key: self._at_rest(tensor, key[1]) for key, tensor in self._tensors() if key in before}
         for key in before:
             if key[0] == "gradient" and (gradient := self._gradient(key[1])) is not None:
-                now[key] = _graded(gradient)
+                now[key] = _gradient_record(gradient)
         same = [key for key, is_now in now.items() if is_now[:3] == before[key][:3]]
         if not same:
             return {}

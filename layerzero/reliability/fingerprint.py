@@ -176,12 +176,14 @@ def _locate(handle: Handle, mesh_info: MeshInfo, sound: Mapping[str, bool]) -> l
     """
     zero3 = handle.read_zero3()
     replicas, shard = mesh_info.replicas, as_integers(zero3).view(torch.uint8)  # backends support few integer dtypes
-    model_ranks = shard.expand(replicas, -1).contiguous()
+    copies_of_replicas = shard.expand(replicas, -1).contiguous()
     truth: Tensor | None = None
     parts = mesh_info.grid.replica_part_sizes(handle.layout)
     if replicas > 1:
-        all_gather(mesh_info.replica_comm, Collective.UNSHARD, model_ranks.view(-1), shard, name=handle.label).wait()
-    copies = model_ranks.view(as_integers(zero3).dtype)
+        all_gather(
+            mesh_info.replica_comm, Collective.UNSHARD, copies_of_replicas.view(-1), shard, name=handle.label
+        ).wait()
+    copies = copies_of_replicas.view(as_integers(zero3).dtype)
     if not handle.shares_master:
         whole = torch.empty_like(zero3)
         own = whole[mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)].copy_(_cast(handle))

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero.dtensor.lazy_grad import plain_access
-from layerzero.dtensor.sharded_tensor import RowShardedTensor, plain
+from layerzero.dtensor.local_shard import plain
+from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
-from layerzero.reliability.own_gradients import LocalGradientCheck, whose
+from layerzero.reliability.own_gradients import LocalGradientCheck, nonfinite_text
 from layerzero.utils.nonfinite import any_not_finite, few_names, not_finite
 
 __all__ = ["NonFiniteGradients", "StepGuard", "guard_steps"]
@@ -109,7 +110,7 @@ class StepGuard:
         self._own = LocalGradientCheck(runtime.handles) if locate else None
         self._members = tuple(runtime.members.values())
         self._due = runtime.gradients.due
-        self._hook = runtime.model.register_forward_pre_hook(self._begin_anew)
+        self._hook = runtime.model.register_forward_pre_hook(self._begin_round)
         for optimizer in optimizers:
             optimizer.guard = self.may_step
 
@@ -121,7 +122,7 @@ class StepGuard:
         if self._own is not None:
             self._own.stop()
 
-    def _begin_anew(self, *_: object) -> None:
+    def _begin_round(self, *_: object) -> None:
         """Begin a new round before a forward.
 
         If no parameter has a gradient, also clear the record of non-finite gradients. A loss scaler, for example, may
@@ -183,7 +184,7 @@ class StepGuard:
         elif self._own is None or self._model_ranks.size == 1:
             self.found = few_names(final)
         else:
-            self.found = whose(told, final)
+            self.found = nonfinite_text(told, final)
         if self._own is not None:
             self._own.forget()
         self.skipped += 1

@@ -18,7 +18,7 @@ from torch import Tensor
 from layerzero.engine.handle import Handle
 from layerzero.utils.nonfinite import few_names, magnitudes
 
-__all__ = ["LocalGradientCheck", "whose"]
+__all__ = ["LocalGradientCheck", "nonfinite_text"]
 
 
 class LocalGradientCheck:
@@ -29,7 +29,7 @@ class LocalGradientCheck:
         device = handles[0].mesh_info.device if handles else None
         self._bad = [torch.zeros(len(handle.members), dtype=torch.bool, device=device) for handle in handles]
         for handle, bad in zip(handles, self._bad, strict=True):
-            handle.inspect = partial(_look, bad)
+            handle.inspect = partial(_mark_nonfinite, bad)
 
     def stop(self) -> None:
         """Stop checking gradients."""
@@ -53,11 +53,11 @@ class LocalGradientCheck:
         for handle, of_handle in zip(self._handles, self._bad, strict=True):
             bad = [handle.members[slot].name for slot, is_bad in enumerate(of_handle.tolist()) if is_bad]
             if names := [name for name in bad if among is None or name in among]:
-                found.append(_spell(handle, names))
+                found.append(_format(handle, names))
         return found
 
 
-def _look(bad: Tensor, outgoing: Sequence[tuple[int, Tensor]]) -> None:
+def _mark_nonfinite(bad: Tensor, outgoing: Sequence[tuple[int, Tensor]]) -> None:
     """Mark the slots whose outgoing gradients are not finite. The host does not wait.
 
     Args:
@@ -75,11 +75,11 @@ def _look(bad: Tensor, outgoing: Sequence[tuple[int, Tensor]]) -> None:
     bad |= ~torch.isfinite(torch.stack(largest))
 
 
-def _spell(handle: Handle, names: list[str]) -> str:
+def _format(handle: Handle, names: list[str]) -> str:
     return f"{few_names(names)} ({handle.name})"
 
 
-def whose(own: Sequence[str], final: Iterable[str]) -> str:
+def nonfinite_text(own: Sequence[str], final: Iterable[str]) -> str:
     """Return the text of a message about non-finite gradients.
 
     Args:

@@ -156,14 +156,14 @@ def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 def _memory(runtime: LayerZeroState) -> MemoryReport:
     scratch = sum(pool.predicted_bytes for pool in _pools(runtime))
-    foreseen = estimate_memory(specs_of(runtime.units), runtime.config, scratch=scratch)
+    predicted = estimate_memory(specs_of(runtime.units), runtime.config, scratch=scratch)
     measured = measure(runtime)
     shared = next((handle.shared for handle in runtime.handles if handle.shared), None)
     return MemoryReport(
-        predicted=foreseen.kinds,
+        predicted=predicted.kinds,
         measured=measured,
         node=0 if shared is None else shared.barrier.memory.held_bytes,
-        predicted_peak=foreseen.peak + measured["optimizer"],
+        predicted_peak=predicted.peak + measured["optimizer"],
         measured_peak=on_device(measured)
         - measured["idle_buffer"]
         - measured["full_buffer"]

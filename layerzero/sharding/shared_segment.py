@@ -10,7 +10,7 @@ import torch
 
 from layerzero.comm.collectives import Collective, collective_error
 from layerzero.comm.mesh_info import MeshInfo
-from layerzero.comm.transport.shared_memory import WriteBarrier, room_of, words_for
+from layerzero.comm.transport.shared_memory import WriteBarrier, num_counters, shared_weight_bytes
 from layerzero.comm.transport.shm_buffers import (
     RING_BYTES,
     NodePlace,
@@ -51,14 +51,20 @@ def share_node(handles: Sequence[HandleSpec], config: LayerZeroConfig, mesh_info
     if config.shared_memory == "off" or mesh_info.zero3_size == 1 or mesh_info.device.type != "cpu" or not comm.is_gloo:
         return None
     sums = [aligned_bytes(each.layout.numel * each.precision.master.itemsize) for each in handles]
-    kept = sum(size for size, each in zip(sums, handles, strict=True) if each.keeps_sum(config) and each.trainable)
+    kept = sum(
+        size
+        for size, each in zip(sums, handles, strict=True)
+        if each.has_persistent_send_buffer(config) and each.trainable
+    )
     rotating = plan_scratch(handles, config, RankTraits.of(mesh_info, in_node=True, offload_params=False)).outgoing
-    foreseen = RING_BYTES + aligned_bytes_of_all(rotating) + kept
+    predicted = RING_BYTES + aligned_bytes_of_all(rotating) + kept
     region = SegmentSizes(
-        words=words_for(len(handles)),
-        common=sum(room_of(each.layout.numel, each.precision.compute) for each in handles if each.extension is None),
-        part=foreseen + sum(sums) * _MORE,
-        foreseen=foreseen,
+        words=num_counters(len(handles)),
+        common=sum(
+            shared_weight_bytes(each.layout.numel, each.precision.compute) for each in handles if each.extension is None
+        ),
+        part=predicted + sum(sums) * _MORE,
+        predicted=predicted,
     )
     memory = map_shared_segment(mesh_info.zero3_control_comm, region)
     if memory is None:

@@ -91,7 +91,7 @@ class TrainingTask:
         _seed(self.seed, 1 + index, rank, 1)
         loss = self.loss_fn(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise TypeError(f"the loss must be a tensor of one element, got {_spell(loss)}. Check loss_fn")
+            raise TypeError(f"the loss must be a tensor of one element, got {_format(loss)}. Check loss_fn")
         if not loss.requires_grad:
             raise ValueError("the loss has no gradient, because it depends on no trainable parameter. Check loss_fn")
         (loss / self.micro_batches).backward()  # type: ignore[no-untyped-call]
@@ -107,7 +107,7 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise TypeError(
-            f"the model returned {_spell(output)}, which is not a scalar loss and has none as .loss or ['loss']. Pass "
+            f"the model returned {_format(output)}, which is not a scalar loss and has none as .loss or ['loss']. Pass "
             "a loss_fn(model, batch) that returns the loss"
         )
     return loss
@@ -314,7 +314,7 @@ def preserved_rng(device: torch.device) -> Iterator[None]:
         random.setstate(state)
 
 
-def _spell(value: object) -> str:
+def _format(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return f"a {type(value).__name__}"

@@ -19,7 +19,7 @@ from xxhash import xxh3_128
 import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import CheckpointError, atomic_files
-from layerzero.checkpoint.checksums import CHUNK, ByteRange, ChecksumScheme, ChunkHasher, read_pieces, sums_of
+from layerzero.checkpoint.checksums import CHUNK, ByteRange, ChecksumScheme, ChunkHasher, checksums_of, read_pieces
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import different
 from tests.support.ranks import mesh_of, run_ranks
@@ -39,14 +39,14 @@ def test_each_chunk_has_the_sum_of_its_bytes_however_they_come() -> None:
                 step = draw.randint(1, most)
                 sums.update(content[at : at + step])
                 at += step
-            assert sums.hexdigest() == expected == sums_of(content, SMALL) and sums.size == size
+            assert sums.hexdigest() == expected == checksums_of(content, SMALL) and sums.size == size
             assert SMALL.fits(expected, size) and not SMALL.fits(expected[:-1], size)
 
 
 def test_a_piece_is_read_and_only_its_chunks_are_compared(tmp_path: Path) -> None:
     draw = random.Random(0)
     content = draw.randbytes(1000)
-    path, sums = tmp_path / "file", sums_of(content, SMALL)
+    path, sums = tmp_path / "file", checksums_of(content, SMALL)
     for _ in range(300):
         ends = sorted(draw.sample(range(1001), 4))
         spans = [(ends[0], ends[1]), (ends[2], ends[3])]

@@ -187,7 +187,7 @@ def test_what_is_not_there_after_publishing_is_an_error(intact: Path, tmp_path: 
         "removed": shutil.rmtree,
         "torn": lambda path: (path / "contents.json").unlink(),
     }.items():
-        partial = atomic_files.partial_of(tmp_path / name, atomic_files.new_token())
+        partial = atomic_files.partial_path(tmp_path / name, atomic_files.new_token())
         shutil.copytree(intact, partial)
         records = atomic_files.Manifest.read(partial).files.values()
         (partial / atomic_files.MANIFEST).unlink()
@@ -212,7 +212,7 @@ def test_a_rename_that_worked_and_is_reported_as_failed_is_a_success(intact: Pat
         rename(source, target)
         rename(source, target)
 
-    partial = atomic_files.partial_of(tmp_path / "one", "token")
+    partial = atomic_files.partial_path(tmp_path / "one", "token")
     shutil.copytree(intact, partial)
     records = atomic_files.Manifest.read(partial).files.values()
     (partial / atomic_files.MANIFEST).unlink()

@@ -143,7 +143,7 @@ def _one(rank: int, path: str) -> None:
 @BOTH_WAYS
 def test_what_another_job_has_put_there_meanwhile_stays(tmp_path: Path, exchanges: bool) -> None:
     run_ranks(_one, str(tmp_path / "last"), world_size=1)
-    path, partial = tmp_path / "last", atomic_files.partial_of(tmp_path / "last", atomic_files.new_token())
+    path, partial = tmp_path / "last", atomic_files.partial_path(tmp_path / "last", atomic_files.new_token())
     shutil.copytree(path, partial)
     (path / "rank-00001.safetensors").write_bytes(b"of the old one")
 
@@ -154,7 +154,7 @@ def test_what_another_job_has_put_there_meanwhile_stays(tmp_path: Path, exchange
         return False
 
     with _disk(exchanges), pytest.raises(checkpoint.CheckpointError, match="does not contain the new checkpoint"):
-        atomic_files.take_name(partial, path, intrudes, overwrite=True)
+        atomic_files.claim_path(partial, path, intrudes, overwrite=True)
     assert (path / "rank-00002.safetensors").exists()
     atomic_files.remove(partial)  # as a failed save does
     (old,) = tmp_path.glob(".last.*.replaced")

@@ -120,7 +120,7 @@ def _strict(rank: int, folder: str) -> None:
         "missing: count",
         "unexpected in the optimizer: shift",
         "momentum_buffer of head.weight in the optimizer: expected shape [4, 6]",
-        "no saved parameter group holds scale",
+        "no saved parameter group contains scale",
     ):
         assert said in str(caught.value), f"{said!r} is not in {caught.value}"
     assert not different(everything(other, its_optimizer), before), "nothing was changed"

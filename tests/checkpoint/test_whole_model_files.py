@@ -21,7 +21,7 @@ import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import whole_model_files
 from layerzero.cli import app
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 from tests.support.checkpointing import WithBuffers, everything, sharded_net, train
 from tests.support.models import TiedTransformer, different
 from tests.support.ranks import mesh_of, run_ranks
@@ -143,7 +143,7 @@ from pathlib import Path
 from safetensors import safe_open
 from layerzero.checkpoint import whole_model_files
 from layerzero.cli import app
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 folder = Path(sys.argv[1])
 whole_model_files.import_model([folder / "small.safetensors"], folder / "small")  # whatever is loaded on first use
 whole_model_files.export_model(folder / "small", folder / "small-out.safetensors")

@@ -46,9 +46,9 @@ def of_whole_batches(case: Case, result: Run) -> Run:
         (index // case.micro_batches, index % case.micro_batches * replicas + replica): loss
         for index, loss in enumerate(result.losses)
     }
-    model_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(model_ranks, own)
-    together = {key: loss for losses in model_ranks for key, loss in losses.items()}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    together = {key: loss for losses in gathered for key, loss in losses.items()}
     assert len(together) == case.steps * case.micro_batches * replicas
     return result._replace(losses=[together[key] for key in sorted(together)])
 

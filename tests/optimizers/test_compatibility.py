@@ -196,7 +196,7 @@ class OnlyMatrices(LayerwiseScaling):
 def test_parameters_like_the_optimizers_own_are_tried_where_others_cannot() -> None:
     matrices = OnlyMatrices([nn.Parameter(torch.ones(3, 2))])
     assert kinds_that_need_full_params(matrices, CPU) == kinds(matrices)
-    with pytest.raises(ValueError, match="could not be tried out"):
+    with pytest.raises(ValueError, match="compatibility trial of OnlyMatrices failed"):
         kinds_that_need_full_params(OnlyMatrices([nn.Parameter(torch.ones(3))]), CPU)
 
 
@@ -213,10 +213,10 @@ MIXES = {
     GlobalScaling: "matrix",
     InTheEnd: "matrix",
     Clips: "matrix",
-    EstimatesRate: "'distance' in parameter group 0 depends on which rows it sees",
+    EstimatesRate: "'distance' in parameter group 0 depends on the rows that are stepped",
     Draws: "matrix",
-    Prodigy: "estimates its rate",
-    OfProdigy: "OfProdigy is not element-wise: it estimates its rate",
+    Prodigy: "estimates its learning rate",
+    OfProdigy: "OfProdigy is not element-wise: it estimates its learning rate",
 }
 
 
@@ -249,18 +249,18 @@ def test_each_kind_of_group_is_tried() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "theirs"),
-    [(Still, "changed none"), (Signs, "KeyError: 'weight'")],
+    [(Still, "did not change them"), (Signs, "KeyError: 'weight'")],
     ids=["still", "raises"],
 )
 def test_what_could_not_be_tried_is_told_apart_and_the_users_word_counts(kind: Any, theirs: str) -> None:
     optimizer = build(kind)
-    with pytest.raises(ValueError, match=rf"could not be tried out.*{theirs}.*elementwise=True"):
+    with pytest.raises(ValueError, match=rf"compatibility trial of .* failed.*{theirs}.*elementwise=True"):
         kinds_that_need_full_params(optimizer, CPU)
     kinds_that_need_full_params(optimizer, CPU, elementwise=True)
 
 
 def test_what_cannot_be_copied_could_not_be_tried() -> None:
-    with pytest.raises(ValueError, match=r"could not be tried out.*cannot pickle '_thread.lock'"):
+    with pytest.raises(ValueError, match=r"compatibility trial of .* failed.*cannot pickle '_thread.lock'"):
         kinds_that_need_full_params(build(Scaled, lock=threading.Lock()), CPU)
 
 

@@ -21,7 +21,7 @@ from benchmarks.simulation.record import Settings, record_blocks
 from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import FullBufferPool
 from layerzero.planning import Cluster, TransformerShape, plan, read_config
-from layerzero.planning.meta_sharding import MetaSharding, foreseen, optimizer_bytes, where_of
+from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, where_of
 from layerzero.planning.plan_report import yaml_text
 from layerzero.planning.sim_program import Operation, SimCompute, SimLaunch, SimWait, StartReduction, from_events
 from layerzero.planning.sim_schedules import ScheduleSettings, UnitCost, layerzero_program
@@ -131,7 +131,7 @@ def test_a_plan_is_to_the_byte_what_real_ranks_hold() -> None:
             in_host = settings.get("offload_params", False)
             where = where_of(4, settings["zero3_size"], rank=rank, on_device=False, offload_params=in_host)
             units = MetaSharding(on_meta, config).units(config, where)
-            found = foreseen(units, config)
+            found = predicted_memory(units, config)
             kind = "host_optimizer" if config.offload_optimizer else "optimizer"
             state = optimizer_bytes(units, 2)
             planned = {**found.kinds, kind: state}
@@ -225,7 +225,7 @@ def test_the_schedule_is_the_one_that_the_engine_records(
     blocks = 4
     recorded = from_events(record_blocks(blocks, Settings(ranks, zero3_size, micro_batches, accumulation), steps=3))
     works = [UnitCost(name, 64, 1.0, 2.0) for name in ("the root", *(f"blocks.{index}" for index in range(blocks)))]
-    sharding = ScheduleSettings(ranks, zero3_size, micro_batches, accumulation, root_stays=False)
+    sharding = ScheduleSettings(ranks, zero3_size, micro_batches, accumulation, root_stays_gathered=False)
     written = list(layerzero_program(works, sharding, steps=3))
     assert list(_without_splinters(_said(written))) == list(_without_splinters(_said(recorded)))
 

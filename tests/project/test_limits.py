@@ -16,7 +16,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "dtensor/test_extensions.py::test_what_does_not_keep_to_the_protocol_is_told_on_every_rank",
         "integrations/test_torchao.py::test_a_base_in_nf4_is_whole_on_every_rank_and_sharding_it_is_refused",
     ),
-    "Such subclasses that pad": (
+    "Tensor subclasses with all-gather extensions that pad": (
         "dtensor/test_extensions.py::test_what_does_not_keep_to_the_protocol_is_told_on_every_rank",
     ),
     "**Unnoticed:** `reshard_after_forward=8` and `gather_codec`": (
@@ -138,7 +138,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "project/test_limits_rows.py::test_fully_shard_around_a_sharded_part_and_pruning_afterwards_raise",
         "end_to_end/test_full_state.py::test_load_state_dict_takes_this_ranks_rows_of_whole_tensors",
     ),
-    "Trainable parameters that come after": (
+    "Trainable parameters added after": (
         "engine/test_module_checks.py::test_trainable_parameters_that_come_after_sharding_are_named_at_the_next_forward",
         "engine/test_module_checks.py::test_what_the_error_says_works",
         "engine/test_module_checks.py::test_a_module_that_goes_is_a_module_that_is_not_used",
@@ -170,7 +170,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "dtensor/test_ops_reduction.py::test_reading_a_part_as_if_it_were_the_whole_is_an_error_without_other_ranks",
         "dtensor/test_ops_reduction.py::test_a_number_of_a_whole_parameter_is_that_of_one_process",
     ),
-    "A mean of what was computed": (
+    "A mean of values computed": (
         "dtensor/test_ops_reduction.py::test_a_number_of_a_whole_parameter_is_that_of_one_process",
     ),
     "`p.numpy()`, `p.tolist()`": (
@@ -216,7 +216,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "engine/test_varying_calls.py::test_experts_without_tokens_on_some_ranks_train_like_one_process",
         "engine/test_autograd_graphs.py::test_graph_has_the_gradients_of_one_process",
     ),
-    "Ranks of one ZeRO-3 group that hold": (
+    "Ranks of one ZeRO-3 group that store": (
         "comm/transport/test_post_forward_shard.py::test_ranks_that_keep_other_units_than_their_node_are_told_and_do_not_hang",
     ),
     "Units inside checkpoints with `use_reentrant=True`": (
@@ -265,7 +265,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "engine/test_hooks.py::test_parameter_hooks_change_whole_gradients_once_a_backward_until_removed",
         "engine/test_hooks.py::test_post_accumulate_hooks_see_final_gradients_once",
     ),
-    "Units that are called by nothing": (
+    "Units that only reentrant checkpoints call": (
         "project/test_limits_loops.py::test_units_under_checkpoints_alone_have_the_right_gradients",
     ),
     "Compiling across units": (
@@ -371,7 +371,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     "After `init_process_group(device_id=...)`": (
         "comm/test_third_party_backend.py::test_groups_of_some_ranks_are_not_split_off_from_all",
     ),
-    "The groups of a backend that does not tell": (
+    "If a backend does not report its timeout": (
         "comm/test_third_party_backend.py::test_groups_have_the_timeout_that_the_backend_tells_or_torchs",
     ),
     "**Unnoticed:** with `gather_codec`": (
@@ -380,15 +380,15 @@ COVERED: dict[str, tuple[str, ...]] = {
         "comm/test_codecs.py::test_coding_takes_scratch_for_some_rows_at_once",
         "comm/test_codecs.py::test_what_is_no_codec_or_has_nothing_to_encode_is_refused",
     ),
-    "Each sharded model makes five process groups": (
+    "Each sharded model creates five process groups": (
         "project/test_limits_loops.py::test_each_model_makes_five_process_groups",
         "optimizers/test_owner_groups.py::test_cells_are_made_once_and_before_rows_move",
     ),
-    "Units whose calls cannot be foreseen": (
+    "Units whose calls layerzero cannot predict": (
         "project/test_limits_loops.py::test_a_surprise_in_the_order_of_units_costs_16_bytes",
         "engine/test_varying_calls.py::test_a_loop_that_repeats_itself_is_foreseen",
     ),
-    "`guard_corruption` does not notice": (
+    "`guard_corruption` does not detect": (
         "reliability/test_corruption_guard.py::test_a_step_is_refused_where_it_is_looked_at",
         "reliability/test_corruption_guard.py::test_a_flipped_bit_is_noticed_before_the_next_step_and_located",
         "comm/test_watchdog.py::test_who_is_in_time_is_not_told_of",

@@ -262,7 +262,7 @@ def _numbers(model: Any) -> list[Tensor]:
     return [part.clone() for layer in model.layers for part in (layer.weight.numbers, layer.weight.scale)]
 
 
-def _odd(rank: int, folder: Path) -> None:
+def _odd_factor(rank: int, folder: Path) -> None:
     for way, match in (
         ("raises", r"layers.0.weight: .*Odd.__tensor_flatten__ failed: ArithmeticError: no way to say it"),
         ("no tensor", "layers.0.weight: a Odd, a tensor subclass"),
@@ -303,7 +303,7 @@ def _odd(rank: int, folder: Path) -> None:
 
 
 def test_classes_that_say_less_than_what_they_are_are_refused(tmp_path: Path) -> None:
-    run_ranks(_odd, tmp_path, world_size=2)
+    run_ranks(_odd_factor, tmp_path, world_size=2)
 
 
 def _all_or_nothing(rank: int, folder: Path) -> None:
@@ -344,9 +344,11 @@ def test_integer_bases_go_into_checkpoints_and_out(tmp_path: Path) -> None:
 
 def _refused(rank: int) -> None:
     for as_class, text in ((False, r"mask.*integer"), (True, "mask.*integer")):
-        with pytest.raises(ValueError, match=rf"{text}.*ignored_params='unsupported' leaves all frozen"):
+        with pytest.raises(ValueError, match=rf"{text}.*ignored_params='unsupported' ignores all such frozen"):
             shard(Base(as_class=as_class), size=1)
-    with pytest.raises(TypeError, match="ignored_params='frozen'; give parameters of the model, or 'unsupported'"):
+    with pytest.raises(
+        TypeError, match=r"ignored_params='frozen' is not supported. Pass parameters of the model, or 'unsupported'"
+    ):
         shard(Base(), size=1, ignored_params="frozen")
     # Trainable parameters are never left out silently.
     for dtype in (torch.float8_e4m3fn, torch.complex64):
@@ -354,7 +356,7 @@ def _refused(rank: int) -> None:
         model.odd = nn.Parameter(torch.zeros(3, dtype=dtype))
         with pytest.raises(ValueError, match=r"odd.*(8-bit|complex)") as raised:
             shard(model, size=1, ignored_params="unsupported")
-        assert "leaves all frozen" not in str(raised.value)
+        assert "ignores all such frozen" not in str(raised.value)
     lazy = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(ValueError, match="no shape yet"):
         shard(lazy, size=1, ignored_params="unsupported")

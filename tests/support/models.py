@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from layerzero.comm.mesh_info import MeshInfo
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 
 __all__ = [
     "GlobalScaling",
@@ -185,16 +185,16 @@ def _gathered(tensors: dict[str, Tensor], mesh_info: MeshInfo) -> dict[str, Tens
     longest = max(sum(sizes(k)) for k in range(mesh_info.data_parallel))
     mine = torch.cat([local.cpu().reshape(-1).view(torch.uint8) for local in rows.values()])
     padded = torch.cat([mine, mine.new_zeros(longest - len(mine))])
-    model_ranks = padded
+    gathered = padded
     for comm in mesh_info.control_comms:
-        pieces = [torch.empty_like(model_ranks) for _ in range(comm.size)]
-        dist.all_gather(pieces, model_ranks, group=comm.group)
-        model_ranks = torch.cat(pieces)
-    model_ranks = model_ranks.view(mesh_info.data_parallel, longest)
+        pieces = [torch.empty_like(gathered) for _ in range(comm.size)]
+        dist.all_gather(pieces, gathered, group=comm.group)
+        gathered = torch.cat(pieces)
+    gathered = gathered.view(mesh_info.data_parallel, longest)
     cut = []
     for k in range(mesh_info.data_parallel):
         s, r = divmod(k, mesh_info.replicas)
-        cut.append(model_ranks[r * mesh_info.zero3_size + s][: sum(sizes(k))].split(sizes(k)))
+        cut.append(gathered[r * mesh_info.zero3_size + s][: sum(sizes(k))].split(sizes(k)))
     return {
         name: torch.cat(pieces).view(rows[name].dtype).view(spans[name].shape).to(rows[name].device)
         for name, *pieces in zip(tensors, *cut, strict=True)

@@ -21,7 +21,7 @@ def node_pool(part: int = 1 << 16) -> tuple[Communicator, SharedBufferPool]:
     model = layerzero.shard_model(integer_net(), zero3_size=dist.get_world_size())
     mesh_info = get_state(model).mesh_info
     memory = map_shared_segment(
-        mesh_info.zero3_control_comm, SegmentSizes(words=4, common=0, part=part, foreseen=RING_BYTES)
+        mesh_info.zero3_control_comm, SegmentSizes(words=4, common=0, part=part, predicted=RING_BYTES)
     )
     assert memory is not None
     pool = SharedBufferPool(memory, lambda error: error)

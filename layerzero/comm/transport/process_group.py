@@ -144,8 +144,13 @@ class PendingDecode:
 
 
 def gathers_of(
-    layout: FlatLayout, full: Tensor, shard: Tensor, comm: Communicator, travel: GatherOptions, storages: FullBufferPool
+    layout: FlatLayout,
+    full: Tensor,
+    shard: Tensor,
+    comm: Communicator,
+    transfer: GatherOptions,
+    storages: FullBufferPool,
 ) -> tuple[PostForwardShard, GatheredFullBuffer]:
     """Return the post-forward shard and the gathered full buffer of a handle."""
-    kept = PostForwardShard(full, travel.keeping, storages)
-    return kept, GatheredFullBuffer(travel.codec, layout, full, shard, comm, storages)
+    kept = PostForwardShard(full, transfer.keeping, storages)
+    return kept, GatheredFullBuffer(transfer.codec, layout, full, shard, comm, storages)

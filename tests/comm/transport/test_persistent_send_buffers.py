@@ -169,7 +169,7 @@ def test_the_test_notices_an_engine_that_does_not_wait_for_late_readers() -> Non
 
 def _offloaded(rank: int) -> None:
     """Offload sums, which are copied before others read them. The device is the CPU, hence the warning."""
-    with pytest.warns(UserWarning, match="there is no device to free memory of"):
+    with pytest.warns(UserWarning, match="there is no device memory to free"):
         model = shard(_seeded(2), size=2, accumulation="full", offload_grads=True)
     ours = _backwards_without_a_step(model, rank, random.Random(0))
     theirs = _backwards_without_a_step(shard(_seeded(2), size=2, shared_memory="off"), rank, random.Random(0))
