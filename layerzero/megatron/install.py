@@ -46,7 +46,7 @@ def install() -> None:
     Raises:
         ImportError: ``megatron.training`` cannot be imported; the megatron-core 0.16 package does not contain it.
         RuntimeError: the version of Megatron-Core or ``megatron.training`` is not supported; the message names the
-            installed version and the supported ones.
+            installed version and the supported versions.
 
     Example::
 

@@ -66,7 +66,7 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
         ValueError: `zero3_size` does not divide the data-parallel size; `zero3_size` is neither a multiple nor a
             divisor of the expert-parallel size; some ranks that hold the same experts as this rank are not among its
             data-parallel ranks; or the arguments differ between ranks.
-        RuntimeError: the version of Megatron-Core is not supported; the message names the supported ones.
+        RuntimeError: the version of Megatron-Core is not supported; the message names the supported versions.
     """
     if pg_collection is None:
         from megatron.core import parallel_state  # noqa: PLC0415
