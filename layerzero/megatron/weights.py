@@ -22,8 +22,8 @@ __all__ = ["counts", "params_norm", "replicas_agree"]
 def counts(parameter: Tensor, groups: ProcessGroups) -> bool:
     """Return whether this rank's rows of a parameter count in sums over all ranks of the model.
 
-    Copies that another rank counts do not: word embeddings shared with another pipeline stage, and, except on the first
-    tensor rank, parameters that are replicated over tensor ranks.
+    Copies that another rank counts are excluded: word embeddings shared with another pipeline stage, and, except on the
+    first tensor rank, parameters that are replicated over tensor ranks.
     """
     if getattr(parameter, "shared", False):
         return False
@@ -50,7 +50,7 @@ def replicas_agree(model: Sequence[ShardedChunk], cross_check: bool = False) -> 
     """Return whether the compute weights of all replicas are bitwise equal. All ranks must call this.
 
     This implements ``--check-weight-hash-across-dp-replicas-interval``. Each rank hashes its ZeRO-3 shards. Ranks of
-    different replicas that hold the same shard must have the same hash.
+    different replicas with the same shard must have equal hashes.
     """
     groups, device = model[0].groups, get_state(model[0]).mesh_info.device
     digests: dict[tuple[Any, ...], Any] = {}  # by chunk number, ranks of the mesh, and ZeRO-3 rank
