@@ -91,7 +91,7 @@ def _comparison(results: Results, micro_batches: int, reduce: str) -> str:
         if fastest is not None:
             others[what] = fastest.seconds_range
     lines = [
-        f"**Step times of others over those of layerzero, A = {micro_batches}, reduction in {reduce}**\n",
+        f"**Step times relative to layerzero, A = {micro_batches}, reduction in {reduce}**\n",
         "| | " + " | ".join(row.entry.label.removeprefix("layerzero ") for row in ours) + " |",
         "| --- |" + " ---: |" * len(ours),
     ]
@@ -134,7 +134,7 @@ def _table(results: Results, micro_batches: int, reduce: str) -> str:
             f"| {results.formula_bytes(reduce) / 1e6:.1f} | | | | | |"
         )
     agree = "agree" if apart <= LOSS_TOLERANCE else "**DO NOT AGREE**"
-    lines.append(f"\nLosses after step {common} {agree}: they lie {100 * apart:.2f} % apart.\n")
+    lines.append(f"\nLosses after step {common} {agree}. They differ by {100 * apart:.2f} %.\n")
     return "\n".join(lines)
 
 
