@@ -23,9 +23,9 @@ LOSS_TOLERANCE = 0.005  # relative: bf16 has 8 bits, and contestants round at di
 _REFERENCE = "layerzero"  # its step time is the unit of the comparison
 _COMPARED = 4  # A of the comparison
 _OURS = ("layerzero", "layerzero-full", "layerzero-exchanges", "layerzero-full-exchanges")
-# In README.md the rows without shared memory come first: that is how devices work.
+# In README.md the rows without shared memory are first, because devices do not share memory.
 _OURS_IN_SHORT = ("layerzero-exchanges", "layerzero-full-exchanges", "layerzero", "layerzero-full")
-# A peer's variants count as one: it is compared with the fastest of them.
+# layerzero is compared with the fastest variant of each peer.
 _PEERS = {
     "FSDP2 HSDP at its fastest": ("fsdp2-hsdp", "fsdp2-hsdp-keep", "fsdp2-hsdp-no-sync"),
     "FSDP1 hybrid at its fastest": ("fsdp1-hybrid", "fsdp1-hybrid-zero2"),
