@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from layerzero.optimizers.compatibility import kinds_that_need_whole
+from layerzero.optimizers.compatibility import kinds_that_need_full_params
 
 PACKAGES = {
     "torch.optim": "torch",
@@ -89,7 +89,7 @@ class Row(NamedTuple):
         if self.accepted:
             works = self.truth.works if self.accepted == "on rows" else self.truth.alone
             return self.accepted if works else f"{self.accepted} (WRONGLY)"
-        if "other way round" in self.said:
+        if "wraps another optimizer" in self.said:
             return "around others"
         return "refused (WRONGLY)" if self.truth.works or self.truth.alone else "refused"
 
@@ -264,9 +264,9 @@ def survey(only: list[str]) -> list[Row]:
             truth = Truth(None, f"not built: {_short(error)}")
         else:
             try:
-                accepted = "whole" if kinds_that_need_whole(optimizer, torch.device("cpu")) else "on rows"
+                accepted = "whole" if kinds_that_need_full_params(optimizer, torch.device("cpu")) else "on rows"
             except Exception as error:
-                said = str(error).split(". layerzero gives")[0]
+                said = str(error).split(". Under layerzero, ")[0]
         rows.append(Row(package, name, truth, accepted, said))
         print(f"{package}.{name}: {rows[-1].verdict}; {truth.why}; {said}", flush=True)
     return rows

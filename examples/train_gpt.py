@@ -323,7 +323,7 @@ class Measured(NamedTuple):
     """Numbers of layerzero's reports for this rank."""
 
     memory: dict[str, tuple[int | None, int]]  # kind -> predicted bytes (None: no prediction), measured bytes
-    exchanges: dict[str, tuple[int, int]]  # collective -> bytes sent, calls
+    collectives: dict[str, tuple[int, int]]  # collective -> bytes sent, calls
     axes: dict[str, int]  # axis -> bytes sent
 
 
@@ -351,7 +351,7 @@ def costs_table(args: argparse.Namespace, trainer: Trainer, ranks: Ranks, steps:
         lines.append(row(f"  {kind}", "" if predicted is None else mib(predicted), mib(actual)))
 
     lines += ["", row("sent by rank 0 in a step, MiB", "sent", "calls")]
-    for name, (sent, calls) in measured.exchanges.items():
+    for name, (sent, calls) in measured.collectives.items():
         lines.append(row(f"  {name}", mib(sent / steps), f"{calls / steps:.1f}"))
     for axis, sent in measured.axes.items():
         lines.append(row(f"  all on the {axis} axis", mib(sent / steps), ""))

@@ -14,7 +14,7 @@ from pathlib import Path
 def main() -> None:
     """Run the command line."""
     try:
-        from layerzero.cli import app  # noqa: PLC0415 - here, to say what is missing
+        from layerzero.cli import app  # noqa: PLC0415 - imported here, to report a missing package
     except ModuleNotFoundError as error:
         if error.name != "typer":
             raise
@@ -24,7 +24,10 @@ def main() -> None:
             for name, line in _commands():
                 print(f"  {name:<10}{line}")
             print()
-        print("the command line of layerzero needs typer: pip install typer", file=sys.stdout if asked else sys.stderr)
+        print(
+            "the command line of layerzero needs typer. Run: pip install typer",
+            file=sys.stdout if asked else sys.stderr,
+        )
         sys.exit(0 if asked else 2)
     app(prog_name="layerzero")
 

@@ -43,7 +43,7 @@ def _verify(
         typer.Option(help="MODULE:BATCH_FN, (index, rank) -> batch. Default: make_batch of the same module."),
     ] = None,
     loss: Annotated[
-        str | None, typer.Option(help="MODULE:LOSS_FN, (model, batch) -> loss. Default: what the model returns.")
+        str | None, typer.Option(help="MODULE:LOSS_FN, (model, batch) -> loss. Default: the output of the model.")
     ] = None,
     optimizer: Annotated[
         str | None, typer.Option(help="MODULE:OPTIMIZER_FN, (parameters) -> optimizer. Default: SGD, momentum 0.9.")
@@ -59,7 +59,7 @@ def _verify(
     accumulation: Annotated[str, typer.Option(help="sharded or full.")] = "sharded",
     tolerance: Annotated[float | None, typer.Option(help="Largest relative difference. Default: by precision.")] = None,
     param_dtype: Annotated[str | None, typer.Option(help="Compute dtype: " + ", ".join(_DTYPES) + ".")] = None,
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
 ) -> None:
     """Train a model unsharded and sharded for a few steps, and compare gradients and weights.
 
@@ -121,7 +121,7 @@ def _inspect(checkpoint: Annotated[Path, typer.Argument(help="A folder from laye
     ranks, zero3_size = num_saving_ranks(found.topology) or 0, found.topology["zero3_size"]
     typer.echo(
         f"saved by {ranks} rank{'s' * (ranks > 1)} with zero3_size={zero3_size}; "
-        f"number {found.sequence} in its folder; {found.nbytes:,} bytes in all; every file is intact"
+        f"number {found.sequence} in its folder; {found.nbytes:,} bytes in total; all files are intact"
     )
 
 
@@ -132,7 +132,7 @@ def _export(
     ],
     out: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
     dtype: Annotated[str | None, typer.Option(help="Cast to: " + ", ".join(_DTYPES) + ". Default: as saved.")] = None,
-    ema: Annotated[bool, typer.Option("--ema", help="The averages of the weights instead of the weights.")] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="Write the averages of the weights instead.")] = False,
 ) -> None:
     """Write the full model of a checkpoint as one safetensors file, in one process.
 
@@ -146,15 +146,13 @@ def _export(
 @app.command("import")
 def _import(
     files: Annotated[
-        list[Path], typer.Argument(help="Safetensors files, or a folder of them, and last the checkpoint to make.")
+        list[Path], typer.Argument(help="Safetensors files, or their folder, and last the checkpoint to create.")
     ],
-    dtype: Annotated[
-        str | None, typer.Option(help="Cast to: " + ", ".join(_DTYPES) + ". Default: as they are.")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Cast to: " + ", ".join(_DTYPES) + ". Default: as stored.")] = None,
 ) -> None:
     """Create a checkpoint from the safetensors files of a full model, in one process."""
     if len(files) < 2:
-        _refuse("import needs a safetensors file or a folder of them, and the checkpoint to make")
+        _refuse("import requires two arguments: a safetensors file or a folder of such files, and the new checkpoint")
     with _readable_failures():
         whole_model_files.import_model(files[:-1], files[-1], dtype=_dtype(dtype, "--dtype"))
 
@@ -173,7 +171,7 @@ def _readable_failures() -> Iterator[None]:
 
 def _dtype(name: str | None, option: str) -> torch.dtype | None:
     if name is not None and name not in _DTYPES:
-        _refuse(f"{option} {name} is unknown; use one of {', '.join(_DTYPES)}")
+        _refuse(f"{option} {name} is unknown. Use one of {', '.join(_DTYPES)}")
     return None if name is None else _DTYPES[name]
 
 
@@ -196,7 +194,7 @@ def _batch_fn(model: str) -> Callable[..., Any]:
     module_name = model.partition(":")[0]
     if not hasattr(sys.modules[module_name], "make_batch"):
         _refuse(
-            f"{module_name} has no make_batch(index, rank); define it there, or name a function with "
+            f"{module_name} has no make_batch(index, rank). Define it there, or pass a function with "
             "--batches MODULE:BATCH_FN"
         )
     return _load(f"{module_name}:make_batch", "--batches")

@@ -30,7 +30,7 @@ from layerzero.utils.text_tables import seconds, size, table
 __all__ = ["add_commands"]
 
 _CLUSTER = "Cluster"
-_SIZES = "Model by its sizes"
+_SIZES = "Sizes of the model"
 _DEFAULTS = {field.name: field.default for field in fields(Cluster)}
 
 
@@ -43,46 +43,52 @@ def _of_cluster(name: str, text: str) -> Any:
 def _plan(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="module:function that builds it, or a Hugging Face config.json."),
+        typer.Argument(metavar="[MODEL]", help="module:function that builds the model, or a Hugging Face config.json."),
     ] = None,
     layers: Annotated[int | None, typer.Option(rich_help_panel=_SIZES)] = None,
     hidden: Annotated[int | None, typer.Option(rich_help_panel=_SIZES)] = None,
     vocab: Annotated[int | None, typer.Option(rich_help_panel=_SIZES)] = None,
     heads: Annotated[int | None, typer.Option(rich_help_panel=_SIZES)] = None,
     ffn: Annotated[int, typer.Option(help="Default: 4 x hidden.", rich_help_panel=_SIZES)] = 0,
-    kv_heads: Annotated[int, typer.Option(help="Default: as heads.", rich_help_panel=_SIZES)] = 0,
-    experts: Annotated[int, typer.Option(help="Of each layer.", rich_help_panel=_SIZES)] = 0,
-    tied: Annotated[bool, typer.Option("--tied", help="The head is the embedding.", rich_help_panel=_SIZES)] = False,
-    cluster: Annotated[Path | None, typer.Option(help="YAML file of these fields.", rich_help_panel=_CLUSTER)] = None,
+    kv_heads: Annotated[int, typer.Option(help="Default: heads.", rich_help_panel=_SIZES)] = 0,
+    experts: Annotated[int, typer.Option(help="Experts per layer.", rich_help_panel=_SIZES)] = 0,
+    tied: Annotated[
+        bool, typer.Option("--tied", help="The head shares the weight of the embedding.", rich_help_panel=_SIZES)
+    ] = False,
+    cluster: Annotated[Path | None, typer.Option(help="YAML file with these fields.", rich_help_panel=_CLUSTER)] = None,
     probe: Annotated[
         bool,
-        typer.Option("--probe", help="Under torchrun: measure the one that this runs on.", rich_help_panel=_CLUSTER),
+        typer.Option("--probe", help="Under torchrun: measure the current cluster.", rich_help_panel=_CLUSTER),
     ] = False,
-    nodes: Annotated[int | None, typer.Option(help="How many.", rich_help_panel=_CLUSTER)] = None,
-    accelerators: Annotated[int | None, _of_cluster("accelerators", "Of a node.")] = None,
-    memory: Annotated[float | None, _of_cluster("memory", "GB of an accelerator.")] = None,
-    reserve: Annotated[float | None, _of_cluster("reserve", "GB of it that are not for the model.")] = None,
-    between: Annotated[float | None, _of_cluster("between", "Gbit/s that a node sends to the others.")] = None,
-    inside: Annotated[float | None, _of_cluster("inside", "GB/s of an accelerator inside its node.")] = None,
-    tflops: Annotated[float | None, _of_cluster("tflops", "TFLOP/s that are reached, not the peak.")] = None,
-    host_memory: Annotated[float | None, _of_cluster("host_memory", "GB of a node.")] = None,
-    price: Annotated[float | None, _of_cluster("price", "Of an accelerator for an hour.")] = None,
-    tokens: Annotated[int, typer.Option(help="Of a rank's micro-batch.")] = 4096,
-    sequence: Annotated[int | None, typer.Option(help="Tokens of one sequence. Default: all of a micro-batch.")] = None,
-    micro_batches: Annotated[list[int] | None, typer.Option(help="May be repeated. Default: 1, 4, 16.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes.", rich_help_panel=_CLUSTER)] = None,
+    accelerators: Annotated[int | None, _of_cluster("accelerators", "Accelerators per node.")] = None,
+    memory: Annotated[float | None, _of_cluster("memory", "GB per accelerator.")] = None,
+    reserve: Annotated[float | None, _of_cluster("reserve", "GB per accelerator that the model cannot use.")] = None,
+    between: Annotated[float | None, _of_cluster("between", "Gbit/s that a node sends to other nodes.")] = None,
+    inside: Annotated[float | None, _of_cluster("inside", "GB/s that an accelerator sends inside its node.")] = None,
+    tflops: Annotated[float | None, _of_cluster("tflops", "Achieved TFLOP/s per accelerator, not the peak.")] = None,
+    host_memory: Annotated[float | None, _of_cluster("host_memory", "GB of host memory per node.")] = None,
+    price: Annotated[float | None, _of_cluster("price", "Price of an accelerator per hour.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens in a rank's micro-batch.")] = 4096,
+    sequence: Annotated[int | None, typer.Option(help="Tokens in one sequence. Default: --tokens.")] = None,
+    micro_batches: Annotated[
+        list[int] | None, typer.Option(help="Micro-batches per step; may be repeated. Default: 1, 4, 16.")
+    ] = None,
     batch_tokens: Annotated[
-        int | None, typer.Option(help="Of a step, on all ranks: says how many micro-batches there are.")
+        int | None, typer.Option(help="Tokens of a step on all ranks. Determines the number of micro-batches.")
     ] = None,
     zero3_size: Annotated[list[int] | None, typer.Option(help="S to try; may be repeated.")] = None,
     unit: Annotated[
-        list[str] | None, typer.Option(help="Of MODULE:FUNCTION: name or class of a unit; may be repeated.")
+        list[str] | None, typer.Option(help="Name or class of a unit of MODULE:FUNCTION; may be repeated.")
     ] = None,
-    param_dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
-    recompute: Annotated[bool, typer.Option(help="Blocks compute again in the backward.")] = True,
-    activations: Annotated[float, typer.Option(help="GB of a micro-batch. Default: estimated from sizes.")] = 0.0,
-    offload: Annotated[bool, typer.Option("--offload", help="Try offloading also where it fits without.")] = False,
-    every_row: Annotated[bool, typer.Option("--all", help="All rows, also those that do not fit.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Write a report with charts there.")] = None,
+    param_dtype: Annotated[str, typer.Option(help="Compute dtype: bf16, fp16 or fp32.")] = "bf16",
+    recompute: Annotated[bool, typer.Option(help="Recompute the forward of blocks in the backward.")] = True,
+    activations: Annotated[
+        float, typer.Option(help="GB of activations of a micro-batch. Default: estimated from sizes.")
+    ] = 0.0,
+    offload: Annotated[bool, typer.Option("--offload", help="Try offloading for all settings.")] = False,
+    every_row: Annotated[bool, typer.Option("--all", help="Show all rows, even those that do not fit.")] = False,
+    html: Annotated[Path | None, typer.Option(help="HTML file to write a report with charts to.")] = None,
 ) -> None:
     """Recommend settings for a model on a cluster, and estimate memory and speed. Neither model nor cluster is needed.
 
@@ -97,7 +103,7 @@ def _plan(
         counts = micro_batches or [1, 4, 16]
         if batch_tokens is not None:
             if micro_batches:
-                raise ValueError("give either --batch-tokens or --micro-batches")
+                raise ValueError("--batch-tokens and --micro-batches exclude each other. Pass one of them")
             counts = [max(1, round(batch_tokens / (tokens * asked.ranks)))]
         found = plan(
             _model(model, named, optional),
@@ -121,23 +127,23 @@ def _plan(
     raise typer.Exit(0 if found.best is not None else 1)
 
 
-def _trace(file: Annotated[Path, typer.Argument(help="A file of layerzero.trace.")]) -> None:
+def _trace(file: Annotated[Path, typer.Argument(help="A trace file written by layerzero.trace.")]) -> None:
     """Print the contents of a trace: collectives with their bytes and wait times, and the compute times of units."""
     with _readable_failures():
         events = read_recording(file).events
     calls: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
     launched = {event.number for event in events if event.kind == "launch"}
     for event in events:
-        row = calls[event.exchange, event.axis] if event.number in launched else [0, 0, 0.0, 0.0]
+        row = calls[event.collective, event.axis] if event.number in launched else [0, 0, 0.0, 0.0]
         if event.kind == "launch":
             row[0], row[1] = row[0] + 1, row[1] + event.bytes
             row[2] += max(0.0, (event.completed or event.end) - event.start) / 1e6
         elif event.kind == "wait":
             row[3] += (event.end - event.start) / 1e6
-    exchanges = [
+    collectives = [
         (kind, axis, f"{n:.0f}", size(b), seconds(f), seconds(w)) for (kind, axis), (n, b, f, w) in calls.items()
     ]
-    typer.echo(table(("exchange", "axis", "calls", "sent", "in flight", "waited"), exchanges, left=2))
+    typer.echo(table(("collective", "axis", "calls", "sent", "in flight", "waited"), collectives, left=2))
     spans: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
     open_spans: list[tuple[str, str, float]] = []
     for event in events:
@@ -149,22 +155,22 @@ def _trace(file: Annotated[Path, typer.Argument(help="A file of layerzero.trace.
             total[0], total[1] = total[0] + 1, total[1] + (event.end - start) / 1e6
     computed = [(phase, name, f"{n:.0f}", seconds(t), seconds(t / n)) for (phase, name), (n, t) in spans.items()]
     typer.echo("\n" + table(("phase", "unit", "times", "in all", "each"), computed, left=2))
-    typer.echo("times of what contains other units contain theirs")
+    typer.echo("times of a unit include the units inside it")
 
 
 def _simulate(
-    file: Annotated[Path, typer.Argument(help="A file of layerzero.trace.")],
-    gbit: Annotated[float, typer.Option(help="Gbit/s of a node's link to the others.")] = 100.0,
+    file: Annotated[Path, typer.Argument(help="A trace file written by layerzero.trace.")],
+    gbit: Annotated[float, typer.Option(help="Gbit/s that a node sends to other nodes.")] = 100.0,
     inside: Annotated[float, typer.Option(help="GB/s that a rank sends inside its node.")] = 300.0,
-    node_size: Annotated[int | None, typer.Option(help="Ranks of a node. Default: zero3_size of the trace.")] = None,
-    inside_latency: Annotated[float, typer.Option(help="Microseconds of a step of an exchange in the node.")] = 0.0,
-    between_latency: Annotated[float, typer.Option(help="The same between nodes.")] = 0.0,
+    node_size: Annotated[int | None, typer.Option(help="Ranks per node. Default: zero3_size of the trace.")] = None,
+    inside_latency: Annotated[float, typer.Option(help="Microseconds of a step of a collective inside a node.")] = 0.0,
+    between_latency: Annotated[float, typer.Option(help="Microseconds of such a step between nodes.")] = 0.0,
 ) -> None:
     """Simulate the schedule of a trace on a machine with different links. Computations keep their recorded times."""
     with _readable_failures():
         recording = read_recording(file)
         if min(gbit, inside) <= 0 or (node_size is not None and node_size < 1):
-            raise ValueError("--gbit, --inside and --node-size must be more than 0")
+            raise ValueError("--gbit, --inside and --node-size must be positive")
         machine = SimMachine(
             node_size=node_size or recording.zero3_size,
             inside=inside * 1e9,
@@ -186,7 +192,7 @@ def _simulate(
         (kind, str(calls), size(outcome.bytes[kind]), seconds(waits[kind]))
         for kind, calls in sorted(outcome.calls.items())
     ]
-    typer.echo(table(("exchange", "calls", "sent", "waited"), rows))
+    typer.echo(table(("collective", "calls", "sent", "waited"), rows))
     typer.echo(
         "links were busy: " + ", ".join(f"{name} {seconds(busy)}" for name, busy in sorted(outcome.busy.items()))
     )
@@ -201,12 +207,12 @@ def add_commands(app: typer.Typer) -> None:
 def _cluster(path: Path | None, given: dict[str, Any], *, probe: bool) -> Cluster:
     if probe:
         if path is not None:
-            raise ValueError("give either --probe or --cluster")
+            raise ValueError("--probe and --cluster exclude each other. Pass one of them")
         return replace(_probed(), **given)
     if path is not None:
         return Cluster.from_yaml(path, **given)
     if "nodes" not in given:
-        raise ValueError("how many --nodes are there? Or give --cluster, a YAML file")
+        raise ValueError("the number of nodes is unknown. Pass --nodes, or a YAML file as --cluster")
     return Cluster(**given)
 
 
@@ -214,7 +220,7 @@ def _probed() -> Cluster:
     """Measure the cluster with the ranks that torchrun has started. All ranks except the first exit."""
     if "RANK" not in os.environ:
         raise ValueError(
-            "--probe measures the cluster that it runs on: start it on all nodes by torchrun, "
+            "--probe measures the cluster on which it runs, so it requires torchrun. Start it on all nodes: "
             "torchrun --nnodes 2 --nproc-per-node 8 -m layerzero plan --probe ..."
         )
     device = default_device_type()
@@ -237,7 +243,7 @@ def _model(
 ) -> Callable[[], nn.Module] | TransformerShape | str:
     by_sizes = [name for name, value in sizes.items() if value is not None]
     if named is not None and by_sizes:
-        raise ValueError(f"give either a model or its sizes; got {named} and --{by_sizes[0]}")
+        raise ValueError(f"{named} and --{by_sizes[0]} exclude each other. Pass either a model or its sizes")
     if named is not None and (Path(named).exists() or ":" not in named):
         return named
     if named is not None:
@@ -245,7 +251,7 @@ def _model(
             sys.path.insert(0, os.getcwd())
         return load_named(named, "the model")
     if missing := [name for name, value in sizes.items() if value is None]:
-        raise ValueError(f"a model by its sizes needs --{missing[0]}; or give module:function or a config.json")
+        raise ValueError(f"--{missing[0]} is missing. Pass all sizes, or a module:function or a config.json")
     return TransformerShape(**sizes, **optional)
 
 

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.dtensor.full_tensor import rows_of
+from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.model_parallel_spec import local_part
 from layerzero.dtensor.outside import in_backward
-from layerzero.dtensor.row_shard_spec import refuse_apart
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.row_shard_spec import refuse_rank_local
 from layerzero.engine.buffers import in_original_dtype, original_dtypes
 from layerzero.engine.hooks import get_state, get_states, managed_params_in
 from layerzero.engine.managed_param import ManagedParam
@@ -138,7 +138,7 @@ def _agree_to_show(
 ) -> dict[ManagedParam, Tensor]:
     """Check that all ranks enter the context for the same parameters. With `with_grads`, return sharded gradients."""
     runtime.scheduler.recover_interrupted_pass()
-    subject, everyone, failure = _subject(options), runtime.ranks, None
+    subject, model_ranks, failure = _subject(options), runtime.ranks, None
     gradients: dict[ManagedParam, Tensor] = {}
     groups: dict[str, dict[str, object]] = {}
     try:
@@ -154,7 +154,7 @@ def _agree_to_show(
                 f"{len(members)}). Leave that context first, or nest contexts for modules that share no parameter"
             )
         if options.rank0_only:
-            _refuse_parts(subject, members, everyone.size)
+            _refuse_parts(subject, members, model_ranks.size)
         if options.offload_to_cpu:
             _refuse_dtensors(subject, members)
         if options.with_grads:
@@ -164,12 +164,12 @@ def _agree_to_show(
         failure = error
     path = next((name for name, each in runtime.model.named_modules() if each is module), type(module).__name__)
     fields = {"module": path, "parameters": len(members), **options._asdict()}
-    require_equal("unsharded", fields, ranks=everyone.ranks, groups=groups, failure=failure)
+    require_equal("unsharded", fields, ranks=model_ranks.ranks, groups=groups, failure=failure)
     return gradients
 
 
-def _refuse_parts(subject: str, members: Sequence[ManagedParam], everyone: int) -> None:
-    refuse_apart(subject, (member.spec for member in members), everyone)
+def _refuse_parts(subject: str, members: Sequence[ManagedParam], model_ranks: int) -> None:
+    refuse_rank_local(subject, (member.spec for member in members), model_ranks)
     if cut := [m.name for m in members if m.spec.model_parallel is not None and m.spec.model_parallel.is_sharded]:
         raise ValueError(
             f"{subject}: parameter {cut[0]!r} ({len(cut)} like it) is cut by tensor or expert parallelism, so the "
@@ -179,11 +179,12 @@ def _refuse_parts(subject: str, members: Sequence[ManagedParam], everyone: int) 
 
 def _refuse_dtensors(subject: str, members: Sequence[ManagedParam]) -> None:
     for member in members:
-        face = member.spec.model_parallel
-        if face is not None and face.is_dtensor and face.mesh.device_type != "cpu":
+        model_parallel = member.spec.model_parallel
+        if model_parallel is not None and model_parallel.is_dtensor and model_parallel.mesh.device_type != "cpu":
             raise ValueError(
-                f"{subject}: parameter {member.name!r} is a DTensor on a mesh of {face.mesh.device_type} devices, "
-                "which cannot be in host memory. Leave offload_to_cpu out, or use layerzero.full_state_dict(model)"
+                f"{subject}: parameter {member.name!r} is a DTensor on a mesh of {model_parallel.mesh.device_type} "
+                "devices, which cannot be in host memory. Leave offload_to_cpu out, or use "
+                "layerzero.full_state_dict(model)"
             )
 
 
@@ -354,7 +355,7 @@ def full_state_dict(
             f"full_state_dict: the sharded models inside are on different ranks: {ranks}. Call it for each of them"
         )
     by_parameter = {id(m.sharded): m for each in runtimes.values() for m in each.members.values()}
-    refuse_apart("full_state_dict", (member.spec for member in by_parameter.values()), runtime.ranks.size)
+    refuse_rank_local("full_state_dict", (member.spec for member in by_parameter.values()), runtime.ranks.size)
     keeps = not rank0_only or runtime.ranks.is_first
     held = model.state_dict(keep_vars=True)
     if trainable_only:
@@ -411,9 +412,9 @@ def load_full_state_dict(
             changed. The other ranks raise RuntimeError with the same text.
     """
     runtime = get_state(model)
-    everyone = runtime.ranks
-    refuse_apart("load_full_state_dict", (member.spec for member in runtime.members.values()), everyone.size)
-    first = everyone.is_first
+    model_ranks = runtime.ranks
+    refuse_rank_local("load_full_state_dict", (member.spec for member in runtime.members.values()), model_ranks.size)
+    first = model_ranks.is_first
     state = dict(state_dict or {}) if first else {}
     targets = model.state_dict(keep_vars=True)
     names_of: dict[int | str, list[str]] = {}  # by target; several for a tied one
@@ -424,8 +425,8 @@ def load_full_state_dict(
     failure = None
     if first and (problems := [*(_incompatible(left_out) if strict else ()), *_misshapen(targets, state)]):
         failure = ValueError("load_full_state_dict: " + "; ".join(problems))
-    require_equal("load_full_state_dict", {"strict": strict}, ranks=everyone.ranks, failure=failure)
-    left_out = IncompatibleKeys([], []) if strict else IncompatibleKeys(*_of_first_rank(left_out, everyone))
+    require_equal("load_full_state_dict", {"strict": strict}, ranks=model_ranks.ranks, failure=failure)
+    left_out = IncompatibleKeys([], []) if strict else IncompatibleKeys(*_of_first_rank(left_out, model_ranks))
     skipped = set(left_out.missing_keys)
 
     members = {id(member.sharded): member for member in runtime.members.values()}
@@ -437,10 +438,10 @@ def load_full_state_dict(
                 continue
             member = members.get(id(target))
             dtype = target.dtype if member is None else member.master.dtype
-            whole = torch.empty(target.shape, dtype=dtype, device=everyone.mesh_info.device)
+            whole = torch.empty(target.shape, dtype=dtype, device=model_ranks.mesh_info.device)
             if first:
                 whole.copy_(next(state[name] for name in reversed(names) if name in state))
-            everyone.broadcast(whole)
+            model_ranks.broadcast(whole)
             if member is None and isinstance(target, DTensor):  # of another framework
                 target.copy_(distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None))
             elif member is None:
@@ -467,16 +468,16 @@ def _misshapen(targets: Mapping[str, object], state: Mapping[str, object]) -> li
     return problems
 
 
-def _of_first_rank(left_out: IncompatibleKeys, everyone: ModelRanks) -> list[list[str]]:
+def _of_first_rank(left_out: IncompatibleKeys, model_ranks: ModelRanks) -> list[list[str]]:
     """Broadcast the names of the first rank, which alone has the state dict."""
-    if everyone.size == 1:
+    if model_ranks.size == 1:
         return list(left_out)
     text = json.dumps(left_out).encode()
     length = torch.tensor([len(text)])
-    everyone.broadcast_numbers(length)
-    spelled = torch.tensor(list(text) if everyone.is_first else [0] * int(length), dtype=torch.uint8)
-    everyone.broadcast_numbers(spelled)
-    lists: list[list[str]] = json.loads(bytes(spelled.tolist()))
+    model_ranks.broadcast_numbers(length)
+    display_name = torch.tensor(list(text) if model_ranks.is_first else [0] * int(length), dtype=torch.uint8)
+    model_ranks.broadcast_numbers(display_name)
+    lists: list[list[str]] = json.loads(bytes(display_name.tolist()))
     return lists
 
 
@@ -520,12 +521,12 @@ def _grouped(
     suffix: str = "",
 ) -> dict[str, dict[str, object]]:
     """Return values by parameter name, in one group per mesh and model-parallel part, for :func:`require_equal`."""
-    meshes = list(dict.fromkeys(unit.topology for unit in runtime.units))
+    meshes = list(dict.fromkeys(unit.mesh_info for unit in runtime.units))
     groups: dict[str, dict[str, object]] = {}
     for member in members:
-        topology, face = member.spec.mesh_info, member.spec.model_parallel
-        part = topology.ranks if face is None else (face.place, face.placements)
-        groups.setdefault(f"{meshes.index(topology)}: {part}", {})[member.name + suffix] = value_of(member)
+        mesh_info, model_parallel = member.spec.mesh_info, member.spec.model_parallel
+        part = mesh_info.ranks if model_parallel is None else (model_parallel.place, model_parallel.placements)
+        groups.setdefault(f"{meshes.index(mesh_info)}: {part}", {})[member.name + suffix] = value_of(member)
     return groups
 
 

@@ -93,7 +93,7 @@ def _program(plan: Plan, case: Case, computations: Callable[[What], float]) -> l
         case.accumulation,
         reduce=settings.reduce_dtype.itemsize,
         replica_reduce=settings.reduce_dtype.itemsize,
-        root_stays=False,
+        root_stays_gathered=False,
         adds_hop1=True,
         update=seconds("update", "optimizer"),
     )
@@ -146,7 +146,7 @@ def _carried_between(folder: Path, node_size: int) -> float:
     rates = []
     for schedule in _schedules(folder):
         crossing = [event for event in schedule if event["kind"] == "launch" and event.get("axis") == "replica"]
-        for _, series in groupby(crossing, key=lambda event: event["exchange"]):
+        for _, series in groupby(crossing, key=lambda event: event["collective"]):
             events = list(series)
             seconds = (max(event["completed"] for event in events) - events[0]["start"]) / 1e6
             rates.append(node_size * sum(event.get("bytes", 0) for event in events) / seconds)

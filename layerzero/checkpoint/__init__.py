@@ -1,7 +1,7 @@
 """Sharded, durable checkpoints that contain no code and load on any number of ranks.
 
-A checkpoint is a folder. It holds one safetensors file per rank, ``contents.json``, and ``manifest.json`` with the
-sizes and checksums of the other files. See docs/checkpoints.md.
+A checkpoint is a folder with one safetensors file per rank, ``contents.json`` and ``manifest.json``. The manifest
+records the sizes and checksums of the other files. See docs/checkpoints.md.
 """
 
 from layerzero.checkpoint.atomic_files import CheckpointError

@@ -1,23 +1,23 @@
 """Atomic publication of checkpoint folders and files, and durable writes.
 
-[Note: When a checkpoint exists]
+[Note: Atomic publication]
 All files of a checkpoint are written into ``.NAME.TOKEN.partial`` and flushed to the disk. The manifest is written
-last: it lists every other file with its size and checksums. Only then is the folder renamed to ``NAME``. If a process
-dies before that, it leaves a folder whose name starts with a dot, which is never read as a checkpoint. A folder without
-an intact manifest is not a checkpoint either.
+last. It lists every other file with its size and checksums. The folder is then renamed to ``NAME``. If a process dies
+before the rename, it leaves a folder whose name starts with a dot. Such a folder is never read as a checkpoint, and
+neither is a folder without an intact manifest.
 
-[Note: Two jobs at one name]
+[Note: Concurrent saves to one path]
 A restarted job, or a node that rejoins, may save to a path that another job is saving to. The first rank draws a random
-token for each save and sends it to the other ranks with the global plan. So no job writes into or removes a folder that
-another job is writing. rename() decides which job gets the name: it fails, on NFS as well, if the target is a folder
-with files. (It replaces an empty folder, which loses nothing.) A folder is renamed before it is removed. So a job that
-is about to publish that folder fails, and does not publish a folder that is being deleted.
+token for each save and sends the token to the other ranks with the global plan. Therefore no job writes into or removes
+a folder that another job is writing. rename() decides which job gets the name: it fails, on NFS as well, if the target
+is a folder with files. (rename() replaces an empty folder, which loses no data.) A folder is renamed before it is
+removed. A job that tries to publish that folder then fails, instead of publishing a folder that is being deleted.
 
-[Note: One for another]
-An overwritten checkpoint is swapped with the new one by a single rename, if the file system supports that. If not
-(NFS), the old checkpoint is first renamed to ``.NAME.TOKEN.replaced``. If publishing the new one then fails, the old
-one is renamed back. A process that dies between the two renames leaves nothing at ``NAME``. While that name is free,
-the ``.replaced`` folder counts as a checkpoint: loads find it, and it is not removed.
+[Note: Replacement of a checkpoint]
+If the file system supports it, a single rename swaps an overwritten checkpoint with the new one. If not (NFS), the old
+checkpoint is first renamed to ``.NAME.TOKEN.replaced``. If publishing the new checkpoint then fails, the old one is
+renamed back. If a process dies between the two renames, ``NAME`` does not exist. While that name is free, the
+``.replaced`` folder counts as a checkpoint: loads find the folder, and it is not removed.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ __all__ = [
     "FileRecord",
     "Manifest",
     "PathTakenError",
+    "claim_path",
     "discard",
     "flush_folder",
-    "has_lost_its_name",
     "hide",
     "host_values",
+    "is_displaced",
     "is_leftover",
     "make_folder",
     "new_token",
-    "partial_of",
+    "partial_path",
     "publish",
     "publish_file",
     "read_back",
     "refuse_to_replace",
     "remove",
     "set_aside",
-    "take_name",
     "tensor_bytes",
     "write_file",
 ]
@@ -77,11 +77,11 @@ _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Li
 
 
 class PathTakenError(FileExistsError):
-    """The path of a checkpoint is taken by a file or folder of another writer."""
+    """The path of a new checkpoint already exists."""
 
     @classmethod
     def at(cls, path: Path) -> PathTakenError:
-        return cls(f"{path} exists already; a checkpoint is never overwritten, unless overwrite=True says so")
+        return cls(f"{path} already exists and is not overwritten. Use another path, or pass overwrite=True.")
 
 
 def write_file(path: Path, content: Iterable[Any]) -> FileRecord:
@@ -114,7 +114,9 @@ def read_back(folder: Path, record: FileRecord) -> None:
     try:
         read_pieces(path, record.size, record.sums, ChecksumScheme.best(), [ByteRange(0, record.size, None)])
     except CheckpointError as error:
-        raise CheckpointError(f"what has just been written reads back as something else: {error}") from None
+        raise CheckpointError(
+            f"a file of the new checkpoint differs from the data that was written: {error}. Check the disk"
+        ) from None
 
 
 def host_values(tensor: Tensor) -> Tensor:
@@ -131,22 +133,25 @@ def tensor_bytes(tensor: Tensor) -> Iterator[Any]:
 
 
 def new_token() -> str:
-    """Return a new random token for one save; see [Note: Two jobs at one name]."""
+    """Return a new random token for one save; see [Note: Concurrent saves to one path]."""
     return secrets.token_hex(8)
 
 
-def partial_of(path: Path, token: str) -> Path:
+def partial_path(path: Path, token: str) -> Path:
     """Return the hidden folder that the save with this token writes before it publishes the checkpoint `path`."""
     return path.with_name(f".{path.name}.{token}.partial")
 
 
 def is_leftover(path: Path) -> bool:
     """Return whether `path` has the name of a folder that is being written, replaced or removed."""
-    return _HIDDEN.fullmatch(path.name) is not None and not has_lost_its_name(path)
+    return _HIDDEN.fullmatch(path.name) is not None and not is_displaced(path)
 
 
-def has_lost_its_name(path: Path) -> bool:
-    """Return whether `path` is a replaced checkpoint whose former path is free; see [Note: One for another]."""
+def is_displaced(path: Path) -> bool:
+    """Return whether `path` is a replaced checkpoint whose former path is free.
+
+    See [Note: Replacement of a checkpoint].
+    """
     match = _HIDDEN.fullmatch(path.name)
     return match is not None and match[2] == "replaced" and not os.path.lexists(path.with_name(match[1]))
 
@@ -161,16 +166,16 @@ def publish(
     finite: bool | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Publish the files in `partial` as the checkpoint `path`; see [Note: When a checkpoint exists].
+    """Publish the files in `partial` as the checkpoint `path`; see [Note: Atomic publication].
 
     Args:
         finite: see :class:`Manifest`.
         overwrite: replace an existing checkpoint at `path`.
 
     Raises:
-        CheckpointError: a file is missing or has another size than recorded, for instance because the ranks do not
-            share a file system; or the manifest is too large.
-        PathTakenError: `path` exists already, and `overwrite` is False or it is not a checkpoint.
+        CheckpointError: a file is missing or its size differs from the recorded size, for instance because the ranks
+            do not share a file system; or the manifest is too large.
+        PathTakenError: `path` already exists, and either `overwrite` is False or `path` is not a checkpoint.
     """
     files = {record.name: record for record in records}
     manifest = Manifest(partial, files, ChecksumScheme.best(), sequence, token, finite)
@@ -178,23 +183,27 @@ def publish(
         for record in files.values():
             manifest.check_presence(record)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}, seen from the first rank: do all ranks share this file system?") from None
+        raise CheckpointError(
+            f"{error}, seen from the first rank. Save to a file system that all ranks share"
+        ) from None
     text = manifest.text
     if len(text) > MANIFEST_BYTES:
-        raise CheckpointError(f"{path / MANIFEST} would have {len(text):,} bytes, more than {MANIFEST_BYTES:,}")
+        raise CheckpointError(
+            f"{path / MANIFEST} would have {len(text):,} bytes, which exceeds the limit of {MANIFEST_BYTES:,} bytes"
+        )
     write_file(partial / MANIFEST, [text])
-    take_name(partial, path, lambda: _is_at(manifest, path), overwrite=overwrite)
+    claim_path(partial, path, lambda: _is_at(manifest, path), overwrite=overwrite)
 
 
-def take_name(partial: Path, path: Path, is_there: Callable[[], bool], *, overwrite: bool = False) -> None:
-    """Rename a complete checkpoint to `path` unless that name is taken; see [Note: Two jobs at one name].
+def claim_path(partial: Path, path: Path, is_there: Callable[[], bool], *, overwrite: bool = False) -> None:
+    """Rename a complete checkpoint to `path` unless that name is taken; see [Note: Concurrent saves to one path].
 
     Args:
         is_there: function that returns whether the contents of `partial` are now at `path`.
         overwrite: replace an existing checkpoint at `path`.
 
     Raises:
-        PathTakenError: `path` exists already, and `overwrite` is False or it is not a checkpoint.
+        PathTakenError: `path` already exists, and either `overwrite` is False or `path` is not a checkpoint.
         CheckpointError: the checkpoint is not at `path` after the rename, for instance because another job has removed
             it.
     """
@@ -220,14 +229,19 @@ def take_name(partial: Path, path: Path, is_there: Callable[[], bool], *, overwr
             if not is_there():
                 _put_back(replaced, partial, path, ours)
                 raise CheckpointError(
-                    f"{path} does not hold what has just been renamed to it: another job has removed it (keep_last "
-                    "counts the checkpoints of all jobs in a folder: give each run a folder of its own), or this file "
-                    "system does not rename folders in one step, and cannot hold checkpoints"
+                    f"{path} does not contain the new checkpoint after the rename. Either another job has removed the "
+                    "checkpoint, or this file system does not rename folders atomically. keep_last counts the "
+                    "checkpoints of all jobs in a folder. Use a separate folder for each run, on a file system with "
+                    "atomic renames"
                 )
     try:
         flush_folder(path.parent)
     except OSError as error:  # a warning only: the checkpoint exists
-        warnings.warn(f"{path.parent} could not be flushed to the disk: {error}", stacklevel=3)
+        warnings.warn(
+            f"the new checkpoint exists, but its folder {path.parent} could not be flushed to the disk: {error}. "
+            "The checkpoint may be lost if the machine crashes",
+            stacklevel=3,
+        )
     if replaced is not None:
         remove(replaced)
 
@@ -235,11 +249,14 @@ def take_name(partial: Path, path: Path, is_there: Callable[[], bool], *, overwr
 def refuse_to_replace(path: Path) -> None:
     """Raise PathTakenError unless `path` is a folder that contains only checkpoint files, complete or damaged."""
     if path.is_symlink() or not path.is_dir() or not all(_OURS.fullmatch(name) for name in os.listdir(path)):
-        raise PathTakenError(f"{path} is there, and is not a checkpoint alone: it is not overwritten")
+        raise PathTakenError(
+            f"{path} already exists and is not overwritten, because it does not consist of checkpoint files only. "
+            "Use another path"
+        )
 
 
 def _exchange(partial: Path, path: Path) -> bool:
-    """Swap the two paths atomically; return False if the system cannot do that."""
+    """Swap the two paths atomically; return False if the swap fails or is not supported."""
     names = os.fsencode(partial), os.fsencode(path)
     return _renameat2 is not None and not _renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
 
@@ -248,10 +265,9 @@ def _put_back(replaced: Path | None, partial: Path, path: Path, ours: os.stat_re
     """Move the old checkpoint back to `path` after publishing the new one has failed.
 
     Args:
-        ours: stat result of the new checkpoint's folder. If another job has put a different folder at `path`, that
-            folder stays there.
+        ours: stat result of the new checkpoint's folder. A different folder at `path`, from another job, is not moved.
     """
-    with suppress(OSError):  # if this fails, the old checkpoint is found under the name that it has now
+    with suppress(OSError):  # if this fails, loads find the old checkpoint under its current name
         if replaced != partial:
             if replaced is not None and not os.path.lexists(path):
                 os.rename(replaced, path)
@@ -261,7 +277,7 @@ def _put_back(replaced: Path | None, partial: Path, path: Path, ours: os.stat_re
 
 @contextmanager
 def _held(folder: Path) -> Iterator[os.stat_result]:
-    """Open a folder and yield its stat result. While the folder is open, its inode number is not reused."""
+    """Open a folder and yield its stat result. The inode number is not reused while the folder is open."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         yield os.fstat(descriptor)
@@ -288,10 +304,10 @@ def publish_file(partial: Path, path: Path) -> None:
     try:
         os.link(partial, path)
     except FileExistsError:
-        raise PathTakenError(f"{path} exists already") from None
+        raise PathTakenError(f"{path} already exists. Use another path") from None
     except OSError:  # a file system without hard links
         if os.path.lexists(path):
-            raise PathTakenError(f"{path} exists already") from None
+            raise PathTakenError(f"{path} already exists. Use another path") from None
         os.rename(partial, path)
     partial.unlink(missing_ok=True)
     flush_folder(path.parent)
@@ -306,7 +322,9 @@ def make_folder(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint, or a leftover of one. It is renamed first, so that no process finds it half-deleted.
+    """Remove a checkpoint, or the leftover of one.
+
+    The folder is renamed first, so that no process finds it partly deleted.
 
     Raises:
         FileNotFoundError: another job has removed or published the folder.
@@ -315,12 +333,12 @@ def discard(folder: Path) -> None:
 
 
 def hide(folder: Path, kind: Literal["partial", "replaced"] = "partial") -> Path:
-    """Rename a checkpoint, or a leftover of one, to a hidden name that no other job uses; return the new path."""
+    """Rename a checkpoint, or the leftover of one, to a hidden name that no other job uses; return the new path."""
     match = _HIDDEN.fullmatch(folder.name)
     hidden = folder.with_name(f".{match[1] if match else folder.name}.{new_token()}.{kind}")
     os.rename(folder, hidden)
     with suppress(OSError):  # the folder may belong to another user
-        os.utime(hidden)  # a new time stamp: the search for leftovers of dead jobs sees that it is in use
+        os.utime(hidden)  # a recent time stamp prevents `clear_leftovers` of other jobs from removing the folder
     return hidden
 
 
@@ -347,13 +365,13 @@ def _write_all(descriptor: int, data: Any) -> int:
 
 
 def _begin_flush(descriptor: int, start: int, stop: int) -> None:
-    """Start writing the bytes from `start` to `stop` of a file to the disk. A later :func:`os.fsync` waits for them."""
+    """Start writing bytes `start` to `stop` of a file to the disk. A later :func:`os.fsync` waits for the writes."""
     if _sync_file_range is not None:
         _sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(stop - start), _SYNC_FILE_RANGE_WRITE)
 
 
 def flush_folder(folder: Path) -> None:
-    """Fsync a folder, so that its directory entries are on the disk."""
+    """Fsync the directory entries of a folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,19 +1,19 @@
 """In-memory snapshots that survive the loss of a node: each rank's part is stored on its own node and on another node.
 
-[Note: A snapshot is a checkpoint]
-A snapshot has the files of a checkpoint, with the same manifest and checksums. Like a checkpoint, it can be loaded by
-any number of ranks. The files are in shared memory, which outlives processes. Each rank's file is on its own node and
-on its partner's node. So if one node is lost, the other nodes together still have all files.
+[Note: Snapshot format]
+A snapshot has the files of a checkpoint, with the same manifest and checksums. Like a checkpoint, a snapshot can be
+loaded by any number of ranks. The files are in shared memory, which outlives processes. Each rank's file is on its own
+node and on its partner's node. If one node is lost, the other nodes together still have all files.
 
-[Note: Never half new]
+[Note: Completeness of snapshots]
 The manifest is written last, after all ranks have confirmed that their own file and their partner's file are complete
-and correct. So a single manifest proves that all files existed. When all ranks start a new snapshot, older ones are
-removed except the last complete one. So once the first snapshot is complete, there is a complete one at any moment.
+and correct. Therefore a single manifest proves that all files existed. When all ranks start a new snapshot, older
+snapshots are removed, except the last complete one. After the first snapshot, a complete snapshot exists at all times.
 
-[Note: Which one is newer]
-The number of a snapshot is the time at which it was taken, in seconds, or one more than the previous number, whichever
-is larger. So an old snapshot on a node that rejoins late does not take precedence over a newer one. The numbers can
-also be compared with the times of checkpoints on a disk.
+[Note: Snapshot numbers]
+The number of a snapshot is the time at which it was taken, in seconds, or the previous number plus one, whichever is
+larger. Therefore an old snapshot on a node that rejoins late does not take precedence over a newer snapshot. The
+numbers can also be compared with the times of checkpoints on a disk.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from layerzero.checkpoint.atomic_files import CheckpointError, FileRecord, Manifest, new_token, write_file
 from layerzero.checkpoint.checksums import ByteRange as Bytes
 from layerzero.checkpoint.checksums import ChecksumScheme, read_pieces
-from layerzero.checkpoint.collect_state import CollectedState, agree_on_state, collect, who_saves
+from layerzero.checkpoint.collect_state import CollectedState, agree_on_state, collect, saving_mesh
 from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.dcp_storage import CheckpointContents
-from layerzero.checkpoint.json_codec import dtype_named, with_all_ranks
+from layerzero.checkpoint.json_codec import dtype_named, merge_ranks
 from layerzero.checkpoint.loading import prepare_from
 from layerzero.checkpoint.manifest import MANIFEST, UnsupportedFormat
 from layerzero.checkpoint.rank_agreement import RankLostError, agree_or_raise, check_usable
@@ -53,6 +53,7 @@ from layerzero.checkpoint.snapshot_files import (
     SnapshotPart,
     SnapshotSource,
     allocate_file,
+    complete_snapshots,
     gather_view,
     highest,
     mapped,
@@ -60,7 +61,6 @@ from layerzero.checkpoint.snapshot_files import (
     opened_to_write,
     pieces_in,
     remove_views,
-    whole_snapshots,
 )
 from layerzero.comm.collectives import Communicator, send_recv
 from layerzero.comm.process_groups import ModelGroups, groups_so_far
@@ -73,7 +73,7 @@ from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 __all__ = ["Buddies"]
 
 _LOG = logging.getLogger("layerzero")
-_SHARE = 0.25  # of the time between two snapshots; the transfer of one is spread over it
+_SHARE = 0.25  # fraction of the time between two snapshots over which a transfer is spread
 _WHAT = "layerzero.checkpoint.Buddies"
 
 
@@ -86,15 +86,15 @@ class Buddies:
     :meth:`load` restores model and optimizer from the last complete snapshot without reading a disk. The restart may
     use other nodes and another number of ranks.
 
-    With AdamW, snapshots take 48 N/D bytes of host memory per rank: two snapshots, each with this rank's part and its
-    partner's part. The snapshots stay when processes die. Call :meth:`close` at the regular end of a run to remove
-    them.
+    With AdamW, snapshots use 48 N/D bytes of host memory per rank: two snapshots, each with this rank's part and its
+    partner's part. Snapshots remain after processes die. Call :meth:`close` at the regular end of a run to remove
+    the snapshots.
 
     Args:
         model: from :func:`layerzero.shard_model`.
         optimizer: from :func:`layerzero.shard_optimizer`.
-        name: name of the run, under which a restart finds its snapshots. Each run on a machine needs its own name.
-        memory: mount point of shared memory; the same for all ranks of a node.
+        name: name of the run, by which a restart finds its snapshots. Each run on a machine needs a different name.
+        memory: mount point of shared memory, the same for all ranks of a node.
 
     Example::
 
@@ -123,7 +123,7 @@ class Buddies:
         try:
             check_usable(runtime, optimizer)
             if not name or Path(name).name != name:
-                raise ValueError(f"name must be a plain name, got {name!r}")
+                raise ValueError(f"name must be a single path component, got {name!r}. Pass a name without slashes")
             node = json.dumps([opened_folder(self.folder), highest(self.folder)])
         except Exception as error:
             failure = error
@@ -132,30 +132,33 @@ class Buddies:
         self._groups = ModelGroups()
         # Separate traffic counters, because a background thread updates them.
         group = runtime.ranks.new_control_group(self._groups)
-        self._lane = Communicator.over("snapshots", "control", group, TrafficCounters(), "cpu")
-        told = [json.loads(text) for text in all_gather_text(self._lane, node)]
+        self._comm = Communicator.over("snapshots", "control", group, TrafficCounters(), "cpu")
+        told = [json.loads(text) for text in all_gather_text(self._comm, node)]
         self._number = max(number for _, number in told)  # number of the last snapshot that was started
-        self._to, self._from = _partners([place for place, _ in told], self._lane.rank)
-        if self._to is None and self._lane.rank == 0:
-            _LOG.warning("%s: all ranks are on one node: snapshots outlive processes, and not the node", _WHAT)
+        self._to, self._from = _partners([place for place, _ in told], self._comm.rank)
+        if self._to is None and self._comm.rank == 0:
+            _LOG.warning(
+                "%s: all ranks are on one node. Snapshots survive the end of processes, but not the loss of the node",
+                _WHAT,
+            )
         self._pending: PendingSave | None = None
         self._hooks: list[Any] = []
-        self._newest = ""  # token of the last complete snapshot that this rank knows of
+        self._newest = ""  # token of the last snapshot that this rank has completed or loaded
         self._began = self._period = 0.0
         self._hurries = threading.Event()  # set while a caller waits for the transfer in flight
 
     def snapshot(self, extra: object = None) -> None:
         """Take a snapshot of the current state. All ranks must call this, between ``optimizer.step()`` and a backward.
 
-        The call first waits for the previous snapshot. When it returns, this rank's part has been copied. The copy is
-        sent in the background. If a snapshot fails, the next step warns, and the previous snapshot stays.
+        The call first waits for the previous snapshot, and returns after this rank's part has been copied. The copy is
+        sent in the background. If a snapshot fails, the next step warns, and the previous snapshot is kept.
 
         Args:
             extra: further state of the run, as for :func:`save`.
 
         Raises:
-            CheckpointError: a node has too little memory, or values are not finite. No snapshot is taken; existing
-                snapshots stay.
+            CheckpointError: a node has too little memory, or values are not finite. No snapshot is taken, and existing
+                snapshots are kept.
         """
         self._finish()
         runtime, failure = self._runtime, None
@@ -166,19 +169,19 @@ class Buddies:
         except Exception as error:
             failure = error
         agree_on_state(f"{_WHAT}.snapshot", runtime, state.digests, failure)
-        number = max(self._number + 1, int(time.time()))  # see [Note: Which one is newer]
+        number = max(self._number + 1, int(time.time()))  # see [Note: Snapshot numbers]
         said = json.dumps([f"{number:010d}-{new_token()}", self._newest])
-        told = [json.loads(text) for text in all_gather_text(self._lane, said)]
+        told = [json.loads(text) for text in all_gather_text(self._comm, said)]
         token = told[0][0]
         self._number = int(token[:10])
         self._remove_all_but({token, *(newest for _, newest in told)})
-        here = SnapshotPart(self.folder / f"{token}.{self._lane.rank}")
+        here = SnapshotPart(self.folder / f"{token}.{self._comm.rank}")
         job: _SnapshotJob | None = None
         try:
             job = self._write(here, state)
         except OSError as error:
             failure = error
-        sizes = all_gather_text(self._lane, "" if job is None else json.dumps([job.record.name, job.record.size]))
+        sizes = all_gather_text(self._comm, "" if job is None else json.dumps([job.record.name, job.record.size]))
         try:
             if failure is None and self._from is not None and sizes[self._from]:
                 name, size = json.loads(sizes[self._from])
@@ -188,7 +191,9 @@ class Buddies:
         if failure is not None:
             shutil.rmtree(here.folder, ignore_errors=True)
             room = shutil.disk_usage(self.folder).free
-            failure = CheckpointError(f"{failure}; {self.folder.parent} has room for {room:,} bytes")
+            failure = CheckpointError(
+                f"the snapshot could not be stored: {failure}. {self.folder.parent} has {room:,} bytes of free space"
+            )
         agree_or_raise(f"{_WHAT}.snapshot", runtime, {}, failure)
         assert job is not None
         now = time.monotonic()
@@ -198,7 +203,7 @@ class Buddies:
         self._hooks = [each.register_step_pre_hook(self._pending.warn_if_failed) for each in runtime.optimizers]
 
     def wait(self) -> None:
-        """Wait until the last snapshot is complete on all nodes; raise the error that prevented it."""
+        """Wait until the last snapshot is complete on all nodes; raise its error if it failed."""
         self._hurries.set()
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -207,7 +212,7 @@ class Buddies:
     def close(self) -> None:
         """Wait for the last snapshot and remove all snapshots of the run on all nodes. All ranks must call this."""
         self._finish()
-        all_gather_text(self._lane, "")  # barrier: no rank needs the snapshots any more
+        all_gather_text(self._comm, "")  # barrier: no rank uses the snapshots after this
         self._groups.release()
         shutil.rmtree(self.folder, ignore_errors=True)  # other ranks of the node remove it at the same time
 
@@ -229,7 +234,7 @@ class Buddies:
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(state.tensors, None, is_coordinator=True)
         items = planner.create_local_plan().items
-        record = write_items(here.folder, self._lane.rank, items, planner)
+        record = write_items(here.folder, self._comm.rank, items, planner)
         chunks = []
         for item in items:
             assert item.tensor_data is not None
@@ -241,30 +246,30 @@ class Buddies:
 
     def _exchange(self, job: _SnapshotJob) -> None:
         """Exchange files with the partners and publish the snapshot. This runs in a background thread."""
-        lane, folder = self._lane, job.here.folder
+        comm, folder = self._comm, job.here.folder
         try:
-            first = job.state.document if lane.rank == 0 else None
+            first = job.state.document if comm.rank == 0 else None
             said = [asdict(job.record), job.chunks, job.state.own, first]
-            told = [json.loads(text) for text in all_gather_text(lane, json.dumps(said))]
+            told = [json.loads(text) for text in all_gather_text(comm, json.dumps(said))]
             records = [FileRecord(**record) for record, *_ in told]
             failure = ""
             try:
                 self._swap(folder, job.record, None if self._from is None else records[self._from])
-                contents = CheckpointContents(who_saves(self._runtime), _document(told), _table(records, told))
+                contents = CheckpointContents(saving_mesh(self._runtime), _document(told), _table(records, told))
                 written = contents.write(folder)
                 text = _manifest(folder, [*records, written], job.here.token)
                 write_file(folder / f".{MANIFEST}", [text])
                 for file in folder.iterdir():
                     file.chmod(0o600)
             except (CheckpointError, OSError) as error:
-                failure = f"rank {lane.rank}: {error}"
-            if failures := [text for text in all_gather_text(lane, failure) if text]:
+                failure = f"rank {comm.rank}: {error}"
+            if failures := [text for text in all_gather_text(comm, failure) if text]:
                 raise CheckpointError("; ".join(failures))
-            os.rename(folder / f".{MANIFEST}", folder / MANIFEST)  # see [Note: Never half new]
+            os.rename(folder / f".{MANIFEST}", folder / MANIFEST)  # see [Note: Completeness of snapshots]
         except RuntimeError as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise RankLostError(f"ranks have lost each other: {error}") from error
+            raise RankLostError(f"a rank has exited or is late: {error}") from error
         self._newest = job.here.token
 
     def _swap(self, folder: Path, mine: FileRecord, theirs: FileRecord | None) -> None:
@@ -276,14 +281,14 @@ class Buddies:
         for index in range(count):
             began, cut = time.monotonic(), slice(index * CHUNK, (index + 1) * CHUNK)
             pair = {"to": self._to, "source": self._from}
-            send_recv(self._lane, sent=sent[cut], received=received[cut], **pair, name="a snapshot").wait()
+            send_recv(self._comm, sent=sent[cut], received=received[cut], **pair, name="a snapshot").wait()
             self._hurries.wait(max(0.0, _SHARE * self._period / count - (time.monotonic() - began)))
         read_pieces(
             folder / theirs.name, theirs.size, theirs.sums, ChecksumScheme.best(), [Bytes(0, theirs.size, None)]
         )
 
     def load(self, *, strict: bool = True, newer_than: str | os.PathLike[str] | None = None) -> Resumed | None:
-        """Load the last complete snapshot into model and optimizer; return None if there is none.
+        """Load the last complete snapshot into model and optimizer; return None if no snapshot can be loaded.
 
         All ranks must call this. Each rank reads its rows from the shared memory of its node and verifies their
         checksums. Files that the node lacks are received from other nodes. If a snapshot is damaged, a warning is
@@ -298,24 +303,24 @@ class Buddies:
             ValueError: names, shapes or dtypes do not match.
         """
         self._finish()
-        view = self.folder / f"view.{self._lane.rank}"
-        remove_views(self.folder, self._lane.size)
+        view = self.folder / f"view.{self._comm.rank}"
+        remove_views(self.folder, self._comm.size)
         saved = self._saved(newer_than)
 
         def opened(runtime: LayerZeroState) -> SnapshotSource:
-            return SnapshotSource(self._lane, view)
+            return SnapshotSource(self._comm, view)
 
-        for token in whole_snapshots(self._lane, self.folder):
+        for token in complete_snapshots(self._comm, self.folder):
             if int(token[:10]) <= saved:
                 break
             try:
-                gather_view(self._lane, self.folder, token, view)
-                said = f"the snapshot {token} in {self.folder}"
+                gather_view(self._comm, self.folder, token, view)
+                said = f"snapshot {token} in {self.folder}"
                 extra = prepare_from(opened, said, self._model, self._optimizer, strict=strict).commit()
             except (RankLostError, UnsupportedFormat):
                 raise
             except CheckpointError as error:
-                if self._lane.rank == 0:
+                if self._comm.rank == 0:
                     _LOG.warning("%s.load: %s", _WHAT, error)
                 continue
             finally:
@@ -325,16 +330,16 @@ class Buddies:
         return None
 
     def _saved(self, folder: str | os.PathLike[str] | None) -> int:
-        """Return the start time in seconds of the last checkpoint in `folder`; -1 if there is none.
+        """Return the start time in seconds of the last complete checkpoint in `folder`; -1 if there is none.
 
         The first rank reads the folder and sends the result to all ranks.
         """
         saved = -1
-        if folder is not None and self._lane.rank == 0:
+        if folder is not None and self._comm.rank == 0:
             with suppress(OSError):  # another job may remove the checkpoint meanwhile
                 newest = latest(folder)
                 saved = -1 if newest is None else int(min(file.stat().st_mtime for file in newest.iterdir()))
-        return int(all_gather_text(self._lane, str(saved))[0])
+        return int(all_gather_text(self._comm, str(saved))[0])
 
 
 @dataclass(frozen=True)
@@ -355,7 +360,7 @@ def _partners(nodes: Sequence[str], rank: int) -> tuple[int | None, int | None]:
     """Return the rank that this rank sends its part to and the rank that it receives from; two None on a single node.
 
     The ranks are sorted by node. The partner is n positions away in this order, where n is the number of ranks on the
-    largest node. So the partner is on another node, unless the largest node has more than half of the ranks.
+    largest node. Therefore the partner is on another node, unless the largest node has more than half of the ranks.
 
     Args:
         nodes: identifier of the node of each rank.
@@ -373,12 +378,12 @@ def _manifest(folder: Path, records: Sequence[FileRecord], token: str) -> bytes:
 
 
 def _document(told: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    document: dict[str, Any] = with_all_ranks(told[0][3], [own for _, _, own, _ in told])
+    document: dict[str, Any] = merge_ranks(told[0][3], [own for _, _, own, _ in told])
     return document
 
 
 def _table(records: Sequence[FileRecord], told: Sequence[Sequence[Any]]) -> dict[str, StoredTensor]:
-    """Return all tensors by key, with the files that hold their chunks. If a chunk has copies, the first is used."""
+    """Return all tensors by key, with the files of their chunks. If a chunk has copies, the first copy is used."""
     found: dict[str, tuple[str, list[int], dict[tuple[int, ...], tuple[str, tuple[int, ...], tuple[int, ...]]]]] = {}
     for record, (_, chunks, *_) in zip(records, told, strict=True):
         for key, dtype, shape, offsets, sizes in chunks:

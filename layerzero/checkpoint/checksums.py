@@ -1,9 +1,9 @@
-"""Checksums per chunk of a file, so that a reader can verify the chunks it reads without reading the whole file.
+"""Checksums per chunk of a file, so that a reader can verify the chunks that it reads without reading the full file.
 
-[Note: What a checksum is for]
-Disks, networks and truncated copies change bytes by accident. Any good 128-bit hash detects that. XXH3-128, from the
-package xxhash, is so fast that its cost is negligible compared with that of the disk. Checksums do not protect against
-an attacker, who would write new checksums with the new bytes. A cryptographic hash would not help either.
+[Note: Purpose of checksums]
+Disks, networks and truncated copies change bytes by accident. Any good 128-bit hash detects such changes. XXH3-128,
+from the package xxhash, is so fast that its cost is negligible compared with that of the disk. Checksums do not protect
+against an attacker, who can also replace the checksums. A cryptographic hash would not protect against that either.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch import Tensor
 
 from layerzero.checkpoint.safe_json import CheckpointError
 
-__all__ = ["ByteRange", "ChecksumScheme", "ChunkHasher", "read_pieces", "sums_of"]
+__all__ = ["ByteRange", "ChecksumScheme", "ChunkHasher", "checksums_of", "read_pieces"]
 
-CHUNK = 8 << 20  # bytes; reading one row reads this much, and a terabyte of files has 4 MB of checksums
-_SMALLEST = 1 << 20  # smallest chunk size that is accepted: each chunk costs memory
+CHUNK = 8 << 20  # bytes that reading one row reads at least; a terabyte of files has 4 MB of checksums
+_SMALLEST = 1 << 20  # smallest chunk size that is accepted, because each chunk costs memory
 _STEP = 512 << 10  # bytes that are hashed while they are in the cache
 _THREADS = 4  # threads that read and hash in parallel
 _XXH3, _SHA256 = "xxh3-128", "sha256"
@@ -63,9 +63,9 @@ class ChecksumScheme:
     def check(self) -> None:
         """Raise ValueError unless algorithm and chunk size are supported."""
         if type(self.algorithm) is not str or self.algorithm not in _WIDTHS:
-            raise ValueError(f"checksums by {self.algorithm!r}, which this layerzero does not know")
+            raise ValueError(f"this version of layerzero does not support the checksum algorithm {self.algorithm!r}")
         if type(self.chunk) is not int or self.chunk < _SMALLEST:
-            raise ValueError(f"checksums over {self.chunk!r} bytes")
+            raise ValueError(f"the chunk size {self.chunk!r} is not an integer of at least 1 MiB")
 
     def hasher(self) -> Any:
         """Return a new hash object with ``update`` and ``hexdigest``."""
@@ -75,8 +75,8 @@ class ChecksumScheme:
             return _xxh3()
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                "the checkpoint has XXH3 checksums, and xxhash is not installed: "
-                'pip install "torch-layerzero[checkpoint]"'
+                "the checkpoint has XXH3 checksums, but xxhash is not installed. "
+                'Run: pip install "torch-layerzero[checkpoint]"'
             ) from error
 
     def count(self, size: int) -> int:
@@ -120,7 +120,7 @@ class ChunkHasher:
         return "".join([*self._done, *last])
 
 
-def sums_of(text: bytes, scheme: ChecksumScheme) -> str:
+def checksums_of(text: bytes, scheme: ChecksumScheme) -> str:
     """Return the checksums of a file with the contents `text`."""
     sums = ChunkHasher(scheme)
     sums.update(text)
@@ -156,9 +156,9 @@ def read_pieces(path: Path, size: int, sums: str, scheme: ChecksumScheme, pieces
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     try:
-        stretches = list(_stretches(size, sums, scheme, pieces))
+        stretches = list(_chunk_reads(size, sums, scheme, pieces))
         with ThreadPoolExecutor(max(1, min(_THREADS, len(stretches)))) as pool:
-            jobs = [pool.submit(_read_stretch, descriptor, scheme, stretch) for stretch in stretches]
+            jobs = [pool.submit(_read_chunk, descriptor, scheme, stretch) for stretch in stretches]
             try:
                 for job in jobs:
                     job.result()
@@ -174,15 +174,15 @@ def read_pieces(path: Path, size: int, sums: str, scheme: ChecksumScheme, pieces
 
 
 class _Damage(Exception):
-    """The file differs from what was written."""
+    """The contents of a file differ from the data that was written."""
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class _ChunkRead:
     """One chunk of a file, and the requested byte ranges inside it.
 
     Attributes:
-        pieces: byte ranges inside the chunk, in order. Bytes between them are only hashed.
+        pieces: byte ranges inside the chunk, in order. Bytes between the ranges are only hashed.
         sum: checksum of the chunk.
     """
 
@@ -192,7 +192,7 @@ class _Stretch:
     sum: str
 
 
-def _stretches(size: int, sums: str, scheme: ChecksumScheme, pieces: Sequence[ByteRange]) -> Iterator[_Stretch]:
+def _chunk_reads(size: int, sums: str, scheme: ChecksumScheme, pieces: Sequence[ByteRange]) -> Iterator[_ChunkRead]:
     chunk = scheme.chunk
     cut: dict[int, list[ByteRange]] = {}  # by chunk index
     for piece in pieces:
@@ -202,10 +202,10 @@ def _stretches(size: int, sums: str, scheme: ChecksumScheme, pieces: Sequence[By
             cut.setdefault(index, []).append(ByteRange(start, stop, into))
     for index, inside in cut.items():
         stop = min(size, (index + 1) * chunk)
-        yield _Stretch(index * chunk, stop, inside, scheme.of_chunk(sums, index))
+        yield _ChunkRead(index * chunk, stop, inside, scheme.of_chunk(sums, index))
 
 
-def _read_stretch(descriptor: int, scheme: ChecksumScheme, stretch: _Stretch) -> None:
+def _read_chunk(descriptor: int, scheme: ChecksumScheme, stretch: _ChunkRead) -> None:
     hasher = scheme.hasher()
     scratch = bytearray(min(_STEP, stretch.stop - stretch.start))
     at = stretch.start
@@ -215,11 +215,13 @@ def _read_stretch(descriptor: int, scheme: ChecksumScheme, stretch: _Stretch) ->
         at = piece.stop
     _stream(descriptor, at, stretch.stop, None, scratch, hasher)
     if hasher.hexdigest() != stretch.sum:
-        raise _Damage(f"bytes {stretch.start:,} to {stretch.stop:,} have another {scheme.algorithm} than was written")
+        raise _Damage(
+            f"bytes {stretch.start:,} to {stretch.stop:,} do not match their recorded {scheme.algorithm} checksum"
+        )
 
 
 def _stream(descriptor: int, start: int, stop: int, into: Tensor | None, scratch: bytearray, hasher: Any) -> None:
-    """Read and hash bytes `start` to `stop` of a file, and copy them to `into` unless that is None."""
+    """Read and hash bytes `start` to `stop` of a file, and copy the bytes to `into` unless `into` is None."""
     direct = into is not None and into.device.type == "cpu"
     for at in range(start, stop, _STEP):
         length = min(_STEP, stop - at)
@@ -239,5 +241,5 @@ def _fill(descriptor: int, part: memoryview, at: int) -> None:
     while done < part.nbytes:
         count = os.preadv(descriptor, [part[done:]], at + done)
         if count == 0:
-            raise _Damage(f"it ends at byte {at + done:,}")
+            raise _Damage(f"the file ends at byte {at + done:,}")
         done += count

@@ -16,16 +16,16 @@ from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.utils.nonfinite import few_names, not_finite
 
-__all__ = ["CollectedState", "agree_on_state", "collect", "who_saves"]
+__all__ = ["CollectedState", "agree_on_state", "collect", "saving_mesh"]
 
 
 class CollectedState(NamedTuple):
     """The state that one rank saves.
 
     Attributes:
-        document: nested values; the same on all ranks, except for entries that are read from the first rank only.
-        tensors: by key, the tensors that this rank writes: its shards, and unsharded tensors if it is the first rank
-            that has them.
+        document: nested values, equal on all ranks, except for entries that are read from the first rank only.
+        tensors: by key, the tensors that this rank writes: its shards, and the unsharded tensors that no other rank
+            writes.
         own: this rank's :class:`PerRank` values, and its own entries of :class:`MergedValue`.
         digests: by path, digests of all values that must be equal on all ranks.
         bad: names of tensors with non-finite values.
@@ -49,7 +49,7 @@ def collect(
     """Return the state that this rank saves.
 
     Raises:
-        RuntimeError: an earlier load has failed halfway.
+        RuntimeError: an earlier load has failed after it changed the model or the optimizer.
         TypeError: a value cannot be saved.
         CheckpointError: a tensor has non-finite values.
     """
@@ -67,8 +67,8 @@ def collect(
     bad = not_finite(trained_rows(runtime, encoder.tensors))
     if bad and require_finite:
         raise CheckpointError(
-            f"{few_names(bad)} on rank {dist.get_rank()} hold numbers that are not finite: nothing is saved, and "
-            "what was saved before stays. Load the last checkpoint; require_finite=False saves all the same"
+            f"{few_names(bad)} on rank {dist.get_rank()} have non-finite values. Nothing is saved, and existing "
+            "checkpoints are kept. Load the last checkpoint, or pass require_finite=False to save anyway"
         )
     return CollectedState(document, tensors, encoder.own, encoder.digests, bad)
 
@@ -82,11 +82,11 @@ def agree_on_state(
     except ValueError as error:
         if failure is not None or " extra" not in str(error):
             raise
-        raise ValueError(f"{error}. Mark what belongs to one rank with layerzero.checkpoint.per_rank") from None
+        raise ValueError(f"{error}. Mark values that differ between ranks with layerzero.checkpoint.per_rank") from None
 
 
-def who_saves(runtime: LayerZeroState) -> dict[str, int]:
-    """Return the ``topology`` entry of a checkpoint; ``ranks`` is left out if it equals ``data_parallel``."""
-    topology, everyone = runtime.mesh_info, runtime.ranks
-    further = {} if everyone.size == topology.data_parallel else {"ranks": everyone.size}
-    return {"data_parallel": topology.data_parallel, "zero3_size": topology.zero3_size, **further}
+def saving_mesh(runtime: LayerZeroState) -> dict[str, int]:
+    """Return the ``topology`` entry of a checkpoint; ``ranks`` is omitted if it equals ``data_parallel``."""
+    mesh_info, model_ranks = runtime.mesh_info, runtime.ranks
+    further = {} if model_ranks.size == mesh_info.data_parallel else {"ranks": model_ranks.size}
+    return {"data_parallel": mesh_info.data_parallel, "zero3_size": mesh_info.zero3_size, **further}

@@ -1,9 +1,9 @@
 """Validation of ``contents.json`` before its contents are used.
 
-[Note: Who wrote a checkpoint]
+[Note: Validation of contents]
 A matching checksum proves that a file has not changed since it was written, but not that layerzero wrote it. Rows that
-are in no file would be loaded as uninitialized memory, and wrong sizes could exceed the available memory. So before
-anything is allocated, the table of tensors is compared with all references to it and with the file sizes.
+are missing from all files would be loaded as uninitialized memory, and wrong sizes could exceed the available memory.
+Therefore the table of tensors is compared with all references to it and with the file sizes before any allocation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check_topology(topology: Mapping[str, Any]) -> None:
     """Raise ValueError unless all sizes in `topology` are positive integers."""
     for name in ("data_parallel", "zero3_size", *(["ranks"] if "ranks" in topology else [])):
         if type(topology[name]) is not int or topology[name] < 1:
-            raise ValueError(f"{name} is {topology[name]!r}")
+            raise ValueError(f"{name} must be a positive integer, got {topology[name]!r}")
 
 
 def num_saving_ranks(topology: Mapping[str, int]) -> int | None:
@@ -64,34 +64,36 @@ def check_tensors(tensors: Mapping[str, StoredTensor], file_sizes: Mapping[str, 
     for key, tensor in tensors.items():
         shape = tensor.shape
         if not _are_sizes(shape) or tensor.dtype.itemsize * math.prod(max(1, size) for size in shape) >= 2**63:
-            raise ValueError(f"{key} has shape {list(shape)}")
+            raise ValueError(f"{key} has the invalid shape {list(shape)}")
         if not shape and len(tensor.chunks) != 1:
-            raise ValueError(f"{key} is one number, and in {len(tensor.chunks)} places")
+            raise ValueError(f"{key} is a scalar, but has {len(tensor.chunks)} chunks instead of one")
         columns: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}  # rows so far
         for file, offsets, sizes in sorted(tensor.chunks, key=lambda chunk: chunk[1:]):
             if file not in file_sizes:
                 raise ValueError(f"{key} is in the file {file!r}, which is not in the manifest")
             if not _are_sizes(offsets) or not _are_sizes(sizes) or len(offsets) != len(shape):
-                raise ValueError(f"{key} is cut into {list(sizes)} at {list(offsets)}")
+                raise ValueError(f"{key} has an invalid chunk of shape {list(sizes)} at {list(offsets)}")
             if len(sizes) != len(shape):
                 raise ValueError(_NOT_BY_ROWS.format(key))
             column = offsets[1:], sizes[1:]
             row = columns.get(column, 0)
             if shape and (offsets[0] != row or sizes[0] > shape[0] - row):
-                raise ValueError(f"{key} has {sizes[0]} rows at {offsets[0]} where row {row} of {shape[0]} is next")
+                raise ValueError(
+                    f"{key} has a chunk of {sizes[0]} rows at row {offsets[0]}, but row {row} of {shape[0]} is next"
+                )
             columns[column] = row + (sizes[0] if shape else 0)
             held[file] += tensor.dtype.itemsize * torch.Size(sizes).numel()
         if columns and not _fill(sorted(columns), shape[1:]):
             raise ValueError(_NOT_BY_ROWS.format(key))
         row = min(columns.values(), default=0)
         if shape and row != shape[0] and all(shape):
-            raise ValueError(f"{key} has {shape[0]} rows, of which {row} are in files")
+            raise ValueError(f"{key} has {shape[0]} rows, but only {row} rows are in files")
     for file, nbytes in held.items():
         if nbytes > file_sizes[file]:
-            raise ValueError(f"{file} has {file_sizes[file]} bytes, too few for its {nbytes} bytes of tensors")
+            raise ValueError(f"{file} has {file_sizes[file]} bytes, but its tensors need {nbytes} bytes")
 
 
-_NOT_BY_ROWS = "{} is cut in another way than by rows, and along one more dim"
+_NOT_BY_ROWS = "{} is not sharded by rows and at most one more dim"
 
 
 def _fill(columns: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
@@ -112,16 +114,16 @@ def _fill(columns: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], shape: tup
 
 
 def check_document(document: Mapping[str, Any], tensors: Mapping[str, StoredTensor], *, ranks: int | None) -> None:
-    """Check that the document has all required parts and that :class:`Decoder` can decode them.
+    """Check that the document has all required parts and that :class:`Decoder` can decode each part.
 
     Args:
-        ranks: number of ranks that saved; each :func:`layerzero.checkpoint.per_rank` mark must have as many values.
+        ranks: number of ranks that saved. Each :func:`layerzero.checkpoint.per_rank` entry must have this many values.
 
     Raises:
         ValueError, TypeError, KeyError: a part is missing or cannot be decoded.
     """
     if is_deeper(document, DEPTH):
-        raise ValueError(f"values are nested deeper than {DEPTH} levels")
+        raise ValueError(f"values are nested more than {DEPTH} levels deep")
     model, optimizer = document["model"], document["optimizer"]
     _check_value(document["extra"], tensors, ranks)
     _check_names(model, "model")
@@ -134,15 +136,15 @@ def check_document(document: Mapping[str, Any], tensors: Mapping[str, StoredTens
     for group in optimizer["param_groups"]:
         _check_names(group, "a parameter group")
         if not isinstance(group["params"], list) or not all(type(name) is str for name in group["params"]):
-            raise ValueError(f"a parameter group holds {group['params']!r}")
+            raise ValueError(f"params of a parameter group must be a list of names, got {group['params']!r}")
     if type(optimizer.get("class", "")) is not str:
-        raise ValueError(f"the optimizer's class is {optimizer['class']!r}")
+        raise ValueError(f"the class of the optimizer must be a string, got {optimizer['class']!r}")
     _check_value(optimizer, tensors, ranks)
 
 
 def _check_names(value: Any, what: str) -> None:
     if not isinstance(value, dict) or any(name.startswith("$") for name in value):
-        raise ValueError(f"{what} is not a table of names")
+        raise ValueError(f"{what} is not an object with valid names")
 
 
 def _check_value(value: Any, tensors: Mapping[str, StoredTensor], ranks: int | None) -> None:
@@ -154,7 +156,7 @@ def _check_value(value: Any, tensors: Mapping[str, StoredTensor], ranks: int | N
         tags = [key for key in value if key.startswith("$")]
         if tags:
             if len(value) != 1 and list(value) != ["$sharded", "like"]:
-                raise ValueError(f"{list(value)[:4]} are not keys of one value")
+                raise ValueError(f"an encoded value has the unexpected keys {list(value)[:4]}")
             _check_tagged(tags[0], value[tags[0]], value, tensors, ranks)
         else:
             for item in value.values():
@@ -166,30 +168,30 @@ def _check_tagged(
 ) -> None:
     if tag in ("$tensor", "$sharded", "$ndarray"):
         if type(content) is not str or content not in tensors or type(value.get("like", "")) is not str:
-            raise ValueError(f"it refers to a tensor {content!r}, which it does not list")
+            raise ValueError(f"the document refers to a tensor {content!r} that is not in the table of tensors")
         if tag == "$ndarray":
             torch.empty(0, dtype=tensors[content].dtype).numpy()
-        parameter = tensors.get(f"model.{value.get('like')}", tensors[content])  # a row of a 0-dim one has no dims
+        parameter = tensors.get(f"model.{value.get('like')}", tensors[content])  # rows of a 0-dim parameter are 0-dim
         if tag == "$sharded" and ("like" not in value or (parameter.shape and not tensors[content].shape)):
-            raise ValueError(f"it refers to {content!r}, but not to rows of it")
+            raise ValueError(f"the sharded tensor {content!r} has no `like`, or has fewer dims than its parameter")
         return
     if tag in ("$bytes", "$float", "$dtype"):
         if type(content) is not str:
-            raise ValueError(f"{tag} is {content!r}")
+            raise ValueError(f"{tag} must be a string, got {content!r}")
         if tag == "$bytes":
             base64.b64decode(content, validate=True)
         else:
             _PLAIN.decode(value)
         return
     if not isinstance(content, list):
-        raise ValueError(f"{tag} is {content!r}")
+        raise ValueError(f"{tag} must be a list, got {content!r}")
     if tag == "$per_rank":
         if len(content) != ranks:
-            raise ValueError(f"{len(content)} values for {ranks} ranks")
+            raise ValueError(f"a per_rank entry has {len(content)} values for {ranks} ranks")
     elif tag in ("$dict", "$ordered", "$counter"):
         for key, _ in content:
             if next(references(key, rank=0), None) is not None:
-                raise ValueError("a tensor is a key")
+                raise ValueError("a key of a dict is a tensor")
             _check_value(key, tensors, ranks)
             hash(_PLAIN.decode(key))
     elif tag != "$tuple":
@@ -202,7 +204,7 @@ def _are_sizes(values: Sequence[Any]) -> bool:
 
 
 def _no_tensor(key: str) -> torch.Tensor:
-    raise ValueError(f"a tensor {key!r} where none can be")
+    raise ValueError(f"the tensor {key!r} is not allowed here")
 
 
 _PLAIN = Decoder(_no_tensor, rank=None)

@@ -21,7 +21,7 @@ from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.dcp_storage import CheckpointContents, SafetensorsReader
 from layerzero.checkpoint.json_codec import Decoder, Encoder
 from layerzero.checkpoint.loading import Source, prepare_from
-from layerzero.checkpoint.rank_agreement import RankLostError, told
+from layerzero.checkpoint.rank_agreement import RankLostError, failure_of
 from layerzero.comm.process_groups import known_to_torch
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
@@ -40,8 +40,8 @@ def load_dcp(
 ) -> None:
     """Load a ``torch.distributed.checkpoint.save`` checkpoint of FSDP2, of DDP, or of a sharded model.
 
-    torch unpickles the metadata and all values that are not tensors, and does not detect damage. Use this only for
-    files that you trust.
+    torch unpickles the metadata and all values that are not tensors, and does not detect damage. Use this function only
+    for files that you trust.
 
     Args:
         path: a folder with a file ``.metadata``.
@@ -51,8 +51,8 @@ def load_dcp(
         strict: as in :func:`layerzero.checkpoint.load`.
 
     Raises:
-        ValueError: names, shapes or dtypes do not match; the message lists or counts the mismatches. Nothing has been
-            changed.
+        ValueError: names, shapes or dtypes do not match; the message lists or counts the mismatches. The model and the
+            optimizer are unchanged.
 
     Example::
 
@@ -99,25 +99,27 @@ class _DcpFiles:
         self.twice = False
         self._source = source
         self._path = path
-        self._everyone = runtime.ranks
+        self._model_ranks = runtime.ranks
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        group = self._everyone.control_group()
+        group = self._model_ranks.control_group()
         try:
             with known_to_torch(group):
                 read_tensors(dict(tensors), storage_reader=self._source, planner=planner, process_group=group)
         except CheckpointException as error:
-            raise told("read", self._path, error) from None
+            raise failure_of("read", self._path, error) from None
         except RuntimeError as error:
-            raise RankLostError(f"{self._path} could not be read: ranks have lost each other: {error}") from error
+            raise RankLostError(
+                f"{self._path} could not be read, because a rank has exited or is late: {error}"
+            ) from error
 
-    def read_again(self) -> None:
-        """Do nothing: no tensor is read in place."""
+    def reread(self) -> None:
+        """Do nothing, because no tensor is read in place."""
 
 
 def _tree(source: FileSystemReader, metadata: Metadata, wanted: tuple[str, str]) -> dict[str, Any]:
-    """Return the values saved under the `wanted` keys, nested as they were saved; references replace the tensors."""
+    """Return the values under the `wanted` keys, nested as in the checkpoint, with references in place of tensors."""
     paths = metadata.planner_data or {key: tuple(key.split(".", 1)) for key in metadata.state_dict_metadata}
     entries = {key: entry for key, entry in metadata.state_dict_metadata.items() if paths[key][0] in wanted}
     values: dict[str, Any] = {key: None for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)}
@@ -144,21 +146,21 @@ class _Placeholder(Tensor):
         return placeholder
 
     def numpy(self, **_: Any) -> Any:
-        """Return the placeholder itself, because arrays are read as tensors."""
+        """Return the placeholder, because NumPy arrays are read as tensors."""
         return self
 
 
 def reader(path: str | os.PathLike[str], *, verify: bool = True) -> StorageReader:
     """Return a ``StorageReader`` for ``torch.distributed.checkpoint.load``, for FSDP2 and for plain models.
 
-    The names are those of ``{"model": model.state_dict(), "optimizer": optimizer_state, "extra": extra}`` flattened by
-    torch. The optimizer's state is keyed by parameter name, as in ``torch.distributed.checkpoint.state_dict``.
+    The names are those of ``{"model": model.state_dict(), "optimizer": optimizer_state, "extra": extra}``, flattened by
+    torch. The optimizer state is keyed by parameter name, as in ``torch.distributed.checkpoint.state_dict``.
 
     Args:
-        verify: verify the checksums of all files first; each process that creates a reader reads all files.
+        verify: verify the checksums of all files first. Each process that creates a reader then reads all files.
 
     Raises:
-        FileNotFoundError, CheckpointError: as :func:`load`.
+        FileNotFoundError, CheckpointError: see :func:`load`.
 
     Example::
 
@@ -181,7 +183,7 @@ def reader(path: str | os.PathLike[str], *, verify: bool = True) -> StorageReade
 
 
 def _nested_optimizer(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer state dict in nested form, also if torch has flattened its keys (``state.NAME.KEY``)."""
+    """Return an optimizer state dict in nested form; the keys of `saved` may be flattened (``state.NAME.KEY``)."""
     nested = {key: value for key, value in saved.items() if "." not in key}
     groups: dict[str, dict[str, Any]] = {}
     for path, value in saved.items():

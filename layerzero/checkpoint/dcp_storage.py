@@ -1,6 +1,6 @@
 """StorageWriter and StorageReader of torch.distributed.checkpoint (DCP), for safetensors files and ``contents.json``.
 
-DCP plans which rank writes and reads which rows; the two classes execute the plan. Each rank writes one file, in which
+DCP plans which rows each rank writes and reads. The two classes execute the plan. Each rank writes one file, in which
 tensors are named by their keys. ``contents.json`` records which rows of a tensor are in which file.
 """
 
@@ -35,7 +35,7 @@ from layerzero.checkpoint.atomic_files import (
     Manifest,
     make_folder,
     new_token,
-    partial_of,
+    partial_path,
     publish,
     read_back,
     remove,
@@ -48,7 +48,7 @@ from layerzero.checkpoint.contents_checks import (
     check_topology,
     num_saving_ranks,
 )
-from layerzero.checkpoint.json_codec import DTYPES, dtype_named, with_all_ranks
+from layerzero.checkpoint.json_codec import DTYPES, dtype_named, merge_ranks
 from layerzero.checkpoint.safe_json import CONTENTS_BYTES, check_json, parse, read_capped
 from layerzero.checkpoint.safetensors_writer import write_items
 
@@ -101,7 +101,7 @@ class CheckpointContents:
                 for key, (dtype, shape, chunks) in content["tensors"].items()
             }
             if odd := {key for key, tensor in tensors.items() if tensor.dtype not in DTYPES}:
-                raise ValueError(f"{min(odd)} has a dtype that safetensors files do not have")
+                raise ValueError(f"{min(odd)} has a dtype that safetensors files do not support")
             check_topology(content["topology"])
             check_tensors(tensors, {name: record.size for name, record in manifest.files.items()})
             check_document(content["document"], tensors, ranks=num_saving_ranks(content["topology"]))
@@ -110,10 +110,13 @@ class CheckpointContents:
         return cls(content["topology"], content["document"], tensors)
 
     def write(self, folder: Path) -> FileRecord:
-        """Write ``contents.json``. Raises CheckpointError if a reader would refuse it, and OSError on a full disk."""
+        """Write ``contents.json``. Raises CheckpointError if a reader would reject it, and OSError on a full disk."""
         path, text = folder / CONTENTS, self._to_json()
         if len(text) > CONTENTS_BYTES:
-            raise CheckpointError(f"{path} would have {len(text):,} bytes, more than {CONTENTS_BYTES:,}")
+            raise CheckpointError(
+                f"{path} would have {len(text):,} bytes, which exceeds the limit of {CONTENTS_BYTES:,} bytes. "
+                "Store long lists as tensors"
+            )
         check_json(path, text)
         return write_file(path, [text])
 
@@ -130,10 +133,10 @@ class SafetensorsWriter(StorageWriter):
 
     Args:
         path: path of the checkpoint, which exists only after the save has finished.
-        document: the full document on the first rank; not used on other ranks.
+        document: the full document on the first rank; unused on other ranks.
         own: this rank's :class:`PerRank` values, and its own entries of :class:`MergedValue`.
         finite: whether all trained tensors of this rank are finite.
-        sequence: function that returns the sequence number of the checkpoint; called on the first rank at the end.
+        sequence: function that returns the sequence number of the checkpoint. The first rank calls it at the end.
         overwrite: replace an existing checkpoint at `path`.
         reads_back: read each file again and verify its checksums before the checkpoint is published.
     """
@@ -152,28 +155,28 @@ class SafetensorsWriter(StorageWriter):
         reads_back: bool,
     ) -> None:
         self._path = path
-        self._token: str | None = None  # see [Note: Two jobs at one name]
+        self._token: str | None = None  # see [Note: Concurrent saves to one path]
         self._rank = rank
         self._topology = topology
         self._document = document
         self._own = own
         self._sequence = sequence
-        self._finite = finite  # on the first rank, after the global plan: of all ranks
+        self._finite = finite  # of this rank; on the first rank, of all ranks after the global plan
         self._overwrite = overwrite
         self._reads_back = reads_back
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: no state is kept between checkpoints."""
+        """Do nothing, because no state is kept between checkpoints."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: no setup is needed."""
+        """Do nothing, because no setup is needed."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return replace(plan, storage_data=json.dumps([self._own, self._finite]))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         told = [json.loads(plan.storage_data) for plan in plans]
-        self._document = with_all_ranks(self._document, [own for own, _ in told])
+        self._document = merge_ranks(self._document, [own for own, _ in told])
         self._finite = all(finite for _, finite in told)
         make_folder(self._path.parent)
         self._token = new_token()
@@ -182,9 +185,9 @@ class SafetensorsWriter(StorageWriter):
 
     @property
     def _partial(self) -> Path:
-        """Hidden folder that the files are written into; it is later renamed to `path`."""
+        """Hidden folder that the files are written into. It is later renamed to the path of the checkpoint."""
         assert self._token is not None
-        return partial_of(self._path, self._token)
+        return partial_path(self._path, self._token)
 
     def discard(self) -> None:
         """Remove the files written so far. Call this on the first rank, after all ranks know that the save failed."""
@@ -242,7 +245,7 @@ class SafetensorsReader(StorageReader):
     """StorageReader of one verified checkpoint.
 
     Args:
-        names: key of each tensor, by flat name; None: the names are the keys.
+        names: key of each tensor, by flat name; None: the names equal the keys.
         values: values that are not tensors, by flat name, for loads through torch.distributed.checkpoint.
     """
 
@@ -260,7 +263,7 @@ class SafetensorsReader(StorageReader):
         self._values = values or {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: no state is kept between loads."""
+        """Do nothing, because no state is kept between loads."""
 
     def read_metadata(self, *args: Any) -> Metadata:
         entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self._values}
@@ -274,7 +277,7 @@ class SafetensorsReader(StorageReader):
         return Metadata(state_dict_metadata=entries)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: no setup is needed."""
+        """Do nothing, because no setup is needed."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -318,9 +321,9 @@ class SafetensorsReader(StorageReader):
 def opened(path: Path) -> Any:
     """Open a safetensors file; return the context manager of ``safetensors.safe_open``."""
     try:
-        from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - loading alone needs it
+        from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - only loads need it
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("loading a checkpoint needs safetensors: pip install safetensors") from error
+        raise ModuleNotFoundError("loading a checkpoint requires safetensors. Run: pip install safetensors") from error
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -333,14 +336,14 @@ def check_entry(
     """Raise CheckpointError unless the opened file at `path` has the tensor that ``contents.json`` describes."""
     entry = tensors.get_slice(key) if key in names else None
     if entry is None or list(entry.get_shape()) != list(shape) or entry.get_dtype() != DTYPES.get(dtype):
-        found = "nothing" if entry is None else f"{entry.get_dtype()} {entry.get_shape()}"
-        raise CheckpointError(f"{path} has {found} as {key}, {CONTENTS} says {dtype} {list(shape)}")
+        found = "no tensor" if entry is None else f"{entry.get_dtype()} {entry.get_shape()}"
+        raise CheckpointError(f"{path} has {found} as {key}, but {CONTENTS} lists {dtype} {list(shape)}")
 
 
 def pieces(
     tensors: Any, key: str, shape: Sequence[int], dtype: torch.dtype, *, box: Sequence[slice] = ()
 ) -> Iterator[Tensor]:
-    """Yield a tensor of an opened file, or its slices `box`, in row ranges of at most 64 MiB (or one row)."""
+    """Yield a tensor of an opened file, or its region `box`, in row ranges of at most 64 MiB (or one row)."""
     if not shape:
         yield tensors.get_tensor(key)
         return
@@ -358,7 +361,7 @@ def _box(tensors: Any, key: str, offsets: Sequence[int], lengths: Sequence[int])
 
 
 def _pickled(value: Any) -> io.BytesIO:
-    """Return a buffer with `value` pickled, as DCP expects for non-tensors. The value comes from JSON."""
+    """Return a buffer with the pickled `value`, as DCP expects for non-tensors. The value comes from JSON."""
     torch.save(value, buffer := io.BytesIO())
     buffer.seek(0)
     return buffer

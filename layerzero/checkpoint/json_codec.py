@@ -1,11 +1,11 @@
-"""Encoding of nested values as JSON and tensors, and decoding. Unlike pickle, decoding executes no code.
+"""Encoding of nested values as JSON and tensors, and decoding. Unlike unpickling, decoding executes no code.
 
-JSON has no tuples, integer keys or infinities. Such values become an object with one key that starts with ``$``:
+JSON has no tuples, integer keys or infinities. Such a value becomes an object with a key that starts with ``$``:
 
-    {"$tensor": KEY}                    a full tensor, stored under KEY; {"$ndarray": KEY} the same for NumPy
-    {"$sharded": KEY, "like": NAME}     a sharded tensor, cut like the parameter NAME
+    {"$tensor": KEY}                    a full tensor, stored under KEY; {"$ndarray": KEY} for a NumPy array
+    {"$sharded": KEY, "like": NAME}     a sharded tensor with the sharding of the parameter NAME
     {"$per_rank": [VALUE, ...]}         one value for each rank that saved
-    {"$joint": INDEX, "common": VALUE}  until the entries of all ranks have been merged; see MergedValue
+    {"$joint": INDEX, "common": VALUE}  entries of all ranks that are not merged yet; see MergedValue
     {"$tuple": [...]}, {"$dict": [[KEY, VALUE], ...]}, {"$ordered": ...}, {"$counter": ...}, {"$bytes": BASE64},
     {"$float": "inf"}, {"$dtype": "bfloat16"}
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.atomic_files import host_values, tensor_bytes
-from layerzero.dtensor.sharded_tensor import LocalShard
+from layerzero.dtensor.local_shard import LocalShard
 
 __all__ = [
     "DEPTH",
@@ -38,8 +38,8 @@ __all__ = [
     "has_own_memory",
     "has_own_values",
     "is_deeper",
+    "merge_ranks",
     "references",
-    "with_all_ranks",
 ]
 
 DEPTH = 200  # maximum depth of the JSON, so that recursion does not exceed Python's stack
@@ -69,7 +69,10 @@ class PerRank:
 
 @dataclass(frozen=True)
 class MergedValue:
-    """A dict or list with entries common to all ranks and own entries of this rank. The checkpoint merges all ranks."""
+    """A dict or list with common entries of all ranks and own entries of this rank.
+
+    The checkpoint contains the common entries and the own entries of all ranks.
+    """
 
     common: dict[str, Any] | list[Any]
     own: dict[str, Any] | list[Any]
@@ -80,8 +83,8 @@ class Encoder:
     """Encoder that converts values to JSON and collects their tensors.
 
     Attributes:
-        is_apart: function that returns whether other ranks have a different parameter under a name. Tensors that are
-            sharded like such a parameter are allowed only in own entries of a :class:`MergedValue`.
+        is_rank_local: function that returns whether other ranks have a different parameter under a name. Tensors with
+            the sharding of such a parameter are allowed only in own entries of a :class:`MergedValue`.
         tells: whether this rank writes its own entries of a :class:`MergedValue`. Of the ranks with equal own entries,
             one writes them.
         tensors: by key, the tensors that the JSON refers to.
@@ -91,8 +94,8 @@ class Encoder:
     """
 
     rank: int
-    name_of: Callable[[LocalShard], str]  # name of the parameter that a sharded tensor is cut like
-    is_apart: Callable[[str], bool] = lambda name: False
+    name_of: Callable[[LocalShard], str]  # name of the parameter whose sharding a tensor has
+    is_rank_local: Callable[[str], bool] = lambda name: False
     tells: bool = True
     tensors: dict[str, Tensor] = field(default_factory=dict)
     own: list[Any] = field(default_factory=list)
@@ -110,7 +113,7 @@ class Encoder:
             path: name of the value in error messages, and key of its tensors in the checkpoint.
 
         Raises:
-            TypeError: a value is neither plain data nor a tensor; the message has its path.
+            TypeError: a value is neither plain data nor a tensor; the message names its path.
         """
         if isinstance(value, PerRank):
             return self._per_rank(value.value, path)
@@ -131,7 +134,7 @@ class Encoder:
         return encoded
 
     def encode_tree(self, value: Any, path: str) -> Any:
-        """Encode a user's value. Raises TypeError as :meth:`encode`, or if the value is nested too deeply to load."""
+        """Encode a user's value. Raises TypeError like :meth:`encode`, or if the value is nested too deeply to load."""
         most = DEPTH // 2 - 2  # an own value can be nested as deeply again
         try:
             encoded = self.encode(value, path)
@@ -139,7 +142,10 @@ class Encoder:
         except RecursionError:
             too_deep = True
         if too_deep:
-            raise TypeError(f"{path}: values are nested deeper than {most} levels, or inside themselves")
+            raise TypeError(
+                f"{path} cannot be saved: values are nested more than {most} levels deep, or contain themselves. "
+                "Use a flatter structure"
+            )
         return encoded
 
     def _mapping(self, value: Mapping[Any, Any], path: str) -> Any:
@@ -162,12 +168,12 @@ class Encoder:
     def _tensor(self, tensor: Tensor, path: str) -> Any:
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
             kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
-            raise TypeError(f"{path}: a {kind} cannot be put into a safetensors file")
+            raise TypeError(f"{path}: a {kind} cannot be stored in a safetensors file. Convert or remove the tensor")
         if not isinstance(tensor, (DTensor, LocalShard)) and not has_own_memory(tensor):
             raise TypeError(
-                f"{path}: a {type(tensor).__name__}, a tensor of a class of its own, cannot be put into a safetensors "
-                "file; save what is trained, layerzero.full_state_dict(model, trainable_only=True), and make the rest "
-                "anew as it was made"
+                f"{path}: a {type(tensor).__name__}, a tensor subclass, cannot be stored in a safetensors file. Save "
+                "the trained parameters with layerzero.full_state_dict(model, trainable_only=True), and create the "
+                "other tensors again before a load"
             )
         key = self._keys.get((self._prefix, id(tensor)))
         if key is None:
@@ -181,19 +187,25 @@ class Encoder:
         if isinstance(tensor, DTensor):
             rows = tensor._local_tensor
             if not isinstance(rows, LocalShard):
-                raise TypeError(f"{path}: a DTensor that layerzero has not made; store its full_tensor()")
+                raise TypeError(
+                    f"{path}: a DTensor that layerzero did not create cannot be saved. Store its full_tensor()"
+                )
             if self._prefix:
-                raise TypeError(f"{path}: a sharded tensor belongs to all ranks; take it out of per_rank")
+                raise TypeError(
+                    f"{path}: per_rank cannot mark a sharded tensor, because all ranks save it. Store the tensor "
+                    "outside of per_rank"
+                )
             try:
                 like = self.name_of(rows)
             except LookupError:
                 raise TypeError(
-                    f"{path} is cut like {rows.spec.name!r} of another sharded model; store its full_tensor()"
+                    f"{path} has the sharding of {rows.spec.name!r} of another model and cannot be saved. Store its "
+                    "full_tensor()"
                 ) from None
-            if self.is_apart(like) and not self._in_own:
+            if self.is_rank_local(like) and not self._in_own:
                 raise TypeError(
-                    f"{path} is cut like {like}, which is another parameter on other ranks: take it out of extra. "
-                    "Averages of such weights come into checkpoints with ShardedMegatronOptimizer(ema_decay=...)"
+                    f"{path} has the sharding of {like}, which is a different parameter on other ranks. Remove the "
+                    "tensor from extra. To save averages of such weights, use ShardedMegatronOptimizer(ema_decay=...)"
                 )
             return {"$sharded": key, "like": like}
         if not self._prefix and not self._in_own:
@@ -203,7 +215,7 @@ class Encoder:
 
     def _per_rank(self, value: object, path: str) -> Any:
         if self._prefix:
-            raise TypeError(f"{path}: per_rank inside per_rank")
+            raise TypeError(f"{path}: per_rank cannot be nested. Mark only the outer value")
         self._note(path, "a value of each rank")
         self._prefix = f"rank{self.rank}."
         try:
@@ -277,7 +289,7 @@ class Decoder:
             return float(content)
         if tag == "$dtype":
             return dtype_named(content)
-        raise ValueError(f"unknown tag {tag!r}; was the checkpoint written by a newer layerzero?")
+        raise ValueError(f"unknown tag {tag!r}; a newer version of layerzero may have written the checkpoint")
 
 
 def references(value: Any, *, rank: int | None) -> Iterator[dict[str, str]]:
@@ -304,10 +316,10 @@ def has_own_values(value: Any) -> bool:
     return isinstance(value, dict) and ("$per_rank" in value or any(map(has_own_values, value.values())))
 
 
-def with_all_ranks(value: Any, owns: Sequence[Sequence[Any]]) -> Any:
+def merge_ranks(value: Any, owns: Sequence[Sequence[Any]]) -> Any:
     """Return `value` with ``{"$per_rank": index}`` and ``{"$joint": index}`` replaced by the values of all ranks."""
     if isinstance(value, list):
-        return [with_all_ranks(item, owns) for item in value]
+        return [merge_ranks(item, owns) for item in value]
     if not isinstance(value, dict):
         return value
     if "$per_rank" in value:
@@ -317,7 +329,7 @@ def with_all_ranks(value: Any, owns: Sequence[Sequence[Any]]) -> Any:
         if isinstance(common, list):
             return [*common, *(item for part in parts for item in part)]
         return common | {key: item for part in parts for key, item in part.items()}
-    return {key: with_all_ranks(item, owns) for key, item in value.items()}
+    return {key: merge_ranks(item, owns) for key, item in value.items()}
 
 
 def is_deeper(value: Any, depth: int) -> bool:
@@ -331,15 +343,15 @@ def is_deeper(value: Any, depth: int) -> bool:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the torch dtype with a name, such as ``"bfloat16"``. Raises ValueError if there is none."""
+    """Return the torch dtype with this name, such as ``"bfloat16"``. Raises ValueError if there is none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is not a dtype of torch {torch.__version__}")
+        raise ValueError(f"{name!r} is not a dtype in torch {torch.__version__}")
     return dtype
 
 
 def has_own_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor keeps its values in its own storage; a subclass with its own dispatch may not."""
+    """Return whether a tensor stores its values in its own storage; a subclass with its own dispatch may not."""
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
@@ -356,6 +368,6 @@ def _leaf(value: Any, path: str) -> Any:
     if kind in (tuple, torch.Size):
         return {"$tuple": [_leaf(item, path) for item in value]}
     raise TypeError(
-        f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be put into a checkpoint, which holds no code; store "
-        "its numbers, strings, tensors, and lists, tuples and dicts of them"
+        f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be saved, because checkpoints contain no code. Store "
+        "its numbers, strings and tensors, in lists, tuples and dicts"
     )

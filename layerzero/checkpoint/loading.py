@@ -30,31 +30,31 @@ from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 __all__ = ["PreparedLoad", "Source", "load", "prepare_from", "prepare_load"]
 
 _LOG = logging.getLogger("layerzero")
-_WAY_OUT = "If it is of another model, use another folder for this one; strict=False loads the tensors that fit"
+_WAY_OUT = "For another model, use another folder. Pass strict=False to load only the tensors that match"
 
 
 def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = None, *, strict: bool = True) -> Any:
     """Load a checkpoint into a sharded model and optimizer.
 
-    Before anything is changed, each rank reads its own rows and verifies their checksums. All data-parallel ranks must
-    call this. The number of ranks, `zero3_size` and units may differ from those of the save.
+    Each rank reads its own rows and verifies their checksums before it changes the model or the optimizer. All
+    data-parallel ranks must call this. The number of ranks, `zero3_size` and units may differ from those of the save.
 
     Args:
-        path: from :func:`save`, :func:`save_async`, or :func:`latest`.
-        optimizer: None skips the optimizer state in the checkpoint. Each parameter group takes the hyperparameters
+        path: path of a checkpoint of :func:`save` or :func:`save_async`, or the result of :func:`latest`.
+        optimizer: None skips the optimizer state in the checkpoint. Each parameter group loads the hyperparameters
             that its parameters were saved with, even if the parameters were grouped differently.
-        strict: False loads the tensors that fit and warns about the others.
+        strict: False loads the tensors that match and warns about the others.
 
     Returns:
-        The saved ``extra``. Its tensors are on the CPU; sharded ones are sharded like the current model.
+        The saved ``extra``. Its tensors are on the CPU. Its sharded tensors have the sharding of the current model.
 
     Raises:
-        FileNotFoundError: nothing exists at `path`.
-        CheckpointError: the checkpoint is incomplete or damaged; the message names the file. Nothing has been changed,
-            unless a file was read and verified once but could not be read again. In that case the message says so, and
-            model and optimizer cannot be used until a load succeeds.
-        ValueError: names, shapes or dtypes do not match; the message lists or counts the mismatches. Nothing has been
-            changed.
+        FileNotFoundError: `path` does not exist.
+        CheckpointError: the checkpoint is incomplete or damaged; the message names the file. The model and the
+            optimizer are unchanged, unless a file was verified once but could not be read a second time. The message
+            then reports this, and model and optimizer cannot be used until a load succeeds.
+        ValueError: names, shapes or dtypes do not match; the message lists or counts the mismatches. The model and the
+            optimizer are unchanged.
 
     Example::
 
@@ -74,10 +74,10 @@ def prepare_load(
 ) -> PreparedLoad:
     """Read and check a checkpoint for :func:`load`, without changing model or optimizer.
 
-    The function returns only if the checks pass on all ranks.
+    The function raises unless the checks pass on all ranks.
 
     Args:
-        apart: the same names as for the save; None: all ranks have the same parameters.
+        apart: the names passed to the save; None: all ranks have the same parameters.
     """
     path = Path(path)
 
@@ -91,8 +91,8 @@ class Source(Protocol):
     """A checkpoint that a rank has opened.
 
     Attributes:
-        fingerprint: equal on all ranks if all have opened the same checkpoint.
-        twice: whether :meth:`read_again` is supported.
+        fingerprint: value that is equal on all ranks if they have opened the same checkpoint.
+        twice: whether :meth:`reread` is supported.
     """
 
     contents: CheckpointContents
@@ -100,9 +100,9 @@ class Source(Protocol):
     twice: bool
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
-        """Fill `tensors` except those in `in_place`, which :meth:`read_again` fills. All ranks must call this."""
+        """Fill `tensors` except those in `in_place`, which :meth:`reread` fills. All ranks must call this."""
 
-    def read_again(self) -> None:
+    def reread(self) -> None:
         """Fill the tensors whose keys were in `in_place`."""
 
 
@@ -115,12 +115,12 @@ def prepare_from(
     strict: bool,
     apart: RankLocalNames | None = None,
 ) -> PreparedLoad:
-    """Prepare a load from any source, as :func:`prepare_load` does from a checkpoint.
+    """Prepare a load from any source, like :func:`prepare_load` for a checkpoint.
 
-    See [Note: Nothing changes before all is known] in restore.py.
+    See [Note: Checks before changes] in restore.py.
     """
     runtime = get_state(model)
-    everyone = runtime.ranks
+    model_ranks = runtime.ranks
     fields: dict[str, Any] = {"with an optimizer": optimizer is not None, "strict": strict}
     failure: Exception | None = None
     source: Source | None = None
@@ -129,26 +129,30 @@ def prepare_from(
         finish_pending(runtime)
         check_usable(runtime, optimizer)
         if ParamView.EMA in runtime.status.active_views:
-            raise RuntimeError("a load inside EMA.swapped() would be undone; leave the context first")
+            raise RuntimeError(
+                "a checkpoint cannot be loaded inside EMA.swapped(), because the end of the context would overwrite "
+                "the loaded weights. Leave the context first"
+            )
         source = opened(runtime)
         fields["files"] = source.fingerprint
         ranks = num_saving_ranks(source.contents.topology)
-        rank = everyone.rank if ranks == everyone.size else None
-        if rank is None and everyone.rank == 0 and has_own_values(source.contents.document["extra"]):
+        rank = model_ranks.rank if ranks == model_ranks.size else None
+        if rank is None and model_ranks.rank == 0 and has_own_values(source.contents.document["extra"]):
             _LOG.warning(
-                "%s was saved by %s ranks and is loaded by %s: what per_rank marks in extra comes back as None",
-                *(path, ranks, everyone.size),
+                "%s was saved by %s ranks and is loaded by %s ranks. Values in extra marked by per_rank are loaded as "
+                "None",
+                *(path, ranks, model_ranks.size),
             )
         restore = RestorePlan(runtime, optimizer, source.contents, rank=rank, twice=source.twice, apart=apart)
         if restore.problems and strict:
-            raise ValueError(printable(f"{path} does not fit: {restore.summary()}. {_WAY_OUT}"))
+            raise ValueError(printable(f"{path} does not match the model: {restore.summary()}. {_WAY_OUT}"))
     except Exception as error:
         failure = error
     agree_or_raise("checkpoint.load", runtime, fields, failure)
     assert source is not None and restore is not None
     try:
         source.read(restore.tensors, restore.in_place)
-        if twins := restore.twin_problems():
+        if twins := restore.optimizer_problems():
             raise ValueError(printable("; ".join(twins)))
     except RankLostError:
         raise
@@ -160,7 +164,7 @@ def prepare_from(
 
 @dataclass(frozen=True)
 class PreparedLoad:
-    """A load that has passed all checks and has not changed the model or the optimizer yet."""
+    """A load that has passed all checks but has not changed the model or the optimizer yet."""
 
     runtime: LayerZeroState
     optimizer: ShardedOptimizer | None
@@ -173,14 +177,14 @@ class PreparedLoad:
         extra = _commit(self.runtime, self.optimizer, self.source, self.restore, self.path)
         if self.restore.problems and self.runtime.ranks.is_first:
             said = printable(self.restore.summary())
-            warnings.warn(f"checkpoint.load left out what does not fit: {said}", stacklevel=3)
+            warnings.warn(f"checkpoint.load skipped the entries that do not match: {said}", stacklevel=3)
         return extra
 
 
 def _commit(
     runtime: LayerZeroState, optimizer: ShardedOptimizer | None, source: Source, restore: RestorePlan, path: str
 ) -> Any:
-    """Write the values into model and optimizer; return ``extra``. A failure may leave both partly loaded."""
+    """Write the values into model and optimizer; return ``extra``. After a failure, both may be partly loaded."""
     extra: Any = None
     failure: Exception | None = None
     try:
@@ -190,18 +194,18 @@ def _commit(
     agree_or_raise("checkpoint.load", runtime, {}, failure)
     torn = runtime.status.load_error, optimizer.load_error if optimizer is not None else None
     said = printable(
-        f"a load of {path} has failed halfway, and the model and the optimizer hold a part of it; load this or another "
-        "checkpoint before you go on"
+        f"a load of {path} has failed halfway, and the model and the optimizer are partly loaded. Load this or another "
+        "checkpoint before you continue"
     )
     _mark(runtime, optimizer, said, said)
     try:
-        source.read_again()
+        source.reread()
     except Exception as error:
-        failure = CheckpointError(f"{error}. A moment ago it was right; now {said}")
+        failure = CheckpointError(f"{error}. The first read of this file succeeded, but the second failed: {said}")
         failure.__cause__ = error
     agree_or_raise("checkpoint.load", runtime, {}, failure)
     restore.commit()
-    _mark(runtime, optimizer, *(torn if restore.problems else (None, None)))  # what was skipped may still be torn
+    _mark(runtime, optimizer, *(torn if restore.problems else (None, None)))  # skipped tensors may still be invalid
     return extra
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, read_pieces, sums_of
+from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, checksums_of, read_pieces
 from layerzero.checkpoint.safe_json import MANIFEST_BYTES, CheckpointError, parse, read_capped
 
 __all__ = ["FORMAT", "MANIFEST", "VERSION", "FileRecord", "Manifest", "UnsupportedFormat", "manifest_text"]
@@ -22,12 +22,12 @@ VERSION = 2
 
 
 class UnsupportedFormat(CheckpointError):
-    """A checkpoint that this version of layerzero cannot read. It is not necessarily damaged."""
+    """Error for a checkpoint that this version of layerzero cannot read, although it may be intact."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Name, size and checksums of one file of a checkpoint, as it was written."""
+    """Name, size and checksums of one file of a checkpoint at the time of the save."""
 
     name: str
     size: int  # bytes
@@ -42,7 +42,7 @@ class Manifest:
         scheme: checksum scheme of all files.
         sequence: number that increases with every save into a folder. :func:`layerzero.checkpoint.latest` returns the
             checkpoint with the largest number.
-        token: token of the save; see [Note: Two jobs at one name] in atomic_files.py.
+        token: token of the save; see [Note: Concurrent saves to one path] in atomic_files.py.
         finite: whether all trained tensors were finite; None if that was not checked.
     """
 
@@ -61,12 +61,12 @@ class Manifest:
             parts: do not check the other files, because `folder` may lack some of them.
 
         Raises:
-            FileNotFoundError: nothing exists at `folder`.
-            CheckpointError: `folder` is not a checkpoint, or is an incomplete or damaged one.
+            FileNotFoundError: `folder` does not exist.
+            CheckpointError: `folder` is not a checkpoint, or is incomplete or damaged.
         """
         folder = Path(folder)
         if not folder.exists():
-            raise FileNotFoundError(f"there is no checkpoint at {folder}")
+            raise FileNotFoundError(f"there is no checkpoint at {folder}. Check the path")
         path = folder / MANIFEST
         if not path.is_file() or path.is_symlink():
             raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
@@ -76,7 +76,7 @@ class Manifest:
             version = content["version"]
             if content["format"] == FORMAT and version != VERSION:
                 raise UnsupportedFormat(
-                    f"{path} has format version {version}; this layerzero reads version {VERSION} only"
+                    f"{path} has format version {version}, but this version of layerzero reads only version {VERSION}"
                 )
             needed = ("format", "version", "sequence", "files", "checksums")
             known = {key: content[key] for key in (*needed, *_optional(content))}
@@ -89,17 +89,17 @@ class Manifest:
         if not intact or known["format"] != FORMAT:
             raise CheckpointError(f"{path} is damaged: it does not match its own SHA-256")
         if type(sequence) is not int or not all(type(record.size) is int for record in records.values()):
-            raise CheckpointError(f"{path} was not written by layerzero: a number is none")
+            raise CheckpointError(f"{path} was not written by layerzero: a sequence number or size is not an integer")
         if type(token := known.get("token", "")) is not str:
-            raise CheckpointError(f"{path} was not written by layerzero: its token is {token!r}")
+            raise CheckpointError(f"{path} was not written by layerzero: its token {token!r} is not a string")
         try:
             scheme.check()
         except ValueError as error:
             raise UnsupportedFormat(f"{path} cannot be read: {error}") from None
         if odd := next((record for record in records.values() if not scheme.fits(record.sums, record.size)), None):
-            raise CheckpointError(f"{path} was not written by layerzero: its checksums of {odd.name!r} are none")
+            raise CheckpointError(f"{path} was not written by layerzero: its checksums of {odd.name!r} are invalid")
         if type(finite := known.get("finite")) not in (bool, type(None)):
-            raise CheckpointError(f"{path} was not written by layerzero: finite is {finite!r}")
+            raise CheckpointError(f"{path} was not written by layerzero: finite is {finite!r}, which is not a bool")
         manifest = cls(folder, records, scheme, sequence, token or None, finite)
         for record in () if parts else records.values():
             manifest.check_presence(record)
@@ -116,9 +116,9 @@ class Manifest:
         except (OSError, ValueError) as error:  # such as a name that is too long or contains a zero byte
             raise CheckpointError(f"{self.folder / MANIFEST} names a file {record.name!r}: {error}") from None
         if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(f"{path} is not a regular file; links inside a checkpoint are refused")
+            raise CheckpointError(f"{path} is not a regular file. Links inside a checkpoint are not supported")
         if found.st_size != record.size:
-            raise CheckpointError(f"{path} is damaged: it has {found.st_size} bytes, {record.size} were written")
+            raise CheckpointError(f"{path} is damaged: it has {found.st_size} bytes, but {record.size} were written")
 
     def path_of(self, name: str) -> Path:
         """Return the path of the file `name`. Raises CheckpointError if the manifest does not list it."""
@@ -150,14 +150,14 @@ class Manifest:
         read_pieces(path, record.size, record.sums, self.scheme, pieces)
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Verify every byte of the named files; None: of all files. Raises CheckpointError as :meth:`read_pieces`."""
+        """Verify every byte of the named files; None: of all files. Raises CheckpointError if a file is damaged."""
         for name in self.files if names is None else names:
             self.read_pieces(name, [ByteRange(0, self.files[name].size, None)])
 
     def verify_text(self, name: str, text: bytes) -> None:
-        """Raise CheckpointError unless `text`, which was read from the file `name`, has the recorded checksums."""
-        if sums_of(text, self.scheme) != self.files[name].sums:
-            raise CheckpointError(f"{self.path_of(name)} is damaged: its checksum is not the one that was written")
+        """Raise CheckpointError unless `text`, the contents of the file `name`, has the recorded checksums."""
+        if checksums_of(text, self.scheme) != self.files[name].sums:
+            raise CheckpointError(f"{self.path_of(name)} is damaged: its checksum differs from the recorded one")
 
 
 def _optional(content: Mapping[str, Any]) -> tuple[str, ...]:
@@ -165,6 +165,9 @@ def _optional(content: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def manifest_text(known: Mapping[str, Any]) -> bytes:
-    """Return the manifest file with the entries `known`. It is unique, so any different byte on the disk is damage."""
+    """Return the contents of a manifest file with the entries `known`.
+
+    The contents are a unique function of the entries. Any different byte on the disk is therefore damage.
+    """
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
     return json.dumps({**known, "sha256": digest}, sort_keys=True, indent=1).encode() + b"\n"

@@ -1,11 +1,11 @@
-"""Checks whether an optimizer can continue from a checkpoint: settings of its groups and states of its parameters.
+"""Check that an optimizer can continue from a checkpoint: settings of its groups and states of its parameters.
 
-[Note: What an optimizer keeps]
-Optimizer classes do not declare which state they keep for a parameter, or which entries may be missing. So a trial
+[Note: Trial of the optimizer state]
+Optimizer classes do not declare which state they store for a parameter, or which entries may be missing. A trial step
 determines this. It steps a small parameter with the settings of the checkpoint, because the state depends on settings
 such as ``amsgrad`` and ``momentum``. If an entry is a number or a tensor of the parameter's shape after the trial, the
 checkpoint must have the same kind of entry. An entry that is None or missing in the checkpoint is accepted if a step
-from such a state works. Other entries of the checkpoint are not checked.
+from such a state succeeds. Other entries of the checkpoint are not checked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TAGS = {"$tuple": _SEQUENCE, "$float": _NUMBER, "$dict": _TABLE, "$ordered": _T
 
 
 def key_of(reference: Any) -> str | None:
-    """Return the key of a tensor reference in the JSON of a checkpoint; None for anything else."""
+    """Return the key of a tensor reference in the JSON of a checkpoint; None for other values."""
     found = next(references(reference, rank=None), None) if isinstance(reference, dict) else None
     return None if found is not reference or found is None else str(found[next(iter(found))])
 
@@ -68,7 +68,7 @@ class GroupCompatibility:
         _, failure = self._trial(self._stepped_with)
         if failure is not None and self._trial(group)[1] is None:
             changed = [key for key, value in self._plain(self.settings).items() if _changes(group.get(key), value)]
-            self.problems.append(f"{what}: with the checkpoint's {', '.join(changed)}, a step fails with {failure}")
+            self.problems.append(f"{what}: with {', '.join(changed)} from the checkpoint, a step fails with {failure}")
             self.settings, self._stepped_with = {}, dict(group)
 
     def _misfit(self, name: str, saved: Any) -> str | None:
@@ -78,7 +78,7 @@ class GroupCompatibility:
         return _difference(_shown(current), self._sorted(saved), saved)
 
     def _sorted(self, value: Any) -> Any:
-        """Return the kind of the value that is encoded as the JSON `value`; for a list, a list of kinds."""
+        """Return the kind of the encoded value `value`; for a list, a list of kinds."""
         if (key := key_of(value)) is not None:
             return _NUMBER if self._tensors[key].shape in ((), (1,)) else _TENSOR
         tag = next(iter(value), "") if isinstance(value, dict) else ""
@@ -87,7 +87,7 @@ class GroupCompatibility:
         return _TAGS.get(tag, f"a {tag[1:]}" if tag.startswith("$") else _sort_of(value))
 
     def _plain(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Decode the settings that contain no tensors; tensors have not been read yet."""
+        """Return the settings that contain no tensors, decoded. Tensors have not been read yet."""
         decoder = Decoder(_no_tensor, rank=None)
         return {
             key: decoder.decode(value)
@@ -101,7 +101,7 @@ class GroupCompatibility:
             return self._state_after_a_step(self._inner, {**group, "params": []}, ndim), None
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-        try:  # with the state of a parameter of the group: some optimizers create it in the constructor
+        try:  # with the parameters of the group, because some optimizers create the state in the constructor
             return self._state_after_a_step(self._inner, {**group, "params": self._group["params"]}, ndim), None
         except Exception:
             return None, failure
@@ -113,17 +113,19 @@ class GroupCompatibility:
             values: entries of the state, as JSON.
             ndim: number of dims of the parameter.
         """
-        kept = self.kept(ndim) if values else None  # without values, it has never been stepped
+        kept = self.kept(ndim) if values else None  # a parameter without state has never been stepped
         missing = {}
         for entry, example in (kept or {}).items():
             expected, value = _kind(example), values.get(entry)
             found = self._kind_of(value)
             if value is None:
-                missing[entry] = "it is None" if entry in values else "the checkpoint does not have it"
+                missing[entry] = (
+                    "it is None in the checkpoint" if entry in values else "the checkpoint does not have it"
+                )
             elif expected in (_ROWS, _NUMBER) and found != expected:
-                yield entry, f"expected {expected}, the checkpoint has {found}"
+                yield entry, f"expected {expected}, but the checkpoint has {found}"
         if kept is not None and missing and not self._can_step(kept, values, missing, ndim):
-            self.settings = {}  # such as amsgrad: the parameter's current state may lack the same entries
+            self.settings = {}  # with settings such as amsgrad, the parameter's current state may lack them too
             yield from missing.items()
 
     def kept(self, ndim: int) -> dict[str, Any] | None:
@@ -141,11 +143,11 @@ class GroupCompatibility:
         self, kept: Mapping[str, Any], values: Mapping[str, Any], missing: Mapping[str, Any], ndim: int
     ) -> bool:
         stand_in = torch.empty(0)
-        twin = copy.copy(self._inner)
+        optimizer_copy = copy.copy(self._inner)
         state = {key: value for key, value in kept.items() if key not in missing}
-        twin.state = {stand_in: {**state, **{key: None for key in missing if key in values}}}  # type: ignore[assignment]
+        optimizer_copy.state = {stand_in: {**state, **{key: None for key in missing if key in values}}}  # type: ignore[assignment]
         try:
-            self._state_after_a_step(twin, {**self._stepped_with, "params": [stand_in]}, ndim)
+            self._state_after_a_step(optimizer_copy, {**self._stepped_with, "params": [stand_in]}, ndim)
         except Exception:
             return False
         return True
@@ -158,7 +160,7 @@ class GroupCompatibility:
 
 
 def as_kept(value: Any, example: Any) -> Any:
-    """Return a loaded state entry, with a number converted to a tensor like `example` if that is a tensor."""
+    """Return a loaded state entry; a number is converted to a tensor if `example` is a tensor."""
     if isinstance(example, Tensor) and isinstance(value, (int, float)):
         return torch.full_like(example, value)
     return value
@@ -185,7 +187,10 @@ def _sort_of(value: Any) -> str:
 
 
 def _difference(expected: Any, found: Any, value: Any) -> str | None:
-    """Describe a mismatch of two kinds; None if they match. Lists may differ in length: the trial step decides."""
+    """Return a description of a mismatch of two kinds; None if they match.
+
+    Lists may differ in length, because the trial step checks them.
+    """
     if isinstance(expected, list) and isinstance(found, list):
         pairs = zip(expected, found, strict=False)
         return next((said for pair in pairs if "a NoneType" not in pair and (said := _difference(*pair, value))), None)
@@ -193,7 +198,7 @@ def _difference(expected: Any, found: Any, value: Any) -> str | None:
         return None
     expected, found = (_SEQUENCE if isinstance(sort, list) else sort for sort in (expected, found))
     shown = repr(value)
-    return f"expected {expected}, the checkpoint has {found}: {shown[:60]}{'...' * (len(shown) > 60)}"
+    return f"expected {expected}, but the checkpoint has {found}: {shown[:60]}{'...' * (len(shown) > 60)}"
 
 
 def _changes(current: Any, saved: Any) -> bool:

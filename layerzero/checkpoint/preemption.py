@@ -1,20 +1,21 @@
 """Clean exit after a preemption signal: all ranks stop after the same step, with a checkpoint, within a deadline.
 
-[Note: One step late]
-A signal may arrive on some ranks only, and at any time. So at each query, every rank sends whether it has received the
-signal, and reads the messages of the previous query, which have arrived long before. No rank waits, and all ranks get
-the same answer at the same point of the program. Messages are sent along one mesh axis after the other; each axis needs
-one query (:class:`LateMaximum`).
+[Note: Delayed agreement]
+A signal may arrive on some ranks only, and at any time. At each query, every rank sends whether it has received the
+signal, and reads the messages of the previous query, which have usually arrived. Ranks therefore rarely wait, and all
+ranks get the same answer at the same point of the program. Messages are sent along one mesh axis after the other, and
+each axis needs one query (:class:`LateMaximum`).
 
-[Note: A deadline that is kept]
+[Note: Deadline during blocking calls]
 Python runs a signal handler between two bytecode instructions. A rank that waits for a dead rank may be inside one
-instruction for minutes. But the C-level handler immediately writes a byte to the wakeup file descriptor, and a thread
-waits for that byte. A process has only one such descriptor, so requests for several signals share it: a later request
-uses the descriptor of an earlier request whose handler is still set.
+instruction for minutes. The C-level handler, however, immediately writes a byte to the wakeup file descriptor, and a
+thread waits for that byte. A process has only one wakeup file descriptor, so requests for several signals share it. A
+later request uses the descriptor of an earlier request whose handler is still set.
 
-[Note: Children]
-A forked process inherits the handlers and the wakeup file descriptor, so a signal to a worker process would also act on
-its parent. So requests are closed in a child right after the fork. This restores the previous handler in the child.
+[Note: Forked processes]
+A forked process inherits the handlers and the wakeup file descriptor, so a signal to a worker process would also affect
+its parent. Therefore requests are closed in a child right after the fork. This restores the previous handler in the
+child.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ __all__ = ["LeaveRequest", "on_signal"]
 def on_signal(
     signum: int, model: nn.Module, *, deadline: float | None = None, exit_code: int | None = None
 ) -> LeaveRequest:
-    """Make a signal request a clean exit instead of ending the process.
+    """Set a handler with which a signal requests a clean exit instead of ending the process.
 
     All data-parallel ranks must call this from the main thread, and then call :meth:`LeaveRequest.asked` at the same
-    points of the loop. It suffices that one rank receives the signal.
+    points of the loop. A signal to a single rank suffices.
 
     Args:
-        signum: signal number, such as ``signal.SIGTERM``, which launchers and schedulers send before they kill.
+        signum: signal number, such as ``signal.SIGTERM``, which launchers and schedulers send before ``SIGKILL``.
         model: from :func:`layerzero.shard_model`.
-        deadline: seconds from the signal until the process is ended, whatever it is doing. None: no deadline.
+        deadline: seconds from the signal until the process is ended, regardless of its state. None: no deadline.
         exit_code: exit code of the process. Default: 128 + `signum`, as if the signal had ended the process.
 
     Example::
@@ -65,14 +66,16 @@ def on_signal(
                 request.leave()
     """
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("checkpoint.on_signal must be called from the main thread, which gets the signals")
+        raise RuntimeError(
+            "checkpoint.on_signal must be called from the main thread, because Python handles signals there"
+        )
     if deadline is not None and not deadline > 0:
-        raise ValueError(f"deadline must be positive or None, got {deadline!r}")
+        raise ValueError(f"deadline must be positive or None, got {deadline!r}. Pass seconds, or leave it out")
     return LeaveRequest(signum, model, deadline, 128 + signum if exit_code is None else exit_code)
 
 
 class LeaveRequest:
-    """Handler of one signal, created by :func:`on_signal`. As a context manager, it closes on exit."""
+    """Handler of one signal, created by :func:`on_signal`. It is a context manager that closes on exit."""
 
     def __init__(self, signum: int, model: nn.Module, deadline: float | None, exit_code: int) -> None:
         self._runtime = get_state(model)
@@ -80,9 +83,9 @@ class LeaveRequest:
         self._deadline = deadline
         self._exit_code = exit_code
         self._signalled = False  # this rank has received the signal
-        self._agreed = False  # all ranks know of a signal
-        lanes = self._runtime.ranks.control_comms
-        self._late = LateMaximum(len(lanes), 1)
+        self._agreed = False  # all ranks have received the message that a signal has arrived
+        comms = self._runtime.ranks.control_comms
+        self._late = LateMaximum(len(comms), 1)
         self._heard: list[PendingSmallGather] = []  # messages of the last query, by axis
         self._in_time = threading.Event()
         self._timer: threading.Thread | None = None
@@ -99,21 +102,21 @@ class LeaveRequest:
         os.register_at_fork(after_in_child=partial(_close_in_child, weakref.ref(self)))
 
     def asked(self) -> bool:
-        """Return whether any rank has received the signal. All ranks must call this, and get the same answer.
+        """Return whether any rank has received the signal. All ranks must call this and get the same answer.
 
-        At the latest, the third query after the signal returns True. If all ranks are in one ZeRO-3 group, or every
-        ZeRO-3 group has one rank, the second query does. See [Note: One step late].
+        The third query after the signal returns True at the latest. If all ranks are in one ZeRO-3 group, or every
+        ZeRO-3 group has one rank, the second query returns True. See [Note: Delayed agreement].
         """
-        lanes = self._runtime.ranks.control_comms
-        if not lanes:
+        comms = self._runtime.ranks.control_comms
+        if not comms:
             self._agreed = self._agreed or self._signalled
         elif not self._agreed:
             heard, self._heard = self._heard, []
             self._agreed = bool(heard) and bool(self._late.receive([each.wait() for each in heard]).any())
             if not self._agreed:
                 messages = self._late.outgoing(torch.tensor([self._signalled], dtype=torch.uint8))
-                pairs = zip(lanes, messages, strict=True)
-                self._heard = [all_gather_small(lane, Collective.METADATA, message) for lane, message in pairs]
+                pairs = zip(comms, messages, strict=True)
+                self._heard = [all_gather_small(comm, Collective.METADATA, message) for comm, message in pairs]
         if self._agreed:
             self._start_deadline()
         return self._agreed
@@ -135,7 +138,7 @@ class LeaveRequest:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._release()  # local, without other ranks; after an exception, a deadline that has started stays
+        self._release()  # local, without other ranks; after an exception, a running deadline is not cancelled
         if kind is None:
             self.close()
 
@@ -151,13 +154,13 @@ class LeaveRequest:
 
     @property
     def before(self) -> Any:
-        """Handler that was set before this one. Handlers of requests that have been closed are skipped."""
+        """Handler that was set before this one. Handlers of closed requests are skipped."""
         before = self._before
         request = getattr(before, "__self__", None)
         return request.before if isinstance(request, LeaveRequest) and not request._handles else before
 
     def close_in_child(self) -> None:
-        """Close the request in a forked child; see [Note: Children]."""
+        """Close the request in a forked child; see [Note: Forked processes]."""
         self._release()
 
     @property
@@ -174,20 +177,21 @@ class LeaveRequest:
         self._signalled = True
         self._start_deadline()
 
-    def has_come(self, signum: int) -> None:
-        """Start the deadline if `signum` is this request's signal. Called by the thread that reads the wakeup bytes."""
+    def handle_signal(self, signum: int) -> None:
+        """Start the deadline if `signum` is this request's signal. The thread that reads wakeup bytes calls this."""
         if signum == self._signum:
             self._start_deadline()
 
     def _start_deadline(self) -> None:
         if self._timer is None and self._deadline is not None:
-            self._timer = threading.Thread(target=self._end_in_time, name="layerzero deadline", daemon=True)
+            self._timer = threading.Thread(target=self._enforce_deadline, name="layerzero deadline", daemon=True)
             self._timer.start()
 
-    def _end_in_time(self) -> None:
+    def _enforce_deadline(self) -> None:
         if not self._in_time.wait(self._deadline):
             said = (
-                f"layerzero: the process ends {self._deadline:g} s after the signal, as checkpoint.on_signal was told\n"
+                f"layerzero: the process ends {self._deadline:g} s after the signal, which is the deadline passed to "
+                "checkpoint.on_signal.\n"
             )
             os.write(2, said.encode())
             os._exit(self._exit_code)
@@ -200,7 +204,9 @@ def _close_in_child(weak: weakref.ref[LeaveRequest]) -> None:
 
 
 class _Wakeups:
-    """Thread that listens on the wakeup file descriptor, shared by all requests; see [Note: A deadline that is kept].
+    """Thread that listens on the wakeup file descriptor, shared by all requests.
+
+    See [Note: Deadline during blocking calls].
 
     Attributes:
         requests: open requests, whose deadlines the thread starts.
@@ -236,7 +242,7 @@ class _Wakeups:
         self.requests.remove(request)
         if not self.requests:
             found = signal.set_wakeup_fd(-1)
-            if found != self._written.fileno():  # another user has set it since
+            if found != self._written.fileno():  # other code has set it since
                 signal.set_wakeup_fd(found)
             self._written.close()  # ends the thread
 
@@ -244,4 +250,4 @@ class _Wakeups:
         with self._heard, suppress(OSError):
             while got := self._heard.recv(1):
                 for request in tuple(self.requests):
-                    request.has_come(got[0])
+                    request.handle_signal(got[0])

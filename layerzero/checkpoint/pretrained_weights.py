@@ -1,4 +1,4 @@
-"""Loading of full models from safetensors files, such as those of Hugging Face, into sharded models."""
+"""Loading of full models from safetensors files, such as files of Hugging Face, into sharded models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from layerzero.checkpoint.json_codec import DTYPES
 from layerzero.checkpoint.loading import prepare_from
 from layerzero.checkpoint.rank_agreement import PathLike
 from layerzero.checkpoint.safe_json import CONTENTS_BYTES, parse, read_capped
-from layerzero.dtensor.sharded_tensor import LocalShard, plain
+from layerzero.dtensor.local_shard import LocalShard, plain
 
 __all__ = ["find_safetensors", "load_safetensors"]
 
@@ -39,22 +39,22 @@ def load_safetensors(
 ) -> None:
     """Load the safetensors files of a full model into a sharded model, which may have been built on ``meta``.
 
-    Each rank reads its own rows from the files. No data is sent, and no rank holds the full model or a full tensor.
-    All data-parallel ranks must call this and see the same files. A tied parameter may be stored under only one of its
-    names. Non-persistent buffers (rotary tables) are in no file; `param_init_fn` of :func:`layerzero.shard_model` must
-    initialize them.
+    Each rank reads its own rows from the files. No data is sent, and no rank allocates the full model or a full sharded
+    tensor. All data-parallel ranks must call this with the same files. A tied parameter may be stored under only one of
+    its names. Files do not contain non-persistent buffers (rotary tables). `param_init_fn` of
+    :func:`layerzero.shard_model` must initialize these buffers.
 
     Args:
         source: a folder that has ``model.safetensors`` or an index of several files; an index file; or the safetensors
-            files themselves.
-        strict: False loads the tensors that fit and warns about the others.
+            files.
+        strict: False loads the tensors that match and warns about the others.
         rename: maps a name in the files to the name in the model's ``state_dict()``.
 
     Raises:
         FileNotFoundError: `source` has no safetensors files.
         CheckpointError: a file is incomplete or does not match the index; the message names the file.
-        ValueError: names, shapes or dtypes do not match; the message lists or counts the mismatches. Nothing has been
-            changed.
+        ValueError: names, shapes or dtypes do not match; the message lists or counts the mismatches. The model is
+            unchanged.
 
     Example::
 
@@ -84,10 +84,13 @@ def find_safetensors(source: PathLike | Sequence[PathLike]) -> list[Path]:
         found = sorted(path.glob(f"*{kind}"))
         chosen = [each for each in found if each.name == f"model{kind}"] or found
         if len(chosen) > 1:
-            raise ValueError(f"{path} has {', '.join(each.name for each in chosen)}: name the one, or all, to read")
+            raise ValueError(
+                f"{path} has several models or files: {', '.join(each.name for each in chosen)}. Pass the paths of the "
+                "files to load"
+            )
         if chosen:
             return find_safetensors(chosen[0])
-    pickled = " (pickled weights, which it has, are not read)" if [*path.glob("*.bin"), *path.glob("*.pt*")] else ""
+    pickled = ". Its pickled weights are not read" if [*path.glob("*.bin"), *path.glob("*.pt*")] else ""
     raise FileNotFoundError(f"{path} has no model.safetensors and no model{_INDEX}{pickled}")
 
 
@@ -98,13 +101,13 @@ def _of_index(path: Path) -> list[Path]:
         for name, file in named.items():
             by_file[file].add(name)
         if odd := [file for file in by_file if Path(file).name != file or file in ("", "..")]:
-            raise ValueError(f"{odd[0]!r} is not the name of a file beside it")
+            raise ValueError(f"{odd[0]!r} is not a file name in the same folder")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not an index of safetensors files: {error}") from None
     for file, names in by_file.items():
         with opened(path.parent / file) as tensors:
             if lost := sorted(names - set(tensors.keys())):
-                raise CheckpointError(f"{path.parent / file} lacks {lost[0]}, which {path.name} says it has")
+                raise CheckpointError(f"{path.parent / file} lacks the tensor {lost[0]} that {path.name} lists")
     return [path.parent / file for file in sorted(by_file)]
 
 
@@ -121,11 +124,14 @@ class _FullFiles:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping
                     key = rename(name) if rename is not None else name
                     if key in stored:
-                        raise ValueError(f"{path} has {name} for {key}, which {self._place[key][0]} has, too")
+                        raise ValueError(
+                            f"{path} has {name} for {key}, but {self._place[key][0]} has a tensor for it as well. "
+                            "Pass files without duplicate tensors"
+                        )
                     entry = tensors.get_slice(name)
                     dtype, shape = _DTYPE_NAMED.get(entry.get_dtype()), tuple(entry.get_shape())
                     if dtype is None:
-                        raise CheckpointError(f"{path}: {name} has dtype {entry.get_dtype()}, which is unknown here")
+                        raise CheckpointError(f"{path}: {name} has the unsupported dtype {entry.get_dtype()}")
                     stored[key] = StoredTensor(shape, dtype, ((path.name, (0,) * len(shape), shape),))
                     self._place[key] = (path, name)
         document = {"model": {key: {"$tensor": key} for key in stored}, "optimizer": None, "extra": None}
@@ -133,14 +139,14 @@ class _FullFiles:
         held = sorted((key, stored[key].shape, str(stored[key].dtype)) for key in stored)
         samples = [_sample(path) for path in files]
         self.fingerprint: object = hashlib.sha256(repr((held, samples)).encode()).hexdigest()
-        self._again: dict[str, Tensor] = {}
+        self._reread: dict[str, Tensor] = {}
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
-        self._again = {key: tensor for key, tensor in tensors.items() if key in in_place}
+        self._reread = {key: tensor for key, tensor in tensors.items() if key in in_place}
         self._fill({key: tensor for key, tensor in tensors.items() if key not in in_place})
 
-    def read_again(self) -> None:
-        self._fill(self._again)
+    def reread(self) -> None:
+        self._fill(self._reread)
 
     @torch.no_grad()
     def _fill(self, tensors: Mapping[str, Tensor]) -> None:
@@ -155,9 +161,9 @@ class _FullFiles:
 
 
 def _sample(path: Path) -> tuple[int, str]:
-    """Return the size of a file in bytes and a digest of samples of it.
+    """Return the size of a file in bytes and a digest of samples of its contents.
 
-    The digests of two training runs of the same model differ.
+    The samples suffice to tell apart two training runs of the same model.
     """
     size, digest = path.stat().st_size, hashlib.sha256()
     with open(path, "rb") as file:

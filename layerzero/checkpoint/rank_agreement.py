@@ -1,4 +1,4 @@
-"""Checks and errors shared by saves and loads: valid arguments, agreement of all ranks, and translation of errors."""
+"""Checks and errors that saves and loads share: valid arguments, agreement of all ranks, and translation of errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layerzero.engine.param_view import ParamView
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["PathLike", "RankLostError", "agree_or_raise", "check_usable", "told"]
+__all__ = ["PathLike", "RankLostError", "agree_or_raise", "check_usable", "failure_of"]
 
 PathLike = str | os.PathLike[str]
 
@@ -30,7 +30,7 @@ _KINDS = {
 
 
 class RankLostError(CheckpointError):
-    """A collective has failed because a rank is gone or late."""
+    """Error for a collective that failed because a rank has exited or is late."""
 
 
 def agree_or_raise(
@@ -48,16 +48,19 @@ def agree_or_raise(
 def check_usable(runtime: LayerZeroState, optimizer: object) -> None:
     need_numpy("a checkpoint")
     if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
-        raise TypeError(f"optimizer must come from layerzero.shard_optimizer, got {type(optimizer).__name__}")
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}. Pass the optimizer that layerzero.shard_optimizer returned"
+        )
     if optimizer is not None and optimizer not in runtime.optimizers:
         raise ValueError(
-            "the optimizer belongs to another model. Pass the one that shard_optimizer returned for this model"
+            "the optimizer belongs to another model. Pass the optimizer that layerzero.shard_optimizer returned for "
+            "this model"
         )
     if ParamView.UNSHARDED in runtime.status.active_views:
-        raise RuntimeError("a checkpoint inside layerzero.unsharded; leave the context first")
+        raise RuntimeError("a checkpoint cannot be saved or loaded inside layerzero.unsharded. Leave the context first")
 
 
-def told(done: str, path: PathLike, error: CheckpointException) -> Exception:
+def failure_of(done: str, path: PathLike, error: CheckpointException) -> Exception:
     if taken := [failure for failure, _ in error.failures.values() if isinstance(failure, PathTakenError)]:
         return FileExistsError(*taken[0].args)
     said = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items()))

@@ -1,14 +1,15 @@
 """Plan and commit of a load: all checks come before the first read, and all reads before the first write.
 
-[Note: Nothing changes before all is known]
+[Note: Checks before changes]
 A load compares every name, shape and dtype with the table of the checkpoint. Then each rank reads every byte that it
-needs and verifies its checksum. Values that need new memory anyway are kept; all other values pass through a small
-buffer. Only if that succeeds on all ranks is anything changed. Masters and optimizer state with existing memory are
-then read again, directly into that memory and most likely from the page cache, and verified again. Reading into new
-memory first would cost more than this second read, and would take as much extra memory as the state itself.
+needs and verifies the checksums. Values that need new memory in any case are kept. All other values are read through a
+small buffer and discarded. The load changes the model and the optimizer only after this succeeds on all ranks. Masters
+and optimizer state with existing memory are then read a second time, directly into that memory and most likely from the
+page cache, and verified again. Reading into new memory first would be slower than this second read, and would need as
+much extra memory as the state.
 
-One failure remains possible: the second read of a file fails although the first succeeded. The changes cannot be undone
-then. The load raises on all ranks, and model and optimizer cannot be used until a load succeeds.
+One failure remains possible: the second read of a file fails although the first succeeded. The changes can then not be
+undone. The load raises on all ranks, and model and optimizer cannot be used until a load succeeds.
 """
 
 from __future__ import annotations
@@ -29,18 +30,20 @@ from layerzero.checkpoint.json_codec import Decoder, references
 from layerzero.checkpoint.optimizer_compat import GroupCompatibility, as_kept, key_of
 from layerzero.checkpoint.safetensors_reader import same_columns
 from layerzero.checkpoint.state_names import RankLocalNames, StateNames
-from layerzero.checkpoint.subclass_tensors import flatten_subclass, is_made_of_others, is_table
+from layerzero.checkpoint.subclass_tensors import flatten_subclass, has_inner_tensors, is_table
 from layerzero.dtensor.full_tensor import rows_of
-from layerzero.dtensor.row_shard_spec import MutationTracker, RowShardSpec
-from layerzero.dtensor.sharded_tensor import plain, sharded
+from layerzero.dtensor.local_shard import plain
+from layerzero.dtensor.mutation_tracker import MutationTracker
+from layerzero.dtensor.row_shard_spec import RowShardSpec
+from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["RestorePlan"]
 
-_LISTED, _EXAMPLES = 12, 3  # up to 12 problems are all listed; of more, 3 of each kind
-_KINDS = ("missing", "unexpected", "unexpected in the optimizer", "")  # first words of problems; "" for all others
+_LISTED, _EXAMPLES = 12, 3  # up to 12 problems are all listed; otherwise, 3 of each kind
+_KINDS = ("missing", "unexpected", "unexpected in the optimizer", "")  # first words of problems; "" for other problems
 
 
 @dataclass(frozen=True)
@@ -52,17 +55,17 @@ class _ReadTarget:
 
 
 class RestorePlan:
-    """Changes that loading a checkpoint makes, determined before anything is read.
+    """Changes that loading a checkpoint makes, determined before any tensor is read.
 
     Args:
-        rank: rank of this process, if the same number of ranks saved the checkpoint; otherwise None.
+        rank: rank of this process if the same number of ranks saved the checkpoint; otherwise None.
         twice: whether the source can be read a second time, into memory of the model and the optimizer.
         apart: names under which other ranks have different parameters. The checkpoint has the parameters of all ranks.
 
     Attributes:
-        problems: descriptions of the entries that do not fit, one line each. Such entries are skipped.
-        tensors: by key, tensors to be read, sharded or full. They are new CPU memory, except those `in_place`.
-        in_place: keys of tensors that are memory of the model or the optimizer. They are written only after all checks.
+        problems: descriptions of the entries that do not match, one line each. These entries are skipped.
+        tensors: by key, tensors to be read, sharded or full. All but the tensors `in_place` are new CPU memory.
+        in_place: keys of tensors that use memory of the model or the optimizer. They are written only after all checks.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class RestorePlan:
         apart: RankLocalNames | None = None,
     ) -> None:
         self.problems: list[str] = []
-        self._differ, self._count = 0, 0  # tensors of the model: number of mismatches, and of all
+        self._differ, self._count = 0, 0  # number of tensors of the model that do not match, and of all tensors
         self.tensors: dict[str, Tensor] = {}
         self._runtime = runtime
         self._optimizer = optimizer
@@ -92,8 +95,8 @@ class RestorePlan:
         self._parts: dict[int, tuple[str, str]] = {}  # by id, inner tensors of subclasses: name and key
         self._states: list[tuple[nn.Module, Any]] = []  # extra states, encoded
         self._optimizer_state: dict[str, Any] = {}  # by the optimizer's own names
-        self._kept: dict[str, Mapping[str, Any]] = {}  # likewise: examples of the state that is kept, if known
-        self._group_settings: list[dict[str, Any]] | None = None  # by group of the optimizer; None: none are stored
+        self._kept: dict[str, Mapping[str, Any]] = {}  # likewise: examples of the optimizer state, if known
+        self._group_settings: list[dict[str, Any]] | None = None  # by group of the optimizer; None: not stored
         self._plan_model(contents.document["model"])
         if optimizer is not None:
             self._plan_optimizer(optimizer, contents.document["optimizer"])
@@ -104,7 +107,7 @@ class RestorePlan:
             self.tensors[key] = self._memory(key, spans)
 
     def summary(self) -> str:
-        """Return the problems as text: all of them if they are few, otherwise a count and examples of each kind."""
+        """Return a text with all problems if there are at most 12, otherwise with a count and examples of each kind."""
         if len(self.problems) <= _LISTED:
             return "; ".join(self.problems)
         by_kind: dict[str, list[str]] = {kind: [] for kind in _KINDS}
@@ -112,7 +115,7 @@ class RestorePlan:
             kind, _, name = problem.partition(": ")
             known = kind in _KINDS
             by_kind[kind if known else ""].append(name if known else problem)
-        told = [f"{self._differ} of {self._count} tensors of the model differ"]
+        told = [f"{self._differ} of {self._count} tensors of the model do not match"]
         for kind, entries in by_kind.items():
             if entries:
                 more = f" and {len(entries) - _EXAMPLES} more" if len(entries) > _EXAMPLES else ""
@@ -121,7 +124,7 @@ class RestorePlan:
         return "; ".join(told)
 
     def _plan_model(self, stored: Mapping[str, Any]) -> None:
-        self.problems += [f"{name} is made by a hook of state_dict(), and cannot be loaded" for name in self._names.odd]
+        self.problems += [f"{name} is added by a state_dict() hook and cannot be loaded" for name in self._names.odd]
         by_target: dict[int, list[str]] = {}
         for name, target in self._names.targets.items():
             by_target.setdefault(id(target), []).append(name)
@@ -131,7 +134,7 @@ class RestorePlan:
             target, before = self._names.targets[names[0]], len(self.problems)
             if not found:
                 self.problems.append(f"missing: {' = '.join(names)}")
-            elif isinstance(target, Tensor) and is_made_of_others(target):
+            elif isinstance(target, Tensor) and has_inner_tensors(target):
                 self._plan_parts(found, target, stored)
             elif isinstance(target, Tensor):
                 self._plan_tensor(found, target, stored)
@@ -144,21 +147,21 @@ class RestorePlan:
         self.problems += [f"unexpected: {name}" for name in unexpected if not self._names.apart.is_elsewhere(name)]
 
     def _plan_parts(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
-        """Plan the load of a subclass tensor, which every rank holds unsharded: all of its inner tensors or none."""
+        """Plan the load of an unsharded subclass tensor: all of its inner tensors, or none if one does not match."""
         name, entry = names[0], stored[names[0]]
         if (told := flatten_subclass(name, target)) is None:
             self.problems.append(
-                f"{name}: a {type(target).__name__} does not say which plain tensors are to be filled: make it anew as "
-                "it was made, and load the rest with strict=False"
+                f"{name}: a {type(target).__name__}, a tensor subclass, does not expose the plain tensors to load. "
+                "Create the tensor as before the save, and load the other tensors with strict=False"
             )
             return
         said, parts = told
         if not is_table(entry) or entry["of"] != said or entry["tensors"].keys() != parts.keys():
-            found = entry["of"] if is_table(entry) else "something else"
-            self.problems.append(f"{name}: expected {said} of {sorted(parts)}, the checkpoint has {found}")
+            found = entry["of"] if is_table(entry) else "another kind of entry"
+            self.problems.append(f"{name}: expected {said} of {sorted(parts)}, but the checkpoint has {found}")
             return
         if odd := [other for other in names if stored[other] != entry]:
-            self.problems.append(f"{name} and {odd[0]} are one parameter here, and two in the checkpoint")
+            self.problems.append(f"{name} and {odd[0]} are one parameter here, but two in the checkpoint")
             return
         keys = {part: key_of(reference) for part, reference in entry["tensors"].items()}
         problems = {
@@ -200,12 +203,12 @@ class RestorePlan:
 
     def _plan_optimizer(self, optimizer: ShardedOptimizer, stored: Mapping[str, Any] | None) -> None:
         if stored is None:
-            self.problems.append("missing: the optimizer, which the checkpoint does not have")
+            self.problems.append("missing: the optimizer state")
             return
         if (kind := stored.get("class")) not in (None, own := type(optimizer.inner).__name__):
             self.problems.append(
-                f"the optimizer was {kind}, and is {own} here: build the one that was saved, or load the model alone, "
-                "without an optimizer"
+                f"the optimizer was {kind} in the checkpoint and is {own} here. Build the saved optimizer, or load the "
+                "model without an optimizer"
             )
             return
         groups = optimizer.param_groups
@@ -246,7 +249,7 @@ class RestorePlan:
             }
             if optimizer.owned(here[name]) is None:
                 odd_ones = [entry for entry, found in inside.items() if found]
-                wrong += [f"{entry} of {name} in the optimizer: tensors inside a value" for entry in odd_ones]
+                wrong += [f"{entry} of {name} in the optimizer: unexpected nested tensors" for entry in odd_ones]
             odd = check_of[here[name]].state_problems(values, len(shape))
             wrong += [f"{entry} of {name} in the optimizer: {problem}" for entry, problem in odd]
             self.problems += wrong
@@ -287,7 +290,7 @@ class RestorePlan:
         stored = self._stored[key]
         member = None if like is None else self._names.members.get(like)
         if like is not None and (member is None or member.spec.true_shape != stored.shape):
-            self.problems.append(f"{key} is cut like parameter {like}, which the model does not have in this shape")
+            self.problems.append(f"{key} has the sharding of {like}, which is not in the model with this shape")
         else:
             self._use(key, None if member is None else member.spec)
 
@@ -295,7 +298,7 @@ class RestorePlan:
         """Record that this rank needs the stored tensor `key`.
 
         Args:
-            span: sharding of the rows that are needed; None: the full tensor.
+            span: sharding of the rows that this rank needs; None: the full tensor.
             home: existing memory that the rows can be loaded into.
         """
         self._uses.setdefault(key, []).append(span)
@@ -305,7 +308,7 @@ class RestorePlan:
     def _can_hold(self) -> frozenset[str]:
         """Return the keys of the tensors that can be read in place.
 
-        Such a tensor is used once, and its existing memory can take the stored bytes without conversion. The result is
+        Such a tensor is used once, and the stored bytes can be read into its memory without conversion. The result is
         empty if the memory of two such tensors overlaps.
         """
         able: list[tuple[int, int, str]] = []  # start and end of its memory
@@ -328,7 +331,7 @@ class RestorePlan:
         return sharded(rows, first, MutationTracker())
 
     def _read(self, key: str) -> Any:
-        """Return the tensor that was read for `key`; None if it does not fit or belongs to other ranks."""
+        """Return the tensor that was read for `key`; None if it does not match or belongs to other ranks."""
         return self.tensors.get(key)
 
     def _rows(self, key: str, target: Tensor | ManagedParam) -> Tensor:
@@ -338,8 +341,8 @@ class RestorePlan:
             return rows_of(tensor, target.spec)
         return plain(tensor)
 
-    def twin_problems(self) -> list[str]:
-        """Return a description of each tied parameter that is stored twice with different values."""
+    def optimizer_problems(self) -> list[str]:
+        """Return descriptions of tied parameters that are stored twice with different values."""
         return [
             f"{first} and {second} are one parameter here, but have different values in the checkpoint"
             for first, key, second, other in self._twins
@@ -350,7 +353,7 @@ class RestorePlan:
         """Restore extra states of modules, wait for pending refreshes, and return ``extra``."""
         extra = self._decoder.decode(self._document["extra"])
         for module, state in self._states:
-            module.set_extra_state(self._decoder.decode(state))  # user code: if it raises, no tensor has been changed
+            module.set_extra_state(self._decoder.decode(state))  # user code may raise; no tensor has been changed yet
         self._runtime.refreshes.before_master_write()
         return extra
 
@@ -372,7 +375,7 @@ class RestorePlan:
             {**group, **self._decoder.decode(found), "params": optimizer.parameter_names(group)}
             for group, found in zip(optimizer.param_groups, settings, strict=True)
         ]
-        state = optimizer.state_dict()["state"] if self.problems else {}  # if not strict, entries that do not fit stay
+        state = optimizer.state_dict()["state"] if self.problems else {}  # strict=False keeps entries without a match
         for name, values in self._optimizer_state.items():
             kept, loaded = self._kept[name], self._decoder.decode(values)
             state[name] = {entry: as_kept(value, kept.get(entry)) for entry, value in loaded.items()}
@@ -399,10 +402,10 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def _misfit(stored: StoredTensor, shape: torch.Size, dtype: torch.dtype) -> str | None:
     """Return why a stored tensor cannot be converted to this shape and dtype without loss; None if it can."""
     if stored.shape != tuple(shape):
-        return f"expected shape {list(shape)}, the checkpoint has {list(stored.shape)}"
+        return f"expected shape {list(shape)}, but the checkpoint has {list(stored.shape)}"
     if stored.dtype == dtype:
         return None
     floating = stored.dtype.is_floating_point and dtype.is_floating_point
     if floating and torch.promote_types(stored.dtype, dtype) == dtype:
         return None  # bf16 to fp32 is exact
-    return f"expected {dtype}, the checkpoint has {stored.dtype}"
+    return f"expected {dtype}, but the checkpoint has {stored.dtype}"

@@ -1,10 +1,10 @@
 """Resuming from the newest checkpoint that can be loaded.
 
-[Note: What is set aside, and when]
-If a damaged checkpoint has the name of a later save, every resumed run would fail at that save. So the checkpoint is
-renamed, to a name that is never read or removed. This is done only after an earlier checkpoint has been loaded. If none
-can be loaded, another cause is more likely, such as the file system, and nothing is renamed. For the same reason,
-checkpoints that were skipped for non-finite values are renamed if they are newer than the loaded one.
+[Note: Renaming of damaged checkpoints]
+If a damaged checkpoint has the name of a later save, every resumed run would fail at that save. Therefore the damaged
+checkpoint is renamed, to a name that is never read or removed. The rename happens only after an earlier checkpoint has
+been loaded. If no checkpoint can be loaded, another cause is more likely, such as the file system, and no checkpoint is
+renamed. A checkpoint that was skipped because of non-finite values is also renamed if it is newer than the loaded one.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Resumed(NamedTuple):
     Attributes:
         path: path of the checkpoint that was loaded.
         extra: the ``extra`` that was saved with the checkpoint.
-        set_aside: a sentence for each damaged checkpoint, and for each newer one with non-finite values. It has the
-            path, the problem and the new name.
+        set_aside: a sentence for each damaged checkpoint, and for each newer checkpoint with non-finite values. The
+            sentence has the path, the problem and the new name.
     """
 
     path: Path
@@ -49,12 +49,12 @@ class Resumed(NamedTuple):
 def load_latest(
     folder: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = None, *, strict: bool = True
 ) -> Resumed | None:
-    """Load the newest loadable checkpoint of a folder, as :func:`load` does.
+    """Load the newest valid checkpoint of a folder with :func:`load`.
 
-    All ranks try the same checkpoint. If it is damaged on any rank, all ranks try the previous checkpoint. After one
-    has been loaded, the damaged ones are renamed, so that later saves can use their names. A warning is logged, and
-    nothing is removed. Checkpoints with non-finite values are tried last. If an older checkpoint is loaded instead,
-    they are also renamed.
+    All ranks try the same checkpoint. If it is damaged on any rank, all ranks try the previous checkpoint. After a
+    checkpoint has been loaded, the damaged ones are renamed, so that later saves can use their names. A warning is
+    logged, and no checkpoint is removed. Checkpoints with non-finite values are tried last. They are also renamed if an
+    older checkpoint is loaded.
 
     Args:
         folder: folder of one run, as for :func:`latest`.
@@ -64,9 +64,9 @@ def load_latest(
         The loaded checkpoint; None if `folder` has no checkpoint, not even a damaged one.
 
     Raises:
-        CheckpointError: there are checkpoints, but none can be loaded; the message has the reason for each. Nothing has
-            been renamed.
-        ValueError: names, shapes or dtypes of an intact checkpoint do not match; no other checkpoint is tried.
+        CheckpointError: there are checkpoints, but none can be loaded; the message has the reason for each. No
+            checkpoint has been renamed.
+        ValueError: names, shapes or dtypes of an intact checkpoint do not match. No other checkpoint is tried.
 
     Example::
 
@@ -97,7 +97,7 @@ def load_latest(
         if not broken and not damaged:
             return None
         told = "; ".join([*damaged.values(), *broken])
-        raise CheckpointError(f"no checkpoint in {folder} can be loaded, and nothing has been renamed: {told}")
+        raise CheckpointError(f"no checkpoint in {folder} can be loaded, and no checkpoint has been renamed: {told}")
     moved = _heard(runtime, None if seen is None else _put_aside(seen, damaged, loaded=path))
     if seen is not None:
         for text in moved:
@@ -116,7 +116,7 @@ def _tried(
 ) -> tuple[Any, str | None]:
     """Try to load a checkpoint. Return (``extra``, None), or (None, reason) if the checkpoint is damaged.
 
-    The reason is the same on all ranks. It is empty if the checkpoint no longer exists. Other errors are raised.
+    The reason is equal on all ranks, and empty if the checkpoint no longer exists. Other errors are raised.
     """
     try:
         return prepare_load(path, model, optimizer, strict=strict).commit(), None
@@ -131,7 +131,7 @@ def _tried(
         (Exception, "failed"),
     )
     mine = next(kind for each, kind in kinds if isinstance(caught, each))
-    # Ranks may have raised different errors in the same attempt, but each has raised one.
+    # Ranks may have raised different errors in the same attempt, but every rank has raised an error.
     said = [json.loads(text) for text in runtime.ranks.all_gather_text(json.dumps([mine, str(caught)]))]
     if any(kind == "failed" for kind, _ in said) or mine == "unknown":
         raise caught
@@ -145,7 +145,7 @@ def _put_aside(seen: RunFolderScan, damaged: dict[Path, str], *, loaded: Path) -
     known: dict[Path, Manifest | None] = {manifest.folder: manifest for manifest in seen.complete}
     since = next(manifest.sequence for manifest in seen.complete if manifest.folder == loaded)
     passed_over = {
-        manifest.folder: "holds numbers that are not finite"
+        manifest.folder: "has non-finite values"
         for manifest in seen.complete
         if manifest.finite is False and manifest.sequence > since
     }
@@ -158,6 +158,6 @@ def _one_aside(path: Path, manifest: Manifest | None, why: str) -> str:
     try:
         aside = put_aside(path, manifest)
     except OSError as error:
-        return f"{path} {why}, and cannot be set aside: {error}"
-    where = "another job has replaced it" if aside is None else f"it has been set aside as {aside.name}"
+        return f"{path} {why} and cannot be renamed: {error}"
+    where = "another job has replaced it" if aside is None else f"it has been renamed to {aside.name}"
     return f"{path} {why}: {where}"

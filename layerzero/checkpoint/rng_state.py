@@ -37,9 +37,9 @@ def random_states(seed: int, step: int) -> dict[str, Any]:
     """Return this rank's generator states for ``extra``: torch, the device, Python, and NumPy if it is imported.
 
     Args:
-        seed: seed of the run, the same on all ranks.
-        step: current step, the same on all ranks. If a different number of ranks resumes, states are derived from
-            `seed` and `step`.
+        seed: seed of the run, equal on all ranks.
+        step: current step, equal on all ranks. If a different number of ranks resumes, states are derived from `seed`
+            and `step`.
 
     Example::
 
@@ -62,17 +62,17 @@ def set_random_states(saved: dict[str, Any]) -> bool:
     """Restore the generator states that :func:`random_states` returned.
 
     Returns:
-        True if this rank's own states were restored. False if a different number of ranks saved. Then each rank's
-        generators are seeded from the seed of the run, the step, the number of ranks and the rank. This is
-        reproducible, and a warning is logged.
+        True if this rank's own states were restored. False if a different number of ranks saved the states. In this
+        case, a warning is logged, and each rank's generators are seeded reproducibly from the seed of the run, the
+        step, the number of ranks and the rank.
     """
     rank, ranks, states = dist.get_rank(), dist.get_world_size(), saved["states"]
     if states is None:
         _derive(saved["seed"], saved["step"], ranks, rank)
         if rank == 0:
             _LOG.warning(
-                "random states of %d ranks are no use to %d: each rank's are derived from seed %d, step %d, the number "
-                "of ranks and its rank",
+                "random states of %d ranks cannot be restored on %d ranks. Each rank derives new states from seed %d, "
+                "step %d, the number of ranks and its rank",
                 *(saved["ranks"], ranks, saved["seed"], saved["step"]),
             )
         return False

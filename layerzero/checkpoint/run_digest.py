@@ -1,9 +1,9 @@
-"""A chain of digests that proves that a resumed run is equal to an uninterrupted one.
+"""Chain of digests that shows that a resumed run equals an uninterrupted one.
 
-[Note: The same whatever the number of ranks]
+[Note: Independence of the number of ranks]
 The digest of a parameter is a sum over its elements, weighted by their indices in the flattened full tensor. Each rank
-sums over its own shard, and the total is that of the full tensor, regardless of the sharding. Digests of a rank's data
-and random numbers are listed by rank.
+sums over its own shard. The total equals the sum over the full tensor, regardless of the sharding. Digests of a rank's
+data and random numbers are listed by rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.owner_step import OwnedParam
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
-from layerzero.reliability.bits import place_sum
+from layerzero.reliability.bits import weighted_sum
 from layerzero.utils.nonfinite import few_names
 
 __all__ = ["Chain"]
@@ -37,9 +37,9 @@ _START = "0" * 64
 class Chain:
     """Chain of digests of a run. A link covers weights, optimizer state, random numbers, and data since the last link.
 
-    Each link includes the previous one. If two runs have equal links, they had the same weights, state and random
+    Each link includes the previous link. If two runs have equal links, they had the same weights, state and random
     numbers at every link so far, and the same data in the same order. For unsharded tensors, such as buffers, a link
-    covers the first rank's copy, which is also the copy that a checkpoint holds.
+    covers the first rank's copy, which is also the copy in checkpoints.
 
     Args:
         model: from :func:`layerzero.shard_model`.
@@ -62,7 +62,10 @@ class Chain:
     def __init__(self, model: nn.Module, *optimizers: ShardedOptimizer) -> None:
         self._runtime = get_state(model)
         if not all(optimizer in self._runtime.optimizers for optimizer in optimizers):
-            raise ValueError("an optimizer belongs to another model, or did not come from layerzero.shard_optimizer")
+            raise ValueError(
+                "an optimizer belongs to another model, or is not from layerzero.shard_optimizer. Pass optimizers that "
+                "layerzero.shard_optimizer returned for this model"
+            )
         self._optimizers = optimizers
         self._head = _START
         self._data = hashlib.sha256()
@@ -78,7 +81,7 @@ class Chain:
         self._data.update(_text(data).encode())
 
     def link(self, step: int) -> dict[str, Any]:
-        """Return the next link, to be saved in ``extra``. All ranks must call this and get the same link."""
+        """Return the next link, to be saved in ``extra``. All ranks must call this, and get the same link."""
         state, random = self._weights(), self._of_ranks(_random_digest())
         data = self._of_ranks(self._data.hexdigest())
         self._data = hashlib.sha256()
@@ -90,8 +93,7 @@ class Chain:
         """Continue from a link after the checkpoint is loaded and the random states are set. All ranks must call this.
 
         Returns:
-            True if the same number of ranks made the link. Otherwise False: the random states are not compared, and
-            random numbers and data of each rank start anew.
+            True if the same number of ranks created the link. Otherwise False; random states are then not compared.
 
         Raises:
             CheckpointError: the loaded state differs from the saved one; the message names the differences.
@@ -100,15 +102,16 @@ class Chain:
         wrong = [name for name in dict.fromkeys([*link["weights"], *now]) if link["weights"].get(name) != now.get(name)]
         if wrong:
             raise CheckpointError(
-                f"the run does not go on from what was saved at step {link['step']}: {few_names(wrong)}"
+                f"the run does not continue from the state saved at step {link['step']}, because these tensors differ: "
+                f"{few_names(wrong)}. Load the checkpoint that contains the link"
             )
         random = self._of_ranks(_random_digest())
         same_ranks = len(random) == len(link["random"])
         if same_ranks and random != link["random"]:
             ranks = [str(rank) for rank, (a, b) in enumerate(zip(random, link["random"], strict=True)) if a != b]
             raise CheckpointError(
-                f"the run does not go on from what was saved at step {link['step']}: random numbers of the ranks "
-                f"{', '.join(ranks)} are others; set them with checkpoint.set_random_states before"
+                f"the run does not continue from the state saved at step {link['step']}, because the random states of "
+                f"the ranks {', '.join(ranks)} differ. Call checkpoint.set_random_states first"
             )
         self._head = link["head"]
         self._data = hashlib.sha256()
@@ -118,23 +121,23 @@ class Chain:
     def _weights(self) -> dict[str, int]:
         """Return, by name, the weighted sum of each tensor of the model and of each parameter's optimizer state."""
         runtime = self._runtime
-        topology, members = runtime.mesh_info, runtime.members
+        mesh_info, members = runtime.mesh_info, runtime.members
         whole = _not_sharded(runtime)
         names = [*members, *whole]
-        sums = torch.zeros(2, len(names), dtype=torch.int64, device=topology.device)
+        sums = torch.zeros(2, len(names), dtype=torch.int64, device=mesh_info.device)
         index_of = {name: index for index, name in enumerate(names)}
         places = {name: _Places.of(member.spec) for name, member in members.items()}
         for name, member in members.items():
-            sums[0, index_of[name]] = places[name].sum_of(member.master).to(topology.device)
+            sums[0, index_of[name]] = places[name].sum_of(member.master).to(mesh_info.device)
         for name, tensor in whole.items() if runtime.ranks.is_first else ():
-            sums[0, index_of[name]] = place_sum(tensor.detach(), 0).to(topology.device)
+            sums[0, index_of[name]] = weighted_sum(tensor.detach(), 0).to(mesh_info.device)
         for optimizer in self._optimizers:
             for name, values in optimizer.state_by_name().items():
                 if name in members:
                     owned = optimizer.owned(name)
                     for key, value in sorted(values.items()):
                         part = _sum_of(value, places[name]) if owned is None else _sum_of_owned(value, owned)
-                        sums[1, index_of[name]] += (part * _odd(key)).to(topology.device)
+                        sums[1, index_of[name]] += (part * _odd_factor(key)).to(mesh_info.device)
         runtime.ranks.reduce(sums, dist.ReduceOp.SUM)
         weights, state = sums.tolist()
         found = dict(zip(names, weights, strict=True))
@@ -145,7 +148,7 @@ class Chain:
 
 
 def _not_sharded(runtime: LayerZeroState) -> dict[str, Tensor]:
-    """Return the tensors that checkpoints take from the first rank: persistent buffers and ignored parameters."""
+    """Return the tensors that only the first rank saves: persistent buffers and ignored parameters."""
     sharded = {id(member.sharded) for member in runtime.members.values()}
     return {
         name: target
@@ -159,9 +162,9 @@ class _Places(NamedTuple):
 
     Attributes:
         first: index of the first element.
-        run, pitch: see :func:`place_sum`.
-        counts: whether this rank adds its rows. If several ranks have copies of them, one adds them.
-        leads: whether this rank is the one that adds the scalars of the full parameter.
+        run, pitch: see :func:`weighted_sum`.
+        counts: whether this rank adds its rows. Of several ranks with copies of the rows, one adds them.
+        leads: whether this rank adds the scalars of the full parameter. One rank does.
     """
 
     first: int
@@ -183,7 +186,7 @@ class _Places(NamedTuple):
         return cls(first, max(1, (box[cut].stop - box[cut].start) * below), shape[cut] * below, counts, leads)
 
     def sum_of(self, rows: Tensor) -> Tensor:
-        return place_sum(rows, self.first, self.run, self.pitch) if self.counts else _nothing()
+        return weighted_sum(rows, self.first, self.run, self.pitch) if self.counts else _nothing()
 
 
 def _nothing() -> Tensor:
@@ -194,18 +197,18 @@ def _sum_of(value: Any, places: _Places | None) -> Tensor:
     """Return this rank's contribution to the sum of a state entry: its rows, or a scalar that only one rank adds.
 
     Args:
-        places: positions of the rows; None: the full entry belongs to this rank.
+        places: positions of the rows; None: the entry is not sharded.
     """
     if isinstance(value, Tensor) and value.ndim and places is not None:
         return places.sum_of(value)
     if places is not None and not places.leads:
         return _nothing()
     if isinstance(value, Tensor):
-        return place_sum(value, 0)
+        return weighted_sum(value, 0)
     if isinstance(value, (list, tuple)):
-        items = [_sum_of(item, None) * _odd(str(place)) for place, item in enumerate(value)]
+        items = [_sum_of(item, None) * _odd_factor(str(place)) for place, item in enumerate(value)]
         return torch.stack([item.cpu() for item in items] or [_nothing()]).sum()
-    return torch.tensor(_odd(repr(value)), dtype=torch.int64)
+    return torch.tensor(_odd_factor(repr(value)), dtype=torch.int64)
 
 
 def _sum_of_owned(value: Any, owned: OwnedParam) -> Tensor:
@@ -213,12 +216,12 @@ def _sum_of_owned(value: Any, owned: OwnedParam) -> Tensor:
     if isinstance(value, Tensor) and value.ndim:
         return _Places.of(owned.span_of(owned.true_shape(value.shape) or value.shape)).sum_of(value)
     if isinstance(value, (list, tuple)):
-        items = [_sum_of_owned(item, owned) * _odd(str(place)) for place, item in enumerate(value)]
+        items = [_sum_of_owned(item, owned) * _odd_factor(str(place)) for place, item in enumerate(value)]
         return torch.stack([item.cpu() for item in items] or [_nothing()]).sum()
     return _sum_of(value, None) if owned.is_first_in_group else _nothing()
 
 
-def _odd(text: str) -> int:
+def _odd_factor(text: str) -> int:
     """Return an odd 62-bit number derived from a text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 2 | 1
 
@@ -231,7 +234,7 @@ def _random_digest() -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a text that is equal only for equal values."""
+    """Return a text that differs for different values."""
     if isinstance(value, Tensor):
         return f"{value.dtype}{tuple(value.shape)}{value.detach().cpu().reshape(-1).tolist()}"
     if hasattr(value, "dtype") and hasattr(value, "tolist"):  # NumPy, which may not be installed
@@ -243,6 +246,6 @@ def _text(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)
     raise TypeError(
-        f"checkpoint.Chain cannot tell whether another process has the same {type(value).__name__}: give it numbers, "
-        "texts, tensors, NumPy arrays, and lists, tuples and dicts of them"
+        f"checkpoint.Chain cannot compare a {type(value).__name__} between processes. Pass numbers, strings, tensors "
+        "or NumPy arrays, or lists, tuples and dicts of these"
     )

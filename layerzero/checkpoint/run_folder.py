@@ -1,4 +1,4 @@
-"""The folder that holds the checkpoints of one run."""
+"""Folder with the checkpoints of one run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from layerzero.checkpoint.atomic_files import (
     CheckpointError,
     Manifest,
     discard,
-    has_lost_its_name,
     hide,
+    is_displaced,
     is_leftover,
     refuse_to_replace,
     remove,
@@ -30,8 +30,8 @@ _DEAD_AFTER = 24 * 3600.0  # seconds without a write
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """Return the complete checkpoint in `folder` that was saved last; None if there is none.
 
-    A checkpoint is ignored if it is still being written, if its save died, or if files are missing or truncated.
-    :func:`load` verifies the contents of the files; this function does not.
+    A checkpoint is ignored if it is still being written, if its save died, or if files are missing or truncated. Only
+    :func:`load` verifies the contents of the files.
     """
     found = _complete(Path(folder))
     return found[-1].folder if found else None
@@ -44,7 +44,7 @@ def next_sequence(folder: Path) -> int:
 
 
 def tidy(path: Path, keep_last: int | None) -> None:
-    """Clean up after a save to `path`: remove leftovers of dead saves, and all but the last `keep_last` checkpoints.
+    """Clean up after a save to `path`: remove leftovers of dead saves, and checkpoints older than the last `keep_last`.
 
     A checkpoint that another job has saved at the same time or later is never removed.
 
@@ -57,9 +57,9 @@ def tidy(path: Path, keep_last: int | None) -> None:
 
 
 def rotate(path: Path, keep_last: int) -> None:
-    """Remove the checkpoints in the folder of `path` that are older than `path`, except the last `keep_last` of all.
+    """Remove checkpoints in the folder of `path` that are older than `path`, except the last `keep_last` checkpoints.
 
-    The last checkpoint that is known to be finite also stays.
+    The last checkpoint that is known to be finite is also kept.
     """
     found = _complete(path.parent)
     own = next((manifest.sequence for manifest in found if manifest.folder == path), None)
@@ -74,19 +74,19 @@ def clear_leftovers(written_last: Path) -> None:
     """Remove leftovers of saves that died over a day ago.
 
     Args:
-        written_last: the last file that a save has just written to its checkpoint. The leftovers beside that checkpoint
-            are removed, and the time stamp of the file is taken as the current time.
+        written_last: the last file that a save has just written to its checkpoint. The leftovers next to that
+            checkpoint are removed. The time stamp of the file is used as the current time.
     """
-    now = written_last.stat().st_mtime  # by the clock of the file system, like the time stamps it is compared with
+    now = written_last.stat().st_mtime  # by the clock of the file system, like the time stamps of the leftovers
     for leftover in written_last.parent.parent.iterdir():
         if is_leftover(leftover):
-            with suppress(FileNotFoundError):  # it has become a checkpoint, or another job has removed it
+            with suppress(FileNotFoundError):  # the leftover has become a checkpoint, or another job has removed it
                 if now - _last_written(leftover) > _DEAD_AFTER:  # another job or an import may still be writing
                     discard(leftover)
 
 
 def _remove_checkpoint(manifest: Manifest) -> None:
-    """Remove this checkpoint, but not a newer one that another job may have put at its path."""
+    """Remove this checkpoint, but not a newer checkpoint that another job may have saved to its path."""
     hidden = hide(manifest.folder)
     if _read(hidden) == replace(manifest, folder=hidden):
         remove(hidden)
@@ -99,9 +99,9 @@ class RunFolderScan:
     """Checkpoints in the folder of a run that is to be resumed.
 
     Attributes:
-        complete: manifests of complete checkpoints in the order in which a load tries them: newest first, except that
-            checkpoints with non-finite values come last.
-        broken: by path of each incomplete checkpoint, the reason.
+        complete: manifests of complete checkpoints in the order in which a load tries them: newest first, with
+            checkpoints that have non-finite values at the end.
+        broken: reason for each incomplete checkpoint, by path.
     """
 
     complete: tuple[Manifest, ...]
@@ -114,7 +114,7 @@ def scan(folder: Path) -> RunFolderScan:
     Raises:
         UnsupportedFormat: a checkpoint was written by a newer layerzero.
     """
-    broken = {path: why for path in _shown(folder) if (why := _why_broken(path)) and _was_checkpoint(path)}
+    broken = {path: why for path in _shown(folder) if (why := _damage_reason(path)) and _was_checkpoint(path)}
     newest = _complete(folder)[::-1]
     fine = [manifest for manifest in newest if manifest.finite is not False]
     return RunFolderScan((*fine, *(manifest for manifest in newest if manifest.finite is False)), broken)
@@ -125,7 +125,7 @@ def put_aside(path: Path, damaged: Manifest | None) -> Path | None:
 
     Args:
         damaged: manifest of the damaged checkpoint; None if it has no intact manifest. In that case, the folder must
-            contain only files of a checkpoint.
+            contain only checkpoint files.
 
     Raises:
         OSError: the checkpoint could not be renamed.
@@ -137,7 +137,7 @@ def put_aside(path: Path, damaged: Manifest | None) -> Path | None:
     return set_aside(path)
 
 
-def _why_broken(path: Path) -> str | None:
+def _damage_reason(path: Path) -> str | None:
     try:
         Manifest.read(path)
     except (UnsupportedFormat, FileNotFoundError) as error:  # another job may have removed it
@@ -149,13 +149,13 @@ def _why_broken(path: Path) -> str | None:
 
 
 def _was_checkpoint(path: Path) -> bool:
-    """Return whether `path` has a manifest, or files of a checkpoint and nothing else."""
+    """Return whether `path` has a manifest, or contains checkpoint files only."""
     try:
         if os.path.lexists(path / MANIFEST):
             return True
         refuse_to_replace(path)
         return any(path.iterdir())
-    except OSError:  # PathTakenError is one
+    except OSError:  # includes PathTakenError
         return False
 
 
@@ -172,7 +172,7 @@ def _complete(folder: Path) -> list[Manifest]:
 
 def _shown(folder: Path) -> list[Path]:
     found = folder.iterdir() if folder.is_dir() else ()
-    paths = [path for path in found if not path.name.startswith(".") or has_lost_its_name(path)]
+    paths = [path for path in found if not path.name.startswith(".") or is_displaced(path)]
     return [path for path in paths if not path.is_symlink() and path.is_dir()]
 
 

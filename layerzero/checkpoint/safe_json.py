@@ -1,11 +1,11 @@
 """Reading of untrusted files: limits on size and number of values, and escaping of their text in messages.
 
-[Note: What JSON may cost]
-A parsed value takes up to a hundred bytes, however short its text is. 60 MB of empty lists become gigabytes, and
-traversing them takes a minute. So JSON is rejected if it is too large or may hold too many values, which are both known
-before it is parsed. layerzero does not write files that it would refuse to read. ``contents.json`` has more than four
-bytes per value, for any shapes. Two million more values are allowed for lists in ``extra``. Longer lists belong in
-tensors.
+[Note: Limits on JSON]
+A parsed value uses up to a hundred bytes, regardless of the length of its text. 60 MB of empty lists become gigabytes,
+and traversing them takes a minute. Therefore JSON is rejected if it is too large or may contain too many values. Both
+are known before it is parsed. layerzero does not write files that it would refuse to read. ``contents.json`` has more
+than four bytes per value, for any shapes. Two million more values are allowed for lists in ``extra``. Store longer
+lists as tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BYTES_A_VALUE = 4
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is incomplete or damaged, or could not be written. The message names the file."""
+    """Error for a checkpoint that is incomplete or damaged, or could not be written. The message names the file."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
@@ -46,20 +46,20 @@ def read_capped(path: Path, most: int) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size <= most:
             return file.read(most)
-    raise CheckpointError(f"{path} has {size:,} bytes; layerzero reads at most {most:,} bytes of such a file")
+    raise CheckpointError(f"{path} has {size:,} bytes, but layerzero reads at most {most:,} bytes of this kind of file")
 
 
 def check_json(path: Path, text: bytes) -> None:
     """Raise CheckpointError if `text`, from the file at `path`, has more values than layerzero parses.
 
-    See [Note: What JSON may cost].
+    See [Note: Limits on JSON].
     """
     values = text.count(b",") + text.count(b"[") + text.count(b"{")
     most = _FREE_VALUES + len(text) // _BYTES_A_VALUE
     if values > most:
         raise CheckpointError(
-            f"{path} has {values:,} values in {len(text):,} bytes, of which layerzero reads at most {most:,}; long "
-            "lists of numbers belong into tensors"
+            f"{path} has {values:,} values in {len(text):,} bytes, but layerzero reads at most {most:,} values from a "
+            "file of this size. Store long lists of numbers as tensors"
         )
 
 

@@ -1,4 +1,4 @@
-"""Reading of checkpoint files: each rank reads its own rows and verifies the checksums of the bytes that it reads."""
+"""Reader of checkpoint files. Each rank reads its own rows and verifies the checksums of the bytes that it reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.dcp_storage import CONTENTS, CheckpointContents
 from layerzero.checkpoint.json_codec import DTYPES
 from layerzero.checkpoint.safe_json import parse
-from layerzero.dtensor.sharded_tensor import LocalShard, plain
+from layerzero.dtensor.local_shard import LocalShard, plain
 
 __all__ = ["CheckpointFiles", "same_columns"]
 
@@ -26,11 +26,11 @@ _HEADER_BYTES = 100 << 20  # maximum header size of a safetensors file
 
 
 class CheckpointFiles:
-    """The files of one checkpoint as a source of tensors; see [Note: Nothing changes before all is known].
+    """The files of one checkpoint as a source of tensors; see [Note: Checks before changes] in restore.py.
 
     Attributes:
-        fingerprint: equal on all ranks if all have opened the same checkpoint.
-        twice: True: the files can be read again.
+        fingerprint: value that is equal on all ranks if they have opened the same checkpoint.
+        twice: True, because the files can be read again.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -38,7 +38,7 @@ class CheckpointFiles:
         self.fingerprint: object = manifest.identity
         self.twice = True
         self._manifest = manifest
-        self._again: dict[str, list[ByteRange]] = {}  # by file: byte ranges to be read in place
+        self._reread: dict[str, list[ByteRange]] = {}  # by file: byte ranges to be read in place
 
     def files_of(self, tensors: Mapping[str, Tensor]) -> set[str]:
         """Return the names of the files that contain a part of `tensors`."""
@@ -66,14 +66,14 @@ class CheckpointFiles:
                     piece = ByteRange(piece.start, piece.stop, None)
                 now.append(piece)
             if again:
-                self._again[file] = again
+                self._reread[file] = again
             self._read(file, now)
             for part in parts:
                 part.finish()
 
-    def read_again(self) -> None:
+    def reread(self) -> None:
         """Fill the tensors whose keys were in `in_place`. After a CheckpointError, their contents are undefined."""
-        for file, pieces in self._again.items():
+        for file, pieces in self._reread.items():
             self._read(file, pieces)
 
     def _read(self, file: str, pieces: list[ByteRange]) -> None:
@@ -89,7 +89,7 @@ class CheckpointFiles:
         length = int.from_bytes(self._bytes(file, 0, min(8, size)), "little")
         try:
             if not 0 < length <= min(size - 8, _HEADER_BYTES):
-                raise ValueError(f"its header would have {length:,} bytes")
+                raise ValueError(f"the header has the invalid length of {length:,} bytes")
             entries = parse(path, self._bytes(file, 8, 8 + length))
             entries.pop("__metadata__", None)
             _check_order(entries, size - 8 - length)
@@ -97,10 +97,14 @@ class CheckpointFiles:
                 stored = self.contents.tensors[part.key]
                 entry, expected = entries[part.key], (DTYPES[stored.dtype], list(part.sizes))
                 if (entry["dtype"], entry["shape"]) != expected:
-                    raise ValueError(f"{part.key} is {entry['dtype']} {entry['shape']}, {CONTENTS} says {expected}")
+                    raise ValueError(
+                        f"{part.key} is {entry['dtype']} {entry['shape']}, but {CONTENTS} lists {expected}"
+                    )
                 begin, end = entry["data_offsets"]
                 if end - begin != stored.dtype.itemsize * math.prod(part.sizes):
-                    raise ValueError(f"{part.key} of shape {list(part.sizes)} is in {end - begin} bytes")
+                    raise ValueError(
+                        f"{part.key} of shape {list(part.sizes)} has the wrong size of {end - begin} bytes"
+                    )
             return {part.key: 8 + length + entries[part.key]["data_offsets"][0] for part in parts}
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             said = f"{type(error).__name__}: {error}"
@@ -118,8 +122,8 @@ def _columns(rows: Tensor, wanted: Sequence[tuple[int, int]], starts: Sequence[i
     """Return a view of some columns of `rows`.
 
     Args:
-        wanted: for each dim but the first, the (begin, end) of the columns in the full tensor.
-        starts: for each dim but the first, the index in the full tensor of the first column of `rows`.
+        wanted: for each dim except the first, the (begin, end) of the columns in the full tensor.
+        starts: for each dim except the first, the index in the full tensor of the first column of `rows`.
     """
     cut = (slice(begin - at, end - at) for (begin, end), at in zip(wanted, starts, strict=True))
     here = (slice(None), *cut)
@@ -127,7 +131,7 @@ def _columns(rows: Tensor, wanted: Sequence[tuple[int, int]], starts: Sequence[i
 
 
 def same_columns(box: Sequence[slice], at: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether a stored chunk spans the same columns as `box`, so that their rows consist of the same bytes."""
+    """Return whether a stored chunk has the same columns as `box`, so that its rows can be copied byte by byte."""
     return [(each.start, each.stop - each.start) for each in box[1:]] == list(zip(at[1:], sizes[1:], strict=True))
 
 
@@ -154,7 +158,7 @@ def _parts(key: str, tensor: Tensor, stored: StoredTensor) -> Iterator[_Part]:
     memory, held = _bytes_of(plain(tensor)), plain(tensor)
     if not stored.shape:
         file, _, sizes = stored.chunks[0]
-        if memory.numel():  # a sharded scalar is on one rank
+        if memory.numel():  # only one rank stores a sharded scalar
             yield _Part(file, key, sizes, 0, memory)
         return
     local = tensor._local_tensor if isinstance(tensor, DTensor) else None
@@ -189,7 +193,7 @@ def _check_order(entries: Mapping[str, Any], nbytes: int) -> None:
     end = 0
     for begin, stop in sorted(tuple(entry["data_offsets"]) for entry in entries.values()):
         if type(begin) is not int or type(stop) is not int or begin != end or stop < begin:
-            raise ValueError(f"a tensor at bytes {begin} to {stop}, where byte {end} is next")
+            raise ValueError(f"a tensor is at bytes {begin} to {stop}, but byte {end} is next")
         end = stop
     if end != nbytes:
-        raise ValueError(f"its tensors have {end:,} bytes of {nbytes:,}")
+        raise ValueError(f"the tensors have {end:,} bytes, but the file has space for {nbytes:,}")

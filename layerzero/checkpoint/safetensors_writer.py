@@ -13,14 +13,14 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from layerzero.checkpoint.atomic_files import CheckpointError, FileRecord, host_values, tensor_bytes, write_file
 from layerzero.checkpoint.json_codec import DTYPES
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 
 __all__ = ["write_items", "write_safetensors"]
 
 
 def write_items(folder: Path, rank: int, items: Sequence[WriteItem], planner: SavePlanner) -> FileRecord:
     """Write all items of a rank's save plan into one safetensors file."""
-    items = sorted(items, key=lambda item: -_written(item)[1].itemsize)  # so that each tensor is aligned in the file
+    items = sorted(items, key=lambda item: -_written(item)[1].itemsize)  # this order aligns each tensor in the file
     return write_safetensors(
         folder / f"rank-{rank:05d}.safetensors",
         {item.index.fqn: _written(item) for item in items},
@@ -43,7 +43,7 @@ def write_safetensors(
     end = 0
     for name, (shape, dtype) in tensors.items():
         if dtype not in DTYPES:
-            raise CheckpointError(f"{name} has dtype {dtype}, which the safetensors format does not have")
+            raise CheckpointError(f"{name} has dtype {dtype}, which the safetensors format does not support")
         begin, end = end, end + dtype.itemsize * torch.Size(shape).numel()
         header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from layerzero.checkpoint.atomic_files import PathTakenError, refuse_to_replace
 from layerzero.checkpoint.checksums import ChecksumScheme
-from layerzero.checkpoint.collect_state import CollectedState, agree_on_state, collect, who_saves
+from layerzero.checkpoint.collect_state import CollectedState, agree_on_state, collect, saving_mesh
 from layerzero.checkpoint.dcp_storage import SafetensorsWriter
 from layerzero.checkpoint.json_codec import PerRank
-from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, check_usable, told
+from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, check_usable, failure_of
 from layerzero.checkpoint.run_folder import next_sequence, tidy
 from layerzero.checkpoint.staging import Staging, finish_pending, staging_of
 from layerzero.checkpoint.state_names import RankLocalNames
@@ -38,7 +38,7 @@ __all__ = ["PendingSave", "per_rank", "save", "save_async", "save_with"]
 def per_rank(value: object) -> PerRank:
     """Mark a value in ``extra`` that differs between ranks, such as a random state.
 
-    Each rank gets its own value back from :func:`load` if the number of ranks is the same; otherwise None.
+    :func:`load` returns each rank's own value if the number of ranks is equal, and otherwise None.
 
     Example::
 
@@ -59,17 +59,17 @@ def save(
 ) -> None:
     """Write a checkpoint that loads with any number of ranks, any `zero3_size` and any units.
 
-    Each rank writes its own rows of masters and optimizer state. Nothing is gathered, and nothing is written twice.
-    Buffers and other unsharded values are written by the first rank. All data-parallel ranks must call this, with a
-    path on a shared file system. Gradients are not saved: call this between ``optimizer.step()`` and the next backward.
+    Each rank writes its own rows of masters and optimizer state, without a gather and without duplicates. The first
+    rank writes buffers and other unsharded values. All data-parallel ranks must call this, with a path on a shared file
+    system. Gradients are not saved, so call this between ``optimizer.step()`` and the next backward.
 
     Args:
-        path: a folder that does not exist yet. It appears only after all its files are on the disk.
+        path: a folder that does not exist yet. It is created only after all its files are on the disk.
         model: from :func:`layerzero.shard_model`.
         optimizer: from :func:`layerzero.shard_optimizer`.
         extra: further state of the run, such as ``scheduler.state_dict()`` and the position in the data. It may contain
             numbers, strings, bytes, None, tensors, NumPy arrays, sharded tensors of this model (``ema.state_dict()``),
-            and lists, tuples and dicts of them. It must be the same on all ranks, except for values marked by
+            and lists, tuples and dicts of these. It must be equal on all ranks, except for values marked by
             :func:`per_rank`.
         keep_last: after a successful save, remove older checkpoints from the parent folder of `path`, except this many
             newest ones and the last finite one. The new checkpoint is read back and verified first.
@@ -79,11 +79,11 @@ def save(
             and record it in the manifest, for debugging.
 
     Raises:
-        FileExistsError: `path` exists already.
+        FileExistsError: `path` already exists.
         TypeError: a value in `extra` cannot be saved; the message names it.
         ValueError: `extra` differs between ranks, or the ranks disagree on what to save.
-        CheckpointError: a rank could not write (the message has its error) or has non-finite values. Nothing new is at
-            `path`.
+        CheckpointError: a rank could not write (the message has its error) or has non-finite values. `path` is
+            unchanged.
 
     Example::
 
@@ -98,10 +98,10 @@ def save(
 def save_with(
     apart: RankLocalNames | None, path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None, extra: object
 ) -> None:
-    """Save a model whose ranks have different parameters under the same names, otherwise as :func:`save`.
+    """Save a model whose ranks have different parameters under the same names, and otherwise like :func:`save`.
 
     Args:
-        apart: these names; None: all ranks have the same parameters.
+        apart: names under which ranks have different parameters; None: all ranks have the same parameters.
     """
     runtime = get_state(model)
     how = _How(keep_last=None, overwrite=False, require_finite=True)
@@ -120,7 +120,7 @@ def save_async(
 ) -> PendingSave:
     """Save in the background: copy to (pinned) host memory, return, and write while training continues.
 
-    The checkpoint holds the state at the time of the call. The host memory is kept for the next call. It has the size
+    The checkpoint contains the state at the time of the call. The next call reuses the host memory. Its size is that
     of the data that this rank writes (pinned: up to twice that, because torch rounds up to a power of two). The next
     save and :func:`load` wait for a save that is still being written. If a save fails, the next step, save or load
     warns and then continues. Call ``wait()`` on the last save before ``destroy_process_group()``.
@@ -156,7 +156,7 @@ class PendingSave:
     def __init__(self, write: Callable[[], None], what: str = "layerzero.checkpoint.save_async") -> None:
         self._what = what  # name of the function in warnings
         self._error: BaseException | None = None
-        self._told = False
+        self._is_reported = False
         self._thread = threading.Thread(target=self._run, args=(write,), name="layerzero checkpoint")
         self._thread.start()
 
@@ -184,11 +184,11 @@ class PendingSave:
 
     def warn_if_failed(self, *_: object) -> None:
         """Warn, once, if the save has failed and :meth:`wait` has not raised its error."""
-        if self._told or not self.done():
+        if self._is_reported or not self.done():
             return
-        self._told = True
+        self._is_reported = True
         if self._error is not None:
-            said = f"{self._what}: {self._error}. Training goes on, and so will the next save"
+            said = f"{self._what} failed: {self._error}. Training continues, and the next save is not affected."
             warnings.warn(said, RuntimeWarning, stacklevel=3)
 
 
@@ -206,7 +206,7 @@ class _SaveJob:
     """One checkpoint to be written.
 
     Attributes:
-        tensors: by key, the tensors that this rank writes: its shards, and on the first rank all unsharded tensors.
+        tensors: by key, the tensors that this rank writes; see :class:`CollectedState`.
     """
 
     path: Path
@@ -234,7 +234,10 @@ def _prepare(
         if how.keep_last is not None and (not isinstance(how.keep_last, int) or how.keep_last < 1):
             raise ValueError(f"keep_last must be a positive int or None, got {how.keep_last!r}")
         if path.name.startswith("."):
-            raise ValueError(f"the name of a checkpoint must not start with a dot, got {path.name!r}")
+            raise ValueError(
+                f"the checkpoint name {path.name!r} starts with a dot, which marks incomplete checkpoints. Use another "
+                "name"
+            )
         if os.path.lexists(path):
             if not how.overwrite:
                 raise PathTakenError.at(path)
@@ -246,7 +249,7 @@ def _prepare(
     writer = SafetensorsWriter(
         path,
         rank=rank,
-        topology=who_saves(runtime),
+        topology=saving_mesh(runtime),
         document=state.document,
         own=state.own,
         sequence=partial(next_sequence, path.parent),
@@ -260,13 +263,13 @@ def _prepare(
 def _renew_group(runtime: LayerZeroState, staging: Staging) -> None:
     """Create a process group for background saves on all ranks if any rank has none.
 
-    Each rank knows only whether its own collectives of the last save failed, so the ranks exchange this first.
+    A rank has none after its own collectives of the last save failed. The ranks first exchange whether they have one.
     """
-    everyone = runtime.ranks
-    said = everyone.all_gather_text("lacks one" if staging.group is None else "has one")
+    model_ranks = runtime.ranks
+    said = model_ranks.all_gather_text("lacks one" if staging.group is None else "has one")
     if staging.group is None or "lacks one" in said:
-        require_equal("checkpoint.save_async", {}, ranks=everyone.ranks, groups=groups_so_far(everyone.ranks))
-        staging.group = everyone.new_control_group()
+        require_equal("checkpoint.save_async", {}, ranks=model_ranks.ranks, groups=groups_so_far(model_ranks.ranks))
+        staging.group = model_ranks.new_control_group()
 
 
 def _write_staged(job: _SaveJob, staging: Staging) -> None:
@@ -274,7 +277,7 @@ def _write_staged(job: _SaveJob, staging: Staging) -> None:
     try:
         _write(job, staging.group.group)
     except RankLostError:
-        staging.group = None  # the next save creates another one
+        staging.group = None  # the next save creates another group
         raise
 
 
@@ -287,11 +290,16 @@ def _write(job: _SaveJob, group: dist.ProcessGroup) -> None:
     except CheckpointException as error:
         if first:
             job.writer.discard()
-        raise told("written", job.path, error) from None
+        raise failure_of("written", job.path, error) from None
     except RuntimeError as error:  # a collective failed; another rank may still be writing into the partial folder
-        raise RankLostError(f"{job.path} could not be written: ranks have lost each other: {error}") from error
+        raise RankLostError(
+            f"{job.path} could not be written, because a rank has exited or is late: {error}"
+        ) from error
     if first:
         try:
             tidy(job.path, job.keep_last)
         except OSError as error:  # a warning only: the new checkpoint exists, and the other ranks continue
-            warnings.warn(f"keep_last={job.keep_last}: an old checkpoint could not be removed: {error}", stacklevel=2)
+            warnings.warn(
+                f"keep_last={job.keep_last}: an old checkpoint could not be removed: {error}. Remove it manually",
+                stacklevel=2,
+            )

@@ -29,6 +29,7 @@ __all__ = [
     "SnapshotPart",
     "SnapshotSource",
     "allocate_file",
+    "complete_snapshots",
     "gather_view",
     "highest",
     "mapped",
@@ -36,7 +37,6 @@ __all__ = [
     "opened_to_write",
     "pieces_in",
     "remove_views",
-    "whole_snapshots",
 ]
 
 _NAME = re.compile(r"(\d{10}-[0-9a-f]{16})\.\d+")  # folder name of one rank's part of one snapshot
@@ -70,12 +70,15 @@ def opened_folder(folder: Path) -> str:
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise PermissionError(f"{folder} is not a folder of this user alone, and snapshots are not put there")
+        raise PermissionError(
+            f"{folder} is not a folder that only this user can access, so it cannot store snapshots. Remove it, or use "
+            "another name"
+        )
     return f"{boot_id()}/{found.st_dev}/{found.st_ino}"
 
 
 def remove_views(folder: Path, ranks: int) -> None:
-    """Remove views of crashed loads by ranks that no longer exist. Links in such views keep snapshot memory in use."""
+    """Remove views of crashed loads by ranks that no longer exist. Their links keep memory in use."""
     for view in folder.glob("view.*"):
         if not view.suffix[1:].isdigit() or int(view.suffix[1:]) >= ranks:
             shutil.rmtree(view, ignore_errors=True)
@@ -96,7 +99,7 @@ def mapped(path: Path, size: int) -> Tensor:
 def allocate_file(path: Path, size: int) -> Tensor:
     """Create a file and map it as a writable uint8 tensor of shape [size].
 
-    The space is reserved here. If there is not enough, this raises OSError, rather than a later write.
+    The function reserves the space, so that it raises OSError if there is too little, instead of a later write.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -114,23 +117,26 @@ def opened_to_write(path: Path, size: int) -> Tensor:
     return torch.from_file(os.fspath(path), shared=True, size=size, dtype=torch.uint8)
 
 
-def whole_snapshots(lane: Communicator, folder: Path) -> list[str]:
-    """Return the tokens of once complete snapshots, newest first. All ranks must call this and get the same list."""
+def complete_snapshots(comm: Communicator, folder: Path) -> list[str]:
+    """Return the tokens of snapshots that were complete, newest first. All ranks must call this.
+
+    All ranks get the same list. Files of a snapshot may have been lost since it was complete.
+    """
     found: dict[str, list[str]] = {}
     for piece in pieces_in(folder):
         found.setdefault(piece.token, []).extend(os.listdir(piece.folder))
-    told = [json.loads(text) for text in all_gather_text(lane, json.dumps(found))]
-    # A manifest proves that all files existed once; the rank with the manifest may no longer have them.
+    told = [json.loads(text) for text in all_gather_text(comm, json.dumps(found))]
+    # A manifest proves that all files existed. The ranks may have lost some of them since.
     return sorted({token for tokens in told for token, names in tokens.items() if MANIFEST in names}, reverse=True)
 
 
-def gather_view(lane: Communicator, folder: Path, token: str, view: Path) -> None:
+def gather_view(comm: Communicator, folder: Path, token: str, view: Path) -> None:
     """Create a folder in which this rank can open a snapshot, with links to the files of its node.
 
     All ranks must call this.
 
     Raises:
-        CheckpointError: on all ranks, if there is no intact manifest, or no rank has ``contents.json``.
+        CheckpointError: on all ranks, if no rank has an intact manifest, or no rank has ``contents.json``.
     """
     failure, text = "", ""
     try:
@@ -141,18 +147,18 @@ def gather_view(lane: Communicator, folder: Path, token: str, view: Path) -> Non
                 _link(piece.folder, view)
                 text = text or _intact(piece.folder)
     except OSError as error:
-        failure = f"rank {lane.rank}: {error}"
-    told = all_gather_text(lane, text)
+        failure = f"rank {comm.rank}: {error}"
+    told = all_gather_text(comm, text)
     text = next((text for text in told if text), "")
     if not text:
-        raise CheckpointError(f"the snapshot {token} has no manifest that is intact")
+        raise CheckpointError(f"snapshot {token} has no intact manifest")
     if not failure:
         try:
             (view / MANIFEST).write_text(text)
         except OSError as error:
-            failure = f"rank {lane.rank}: {error}"
-    _all_well(lane, failure)
-    fetch(lane, view, Manifest.read(view, parts=True).files, {CONTENTS})
+            failure = f"rank {comm.rank}: {error}"
+    _all_succeeded(comm, failure)
+    fetch(comm, view, Manifest.read(view, parts=True).files, {CONTENTS})
 
 
 def _link(source: Path, view: Path) -> None:
@@ -170,21 +176,21 @@ def _intact(folder: Path) -> str:
         return ""
 
 
-def _all_well(lane: Communicator, failure: str) -> None:
+def _all_succeeded(comm: Communicator, failure: str) -> None:
     """Raise CheckpointError on all ranks if `failure` is not empty on any rank."""
-    if failures := [text for text in all_gather_text(lane, failure) if text]:
+    if failures := [text for text in all_gather_text(comm, failure) if text]:
         raise CheckpointError("; ".join(failures))
 
 
-def fetch(lane: Communicator, view: Path, records: Mapping[str, FileRecord], wanted: Set[str]) -> None:
+def fetch(comm: Communicator, view: Path, records: Mapping[str, FileRecord], wanted: Set[str]) -> None:
     """Receive the files that this rank needs and its node lacks. All ranks must call this.
 
     Raises:
-        CheckpointError: on all ranks, if no rank has a needed file, or a rank has no room for one.
+        CheckpointError: on all ranks, if no rank has a needed file, or a rank has too little memory for a file.
     """
     have = {name for name, record in records.items() if _size(view / name) == record.size}
     said = json.dumps([sorted(have), sorted(wanted - have)])
-    told = [json.loads(text) for text in all_gather_text(lane, said)]
+    told = [json.loads(text) for text in all_gather_text(comm, said)]
     holders = {name: [rank for rank, (names, _) in enumerate(told) if name in names] for name in records}
     if nowhere := sorted({f"no rank has {name}" for _, needs in told for name in needs if not holders[name]}):
         raise CheckpointError("; ".join(nowhere))
@@ -196,31 +202,32 @@ def fetch(lane: Communicator, view: Path, records: Mapping[str, FileRecord], wan
         for name in needs:
             holder = min(holders[name], key=lambda each: (asked[each], each))
             asked[holder] += 1
-            if lane.rank == holder:
-                travel(lane, mapped(view / name, records[name].size), to=rank)
-            elif lane.rank == rank:
+            if comm.rank == holder:
+                transfer(comm, mapped(view / name, records[name].size), to=rank)
+            elif comm.rank == rank:
                 (view / name).unlink(missing_ok=True)
                 try:
                     with receiving(view / name, records[name].size) as received:
-                        travel(lane, received, source=holder)
+                        transfer(comm, received, source=holder)
                 except OSError as error:
-                    failure = f"rank {lane.rank}: {error}"
-    _all_well(lane, failure)
+                    failure = f"rank {comm.rank}: {error}"
+    _all_succeeded(comm, failure)
 
 
-def travel(lane: Communicator, data: Tensor, *, to: int | None = None, source: int | None = None) -> None:
+def transfer(comm: Communicator, data: Tensor, *, to: int | None = None, source: int | None = None) -> None:
     """Send `data` to the rank `to`, or receive it from the rank `source`, in chunks."""
     nothing = data[:0]
     for chunk in torch.split(data, CHUNK):
         sent, received = (nothing, chunk) if to is None else (chunk, nothing)
-        send_recv(lane, sent=sent, to=to, received=received, source=source, name="a snapshot").wait()
+        send_recv(comm, sent=sent, to=to, received=received, source=source, name="a snapshot").wait()
 
 
 @contextmanager
 def receiving(path: Path, size: int) -> Iterator[Tensor]:
     """Create a file and yield its memory, uint8 of shape [size].
 
-    If there is no room for the file, yield other memory so that the transfer can complete, and raise OSError on exit.
+    If there is too little space for the file, yield other memory, so that the transfer can complete, and raise OSError
+    on exit.
     """
     problem: OSError | None = None
     try:
@@ -241,17 +248,17 @@ def _size(path: Path) -> int:
 
 
 class SnapshotSource(CheckpointFiles):
-    """A snapshot as a source of tensors; it fetches missing files from other ranks.
+    """A snapshot as a source of tensors. Missing files are fetched from other ranks.
 
     Args:
         view: from :func:`gather_view`.
     """
 
-    def __init__(self, lane: Communicator, view: Path) -> None:
+    def __init__(self, comm: Communicator, view: Path) -> None:
         manifest = Manifest.read(view, parts=True)
         super().__init__(manifest)
-        self._lane, self._view, self._records = lane, view, manifest.files
+        self._comm, self._view, self._records = comm, view, manifest.files
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
-        fetch(self._lane, self._view, self._records, self.files_of(tensors))
+        fetch(self._comm, self._view, self._records, self.files_of(tensors))
         super().read(tensors, in_place)

@@ -13,8 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.process_groups import HeldGroup
 from layerzero.device.accelerator import finish_copies, host_memory
-from layerzero.dtensor.row_shard_spec import MutationTracker
-from layerzero.dtensor.sharded_tensor import LocalShard, plain, sharded
+from layerzero.dtensor.local_shard import LocalShard, plain
+from layerzero.dtensor.mutation_tracker import MutationTracker
+from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.engine.state import LayerZeroState
 
 __all__ = ["Staging", "finish_pending", "staging_of"]
@@ -28,19 +29,19 @@ class Staging:
     """Host memory for the background saves of one model; each save reuses it.
 
     Args:
-        topology: mesh of the model. Its process groups are kept alive for a running save.
+        mesh_info: mesh of the model. A reference to its process groups keeps them alive during a save.
 
     Attributes:
-        group: process group that only background saves use; None: a new one is needed.
-        pending: save that is reading the memory, until it has been waited for.
+        group: process group that only background saves use; None: the next save must create one.
+        pending: save that is reading the memory; None after :meth:`finish`.
         listeners: optimizer hooks of the pending save.
     """
 
-    def __init__(self, topology: MeshInfo) -> None:
-        device, self._groups = topology.device, topology.groups
+    def __init__(self, mesh_info: MeshInfo) -> None:
+        device, self._groups = mesh_info.device, mesh_info.groups
         self.group: HeldGroup | None = None
         self.pending: _Pending | None = None
-        self.listeners: list[RemovableHandle] = []  # hooks of optimizers that report its failure
+        self.listeners: list[RemovableHandle] = []  # optimizer hooks that report a failed save
         self._device = device
         self._memory = host_memory(0, torch.uint8, device=device)
 

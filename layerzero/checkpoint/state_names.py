@@ -1,6 +1,6 @@
-"""State of a model and an optimizer under checkpoint names, and its encoding as a document.
+"""State of a model and an optimizer under checkpoint names, and the encoding of the state as a document.
 
-Values other than tensors, and references to tensors, become JSON; see json_codec.py.
+References to tensors, and values other than tensors, become JSON; see json_codec.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.json_codec import Encoder, MergedValue
 from layerzero.checkpoint.subclass_tensors import as_table
-from layerzero.dtensor.row_shard_spec import refuse_apart
-from layerzero.dtensor.sharded_tensor import LocalShard, plain
+from layerzero.dtensor.local_shard import LocalShard, plain
+from layerzero.dtensor.row_shard_spec import refuse_rank_local
 from layerzero.engine.buffers import original_dtypes
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
@@ -30,13 +30,13 @@ class RankLocalNames:
 
     Attributes:
         stored: function that maps a name to its unique name in the checkpoint, without parts added by wrappers.
-        is_apart: function that returns whether ranks have different parameters under a stored name.
+        is_rank_local: function that returns whether ranks have different parameters under a stored name.
         is_elsewhere: function that returns whether only other ranks have a parameter under a stored name.
-        tells: whether this rank writes its unsharded values. Of the ranks with the same values, one writes them.
+        tells: whether this rank writes its unsharded values. Of the ranks with equal values, one writes them.
     """
 
     stored: Callable[[str], str]
-    is_apart: Callable[[str], bool]
+    is_rank_local: Callable[[str], bool]
     is_elsewhere: Callable[[str], bool]
     tells: bool
 
@@ -45,37 +45,37 @@ class RankLocalNames:
         return cls(plain_name, lambda name: False, lambda name: False, tells=True)
 
     def joint(self, values: Mapping[str, Any]) -> MergedValue:
-        """Split `values`, which are keyed by stored name, into common values and own values of this rank."""
-        common = {name: value for name, value in values.items() if not self.is_apart(name)}
-        return MergedValue(common, {name: value for name, value in values.items() if self.is_apart(name)})
+        """Split `values`, keyed by stored name, into common values and own values of this rank."""
+        common = {name: value for name, value in values.items() if not self.is_rank_local(name)}
+        return MergedValue(common, {name: value for name, value in values.items() if self.is_rank_local(name)})
 
     def joint_names(self, names: Iterable[str]) -> MergedValue:
         held = list(names)
-        return MergedValue([n for n in held if not self.is_apart(n)], [n for n in held if self.is_apart(n)])
+        return MergedValue([n for n in held if not self.is_rank_local(n)], [n for n in held if self.is_rank_local(n)])
 
 
 class StateNames:
-    """Names in a checkpoint: those of the plain model's ``state_dict()``.
+    """Names in a checkpoint, which equal the names in the plain model's ``state_dict()``.
 
-    Wrappers for compilation and recomputation add a part to module names. This part is removed, as in checkpoints of
-    torch.
+    Wrappers for compilation and activation checkpointing add a part to module names. This part is removed, as in
+    checkpoints of torch.
 
     Attributes:
         targets: by stored name: parameters, persistent buffers, and modules with an extra state.
         members: managed parameters, by stored name.
-        dtypes: original dtypes of buffers that `buffer_dtype` has cast, by stored name; files have these dtypes.
+        dtypes: original dtypes of buffers that `buffer_dtype` has cast, by stored name. Files have these dtypes.
         odd: names in the state dict that belong to none of these.
     """
 
     def __init__(self, runtime: LayerZeroState, apart: RankLocalNames | None = None) -> None:
         self.apart = apart = apart or RankLocalNames.nothing()
-        self.entries: dict[str, Any] = {}  # by stored name: what is saved
+        self.entries: dict[str, Any] = {}  # values to save, by stored name
         self.targets: dict[str, Tensor | nn.Module] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self.odd: list[str] = []
         model = runtime.model
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        # Modules are not matched by name: a wrapper may hide itself in a state dict. The order of modules is the same.
+        # Modules are matched by order, because a wrapper may remove its own name from a state dict.
         owners = [module for _, module in model.named_modules(remove_duplicate=False) if _has_extra_state(module)]
         state = {apart.stored(name): value for name, value in model.state_dict(keep_vars=True).items()}
         extra = [name for name in state if name.endswith(_EXTRA)]
@@ -96,8 +96,8 @@ class StateNames:
         for own_name, parameter in model.named_parameters(remove_duplicate=False):
             self._stored[own_name] = first_name.get(id(parameter), apart.stored(own_name))
         self.members = {self._stored[member.name]: member for member in runtime.members.values()}
-        spans = (member.spec for name, member in self.members.items() if not apart.is_apart(name))
-        refuse_apart("layerzero.checkpoint", spans, runtime.ranks.size)
+        spans = (member.spec for name, member in self.members.items() if not apart.is_rank_local(name))
+        refuse_rank_local("layerzero.checkpoint", spans, runtime.ranks.size)
 
     def of_rows(self, rows: LocalShard) -> str:
         """Return the stored name of the parameter whose sharding a tensor has.
@@ -109,7 +109,7 @@ class StateNames:
         """
         span, name = rows.spec, self._stored[rows.spec.name]
         own = self.members[name].spec
-        same_model = span.mesh_info.counters is own.mesh_info.counters  # then state may have another shape
+        same_model = span.mesh_info.counters is own.mesh_info.counters  # state of this model may have another shape
         if not same_model and (span.shape, span.bounds, span.mesh) != (own.shape, own.bounds, own.mesh):
             raise LookupError(name)
         return name
@@ -128,7 +128,7 @@ def _has_extra_state(module: nn.Module) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Return a name without the parts that wrappers for compilation and recomputation add."""
+    """Return a name without the parts that wrappers for compilation and activation checkpointing add."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -142,18 +142,18 @@ def encode_all(
     rank: int,
     apart: RankLocalNames | None = None,
 ) -> tuple[dict[str, Any], Encoder]:
-    """Return the document of a checkpoint and the encoder that holds its tensors.
+    """Return the document of a checkpoint and the encoder with its tensors.
 
     Raises:
-        TypeError: a value cannot be put into a checkpoint; the message names it.
+        TypeError: a value cannot be saved; the message names the value.
     """
     names = StateNames(runtime, apart)
     if names.odd:
         raise TypeError(
             f"the model's state_dict() has {', '.join(names.odd)}, which is no parameter, no persistent buffer and no "
-            "extra state of a module: a hook made it, and a load could not put it back"
+            "extra state of a module. A load could not restore an entry that a hook adds. Remove the hook"
         )
-    encoder = Encoder(rank, names.of_rows, names.apart.is_apart, names.apart.tells)
+    encoder = Encoder(rank, names.of_rows, names.apart.is_rank_local, names.apart.tells)
     stepped: dict[str, Any] | None = None
     if optimizer is not None:
         state, groups = _renamed(optimizer.state_dict(), names.to_stored)
@@ -181,12 +181,18 @@ def trained_rows(runtime: LayerZeroState, tensors: Mapping[str, Tensor]) -> dict
 
 
 def _check_state(names: StateNames, state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise TypeError for unsharded state other than scalars: only the first rank's is saved, and ranks may differ."""
+    """Raise TypeError for unsharded state other than scalars.
+
+    Only the first rank's copy would be saved, although ranks may have different values.
+    """
     for name, values in state.items():
         for key, value in values.items():
             if name in names.members and isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim:
                 shape = list(value.shape)
-                raise TypeError(f"optimizer.state.{name}.{key} has shape {shape}: neither its parameter's nor a number")
+                raise TypeError(
+                    f"optimizer.state.{name}.{key} cannot be saved, because its shape {shape} is neither that of its "
+                    "parameter nor that of a scalar"
+                )
 
 
 def _renamed(state_dict: Mapping[str, Any], rename: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -1,8 +1,8 @@
 """Tensor subclasses (quantized weights), stored as the plain tensors that they consist of.
 
 The ``__tensor_flatten__`` of a class returns these tensors and the remaining metadata. A load constructs no subclass
-tensors. The model already has tensors of the same classes and settings, and the load fills their plain tensors. So no
-class is looked up by a name from a file.
+tensors. The model already has tensors of the same classes and settings, and the load fills their plain tensors.
+Therefore no class is looked up by a name from a file.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.json_codec import has_own_memory
-from layerzero.dtensor.sharded_tensor import LocalShard
+from layerzero.dtensor.local_shard import LocalShard
 
-__all__ = ["as_table", "flatten_subclass", "is_made_of_others", "is_table"]
+__all__ = ["as_table", "flatten_subclass", "has_inner_tensors", "is_table"]
 
 _DEVICE = re.compile(r"device\([^()]*\)")
 _NOT_IN_WORDS = (" at 0x", "tensor(", "array(", "...")  # the repr of an object without its own repr, or a truncated one
 
 
-def is_made_of_others(tensor: Tensor) -> bool:
-    """Return whether a tensor is of a subclass from outside layerzero that keeps its values in other tensors."""
+def has_inner_tensors(tensor: Tensor) -> bool:
+    """Return whether a tensor has a class from outside layerzero that stores its values in other tensors."""
     return not has_own_memory(tensor) and not isinstance(tensor, (DTensor, LocalShard))
 
 
@@ -42,7 +42,7 @@ def flatten_subclass(name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]]
     Raises:
         TypeError: ``__tensor_flatten__`` has raised an error.
     """
-    if not is_made_of_others(tensor) or not hasattr(tensor, "__tensor_flatten__"):
+    if not has_inner_tensors(tensor) or not hasattr(tensor, "__tensor_flatten__"):
         return None
     kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
     try:
@@ -51,12 +51,12 @@ def flatten_subclass(name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]]
         held = {part: getattr(tensor, part) for part in names}
         again = {part: getattr(tensor, part) for part in names}
     except Exception as error:
-        raise TypeError(f"{name}: {kind}.__tensor_flatten__ has failed: {type(error).__name__}: {error}") from error
+        raise TypeError(f"{name}: {kind}.__tensor_flatten__ failed: {type(error).__name__}: {error}") from error
     if any(sign in said for sign in _NOT_IN_WORDS):
         return None
     found: dict[str, Tensor] = {}
     for part, inner in held.items():
-        if isinstance(inner, Tensor) and is_made_of_others(inner):
+        if isinstance(inner, Tensor) and has_inner_tensors(inner):
             if (deeper := flatten_subclass(f"{name}.{part}", inner)) is None:
                 return None
             said += f"; {part}: {deeper[0]}"
@@ -69,13 +69,13 @@ def flatten_subclass(name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]]
 
 
 def _can_be_filled(value: Any, again: Any) -> bool:
-    """Return whether a plain tensor has the same memory when read twice; a temporary copy cannot be filled."""
+    """Return whether two reads of an attribute return a plain tensor with the same memory, not a temporary copy."""
     plain = isinstance(value, Tensor) and not isinstance(value, (DTensor, LocalShard)) and value.layout is torch.strided
     return plain and value.data_ptr() == again.data_ptr()
 
 
 def as_table(name: str, value: Tensor) -> Any:
-    """Return the checkpoint entry of a tensor in a state dict: a table for a subclass tensor, else the tensor."""
+    """Return the checkpoint entry of a tensor in a state dict: a table for a subclass tensor, otherwise the tensor."""
     parts = flatten_subclass(name, value)
     return value if parts is None else {"of": parts[0], "tensors": parts[1]}
 

@@ -19,7 +19,7 @@ from layerzero.checkpoint.atomic_files import (
     Manifest,
     make_folder,
     new_token,
-    partial_of,
+    partial_path,
     publish,
     publish_file,
     remove,
@@ -46,7 +46,7 @@ class Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
-    files: int  # number of files that hold a part of it
+    files: int  # number of files with a part of the tensor
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     """Verify all files of a checkpoint and list its tensors.
 
     Raises:
-        FileNotFoundError, CheckpointError: as :func:`layerzero.checkpoint.load`.
+        FileNotFoundError, CheckpointError: see :func:`layerzero.checkpoint.load`.
     """
     manifest = Manifest.read(path)
     manifest.verify()
@@ -85,7 +85,7 @@ def export_model(
 ) -> None:
     """Write the model of a checkpoint as one safetensors file with the names of the unsharded ``state_dict()``.
 
-    Tied parameters are written under each of their names. Module states that are not tensors are left out. At most 64
+    Tied parameters are written under each of their names. Module states that are not tensors are omitted. At most 64
     MiB (or one row) of a tensor is in memory at once, except for tensors that were saved in columns (tensor parallel).
 
     Args:
@@ -93,9 +93,9 @@ def export_model(
         averages: write the averages saved as ``extra={"ema": ema.state_dict()}`` in place of the averaged parameters.
 
     Raises:
-        FileExistsError: `out` exists already.
-        FileNotFoundError, CheckpointError: as :func:`layerzero.checkpoint.load`.
-        ValueError: the checkpoint has no averages.
+        FileExistsError: `out` already exists.
+        FileNotFoundError, CheckpointError: see :func:`layerzero.checkpoint.load`.
+        ValueError: `averages` is True and the checkpoint has no averages, or the model has tensor subclasses.
     """
     manifest = Manifest.read(path)
     manifest.verify()
@@ -109,8 +109,8 @@ def export_model(
     order = sorted(header, key=lambda name: -header[name][1].itemsize)
     target = Path(out).absolute()
     if os.path.lexists(target):
-        raise FileExistsError(f"{target} exists already")
-    partial = partial_of(target, new_token())
+        raise FileExistsError(f"{target} already exists. Use another path")
+    partial = partial_path(target, new_token())
     with ExitStack() as stack:
         files = {
             name: stack.enter_context(opened(manifest.path_of(name)))
@@ -134,8 +134,8 @@ def model_keys(contents: CheckpointContents, *, averages: bool) -> dict[str, str
     model = contents.document["model"]
     if classes := [name for name, entry in model.items() if is_table(entry) and not name.endswith("_extra_state")]:
         raise ValueError(
-            f"{classes[0]} ({len(classes)} like it) is a tensor of a class of its own, which one file of plain tensors "
-            "cannot hold: load the checkpoint into the model, and save layerzero.full_state_dict(model, "
+            f"{classes[0]} is a tensor subclass (one of {len(classes)}) and cannot be stored in a file of plain "
+            "tensors. Load the checkpoint into the model, and save layerzero.full_state_dict(model, "
             "trainable_only=True)"
         )
     keys = _keys(model)
@@ -144,7 +144,9 @@ def model_keys(contents: CheckpointContents, *, averages: bool) -> dict[str, str
     extra = contents.document["extra"]
     ema = extra.get("ema") if isinstance(extra, dict) else None
     if not isinstance(ema, dict) or not isinstance(ema.get("averages"), dict):
-        raise ValueError('the checkpoint has no averages: none were saved as extra={"ema": ema.state_dict(), ...}')
+        raise ValueError(
+            'the checkpoint has no averages. Export it without them, or save with extra={"ema": ema.state_dict(), ...}'
+        )
     stored = _keys(ema["averages"])
     of_parameter = {str(value["like"]): stored[name] for name, value in ema["averages"].items() if "like" in value}
     tied = {key: of_parameter[name] for name, key in keys.items() if name in of_parameter}
@@ -179,25 +181,28 @@ def import_model(
     """Create a checkpoint, without an optimizer, from the safetensors files of a full model.
 
     Args:
-        files: files that together hold the model's ``state_dict()``, or folders or indexes of such files.
-        dtype: dtype that floating-point tensors are cast to. It is not needed for training, because a load converts
-            bf16 to fp32 masters.
+        files: files that together contain the model's ``state_dict()``, or folders or indexes of such files.
+        dtype: dtype that floating-point tensors are cast to. Training does not need it, because a load converts bf16
+            to fp32 masters.
 
     Raises:
-        FileExistsError: `path` exists already.
+        FileExistsError: `path` already exists.
         ValueError: two files have a tensor of the same name.
         CheckpointError: a file is not a safetensors file.
     """
     target = Path(path).absolute()
     if os.path.lexists(target):
-        raise FileExistsError(f"{target} exists already; a checkpoint is never overwritten")
+        raise FileExistsError(f"{target} already exists and is not overwritten. Use another path")
     with ExitStack() as stack:
         sources: dict[str, _FileTensor] = {}
         for file in find_safetensors(files):
             tensors = stack.enter_context(opened(file))
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 if name in sources:
-                    raise ValueError(f"{os.fspath(file)} has a tensor {name!r}, as an earlier file has")
+                    raise ValueError(
+                        f"{os.fspath(file)} has a tensor {name!r} that an earlier file has as well. Pass files without "
+                        "duplicate tensors"
+                    )
                 sources[name] = _FileTensor.of(file, tensors, name, dtype)
         order = sorted(sources, key=lambda name: -sources[name].cast.itemsize)
         _write_model(target, {name: sources[name] for name in order})
@@ -217,7 +222,7 @@ class _FileTensor:
         entry = tensors.get_slice(name)
         dtype = _DTYPE_NAMED.get(entry.get_dtype())
         if dtype is None:
-            raise CheckpointError(f"{path}: {name} has dtype {entry.get_dtype()}, which cannot be loaded here")
+            raise CheckpointError(f"{path}: {name} has the unsupported dtype {entry.get_dtype()}")
         changed = cast if cast is not None and dtype.is_floating_point else dtype
         return cls(tensors, tuple(entry.get_shape()), dtype, changed)
 
@@ -228,7 +233,7 @@ class _FileTensor:
 
 def _write_model(target: Path, sources: Mapping[str, _FileTensor]) -> None:
     token = new_token()
-    partial = partial_of(target, token)
+    partial = partial_path(target, token)
     make_folder(target.parent)
     partial.mkdir()
     try:
@@ -250,7 +255,7 @@ def _write_model(target: Path, sources: Mapping[str, _FileTensor]) -> None:
 
 
 def _parts(sources: Mapping[str, _FileTensor]) -> Iterator[dict[str, _FileTensor]]:
-    """Split the tensors into files of about _PART bytes, so that the ranks of a load share their verification."""
+    """Split the tensors into files of about _PART bytes, so that the ranks of a load can verify them in parallel."""
     part: dict[str, _FileTensor] = {}
     nbytes = 0
     for name, source in sources.items():

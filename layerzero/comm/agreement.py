@@ -153,12 +153,12 @@ def _collect(store: Store, prefix: str, ranks: Sequence[int], timeout: timedelta
     except RuntimeError:  # DistStoreError; FileStore raises another subclass
         missing = [rank for rank, key in keys.items() if not store.check([key])]
         if missing:
-            waited = _spell_wait(missing, timeout)
+            waited = _format_wait(missing, timeout)
             return f"layerzero: {subject}: ranks {missing} did not take part within {waited}. {_CALL_ON_ALL}"
     return {rank: text.decode() for rank, text in zip(ranks, store.multi_get(list(keys.values())), strict=True)}
 
 
-def _spell_wait(missing: Sequence[int], timeout: timedelta) -> str:
+def _format_wait(missing: Sequence[int], timeout: timedelta) -> str:
     """Return a phrase with the timeout and the last known status of each rank in `missing`."""
     last = [f"rank {rank} last left word at: {word}" for rank, word in read_statuses(missing).items()]
     return f"{timeout.total_seconds():g} s" + (f" ({'; '.join(last)})" if last else "")
@@ -184,7 +184,7 @@ def _read(store: Store, key: str, timeout: timedelta, subject: str, first: int) 
     except dist.DistNetworkError:
         raise
     except RuntimeError as error:
-        waited = _spell_wait([first], 2 * timeout)
+        waited = _format_wait([first], 2 * timeout)
         late = f"layerzero: {subject}: rank {first} did not take part within {waited}. {_CALL_ON_ALL}"
         raise RuntimeError(late) from error
     text: str = store.get(key).decode()
@@ -198,14 +198,14 @@ def _describe_difference(subject: str, texts: Mapping[int, str]) -> str:
         return f"layerzero: {subject}: " + "; ".join(f"rank {rank} failed with {e}" for rank, e in failed.items())
     subjects = _by_value({rank: entry["subject"] for rank, entry in entries.items()})
     if len(subjects) > 1:
-        return "ranks disagree on what they are doing: " + _spell(subjects)
+        return "ranks disagree on what they are doing: " + _format(subjects)
     lines = []
     for group in sorted({group for entry in entries.values() for group in entry["groups"]}):
         fields = {rank: entry["groups"][group] for rank, entry in entries.items() if group in entry["groups"]}
         for name in sorted({name for each in fields.values() for name in each}):
             values = _by_value({rank: each.get(name) for rank, each in fields.items()})
             if len(values) > 1:
-                lines.append(f"{name} is {_spell(values)}")
+                lines.append(f"{name} is {_format(values)}")
     shown = lines[:8] + ([f"and {len(lines) - 8} more fields"] if len(lines) > 8 else [])
     return f"{subject}: ranks disagree: " + "; ".join(shown)
 
@@ -217,5 +217,5 @@ def _by_value(values: Mapping[int, object]) -> dict[str, list[int]]:
     return dict(ranks_of)
 
 
-def _spell(ranks_of: Mapping[str, list[int]]) -> str:
+def _format(ranks_of: Mapping[str, list[int]]) -> str:
     return ", ".join(f"{value} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for value, r in ranks_of.items())

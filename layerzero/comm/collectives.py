@@ -35,7 +35,7 @@ from torch.autograd import profiler
 from layerzero.comm.failure_report import CollectiveError, RankStatus, diagnose
 from layerzero.comm.process_groups import HeldGroup, timeout_on
 from layerzero.comm.trace_recorder import CollectiveTrace
-from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters, Watched, spelled
+from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters, Watched, display_name
 from layerzero.comm.transport.shm_buffers import PeersReady, SharedBufferPool
 from layerzero.device.accumulate import accumulate_parts
 from layerzero.device.buffer_pools import BufferPool
@@ -78,14 +78,14 @@ class Communicator:
 
     @classmethod
     def over(
-        cls, name: str, axis: str, group: HeldGroup | dist.ProcessGroup, ledger: TrafficCounters, device_type: str
+        cls, name: str, axis: str, group: HeldGroup | dist.ProcessGroup, counters: TrafficCounters, device_type: str
     ) -> Communicator:
         held = group if isinstance(group, HeldGroup) else HeldGroup(group)
         return cls(
             name=name,
             axis=axis,
             held_group=held,
-            counters=ledger,
+            counters=counters,
             size=dist.get_world_size(held.group),
             rank=dist.get_rank(held.group),
             is_gloo=backend_of(held.group, device_type) == "gloo",
@@ -128,19 +128,21 @@ class LaunchedCollective:
     @property
     def status(self) -> RankStatus:
         """Status that this rank publishes if the collective fails."""
-        doing = spelled(self.collective, self.name)
+        doing = display_name(self.collective, self.name)
         if self.collective not in (*GATHERS, Collective.GATHER_ORDER):
             return RankStatus(doing)
         return RankStatus(doing, gathers=self.communicator.counters.gathers_up_to(self.collective, self.name))
 
     def failed(self, error: Exception) -> RuntimeError:
         """Convert `error`, raised by the wait, into an error that names the ranks that did not take part."""
-        ledger, word = self.communicator.counters, self.status
-        if ledger.failure:  # after a first failure, the status of other ranks explains nothing
-            return RuntimeError(f"layerzero: {word.doing} failed after another exchange of the model: {ledger.failure}")
+        counters, word = self.communicator.counters, self.status
+        if counters.failure:  # after a first failure, the status of other ranks explains nothing
+            return RuntimeError(
+                f"layerzero: {word.doing} failed after another exchange of the model: {counters.failure}"
+            )
         ranks = dist.get_process_group_ranks(self.communicator.group)
         collective_error = diagnose(word, error, ranks=ranks, timeout=timeout_of(self.communicator.group))
-        ledger.failure = str(collective_error)
+        counters.failure = str(collective_error)
         return collective_error
 
 
@@ -231,32 +233,32 @@ _reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist
 
 
 @contextmanager
-def _issued(lane: Communicator, exchange: Collective, name: str, sent: int) -> Iterator[LaunchedCollective]:
+def _issued(comm: Communicator, collective: Collective, name: str, sent: int) -> Iterator[LaunchedCollective]:
     """Count and trace the collective launched inside this context, and name it in the error if the launch fails."""
-    lane.held_group.require_open()
-    if lane.held_group.reserved is not None:
-        lane.held_group.reserved.wait()
-    lane.counters.record(exchange, lane.axis, sent, name)
-    observer, flight = lane.counters.observer, None
+    comm.held_group.require_open()
+    if comm.held_group.reserved is not None:
+        comm.held_group.reserved.wait()
+    comm.counters.record(collective, comm.axis, sent, name)
+    observer, flight = comm.counters.observer, None
     if observer.recorder is not None or profiler._is_profiler_enabled:
         flight = observer.flight(
-            exchange=exchange.value, lane=lane.name, axis=lane.axis, ranks=lane.size, name=name, sent=sent
+            collective=collective.value, comm=comm.name, axis=comm.axis, ranks=comm.size, name=name, sent=sent
         )
     try:
         with nullcontext() if flight is None else flight.launching():
-            yield LaunchedCollective(lane, exchange, name, flight)
+            yield LaunchedCollective(comm, collective, name, flight)
     except CollectiveError:  # a wait for a free buffer has failed
         raise
     except RuntimeError as error:
         raise RuntimeError(
-            f"layerzero: {exchange.value} failed on rank {lane.rank} of {lane.size} of the {lane.axis} axis "
+            f"layerzero: {collective.value} failed on rank {comm.rank} of {comm.size} of the {comm.axis} axis "
             f"(global rank {dist.get_rank()}): {error}"
         ) from error
 
 
 def all_gather(
-    lane: Communicator,
-    exchange: Collective,
+    comm: Communicator,
+    collective: Collective,
     out: Tensor,
     shard: Tensor,
     *,
@@ -273,18 +275,18 @@ def all_gather(
         only_reads_shard: do not write to `shard`, because the user may write to it during the collective.
         parts: number of elements on each rank, if they differ.
     """
-    sent = (lane.size - 1) * shard.numel() * shard.element_size()
-    with _issued(lane, exchange, name, sent) as issued:
-        pieces = out.chunk(lane.size) if parts is None else torch.split(out, list(parts))
-        if parts is None and (not lane.is_gloo or (lane.size > 2 and not only_reads_shard)):
+    sent = (comm.size - 1) * shard.numel() * shard.element_size()
+    with _issued(comm, collective, name, sent) as issued:
+        pieces = out.chunk(comm.size) if parts is None else torch.split(out, list(parts))
+        if parts is None and (not comm.is_gloo or (comm.size > 2 and not only_reads_shard)):
             # see [Note: Gathers in place]
-            return issued.carried_by(_all_gather_flat(out, shard, group=lane.group, async_op=True))
-        if not lane.is_gloo:
-            return issued.carried_by(dist.all_gather(list(pieces), shard, group=lane.group, async_op=True))
-        if pieces[lane.rank].data_ptr() != shard.data_ptr():
-            pieces[lane.rank].copy_(shard)
+            return issued.carried_by(_all_gather_flat(out, shard, group=comm.group, async_op=True))
+        if not comm.is_gloo:
+            return issued.carried_by(dist.all_gather(list(pieces), shard, group=comm.group, async_op=True))
+        if pieces[comm.rank].data_ptr() != shard.data_ptr():
+            pieces[comm.rank].copy_(shard)
         each = [
-            dist.broadcast(piece, group_src=rank, group=lane.group, async_op=True)
+            dist.broadcast(piece, group_src=rank, group=comm.group, async_op=True)
             for rank, piece in enumerate(pieces)
             if piece.numel()
         ]
@@ -292,8 +294,8 @@ def all_gather(
 
 
 def reduce_scatter(
-    lane: Communicator,
-    exchange: Collective,
+    comm: Communicator,
+    collective: Collective,
     flat: Tensor,
     pool: BufferPool,
     *,
@@ -310,36 +312,36 @@ def reduce_scatter(
     """
     if isinstance(pool, SharedBufferPool):
         assert parts is None
-        return _sum_in_node(lane, flat, pool, wire, name)
+        return _sum_in_node(comm, flat, pool, wire, name)
     assert flat.dtype == wire
-    numel = flat.numel() // lane.size if parts is None else parts[lane.rank]
+    numel = flat.numel() // comm.size if parts is None else parts[comm.rank]
     sent = (flat.numel() - numel) * flat.element_size()
-    with _issued(lane, exchange, name, sent) as issued:
-        received = pool.acquire(numel * lane.size if lane.is_gloo else numel, flat.dtype)
+    with _issued(comm, collective, name, sent) as issued:
+        received = pool.acquire(numel * comm.size if comm.is_gloo else numel, flat.dtype)
         summands: Sequence[Tensor] = (received,)
-        if lane.is_gloo:
+        if comm.is_gloo:
             work = dist.all_to_all_single(
                 received,
                 flat,
-                output_split_sizes=None if parts is None else [numel] * lane.size,
+                output_split_sizes=None if parts is None else [numel] * comm.size,
                 input_split_sizes=None if parts is None else list(parts),
-                group=lane.group,
+                group=comm.group,
                 async_op=True,
             )
-            summands = received.view(lane.size, numel).unbind()
+            summands = received.view(comm.size, numel).unbind()
         elif parts is None:
-            work = _reduce_scatter_flat(received, flat, group=lane.group, async_op=True)
+            work = _reduce_scatter_flat(received, flat, group=comm.group, async_op=True)
         else:
-            work = dist.reduce_scatter(received, list(torch.split(flat, list(parts))), group=lane.group, async_op=True)
+            work = dist.reduce_scatter(received, list(torch.split(flat, list(parts))), group=comm.group, async_op=True)
         return PendingReduction(issued.carried_by(work), flat, lambda: summands, wire, partial(pool.release, received))
 
 
 def _sum_in_node(
-    lane: Communicator, flat: Tensor, pool: SharedBufferPool, wire: torch.dtype, name: str
+    comm: Communicator, flat: Tensor, pool: SharedBufferPool, wire: torch.dtype, name: str
 ) -> PendingReduction:
     """Start a reduce-scatter through shared memory. See [Note: When a buffer is written again] in shm_buffers.py."""
-    numel = flat.numel() // lane.size
-    with _issued(lane, Collective.NODE_SUM, name, (lane.size - 1) * numel * flat.element_size()) as issued:
+    numel = flat.numel() // comm.size
+    with _issued(comm, Collective.NODE_SUM, name, (comm.size - 1) * numel * flat.element_size()) as issued:
         shown = flat if pool.holds(flat) else pool.acquire(flat.numel(), flat.dtype).copy_(flat)
         number = pool.publish(shown)
 
@@ -354,8 +356,8 @@ def _sum_in_node(
 
 
 def all_to_all(
-    lane: Communicator,
-    exchange: Collective,
+    comm: Communicator,
+    collective: Collective,
     received: Tensor,
     sent: Tensor,
     *,
@@ -371,41 +373,41 @@ def all_to_all(
         from_each: number of elements received from each rank.
         to_each: number of elements sent to each rank.
     """
-    elsewhere = sum(to_each) - to_each[lane.rank]
-    with _issued(lane, exchange, name, elsewhere * sent.element_size()) as issued:
+    elsewhere = sum(to_each) - to_each[comm.rank]
+    with _issued(comm, collective, name, elsewhere * sent.element_size()) as issued:
         splits = {"output_split_sizes": list(from_each), "input_split_sizes": list(to_each)}
-        work = dist.all_to_all_single(received, sent, **splits, group=lane.group, async_op=True)
+        work = dist.all_to_all_single(received, sent, **splits, group=comm.group, async_op=True)
         return issued.carried_by(work)
 
 
 def send_recv(
-    lane: Communicator, *, sent: Tensor, to: int | None, received: Tensor, source: int | None, name: str
+    comm: Communicator, *, sent: Tensor, to: int | None, received: Tensor, source: int | None, name: str
 ) -> PendingCollective:
     """Start sending `sent` to rank `to` of the communicator, and receiving `received` from rank `source`.
 
     Both tensors are in host memory. If a rank is None, that direction is skipped.
     """
-    with _issued(lane, Collective.SNAPSHOT, name, 0 if to is None else sent.nbytes) as issued:
+    with _issued(comm, Collective.SNAPSHOT, name, 0 if to is None else sent.nbytes) as issued:
         works = []
         if source is not None and received.numel():
-            works.append(dist.irecv(received, group=lane.group, group_src=source))
+            works.append(dist.irecv(received, group=comm.group, group_src=source))
         if to is not None and sent.numel():
-            works.append(dist.isend(sent, group=lane.group, group_dst=to))
+            works.append(dist.isend(sent, group=comm.group, group_dst=to))
         return issued.carried_by(*(work for work in works if work is not None))
 
 
-def collective_error(lane: Communicator, exchange: Collective, name: str, error: Exception) -> RuntimeError:
+def collective_error(comm: Communicator, collective: Collective, name: str, error: Exception) -> RuntimeError:
     """Return the error to raise after a wait for other ranks that uses no backend has failed with `error`."""
-    return LaunchedCollective(lane, exchange, name, None).failed(error)
+    return LaunchedCollective(comm, collective, name, None).failed(error)
 
 
 def all_reduce(
-    lane: Communicator, exchange: Collective, tensor: Tensor, op: dist.ReduceOp.RedOpType
+    comm: Communicator, collective: Collective, tensor: Tensor, op: dist.ReduceOp.RedOpType
 ) -> PendingCollective:
     """Start an all-reduce of a small tensor in place. Bytes are counted as for a ring algorithm."""
-    sent = 2 * (lane.size - 1) * tensor.numel() * tensor.element_size() // lane.size
-    with _issued(lane, exchange, "", sent) as issued:
-        return issued.carried_by(dist.all_reduce(tensor, op=op, group=lane.group, async_op=True))
+    sent = 2 * (comm.size - 1) * tensor.numel() * tensor.element_size() // comm.size
+    with _issued(comm, collective, "", sent) as issued:
+        return issued.carried_by(dist.all_reduce(tensor, op=op, group=comm.group, async_op=True))
 
 
 @dataclass(frozen=True)
@@ -421,37 +423,37 @@ class PendingSmallGather:
         return self.said
 
 
-def all_gather_small(lane: Communicator, exchange: Collective, tensor: Tensor) -> PendingSmallGather:
+def all_gather_small(comm: Communicator, collective: Collective, tensor: Tensor) -> PendingSmallGather:
     """Start an all-gather of `tensor`, a few numbers, 1-D [n].
 
     Each rank sends to all others at once. A ring, which gloo uses for a reduction, would send fewer bytes, but would
     take 2 (size - 1) times as long as a single message.
     """
-    with _issued(lane, exchange, "", (lane.size - 1) * tensor.numel() * tensor.element_size()) as issued:
-        sent = tensor.repeat(lane.size)
+    with _issued(comm, collective, "", (comm.size - 1) * tensor.numel() * tensor.element_size()) as issued:
+        sent = tensor.repeat(comm.size)
         said = sent.new_empty(sent.shape)
-        work = dist.all_to_all_single(said, sent, group=lane.group, async_op=True)
-        return PendingSmallGather(issued.carried_by(work), said.view(lane.size, -1), sent)
+        work = dist.all_to_all_single(said, sent, group=comm.group, async_op=True)
+        return PendingSmallGather(issued.carried_by(work), said.view(comm.size, -1), sent)
 
 
-def connect(lane: Communicator, device: torch.device) -> None:
+def connect(comm: Communicator, device: torch.device) -> None:
     """Connect a communicator with a tiny gather and a tiny reduction, if its backend connects at first use.
 
     ``ncclCommInit`` blocks the host until all ranks have called it, and allocates memory. So it must not run in the
     first backward, near the peak of memory usage. All ranks of the communicator must call this.
     """
-    if lane.size == 1 or lane.held_group.is_local:  # gloo connects when the group is created
+    if comm.size == 1 or comm.held_group.is_local:  # gloo connects when the group is created
         return
     each = torch.zeros(1, device=device)
-    all_of_them = torch.zeros(lane.size, device=device)
-    _all_gather_flat(all_of_them, each, group=lane.group)
-    _reduce_scatter_flat(each, all_of_them, group=lane.group)
+    all_of_them = torch.zeros(comm.size, device=device)
+    _all_gather_flat(all_of_them, each, group=comm.group)
+    _reduce_scatter_flat(each, all_of_them, group=comm.group)
 
 
-def broadcast(lane: Communicator, exchange: Collective, tensor: Tensor, *, from_rank: int = 0) -> None:
+def broadcast(comm: Communicator, collective: Collective, tensor: Tensor, *, from_rank: int = 0) -> None:
     """Broadcast `tensor` from rank `from_rank` of the communicator, and wait."""
-    sent = tensor.numel() * tensor.element_size() if lane.rank == from_rank else 0
-    with _issued(lane, exchange, "", sent) as issued:
-        work = dist.broadcast(tensor, group_src=from_rank, group=lane.group, async_op=True)
+    sent = tensor.numel() * tensor.element_size() if comm.rank == from_rank else 0
+    with _issued(comm, collective, "", sent) as issued:
+        work = dist.broadcast(tensor, group_src=from_rank, group=comm.group, async_op=True)
         works = issued.carried_by(work)
     works.wait()

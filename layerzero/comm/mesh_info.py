@@ -3,7 +3,7 @@
 Rank = r * S + s: replica r, ZeRO-3 coordinate s. The flat position of its ZeRO-1 shard is k = s * R + r, so that
 the shard lies inside ZeRO-3 shard s and every collective runs along one axis.
 
-[Note: A group for each lane]
+[Note: One process group per communicator]
 A backend matches the collectives of a group by their order. The groups of a mesh may be shared by the user's
 collectives (for example token dispatch to experts), by several meshes and by several models. The position of
 layerzero's collectives among those may depend on timing and on the parameters that a rank has used. So each
@@ -81,7 +81,7 @@ class MeshInfo:
     @property
     def control_comms(self) -> tuple[Communicator, ...]:
         """Control communicators with more than one rank. Together they connect all data-parallel ranks."""
-        return tuple(lane for lane in (self.zero3_control_comm, self.replica_control_comm) if lane.size > 1)
+        return tuple(comm for comm in (self.zero3_control_comm, self.replica_control_comm) if comm.size > 1)
 
     @property
     def on_gloo(self) -> bool:
@@ -108,45 +108,45 @@ class MeshInfo:
 
     @classmethod
     def from_mesh(
-        cls, mesh: DeviceMesh, ledger: TrafficCounters | None = None, groups: ModelGroups | None = None
+        cls, mesh: DeviceMesh, counters: TrafficCounters | None = None, groups: ModelGroups | None = None
     ) -> MeshInfo:
         """Create the communicators of a mesh. All ranks of the mesh must call this.
 
         Args:
             mesh: see :func:`as_data_parallel`.
-            ledger: counters of the model, if other meshes of the model exist.
+            counters: counters of the model, if other meshes of the model exist.
             groups: process groups of the model, if other meshes of the model exist.
         """
-        mesh, ledger = as_data_parallel(mesh), ledger or TrafficCounters()
+        mesh, counters = as_data_parallel(mesh), counters or TrafficCounters()
         groups = groups or ModelGroups()
         zero3, replica = mesh.get_group("zero3"), mesh.get_group("replica")
         ranks = mesh.mesh.flatten().tolist()
         kind = mesh.device_type
         node, column = dist.get_process_group_ranks(zero3), dist.get_process_group_ranks(replica)
         backend = "fake" if backend_of(zero3, kind) == "fake" else "gloo"
-        # See [Note: A group for each lane].
+        # See [Note: One process group per communicator].
         gather, reduce = (groups.new(node, like=zero3, device_type=kind) for _ in range(2))
         replicas = groups.new(column, like=replica, device_type=kind)
         node_control, replica_control = (
             groups.new(members, like=zero3, device_type=kind, backend=backend) for members in (node, column)
         )
-        topology = cls(
+        mesh_info = cls(
             mesh=mesh,
             flat_mesh=_transposed(mesh, zero3, replica),
             ranks=tuple(ranks),
             grid=ShardGrid.of_rank(ranks.index(dist.get_rank()), data_parallel=len(ranks), zero3_size=mesh.size(1)),
             device=compute_device(mesh.device_type),
-            counters=ledger,
+            counters=counters,
             groups=groups,
-            zero3_gather_comm=Communicator.over("zero3 gather", "zero3", gather, ledger, kind),
-            zero3_reduce_comm=Communicator.over("zero3 reduce", "zero3", reduce, ledger, kind),
-            replica_comm=Communicator.over("replica", "replica", replicas, ledger, kind),
-            zero3_control_comm=Communicator.over("node control", "control", node_control, ledger, "cpu"),
-            replica_control_comm=Communicator.over("replica control", "control", replica_control, ledger, "cpu"),
+            zero3_gather_comm=Communicator.over("zero3 gather", "zero3", gather, counters, kind),
+            zero3_reduce_comm=Communicator.over("zero3 reduce", "zero3", reduce, counters, kind),
+            replica_comm=Communicator.over("replica", "replica", replicas, counters, kind),
+            zero3_control_comm=Communicator.over("node control", "control", node_control, counters, "cpu"),
+            replica_control_comm=Communicator.over("replica control", "control", replica_control, counters, "cpu"),
         )
-        for lane in (topology.zero3_gather_comm, topology.zero3_reduce_comm, topology.replica_comm):
-            connect(lane, topology.device)
-        return topology
+        for comm in (mesh_info.zero3_gather_comm, mesh_info.zero3_reduce_comm, mesh_info.replica_comm):
+            connect(comm, mesh_info.device)
+        return mesh_info
 
 
 def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> DeviceMesh:
@@ -188,9 +188,9 @@ def mesh_of_ranks(ranks: Sequence[int], zero3_size: int | None, device_type: str
     row, column = _lines_of(table)
     fields = {"zero3_size": repr(asked), "device_type": device_type}
     require_equal("init_mesh", fields, ranks=ranks, groups=groups_so_far(row, column), failure=failure)
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    return _mesh_over(table, mesh_group(row, like=everyone, device_type=device_type), device_type)
+    world_group = dist.group.WORLD
+    assert world_group is not None
+    return _mesh_over(table, mesh_group(row, like=world_group, device_type=device_type), device_type)
 
 
 def _checked_size(zero3_size: int | None, world: int) -> int:

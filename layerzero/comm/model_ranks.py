@@ -42,37 +42,37 @@ class ModelRanks:
     _control_group: list[HeldGroup] = field(default_factory=list)  # of all ranks; empty until it is needed
 
     @classmethod
-    def around(cls, topology: MeshInfo, further: DeviceMesh | None) -> ModelRanks:
+    def around(cls, mesh_info: MeshInfo, further: DeviceMesh | None) -> ModelRanks:
         """Find the ranks of a model, and create their communicators. All of these ranks must call this.
 
         Args:
-            topology: mesh of the root's data-parallel ranks.
+            mesh_info: mesh of the root's data-parallel ranks.
             further: mesh of the model-parallel axes; None if there are none.
 
         Raises:
             ValueError: data-parallel groups at different model-parallel coordinates share a rank.
         """
         if further is None or further.size() == 1:
-            return cls(topology, topology.ranks, topology.control_comms, ())._known()
-        like, ledger = topology.zero3_control_comm.group, topology.counters
+            return cls(mesh_info, mesh_info.ranks, mesh_info.control_comms, ())._known()
+        like, counters = mesh_info.zero3_control_comm.group, mesh_info.counters
         places = sorted(further.mesh.flatten().tolist())
-        beside = Communicator.over("further control", "control", _gloo(topology.groups, places, like), ledger, "cpu")
-        told = all_gather_text(beside, json.dumps(topology.ranks))
+        beside = Communicator.over("further control", "control", _gloo(mesh_info.groups, places, like), counters, "cpu")
+        told = all_gather_text(beside, json.dumps(mesh_info.ranks))
         ranks = sorted({rank for text in told for rank in json.loads(text)})
-        if len(ranks) != topology.data_parallel * further.size():
+        if len(ranks) != mesh_info.data_parallel * further.size():
             raise ValueError(
                 f"parameters are DTensors on the ranks {places}, whose data-parallel ranks are {told}: these must be "
                 f"{further.size()} groups that have no rank in common"
             )
-        lanes = (*topology.control_comms, beside)
-        return cls(topology, tuple(ranks), lanes, _lanes_along(further, topology))._known()
+        comms = (*mesh_info.control_comms, beside)
+        return cls(mesh_info, tuple(ranks), comms, _comms_along(further, mesh_info))._known()
 
     def _known(self) -> ModelRanks:
-        return replace(self, mesh_info=self.seen_from(self.mesh_info))
+        return replace(self, mesh_info=self.with_model_ranks(self.mesh_info))
 
-    def seen_from(self, topology: MeshInfo) -> MeshInfo:
-        """Return a copy of `topology` whose `over_model` communicators reach all ranks of the model."""
-        return replace(topology, over_model=self.communicators[::-1])
+    def with_model_ranks(self, mesh_info: MeshInfo) -> MeshInfo:
+        """Return a copy of `mesh_info` whose `over_model` communicators reach all ranks of the model."""
+        return replace(mesh_info, over_model=self.communicators[::-1])
 
     @property
     def size(self) -> int:
@@ -103,17 +103,17 @@ class ModelRanks:
     def all_gather_text(self, text: str) -> list[str]:
         """Return the text of each rank, in the order of `ranks`. All ranks must call this."""
         known = {dist.get_rank(): text}
-        for lane in self.control_comms:
+        for comm in self.control_comms:
             known = {
-                int(rank): said for told in all_gather_text(lane, json.dumps(known)) for rank, said in _items(told)
+                int(rank): said for told in all_gather_text(comm, json.dumps(known)) for rank, said in _items(told)
             }
         return [known[rank] for rank in self.ranks]
 
     def broadcast_numbers(self, tensor: Tensor) -> None:
         """Broadcast a small CPU tensor from the first rank. All ranks must call this."""
-        for lane in reversed(self.control_comms):
+        for comm in reversed(self.control_comms):
             if tensor.numel():
-                broadcast(lane, Collective.METADATA, tensor)
+                broadcast(comm, Collective.METADATA, tensor)
 
     def control_group(self) -> dist.ProcessGroup:
         """Return the gloo group of all ranks; the first call creates it. All ranks must call this."""
@@ -144,18 +144,18 @@ class ModelParallelAxes:
     )
 
     @classmethod
-    def of(cls, topology: MeshInfo, further: DeviceMesh, everyone: ModelRanks) -> ModelParallelAxes:
+    def of(cls, mesh_info: MeshInfo, further: DeviceMesh, model_ranks: ModelRanks) -> ModelParallelAxes:
         """Create the model-parallel axes. All ranks of the model must call this, for the same parameters."""
-        flat, names = topology.flat_mesh, further.mesh_dim_names
-        told = dict(zip(everyone.ranks, everyone.all_gather_text(json.dumps(flat.mesh.tolist())), strict=True))
+        flat, names = mesh_info.flat_mesh, further.mesh_dim_names
+        told = dict(zip(model_ranks.ranks, model_ranks.all_gather_text(json.dumps(flat.mesh.tolist())), strict=True))
         table = torch.tensor([json.loads(told[rank]) for rank in further.mesh.flatten().tolist()])
         shown = DeviceMesh.from_group(
             [*further.get_all_groups(), *flat.get_all_groups()],
-            topology.mesh.device_type,
+            mesh_info.mesh.device_type,
             mesh=table.view(*further.mesh.shape, *flat.mesh.shape),
             mesh_dim_names=(*(names or map(str, range(further.ndim))), *(flat.mesh_dim_names or ())),
         )
-        return cls(further, _lanes_along(further, topology), shown)
+        return cls(further, _comms_along(further, mesh_info), shown)
 
 
 class LateMaximum:
@@ -183,31 +183,31 @@ class LateMaximum:
 
 
 def reduce_over(
-    lanes: Sequence[Communicator],
+    comms: Sequence[Communicator],
     number: Tensor,
     op: dist.ReduceOp.RedOpType,
-    exchange: Collective = Collective.SCALAR_REDUCE,
+    collective: Collective = Collective.SCALAR_REDUCE,
 ) -> None:
     """Reduce a small tensor in place along each communicator in turn."""
-    for lane in lanes:
-        if lane.size > 1:
-            all_reduce(lane, exchange, number, op).wait()
+    for comm in comms:
+        if comm.size > 1:
+            all_reduce(comm, collective, number, op).wait()
 
 
-def broadcast_over(lanes: Sequence[Communicator], tensor: Tensor) -> None:
+def broadcast_over(comms: Sequence[Communicator], tensor: Tensor) -> None:
     """Broadcast a tensor from the first rank along each communicator in turn."""
-    for lane in lanes if tensor.numel() else ():
-        if lane.size > 1:
-            broadcast(lane, Collective.BROADCAST, tensor)
+    for comm in comms if tensor.numel() else ():
+        if comm.size > 1:
+            broadcast(comm, Collective.BROADCAST, tensor)
 
 
-def _lanes_along(further: DeviceMesh, topology: MeshInfo) -> tuple[Communicator, ...]:
-    ledger, kind = topology.counters, topology.mesh.device_type
+def _comms_along(further: DeviceMesh, mesh_info: MeshInfo) -> tuple[Communicator, ...]:
+    counters, kind = mesh_info.counters, mesh_info.mesh.device_type
     groups = enumerate(further.get_all_groups())
-    lanes = tuple(Communicator.over(f"across {axis}", "across", group, ledger, kind) for axis, group in groups)
-    for lane in lanes:
-        connect(lane, topology.device)
-    return lanes
+    comms = tuple(Communicator.over(f"across {axis}", "across", group, counters, kind) for axis, group in groups)
+    for comm in comms:
+        connect(comm, mesh_info.device)
+    return comms
 
 
 def _items(text: str) -> Iterable[tuple[str, str]]:

@@ -66,12 +66,12 @@ __all__ = [
     "HeldGroup",
     "ModelGroups",
     "Reservation",
+    "drop_released_groups",
     "groups_so_far",
-    "kept_for_release",
+    "groups_to_release",
     "known_to_torch",
     "mesh_group",
     "new_group_like",
-    "released_everywhere",
     "settle_releases",
     "timeout_on",
 ]
@@ -257,11 +257,11 @@ def groups_so_far(*members: Sequence[int]) -> dict[str, dict[str, object]]:
     }
 
 
-def released_everywhere(told: Sequence[str], ranks: Sequence[int]) -> None:
+def drop_released_groups(told: Sequence[str], ranks: Sequence[int]) -> None:
     """Drop the groups that all of their ranks have released. All `ranks` must call this, with the same `told`.
 
     Args:
-        told: result of :func:`kept_for_release` on each rank.
+        told: result of :func:`groups_to_release` on each rank.
     """
     said = {rank: json.loads(text) for rank, text in zip(ranks, told, strict=True)}
     for name in sorted(_KEPT):
@@ -269,7 +269,7 @@ def released_everywhere(told: Sequence[str], ranks: Sequence[int]) -> None:
             _KEPT.pop(name).drop()
 
 
-def kept_for_release() -> str:
+def groups_to_release() -> str:
     """Return, as JSON, the names of the groups that this rank keeps until all of their other ranks release them.
 
     See [Note: Release of groups].

@@ -11,26 +11,26 @@ from layerzero.comm.collectives import Collective, Communicator, all_gather
 __all__ = ["all_gather_text", "need_numpy"]
 
 
-def all_gather_text(lane: Communicator, text: str) -> list[str]:
+def all_gather_text(comm: Communicator, text: str) -> list[str]:
     """Return the texts of all ranks, in rank order. All ranks of the communicator must call this.
 
     Args:
-        lane: communicator for CPU tensors.
+        comm: communicator for CPU tensors.
     """
-    if lane.size == 1:
+    if comm.size == 1:
         return [text]
     data = bytearray(text.encode())
     own = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    sizes = torch.zeros(lane.size, dtype=torch.int64)
-    all_gather(lane, Collective.METADATA, sizes, torch.tensor([len(own)])).wait()
+    sizes = torch.zeros(comm.size, dtype=torch.int64)
+    all_gather(comm, Collective.METADATA, sizes, torch.tensor([len(own)])).wait()
     longest = int(sizes.max())
     if not longest:
-        return [""] * lane.size
+        return [""] * comm.size
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(own)] = own
-    everyone = torch.zeros(lane.size * longest, dtype=torch.uint8)
-    all_gather(lane, Collective.METADATA, everyone, padded).wait()
-    pieces = zip(everyone.view(lane.size, longest), sizes.tolist(), strict=True)
+    gathered = torch.zeros(comm.size * longest, dtype=torch.uint8)
+    all_gather(comm, Collective.METADATA, gathered, padded).wait()
+    pieces = zip(gathered.view(comm.size, longest), sizes.tolist(), strict=True)
     return [bytes(piece[:size].tolist()).decode() for piece, size in pieces]
 
 

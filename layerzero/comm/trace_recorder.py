@@ -74,10 +74,10 @@ class CollectiveTrace:
     """Collective in flight that is recorded in a trace or in torch's profiler."""
 
     def __init__(
-        self, observer: TraceDispatcher, *, exchange: str, lane: str, axis: str, ranks: int, name: str, sent: int
+        self, observer: TraceDispatcher, *, collective: str, comm: str, axis: str, ranks: int, name: str, sent: int
     ) -> None:
-        self.collective = exchange
-        self.communicator = lane
+        self.collective = collective
+        self.communicator = comm
         self.axis = axis
         self.ranks = ranks
         self.name = name
@@ -170,11 +170,11 @@ class TraceDispatcher:
         return self.recorder is not None or profiler._is_profiler_enabled
 
     def flight(
-        self, *, exchange: str, lane: str, axis: str, ranks: int, name: str, sent: int
+        self, *, collective: str, comm: str, axis: str, ranks: int, name: str, sent: int
     ) -> CollectiveTrace | None:
         if not self.listens:
             return None
-        return CollectiveTrace(self, exchange=exchange, lane=lane, axis=axis, ranks=ranks, name=name, sent=sent)
+        return CollectiveTrace(self, collective=collective, comm=comm, axis=axis, ranks=ranks, name=name, sent=sent)
 
     def begin(self, phase: str, name: str, key: object) -> None:
         """Begin a span nested in the open spans, unless the span of `key` is already open."""
@@ -223,7 +223,7 @@ class TraceDispatcher:
             self.end(key)
 
     @contextmanager
-    def awaiting(self, exchange: str, name: str, flight: Callable[[], CollectiveTrace | None]) -> Iterator[None]:
+    def awaiting(self, collective: str, name: str, flight: Callable[[], CollectiveTrace | None]) -> Iterator[None]:
         """Context manager that records the program's wait for a collective that another thread handles.
 
         Args:
@@ -231,7 +231,7 @@ class TraceDispatcher:
         """
         recorder = self.recorder
         began = None if recorder is None else recorder.clock.now()
-        with _profiled(f"layerzero.wait {exchange} {name}".rstrip()):
+        with _profiled(f"layerzero.wait {collective} {name}".rstrip()):
             yield
         if began is not None and (found := flight()) is not None:
             found.was_awaited(began)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from layerzero.comm.trace_recorder import TraceDispatcher
 
-__all__ = ["GATHERS", "Collective", "TrafficCounters", "Watched", "Watching", "gather_name", "spelled"]
+__all__ = ["GATHERS", "Collective", "TrafficCounters", "Watched", "Watching", "display_name", "gather_name"]
 
 
 class Collective(enum.Enum):
@@ -54,9 +54,9 @@ _SPELLED = {  # for messages
 }
 
 
-def spelled(exchange: Collective, name: str) -> str:
+def display_name(collective: Collective, name: str) -> str:
     """Return the display name of a collective, followed by `name`, for example the name of its unit."""
-    return _SPELLED.get(exchange, exchange.value) + (f" of {name!r}" if name else "")
+    return _SPELLED.get(collective, collective.value) + (f" of {name!r}" if name else "")
 
 
 class Watched(Protocol):
@@ -79,9 +79,9 @@ class Watching(Protocol):
 _SHOWN = 6  # number of gathers before a failure that the error names
 
 
-def gather_name(exchange: Collective, unit: str) -> str:
+def gather_name(collective: Collective, unit: str) -> str:
     """Return the name of a gather in comparisons and messages about the gather order."""
-    return f"{unit} (kept)" if exchange is Collective.REGATHER else unit
+    return f"{unit} (kept)" if collective is Collective.REGATHER else unit
 
 
 @dataclass
@@ -105,19 +105,19 @@ class TrafficCounters:
     on_launch: Watching | None = None  # watchdog that records each launch and the end of its wait
     _lock: threading.Lock = field(default_factory=threading.Lock)  # background threads launch collectives, too
 
-    def record(self, exchange: Collective, axis: str, sent: int, name: str = "") -> None:
+    def record(self, collective: Collective, axis: str, sent: int, name: str = "") -> None:
         with self._lock:
-            self.calls[exchange.value] += 1
-            self.bytes[exchange.value, axis] += sent
-        if exchange in GATHERS:
-            self.gathered.append(gather_name(exchange, name))
+            self.calls[collective.value] += 1
+            self.bytes[collective.value, axis] += sent
+        if collective in GATHERS:
+            self.gathered.append(gather_name(collective, name))
 
-    def gathers_up_to(self, exchange: Collective, unit: str) -> tuple[str, ...]:
+    def gathers_up_to(self, collective: Collective, unit: str) -> tuple[str, ...]:
         """Return the names of the last gathers, up to and including the gather of `unit`, without consecutive repeats.
 
-        If `exchange` is not a gather, `unit` is appended as the next one.
+        If `collective` is not a gather, `unit` is appended as the next one.
         """
-        names, name, launched = list(self.gathered), gather_name(exchange, unit), exchange in GATHERS
+        names, name, launched = list(self.gathered), gather_name(collective, unit), collective in GATHERS
         if launched and name in names:
             while names[-1] != name:  # later units have been prefetched
                 names.pop()

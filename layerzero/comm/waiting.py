@@ -14,8 +14,8 @@ __all__ = ["record_wait"]
 
 @contextmanager
 def record_wait(
-    ledger: TrafficCounters,
-    exchange: Collective,
+    counters: TrafficCounters,
+    collective: Collective,
     name: str = "",
     issued: Sequence[LaunchedCollective] = (),
     number: int = 0,
@@ -23,12 +23,12 @@ def record_wait(
     """Context manager that counts and traces the program's wait for a collective that a background thread handles.
 
     Args:
-        exchange: collective to which the wait is attributed if `issued[number]` does not exist afterwards.
+        collective: collective to which the wait is attributed if `issued[number]` does not exist afterwards.
         issued: launched collectives; the thread may append to it during the wait.
         number: index of the awaited collective in `issued`.
     """
     began = time.perf_counter()
-    with ledger.observer.awaiting(exchange.value, name, lambda: issued[number].trace if issued[number:] else None):
+    with counters.observer.awaiting(collective.value, name, lambda: issued[number].trace if issued[number:] else None):
         yield
-    found = issued[number].collective if issued[number:] else exchange
-    ledger.waited[found.value] += time.perf_counter() - began
+    found = issued[number].collective if issued[number:] else collective
+    counters.waited[found.value] += time.perf_counter() - began

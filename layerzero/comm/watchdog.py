@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 
 from layerzero.comm.collectives import PendingCollective
 from layerzero.comm.mesh_info import MeshInfo
-from layerzero.comm.traffic_counters import spelled
+from layerzero.comm.traffic_counters import display_name
 from layerzero.device.accelerator import CurrentStream
 
 __all__ = ["Scope", "Watchdog", "default_limit", "new_scope"]
@@ -96,11 +96,23 @@ def new_scope(ranks: tuple[int, ...]) -> Scope:
 class Launch:
     """Launched collective, tracked until it completes. See [Note: Watching a device]."""
 
-    __slots__ = ("_mark", "_order", "_over", "_works", "exchange", "group", "name", "number", "ranks", "since", "step")
+    __slots__ = (
+        "_mark",
+        "_order",
+        "_over",
+        "_works",
+        "collective",
+        "group",
+        "name",
+        "number",
+        "ranks",
+        "since",
+        "step",
+    )
 
     def __init__(self, works: PendingCollective, number: int, step: int, order: CurrentStream | None) -> None:
         issued, held = works.issued, works.issued.communicator.held_group
-        self.exchange, self.name = issued.collective, issued.name
+        self.collective, self.name = issued.collective, issued.name
         self.group, self.ranks = held.name, held.ranks
         self.number = number  # of the launch on its group
         self.step = step
@@ -113,7 +125,7 @@ class Launch:
     @property
     def doing(self) -> str:
         """Name of the collective in messages."""
-        return spelled(self.exchange, self.name)
+        return display_name(self.collective, self.name)
 
     @property
     def is_waited(self) -> bool:
@@ -167,12 +179,12 @@ class Watchdog:
     """
 
     def __init__(
-        self, topology: MeshInfo, scope: Scope, limit: float, *, owner: object, is_default: bool = False
+        self, mesh_info: MeshInfo, scope: Scope, limit: float, *, owner: object, is_default: bool = False
     ) -> None:
         self.limit, self.is_default = limit, is_default
         self.reports: list[str] = []
         self._period = _period(limit)
-        self._ledger, self._order = topology.counters, CurrentStream.of(topology.device)
+        self._counters, self._order = mesh_info.counters, CurrentStream.of(mesh_info.device)
         self._rank, self._ranks = dist.get_rank(), scope.ranks
         self._world = weakref.ref(dist.group.WORLD)
         # A separate connection: a request that waits on the default connection blocks other threads.
@@ -180,7 +192,7 @@ class Watchdog:
         self._scope = scope.prefix
         self._alarms = self._reported = self._store.add(f"{self._scope}/alarms", 0)
         self._who = ""  # the last report
-        self._told: set[tuple[str, int]] = set()  # groups and numbers of late collectives that raised an alarm
+        self._raised: set[tuple[str, int]] = set()  # groups and numbers of late collectives that raised an alarm
         self._looking = threading.Lock()  # held while entries are removed from `_flying`
         self._flying: deque[Launch] = deque()  # in launch order
         self._counts: Counter[str] = Counter()  # launches by group
@@ -193,9 +205,9 @@ class Watchdog:
         self._silences: set[tuple[str, int]] = set()  # late collectives reported while the store did not answer
         self._threads = [
             threading.Thread(target=target, name="layerzero watchdog", daemon=True)
-            for target in (self._watch, self._mind)
+            for target in (self._watch, self._monitor_store)
         ]
-        self._ledger.on_launch = self
+        self._counters.on_launch = self
         for thread in self._threads:
             thread.start()
         # The watchdog ends with the model. Its threads hold this object, so it must not hold the model.
@@ -209,7 +221,7 @@ class Watchdog:
             thread.join(_SILENT)  # a thread may wait for a store that does not answer
 
     def _stop(self) -> None:
-        self._ledger.on_launch = None
+        self._counters.on_launch = None
         while self._hooks:
             self._hooks.pop().remove()
         self._ended.set()
@@ -239,7 +251,7 @@ class Watchdog:
     def _watch(self) -> None:
         try:
             while not self._ended.wait(self._period) and self._has_world():
-                self._look()
+                self._scan()
         except (dist.DistNetworkError, dist.DistStoreError):  # the process that served the store has ended
             pass
         except Exception:
@@ -264,7 +276,7 @@ class Watchdog:
         except RuntimeError:  # the store has ended, or cannot delete keys
             pass
 
-    def _mind(self) -> None:
+    def _monitor_store(self) -> None:
         """Report late collectives while the store does not answer."""
         while not self._ended.wait(self._period):
             since = self._asking_since
@@ -282,15 +294,15 @@ class Watchdog:
                 time.monotonic() - late.since,
             )
 
-    def _look(self) -> None:
+    def _scan(self) -> None:
         late = self._late(older_than=self.limit)
         if (
             late is not None
             and time.monotonic() - late.since > self.limit
-            and (late.group, late.number) not in self._told
+            and (late.group, late.number) not in self._raised
         ):
-            self._told.add((late.group, late.number))
-            self._asked(lambda: self._store.add(f"{self._scope}/alarms", 1))
+            self._raised.add((late.group, late.number))
+            self._request(lambda: self._store.add(f"{self._scope}/alarms", 1))
         if self._answered_alarm():
             deadline = time.monotonic() + self._period + 1  # all ranks have looked by then
             while time.monotonic() < deadline and not self._ended.wait(0.25):
@@ -298,7 +310,7 @@ class Watchdog:
             self._report()
             self._reported = self._alarms
 
-    def _asked(self, question: Callable[[], _T]) -> _T:
+    def _request(self, question: Callable[[], _T]) -> _T:
         """Send a request to the store and return the answer. While it is pending, its start time is recorded."""
         self._asking_since = time.monotonic()
         try:
@@ -307,12 +319,12 @@ class Watchdog:
             self._asking_since = None
 
     def _answered_alarm(self) -> bool:
-        alarms: int = self._asked(lambda: self._store.add(f"{self._scope}/alarms", 0))
+        alarms: int = self._request(lambda: self._store.add(f"{self._scope}/alarms", 0))
         is_new: bool = alarms > self._alarms
         if is_new:
             self._alarms = alarms
             answer = {"alarm": alarms, **asdict(self._answer(self._late(older_than=0)))}
-            self._asked(lambda: self._store.set(f"{self._scope}/{self._rank}", json.dumps(answer)))
+            self._request(lambda: self._store.set(f"{self._scope}/{self._rank}", json.dumps(answer)))
         return is_new
 
     def _late(self, *, older_than: float) -> Launch | None:
@@ -337,15 +349,15 @@ class Watchdog:
         answers: dict[int, _Answer] = {}
 
         def check(keys: Sequence[str]) -> bool:
-            return self._asked(lambda: self._store.check(list(keys)))
+            return self._request(lambda: self._store.check(list(keys)))
 
-        keys = existing(check, [f"{self._scope}/{rank}" for rank in self._ranks])
-        texts = self._asked(lambda: self._store.multi_get(keys)) if keys else ()
+        keys = existing_keys(check, [f"{self._scope}/{rank}" for rank in self._ranks])
+        texts = self._request(lambda: self._store.multi_get(keys)) if keys else ()
         for key, text in zip(keys, texts, strict=True):
             entry: dict[str, Any] = json.loads(text)
             if entry.pop("alarm") > self._reported:  # otherwise it belongs to an earlier incident
                 answers[int(key.rpartition("/")[2])] = _Answer.of(entry)
-        who, longest = _told(answers, self.limit)
+        who, longest = _raised(answers, self.limit)
         if who and who != self._who:
             self._tell(who, longest)
 
@@ -355,7 +367,7 @@ class Watchdog:
         _LOG.error("%s", self.reports[-1])
 
 
-def existing(check: Callable[[Sequence[str]], bool], keys: Sequence[str]) -> list[str]:
+def existing_keys(check: Callable[[Sequence[str]], bool], keys: Sequence[str]) -> list[str]:
     """Return those of `keys` that exist in a store. Few missing keys require few requests.
 
     Args:
@@ -366,10 +378,10 @@ def existing(check: Callable[[Sequence[str]], bool], keys: Sequence[str]) -> lis
     if len(keys) == 1:
         return []
     half = len(keys) // 2
-    return existing(check, keys[:half]) + existing(check, keys[half:])
+    return existing_keys(check, keys[:half]) + existing_keys(check, keys[half:])
 
 
-def _told(answers: Mapping[int, _Answer], limit: float) -> tuple[str, float]:
+def _raised(answers: Mapping[int, _Answer], limit: float) -> tuple[str, float]:
     """Return a sentence that names the waiting and the missing ranks, and the longest wait in seconds."""
     waits: dict[tuple[str, int], list[int]] = {}  # waiting ranks by collective and step
     missing: dict[tuple[str, int], dict[int, None]] = {}
@@ -391,7 +403,7 @@ def _told(answers: Mapping[int, _Answer], limit: float) -> tuple[str, float]:
             "; ".join(_where(rank, answers.get(rank)) for rank in absent)
             or "all of its ranks have come to it: the link is slow, or a device of theirs"
         )
-        told.append(f"{doing}, step {step}, is waited for by rank{'s' * (len(waiting) > 1)} {_spell(waiting)}: {who}")
+        told.append(f"{doing}, step {step}, is waited for by rank{'s' * (len(waiting) > 1)} {_format(waiting)}: {who}")
     return " | ".join(told), longest
 
 
@@ -406,5 +418,5 @@ def _where(rank: int, answer: _Answer | None) -> str:
     )
 
 
-def _spell(ranks: list[int]) -> str:
+def _format(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))

@@ -217,7 +217,7 @@ class LayerZeroConfig:
             "offload_params": self.offload_params,
             "pin_memory": self.pin_memory,
             "prefetch": self.prefetch,
-            "gather_codec": _told(self.gather_codec),
+            "gather_codec": _codec_text(self.gather_codec),
             "shared_memory": self.shared_memory,
             "sync_module_states": self.sync_module_states,
         }
@@ -233,7 +233,7 @@ class LayerZeroConfig:
         return chosen
 
 
-def _told(codec: GatherCodec | None) -> str | None:
+def _codec_text(codec: GatherCodec | None) -> str | None:
     """Return text that identifies a codec and is the same in all processes; None if there is no codec.
 
     The text is the class name; for a dataclass, it includes the fields that are numbers, strings or dtypes.

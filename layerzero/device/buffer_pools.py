@@ -20,16 +20,16 @@ Size = tuple[int, torch.dtype]  # number of elements and dtype of a flat buffer
 _SLOTS = 3  # buffers of one size that a device uses in turn: one is filled, one is sent, one is added up
 
 
-def bytes_of_buffers(foreseen: Mapping[Size, int], *, on_device: bool) -> int:
-    """Return the bytes that a pool allocates if no more than `foreseen` buffers of each size are in use at once."""
+def bytes_of_buffers(predicted: Mapping[Size, int], *, on_device: bool) -> int:
+    """Return the bytes that a pool allocates if no more than `predicted` buffers of each size are in use at once."""
     return sum(
-        (_slots(count) if on_device else count) * numel * dtype.itemsize for (numel, dtype), count in foreseen.items()
+        (_slots(count) if on_device else count) * numel * dtype.itemsize for (numel, dtype), count in predicted.items()
     )
 
 
-def _slots(foreseen: int) -> int:
+def _slots(predicted: int) -> int:
     """Return the number of buffers of one size in a device's pool: one if a single unit has that size (embeddings)."""
-    return 1 if foreseen == 1 else _SLOTS
+    return 1 if predicted == 1 else _SLOTS
 
 
 class UnitFootprint(NamedTuple):
@@ -64,17 +64,17 @@ class BufferPool:
     that release.
 
     Args:
-        foreseen: number of buffers by size that may be in use at once. In host memory these are allocated together, and
-            the one that was released last is reused first. Buffers that are never used then take address space but no
-            memory. The pool allocates more buffers if needed.
+        predicted: number of buffers by size that may be in use at once. In host memory the pool allocates these
+            together, and reuses the one that was released last. Buffers that are never used then take address space
+            but no memory. The pool allocates more buffers if needed.
 
     Attributes:
-        expected: the numbers given as `foreseen`. They may be changed until the first buffer is allocated.
+        expected: the numbers given as `predicted`. They may be changed until the first buffer is allocated.
     """
 
-    def __init__(self, device: torch.device, foreseen: Mapping[Size, int] = MappingProxyType({})) -> None:
+    def __init__(self, device: torch.device, predicted: Mapping[Size, int] = MappingProxyType({})) -> None:
         self.device = device
-        self.expected: Mapping[Size, int] = dict(foreseen)
+        self.expected: Mapping[Size, int] = dict(predicted)
         self._order = CurrentStream.of(device)
         self._idle: dict[tuple[int, torch.dtype], deque[tuple[Tensor, StreamEvent]]] = defaultdict(deque)
         self._made: Counter[tuple[int, torch.dtype]] = Counter()

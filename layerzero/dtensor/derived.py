@@ -1,12 +1,12 @@
-"""Tensors that autograd derives from sharded parameters, and that cannot pass gradients back.
+"""Tensors that autograd derives from sharded parameters, through which no gradient can flow back.
 
 [Note: No gradient through a sharded tensor]
 DTensor expands the gradient of ``p.square().sum()`` to the shape of `p` and shards it evenly, unlike the rows of `p`. A
-loss that adds such a number to the model's own loss, a plain tensor, passes DTensors to the backward of the model. Both
-end in an error of torch that names no parameter. Therefore results computed from a parameter under autograd are
-:class:`Derived`. They raise when they are combined with a plain tensor that requires a gradient, and when a gradient
-reaches a reduction. ``p.to_local()`` returns a plain tensor, whose gradient has the shape of the local rows. If one
-rank holds all rows of `p`, a gradient may reach a reduction.
+loss that adds such a scalar to the model's own loss, a plain tensor, passes DTensors to the backward of the model. In
+both cases torch raises an error that does not name the parameter. Therefore results computed from a parameter under
+autograd are :class:`Derived`. A derived tensor raises if it is combined with a plain tensor that requires a gradient,
+or if a gradient reaches a reduction. ``p.to_local()`` returns a plain tensor, whose gradient has the shape of the local
+rows. If one rank has all rows of `p`, a gradient may reach a reduction.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from layerzero.dtensor.op_errors import explained, penalised
+from layerzero.dtensor.op_errors import named_error, penalty_error
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
 __all__ = ["with_origin"]
@@ -29,7 +29,7 @@ __all__ = ["with_origin"]
 class Derived(DTensor):
     """DTensor whose ``grad_fn`` leads to a sharded parameter."""
 
-    origin: RowShardSpec  # of that parameter, or of the first one of several
+    origin: RowShardSpec  # spec of that parameter, or of the first of several parameters
 
     @classmethod
     def __torch_function__(
@@ -40,13 +40,13 @@ class Derived(DTensor):
         ours = next(tensor for tensor in tensors if isinstance(tensor, cls))
         with torch._C.DisableTorchFunctionSubclass():
             meets = any(not isinstance(t, DTensor) and t.requires_grad for t in tensors)
-            starts = func is Tensor.backward and not ours.origin.is_whole_here
+            starts = func is Tensor.backward and not ours.origin.is_fully_local
             if (meets or starts) and torch.is_grad_enabled():
-                raise RuntimeError(penalised(ours.origin))
+                raise RuntimeError(penalty_error(ours.origin))
             try:
                 made = func(*args, **kwargs)
             except RuntimeError as error:
-                raise explained(error, func, ours.origin) from error
+                raise named_error(error, func, ours.origin) from error
         return with_origin(made, ours.origin)
 
 
@@ -61,10 +61,10 @@ def _with_origin(origin: RowShardSpec, made: DTensor) -> DTensor:
     if type(made) is DTensor and made.grad_fn is not None:
         made.__class__ = Derived
         made.origin = origin  # type: ignore[attr-defined]
-        if made.ndim == 0 and origin.shape and not origin.is_whole_here:
+        if made.ndim == 0 and origin.shape and not origin.is_fully_local:
             made.register_hook(partial(_refuse, origin))  # type: ignore[no-untyped-call]
     return made
 
 
 def _refuse(origin: RowShardSpec, gradient: Tensor) -> None:
-    raise RuntimeError(penalised(origin))
+    raise RuntimeError(penalty_error(origin))

@@ -1,21 +1,21 @@
-"""Parameters of tensor subclasses with an all-gather extension, the protocol of FSDP2.
+"""Parameters of tensor subclasses with an all-gather extension, as defined by FSDP2.
 
 [Note: All-gather extensions]
-A class may define ``fsdp_pre_all_gather``, which returns the tensors that a gather sends in place of this rank's rows,
+A class may define ``fsdp_pre_all_gather``, which returns the tensors that a gather sends instead of this rank's rows,
 and ``fsdp_post_all_gather``, which builds the gathered parameter from the received tensors. torchao's float8 training
 weights have such a class: rows stay sharded in fp32, gathers send float8, and modules compute with a float8 tensor.
 
-The class must keep its values in one plain inner tensor of the parameter's own shape and dtype. The rows of that tensor
-are the masters. They are plain tensors, so optimizers and checkpoints do not depend on the class. The ZeRO-3 shard has
-the parameter's dtype for any ``param_dtype``, because the class itself reduces the precision.
+The class must store its values in one plain inner tensor with the shape and dtype of the parameter. The rows of the
+inner tensor are the masters. Masters are plain tensors, so optimizers and checkpoints do not depend on the class. The
+ZeRO-3 shard has the parameter's dtype for any ``param_dtype``, because the class itself reduces the precision.
 
-Each such parameter has a handle of its own. All ZeRO-3 shards have the same number of rows, and rows of zeros pad the
-last shards. So the inputs of all ranks have the same shapes, which is checked once before the first gather. If an input
-has as many rows as the shard, the padding is removed before the class receives it.
+Each such parameter has a separate handle. All ZeRO-3 shards have the same number of rows, and rows of zeros pad the
+last shards. Therefore the inputs of all ranks have the same shapes, which is checked once before the first gather. If
+an input has as many rows as the shard, the padding is removed before the class receives the input.
 
-The gathered parameter is built once, at the first gather. Autograd saves it and views of it, so later gathers write to
-the same memory and pass the parameter as ``out``. Between passes the storages of the received tensors, and of the inner
-tensors that the class has returned, hold no memory.
+The gathered parameter is built once, at the first gather. Autograd saves the parameter and views of it. Later gathers
+therefore write to the same memory and pass the parameter as ``out``. Between passes, the storages of the received
+tensors and of the inner tensors that the class has returned are empty.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def has_extension(tensor: Tensor) -> bool:
 
 
 def not_extensible(tensor: Tensor) -> str | None:
-    """Return the reason why the all-gather extension of a parameter's class cannot be used; None if it can."""
+    """Return the reason why the all-gather extension of a parameter's class is not supported, or None."""
     kind = type(tensor).__name__
     if not (hasattr(tensor, _PRE) and hasattr(tensor, _POST)):
         return f"a {kind}, which has only one of {_PRE} and {_POST}"
     if not (hasattr(tensor, "__tensor_flatten__") and hasattr(tensor, "__tensor_unflatten__")):
-        return f"a {kind}, whose all-gather extension needs __tensor_flatten__ and __tensor_unflatten__ beside it"
+        return f"a {kind}, whose all-gather extension also needs __tensor_flatten__ and __tensor_unflatten__"
     if (parameters := _arguments(tensor)) not in (1, 5):
-        return f"a {kind}, whose {_PRE} takes {parameters} arguments and not (mesh) or FSDP2's five"
+        return f"a {kind}, whose {_PRE} has {parameters} arguments instead of (mesh) or FSDP2's five"
     if tensor.ndim == 0 or tensor.numel() == 0:
         return f"a {kind} with an all-gather extension and no rows to shard (shape {list(tensor.shape)})"
     names = _inner_names(tensor)
@@ -73,18 +73,18 @@ def not_extensible(tensor: Tensor) -> str | None:
     if len(names) > 1 or (inner.shape, inner.dtype) != (tensor.shape, tensor.dtype):
         held = ", ".join(f"{n} {list(getattr(tensor, n).shape)} {getattr(tensor, n).dtype}" for n in names)
         return (
-            f"a {kind}, whose values are in {held}: an all-gather extension is sharded by the rows of one inner tensor "
-            "that has the parameter's own shape and dtype"
+            f"a {kind}, whose values are in {held}, but an all-gather extension needs one inner tensor with the shape "
+            "and dtype of the parameter"
         )
     if type(inner) not in (Tensor, nn.Parameter):
-        return f"a {kind} around a {type(inner).__name__}, a tensor of a class of its own"
+        return f"a {kind} whose inner tensor is a {type(inner).__name__}, a tensor subclass"
     if not inner.is_contiguous():
         return f"a {kind} with an all-gather extension that is not contiguous (strides {list(inner.stride())})"
     return None
 
 
 def inner_tensor(tensor: Tensor) -> Tensor:
-    """Return the inner tensor that holds the values of `tensor`, which :func:`not_extensible` must accept."""
+    """Return the inner tensor with the values of `tensor`, for which :func:`not_extensible` must return None."""
     inner: Tensor = getattr(tensor, _inner_names(tensor)[0])
     return inner
 
@@ -106,12 +106,12 @@ class Extension:
     Example::
 
         plain, extension = Extension.take(parameter, module, policy)
-        local = extension.around(rows)  # of the class, with `rows` inside
+        local = extension.around(rows)  # tensor of the class that wraps `rows`
     """
 
     kind: type[Tensor]
-    inner: str  # attribute that holds the values
-    context: object  # of __tensor_flatten__
+    inner: str  # attribute of the inner tensor
+    context: object  # from __tensor_flatten__
     module: weakref.ref[nn.Module]
     policy: MixedPrecisionPolicy
 
@@ -119,7 +119,7 @@ class Extension:
     def take(
         cls, parameter: nn.Parameter, module: nn.Module, policy: MixedPrecisionPolicy
     ) -> tuple[nn.Parameter, Extension]:
-        """Split a parameter into its extension and a plain parameter, which takes over the memory."""
+        """Split a parameter into its extension and a plain parameter on the same memory."""
         held: Any = parameter
         (inner,), context = held.__tensor_flatten__()
         values = inner_tensor(parameter)
@@ -144,20 +144,20 @@ class Extension:
 class GatheredBytes(NamedTuple):
     """Bytes of memory of one gathered parameter whose class has an all-gather extension."""
 
-    received: tuple[int, ...]  # by input of the gather, of all ranks
-    made: tuple[int, ...]  # by storage that the class has allocated
+    received: tuple[int, ...]  # bytes from all ranks, by input of the gather
+    made: tuple[int, ...]  # bytes of each storage that the class has allocated
 
 
 class ExtendedGather:
-    """Gathers one parameter by its class's extension, and holds the result; see [Note: All-gather extensions].
+    """Gather of one parameter by the extension of its class; see [Note: All-gather extensions].
 
-    It has the interfaces of :class:`~layerzero.comm.transport.process_group.GatheredFullBuffer` and
+    This class has the interfaces of :class:`~layerzero.comm.transport.process_group.GatheredFullBuffer` and
     :class:`~layerzero.engine.gathered_params.GatheredParams`.
 
     Args:
         name: name of the parameter.
         shape: full shape of the parameter.
-        shard: 1-D [G / S], this rank's ZeRO-3 shard: full rows, with rows of zeros after the parameter's last one.
+        shard: 1-D [G / S], this rank's ZeRO-3 shard: full rows, with rows of zeros after the parameter's last row.
 
     Raises:
         TypeError, ValueError: the class violates the protocol, or the shapes of its inputs differ between ranks.
@@ -169,7 +169,7 @@ class ExtendedGather:
         name: str,
         shape: tuple[int, ...],
         shard: Tensor,
-        topology: MeshInfo,
+        mesh_info: MeshInfo,
         storages: FullBufferPool,
         *,
         label: str,
@@ -178,8 +178,8 @@ class ExtendedGather:
         self._name = name
         self._shape = torch.Size(shape)
         self._strides = tuple(torch.empty(shape, device="meta").stride())
-        self._lane = topology.zero3_gather_comm
-        self._mesh: DeviceMesh = topology.mesh["zero3"]
+        self._comm = mesh_info.zero3_gather_comm
+        self._mesh: DeviceMesh = mesh_info.mesh["zero3"]
         self._storages = storages
         self._local = extension.around(shard.view(-1, *shape[1:]))
         self._metadata: Any = None
@@ -195,8 +195,8 @@ class ExtendedGather:
                 failure = error
             self._kinds = [(tuple(each.shape), each.dtype) for each in inputs]
             sent = [f"{list(size)} {dtype}" for size, dtype in self._kinds]
-            require_equal(f"{_PRE} of parameter {name!r}", {"inputs": sent}, ranks=topology.ranks, failure=failure)
-            size = self._lane.size
+            require_equal(f"{_PRE} of parameter {name!r}", {"inputs": sent}, ranks=mesh_info.ranks, failure=failure)
+            size = self._comm.size
             self._buffers = [  # 1-D uint8, by input: the parts of all ranks
                 torch.empty(size * each.nbytes, dtype=torch.uint8, device=each.device) for each in inputs
             ]
@@ -225,11 +225,11 @@ class ExtendedGather:
 
     @property
     def version(self) -> int:
-        """Version counter of the gathered parameter, which grows with writes by the user."""
+        """Version counter of the gathered parameter, which writes by the user increment."""
         return self.parameter._version
 
     def bump_version(self) -> None:
-        """Make autograd reject graphs that have saved the gathered parameter."""
+        """Increment the version counter, so that autograd rejects graphs that have saved the gathered parameter."""
         increment_version(self.parameter)
 
     def gather(self, *, name: str) -> PendingExtension:
@@ -242,22 +242,22 @@ class ExtendedGather:
             kinds = [(tuple(each.shape), each.dtype) for each in inputs]
             if kinds != self._kinds:
                 raise RuntimeError(
-                    f"{_PRE} of parameter {self._name!r} returned {kinds}, and {self._kinds} at the first gather, "
-                    "whose buffers are reused. Return inputs of the same shapes and dtypes in every gather"
+                    f"{_PRE} of parameter {self._name!r} returned {kinds}, but it returned {self._kinds} at the first "
+                    "gather, whose buffers are reused. Return inputs of the same shapes and dtypes in every gather"
                 )
             for buffer, nbytes in zip(self._buffers, self._received_bytes, strict=True):
                 self._storages.allocate(buffer.untyped_storage(), nbytes)
             return self._launch(inputs, name, Collective.GATHER)
 
     def fill(self, storages: FullBufferPool) -> None:
-        """Write the gathered parameter, by passing the received tensors to ``fsdp_post_all_gather`` of the class."""
+        """Write the gathered parameter: pass the received tensors to ``fsdp_post_all_gather`` of the class."""
         for storage, nbytes in zip(self._made, self._made_bytes, strict=True):
             storages.allocate(storage, nbytes)
         with _without_autograd(), _unsafe_preserve_version_counter(self.parameter):
             self._local.fsdp_post_all_gather(self._outputs, self._metadata, self._param_dtype, out=self.parameter)
 
     def free(self, storages: FullBufferPool) -> None:
-        """Free the received tensors and the gathered parameter; the next gather fills the same storages."""
+        """Free the received tensors and the gathered parameter. The next gather fills the same storages."""
         for storage in self._all():
             if storage.nbytes():
                 storages.free(storage)
@@ -280,47 +280,47 @@ class ExtendedGather:
         returned = self._local.fsdp_pre_all_gather(*arguments)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(
-                f"{_PRE} of parameter {self._name!r} must return (inputs of the all-gather, metadata), got {returned!r}"
+                f"{_PRE} of parameter {self._name!r} returned {returned!r}. Return (inputs of the all-gather, metadata)"
             )
         inputs, metadata = returned
         odd = [each for each in inputs if type(each) not in (Tensor, nn.Parameter) or each.ndim == 0]
         if odd or not inputs:
             found = "nothing" if not inputs else f"{type(odd[0]).__name__} of shape {list(odd[0].shape)}"
             raise TypeError(
-                f"{_PRE} of parameter {self._name!r} must return plain tensors with at least one dim to gather, got "
-                f"{found}"
+                f"{_PRE} of parameter {self._name!r} returned {found} as an input of the all-gather. Return plain "
+                "tensors with at least one dim"
             )
         return inputs, metadata
 
-    def _launch(self, inputs: Sequence[Tensor], name: str, exchange: Collective) -> PendingExtension:
+    def _launch(self, inputs: Sequence[Tensor], name: str, collective: Collective) -> PendingExtension:
         self._sent = [each.detach().contiguous().view(-1).view(torch.uint8) for each in inputs]
         works = []
         for buffer, sent in zip(self._buffers, self._sent, strict=True):
-            if self._lane.size == 1:
+            if self._comm.size == 1:
                 buffer.copy_(sent)
             elif sent.numel():
-                works.append(all_gather(self._lane, exchange, buffer, sent, name=name))
+                works.append(all_gather(self._comm, collective, buffer, sent, name=name))
         return PendingExtension(works, self)
 
     def _first(self) -> tuple[nn.Parameter, list[UntypedStorage]]:
-        """Build the gathered parameter; return it and the storages that the class has allocated for it."""
+        """Build the gathered parameter. Return it and the storages that the class has allocated for it."""
         returned = self._local.fsdp_post_all_gather(self._outputs, self._metadata, self._param_dtype)
         if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], Tensor):
             raise TypeError(
-                f"{_POST} of parameter {self._name!r} must return (gathered tensor, its inner tensors), got "
-                f"{type(returned).__name__}"
+                f"{_POST} of parameter {self._name!r} returned a {type(returned).__name__}. Return (gathered tensor, "
+                "its inner tensors)"
             )
         made, inner = returned
         if not made.is_floating_point():
             raise TypeError(
-                f"{_POST} of parameter {self._name!r} returned a tensor of {made.dtype}, and modules compute with "
-                "floating-point ones. Return a tensor of a floating dtype, which may hold quantized data"
+                f"{_POST} of parameter {self._name!r} returned a tensor of {made.dtype}, but modules need a "
+                "floating-point tensor. Return a tensor of a floating-point dtype, which may wrap quantized data"
             )
-        if made.shape != self._shape:  # as FSDP2 does, for classes that pad their inputs themselves
+        if made.shape != self._shape:  # as in FSDP2, for classes that pad their inputs themselves
             if made.numel() < prod(self._shape):
                 raise ValueError(
                     f"{_POST} of parameter {self._name!r} returned a tensor of shape {list(made.shape)}, which is "
-                    f"smaller than the parameter, {list(self._shape)}"
+                    f"smaller than the parameter. Return a tensor of shape {list(self._shape)}"
                 )
             made = torch.as_strided(made, self._shape, self._strides, 0)
         own = {storage._cdata: storage for each in inner for storage in (each.untyped_storage(),)}
@@ -345,7 +345,7 @@ class PendingExtension:
 class _without_autograd:
     """Context manager that disables autograd and inference mode.
 
-    Tensors created inside may be used after the current forward, with or without gradients.
+    Tensors created inside can be used after the current forward, with or without gradients.
     """
 
     def __init__(self) -> None:
@@ -361,7 +361,7 @@ class _without_autograd:
 
 
 class _Touch(torch.autograd.Function):
-    """Adds a tensor of any class to an autograd graph without calling an operator on the tensor."""
+    """Function that adds a tensor of any class to an autograd graph without calling an operator on the tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -373,7 +373,7 @@ class _Touch(torch.autograd.Function):
 
 
 def accumulate_node(leaf: nn.Parameter) -> Node:
-    """Return the AccumulateGrad node of a leaf, whose class need not support any operator."""
+    """Return the AccumulateGrad node of a leaf. The class of the leaf need not support any operator."""
     leaf.requires_grad_(True)
     with torch.enable_grad():
         touched: Tensor = _Touch.apply(leaf)  # type: ignore[no-untyped-call]

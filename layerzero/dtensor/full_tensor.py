@@ -1,57 +1,54 @@
 """Copies between sharded and full tensors, and placements that describe uneven rows.
 
-[Note: Whole values and ranks]
-``p.copy_(full)``, and so ``load_state_dict`` of plain tensors, copies this rank's rows of the tensor that this rank
-passes. It runs no collective. Each row of a parameter is in one ZeRO-1 shard, and the refresh sends it to all replicas,
-so the replicas always agree. But if ranks pass different values, the parameter becomes a mixture of them. So each rank
-keeps a digest of the full tensor, and the ranks compare their digests before the refresh.
+[Note: Copies from full tensors]
+``p.copy_(full)``, and therefore ``load_state_dict`` of plain tensors, copies this rank's rows of the tensor that this
+rank passes, without a collective. Each row of a parameter is in one ZeRO-1 shard, and the refresh sends the row to all
+replicas, so the replicas always agree. However, if ranks pass different values, the parameter becomes a mixture of
+them. Therefore each rank stores a digest of the full tensor, and the ranks compare their digests before the refresh.
 
-[Note: Whose cut]
-To load into a parameter, libraries construct a DTensor with its mesh and placements, around rows that they have cut
-themselves. torch.distributed.checkpoint.state_dict asks our placements for the start of each piece. Other libraries
-(PEFT, through transformers) cut as `torch.chunk` does, but still use our placements. A rank cannot distinguish the two
-cuts by its own number of rows. So the numbers of all ranks are all-gathered: equal numbers in the same order are equal
-cuts.
+[Note: Row bounds of other libraries]
+To load into a parameter, libraries construct a DTensor with the parameter's mesh and placements from rows that they
+have split themselves. torch.distributed.checkpoint.state_dict reads the start of each piece from our placements. Other
+libraries (PEFT, through transformers) split like `torch.chunk`, but still use our placements. A rank cannot distinguish
+the two cases by its own number of rows. Therefore the row counts of all ranks are all-gathered. Equal counts in the
+same order mean equal bounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from layerzero.comm.collectives import Collective, all_gather
-from layerzero.dtensor.op_errors import moves_rows
 from layerzero.dtensor.row_shard_spec import RowShardSpec
-from layerzero.utils.bit_sums import digest
 
-if TYPE_CHECKING:
-    from layerzero.dtensor.sharded_tensor import LocalShard
-
-__all__ = ["Sharded", "UnevenShard", "rows_of"]
+__all__ = ["UnevenShard", "rows_of"]
 
 
 class UnevenShard(Shard):
     """``Shard(0)`` with uneven pieces. It compares equal to torch's ``Shard(0)``.
 
-    ``torch.distributed.checkpoint.state_dict`` gets the size and offset of each piece from this class, and cuts the
+    ``torch.distributed.checkpoint.state_dict`` reads the size and offset of each piece from this class, and splits the
     tensors that it broadcasts accordingly.
     """
 
     def __init__(self, starts: Sequence[int]) -> None:
         super().__init__(0)
-        self.starts = tuple(starts)  # first row of each piece along one axis of the mesh, and the end of the last one
+        self.starts = tuple(
+            starts
+        )  # first row of each piece along one axis of the mesh, then the end of the last piece
 
     def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
-        if curr_local_size != self.starts[-1] - self.starts[0]:  # torch would cut the wrong rows
+        if curr_local_size != self.starts[-1] - self.starts[0]:  # torch would select the wrong rows
             raise ValueError(
-                f"a tensor with {curr_local_size} rows was given for a parameter (or a piece of one) that has "
-                f"{self.starts[-1] - self.starts[0]}"
+                f"the tensor has {curr_local_size} rows, but the parameter, or the piece of it, has "
+                f"{self.starts[-1] - self.starts[0]} rows. Pass a tensor with as many rows"
             )
         return self.starts[rank + 1] - self.starts[rank], self.starts[rank]
 
@@ -59,14 +56,17 @@ class UnevenShard(Shard):
 def rows_of(value: Tensor, span: RowShardSpec) -> Tensor:
     """Return this rank's rows of a full tensor.
 
-    If `value` is a DTensor that is sharded in another way, every rank must call this.
+    If `value` is a DTensor with another sharding, every rank must call this function.
 
     Raises:
-        ValueError: the shape of `value` is not that of the full parameter. For a 0-dim parameter, [1] is also accepted.
+        ValueError: the shape of `value` is not the shape of the full parameter. A 0-dim parameter also accepts [1].
     """
     shape = span.true_shape
     if tuple(value.shape) not in (shape, shape or (1,)):
-        raise ValueError(f"{span.name!r} has shape {list(shape)}, got a tensor of shape {list(value.shape)}")
+        raise ValueError(
+            f"{span.name!r} has shape {list(shape)}, got a tensor of shape {list(value.shape)}. Pass a tensor of the "
+            "full shape"
+        )
     if span.model_parallel is not None:
         part = span.model_parallel.part_of(value)
     elif isinstance(value, DTensor) and _is_cut_by_others(value, span):
@@ -77,33 +77,35 @@ def rows_of(value: Tensor, span: RowShardSpec) -> Tensor:
 
 
 def _is_cut_by_others(value: DTensor, span: RowShardSpec) -> bool:
-    """Return whether `value` is a DTensor that is sharded by rows on our mesh, but was not created by layerzero."""
-    by_rows = value.device_mesh == span.mesh_info.flat_mesh and all(each == Shard(0) for each in value._spec.placements)
-    return by_rows and not hasattr(value._local_tensor, "spec")
+    """Return whether `value` is a DTensor that is sharded by rows on our mesh but was not created by layerzero."""
+    as_one_row = value.device_mesh == span.mesh_info.flat_mesh and all(
+        each == Shard(0) for each in value._spec.placements
+    )
+    return as_one_row and not hasattr(value._local_tensor, "spec")
 
 
 def _rows_as_cut(value: DTensor, span: RowShardSpec) -> Tensor:
-    """Return this rank's rows of a DTensor for which :func:`_is_cut_by_others` is true; see [Note: Whose cut].
+    """Return this rank's rows of a DTensor for which :func:`_is_cut_by_others` is true.
 
-    Every data-parallel rank must call this.
+    See [Note: Row bounds of other libraries]. Every data-parallel rank must call this function.
 
     Raises:
-        ValueError: on all ranks, if the numbers of rows match neither layerzero's cut nor that of `torch.chunk`.
+        ValueError: the row counts match neither layerzero's bounds nor those of `torch.chunk`. All ranks raise.
     """
-    local, topology = value.to_local().detach(), span.mesh_info
+    local, mesh_info = value.to_local().detach(), span.mesh_info
     counts = torch.tensor([local.shape[0]])
-    for lane in topology.control_comms:
-        along = torch.empty(lane.size * counts.numel(), dtype=torch.int64)
-        all_gather(lane, Collective.METADATA, along, counts).wait()
+    for comm in mesh_info.control_comms:
+        along = torch.empty(comm.size * counts.numel(), dtype=torch.int64)
+        all_gather(comm, Collective.METADATA, along, counts).wait()
         counts = along
-    held = counts.view(topology.replicas, topology.zero3_size).T.flatten().tolist()  # by k = s * R + r
+    held = counts.view(mesh_info.replicas, mesh_info.zero3_size).T.flatten().tolist()  # by k = s * R + r
     if held == [stop - start for start, stop in zip(span.bounds, span.bounds[1:], strict=False)]:
         return local
-    lengths = [each for rows in _chunks(span.count, topology.zero3_size) for each in _chunks(rows, topology.replicas)]
+    lengths = [each for rows in _chunks(span.count, mesh_info.zero3_size) for each in _chunks(rows, mesh_info.replicas)]
     if held != lengths:
         raise ValueError(
-            f"{span.name!r} was given a DTensor of which the ranks hold {held} of {span.count} rows, which is neither "
-            "layerzero's way of cutting them nor torch's: give all ranks the whole tensor, or load through "
+            f"{span.name!r} was given a DTensor of which the ranks have {held} of {span.count} rows, which matches "
+            "neither layerzero's row bounds nor torch's. Pass the full tensor on all ranks, or load through "
             "layerzero.load_full_state_dict"
         )
     whole = replace(span, bounds=tuple(accumulate(lengths, initial=0))).gather(local)
@@ -111,105 +113,6 @@ def _rows_as_cut(value: DTensor, span: RowShardSpec) -> Tensor:
 
 
 def _chunks(rows: int, pieces: int) -> list[int]:
-    """Return the number of rows that `torch.chunk` gives to each piece."""
+    """Return the number of rows of each piece of `torch.chunk`."""
     longest = -(-rows // pieces)
     return [max(0, min(longest, rows - i * longest)) for i in range(pieces)]
-
-
-def _new(name: str) -> Callable[..., Tensor]:
-    method = getattr(Tensor, name)
-
-    def make(self: Sharded, *args: Any, **kwargs: Any) -> Any:
-        """Create a tensor as torch does: sharded like this one if it has the same shape, else plain and full."""
-        sizes = {name: value for name, value in kwargs.items() if name in ("size", "fill_value")}
-        shape = method(torch.empty(0, device="meta"), *args, **sizes).shape
-        like = self if shape == self.shape else torch.empty(0, dtype=self.dtype, device=self.device)
-        return method(like, *args, **kwargs)
-
-    return make
-
-
-class Sharded(DTensor):
-    """Base class of sharded tensors, with the methods that use full tensors; see `layerzero.dtensor.sharded_tensor`."""
-
-    _local_tensor: LocalShard
-    new_empty, new_zeros = _new("new_empty"), _new("new_zeros")
-    new_ones, new_full = _new("new_ones"), _new("new_full")
-
-    def copy_(self, other: Any, non_blocking: bool = False) -> Any:  # type: ignore[override]
-        """Copy as ``torch.Tensor.copy_`` does. If `other` is a full tensor, copy this rank's rows of it.
-
-        All ranks must call this with the same values. See [Note: Whole values and ranks].
-        """
-        local = self._local_tensor
-        if isinstance(other, DTensor) and isinstance(other._local_tensor, type(local)):
-            if not other._local_tensor.spec.same_sharding(local.spec):
-                raise ValueError(
-                    f"{local.spec.name!r} cannot take the rows of {other._local_tensor.spec.name!r}, which is sharded "
-                    "in another way: load through layerzero.checkpoint or torch.distributed.checkpoint"
-                )
-            return super().copy_(other, non_blocking)
-        if not isinstance(other, Tensor) or tuple(other.shape) != local.spec.true_shape:
-            return super().copy_(other, non_blocking)
-        if self.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"parameter {local.spec.name!r} requires grad and is changed in place; do it under torch.no_grad()"
-            )
-        rows = rows_of(other.detach(), local.spec)
-        if local.tracker is not None and local.spec.holders > 1 and not isinstance(other, DTensor):
-            local.tracker.loaded_digests[local.spec.name] = digest(other)
-        with torch.no_grad():
-            local.copy_(rows, non_blocking)
-        return self
-
-    @property
-    def placements(self) -> tuple[Any, ...]:  # type: ignore[override]
-        """Placements on the model-parallel axes, then two ``Shard(0)`` with uneven pieces."""
-        span = self._local_tensor.spec
-        bounds, topology = span.bounds, span.mesh_info
-        replicas = topology.replicas
-        first = topology.grid.zero3_rank * replicas
-        inside = [bound - bounds[first] for bound in bounds[first : first + replicas + 1]]
-        further = () if span.model_parallel is None else span.model_parallel.placements
-        return *further, UnevenShard(bounds[::replicas]), UnevenShard(inside)
-
-    def redistribute(
-        self, device_mesh: Any = None, placements: Sequence[Any] | None = None, **kwargs: object
-    ) -> DTensor:
-        """Return a DTensor that is replicated on all axes. Every rank must call this.
-
-        Raises:
-            NotImplementedError: `placements` are not all ``Replicate()``, or `device_mesh` is another mesh.
-        """
-        mesh = self.device_mesh
-        wanted = [] if placements is None else list(placements)
-        whole = len(wanted) == mesh.ndim and all(isinstance(placement, Replicate) for placement in wanted)
-        if not whole or (device_mesh is not None and device_mesh != mesh):
-            raise NotImplementedError(moves_rows("redistribute", self._local_tensor.spec))
-        return DTensor.from_local(self.full_tensor(), mesh, wanted, run_check=False)
-
-    # Methods that would mistake this rank's rows for the full tensor
-
-    def untyped_storage(self) -> NoReturn:
-        raise TypeError(
-            f"{_not_here(self)} to save it whole. torch.export or make_fx of the root or of a unit is refused as well; "
-            "give it an unsharded copy"
-        )
-
-    def storage(self) -> NoReturn:
-        self.untyped_storage()
-
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        raise TypeError(f"{_not_here(self)} to look at it whole")
-
-    def tolist(self) -> NoReturn:
-        raise TypeError(f"{_not_here(self)} to look at it whole")
-
-
-def _not_here(tensor: Sharded) -> str:
-    span = tensor._local_tensor.spec
-    return (
-        f"this rank has {len(span.rows)} of {span.count} rows of {span.name!r}: use p.to_local() for these rows "
-        "(p.to_local().numpy() is a read-only array of them); layerzero.full_state_dict(model) or "
-        "p.detach().full_tensor(), on every rank,"
-    )

@@ -1,9 +1,9 @@
 """Access to attributes of sharded parameters, and ``.grad`` that waits for other ranks.
 
-[Note: When .grad is known]
-A parameter that this rank has not used has a ``.grad`` if another rank has used it. A backward starts to query the
-other ranks and does not wait for the answer. Code that reads, sets or deletes the ``.grad`` of any parameter of the
-model waits for this answer. Until then, torch's own ``.grad`` has at most the values from before the backward.
+[Note: Lazy .grad]
+A parameter that this rank has not used has a ``.grad`` if another rank has used it. A backward queries the other ranks
+and does not wait for the answer. Code that reads, sets or deletes the ``.grad`` of any parameter of the model waits for
+the answer. Until then, torch's own ``.grad`` is either None or has the values from before the backward.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from layerzero.dtensor.sharded_tensor import RowShardedTensor
 
 __all__ = ["OF_GRADIENTS", "LazyGrad", "accumulate_hooks", "plain_access", "resolve_first"]
 
@@ -38,10 +35,10 @@ def accumulate_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
 
 
 class LazyGrad:
-    """Pending ``.grad`` of the parameters of one model. It holds no strong reference to the model.
+    """Pending ``.grad`` of the parameters of one model, without a strong reference to the model.
 
     Args:
-        show: method that waits for the pending gradients and sets ``.grad``. It is called again if it was interrupted.
+        show: method that waits for the pending gradients and sets ``.grad``. It is called again if it is interrupted.
 
     Attributes:
         pending: True if :meth:`resolve` must be called before any ``.grad`` is read or set.
@@ -62,16 +59,19 @@ class LazyGrad:
             if not self.pending:
                 return
             if (show := self._show()) is None:
-                raise RuntimeError("the sharded model was dropped before its gradients were read; keep it until then")
+                raise RuntimeError(
+                    "the sharded model was deleted before its gradients were read. Keep a reference to the model until "
+                    "then"
+                )
             with torch.inference_mode(False), torch.no_grad(), plain_access():
                 show()
             self.pending = False
 
 
 def resolve_first(access: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an accessor of OF_GRADIENTS so that it resolves pending gradients; see [Note: When .grad is known]."""
+    """Wrap an accessor of OF_GRADIENTS so that it first resolves pending gradients; see [Note: Lazy .grad]."""
 
-    def wait_for_it(parameter: RowShardedTensor, *value: Tensor | None) -> Any:
+    def wait_for_it(parameter: Any, *value: Tensor | None) -> Any:
         watch = parameter._local_tensor.tracker
         if watch is not None and watch.lazy_grad is not None and watch.lazy_grad.pending:
             watch.lazy_grad.resolve()

@@ -1,14 +1,14 @@
-"""Parameters that are DTensors on model-parallel axes: tensor-parallel layers, experts.
+"""Parameters that are DTensors on model-parallel axes, such as tensor-parallel layers and experts.
 
-[Note: Faces]
-``parallelize_module`` makes parameters DTensors on a model-parallel axis: each rank of that axis has a part of the
-parameter, or a copy. The ranks with the same part are data-parallel, and they shard the part by rows like any other
-parameter. The engine works on these parts only. The model-parallel spec of a parameter describes the rest:
+[Note: Model-parallel specs]
+``parallelize_module`` makes parameters DTensors on a model-parallel axis: each rank of that axis has a part or a copy
+of the parameter. The ranks with the same part are data-parallel, and they shard the part by rows like any other
+parameter. The engine uses only these parts. The model-parallel spec of a parameter describes everything else:
 
-- for the module, which computes with a DTensor on the model-parallel axis; the full buffer is its memory;
-- for autograd, whose gradient may have other placements, such as Partial;
-- for the user, who sees one DTensor of the true shape on all axes: the model-parallel ones, then (zero3, replica). In
-  this order, each axis cuts the part that the axis before it has left, so the order of the ranks in the mesh is the
+- The module computes with a DTensor on the model-parallel axis, whose memory is the full buffer.
+- The gradient from autograd may have other placements, such as Partial.
+- Users see one DTensor of the global shape on all axes: the model-parallel axes, then (zero3, replica). In this order,
+  each axis splits the part that the previous axis has produced. The order of the ranks in the mesh is therefore the
   order of their rows in the tensor.
 
 In a model with such DTensors, a plain parameter also has a model-parallel spec: each rank of the axis has a copy.
@@ -34,12 +34,12 @@ __all__ = ["ModelParallelSpec", "local_part", "misplaced"]
 
 
 def misplaced(placements: Sequence[Placement], ndim: int) -> str | None:
-    """Return the reason why a DTensor with these placements cannot be sharded further; None if it can."""
+    """Return the reason why a DTensor with these placements cannot be sharded further, or None."""
     if odd := [each for each in placements if type(each) not in (Shard, Replicate)]:
-        return f"a DTensor placed {odd[0]!r}, and only Shard and Replicate can be sharded further"
+        return f"a DTensor with placement {odd[0]!r}, but only Shard and Replicate can be sharded further"
     columns = {each.dim % ndim for each in placements if isinstance(each, Shard)} - {0}
     if len(columns) > 1:
-        return f"a DTensor that is cut along dims {sorted(columns)}, and beside dim 0 there may be one"
+        return f"a DTensor that is sharded along dims {sorted(columns)}, but only one dim besides dim 0 is supported"
     return None
 
 
@@ -54,7 +54,10 @@ def _arrived(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class ModelParallelSpec:
-    """Mesh, placements and global shape of a parameter beyond its data-parallel part; see [Note: Faces]."""
+    """Mesh, placements and global shape of a parameter beyond its data-parallel part.
+
+    See [Note: Model-parallel specs].
+    """
 
     mesh: DeviceMesh  # the model-parallel axes
     placements: tuple[Placement, ...]  # on `mesh`
@@ -62,7 +65,7 @@ class ModelParallelSpec:
     stride: tuple[int, ...]
     global_mesh: DeviceMesh  # mesh of the user's DTensor: the model-parallel axes, then (zero3, replica)
     is_dtensor: bool  # True: the module computes with a DTensor; False: with a plain tensor, a copy on each rank
-    owner: tuple[int, int] | None = None  # an axis, and the only coordinate on it that has elements; see `of_state`
+    owner: tuple[int, int] | None = None  # axis, and the only coordinate on it that has elements; see `of_state`
 
     @classmethod
     def of(cls, parameter: Tensor, mesh: DeviceMesh, shown: DeviceMesh) -> ModelParallelSpec:
@@ -70,8 +73,8 @@ class ModelParallelSpec:
 
         Args:
             parameter: a DTensor or a plain parameter.
-            mesh: mesh of the other parameters that are DTensors; used if `parameter` is plain.
-            shown: becomes `global_mesh`.
+            mesh: mesh of the DTensor parameters, used if `parameter` is plain.
+            shown: value of `global_mesh`.
         """
         shape, stride = tuple(parameter.shape), tuple(parameter.stride())
         if isinstance(parameter, DTensor):
@@ -84,7 +87,7 @@ class ModelParallelSpec:
         return sizes if self._holds else (0, *sizes[1:]), offsets
 
     def _box_without(self, axis: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return sizes and offsets that this rank's part would have if `axis` did not cut the parameter."""
+        """Return sizes and offsets that this rank's part would have if `axis` did not shard the parameter."""
         placements = [Replicate() if at == axis else each for at, each in enumerate(self.placements)]
         sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, placements)
         return tuple(sizes), tuple(offsets)
@@ -100,13 +103,13 @@ class ModelParallelSpec:
 
     @property
     def is_primary_copy(self) -> bool:
-        """True if this rank has the first of all copies of its part. Only this copy is saved and counted."""
+        """True if this rank has the first copy of its part. Only this copy is saved and counted."""
         places = zip(self._coordinate, self.placements, strict=True)
         return not any(place for place, each in places if isinstance(each, Replicate))
 
     @property
     def place(self) -> tuple[int | None, ...]:
-        """Coordinate of this rank on each model-parallel axis that cuts the parameter; None for axes of copies."""
+        """Coordinate of this rank on each model-parallel axis that shards the parameter. None for replicated axes."""
         places = zip(self._coordinate, self.placements, strict=True)
         return tuple(None if isinstance(each, Replicate) else place for place, each in places)
 
@@ -128,7 +131,7 @@ class ModelParallelSpec:
     # One axis of several
 
     def sharded_dim(self, axis: int) -> int | None:
-        """Return the dim along which `axis` cuts the parameter; None if `axis` does not cut it."""
+        """Return the dim along which `axis` shards the parameter, or None if `axis` does not shard it."""
         placement = self.placements[axis]
         if not isinstance(placement, Shard) or self.mesh.size(axis) == 1:
             return None
@@ -139,14 +142,14 @@ class ModelParallelSpec:
         return self._coordinate[axis]
 
     def joined_shape(self, axis: int) -> tuple[int, ...]:
-        """Return the shape of this rank's part, joined with the parts of the other ranks on `axis`."""
+        """Return the shape of this rank's part after it is joined with the parts of the other ranks on `axis`."""
         return self._box_without(axis)[0]
 
     def of_state(self, shape: Sequence[int], *, axis: int | None, place: int) -> ModelParallelSpec:
         """Return the spec of an optimizer state tensor of an owned parameter.
 
-        Along `axis`, the rank at coordinate `place` has all elements. Other axes that cut the parameter cut it into
-        matrices of a stack, and they cut the state tensor in the same way.
+        Along `axis`, the rank at coordinate `place` has all elements. Other axes that shard the parameter split it into
+        matrices of a stack, and they split the state tensor in the same way.
         """
         cut = [axis == at or self.sharded_dim(at) is not None for at in range(self.mesh.ndim)]
         return replace(
@@ -161,11 +164,11 @@ class ModelParallelSpec:
     # Between the local part and the global tensor
 
     def to_module_param(self, part: Tensor) -> nn.Parameter:
-        """Return the parameter with which the module computes, without a copy."""
+        """Return the parameter that the module computes with, without a copy."""
         return nn.Parameter(self._as_dtensor(part) if self.is_dtensor else part)
 
     def local_grad(self, gradient: Tensor) -> Tensor:
-        """Return this rank's part of a gradient. All ranks of the model-parallel axes must call this."""
+        """Return this rank's part of a gradient. All ranks of the model-parallel axes must call this method."""
         if not isinstance(gradient, DTensor):
             return gradient
         if tuple(gradient.placements) != self.placements:  # Partial, or sharded where the parameter is replicated
@@ -175,7 +178,7 @@ class ModelParallelSpec:
     def part_of(self, value: Tensor) -> Tensor:
         """Return this rank's part of a full tensor.
 
-        If `value` is a DTensor with another mesh or placements, all of its ranks must call this.
+        If `value` is a DTensor with another mesh or other placements, all of its ranks must call this method.
         """
         if isinstance(value, DTensor):
             if value.device_mesh == self.mesh and tuple(value.placements) == self.placements:
@@ -184,7 +187,7 @@ class ModelParallelSpec:
         return value[self.global_slices] if self.shape else value
 
     def whole(self, part: Tensor) -> Tensor:
-        """Gather the global tensor from all parts. All ranks of the model-parallel axes must call this."""
+        """Gather the global tensor from all parts. All ranks of the model-parallel axes must call this method."""
         if self.owner is not None:
             return self._from_holder(part)
         return self._as_dtensor(part).full_tensor() if self.is_sharded else part  # type: ignore[no-any-return]

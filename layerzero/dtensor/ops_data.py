@@ -1,38 +1,37 @@
 """Operators that replace the memory of a sharded parameter: ``p.data = ...``, ``model.to(...)``, ``share_memory()``.
 
-[Note: Moves of a module]
-``to``, ``half`` and ``cpu`` call ``nn.Module._apply``. It applies a function to each parameter, asks torch whether the
-parameter can take the result as its ``data``, and assigns it. If the result has ``__tensor_flatten__``, it swaps the
-tensors instead. The engine refers to parameters, so they must not be swapped: sharded parameters hide that attribute.
-A move that changes nothing thus assigns a parameter to itself. Any other move is refused when torch asks, before it has
-changed a parameter.
+[Note: Module moves and conversions]
+``to``, ``half`` and ``cpu`` call ``nn.Module._apply``. This method applies a function to each parameter, calls
+``torch._has_compatible_shallow_copy_type`` to test whether the result can become the ``data`` of the parameter, and
+assigns the result. If the result has ``__tensor_flatten__``, the method swaps the tensors instead. The engine refers to
+parameters, so they must not be swapped. Therefore sharded parameters hide that attribute. A move without effect then
+assigns a parameter to itself. Any other move raises in the test, before torch has changed a parameter.
 
-``to_empty()`` on the device of the parameter, as after ``fully_shard`` on meta, needs memory, which exists already, and
-no values. So a tensor that was made by ``empty_like`` and not written since is not copied. Uninitialized parameters
-stay uninitialized, and the first forward reports them. torch replaces buffers by new, empty ones.
+``to_empty()`` on the device of the parameter, as after ``fully_shard`` on meta, needs only memory, which is already
+allocated. Therefore a tensor that was created by ``empty_like`` and not written since is not copied. Uninitialized
+parameters stay uninitialized, and the first forward reports them. torch replaces buffers with new, empty buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from layerzero.dtensor.lazy_grad import OF_GRADIENTS, resolve_first
-from layerzero.dtensor.row_shard_spec import MutationTracker
+from layerzero.dtensor.local_shard import local_shard
+from layerzero.dtensor.mutation_tracker import MutationTracker
 
-if TYPE_CHECKING:
-    from layerzero.dtensor.sharded_tensor import RowShardedTensor
-
-__all__ = ["CALLS", "AbsentAttribute", "carry_over", "note_empty"]
+__all__ = ["CALLS", "AbsentAttribute", "carry_over", "mark_uninitialized"]
 
 
 def carry_over(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Parameter) -> None:
-    """Move the user's attributes and hooks from a parameter to its replacements.
+    """Copy the user's attributes and hooks from a parameter to its replacements.
 
-    Handles that remove these hooks stay valid.
+    Handles that remove these hooks remain valid.
     """
     for target in (gathered, sharded):
         for name, value in vars(source).items():
@@ -57,15 +56,16 @@ class AbsentAttribute:
 
 
 @torch.no_grad()
-def assign_data(target: RowShardedTensor, value: Tensor) -> None:
-    """Implement ``target.data = value``: copy the values of a tensor that is sharded in the same way.
+def assign_data(target: DTensor, value: Tensor) -> None:
+    """Implement ``target.data = value``: copy the values of a tensor with the same sharding.
 
     Raises:
         ValueError: `value` is not sharded, or differs in rows, dtype or device.
     """
     if value is target or _is_empty(value):
         return
-    span, mine = target._local_tensor.spec, target._local_tensor
+    mine = local_shard(target)
+    span = mine.spec
     theirs = getattr(value, "_local_tensor", None)
     other = getattr(theirs, "spec", None)
     if (
@@ -76,25 +76,25 @@ def assign_data(target: RowShardedTensor, value: Tensor) -> None:
     ):
         raise ValueError(
             f".data of parameter {span.name!r} ({list(span.shape)}, {mine.dtype} on {mine.device}), of which this rank "
-            f"has rows {span.rows}, was assigned {_described(value)}. Assign a sharded tensor made from the parameter "
-            "itself, or whole tensors inside layerzero.unsharded(model, writeback=True), where vector_to_parameters "
-            "works, too"
+            f"has rows {span.rows}, was assigned {_described(value)}. Assign a sharded tensor that was created from "
+            "the parameter, or assign full tensors inside layerzero.unsharded(model, writeback=True), where "
+            "vector_to_parameters is also supported"
         )
     mine.copy_(theirs)
 
 
-def can_take(target: RowShardedTensor, moved: Tensor) -> bool:
-    """Return True if moving a module leaves `target` unchanged; see [Note: Moves of a module].
+def is_noop_move(target: DTensor, moved: Tensor) -> bool:
+    """Return True if moving a module does not change `target`; see [Note: Module moves and conversions].
 
     Raises:
         TypeError: the move would change or replace the parameter.
     """
-    name = target._local_tensor.spec.name
+    name = local_shard(target).spec.name
     for setting in ("swap_module_params_on_conversion", "overwrite_module_params_on_conversion"):
         if getattr(torch.__future__, f"get_{setting}")():
             raise TypeError(
-                f"torch.__future__.set_{setting}(True) would replace parameter {name!r}, which layerzero has sharded; "
-                "set it to False around this call"
+                f"torch.__future__.set_{setting}(True) would replace parameter {name!r}, which layerzero has sharded. "
+                "Set it to False around this call"
             )
     if moved is target or (_is_empty(moved) and (moved.dtype, moved.device) == (target.dtype, target.device)):
         return True
@@ -105,13 +105,13 @@ def can_take(target: RowShardedTensor, moved: Tensor) -> bool:
     else:
         change = "into other memory, or another memory format"
     raise TypeError(
-        f"parameter {name!r} cannot be moved {change}: layerzero has sharded it, and keeps its memory. Move or convert "
-        "the model before shard_model; for the precision of the forward and backward pass use mp_policy"
+        f"parameter {name!r} cannot be moved {change}: layerzero has sharded it and does not replace its memory. Move "
+        "or convert the model before shard_model. To set the precision of forwards and backwards, use mp_policy"
     )
 
 
-def note_empty(func: Any, made: Tensor) -> Tensor:
-    """Return `made`, marked as uninitialized until its first write if `func` is ``torch.empty_like``."""
+def mark_uninitialized(func: Any, made: Tensor) -> Tensor:
+    """Mark `made` as uninitialized until its first write if `func` is ``torch.empty_like``, and return it."""
     local: Any = getattr(made, "_local_tensor", None)
     if func is torch.empty_like and hasattr(local, "tracker"):
         local.tracker = MutationTracker()
@@ -120,14 +120,14 @@ def note_empty(func: Any, made: Tensor) -> Tensor:
 
 
 def _is_empty(tensor: Any) -> bool:
-    """Return whether a tensor was made by ``torch.empty_like`` of a sharded tensor and not written since."""
+    """Return whether a tensor was created by ``torch.empty_like`` of a sharded tensor and not written since."""
     watch = getattr(getattr(tensor, "_local_tensor", None), "tracker", None)
     return watch is not None and watch.uninitialized
 
 
-def refuse_sharing(target: RowShardedTensor) -> NoReturn:
+def refuse_sharing(target: DTensor) -> NoReturn:
     raise TypeError(
-        f"share_memory() of parameter {target._local_tensor.spec.name!r} is not supported: layerzero has sharded it. "
+        f"share_memory() of parameter {local_shard(target).spec.name!r} is not supported: layerzero has sharded it. "
         "Share the tensors of layerzero.full_state_dict(model, rank0_only=False)"
     )
 
@@ -135,7 +135,7 @@ def refuse_sharing(target: RowShardedTensor) -> NoReturn:
 def _described(value: Any) -> str:
     kind = "a parameter" if isinstance(value, nn.Parameter) else "a tensor"
     local = getattr(value, "_local_tensor", None)
-    rows = "" if local is None else f", of which {list(local.shape)} here"
+    rows = "" if local is None else f", with local shape {list(local.shape)}"
     return f"{kind} of shape {list(value.shape)}, {value.dtype} on {value.device}{rows}"
 
 
@@ -143,6 +143,6 @@ CALLS: dict[Any, Callable[..., Any]] = {  # by function of torch, as passed to _
     Tensor.data.__get__: lambda tensor, *_: tensor.detach(),  # type: ignore[attr-defined]
     Tensor.data.__set__: assign_data,  # type: ignore[attr-defined]
     **{access: resolve_first(access) for access in OF_GRADIENTS},
-    torch._has_compatible_shallow_copy_type: can_take,
+    torch._has_compatible_shallow_copy_type: is_noop_move,
     Tensor.share_memory_: refuse_sharing,
 }

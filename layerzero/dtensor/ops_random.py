@@ -1,15 +1,16 @@
 """Operators that draw random numbers into sharded tensors.
 
-[Note: Numbers by global row]
-All ranks usually have the same seed. If each rank drew numbers for its rows only, the rows of all ranks would get the
-same numbers. So each rank draws for the full tensor and keeps its rows. The result and the state of the generator equal
-those of one process with the same seed. This needs memory for one full tensor. It works for distributions where the
-number of draws for one element does not depend on the values of others.
+[Note: Random numbers by global row]
+All ranks usually have the same seed. If each rank drew numbers only for its rows, the rows of all ranks would get the
+same numbers. Therefore each rank draws for the full tensor and copies its rows. The result and the state of the
+generator equal those of one process with the same seed. This needs memory for one full tensor. It is correct for
+distributions in which the number of draws for an element does not depend on the values of other elements.
 
-``nn.init.trunc_normal_`` draws again until all numbers are within its bounds. Each rank would check its own rows only.
-torch does not call ``__torch_function__`` for this function, only for the first draw inside it. So that call runs the
-complete function on the full tensor, after which all numbers are within the bounds. torch 2.14 would then gather rows
-to compare them with the bounds. So the draw returns a tensor that answers these comparisons without communication.
+``nn.init.trunc_normal_`` draws again until all numbers are within its bounds, but each rank would check only its own
+rows. torch does not call ``__torch_function__`` for this function, but only for the first draw inside it. Therefore
+that call runs the complete function on the full tensor, after which all numbers are within the bounds. torch 2.14 would
+then gather rows to compare them with the bounds. Therefore the draw returns a tensor that evaluates these comparisons
+without communication.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
-__all__ = ["call_whole", "draw_whole", "draws", "is_drawing", "is_truncating", "makes_alike"]
+__all__ = ["call_on_full", "draw_full", "draws", "is_drawing", "is_empty_like", "is_truncating"]
 
 _FILLS = ("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_")
 _MAKES = ("rand_like", "randn_like", "randint_like", "bernoulli", "normal", "native_dropout", "_fused_dropout")
@@ -34,7 +35,7 @@ _OTHERS = ("poisson", "binomial", "multinomial", "_standard_gamma", "_sample_dir
 _DRAWING = {f"aten::{name}" for name in (*_FILLS, *_MAKES)}
 _REFUSED = {f"aten::{name}{suffix}" for name in _OTHERS for suffix in ("", "_", "_functional")}
 
-# Functions that users call, as passed to __torch_function__. Other functions of torch.nn.init call these.
+# Functions that users call, as passed to __torch_function__. Other functions of torch.nn.init call these functions.
 _FILLING = {
     *(getattr(Tensor, name) for name in _FILLS),
     *(nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_, torch.eye),  # torch.eye(out=) resizes its output
@@ -52,13 +53,13 @@ _TRUNC_NORMAL = nn.init._no_grad_trunc_normal_
 def is_drawing(func: Any, args: Any, kwargs: Any) -> bool:
     """Return whether a call of the torch function `func` draws random numbers and must run on full tensors.
 
-    Calls that autograd records are excluded, unless they fill a tensor in place.
+    Calls that autograd records are excluded unless they fill a tensor in place.
     """
     return func in _FUNCTIONS and (func in _FILLING or not _needs_gradient(args, kwargs))
 
 
-def makes_alike(func: Any) -> bool:
-    """Return whether the torch function `func` creates a tensor that users may draw random numbers into."""
+def is_empty_like(func: Any) -> bool:
+    """Return whether the torch function `func` creates a tensor that users may fill with random numbers."""
     return func in _ALIKE
 
 
@@ -66,7 +67,7 @@ def draws(func: Any, span: RowShardSpec) -> bool:
     """Return whether an operator draws one random number for each element.
 
     Raises:
-        NotImplementedError: the operator draws random numbers in another way.
+        NotImplementedError: the operator draws random numbers, but not one for each element.
     """
     name = func._schema.name
     if name in _DRAWING:
@@ -76,45 +77,45 @@ def draws(func: Any, span: RowShardSpec) -> bool:
     return False
 
 
-def call_whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run :func:`draw_whole` for a ``__torch_function__``, whose caller has called `func`.
+def call_on_full(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run :func:`draw_full` from a ``__torch_function__``, whose caller has called `func`.
 
     Raises:
-        NotImplementedError: ``nn.init.trunc_normal_`` has bounds for which it draws in another way.
+        NotImplementedError: ``nn.init.trunc_normal_`` has bounds for which it uses another sampling method.
     """
     caller = sys._getframe(2)
     if not is_truncating(caller):
-        return draw_whole(func, args, kwargs)
+        return draw_full(func, args, kwargs)
     given = caller.f_locals
     if "accept_buf" in given:
         raise NotImplementedError(
-            "nn.init.trunc_normal_ of a parameter that layerzero has sharded, with bounds that leave out most numbers, "
-            "is not supported: initialise before shard_model, or inside layerzero.unsharded(model, writeback=True)"
+            "nn.init.trunc_normal_ of a parameter that layerzero has sharded is not supported for bounds that exclude "
+            "most numbers. Initialize it before shard_model, or inside layerzero.unsharded(model, writeback=True)"
         )
-    if func is not Tensor.normal_:  # older versions of torch map uniform numbers, element by element
-        return draw_whole(func, args, kwargs)
+    if func is not Tensor.normal_:  # older versions of torch transform uniform numbers element by element
+        return draw_full(func, args, kwargs)
     settings = {name: given[name] for name in ("mean", "std", "a", "b", "generator")}
-    drawn = draw_whole(lambda whole, *_, **__: _TRUNC_NORMAL(whole, **settings), args, kwargs)
+    drawn = draw_full(lambda whole, *_, **__: _TRUNC_NORMAL(whole, **settings), args, kwargs)
     return drawn.within_bounds()
 
 
 def is_truncating(caller: FrameType) -> bool:
     """Return whether `caller` is a frame of ``nn.init.trunc_normal_``.
 
-    The check of the bounds in this function is always satisfied here.
+    For sharded tensors, the check of the bounds in this function is always satisfied.
     """
     return caller.f_code is _TRUNC_NORMAL.__code__
 
 
-def draw_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call `func` on full tensors and keep this rank's rows of the result; see [Note: Numbers by global row].
+def draw_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call `func` on full tensors and return this rank's rows; see [Note: Random numbers by global row].
 
-    At least one argument must be a RowShardedTensor or a LocalShard. New results are of the class of the first such
+    At least one argument must be a RowShardedTensor or a LocalShard. New results have the class of the first such
     argument. If `func` returns one of its arguments, the argument is overwritten and returned.
     """
-    wholes: dict[int, tuple[Any, Any]] = {}  # by id of the full tensor: the argument and its rows
+    wholes: dict[int, tuple[Any, Any]] = {}  # by id of the full tensor: argument, its rows
 
-    def make_whole(argument: Tensor) -> Tensor:
+    def make_full(argument: Tensor) -> Tensor:
         rows = getattr(argument, "_local_tensor", argument)
         span: RowShardSpec | None = getattr(rows, "spec", None)
         if span is None:
@@ -130,7 +131,7 @@ def draw_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> A
         return whole
 
     kept: list[Tensor] = []  # keeps the full tensors alive, so that no other tensor gets their ids
-    args, kwargs = tree_map_only(Tensor, make_whole, (args, kwargs))
+    args, kwargs = tree_map_only(Tensor, make_full, (args, kwargs))
     out = func(*args, **kwargs)
     first, first_rows = next(iter(wholes.values()))
     here = first_rows.spec.global_slices
@@ -157,8 +158,8 @@ def _needs_gradient(args: Any, kwargs: Any) -> bool:
 
 def _not_by_rows(what: str, span: RowShardSpec) -> str:
     return (
-        f"{what} on a tensor derived from parameter {span.name!r}: each rank would draw the same random numbers for "
-        "other rows. Draw into the parameter itself or into a tensor like it (p.normal_(), torch.rand_like(p)), or "
-        "into the whole parameter inside layerzero.unsharded(model, writeback=True); parametrizations belong before "
-        "shard_model"
+        f"{what} on a tensor derived from parameter {span.name!r} is not supported: each rank would draw the same "
+        "random numbers for different rows. Fill the parameter itself or a tensor like it (p.normal_(), "
+        "torch.rand_like(p)), or fill the full parameter inside layerzero.unsharded(model, writeback=True). Apply "
+        "parametrizations before shard_model"
     )

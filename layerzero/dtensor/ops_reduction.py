@@ -1,12 +1,12 @@
-"""Reductions of sharded tensors. The result on each rank is a partial value.
+"""Reductions of sharded tensors, whose result on each rank is a partial value.
 
-[Note: Parts of a number]
-``p.sum()`` and similar reductions return a DTensor with a ``Partial`` placement. When torch needs the value, or the
-user calls ``full_tensor()``, torch all-reduces the partial values, which every rank must do. But ``item()``,
-``float()`` and ``bool()``, which a loop may call on one rank to print something, would silently return this rank's
-partial value. So the local tensor of such a DTensor is a :class:`PartialScalar`, which raises when torch reads it. A
-user who gets one from ``p.to_local().sum()`` has requested this rank's value and can read it. torch's mean of means is
-correct only for equal numbers of rows, and is refused; ``p.mean()`` divides a sum.
+[Note: Partial scalars]
+``p.sum()`` and similar reductions return a DTensor with a ``Partial`` placement. If torch needs the value, or the user
+calls ``full_tensor()``, torch all-reduces the partial values. Every rank must take part. But ``item()``, ``float()``
+and ``bool()``, which a loop may call on one rank to print a value, would return this rank's partial value without an
+error. Therefore the local tensor of such a DTensor is a :class:`PartialScalar`, which raises when torch reads it. The
+result of ``p.to_local().sum()`` is also a partial scalar. It is the requested value of this rank, and users can read
+it. torch's mean of means is correct only for equal numbers of rows and raises. ``p.mean()`` divides a sum.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.comm.model_ranks import reduce_over
 from layerzero.dtensor.model_parallel_spec import local_part
-from layerzero.dtensor.op_errors import moves_rows
+from layerzero.dtensor.op_errors import row_move_error
 from layerzero.dtensor.ops_random import is_truncating
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
-__all__ = ["EXCHANGES", "REDUCTIONS", "PartialScalar", "of_nothing", "refuse_exchange"]
+__all__ = ["COLLECTIVES", "REDUCTIONS", "PartialScalar", "neutral_result", "refuse_collective"]
 
-EXCHANGES = ("_c10d_functional", "c10d")  # namespaces of torch's collectives
+COLLECTIVES = ("_c10d_functional", "c10d")  # namespaces of torch's collectives
 _KEEPS_ROWS = ("all_reduce", "wait_tensor")
 _LARGEST, _SMALLEST = ("aten::max", "aten::amax"), ("aten::min", "aten::amin")
 
 
 class PartialScalar(torch.Tensor):
-    """This rank's partial value of a reduction; see [Note: Parts of a number]."""
+    """This rank's partial value of a reduction; see [Note: Partial scalars]."""
 
     spec: RowShardSpec
     made_by: str
@@ -56,8 +56,8 @@ class PartialScalar(torch.Tensor):
         ours = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         if func._schema.name == "aten::_local_scalar_dense" and not is_truncating(sys._getframe(1)):
             raise RuntimeError(_only_a_part(ours))
-        if func.namespace in EXCHANGES:
-            refuse_exchange(func, args, ours.spec)
+        if func.namespace in COLLECTIVES:
+            refuse_collective(func, args, ours.spec)
         with torch._C._DisableTorchDispatch():
             out = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
@@ -93,42 +93,43 @@ class PartialScalar(torch.Tensor):
 
 
 def _mean(tensor: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute ``torch.mean`` of a tensor whose rows are cut unevenly, as a divided sum."""
+    """Compute ``torch.mean`` of a tensor with uneven rows by dividing a sum."""
     total = tensor.sum(dtype=dtype) if dim is None else tensor.sum(dim, keepdim, dtype=dtype)
     if not total.is_floating_point():
-        raise TypeError(f"mean needs a floating-point dtype, got {total.dtype}")
+        raise TypeError(f"mean needs a floating-point dtype, got {total.dtype}. Pass dtype=torch.float32")
     return total / (tensor.numel() / max(1, total.numel()))
 
 
 def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> None:
-    """Unscale gradients for a ``GradScaler``, and report an overflow in any rank's rows to all ranks of the model.
+    """Unscale gradients for a ``GradScaler`` and report an overflow in any rank's rows to all ranks of the model.
 
-    torch would report the overflow only along the axes on which the first gradient is sharded. It also does not accept
-    plain gradients in the same list.
+    torch would report the overflow only along the axes on which the first gradient is sharded. torch also does not
+    accept plain gradients in the same list.
 
     Raises:
         NotImplementedError: no gradient belongs to a parameter that all ranks of the model share.
     """
     rows = [local_part(gradient) for gradient in gradients]
     spans = [each.spec for each in rows if hasattr(each, "spec")]
-    lanes, device = spans[0].mesh_info.over_model, spans[0].mesh_info.device
-    if all(span.holders < math.prod(lane.size for lane in lanes) for span in spans):
+    comms, device = spans[0].mesh_info.over_model, spans[0].mesh_info.device
+    if all(span.holders < math.prod(comm.size for comm in comms) for span in spans):
         raise NotImplementedError(
-            f"GradScaler on gradients that only some ranks share ({spans[0].name!r}, and no others): a rank whose "
-            "experts got no tokens has none of them, would not come here, and the others would wait for it. Give the "
-            "optimizer parameters that all ranks share, too, or make the experts one DTensor, Shard(0) on their axis"
+            f"GradScaler is not supported for an optimizer whose gradients are all shared by only some ranks, such as "
+            f"that of {spans[0].name!r}: a rank whose experts got no tokens has none of them and would not take part "
+            "in the all-reduce. Add parameters that all ranks share to the optimizer, or make the experts one DTensor, "
+            "Shard(0) on their axis"
         )
     torch._amp_foreach_non_finite_check_and_unscale_(rows, found, inverse_scale)
-    told = found.to(device)  # in host memory if the gradients are there
-    reduce_over(lanes, told, dist.ReduceOp.MAX)
+    told = found.to(device)  # `found` is in host memory if the gradients are
+    reduce_over(comms, told, dist.ReduceOp.MAX)
     found.copy_(told)
 
 
 def _refuse_places(tensor: Any, *args: object, **kwargs: object) -> NoReturn:
-    raise NotImplementedError(moves_rows("the place of an extreme", tensor._local_tensor.spec))
+    raise NotImplementedError(row_move_error("argmax or argmin", tensor._local_tensor.spec))
 
 
-# By function of torch: its replacement for a sharded tensor, or for a list that contains one.
+# Replacements of torch functions for a sharded tensor, or for a list that contains a sharded tensor.
 REDUCTIONS: dict[Any, Callable[..., Any]] = {
     torch.mean: _mean,
     Tensor.mean: _mean,
@@ -137,11 +138,11 @@ REDUCTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def of_nothing(func: Any, args: Sequence[Any]) -> Any:
-    """Return the result of a norm, minimum or maximum on a rank without rows: the neutral element of the reduction.
+def neutral_result(func: Any, args: Sequence[Any]) -> Any:
+    """Return the neutral element of a norm, minimum or maximum on a rank without rows.
 
-    torch raises for the infinite norm and the extremes of an empty tensor. The result is None for all other calls,
-    which torch can compute.
+    torch raises for the infinite norm and for the extremes of an empty tensor. Return None for all other calls, which
+    torch can compute.
     """
     name = func._schema.name
     if name == "aten::_foreach_norm":
@@ -163,28 +164,28 @@ def of_nothing(func: Any, args: Sequence[Any]) -> Any:
     return _plain(args[0]).new_full((), least if name in _LARGEST else most)
 
 
-def refuse_exchange(func: Any, args: Sequence[Any], span: RowShardSpec) -> None:
+def refuse_collective(func: Any, args: Sequence[Any], span: RowShardSpec) -> None:
     """Raise if a collective of torch assumes that all ranks have the same number of rows.
 
     Args:
-        func: an operator from one of the namespaces in EXCHANGES.
+        func: operator from one of the namespaces in COLLECTIVES.
     """
     if not func.__name__.startswith(_KEEPS_ROWS):
-        raise NotImplementedError(moves_rows(func.__name__, span))
+        raise NotImplementedError(row_move_error(func.__name__, span))
     if "avg" in args:
         raise NotImplementedError(
-            f"an average over rows of a tensor derived from parameter {span.name!r}: ranks hold unequal numbers of "
-            "rows, and the mean of their means is another number. Divide a sum, as in p.abs().sum() / p.numel(); "
-            "p.mean() does"
+            f"an average over rows of a tensor derived from parameter {span.name!r} is not supported: ranks have "
+            "unequal numbers of rows, so the mean of their means is not the mean. Divide a sum, as in "
+            "p.abs().sum() / p.numel(), or use p.mean()"
         )
 
 
 def _only_a_part(part: PartialScalar) -> str:
     span = part.spec
     return (
-        f"the value of {part.made_by} over parameter {span.name!r}, or of what was made of it, was asked for: this "
-        f"rank has a part only, from {len(span.rows)} of {span.count} rows. Call full_tensor() first, on all ranks, "
-        "as in p.norm().full_tensor().item(). For this rank's rows alone, reduce p.to_local(). "
+        f"the value of {part.made_by} over parameter {span.name!r}, or over a tensor derived from it, cannot be read: "
+        f"this rank has only a partial value, from {len(span.rows)} of {span.count} rows. Call full_tensor() first, on "
+        "all ranks, as in p.norm().full_tensor().item(). To reduce only this rank's rows, use p.to_local(). "
         "layerzero.clip_grad_norm_(model, math.inf) returns the norm of all gradients"
     )
 

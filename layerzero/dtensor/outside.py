@@ -1,4 +1,4 @@
-"""Context in which a unit is called: hooks, recursive calls, backward, refused transforms, and mixed dtypes."""
+"""Context in which a unit is called: hooks, recursive calls, backward, unsupported transforms and mixed dtypes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 __all__ = ["call_with_hooks", "explain_dtype_error", "in_backward", "is_recursive_call", "refuse_transforms"]
 
-_SHOWN = 4  # buffers in a message
+_SHOWN = 4  # maximum number of buffers in a message
 
 
 def call_with_hooks(
@@ -32,7 +32,7 @@ def call_with_hooks(
 
 
 def is_recursive_call(modules: Sequence[nn.Module]) -> bool:
-    """Return whether a unit calls itself: the stack has an outer call of its modules in addition to the current one."""
+    """Return whether a unit calls itself: the stack has an outer call of its modules besides the current call."""
     frame, calls, codes = inspect.currentframe(), 0, (nn.Module._call_impl.__code__, call_with_hooks.__code__)
     while frame is not None:
         calls += frame.f_code in codes and any(frame.f_locals.get("self") is module for module in modules)
@@ -45,17 +45,17 @@ def in_backward() -> bool:
 
 
 def refuse_transforms(label: str) -> None:
-    """Raise if a forward is traced or transformed instead of computed, because weights can be gathered only eagerly.
+    """Raise if a forward is traced or transformed, because weights can be gathered only in eager mode.
 
     Raises:
-        RuntimeError: a trace, an export or a transform of torch.func is active. Raised before any collective.
+        RuntimeError: a trace, an export or a transform of torch.func is active. The error precedes any collective.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         kind = torch._C._functorch.peek_interpreter_stack().key().name.lower()
         raise RuntimeError(
-            f"torch.func ({kind}) of {label} of a model sharded by layerzero is not supported: weights are gathered "
-            "and gradients reduced by hooks that a transform does not see. Use loss.backward() for gradients and a "
-            "batch dimension for vmap, or transform an unsharded copy (layerzero.full_state_dict)"
+            f"torch.func ({kind}) of {label} of a model sharded by layerzero is not supported: hooks gather weights "
+            "and reduce gradients, and a transform does not trace them. Use loss.backward() for gradients and a batch "
+            "dimension for vmap, or transform an unsharded copy (layerzero.full_state_dict)"
         )
     if torch._C._get_tracing_state() is not None:
         _refuse_capture("torch.jit.trace", label)
@@ -69,15 +69,16 @@ def _is_proxied() -> bool:
 
 def _refuse_capture(what: str, label: str) -> None:
     raise RuntimeError(
-        f"{what} of {label} of a model sharded by layerzero is not supported: it would record exchanges between ranks. "
-        "Load layerzero.full_state_dict(model) into an unsharded model and capture that; torch.compile works on units"
+        f"{what} of {label} of a model sharded by layerzero is not supported: it would record collectives. Load "
+        "layerzero.full_state_dict(model) into an unsharded model, and capture that model. torch.compile is supported "
+        "for units"
     )
 
 
 def explain_dtype_error(
     error: BaseException | None, label: str, module: nn.Module, param_dtype: torch.dtype | None
 ) -> None:
-    """Add a hint to torch's error on mixed dtypes if the dtype of some buffers is not that of the compute weights."""
+    """Add a hint to torch's error on mixed dtypes if some buffers do not have the dtype of the compute weights."""
     if not isinstance(error, RuntimeError) or param_dtype is None or not error.args:
         return
     text = str(error.args[0])
@@ -93,7 +94,7 @@ def explain_dtype_error(
 def _mixed(label: str, others: Sequence[str], param_dtype: torch.dtype) -> str:
     shown = ", ".join(repr(name) for name in others[:_SHOWN]) + (", ..." if len(others) > _SHOWN else "")
     return (
-        f"(layerzero: {label} computes in {param_dtype}, as mp_policy.param_dtype says, but its buffers {shown} are of "
-        f"another dtype. If the module cannot mix them, as batch-norm cannot on every device, pass "
+        f"(layerzero: {label} computes in mp_policy.param_dtype={param_dtype}, but its buffers {shown} have another "
+        f"dtype. If the module cannot mix dtypes, such as batch norm on some devices, pass "
         f"shard_model(..., buffer_dtype={param_dtype}))"
     )

@@ -1,8 +1,8 @@
-"""Row bounds of a parameter on each rank, and the tracker of user writes to its rows."""
+"""Row bounds of a parameter on each rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,66 +11,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.collectives import Collective, all_gather, broadcast
 from layerzero.comm.mesh_info import MeshInfo
-from layerzero.dtensor.lazy_grad import LazyGrad
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 
-__all__ = ["MutationTracker", "RowShardSpec", "refuse_apart"]
+__all__ = ["RowShardSpec", "refuse_rank_local"]
 
 
-def refuse_apart(what: str, spans: Iterable[RowShardSpec], everyone: int) -> None:
+def refuse_rank_local(what: str, spans: Iterable[RowShardSpec], num_model_ranks: int) -> None:
     """Raise ValueError if any name in `spans` belongs to different parameters on different ranks of the model.
 
     Args:
-        what: name of the refused function.
+        what: name of the function that raises.
         spans: sharding of each parameter.
-        everyone: number of ranks of the model.
+        num_model_ranks: number of ranks of the model.
     """
-    if apart := [span.name for span in spans if span.holders < everyone]:
+    if apart := [span.name for span in spans if span.holders < num_model_ranks]:
         raise ValueError(
-            f"{what}: parameter {apart[0]!r} ({len(apart)} like it) is sharded over some ranks only, and others have "
-            "another one of that name, which one state cannot hold. Make them one parameter before shard_model: a "
-            "DTensor, Shard(0) on the axis along which they differ (expert parallel)"
+            f"{what}: parameter {apart[0]!r} ({len(apart)} like it) is sharded over only some ranks, and other ranks "
+            "have a different parameter of that name. One state dict cannot contain both. Make them one DTensor before "
+            "shard_model, with Shard(0) on the axis along which they differ (expert parallel)"
         )
-
-
-class MutationTracker:
-    """Tracker of user writes to the storage behind one or more :class:`LocalShard` tensors."""
-
-    __slots__ = (
-        "access_error",
-        "before_write",
-        "dirty",
-        "lazy_grad",
-        "loaded_digests",
-        "uninitialized",
-        "write_count",
-        "zero_requested",
-    )
-
-    def __init__(self) -> None:
-        self.dirty = False
-        self.uninitialized = False  # made by empty_like and not written since
-        self.write_count = 0  # number of writes, for checks that compare the values at two times
-        self.before_write: Callable[[], None] | None = None  # called before the first write since the last refresh
-        self.lazy_grad: LazyGrad | None = None  # resolved before .grad is read or set
-        self.access_error: str | None = None  # while set, using the values raises RuntimeError with this text
-        self.loaded_digests: dict[str, str] = {}  # by name: digest of the full tensor that rows were copied from
-        self.zero_requested = False  # zero_() was called while `access_error` was set; it needs no values
-
-    def moved(self, reason: str) -> MutationTracker:
-        """Return a tracker for the new storage of the rows. Using the old storage raises RuntimeError with `reason`."""
-        self.access_error = reason
-        new = MutationTracker()
-        new.before_write, new.lazy_grad = self.before_write, self.lazy_grad
-        return new
-
-    def record_write(self) -> None:
-        """Record that the storage is about to be written."""
-        if not self.dirty and self.before_write is not None:
-            self.before_write()
-        self.uninitialized = False
-        self.write_count += 1
-        self.dirty = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +37,8 @@ class RowShardSpec:
     """Row bounds of one parameter, or of its model-parallel part, on the data-parallel ranks."""
 
     name: str
-    shape: tuple[int, ...]  # shape of all rows together
-    bounds: tuple[int, ...]  # the rank at flat position k holds rows [bounds[k], bounds[k + 1])
+    shape: tuple[int, ...]  # shape of all rows
+    bounds: tuple[int, ...]  # the rank at flat position k has rows [bounds[k], bounds[k + 1])
     mesh_info: MeshInfo
     model_parallel: ModelParallelSpec | None = None  # None without model-parallel axes
 
@@ -89,13 +48,13 @@ class RowShardSpec:
         return self.shape if self.model_parallel is None else self.model_parallel.shape
 
     @property
-    def is_whole_here(self) -> bool:
-        """True if this rank holds all elements of the parameter."""
+    def is_fully_local(self) -> bool:
+        """True if this rank has all elements of the parameter."""
         return self.mesh_info.data_parallel == 1 and (self.model_parallel is None or not self.model_parallel.is_sharded)
 
     @property
     def holders(self) -> int:
-        """Number of ranks that have this parameter, or a part of it."""
+        """Number of ranks that have this parameter or a part of it."""
         return self.mesh_info.data_parallel * (1 if self.model_parallel is None else self.model_parallel.mesh.size())
 
     @property
@@ -118,7 +77,7 @@ class RowShardSpec:
 
     @property
     def count(self) -> int:
-        """Number of rows on all data-parallel ranks together."""
+        """Total number of rows on all data-parallel ranks."""
         return self.bounds[-1]
 
     @property
@@ -128,9 +87,9 @@ class RowShardSpec:
         return range(self.bounds[k], self.bounds[k + 1])
 
     def same_sharding(self, other: RowShardSpec) -> bool:
-        """Return whether every rank holds the same rows of both parameters.
+        """Return whether every rank has the same rows of both parameters.
 
-        Equal bounds are not enough, because the rank at flat position k depends on the ZeRO-3 size S.
+        Equal bounds are not sufficient, because the rank at flat position k depends on the ZeRO-3 size S.
         """
         if (self.model_parallel is None) is not (other.model_parallel is None):
             return False
@@ -146,50 +105,50 @@ class RowShardSpec:
         return gradient if self.model_parallel is None else self.model_parallel.local_grad(gradient)
 
     def gather_full(self, local: Tensor) -> Tensor:
-        """Gather the full parameter, as in one process. Every rank that holds a part of it must call this."""
+        """Gather the full parameter, as in one process. Every rank that has a part of it must call this method."""
         part = self.gather(local)
         return part if self.model_parallel is None else self.model_parallel.whole(part)
 
     def gather(self, local: Tensor) -> Tensor:
-        """Gather all rows on the device; `local` holds this rank's rows. Every data-parallel rank must call this."""
-        local = local.to(self.mesh_info.device)  # in host memory with offload_optimizer
+        """Gather all rows on the device, given this rank's rows. Every data-parallel rank must call this method."""
+        local = local.to(self.mesh_info.device)  # the rows are in host memory with offload_optimizer
         longest = max(stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
         evenly = self.mesh_info.data_parallel * longest <= 2 * self.count
         whole = self._gather_padded(local, longest) if evenly else self._gather_from_holders(local)
         return whole.view(self.shape)
 
     def _gather_padded(self, local: Tensor, longest: int) -> Tensor:
-        topology, rest = self.mesh_info, self.stored[1:]
+        mesh_info, rest = self.mesh_info, self.stored[1:]
         pieces = local.new_zeros(1, longest, *rest)
         pieces[0, : local.shape[0]] = local
-        for lane in (
-            topology.replica_comm,
-            topology.zero3_gather_comm,
+        for comm in (
+            mesh_info.replica_comm,
+            mesh_info.zero3_gather_comm,
         ):  # k = s * R + r: the replica axis is the inner one
-            if lane.size > 1 and pieces.numel():
-                wider = local.new_empty(lane.size * pieces.shape[0], longest, *rest)
-                all_gather(lane, Collective.UNSHARD, wider.view(-1), pieces.view(-1), name=self.name).wait()
+            if comm.size > 1 and pieces.numel():
+                wider = local.new_empty(comm.size * pieces.shape[0], longest, *rest)
+                all_gather(comm, Collective.UNSHARD, wider.view(-1), pieces.view(-1), name=self.name).wait()
                 pieces = wider
-            elif lane.size > 1:
-                pieces = pieces.new_zeros(lane.size * pieces.shape[0], longest, *rest)
+            elif comm.size > 1:
+                pieces = pieces.new_zeros(comm.size * pieces.shape[0], longest, *rest)
         held = [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
         if all(rows == longest for rows in held):
             return pieces.view(self.stored)
         return torch.cat([piece[:rows] for piece, rows in zip(pieces, held, strict=True)])
 
     def _gather_from_holders(self, local: Tensor) -> Tensor:
-        """Gather by broadcasts, if a few ranks hold most rows.
+        """Gather by broadcasts if a few ranks have most of the rows.
 
-        An all-gather would then send mostly padding.
+        An all-gather would send mostly padding in this case.
         """
-        topology = self.mesh_info
+        mesh_info = self.mesh_info
         whole = local.new_empty(self.stored)
         whole[self.rows.start : self.rows.stop] = local
-        for k in range(topology.data_parallel):
+        for k in range(mesh_info.data_parallel):
             piece = whole[self.bounds[k] : self.bounds[k + 1]]
-            s, r = divmod(k, topology.replicas)
-            if topology.replicas > 1 and topology.grid.zero3_rank == s and piece.numel():
-                broadcast(topology.replica_comm, Collective.UNSHARD, piece, from_rank=r)
-            if topology.zero3_size > 1 and piece.numel():
-                broadcast(topology.zero3_gather_comm, Collective.UNSHARD, piece, from_rank=s)
+            s, r = divmod(k, mesh_info.replicas)
+            if mesh_info.replicas > 1 and mesh_info.grid.zero3_rank == s and piece.numel():
+                broadcast(mesh_info.replica_comm, Collective.UNSHARD, piece, from_rank=r)
+            if mesh_info.zero3_size > 1 and piece.numel():
+                broadcast(mesh_info.zero3_gather_comm, Collective.UNSHARD, piece, from_rank=s)
         return whole

@@ -1,19 +1,20 @@
 """Sharded parameters of shape ``[]``, such as a learned temperature.
 
-[Note: A number is one row]
+[Note: 0-dim parameters]
 A 0-dim parameter is stored as one row with one element, on one rank. Users see a DTensor of shape ``[]``. DTensor
-cannot shard a 0-dim tensor. So torch computes with a tensor of shape ``[1]`` on the same memory, and results with one
-row become 0-dim again. Only one rank has the value, so reading it is refused on all ranks, as for partial values.
+cannot shard a 0-dim tensor. Therefore torch computes with a tensor of shape ``[1]`` on the same memory, and results
+with one row are converted back to 0-dim tensors. Only one rank has the value, so reading it raises on all ranks, as for
+partial values.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from layerzero.dtensor.op_errors import moves_rows
+from layerzero.dtensor.op_errors import row_move_error
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
-__all__ = ["is_about_itself", "is_in_place", "refuse_for_number"]
+__all__ = ["is_in_place", "is_metadata_access", "refuse_for_number"]
 
 _ABOUT_ITSELF = {
     *("size", "dim", "ndimension", "stride", "storage_offset", "numel", "nelement", "element_size", "get_device"),
@@ -27,8 +28,8 @@ _RESHAPES = {
 }
 
 
-def is_about_itself(func: Any) -> bool:
-    """Return whether the torch function `func` only accesses shapes, flags or gradients, and computes no values."""
+def is_metadata_access(func: Any) -> bool:
+    """Return whether the torch function `func` only accesses shapes, flags or gradients and does not compute values."""
     return func.__name__ in _ABOUT_ITSELF
 
 
@@ -45,9 +46,9 @@ def refuse_for_number(func: Any, span: RowShardSpec) -> None:
         NotImplementedError: `func` reshapes the tensor.
     """
     if func.__name__ in _RESHAPES:
-        raise NotImplementedError(moves_rows(func.__name__, span))
+        raise NotImplementedError(row_move_error(func.__name__, span))
     if func.__name__ in _READS and span.mesh_info.data_parallel > 1:
         raise RuntimeError(
-            f"the value of parameter {span.name!r}, or of what was made of it, was asked for: it is a 0-dim parameter, "
-            "of which one rank has the value. Call full_tensor() first, on all ranks, as in p.full_tensor().item()"
+            f"the value of parameter {span.name!r}, or of a tensor derived from it, cannot be read: only one rank has "
+            "the value of a 0-dim parameter. Call full_tensor() first, on all ranks, as in p.full_tensor().item()"
         )

@@ -1,4 +1,4 @@
-"""Filter for torch warnings about DTensors that do not apply to sharded parameters."""
+"""Filter for torch's DTensor warnings that do not apply to sharded parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["filter_mesh_warnings"]
 class _AboutOurMesh(logging.Filter):
     """Filter for torch's advice to flatten the mesh of sharded parameters.
 
-    A flattened mesh would need one more process group, only to reduce scalars.
+    A flattened mesh would need another process group, which would only reduce scalars.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -18,7 +18,7 @@ class _AboutOurMesh(logging.Filter):
 
 
 def filter_mesh_warnings() -> None:
-    """Install the filter. ``p.norm().full_tensor()`` reduces along two axes, so torch would warn once on each rank."""
+    """Install the filter. Without it, ``p.norm().full_tensor()`` warns once on each rank, as it reduces on two axes."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     if not any(isinstance(found, _AboutOurMesh) for found in logger.filters):
         logger.addFilter(_AboutOurMesh())

@@ -38,7 +38,7 @@ class FullPrecision:
     def __init__(self, handle: Handle, storages: FullBufferPool) -> None:
         self._handle = handle
         self._storages = storages
-        self._full = torch.empty(handle.layout.numel, dtype=handle.precision.master, device=handle.topology.device)
+        self._full = torch.empty(handle.layout.numel, dtype=handle.precision.master, device=handle.mesh_info.device)
         self._bytes = self._full.untyped_storage().nbytes()
         self._leaves = GatheredParams(self._full.data)  # 1-D [G]; see [Note: Version counters]
         self.parameters: dict[ManagedParam, nn.Parameter] = {}
@@ -65,27 +65,27 @@ class FullPrecision:
     @torch.no_grad()
     def gather(self) -> None:
         """Allocate the full buffer and launch the first all-gather into it."""
-        topology, layout = self._handle.topology, self._handle.layout
-        grid = topology.grid
+        mesh_info, layout = self._handle.mesh_info, self._handle.layout
+        grid = mesh_info.grid
         self._storages.allocate(self._full.untyped_storage(), self._bytes)
         own = self._full[grid.slice_within(layout, Extent.ZERO1, Extent.FULL)]
         own.copy_(self._handle.master)
-        if topology.replicas > 1:
+        if mesh_info.replicas > 1:
             zero3, parts = (
                 self._full[grid.slice_within(layout, Extent.ZERO3, Extent.FULL)],
                 grid.replica_part_sizes(layout),
             )
             label = self._handle.label
-            self._first = all_gather(topology.replica_comm, Collective.UNSHARD, zero3, own, name=label, parts=parts)
+            self._first = all_gather(mesh_info.replica_comm, Collective.UNSHARD, zero3, own, name=label, parts=parts)
         else:
             self._gather_zero3()
 
     def _gather_zero3(self) -> None:
-        topology, layout = self._handle.topology, self._handle.layout
-        if topology.zero3_size > 1:
-            zero3 = self._full[topology.grid.slice_within(layout, Extent.ZERO3, Extent.FULL)]
+        mesh_info, layout = self._handle.mesh_info, self._handle.layout
+        if mesh_info.zero3_size > 1:
+            zero3 = self._full[mesh_info.grid.slice_within(layout, Extent.ZERO3, Extent.FULL)]
             label = self._handle.label
-            self._second = all_gather(topology.zero3_gather_comm, Collective.UNSHARD, self._full, zero3, name=label)
+            self._second = all_gather(mesh_info.zero3_gather_comm, Collective.UNSHARD, self._full, zero3, name=label)
 
     @torch.no_grad()
     def wait(self) -> None:

@@ -40,18 +40,18 @@ class GatherOrderCheck:
 
     Args:
         names: names of the units, by index.
-        lanes: communicators that together reach all `ranks`. All-gathers over these, one after the other, give results
+        comms: communicators that together reach all `ranks`. All-gathers over these, one after the other, give results
             in the order of `ranks`.
         ranks: global ranks that gather together.
         note: text appended to error messages.
     """
 
     def __init__(
-        self, names: Sequence[str], lanes: Sequence[Communicator], ranks: Sequence[int], *, note: str = ""
+        self, names: Sequence[str], comms: Sequence[Communicator], ranks: Sequence[int], *, note: str = ""
     ) -> None:
         self._note = note
         self._names = tuple(names)
-        self._lanes = tuple(lanes)
+        self._comms = tuple(comms)
         self._history: list[int] = []  # indices into names
         self._repeats = -1  # index into history of the predicted next gather; -1: no prediction
         self._count = 0  # gathers so far
@@ -66,17 +66,17 @@ class GatherOrderCheck:
         """
         if not self._compares:
             return
-        foreseen = self._repeats >= 0 and self._history[self._repeats] == unit
-        if not foreseen:
+        predicted = self._repeats >= 0 and self._history[self._repeats] == unit
+        if not predicted:
             self._compare(unit)
         self._count += 1
         self._history.append(unit)
-        if foreseen:
+        if predicted:
             self._repeats += 1
             if len(self._history) >= 2 * _REMEMBERED:
                 self._forget()
         else:
-            self._repeats = self._place_like_this()
+            self._repeats = self._call_site()
 
     def explain_failure(self, error: CollectiveError) -> CollectiveError | RuntimeError:
         """Return the error to raise for a failed gather or comparison.
@@ -91,20 +91,20 @@ class GatherOrderCheck:
         return RuntimeError(_difference({dist.get_rank(): own} | told) + self._note)
 
     def _compare(self, unit: int) -> None:
-        own = everyone = torch.tensor([self._count, unit])
-        for lane in self._lanes:
-            everyone = self._gather(lane, everyone, self._names[unit])
-        if everyone.view(-1, 2).ne(own).any():
-            counts, units = everyone.view(-1, 2).unbind(1)
+        own = gathered = torch.tensor([self._count, unit])
+        for comm in self._comms:
+            gathered = self._gather(comm, gathered, self._names[unit])
+        if gathered.view(-1, 2).ne(own).any():
+            counts, units = gathered.view(-1, 2).unbind(1)
             orders = {
-                rank: self._spell([*self._history[-_SHOWN + 1 :], there]) + ("" if count == self._count else ", later")
+                rank: self._format([*self._history[-_SHOWN + 1 :], there]) + ("" if count == self._count else ", later")
                 for rank, count, there in zip(self._ranks, counts.tolist(), units.tolist(), strict=True)
             }
             raise RuntimeError(_difference(orders) + self._note)
 
-    def _gather(self, lane: Communicator, sent: Tensor, name: str) -> Tensor:
-        everyone = torch.empty(lane.size * sent.numel(), dtype=torch.int64)
-        comparison = all_gather(lane, Collective.GATHER_ORDER, everyone, sent, name=name)
+    def _gather(self, comm: Communicator, sent: Tensor, name: str) -> Tensor:
+        gathered = torch.empty(comm.size * sent.numel(), dtype=torch.int64)
+        comparison = all_gather(comm, Collective.GATHER_ORDER, gathered, sent, name=name)
         word = comparison.issued.status if self._repeats >= 0 else None  # without a prediction all ranks compare
         if word is not None:
             publish_status(word)
@@ -114,12 +114,12 @@ class GatherOrderCheck:
             raise self.explain_failure(error) from error.__cause__
         if word is not None:
             publish_status(replace(word, passed=True))
-        return everyone
+        return gathered
 
-    def _spell(self, units: Sequence[int]) -> str:
+    def _format(self, units: Sequence[int]) -> str:
         return " -> ".join(repr(self._names[unit]) for unit in units)
 
-    def _place_like_this(self) -> int:
+    def _call_site(self) -> int:
         """Return the index of the gather after the longest, most recent match of the current context; -1 if none."""
         history, end = self._history, len(self._history)
         best, longest = -1, 0
@@ -137,7 +137,7 @@ class GatherOrderCheck:
     def _forget(self) -> None:
         dropped = len(self._history) - _REMEMBERED
         del self._history[:dropped]
-        self._repeats = self._repeats - dropped if self._repeats >= dropped else self._place_like_this()
+        self._repeats = self._repeats - dropped if self._repeats >= dropped else self._call_site()
 
 
 def _difference(orders: dict[int, str]) -> str:

@@ -106,7 +106,7 @@ class GatheredParams:
         self._counters = [compute]
 
     def make(
-        self, place: slice, original: Tensor, face: ModelParallelSpec | None, *, offers_main_grad: bool
+        self, place: slice, original: Tensor, model_parallel: ModelParallelSpec | None, *, offers_main_grad: bool
     ) -> nn.Parameter:
         """Create a gathered parameter for the elements at `place`, with the shape and strides of `original`."""
         whole = self._compute[place].view(original.shape)
@@ -114,9 +114,9 @@ class GatheredParams:
             self._strided.append(StridedParam(whole, like=original))
             whole = self._strided[-1].tensor
             self._counters.append(whole)
-        if face is None or not face.is_dtensor:
+        if model_parallel is None or not model_parallel.is_dtensor:
             return (MainGradParameter if offers_main_grad else nn.Parameter)(whole)
-        leaf = face.to_module_param(whole)
+        leaf = model_parallel.to_module_param(whole)
         self._counters.append(leaf)
         return leaf
 

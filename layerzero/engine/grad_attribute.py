@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from layerzero.dtensor.row_shard_spec import MutationTracker
-from layerzero.dtensor.sharded_tensor import RowShardedTensor, plain, sharded
+from layerzero.dtensor.local_shard import plain
+from layerzero.dtensor.mutation_tracker import MutationTracker
+from layerzero.dtensor.sharded_tensor import RowShardedTensor, sharded
 from layerzero.engine.handle_gradients import HandleGradients
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.layout.grad_usage import GradUsage
@@ -35,7 +36,7 @@ class GradAttribute:
         """
         usage = self.gradients.usage
         self.gradients.final.storage.wait_for_host()
-        guesses = not agreed and self.gradients.slots_of_peers
+        guesses = not agreed and self.gradients.has_peer_contributions
         forbidden = _UNREDUCED if self.gradients.unreduced or not agreed else None
         for slot, member in enumerate(self.members):
             if usage[slot] < GradUsage.SEEN:

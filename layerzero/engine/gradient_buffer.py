@@ -90,7 +90,7 @@ class GradientBuffer:
         accumulate_parts(target, (values,), overwrite=self._states[slot] != SlotState.WRITTEN, scale=scale)
         self._states[slot] = SlotState.WRITTEN
 
-    def add_exchange(self, pending: PendingReduction, *, scale: float) -> None:
+    def add_reduction(self, pending: PendingReduction, *, scale: float) -> None:
         """Add `scale` times the result of a finished reduce-scatter to all slots."""
         holds = not self.empty
         target, parts = self._opened or self._open()

@@ -45,23 +45,23 @@ class GradientReducer:
         due: resolver of ``.grad``; pending while it is unknown which parameters other ranks have used.
     """
 
-    def __init__(self, handles: Sequence[Handle], everyone: ModelRanks) -> None:
+    def __init__(self, handles: Sequence[Handle], model_ranks: ModelRanks) -> None:
         self.backwards = 0
         self._status = GradientStatus.FINAL
         self._handles = tuple(handles)
-        self._everyone = everyone
+        self._model_ranks = model_ranks
         self._used_params = UsedParamMap(
-            everyone, {m.name: h.lanes_to_sharers(everyone) for h in handles for m in h.members}
+            model_ranks, {m.name: h.comms_to_holding_ranks(model_ranks) for h in handles for m in h.members}
         )
         self._used_params.add_names(m.name for h in handles for m in h.members if m.gathered.requires_grad)
         self._order_agreed = False
-        self._streams = streams_of(everyone.mesh_info.device, on_gloo=everyone.mesh_info.on_gloo)
+        self._streams = streams_of(model_ranks.mesh_info.device, on_gloo=model_ranks.mesh_info.on_gloo)
         self.queue = ReductionQueue([], self._streams)
         self._order: list[Handle] = []  # handles in the order of the queue
         self._requeue()
-        self.settings = SettingsCheck(everyone)
-        self._told: PendingUse | None = None  # the latest exchange of used parameters
-        self._telling: PendingUse | None = None  # the same exchange, until it has been waited for
+        self.settings = SettingsCheck(model_ranks)
+        self._last_use: PendingUse | None = None  # the latest exchange of used parameters
+        self._pending_use: PendingUse | None = None  # the same exchange, until it has been waited for
         self._updated: list[ManagedParam] = []  # final gradient is new, and hooks have not run
         self._members = tuple(member for handle in handles for member in handle.members)
         self.due = LazyGrad(self._show)
@@ -163,10 +163,10 @@ class GradientReducer:
 
         If this method is interrupted, it may be called again.
         """
-        if self._telling is not None:
+        if self._pending_use is not None:
             for shown in self._shown:
                 shown.collect_local_grads()  # of a backward that ran through no unit
-            self._publish(self._telling)
+            self._publish(self._pending_use)
         self._updated.clear()  # no parameter has hooks; see finish()
 
     def abandon(self) -> None:
@@ -205,7 +205,7 @@ class GradientReducer:
         if owed:
             with torch.no_grad():
                 used = self._agree_on_use()
-                self.queue.finish_rest()
+                self.queue.finish_accumulated()
                 self._publish(used)
         self._status = GradientStatus.FINAL
         return owed
@@ -243,9 +243,9 @@ class GradientReducer:
         if not changed:
             return
         subject, advice = "requires_grad of parameters that were frozen or unfrozen", "Do the same on every rank"
-        failure = next((error for handle in self._handles if (error := handle.untrainable)), None)
+        failure = next((error for handle in self._handles if (error := handle.requires_grad_error)), None)
         said = {m.name: m.sharded.requires_grad for m in changed}
-        require_equal(subject, said, ranks=self._everyone.ranks, failure=failure, advice=advice)
+        require_equal(subject, said, ranks=self._model_ranks.ranks, failure=failure, advice=advice)
         self.due.resolve()
         for shown in self._shown:
             shown.apply_user_grads()  # gradients dropped by zero_grad() need no reduction
@@ -276,25 +276,27 @@ class GradientReducer:
             One :class:`GradUsage` byte per parameter if the result is known, otherwise the pending exchange.
         """
         local = bytearray().join(gradients.usage for gradients in self.queue.order)
-        if self._everyone.size == 1 or not local:
+        if self._model_ranks.size == 1 or not local:
             return bytes(local)
-        if self._telling is not None:
-            self._telling.wait()
-        if self._told is not None:
-            self.settings.receive(self._told.further)
+        if self._pending_use is not None:
+            self._pending_use.wait()
+        if self._last_use is not None:
+            self.settings.receive(self._last_use.further)
         is_known = min(local) == GradUsage.NEW
-        self._telling = self._told = self._used_params.start_exchange(local, self.settings.digests(), is_known=is_known)
-        return bytes(local) if is_known else self._telling
+        self._pending_use = self._last_use = self._used_params.start_exchange(
+            local, self.settings.digests(), is_known=is_known
+        )
+        return bytes(local) if is_known else self._pending_use
 
     def _publish(self, agreement: bytes | PendingUse | None) -> None:
         if agreement is not None:
             self._take_agreed(agreement)
-        agreed = agreement is not None or self._everyone.size == 1
+        agreed = agreement is not None or self._model_ranks.size == 1
         for handle in self._order:
             assert handle.grads is not None
             handle.grads.publish(agreed=agreed)
-        if agreement is self._telling:
-            self._telling = None
+        if agreement is self._pending_use:
+            self._pending_use = None
 
     def _take_agreed(self, agreement: bytes | PendingUse) -> None:
         said = agreement if isinstance(agreement, bytes) else agreement.max_over_ranks()

@@ -36,9 +36,10 @@ from layerzero.device.gradient_offload import ModelPools
 from layerzero.device.host_storage import Fetch, HostShard
 from layerzero.dtensor.extensions import ExtendedGather, Extension, GatheredBytes, PendingExtension, accumulate_node
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
+from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.op_errors import MOVED, TOO_COARSE
 from layerzero.dtensor.ops_data import carry_over
-from layerzero.dtensor.row_shard_spec import MutationTracker, RowShardSpec
+from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.dtensor.sharded_tensor import RowShardedTensor, sharded
 from layerzero.engine.full_precision import FullPrecision
 from layerzero.engine.gathered_params import GatheredParams
@@ -79,7 +80,7 @@ class Handle:
         precision: dtypes of masters, compute weights and gradients.
         route: stages of the gradient reduction.
         buffers: memory pools of the model.
-        travel: encoding of gathers, and size of the shard kept between a forward and its backward.
+        gather_options: encoding of gathers, and size of the shard kept between a forward and its backward.
         shared: shared memory for the full buffer, if the ZeRO-3 group uses it.
         extension: all-gather extension of the only parameter in `layout`; the handle then has no full buffer. See
             [Note: All-gather extensions] in dtensor/extensions.py.
@@ -94,9 +95,9 @@ class Handle:
         label: str,
         precision: Precision,
         route: ReductionSpec,
-        topology: MeshInfo,
+        mesh_info: MeshInfo,
         buffers: ModelPools,
-        travel: GatherOptions,
+        gather_options: GatherOptions,
         shared: SharedFullBuffer | None = None,
         extension: Extension | None = None,
     ) -> None:
@@ -104,7 +105,7 @@ class Handle:
         self.label = label
         self.layout = layout
         self.precision = precision
-        self.topology = topology
+        self.mesh_info = mesh_info
         self.shared = shared
         self._is_extended = extension is not None
         self._storages = buffers.full
@@ -119,7 +120,7 @@ class Handle:
         self.full_precision: FullPrecision | None = None  # inside layerzero.full_precision
         self.refresh_due = False  # a step has changed the masters; their refresh is not launched yet
 
-        grid, device = topology.grid, topology.device
+        grid, device = mesh_info.grid, mesh_info.device
         numel, place = grid.numel(layout, Extent.ZERO3), grid.slice_within(layout, Extent.ZERO3, Extent.FULL)
         self.in_host: HostShard | None = None  # compute weights in host memory; see device/host_storage.py
         if shared is None and buffers.weights_to_host is not None:
@@ -135,9 +136,9 @@ class Handle:
             self.full_buffer[place] if self.in_host is not None else self.zero3_shard
         )  # input of gathers
         self.kept, self.whole = gathers_of(
-            layout, self.full_buffer, self._gathered_own, topology.zero3_gather_comm, travel, buffers.full
+            layout, self.full_buffer, self._gathered_own, mesh_info.zero3_gather_comm, gather_options, buffers.full
         )
-        self._encodes = bool(travel.codec)
+        self._encodes = bool(gather_options.codec)
         self.compute = self.full_buffer.data  # see [Note: Version counters]
         self.reduction_spec = route
         self._take_values([parameter for parameter, _, _ in originals])
@@ -148,7 +149,7 @@ class Handle:
             ((original, _, _),) = originals
             name, shape = layout.slots[0].name, tuple(original.shape)
             self._gathered_params = ExtendedGather(
-                extension, name, shape, self.zero3_shard, topology, buffers.full, label=label
+                extension, name, shape, self.zero3_shard, mesh_info, buffers.full, label=label
             )
         self.members = tuple(
             self._make_member(slot, *original) for slot, original in zip(layout.slots, originals, strict=True)
@@ -167,7 +168,7 @@ class Handle:
             return self.shared.full[place]
         if self.in_host is not None:
             return self.in_host.tensor
-        return torch.zeros(numel, dtype=self.precision.compute, device=self.topology.device)
+        return torch.zeros(numel, dtype=self.precision.compute, device=self.mesh_info.device)
 
     @cached_property
     def shares_master(self) -> bool:
@@ -175,16 +176,16 @@ class Handle:
         return self.precision.master == self.precision.compute and self.to_host is None and self.in_host is None
 
     @cached_property
-    def gathers(self) -> bool:
+    def needs_gather(self) -> bool:
         """True if weights are gathered, or copied from host memory, before a unit computes."""
         if self.in_host is not None:
             return True
-        return self.shared is None and not self.topology.grid.same_elements(Extent.ZERO3, Extent.FULL)
+        return self.shared is None and not self.mesh_info.grid.same_elements(Extent.ZERO3, Extent.FULL)
 
     @property
     def _has_full_buffer(self) -> bool:
         """True if the full buffer has its own memory, apart from the ZeRO-3 shard."""
-        return self.gathers and not self._is_extended
+        return self.needs_gather and not self._is_extended
 
     @property
     def extension_bytes(self) -> GatheredBytes | None:
@@ -199,16 +200,16 @@ class Handle:
         """
         return any(member.gathered.requires_grad for member in self.members)
 
-    def holding_ranks(self, everyone: ModelRanks) -> tuple[int, ...]:
+    def holding_ranks(self, model_ranks: ModelRanks) -> tuple[int, ...]:
         """Return the ranks that hold the parameters of this handle, or parts of these parameters."""
-        return self.topology.ranks if self._is_apart(everyone) else everyone.ranks
+        return self.mesh_info.ranks if self._is_rank_local(model_ranks) else model_ranks.ranks
 
-    def lanes_to_sharers(self, everyone: ModelRanks) -> tuple[Communicator, ...]:
+    def comms_to_holding_ranks(self, model_ranks: ModelRanks) -> tuple[Communicator, ...]:
         """Return the control communicators that reach the ranks of :meth:`holding_ranks`."""
-        return self.topology.control_comms if self._is_apart(everyone) else everyone.control_comms
+        return self.mesh_info.control_comms if self._is_rank_local(model_ranks) else model_ranks.control_comms
 
-    def _is_apart(self, everyone: ModelRanks) -> bool:
-        return any(member.spec.holders < everyone.size for member in self.members)
+    def _is_rank_local(self, model_ranks: ModelRanks) -> bool:
+        return any(member.spec.holders < model_ranks.size for member in self.members)
 
     @property
     def may_be_updated(self) -> bool:
@@ -234,14 +235,14 @@ class Handle:
         """Return memory for the master, 1-D [L]; see [Note: One storage for equal shards]."""
         if self.shares_master:
             return self._own_part.data
-        numel = self.topology.grid.numel(self.layout, Extent.ZERO1)
+        numel = self.mesh_info.grid.numel(self.layout, Extent.ZERO1)
         if self.to_host is not None:
             return self.to_host.host_buffer(numel, self.precision.master).zero_()
-        return torch.zeros(numel, dtype=self.precision.master, device=self.topology.device)
+        return torch.zeros(numel, dtype=self.precision.master, device=self.mesh_info.device)
 
     @torch.no_grad()
     def _take_values(self, parameters: Sequence[nn.Parameter]) -> None:
-        grid, layout = self.topology.grid, self.layout
+        grid, layout = self.mesh_info.grid, self.layout
         for slot, parameter in zip(layout.slots, parameters, strict=True):
             values = parameter.detach().contiguous().view(-1)
             for extent, target in ((Extent.ZERO3, self.zero3_shard), (Extent.ZERO1, self.master)):
@@ -249,17 +250,17 @@ class Handle:
                 target[common.of_range] = values[common.of_slot]
 
     def _rows_of(
-        self, slot: Slot, shape: tuple[int, ...], face: ModelParallelSpec | None
+        self, slot: Slot, shape: tuple[int, ...], model_parallel: ModelParallelSpec | None
     ) -> tuple[Tensor, RowShardSpec, slice]:
         """Return this rank's master rows of a slot, the shard spec, and the slice of these rows in the ZeRO-1 shard.
 
         `shape` is the shape of the parameter.
         """
-        layout, topology = self.layout, self.topology
-        rows_of = [layout.rows_in(slot, layout.shard_range(k)) for k in range(topology.data_parallel)]
+        layout, mesh_info = self.layout, self.mesh_info
+        rows_of = [layout.rows_in(slot, layout.shard_range(k)) for k in range(mesh_info.data_parallel)]
         bounds = (*(rows.start for rows in rows_of), slot.rows)
-        span = RowShardSpec(slot.name, shape, bounds, topology, face)
-        local = topology.grid.slot_slice(layout, slot, Extent.ZERO1)
+        span = RowShardSpec(slot.name, shape, bounds, mesh_info, model_parallel)
+        local = mesh_info.grid.slot_slice(layout, slot, Extent.ZERO1)
         return self.master[local].view(len(span.rows), *slot.shape[1:]), span, local
 
     def _make_member(
@@ -267,15 +268,15 @@ class Handle:
         slot: Slot,
         original: nn.Parameter,
         owners: tuple[tuple[nn.Module, str], ...],
-        face: ModelParallelSpec | None,
+        model_parallel: ModelParallelSpec | None,
     ) -> ManagedParam:
-        master, span, local = self._rows_of(slot, tuple(original.shape), face)
+        master, span, local = self._rows_of(slot, tuple(original.shape), model_parallel)
         place, offers = slice(slot.offset, slot.end), not self.reduction_spec.accumulator_is_reduced
         if isinstance(self._gathered_params, ExtendedGather):
             leaf = self._gathered_params.parameter
             accumulates = accumulate_node(leaf)
         else:
-            leaf = self._gathered_params.make(place, original, face, offers_main_grad=offers)
+            leaf = self._gathered_params.make(place, original, model_parallel, offers_main_grad=offers)
             accumulates = get_gradient_edge(leaf).node  # keep it: autograd would create another one
         leaf.requires_grad_(original.requires_grad)
         parameter = nn.Parameter(sharded(master, span, self.tracker), requires_grad=original.requires_grad)
@@ -292,8 +293,8 @@ class Handle:
         All ranks must call this between passes, while there are no gradients. The sharded parameters remain the same
         objects, but their rows on this rank change.
         """
-        topology, old = self.topology, self.layout
-        place = topology.grid.slice_within(layout, Extent.ZERO1, Extent.ZERO3)
+        mesh_info, old = self.mesh_info, self.layout
+        place = mesh_info.grid.slice_within(layout, Extent.ZERO1, Extent.ZERO3)
         self.layout, self._own_part = (
             layout,
             self.zero3_shard[place],
@@ -302,10 +303,10 @@ class Handle:
             self.master = self._new_master()
         else:
             self.finish_refresh()
-            node = torch.empty(len(self.zero3_shard), dtype=self.precision.master, device=topology.device)
-            own = self.master.to(topology.device)
-            parts = topology.grid.replica_part_sizes(old)
-            all_gather(topology.replica_comm, Collective.UNSHARD, node, own, name=self.label, parts=parts).wait()
+            node = torch.empty(len(self.zero3_shard), dtype=self.precision.master, device=mesh_info.device)
+            own = self.master.to(mesh_info.device)
+            parts = mesh_info.grid.replica_part_sizes(old)
+            all_gather(mesh_info.replica_comm, Collective.UNSHARD, node, own, name=self.label, parts=parts).wait()
             self.master = self._new_master().copy_(node[place])
         self.tracker = self.tracker.moved(MOVED)
         for slot, member in zip(layout.slots, self.members, strict=True):
@@ -325,7 +326,7 @@ class Handle:
         elif isinstance(self._gathered_params, ExtendedGather):
             self.finish_refresh()
             self._gathering = self._gathered_params.gather(name=self.label)
-        elif self.gathers:
+        elif self.needs_gather:
             self.finish_refresh()
             self._storages.allocate(self.full_buffer.untyped_storage(), self._full_bytes)
             self._gathering = self.kept.gather(name=self.label) or self._gather_shards()
@@ -334,7 +335,7 @@ class Handle:
     def _gather_shards(self) -> PendingCollective | PendingDecode | Fetch:
         if self.in_host is None:
             return self.whole.gather(name=self.label)
-        if self.topology.zero3_size == 1:
+        if self.mesh_info.zero3_size == 1:
             return self.in_host.start_fetch(self._gathered_own)
         with self.in_host.fetched(self._gathered_own, beside=not self._encodes):
             return self.whole.gather(name=self.label)
@@ -379,7 +380,7 @@ class Handle:
                 "embedding's max_norm); the change would be lost"
                 + (
                     ""
-                    if self.gathers or self._is_extended or self.full_precision
+                    if self.needs_gather or self._is_extended or self.full_precision
                     else ", or has damaged the compute weights: load them again"
                 )
                 + ". Change the sharded parameter between steps instead"
@@ -443,12 +444,12 @@ class Handle:
         zero3, own = self.zero3_shard, self._own_part
         if self.in_host is not None:
             zero3 = self.in_host.borrow()
-            own = zero3[self.topology.grid.slice_within(self.layout, Extent.ZERO1, Extent.ZERO3)]
+            own = zero3[self.mesh_info.grid.slice_within(self.layout, Extent.ZERO1, Extent.ZERO3)]
         if self.to_host is not None:
             self.to_host.wait(self.to_host.copy(own, self.master, to_host=False))
         elif not self.shares_master:
             own.copy_(self.master)
-        replica = self.topology.replica_comm
+        replica = self.mesh_info.replica_comm
         if replica.size > 1:
             self._refreshing = all_gather(
                 replica,
@@ -457,7 +458,7 @@ class Handle:
                 own,
                 name=self.label,
                 only_reads_shard=self.shares_master,
-                parts=self.topology.grid.replica_part_sizes(self.layout),
+                parts=self.mesh_info.grid.replica_part_sizes(self.layout),
             )
         if self.in_host is not None:
             self.finish_refresh()
@@ -490,7 +491,7 @@ class Handle:
         A shard in host memory is copied.
         """
         self.finish_refresh()
-        return self.zero3_shard if self.in_host is None else self.in_host.arrive().to(self.topology.device)
+        return self.zero3_shard if self.in_host is None else self.in_host.arrive().to(self.mesh_info.device)
 
     # Gradients
 
@@ -501,7 +502,7 @@ class Handle:
             self.reduction_spec,
             label=self.label,
             master=self.precision.master,
-            topology=self.topology,
+            mesh_info=self.mesh_info,
             pool=buffers.scratch,
             outgoing=buffers.outgoing,
             make_place=partial(buffers.accumulators.make, self.label),
@@ -522,7 +523,7 @@ class Handle:
             self.gradients.inspect = inspect
 
     @property
-    def untrainable(self) -> ValueError | None:
+    def requires_grad_error(self) -> ValueError | None:
         """Error to raise if the user has unfrozen a parameter whose master dtype is too coarse to train; else None."""
         if self.gradients is not None or self.precision.master.itemsize >= 4:
             return None

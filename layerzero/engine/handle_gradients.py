@@ -62,7 +62,7 @@ class HandleGradients:
         *,
         label: str,
         master: torch.dtype,
-        topology: MeshInfo,
+        mesh_info: MeshInfo,
         pool: BufferPool,
         outgoing: BufferPool,
         make_place: MakeStorage,
@@ -72,19 +72,19 @@ class HandleGradients:
         self._accumulating = route.between(route.incoming_extent, route.accumulator_extent)
         self._rest = route.between(route.accumulator_extent, Extent.ZERO1)
         self.label = label
-        self.topology = topology
+        self.mesh_info = mesh_info
         self.pool = pool
         self.outgoing = outgoing
         self._to_host = to_host
         self._layout = layout
         self.buffers: dict[Extent, GradientBuffer] = {}
         for extent in sorted(
-            {route.incoming_extent, route.accumulator_extent, Extent.ZERO1, *(leg.target for leg in route.stages)},
+            {route.incoming_extent, route.accumulator_extent, Extent.ZERO1, *(stage.target for stage in route.stages)},
             reverse=True,
         ):
             dtype = route.incoming_dtype if extent is route.incoming_extent else master
             place = self._place(extent, dtype, make_place)
-            self.buffers[extent] = GradientBuffer(layout, topology.grid, extent, place)
+            self.buffers[extent] = GradientBuffer(layout, mesh_info.grid, extent, place)
         self.incoming = self.buffers[route.incoming_extent]
         self.accumulator = self.buffers[route.accumulator_extent]
         self.final = self.buffers[Extent.ZERO1]
@@ -96,26 +96,26 @@ class HandleGradients:
     @property
     def parts(self) -> tuple[int, ...] | None:
         """Number of elements that each replica receives in hop 2; None if all are equal."""
-        return self.topology.grid.replica_part_sizes(self._layout)
+        return self.mesh_info.grid.replica_part_sizes(self._layout)
 
     def recut(self, layout: FlatLayout) -> None:
         """Change to the ZeRO-1 shards of `layout`. There must be no gradients, and more than one replica."""
         assert layout.slots == self._layout.slots and self.accumulator is not self.final
         self._layout = layout
         place = self._final_place(self.final.storage.dtype)
-        self.final = self.buffers[Extent.ZERO1] = GradientBuffer(layout, self.topology.grid, Extent.ZERO1, place)
+        self.final = self.buffers[Extent.ZERO1] = GradientBuffer(layout, self.mesh_info.grid, Extent.ZERO1, place)
 
     def _place(self, extent: Extent, dtype: torch.dtype, make_place: MakeStorage) -> GradientStorage:
         """Return the memory for the buffer of one extent. Only this method selects the kind of memory."""
         if extent is Extent.ZERO1:
             return self._final_place(dtype)
-        numel = self.topology.grid.numel(self._layout, extent)
+        numel = self.mesh_info.grid.numel(self._layout, extent)
         if extent is self.spec.accumulator_extent:
             return make_place(numel, dtype, sent_in_node=extent is Extent.FULL)
         return PooledStorage(numel, dtype, self.outgoing if extent is Extent.FULL else self.pool)
 
     def _final_place(self, dtype: torch.dtype) -> GradientStorage:
-        grid, node = self.topology.grid, self.buffers.get(Extent.ZERO3)
+        grid, node = self.mesh_info.grid, self.buffers.get(Extent.ZERO3)
         if self._to_host is not None:
             return HostStorage(grid.numel(self._layout, Extent.ZERO1), dtype, self._to_host, self.pool)
         if node is not None and self.spec.accumulator_extent is Extent.ZERO3 and node.storage.lasting:
@@ -130,7 +130,7 @@ class HandleGradients:
         return self.accumulator is not self.final and not self.accumulator.empty
 
     @property
-    def slots_of_peers(self) -> bool:
+    def has_peer_contributions(self) -> bool:
         """True if a buffer may hold contributions of other ranks of the ZeRO-3 group whose usage is not known yet."""
         return self.spec.accumulator_is_reduced and not (self.accumulator.empty and self.final.empty)
 
@@ -157,12 +157,12 @@ class HandleGradients:
         return self.reduction is not None or (not self.accumulator.storage.lasting and self.accumulator.storage.blocked)
 
     @property
-    def landing_blocked(self) -> bool:
+    def incoming_is_blocked(self) -> bool:
         """True if no gradient can be received until a collective in flight has finished."""
         return self.incoming is self.accumulator and self.is_blocked
 
     @property
-    def no_sync_saves(self) -> bool:
+    def benefits_from_no_sync(self) -> bool:
         """True if a backward inside no_sync runs fewer collectives than a backward outside of it."""
         return len(self.spec.stages) > len(self._accumulating)
 
@@ -197,19 +197,19 @@ class HandleGradients:
         streams.
         """
         self.pending_slots.end()
-        return self._carry(self.spec.stages if across_replicas else self._accumulating)
+        return self._new_reduction(self.spec.stages if across_replicas else self._accumulating)
 
-    def start_rest(self) -> HandleReduction | None:
+    def reduce_accumulated(self) -> HandleReduction | None:
         """Return the reduction of gradients accumulated inside no_sync into the final gradient; None if not needed."""
-        return self._carry(self._rest)
+        return self._new_reduction(self._rest)
 
-    def _carry(self, legs: Sequence[ReductionStage]) -> HandleReduction | None:
-        if not legs:
+    def _new_reduction(self, stages: Sequence[ReductionStage]) -> HandleReduction | None:
+        if not stages:
             self.incoming.rest()
             return None
-        if self.inspect is not None and legs[0].source is self.spec.incoming_extent:
+        if self.inspect is not None and stages[0].source is self.spec.incoming_extent:
             self.inspect(self.incoming.filled_parts())
-        return HandleReduction(self, legs)
+        return HandleReduction(self, stages)
 
     def abort(self) -> None:
         """Discard the state of the current pass after a failed backward."""
@@ -242,15 +242,15 @@ class HandleGradients:
         """Drop all contributions to one parameter, and set its gradient to zero."""
         self.drop([slot])
         self.final.zero(slot)
-        self._come_home()
+        self._restore_aliased()
         self.usage[slot] = GradUsage.SEEN
 
     def replace(self, slot: int, rows: Tensor) -> None:
         """Replace this rank's rows of a final gradient."""
         self.final.overwrite(slot, rows)
-        self._come_home()
+        self._restore_aliased()
 
-    def _come_home(self) -> None:
+    def _restore_aliased(self) -> None:
         """Make the final gradient readable by the user."""
         self.final.rest()
         self.final.storage.wait_for_host()
@@ -312,38 +312,38 @@ class HandleReduction:
 
     Attributes:
         buffers_written: one event per collective, which completes when the result has been added to the target buffer.
-            :meth:`add_on` appends these events.
+            :meth:`submit` appends these events.
     """
 
-    def __init__(self, gradients: HandleGradients, legs: Sequence[ReductionStage]) -> None:
+    def __init__(self, gradients: HandleGradients, stages: Sequence[ReductionStage]) -> None:
         self.gradients = gradients
         self.buffers_written: list[Waitable] = []
-        self._legs = legs
+        self._stages = stages
         self._pending: PendingReduction | None = None  # the collective in flight
         self._leases: tuple[Lease, ...] = ()  # of memory that the collective uses
         self._issued: list[LaunchedCollective] = []  # collectives launched so far
         self._streams: ReductionStreams  # set by add_on()
 
-    def add_on(self, streams: ReductionStreams) -> None:
+    def submit(self, streams: ReductionStreams) -> None:
         """Submit the complete reduction to the streams. Call this once. See [Note: Streams] in device/streams.py.
 
         After no_sync, only handles with "full" accumulation still have a hop 1. A reduction that begins with hop 2 then
         waits for the hop 1 of earlier reductions. Otherwise timing would decide the order of hop 2 on the replica axis.
         """
         self._streams = streams
-        ledger, label = self.gradients.topology.counters, self.gradients.label
+        counters, label = self.gradients.mesh_info.counters, self.gradients.label
         stream = streams.launches
         stream.wait_event(streams.gradients_ready())
-        if self._legs[0].collective is Collective.HOP2 and self.gradients.topology.zero3_size > 1:
-            stream.wait_event(streams.node.record_event(partial(record_wait, ledger, Collective.HOP1)))
-        stream.run(partial(self._launch, self._legs[0], is_first=True))
-        for number, (leg, following) in enumerate(zip(self._legs, (*self._legs[1:], None), strict=True)):
+        if self._stages[0].collective is Collective.HOP2 and self.gradients.mesh_info.zero3_size > 1:
+            stream.wait_event(streams.node.record_event(partial(record_wait, counters, Collective.HOP1)))
+        stream.run(partial(self._launch, self._stages[0], is_first=True))
+        for number, (stage, following) in enumerate(zip(self._stages, (*self._stages[1:], None), strict=True)):
             launched = stream.record_event()
-            stream = streams.node if leg.collective is Collective.HOP1 else streams.replica
+            stream = streams.node if stage.collective is Collective.HOP1 else streams.replica
             stream.wait_event(launched)
             stream.wait_event(self)
-            stream.run(partial(self._go_on, leg, following))
-            waiting = partial(record_wait, ledger, leg.collective, label, self._issued, number)
+            stream.run(partial(self._launch_next, stage, following))
+            waiting = partial(record_wait, counters, stage.collective, label, self._issued, number)
             self.buffers_written.append(stream.record_event(waiting))
         self.gradients.reduction = self.buffers_written[-1]
 
@@ -359,47 +359,49 @@ class HandleReduction:
                 self._end_leases()
                 raise
 
-    def _go_on(self, leg: ReductionStage, following: ReductionStage | None) -> None:
+    def _launch_next(self, stage: ReductionStage, following: ReductionStage | None) -> None:
         """Add the result of a collective and launch the next one. Meanwhile no other buffer can take the slab."""
         if self._pending is not None:  # None after a failure
             pending, self._pending = self._pending, None
             with self.gradients.accumulator.storage.guard:
-                self._land(leg, pending, is_last=following is None)
+                self._add_result(stage, pending, is_last=following is None)
                 if following is not None:
                     self._launch(following, is_first=False)
 
-    def _launch(self, leg: ReductionStage, *, is_first: bool) -> None:
+    def _launch(self, stage: ReductionStage, *, is_first: bool) -> None:
         gradients = self.gradients
-        if leg.collective is Collective.HOP2 and self._streams.failed:
+        if stage.collective is Collective.HOP2 and self._streams.failed:
             return  # a hop 2 was skipped, and this one would match it on other ranks
-        source, target = gradients.buffers[leg.source], gradients.buffers[leg.target]
-        if leg.source is Extent.ZERO3:
+        source, target = gradients.buffers[stage.source], gradients.buffers[stage.target]
+        if stage.source is Extent.ZERO3:
             gradients.final.vacate()
         source.seal()
-        lane, pool = gradients.topology.replica_comm, gradients.pool
-        if leg.collective is Collective.HOP1:
-            lane, pool = gradients.topology.zero3_reduce_comm, gradients.outgoing
+        comm, pool = gradients.mesh_info.replica_comm, gradients.pool
+        if stage.collective is Collective.HOP1:
+            comm, pool = gradients.mesh_info.zero3_reduce_comm, gradients.outgoing
         # Copy for a second collective: it is waited for later, and others may need the slab until then.
-        sent = source.storage.lend_send_buffer(leg.wire_dtype, pool, copies=not is_first and not source.storage.lasting)
+        sent = source.storage.lend_send_buffer(
+            stage.wire_dtype, pool, copies=not is_first and not source.storage.lasting
+        )
         if target.storage.lasting:
             self._leases = (sent,)
         else:
             target.storage.prefetch(keep=not target.untouched)
             self._leases = (sent, target.storage.lease())
-        parts = gradients.parts if leg.collective is Collective.HOP2 else None
+        parts = gradients.parts if stage.collective is Collective.HOP2 else None
         self._pending = reduce_scatter(
-            lane, leg.collective, sent.tensor, pool, wire=leg.wire_dtype, name=gradients.label, parts=parts
+            comm, stage.collective, sent.tensor, pool, wire=stage.wire_dtype, name=gradients.label, parts=parts
         )
         self._issued.append(self._pending.work.issued)
 
-    def _land(self, leg: ReductionStage, pending: PendingReduction, *, is_last: bool) -> None:
-        target, final = self.gradients.buffers[leg.target], self.gradients.final
+    def _add_result(self, stage: ReductionStage, pending: PendingReduction, *, is_last: bool) -> None:
+        target, final = self.gradients.buffers[stage.target], self.gradients.final
         try:
             if target is final:
                 final.settle()
-            elif leg.target is Extent.ZERO3:
+            elif stage.target is Extent.ZERO3:
                 final.vacate()
-            target.add_exchange(pending, scale=leg.scale)
+            target.add_reduction(pending, scale=stage.scale)
             if is_last:
                 target.rest()
         finally:

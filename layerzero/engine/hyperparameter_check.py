@@ -32,13 +32,13 @@ Settings = list[list[tuple[str, Any]]]  # by group: names and values
 class SettingsCheck:
     """Compares the settings of optimizers between all ranks; see [Note: A digest travels with the used parameters]."""
 
-    def __init__(self, everyone: ModelRanks) -> None:
-        self._everyone = everyone
+    def __init__(self, model_ranks: ModelRanks) -> None:
+        self._model_ranks = model_ranks
         self._stepped: list[weakref.WeakMethod[Callable[[], Settings]]] = []  # since the last digest, or included in it
         self._is_told = False
         self._last: list[Settings] = []  # settings of the last digest
         self._digest = bytes(DIGEST_BYTES)
-        axes = len(everyone.control_comms)
+        axes = len(model_ranks.control_comms)
         self._late = LateMaximum(axes, DIGEST_BYTES)
         self._sent: deque[list[Settings]] = deque(maxlen=max(1, axes))  # settings of the digests under way
         self._differ = False
@@ -97,8 +97,8 @@ class SettingsCheck:
             return
         self._differ = False
         found: dict[tuple[int, int, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-        texts = self._everyone.all_gather_text(json.dumps(self._compared))
-        for rank, text in zip(self._everyone.ranks, texts, strict=True):
+        texts = self._model_ranks.all_gather_text(json.dumps(self._compared))
+        for rank, text in zip(self._model_ranks.ranks, texts, strict=True):
             for index, groups in enumerate(json.loads(text)):
                 for number, group in enumerate(groups):
                     for name, value in group:

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.weak import WeakIdKeyDictionary
 
-from layerzero.dtensor.row_shard_spec import MutationTracker, RowShardSpec
-from layerzero.dtensor.sharded_tensor import LocalShard, RowShardedTensor
+from layerzero.dtensor.local_shard import LocalShard
+from layerzero.dtensor.mutation_tracker import MutationTracker
+from layerzero.dtensor.row_shard_spec import RowShardSpec
+from layerzero.dtensor.sharded_tensor import RowShardedTensor
 
 __all__ = ["ManagedParam", "ParamRegistry"]
 

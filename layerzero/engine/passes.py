@@ -17,7 +17,7 @@ from layerzero.comm.trace_recorder import TraceDispatcher
 from layerzero.engine.handle import Handle
 from layerzero.engine.unit import Unit
 
-__all__ = ["BackwardPass", "ForwardPass", "UnitCall", "Use"]
+__all__ = ["BackwardPass", "ForwardPass", "GatheredUse", "UnitCall"]
 
 
 class UnitCall:
@@ -52,7 +52,7 @@ class UnitCall:
         later = (self._order[place]() for place in range(self._position + 1, len(self._order)))
         return next((call for call in later if call is not None), None)
 
-    def is_before(self, use: Use) -> bool:
+    def is_before(self, use: GatheredUse) -> bool:
         """Return whether the call returned before `use` began, so that autograd runs the nodes of `use` first."""
         return self.forward is not None and self.forward is use.forward and self._position < use.place
 
@@ -68,7 +68,7 @@ class UnitCall:
             if self._position < place and (follower is None or place <= follower._position):
                 assert forward is not None
                 for unit in units:
-                    if not forward.comes_again(unit, calls=self._position + 1, uses=self._position):
+                    if not forward.is_called_soon(unit, calls=self._position + 1, uses=self._position):
                         yield from unit.handles
         if follower is not None:
             for ended in (follower, *follower.callers):
@@ -82,11 +82,11 @@ class UnitCall:
     def is_last_in_backward(self) -> bool:
         """True if no other call or use of the unit follows in the backward."""
         assert self.forward is not None
-        return not self.forward.comes_again(self.unit, calls=self._position, uses=self._position)
+        return not self.forward.is_called_soon(self.unit, calls=self._position, uses=self._position)
 
     def preceding(self, count: int | None) -> Sequence[UnitCall]:
         """Return the last `count` calls before this one of units on the same mesh, latest first; None returns all."""
-        return list(islice((each for each in self._earlier() if each.unit.topology is self.unit.topology), count))
+        return list(islice((each for each in self._earlier() if each.unit.mesh_info is self.unit.mesh_info), count))
 
     @property
     def previous(self) -> UnitCall | None:
@@ -132,7 +132,7 @@ class ForwardPass:
         called = set(self.called)
         return [unit for unit in self._units if unit not in called]
 
-    def comes_again(self, unit: Unit, *, calls: int, uses: int) -> bool:
+    def is_called_soon(self, unit: Unit, *, calls: int, uses: int) -> bool:
         """Return whether `unit` is among the first `calls` calls, or in a use up to position `uses`."""
         if any(place <= uses and unit in units for place, units in self.uses):
             return True
@@ -149,11 +149,11 @@ class ForwardPass:
         # `called` is empty if the first call raised in its pre-hook.
         if not 0 < here <= len(self._expected) or self._expected[here - 1] is not self.called[-1]:
             self._expected = []
-        following = (unit for unit in self._expected[here:] if unit.topology is self.called[-1].topology)
+        following = (unit for unit in self._expected[here:] if unit.mesh_info is self.called[-1].mesh_info)
         return list(islice(following, count))
 
 
-class Use:
+class GatheredUse:
     """One use of weights in :func:`layerzero.gathered`, outside of the forwards of their units.
 
     Args:
@@ -162,12 +162,12 @@ class Use:
             freed before the use.
     """
 
-    __slots__ = ("_forward", "comes_back", "place", "units")
+    __slots__ = ("_forward", "awaits_backward", "place", "units")
 
     def __init__(self, units: Sequence[Unit], forward: ForwardPass | None) -> None:
         self.units = units
         self.place = 0 if forward is None else len(forward.returned)  # number of calls that returned before the use
-        self.comes_back = False  # a graph was recorded, and its backward has not run
+        self.awaits_backward = False  # a graph was recorded, and its backward has not run
         self._forward = None if forward is None else weakref.ref(forward)
         if forward is not None:
             forward.uses.append((self.place, units))
@@ -204,7 +204,7 @@ class BackwardPass:
         self.completed_handles: dict[Handle, None] = {}
         self.gathered_calls: set[UnitCall] = set()
         self.active_calls: dict[UnitCall, None] = {}
-        self.uses: dict[Use, None] = {}
+        self.uses: dict[GatheredUse, None] = {}
 
     def involves(self, unit: Unit) -> bool:
         """Return whether the backward of a call or use of the unit is running."""

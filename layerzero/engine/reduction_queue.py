@@ -40,7 +40,7 @@ class ReductionQueue:
         self.order = list(order)
         self.streams = streams
         self._next = 0  # index in order of the first handle not started in this pass
-        self._carried: list[HandleGradients] = []  # started in this pass
+        self._in_flight_reduction: list[HandleGradients] = []  # started in this pass
         self._landings: list[deque[Waitable]] = [
             deque() for _ in IN_FLIGHT
         ]  # events of first and second collectives, oldest first
@@ -49,12 +49,12 @@ class ReductionQueue:
         """Start the reductions of the next handles in order, up to the first handle that is not ready."""
         order = self.order
         while self._next < len(order) and order[self._next].pending_slots.ready:
-            self._start(self._next_carry(across_replicas=across_replicas))
+            self._start(self._next_reduction(across_replicas=across_replicas))
 
     def finish(self, *, across_replicas: bool) -> None:
         """Start the reductions of the remaining handles, wait for all reductions, and end the pass."""
         while self._next < len(self.order):
-            self._start(self._next_carry(across_replicas=across_replicas))
+            self._start(self._next_reduction(across_replicas=across_replicas))
         self.settle()
         self._next = 0
         if any(gradients.pending_slots.has_begun for gradients in self.order):
@@ -63,12 +63,12 @@ class ReductionQueue:
         for gradients in self.order:  # a call that ended after its reduction was launched has closed the next one
             gradients.pending_slots.end()
 
-    def finish_rest(self) -> None:
+    def finish_accumulated(self) -> None:
         """Reduce the gradients that backwards inside no_sync have accumulated."""
         for gradients in self.order:
             self.wait_until_writable(gradients)
-            self._carried.append(gradients)
-            self._start(gradients.start_rest())
+            self._in_flight_reduction.append(gradients)
+            self._start(gradients.reduce_accumulated())
         self.settle()
 
     def settle(self) -> None:
@@ -77,8 +77,8 @@ class ReductionQueue:
             self.streams.synchronize(self._landings)
         finally:
             if not any(self._landings):  # otherwise the wait was interrupted, and reductions are still in flight
-                while self._carried:
-                    self._carried.pop().reduction = None
+                while self._in_flight_reduction:
+                    self._in_flight_reduction.pop().reduction = None
 
     def wait_until_writable(self, gradients: HandleGradients) -> None:
         """Wait until gradients can be added to the buffers of `gradients`."""
@@ -101,18 +101,18 @@ class ReductionQueue:
         self.streams.gradients_ready().wait()
         self._next = 0
 
-    def _next_carry(self, *, across_replicas: bool) -> HandleReduction | None:
+    def _next_reduction(self, *, across_replicas: bool) -> HandleReduction | None:
         """Return the reduction of the next handle; None if it needs no collective."""
         gradients = self.order[self._next]
         self._next += 1
         self.wait_until_writable(gradients)
-        self._carried.append(gradients)
+        self._in_flight_reduction.append(gradients)
         return gradients.start_reduction(across_replicas=across_replicas)
 
-    def _start(self, carry: HandleReduction | None) -> None:
-        if carry is not None:
+    def _start(self, reduction: HandleReduction | None) -> None:
+        if reduction is not None:
             self.streams.check()
-            carry.add_on(self.streams)
-            for landings, landed, most in zip(self._landings, carry.buffers_written, IN_FLIGHT, strict=False):
+            reduction.submit(self.streams)
+            for landings, landed, most in zip(self._landings, reduction.buffers_written, IN_FLIGHT, strict=False):
                 landings.append(landed)
                 self.streams.limit_in_flight(landings, most)

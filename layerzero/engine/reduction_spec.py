@@ -101,27 +101,27 @@ class ReductionSpec:
         hop1, hop2 = (Collective.HOP1, landing), (Collective.HOP2, precision.replica_reduce)
         if grid.zero3_size == 1:
             first = second
-            legs: tuple[ReductionStage, ...] = (
+            stages: tuple[ReductionStage, ...] = (
                 ReductionStage(Extent.FULL, Extent.ZERO1, *hop2, first / divide_factor),
             )
         elif grid.replicas == 1:
-            legs = (ReductionStage(Extent.FULL, Extent.ZERO1, *hop1, first / divide_factor),)
+            stages = (ReductionStage(Extent.FULL, Extent.ZERO1, *hop1, first / divide_factor),)
         else:
             between = 1.0
             if precision.replica_reduce is torch.float16:
                 between = 1.0 / _power_of_two(factor1 * second / first)
             last = first / (divide_factor * between)
-            legs = (
+            stages = (
                 ReductionStage(Extent.FULL, Extent.ZERO3, *hop1, between),
                 ReductionStage(Extent.ZERO3, Extent.ZERO1, *hop2, last),
             )
         if sharded:
-            return cls(Extent.FULL, legs[0].target, legs, landing, 1.0 / first)
-        return cls(Extent.FULL, Extent.FULL, legs, precision.master, 1.0 / first)
+            return cls(Extent.FULL, stages[0].target, stages, landing, 1.0 / first)
+        return cls(Extent.FULL, Extent.FULL, stages, precision.master, 1.0 / first)
 
     def between(self, start: Extent, stop: Extent) -> tuple[ReductionStage, ...]:
         """Return the stages that reduce extent `start` to the smaller extent `stop`."""
-        return tuple(leg for leg in self.stages if leg.source <= start and leg.target >= stop)
+        return tuple(stage for stage in self.stages if stage.source <= start and stage.target >= stop)
 
     @property
     def accumulator_is_reduced(self) -> bool:

@@ -49,7 +49,7 @@ from layerzero.engine.handle import Handle, ShardState
 from layerzero.engine.micro_batches import NoSyncHint
 from layerzero.engine.model_status import Closable, ModelStatus
 from layerzero.engine.param_view import ParamView, refuse_gradients, refuse_sharded
-from layerzero.engine.passes import BackwardPass, ForwardPass, UnitCall, Use
+from layerzero.engine.passes import BackwardPass, ForwardPass, GatheredUse, UnitCall
 from layerzero.engine.unit import Unit, gather_orders
 from layerzero.engine.weight_refresh import WeightRefresher
 from layerzero.utils.pytree import iter_tensors
@@ -85,7 +85,7 @@ class Scheduler(Closable):
         pools: ModelPools,
         gradients: GradientReducer,
         refresher: WeightRefresher,
-        uses: list[Use],
+        uses: list[GatheredUse],
         status: ModelStatus,
     ) -> None:
         self._units = tuple(units)
@@ -110,7 +110,7 @@ class Scheduler(Closable):
         self._backward: BackwardPass | None = None
         self._last_calls: dict[Unit, list[Unit]] = {}  # calls of the last forward, by entry unit
         saving = (handle.gradients for handle in self._handles if handle.gradients is not None)
-        self.no_sync_hint = NoSyncHint(would_save=any(gradients.no_sync_saves for gradients in saving))
+        self.no_sync_hint = NoSyncHint(would_save=any(gradients.benefits_from_no_sync for gradients in saving))
         self._index = {unit: index for index, unit in enumerate(self._units)}
         self._orders = gather_orders(self._units)
         self._full_precision_orders = gather_orders(self._units, full_precision=True)
@@ -183,9 +183,9 @@ class Scheduler(Closable):
                 self._gather(upcoming)
         self._wait(unit)
         unit.show_gathered()
-        args, kwargs = unit.cast_inputs(args, kwargs, computes_in=self._computes_in(unit))
+        args, kwargs = unit.cast_inputs(args, kwargs, computes_in=self._compute_dtypes(unit))
         if torch.is_grad_enabled():
-            self._watch_inputs(call, args, kwargs)
+            self._hook_inputs(call, args, kwargs)
         self._observer.begin("forward", unit.label, call)
         return args, kwargs
 
@@ -201,21 +201,21 @@ class Scheduler(Closable):
         self._ahead.discard(unit)
         if self._is_idle(unit):
             unit.show_sharded()
-        output = unit.cast_output(output, computes_in=self._computes_in(unit))
-        comes_back = torch.is_grad_enabled() and self._watch_outputs(call, output)
-        if self._forward is not None and comes_back:
+        output = unit.cast_output(output, computes_in=self._compute_dtypes(unit))
+        awaits_backward = torch.is_grad_enabled() and self._hook_outputs(call, output)
+        if self._forward is not None and awaits_backward:
             call.record_return(self._forward)
             unit.keep_post_forward(self._forward)
-        if not (comes_back and unit in self.staying) and not in_backward() and self._is_idle(unit):
+        if not (awaits_backward and unit in self.staying) and not in_backward() and self._is_idle(unit):
             if self._forward is not None and self._forward.next_units(1) == [unit]:
                 self._forward.still_gathered = unit
             else:
                 unit.reshard()
         if self._forward is not None and self._forward.entry_unit is unit and not self._is_running(unit):
-            self._end_forward(self._forward, comes_back=comes_back)
+            self._end_forward(self._forward, awaits_backward=awaits_backward)
         return output
 
-    def _computes_in(self, unit: Unit) -> set[torch.dtype] | None:
+    def _compute_dtypes(self, unit: Unit) -> set[torch.dtype] | None:
         """Return the dtypes of the gathered parameters if they are not the compute weights, else None."""
         return unit.evaluated_dtypes if ParamView.FULL_PRECISION in self.status.active_views else None
 
@@ -258,16 +258,16 @@ class Scheduler(Closable):
         if kept is not None and kept is not unless and self._is_idle(kept):
             kept.reshard()
 
-    def _end_forward(self, forward: ForwardPass, *, comes_back: bool) -> None:
+    def _end_forward(self, forward: ForwardPass, *, awaits_backward: bool) -> None:
         self._forward = None
         self._last_calls[forward.entry_unit] = forward.called
         self._free_kept(forward)
         # Without a graph (or if the forward raised) no backward will free the units that stayed gathered.
-        for unit in forward.prefetched.difference(forward.called) if comes_back else self._units:
+        for unit in forward.prefetched.difference(forward.called) if awaits_backward else self._units:
             if self._is_idle(unit) and unit not in self._ahead:
-                unit.release() if torch.is_grad_enabled() and not comes_back else unit.reshard()
+                unit.release() if torch.is_grad_enabled() and not awaits_backward else unit.reshard()
 
-    def _watch_inputs(self, call: UnitCall, args: Any, kwargs: Any) -> None:
+    def _hook_inputs(self, call: UnitCall, args: Any, kwargs: Any) -> None:
         # A leaf's hook may run before later nodes of the call; see [Note: Who frees the full buffer].
         inputs = [t for t in iter_tensors((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
         call.ends_with_input_grad = len(inputs) == 1  # with several, it is not known where the backward ends
@@ -276,7 +276,7 @@ class Scheduler(Closable):
         elif inputs:
             register_multi_grad_hook(inputs, functools.partial(self.post_backward, call))
 
-    def _watch_outputs(self, call: UnitCall, output: Any) -> bool:
+    def _hook_outputs(self, call: UnitCall, output: Any) -> bool:
         """Register hooks that gather the unit when the backward reaches this call.
 
         Return False if no output requires a gradient.
@@ -300,7 +300,7 @@ class Scheduler(Closable):
             refuse_gradients(label, ParamView.FULL_PRECISION)
         self._prepare()
         around = self._forward or self._last_forward()
-        use = Use(units, around if torch.is_grad_enabled() else None)
+        use = GatheredUse(units, around if torch.is_grad_enabled() else None)
         self._uses.append(use)
         try:
             for unit in units:
@@ -311,21 +311,21 @@ class Scheduler(Closable):
             with self._saving_for(use):
                 yield
         except BaseException:
-            use.comes_back = False
+            use.awaits_backward = False
             raise
         finally:
             self._uses.remove(use)
             for unit in units:
                 if self._is_idle(unit):
                     unit.show_sharded()
-                    if not in_backward() and not (use.comes_back and unit in self.staying):
+                    if not in_backward() and not (use.awaits_backward and unit in self.staying):
                         unit.reshard()
 
-    def _saving_for(self, use: Use) -> saved_tensors_hooks:
+    def _saving_for(self, use: GatheredUse) -> saved_tensors_hooks:
         around = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
 
         def pack(tensor: Tensor) -> Any:
-            use.comes_back = True
+            use.awaits_backward = True
             if around is not None:
                 return around[0](tensor)
             saved = tensor.detach()  # an output with its graph would be a reference cycle
@@ -344,7 +344,7 @@ class Scheduler(Closable):
 
         return saved_tensors_hooks(pack, unpack)
 
-    def _before_backward_of(self, use: Use) -> None:
+    def _before_backward_of(self, use: GatheredUse) -> None:
         if not in_backward():
             raise RuntimeError(
                 f"a tensor saved for the backward inside layerzero.gathered of {use.label} was read outside of a "
@@ -354,7 +354,7 @@ class Scheduler(Closable):
         if use in backward.uses:
             return
         backward.uses[use] = None
-        use.comes_back = False
+        use.awaits_backward = False
         for unit in use.units:
             self._gather(unit)
         for unit in use.units:
@@ -374,9 +374,9 @@ class Scheduler(Closable):
     def _gather(self, unit: Unit) -> None:
         absent = [handle for handle in unit.handles if handle.state is ShardState.SHARDED]
         if any(handle.full_precision is not None for handle in absent):
-            self._full_precision_orders[unit.topology].check(self._index[unit])
-        if any(handle.gathers and handle.full_precision is None for handle in absent):
-            self._orders[unit.topology].check(self._index[unit] + unit.has_post_forward_shard * len(self._units))
+            self._full_precision_orders[unit.mesh_info].check(self._index[unit])
+        if any(handle.needs_gather and handle.full_precision is None for handle in absent):
+            self._orders[unit.mesh_info].check(self._index[unit] + unit.has_post_forward_shard * len(self._units))
         if absent:
             unit.gather()
 
@@ -386,7 +386,7 @@ class Scheduler(Closable):
                 if handle.state is ShardState.GATHERING:
                     handle.wait()
         except CollectiveError as error:
-            raise self._orders[unit.topology].explain_failure(error) from error.__cause__
+            raise self._orders[unit.mesh_info].explain_failure(error) from error.__cause__
 
     # Backward
 
@@ -496,7 +496,7 @@ class Scheduler(Closable):
         gradient = (member := handle.members[slot]).spec.local_grad(gradient)
         if gradient.layout is not torch.strided:
             raise RuntimeError(f"parameter {member.name!r} got a sparse gradient; build its module with sparse=False")
-        if gradients.landing_blocked:
+        if gradients.incoming_is_blocked:
             self._gradients.queue.wait_until_writable(gradients)
         if written:
             gradients.take(slot)

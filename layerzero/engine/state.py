@@ -16,7 +16,7 @@ from layerzero.engine.gradient_reducer import GradientReducer
 from layerzero.engine.managed_param import ParamRegistry
 from layerzero.engine.model_status import Closable, ModelStatus
 from layerzero.engine.module_checks import StructureCheck
-from layerzero.engine.passes import Use
+from layerzero.engine.passes import GatheredUse
 from layerzero.engine.scheduler import Scheduler
 from layerzero.engine.unit import Unit
 from layerzero.engine.weight_refresh import WeightRefresher
@@ -42,7 +42,7 @@ class LayerZeroState(Closable):
         model: nn.Module,
         units: Sequence[Unit],  # the root first
         config: LayerZeroConfig,
-        everyone: ModelRanks,
+        model_ranks: ModelRanks,
         buffers: ModelPools,
         ignored: Sequence[nn.Parameter],
     ) -> None:
@@ -51,10 +51,10 @@ class LayerZeroState(Closable):
         self.handles = tuple(handle for unit in units for handle in unit.handles)
         self.cast_buffers = tuple(each for unit in units for each in unit.cast_buffers)
         self.config = config
-        self.ranks = everyone
-        self.mesh_info = topology = everyone.mesh_info
+        self.ranks = model_ranks
+        self.mesh_info = mesh_info = model_ranks.mesh_info
         self.buffers = buffers
-        self.observer = topology.counters.observer
+        self.observer = mesh_info.counters.observer
         self.staging: Staging | None = None  # a save of layerzero.checkpoint in the background
         self.on_close: list[Callable[[], object]] = []  # idempotent callbacks that end snapshots, watchdogs and so on
         member_of = {id(m.sharded): m for handle in self.handles for m in handle.members}
@@ -63,13 +63,13 @@ class LayerZeroState(Closable):
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # from shard_optimizer
         self.parameters = ParamRegistry(self.members, ignored)
         self.owners: dict[str, ParamOwner] = {}  # by parameter name, if the optimizer needs the full parameter
-        self.cells: dict[Any, Any] = {}  # owner groups by mesh and axis, for layerzero.optimizers
+        self.owner_groups: dict[Any, Any] = {}  # owner groups by mesh and axis, for layerzero.optimizers
         self.status = ModelStatus(StructureCheck(model, self.members.values()))
-        uses: list[Use] = []
-        self.gradients = GradientReducer(self.handles, everyone)
-        self.refreshes = WeightRefresher(self.handles, everyone, uses)
+        uses: list[GatheredUse] = []
+        self.gradients = GradientReducer(self.handles, model_ranks)
+        self.refreshes = WeightRefresher(self.handles, model_ranks, uses)
         self.scheduler = Scheduler(
-            self.units, config, topology, buffers, self.gradients, self.refreshes, uses, self.status
+            self.units, config, mesh_info, buffers, self.gradients, self.refreshes, uses, self.status
         )
 
     @property

@@ -36,7 +36,7 @@ class Unit:
         name: str,
         modules: Sequence[nn.Module],
         handles: tuple[Handle, ...],
-        topology: MeshInfo,
+        mesh_info: MeshInfo,
         *,
         policy: MixedPrecisionPolicy,
         reshards: bool | int,
@@ -45,7 +45,7 @@ class Unit:
         self.name = name
         self._modules = [weakref.ref(module) for module in modules]  # see [Note: Who keeps whom]
         self.handles = handles
-        self.topology = topology
+        self.mesh_info = mesh_info
         self.cast_buffers = tuple(cast_buffers)
         self.reshard_after_forward = reshards  # an int: keep a post-forward shard on each of as many ranks
         self.is_told = False  # set_reshard_after_forward was called; it then applies to the root on a device, too
@@ -86,7 +86,7 @@ class Unit:
     def gathered_memory(self) -> UnitFootprint:
         gathered = sum(size for handle in self.handles for size in (*handle.gathered_sizes, handle.whole.size))
         reshards = self.reshard_after_forward and self.reshard_after_backward
-        return UnitFootprint(gathered, reshards, self.topology, sum(handle.kept.size for handle in self.handles))
+        return UnitFootprint(gathered, reshards, self.mesh_info, sum(handle.kept.size for handle in self.handles))
 
     def gather(self) -> None:
         """Launch the gathers of handles that are not gathered or gathering."""
@@ -184,8 +184,8 @@ def gather_orders(units: Sequence[Unit], *, full_precision: bool = False) -> dic
 
     If `full_precision` is True, all data-parallel ranks gather together, otherwise only the ranks of a ZeRO-3 group.
     """
-    labels = [gather_name(exchange, unit.label) for exchange in GATHERS for unit in units]
-    topologies = {unit.topology for unit in units}
+    labels = [gather_name(collective, unit.label) for collective in GATHERS for unit in units]
+    topologies = {unit.mesh_info for unit in units}
     if full_precision:
         return {t: GatherOrderCheck(labels, t.control_comms, t.ranks, note=_FULL_PRECISION) for t in topologies}
     return {

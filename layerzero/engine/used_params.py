@@ -33,13 +33,13 @@ class UsedParamMap:
     """Exchange of used parameters between all ranks of a model; see [Note: One order for all].
 
     Args:
-        everyone: all ranks of the model.
-        lanes: by parameter name, the communicators that reach the ranks with the same parameter or a part of it.
+        model_ranks: all ranks of the model.
+        comms: by parameter name, the communicators that reach the ranks with the same parameter or a part of it.
     """
 
-    def __init__(self, everyone: ModelRanks, lanes: Mapping[str, tuple[Communicator, ...]]) -> None:
-        self._everyone = everyone
-        self._lanes = lanes
+    def __init__(self, model_ranks: ModelRanks, comms: Mapping[str, tuple[Communicator, ...]]) -> None:
+        self._model_ranks = model_ranks
+        self._comms = comms
         self._own: Sequence[str] = ()
         self._names: list[str] = []  # sorted, the same on all ranks
         self._groups: list[_Group] = []
@@ -58,10 +58,10 @@ class UsedParamMap:
     def set_local_order(self, own: Sequence[str]) -> None:
         """Set the order of parameters in which this rank passes and receives bytes. It may differ between ranks."""
         self._own = own
-        by_lanes: dict[tuple[Communicator, ...], list[str]] = {self._everyone.control_comms: []}
+        by_comms: dict[tuple[Communicator, ...], list[str]] = {self._model_ranks.control_comms: []}
         for name in self._names:
-            by_lanes.setdefault(self._lanes[name], []).append(name)
-        self._groups = [_Group(lanes, names, own) for lanes, names in by_lanes.items()]
+            by_comms.setdefault(self._comms[name], []).append(name)
+        self._groups = [_Group(comms, names, own) for comms, names in by_comms.items()]
 
     def start_exchange(self, own: bytearray, further: Sequence[Tensor], *, is_known: bool) -> PendingUse:
         """Start the exchange of one byte per parameter.
@@ -72,12 +72,12 @@ class UsedParamMap:
             is_known: `own` is already the maximum over all ranks.
         """
         pending = PendingUse(self._groups, torch.frombuffer(own, dtype=torch.uint8), further, is_known=is_known)
-        several_axes = any(len(group.lanes) > 1 for group in self._groups)
+        several_axes = any(len(group.comms) > 1 for group in self._groups)
         if several_axes:
             self._thread.start()  # even if not needed yet, to keep the number of threads constant
         if several_axes and not is_known:
             pending.reserve()
-            self._thread.run(pending.relay_beside)
+            self._thread.run(pending.relay_in_background)
         else:
             pending.relay()
         return pending
@@ -85,7 +85,7 @@ class UsedParamMap:
     def from_first_rank(self, numbers: Mapping[str, int]) -> dict[str, int]:
         """Return the number that the first rank assigns to each parameter; -1 if it assigns none."""
         said = torch.tensor([numbers.get(name, -1) for name in self._names], dtype=torch.int64, device="cpu")
-        self._everyone.broadcast_numbers(said)
+        self._model_ranks.broadcast_numbers(said)
         return dict(zip(self._names, said.tolist(), strict=True))
 
 
@@ -97,8 +97,8 @@ class _Group:
         places: positions of the same parameters in messages, int64 [n].
     """
 
-    def __init__(self, lanes: tuple[Communicator, ...], names: Sequence[str], own: Sequence[str]) -> None:
-        self.lanes = lanes
+    def __init__(self, comms: tuple[Communicator, ...], names: Sequence[str], own: Sequence[str]) -> None:
+        self.comms = comms
         self.numel = len(names)
         place_of = {name: place for place, name in enumerate(names)}
         here = [place for place, name in enumerate(own) if name in place_of]
@@ -125,13 +125,13 @@ class PendingUse:
         self._send_along(0)
 
     def reserve(self) -> None:
-        """Make launches of the main thread on model-parallel axes wait for :meth:`relay_beside`."""
+        """Make launches of the main thread on model-parallel axes wait for :meth:`relay_in_background`."""
         self._relayed = Reservation()
         for group in self._groups:
-            for lane in group.lanes[1:]:
-                lane.held_group.reserved = self._relayed
+            for comm in group.comms[1:]:
+                comm.held_group.reserved = self._relayed
 
-    def relay_beside(self) -> None:
+    def relay_in_background(self) -> None:
         """Run :meth:`relay` in a thread. If it fails, :meth:`wait` raises the error."""
         assert self._relayed is not None
         with self._relayed.launching():
@@ -142,7 +142,7 @@ class PendingUse:
 
     def relay(self) -> None:
         """Send along the remaining axes, after waiting for the messages that they depend on."""
-        for axis in range(1, max(len(group.lanes) for group in self._groups)):
+        for axis in range(1, max(len(group.comms) for group in self._groups)):
             self._send_along(axis)
 
     def wait(self) -> None:
@@ -152,7 +152,7 @@ class PendingUse:
             RuntimeError: the message of another rank did not arrive.
         """
         if self._relayed is not None:
-            with record_wait(self._groups[0].lanes[0].counters, Collective.METADATA):
+            with record_wait(self._groups[0].comms[0].counters, Collective.METADATA):
                 self._relayed.wait()
             if isinstance(self._failure, DeferredCollectiveError):
                 raise self._failure.explain(self._failure.error) from self._failure.error
@@ -178,14 +178,14 @@ class PendingUse:
 
     def _send_along(self, axis: int) -> None:
         for place, (group, heard) in enumerate(zip(self._groups, self._heard, strict=True)):
-            if len(heard) != axis or axis >= len(group.lanes):
+            if len(heard) != axis or axis >= len(group.comms):
                 continue
             if not self._is_known and heard:
                 heard[-1].work.wait(beside=True)
                 self._take(place)
             behind = self._further[axis : axis + 1] if place == 0 else ()
             message = torch.cat([self._most[place], *behind])
-            heard.append(all_gather_small(group.lanes[axis], Collective.METADATA, message))
+            heard.append(all_gather_small(group.comms[axis], Collective.METADATA, message))
 
     def _take(self, place: int) -> None:
         """Store the maximum over all ranks in the last message of a group. The message must have arrived."""

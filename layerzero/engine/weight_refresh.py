@@ -10,7 +10,7 @@ from layerzero.comm.agreement import require_equal
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.comm.transport.shared_memory import WriteBarrier
 from layerzero.engine.handle import Handle
-from layerzero.engine.passes import Use
+from layerzero.engine.passes import GatheredUse
 
 __all__ = ["RefreshRound", "WeightRefresher"]
 
@@ -25,29 +25,29 @@ class WeightRefresher:
 
     Args:
         handles: handles of the model.
-        everyone: all ranks of the model.
+        model_ranks: all ranks of the model.
         uses: active uses of weights outside of forwards, during which weights must not change.
 
     Attributes:
         deferred: if True, a step launches no refresh, and a pipeline schedule calls :meth:`launch_deferred`.
     """
 
-    def __init__(self, handles: Sequence[Handle], everyone: ModelRanks, uses: Sequence[Use]) -> None:
+    def __init__(self, handles: Sequence[Handle], model_ranks: ModelRanks, uses: Sequence[GatheredUse]) -> None:
         self.deferred = False
         self._uses = uses
-        self._comes_first = True  # before the first forward, no rank reads what others write
+        self._precedes_forward = True  # before the first forward, no rank reads what others write
         self._steps = 0  # optimizer steps since the last forward
         self._expected_steps = 1  # steps between the previous two forwards
         self._handles = handles
         self._hand_over = next((handle.shared.barrier for handle in handles if handle.shared is not None), None)
-        self._everyone = everyone
+        self._model_ranks = model_ranks
 
     def launch(self, handles: Sequence[Handle] | None = None) -> None:
         """Launch the refresh of `handles` (None: all). All ranks must call this."""
         handles = self._handles if handles is None else handles
         if handles:
             self.refuse_uses("changing weights")
-        RefreshRound(handles, self._hand_over, waits=not self._comes_first).end()
+        RefreshRound(handles, self._hand_over, waits=not self._precedes_forward).end()
 
     def before_master_write(self, handles: Sequence[Handle] | None = None) -> None:
         """Prepare a write to the masters of `handles` (None: all).
@@ -86,7 +86,7 @@ class WeightRefresher:
             )
         updated = [handle for handle in self._handles if handle.may_be_updated or handle.refresh_due]
         later, done = self.deferred or self._steps < self._expected_steps, False
-        refresh = None if later else RefreshRound(updated, self._hand_over, waits=not self._comes_first)
+        refresh = None if later else RefreshRound(updated, self._hand_over, waits=not self._precedes_forward)
         try:
             yield refresh
             done = True
@@ -114,11 +114,11 @@ class WeightRefresher:
         """Launch all refreshes that are still due, before a forward."""
         self._expected_steps, self._steps = self._steps or self._expected_steps, 0
         self.launch_deferred()
-        if self._comes_first:
+        if self._precedes_forward:
             edited = [handle for handle in self._handles if handle.tracker.dirty]
             self._agree("first forward, after changes of parameters if there are any", edited)
             self.launch(edited)
-            self._comes_first = False
+            self._precedes_forward = False
             for handle in self._handles:
                 handle.order_writes()
         self.launch_edited()
@@ -127,8 +127,8 @@ class WeightRefresher:
         groups: dict[str, dict[str, object]] = {}
         for handle in edited:
             with_same, with_same_handle = (
-                f"{handle.holding_ranks(self._everyone)}",
-                f"handles of {handle.topology.ranks}",
+                f"{handle.holding_ranks(self._model_ranks)}",
+                f"handles of {handle.mesh_info.ranks}",
             )
             fields = groups.setdefault(with_same, {})
             fields |= {
@@ -137,7 +137,7 @@ class WeightRefresher:
             groups.setdefault(with_same_handle, {})[f"{handle.members[0].name!r} and what lies with it"] = "changed"
         # A unit may have different numbers of handles on model-parallel ranks, so list each handle name only once.
         changed = list(dict.fromkeys(handle.name for handle in edited))
-        require_equal(subject, {"changed": changed}, ranks=self._everyone.ranks, groups=groups, advice=_ALL_ALIKE)
+        require_equal(subject, {"changed": changed}, ranks=self._model_ranks.ranks, groups=groups, advice=_ALL_ALIKE)
 
 
 class RefreshRound:

@@ -89,7 +89,7 @@ class _Stage:
         self._wait(unit)
         for inner in self._inner[unit]:
             self._call(inner)
-        if not unit.stays:
+        if not unit.stays_gathered:
             for kept in self._kept[unit]:
                 self._lend(*kept)
             self._free(unit)

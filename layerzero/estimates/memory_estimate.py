@@ -64,7 +64,7 @@ def predicted_traffic(units: Sequence[UnitSpec]) -> dict[str, list[int]]:
                 for received in handle.extension.received if grid.zero3_size > 1 else ():
                     sent = (grid.zero3_size - 1) * (received // grid.zero3_size)
                     found.setdefault(Collective.GATHER.value, []).append(sent)
-            elif unit.traits.gathers and grid.zero3_size > 1:
+            elif unit.traits.needs_gather and grid.zero3_size > 1:
                 each = handle.coded // grid.zero3_size or node * compute.itemsize
                 sent = (grid.zero3_size - 1) * each
                 found.setdefault(Collective.GATHER.value, []).append(sent)
@@ -73,10 +73,10 @@ def predicted_traffic(units: Sequence[UnitSpec]) -> dict[str, list[int]]:
             if grid.replicas > 1 and handle.trainable and not layout.bounds:
                 sent = (grid.replicas - 1) * (node // grid.replicas) * compute.itemsize
                 found.setdefault(Collective.REFRESH.value, []).append(sent)
-            for leg in handle.reduction_spec.stages if handle.trainable and not layout.bounds else ():
-                ranks, sums = (grid.zero3_size, whole) if leg.collective is Collective.HOP1 else (grid.replicas, node)
-                sent = (ranks - 1) * (sums // ranks) * leg.wire_dtype.itemsize
-                found.setdefault(leg.collective.value, []).append(sent)
+            for stage in handle.reduction_spec.stages if handle.trainable and not layout.bounds else ():
+                ranks, sums = (grid.zero3_size, whole) if stage.collective is Collective.HOP1 else (grid.replicas, node)
+                sent = (ranks - 1) * (sums // ranks) * stage.wire_dtype.itemsize
+                found.setdefault(stage.collective.value, []).append(sent)
     return found
 
 

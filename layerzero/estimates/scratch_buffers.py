@@ -103,7 +103,7 @@ def _lent_in_place(handle: HandleSpec, config: LayerZeroConfig, *, in_node: bool
     In shared memory, the ranks that read the accumulator cast it.
     """
     if in_node:
-        return handle.keeps_sum(config)
+        return handle.has_persistent_send_buffer(config)
     return handle.reduction_spec.stages[0].wire_dtype == handle.reduction_spec.incoming_dtype
 
 
@@ -119,15 +119,15 @@ def _contains(outer: str, inner: str) -> bool:
     return not outer or inner.startswith(f"{outer}.")
 
 
-def _received(handle: HandleSpec, leg: int, where: RankTraits) -> Size:
+def _received(handle: HandleSpec, stage: int, where: RankTraits) -> Size:
     """Return the size of a stage's receive buffer: for all ranks' parts if this rank adds them, else for the sum."""
-    numel, exchange, grid = handle.layout.numel, handle.reduction_spec.stages[leg], where.grid
-    if exchange.collective is Collective.HOP1:
-        return numel if where.adds_hop1 else numel // grid.zero3_size, exchange.wire_dtype
+    numel, collective, grid = handle.layout.numel, handle.reduction_spec.stages[stage], where.grid
+    if collective.collective is Collective.HOP1:
+        return numel if where.adds_hop1 else numel // grid.zero3_size, collective.wire_dtype
     numel = grid.numel(handle.layout, Extent.ZERO3)
     if (parts := grid.replica_part_sizes(handle.layout)) is not None:
         numel = grid.replicas * parts[grid.replica_rank]
-    return numel if where.adds_hop2 else numel // grid.replicas, exchange.wire_dtype
+    return numel if where.adds_hop2 else numel // grid.replicas, collective.wire_dtype
 
 
 def _by_size(handles: Sequence[HandleSpec], size_of: Callable[[HandleSpec], Size]) -> dict[Size, list[HandleSpec]]:

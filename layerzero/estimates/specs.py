@@ -32,18 +32,18 @@ class RankTraits:
     weights_in_host: bool = False  # ZeRO-3 shards are in host memory
 
     @classmethod
-    def of(cls, topology: MeshInfo, *, in_node: bool, offload_params: bool) -> RankTraits:
+    def of(cls, mesh_info: MeshInfo, *, in_node: bool, offload_params: bool) -> RankTraits:
         return cls(
-            topology.grid,
-            adds_hop1=topology.zero3_reduce_comm.is_gloo,
-            adds_hop2=topology.replica_comm.is_gloo,
-            on_device=device_module(topology.device) is not None,
+            mesh_info.grid,
+            adds_hop1=mesh_info.zero3_reduce_comm.is_gloo,
+            adds_hop2=mesh_info.replica_comm.is_gloo,
+            on_device=device_module(mesh_info.device) is not None,
             in_node=in_node,
             weights_in_host=offload_params and not in_node,
         )
 
     @property
-    def gathers(self) -> bool:
+    def needs_gather(self) -> bool:
         """True if the full buffer has memory in addition to the ZeRO-3 shard."""
         return self.weights_in_host or not (self.in_node or self.grid.same_elements(Extent.ZERO3, Extent.FULL))
 
@@ -64,7 +64,7 @@ class HandleSpec:
     set_aside: bool = False  # its final gradient was kept across a backward; see device/gradient_storage.py
     extension: GatheredBytes | None = None  # sizes of the all-gather extension of its only parameter
 
-    def keeps_sum(self, config: LayerZeroConfig) -> bool:
+    def has_persistent_send_buffer(self, config: LayerZeroConfig) -> bool:
         """Return whether hop 1 sends an accumulator that has permanent memory on this rank."""
         return (
             self.reduction_spec.incoming_extent is self.reduction_spec.accumulator_extent and not config.offload_grads
@@ -83,7 +83,7 @@ class HandleSpec:
         """Return the bytes of the full buffer and of each strided parameter, or those of an all-gather extension."""
         if self.extension is not None:
             return (*self.extension.received, *self.extension.made)
-        return (self.layout.numel * self.precision.compute.itemsize if where.gathers else 0, *self.strided)
+        return (self.layout.numel * self.precision.compute.itemsize if where.needs_gather else 0, *self.strided)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,7 @@ class UnitSpec:
     over: Hashable = None  # identifies the mesh that it is sharded over
 
     @property
-    def stays(self) -> bool:
+    def stays_gathered(self) -> bool:
         """True if the unit stays gathered between forward and backward.
 
         On a device the root always stays gathered, because the backward needs it at once.
@@ -108,14 +108,14 @@ class UnitSpec:
 
     def coded_of(self, handle: HandleSpec) -> int:
         """Return the bytes of encoded weights that a handle needs during a gather, in addition to its full buffer."""
-        return handle.coded if self.traits.gathers else 0
+        return handle.coded if self.traits.needs_gather else 0
 
     def kept_of(self, handle: HandleSpec) -> int:
         """Return the bytes of a handle's post-forward shard."""
         if (
             isinstance(self.reshard_after_forward, bool)
-            or self.stays
-            or not self.traits.gathers
+            or self.stays_gathered
+            or not self.traits.needs_gather
             or handle.extension is not None
         ):
             return 0
@@ -152,9 +152,9 @@ def specs_of(units: Iterable[Unit]) -> list[UnitSpec]:
                 )
                 for handle in unit.handles
             ),
-            RankTraits.of(unit.topology, in_node=in_node, offload_params=in_host),
+            RankTraits.of(unit.mesh_info, in_node=in_node, offload_params=in_host),
             unit.reshard_after_forward,
-            unit.topology,
+            unit.mesh_info,
         )
         for unit in units
     ]

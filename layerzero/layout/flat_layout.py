@@ -317,14 +317,14 @@ def _next_possible(kinds: Sequence[_Kind], shard: int, unit: int, limit: int) ->
     return None
 
 
-class _Way(NamedTuple):
+class _PartialOrder(NamedTuple):
     """Partial order of slots, as a linked list: the slot placed last, and the partial order before it."""
 
     gaps: int  # elements left empty between slots so far
     end: int  # flat element after the last slot
     kind: int  # index of the kind of the last slot
     offset: int  # of the last slot
-    before: "_Way | None"
+    before: "_PartialOrder | None"
 
 
 def _pack(
@@ -340,12 +340,12 @@ def _pack(
     Then try a beam search, as wide as `effort` (the number of offsets to try) allows.
     """
     widest = effort // (len(kinds) * sum(len(kind.slots) for kind in kinds))
-    way = _best_way(kinds, shard, num_shards, align, width=1)
+    way = _best_order(kinds, shard, num_shards, align, width=1)
     if way is None and widest > 1:
-        way = _best_way(kinds, shard, num_shards, align, width=min(widest, _WIDTH))
+        way = _best_order(kinds, shard, num_shards, align, width=min(widest, _WIDTH))
     if way is None:
         return None
-    backwards: list[_Way] = []
+    backwards: list[_PartialOrder] = []
     while way.before is not None:
         backwards.append(way)
         way = way.before
@@ -353,7 +353,7 @@ def _pack(
     return tuple(replace(next(waiting[step.kind]), offset=step.offset) for step in reversed(backwards))
 
 
-def _best_way(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int, *, width: int) -> _Way | None:
+def _best_order(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int, *, width: int) -> _PartialOrder | None:
     """Place the slots one by one, in a beam search of the given `width`; return the best order, or None if none fits.
 
     Later slots depend on a partial order only through its end, and an earlier end is better. So among partial orders of
@@ -361,9 +361,9 @@ def _best_way(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int, *
     """
     counts = tuple(len(kind.slots) for kind in kinds)
     spare = shard * num_shards - sum(kind.numel * len(kind.slots) for kind in kinds)
-    ways = {counts: _Way(0, 0, -1, 0, None)}  # by the number of slots of each kind left to place
+    ways = {counts: _PartialOrder(0, 0, -1, 0, None)}  # by the number of slots of each kind left to place
     for _ in range(sum(counts)):
-        longer: dict[tuple[int, ...], _Way] = {}
+        longer: dict[tuple[int, ...], _PartialOrder] = {}
         for left, way in ways.items():
             start = _round_up(way.end, align)
             for i, kind in enumerate(kinds):
@@ -376,7 +376,7 @@ def _best_way(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int, *
                 after = (*left[:i], left[i] - 1, *left[i + 1 :])
                 rival = longer.get(after)
                 if gaps <= spare and (rival is None or gaps < rival.gaps):
-                    longer[after] = _Way(gaps, offset + kind.numel, i, offset, way)
+                    longer[after] = _PartialOrder(gaps, offset + kind.numel, i, offset, way)
                 if width == 1 and offset == start:
                     break
         # A greedy search works best with the smallest gaps. A wider one may use all spare elements, and works best if

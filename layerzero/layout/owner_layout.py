@@ -75,7 +75,7 @@ def plan_owners(
     *,
     replicas: int,
     zero3_size: int,
-    across: Mapping[str, JoinAxis] = MappingProxyType({}),
+    join_axes_of: Mapping[str, JoinAxis] = MappingProxyType({}),
 ) -> OwnerLayouts:
     """Cut `layouts` so that each owned slot lies on one replica.
 
@@ -86,9 +86,9 @@ def plan_owners(
         owned: names of the owned slots of each layout.
         replicas: number of replicas, R.
         zero3_size: number of ranks in a ZeRO-3 group, S.
-        across: axis of each parameter whose parts are joined along a model-parallel axis, by parameter name.
+        join_axes_of: axis of each parameter whose parts are joined along a model-parallel axis, by parameter name.
     """
-    work = partial(_work, across)
+    work = partial(_work, join_axes_of)
     chains = [
         chain
         for index, (layout, names) in enumerate(zip(layouts, owned, strict=True))
@@ -103,13 +103,13 @@ def plan_owners(
             if chain.layout == index:
                 _write_bounds(bounds, chain, ends, replicas)
         cut.append(replace(layout, bounds=(*bounds, layout.numel) if bounds else ()))
-    return OwnerLayouts(tuple(cut), _owners(cut, owned, replicas, zero3_size, across))
+    return OwnerLayouts(tuple(cut), _owners(cut, owned, replicas, zero3_size, join_axes_of))
 
 
-def _work(across: Mapping[str, JoinAxis], slot: Slot) -> int:
+def _work(join_axes_of: Mapping[str, JoinAxis], slot: Slot) -> int:
     """Return the update cost of a slot; for a joined parameter, the share of each rank on the axis."""
-    put_together = across.get(slot.name)
-    return update_cost(slot.shape) if put_together is None else update_cost(put_together.shape) // put_together.size
+    join_axis = join_axes_of.get(slot.name)
+    return update_cost(slot.shape) if join_axis is None else update_cost(join_axis.shape) // join_axis.size
 
 
 class _LinkedShards(NamedTuple):
@@ -248,7 +248,7 @@ def _owners(
     owned: Sequence[Collection[str]],
     replicas: int,
     zero3_size: int,
-    across: Mapping[str, JoinAxis],
+    join_axes_of: Mapping[str, JoinAxis],
 ) -> dict[str, ParamOwner]:
     """Assign owners inside each ZeRO-3 group, heaviest slots first.
 
@@ -263,14 +263,14 @@ def _owners(
     owners = {}
     for r, slots in enumerate(of_node):
         numel = max(1, sum(slot.numel for _, slot in slots))
-        work = max(1, sum(_work(across, slot) for _, slot in slots))
+        work = max(1, sum(_work(join_axes_of, slot) for _, slot in slots))
         loads = [_OwnerLoad()] * zero3_size
-        beside: defaultdict[tuple[int, int, int], _OwnerLoad] = defaultdict(
+        shared_loads: defaultdict[tuple[int, int, int], _OwnerLoad] = defaultdict(
             _OwnerLoad
         )  # by s, axis and coordinate on it
 
         def weight(slot: Slot, numel: int = numel, work: int = work) -> _OwnerLoad:
-            return _OwnerLoad(slot.numel / numel, _work(across, slot) / work)
+            return _OwnerLoad(slot.numel / numel, _work(join_axes_of, slot) / work)
 
         for layout, slot in sorted(slots, key=lambda each: (-max(weight(each[1])), each[1].name)):
             own = weight(slot)
@@ -282,10 +282,10 @@ def _owners(
             s = min(range(zero3_size), key=lambda s: (after[s] > allowed, -rows[s], after[s], s))
             loads[s] = loads[s].plus(own)
             owners[slot.name] = ParamOwner(r, s)
-            if (put_together := across.get(slot.name)) is not None:
-                axis, size, _ = put_together
-                t = min(range(size), key=lambda t: (max(beside[s, axis, t].plus(own)), t))
-                beside[s, axis, t] = beside[s, axis, t].plus(own)
+            if (join_axis := join_axes_of.get(slot.name)) is not None:
+                axis, size, _ = join_axis
+                t = min(range(size), key=lambda t: (max(shared_loads[s, axis, t].plus(own)), t))
+                shared_loads[s, axis, t] = shared_loads[s, axis, t].plus(own)
                 owners[slot.name] = ParamOwner(r, s, axis, t)
     return owners
 

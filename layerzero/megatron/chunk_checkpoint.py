@@ -3,7 +3,7 @@
 [Note: When a Megatron checkpoint exists]
 Every chunk's part is written into one hidden folder, ``.NAME.TOKEN.partial``. Once all parts exist, a marker file that
 contains the token is added, and the folder is renamed to ``NAME``. Each save draws a new token, which is the same on
-all ranks. Therefore no job writes into or removes another job's folder; see [Note: Two jobs at one name] in
+all ranks. Therefore no job writes into or removes another job's folder; see [Note: Concurrent saves to one path] in
 ``checkpoint/atomic_files.py``.
 """
 
@@ -20,11 +20,11 @@ import torch.distributed as dist
 from layerzero.checkpoint.atomic_files import (
     CheckpointError,
     PathTakenError,
+    claim_path,
     make_folder,
     new_token,
-    partial_of,
+    partial_path,
     remove,
-    take_name,
     write_file,
 )
 from layerzero.checkpoint.loading import PreparedLoad, prepare_load
@@ -33,9 +33,9 @@ from layerzero.checkpoint.saving import save_with
 from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.expert_names import experts_of
-from layerzero.megatron.global_layout import places_of
+from layerzero.megatron.global_layout import global_layout_of
 from layerzero.megatron.megatron_optimizer import ShardedMegatronOptimizer
-from layerzero.megatron.parallel_groups import ProcessGroups, all_gather_object, raise_together
+from layerzero.megatron.parallel_groups import ProcessGroups, all_gather_object, raise_on_all
 from layerzero.optimizers.ema import EMA
 
 __all__ = ["load", "save"]
@@ -65,8 +65,8 @@ def save(
     experts = _experts("save", groups, model_chunks)
     mine = new_token()
     token = all_gather_object(groups, mine)[0]
-    first, partial = token == mine, partial_of(folder, token)
-    _together("save", groups, _make_room(folder, partial) if first else None)
+    first, partial = token == mine, partial_path(folder, token)
+    _raise_on_all("save", groups, _make_room(folder, partial) if first else None)
     parts = [partial / _part(groups, index) for index in range(len(model_chunks))]
     scale = None if optimizer is None or optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict()
     failure: Exception | None = None
@@ -75,15 +75,15 @@ def save(
             inner = None if optimizer is None else optimizer.sharded[index]
             ema = None if optimizer is None else optimizer.emas[index]
             average = None if ema is None else _stored_average(ema.state_dict(), apart)
-            known = {"places": places_of(chunk, apart), "chunks": len(model_chunks)}
+            known = {"places": global_layout_of(chunk, apart), "chunks": len(model_chunks)}
             told = {"extra": extra, "grad_scaler": scale, "ema": average, **known}
             save_with(apart, part, chunk, inner, told)
     except Exception as error:
         failure = error
     try:
-        _together("save", groups, failure)
+        _raise_on_all("save", groups, failure)
         written = {part.name for of_rank in all_gather_object(groups, parts) for part in of_rank}
-        _together("save", groups, _publish(partial, folder, written, token) if first else None)
+        _raise_on_all("save", groups, _publish(partial, folder, written, token) if first else None)
     except Exception:
         if first:
             remove(partial)  # safe: only this save has this token
@@ -112,7 +112,7 @@ def load(
         failure = FileNotFoundError(f"{folder} holds no complete checkpoint of layerzero.megatron.save")
     elif missing := [part.name for part in parts if not part.exists()]:
         failure = FileNotFoundError(f"{folder} was saved with other tensor or pipeline ranks: it has no {missing}")
-    _together("load", groups, failure)
+    _raise_on_all("load", groups, failure)
     prepared: list[PreparedLoad] = []
     try:
         for index, (chunk, part, apart) in enumerate(zip(model_chunks, parts, experts, strict=True)):
@@ -120,7 +120,7 @@ def load(
             prepared.append(prepare_load(part, chunk, inner, apart=apart))
     except Exception as error:
         failure = error
-    _together("load", groups, failure)
+    _raise_on_all("load", groups, failure)
     result: Any = None
     try:
         for index, (each, apart) in enumerate(zip(prepared, experts, strict=True)):
@@ -128,7 +128,7 @@ def load(
             _take_average(None if optimizer is None else optimizer.emas[index], result.get("ema"), apart)
     except Exception as error:
         failure = error
-    _together("load", groups, failure)
+    _raise_on_all("load", groups, failure)
     if optimizer is not None:
         optimizer.load_scale(result["grad_scaler"])
     return result["extra"]
@@ -142,7 +142,7 @@ def _experts(call: str, groups: ProcessGroups, model_chunks: Sequence[ShardedChu
         found = [experts_of(chunk) for chunk in model_chunks]
     except Exception as error:
         failure = error
-    _together(call, groups, failure)
+    _raise_on_all(call, groups, failure)
     return found
 
 
@@ -194,7 +194,7 @@ def _publish(partial: Path, folder: Path, written: set[str], token: str) -> Exce
         if missing := sorted(part for part in written if not (partial / part).is_dir()):
             raise CheckpointError(f"{partial} lacks {missing}, seen from the first rank: do all ranks share it?")
         write_file(partial / _MARKER, [token.encode()])
-        take_name(partial, folder, is_there)
+        claim_path(partial, folder, is_there)
     except (OSError, CheckpointError) as error:
         return error
     try:
@@ -204,10 +204,10 @@ def _publish(partial: Path, folder: Path, written: set[str], token: str) -> Exce
     return None
 
 
-def _together(call: str, groups: ProcessGroups, failure: Exception | None) -> None:
-    """Call :func:`raise_together`, but raise errors about files and paths with the same type on all ranks."""
+def _raise_on_all(call: str, groups: ProcessGroups, failure: Exception | None) -> None:
+    """Call :func:`raise_on_all`, but raise errors about files and paths with the same type on all ranks."""
     try:
-        raise_together(f"layerzero.megatron.{call}", groups, failure)
+        raise_on_all(f"layerzero.megatron.{call}", groups, failure)
     except RuntimeError as error:
         for kind in (FileExistsError, FileNotFoundError, PathTakenError, CheckpointError):
             if failure is None and f": {kind.__name__}: " in str(error):

@@ -14,7 +14,7 @@ __all__ = [
     "language_model",
     "named",
     "only_experts",
-    "warn_of_what_is_gathered_at_once",
+    "warn_of_layers_without_units",
     "with_named",
 ]
 
@@ -85,7 +85,7 @@ def named(name: str, module: nn.Module, names: Sequence[str]) -> set[str]:
     return own & set(names)
 
 
-def warn_of_what_is_gathered_at_once(chunk: nn.Module, units: set[int]) -> None:
+def warn_of_layers_without_units(chunk: nn.Module, units: set[int]) -> None:
     """Warn if a chunk has layers that are not units: all of these layers are gathered and freed together.
 
     Args:

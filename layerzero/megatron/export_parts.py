@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from layerzero.checkpoint.atomic_files import CheckpointError, Manifest, new_token, partial_of, publish_file, remove
+from layerzero.checkpoint.atomic_files import CheckpointError, Manifest, new_token, partial_path, publish_file, remove
 from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.dcp_storage import CheckpointContents, check_entry, opened, pieces
 from layerzero.checkpoint.safetensors_writer import write_safetensors
@@ -116,7 +116,7 @@ def export_parts(
         _add(found, part, dtype, averages=averages)
     order = sorted(found, key=lambda name: -found[name].dtype.itemsize)
     header = {name: (found[name].shape, found[name].dtype) for name in order}
-    partial = partial_of(target, new_token())
+    partial = partial_path(target, new_token())
     with ExitStack() as stack:
         stack.callback(remove, partial)
         write_safetensors(partial, header, ([found[name].build()] for name in order))

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 from layerzero.megatron.parallel_groups import ProcessGroups, all_gather_object
-from layerzero.reliability.own_gradients import whose
+from layerzero.reliability.own_gradients import nonfinite_text
 
 __all__ = ["refuse"]
 
@@ -34,7 +34,7 @@ def refuse(chunks: Iterable[Any], groups: ProcessGroups) -> None:
     told = all_gather_object(groups, (own, final))
     if not any(final for _, final in told):
         return
-    found = whose([text for own, _ in told for text in own], [name for _, final in told for name in final])
+    found = nonfinite_text([text for own, _ in told for text in own], [name for _, final in told for name in final])
     raise RuntimeError(
         f"layerzero.megatron: gradients that are not finite, and nothing has been stepped: {found}. To skip "
         "this batch, call zero_grad_buffer() of all chunks and go on; wrap(check_for_nan_in_grad=False) steps such "

@@ -10,7 +10,7 @@ from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.engine.hooks import get_state
 from layerzero.megatron.chunk import ShardedChunk
 
-__all__ = ["layer_of", "module_name", "places_of"]
+__all__ = ["global_layout_of", "layer_of", "module_name"]
 
 _LAYER = re.compile(r".*?\blayers\.\d+\.")
 
@@ -22,7 +22,7 @@ def module_name(name: str) -> str:
     return name
 
 
-def places_of(chunk: ShardedChunk, apart: RankLocalNames) -> dict[str, Any] | MergedValue:
+def global_layout_of(chunk: ShardedChunk, apart: RankLocalNames) -> dict[str, Any] | MergedValue:
     """Return each parameter's name, shape and row ranges in the full model.
 
     Args:
@@ -56,7 +56,7 @@ def places_of(chunk: ShardedChunk, apart: RankLocalNames) -> dict[str, Any] | Me
         # A copy of the word embeddings on the last stage has the key of the original. The keys of other parameters may
         # have the names of other modules, so only their layer number is used.
         copied = getattr(member.gathered, "shared", False)
-        (own if apart.is_apart(stored) else common)[name] = {
+        (own if apart.is_rank_local(stored) else common)[name] = {
             "name": where.key if copied else layer_of(where.key) + name.removeprefix(layer_of(name)),
             "shape": list(where.pieces[0][1].global_shape[-dims:]),
             "pieces": [[rows.start, rows.stop, list(piece.global_offset[-dims:])] for rows, piece in where.pieces],

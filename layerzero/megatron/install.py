@@ -72,7 +72,7 @@ def install() -> None:
     if release >= _BUILDERS:
         from megatron.training.models import dist_utils  # noqa: PLC0415
 
-        training.setup_model_and_optimizer = build.refusing_first(training.setup_model_and_optimizer)
+        training.setup_model_and_optimizer = build.checking_arguments_first(training.setup_model_and_optimizer)
         dist_utils._ddp_wrap = build.wrap_built
 
 
@@ -101,7 +101,7 @@ class _GetModel:
         chunks = self._build(model_provider_func, *args, wrap_with_ddp=False, **kwargs)
         return chunks if chosen is None else self._wrap(chunks, chosen)
 
-    def refusing_first(self, setup: Callable[..., Any]) -> Callable[..., Any]:
+    def checking_arguments_first(self, setup: Callable[..., Any]) -> Callable[..., Any]:
         """Return a replacement for ``setup_model_and_optimizer`` that checks flags before the model is built."""
 
         @functools.wraps(setup)

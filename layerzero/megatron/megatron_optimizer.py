@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 from layerzero.engine.hooks import get_state
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.finite import refuse
 from layerzero.megatron.param_groups import Condition, param_groups
 from layerzero.megatron.weights import counts
-from layerzero.optimizers.compatibility import kinds_that_need_whole
+from layerzero.optimizers.compatibility import kinds_that_need_full_params
 from layerzero.optimizers.ema import EMA
 from layerzero.optimizers.kernels import adamw, sgd
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
@@ -85,7 +85,7 @@ class ShardedMegatronOptimizer:
                 config_overrides=config_overrides,
             )
             inner = (make_optimizer or self._make)(groups) if groups else None
-            if inner is not None and kinds_that_need_whole(inner, get_state(chunk).mesh_info.device):
+            if inner is not None and kinds_that_need_full_params(inner, get_state(chunk).mesh_info.device):
                 raise ValueError(
                     f"{type(inner).__name__} needs whole parameters, which is not supported inside Megatron: let "
                     "make_optimizer return an element-wise optimizer, such as layerzero.optimizers.adamw"

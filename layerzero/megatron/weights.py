@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 from layerzero.engine.hooks import get_state
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.parallel_groups import ProcessGroups
@@ -57,7 +57,7 @@ def replicas_agree(model: Sequence[ShardedChunk], cross_check: bool = False) -> 
     for number, chunk in enumerate(model):
         chunk.start_param_sync()
         for handle in get_state(chunk).handles:
-            shard = (number, handle.topology.ranks, handle.topology.grid.zero3_rank)
+            shard = (number, handle.mesh_info.ranks, handle.mesh_info.grid.zero3_rank)
             digest = digests.setdefault(shard, hashlib.sha1(usedforsecurity=False))
             digest.update(handle.read_zero3().cpu().view(torch.uint8).numpy().tobytes())
     mine = {(shard, digest.hexdigest()) for shard, digest in digests.items()}

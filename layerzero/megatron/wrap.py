@@ -19,7 +19,7 @@ from layerzero.megatron.default_units import (
     is_expert_parallel,
     language_model,
     only_experts,
-    warn_of_what_is_gathered_at_once,
+    warn_of_layers_without_units,
 )
 from layerzero.megatron.finalize import FinalizeGradients, tied_weight
 from layerzero.megatron.parallel_groups import ProcessGroups, process_groups
@@ -92,7 +92,7 @@ def wrap(
         chosen = units
         if chosen is None:
             chosen = default_units(module, pipeline_size=groups.pipeline.size())
-            warn_of_what_is_gathered_at_once(chunk, {id(m) for name, m in chunk.named_modules() if chosen(name, m)})
+            warn_of_layers_without_units(chunk, {id(m) for name, m in chunk.named_modules() if chosen(name, m)})
         shard_model(
             chunk,
             mesh=mesh,

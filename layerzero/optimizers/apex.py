@@ -1,9 +1,9 @@
 """Rules for NVIDIA Apex's optimizers: supported classes and settings, and preparation of a step.
 
-[Note: Apex's optimizers]
-Apex is not imported here; its optimizers are recognized by the module of their class. Classes of ``apex.optimizers``
-are known by name and need no compatibility trial. The same rules apply to derived classes, which go through the trial.
-:func:`prepared` works around two defects of these classes before each step:
+[Note: Apex optimizers]
+This module does not import Apex. It recognizes Apex optimizers by the module of their class. Classes of
+``apex.optimizers`` are in an allowlist and need no compatibility trial. Derived classes follow the same rules, but also
+go through the trial. :func:`prepared` works around two defects of these classes before each step:
 
 - FusedAdam steps only the groups and parameters that were passed to its constructor.
 - FusedSGD overwrites all momenta of a launch if the last parameter of the launch has no momentum yet.
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 __all__ = [
     "DTYPES",
     "apex_class",
-    "apex_needs_whole",
+    "apex_needs_full_params",
     "momentum_before_first",
     "prepared",
     "refuse_apex",
@@ -37,27 +37,27 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "FusedLAMB": _16_AND_32,
     "FusedSGD": _16_AND_32,
 }
-_NEED_WHOLE = {"FusedLAMB"}
+_NEED_FULL_PARAMS = {"FusedLAMB"}
 _INSTEAD = "Use FusedAdam, FusedSGD, FusedAdagrad or FusedLAMB of apex.optimizers, or layerzero.optimizers.adamw"
 _REFUSED = {
-    "FusedNovoGrad": "it keeps the norms of all gradients of a group in one list, and so must step all of them at once",
-    "FusedMixedPrecisionLamb": "it keeps copies of the parameters, and cannot step a group without gradients",
+    "FusedNovoGrad": "it stores the norms of all gradients of a group in one list, so it must step all of them at once",
+    "FusedMixedPrecisionLamb": "it stores copies of the parameters and cannot step a group without gradients",
 }
 
 
 def apex_class(optimizer: Optimizer) -> type | None:
-    """Return the optimizer's class or base class from the package ``apex``; None if it has none."""
+    """Return the class or base class of the optimizer that is from the package ``apex``, or None."""
     return next((kind for kind in type(optimizer).__mro__ if kind.__module__.partition(".")[0] == "apex"), None)
 
 
-def apex_needs_whole(optimizer: Optimizer) -> bool | None:
-    """Return whether an optimizer of Apex needs full parameters; None for derived classes and other optimizers."""
+def apex_needs_full_params(optimizer: Optimizer) -> bool | None:
+    """Return whether an Apex optimizer needs full parameters. Return None for derived classes and other optimizers."""
     kind = apex_class(optimizer)
-    return kind.__name__ in _NEED_WHOLE if kind is not None and kind is type(optimizer) else None
+    return kind.__name__ in _NEED_FULL_PARAMS if kind is not None and kind is type(optimizer) else None
 
 
 def refuse_apex(optimizer: Optimizer) -> None:
-    """Raise ValueError if the optimizer is one of Apex's and layerzero does not support its class or settings."""
+    """Raise ValueError if the optimizer is an Apex optimizer whose class or settings are not supported."""
     kind = apex_class(optimizer)
     if kind is None:
         return
@@ -65,35 +65,35 @@ def refuse_apex(optimizer: Optimizer) -> None:
     if kind.__module__.startswith("apex.contrib"):
         raise ValueError(f"{name} of apex.contrib is not supported: it shards or copies parameters itself. {_INSTEAD}")
     if name not in DTYPES:
-        reason = _REFUSED.get(name, "layerzero does not know it")
+        reason = _REFUSED.get(name, "layerzero has no rules for this class")
         raise ValueError(f"{name} of NVIDIA Apex is not supported: {reason}. {_INSTEAD}")
     if hasattr(optimizer, "_amp_stash"):
         raise ValueError(
-            f"{name} has been through apex.amp, which keeps copies of the parameters and steps those. Leave "
-            "apex.amp.initialize out: keep parameters in fp32, and compute in 16 bits with shard_model(mp_policy=...)"
+            f"{name} was passed to apex.amp.initialize, which makes it step copies of the parameters. Leave "
+            "apex.amp.initialize out. Keep parameters in fp32, and compute in 16 bits with shard_model(mp_policy=...)"
         )
     if getattr(optimizer, "master_weights", False):
         raise ValueError(
-            f"{name}(master_weights=True) is not supported: it keeps fp32 copies of the whole parameters that it was "
-            "built with, where this rank has some rows. Leave it out: keep parameters in fp32, and compute in 16 bits "
-            "with shard_model(mp_policy=...)"
+            f"{name}(master_weights=True) is not supported: it stores fp32 copies of the full parameters that it was "
+            "built with, but this rank has only some of their rows. Leave master_weights out. Keep parameters in fp32, "
+            "and compute in 16 bits with shard_model(mp_policy=...)"
         )
     if getattr(optimizer, "capturable", False):
         raise ValueError(
             f"{name}(capturable=True) is not supported: it is for CUDA graphs of step(), which would replay a step "
-            "without its collectives. Leave it out"
+            "without its collectives. Leave capturable out"
         )
     limit = optimizer.defaults.get("max_grad_norm", float("inf"))
     if limit != float("inf"):
         raise ValueError(
-            f"{name}(max_grad_norm={limit}) is not supported: it clips by the norm of all gradients, and a rank has "
-            "those of its own parameters. Use max_grad_norm=float('inf'), and call layerzero.clip_grad_norm_(model, "
-            "...) before step()"
+            f"{name}(max_grad_norm={limit}) is not supported: it clips by the norm of all gradients, but a rank has "
+            "only the gradients of the parameters that it owns. Use max_grad_norm=float('inf'), and call "
+            "layerzero.clip_grad_norm_(model, ...) before step()"
         )
 
 
 def refuse_dtypes(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Raise ValueError if the optimizer is one of Apex's and does not update parameters of these dtypes."""
+    """Raise ValueError if the optimizer is an Apex optimizer that does not update parameters of these dtypes."""
     kind = apex_class(optimizer)
     known = None if kind is None else DTYPES.get(kind.__name__)
     if kind is None or known is None:
@@ -102,26 +102,26 @@ def refuse_dtypes(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
         if parameter.dtype not in known:
             dtypes = " and ".join(str(dtype).removeprefix("torch.") for dtype in known)
             raise ValueError(
-                f"NVIDIA Apex's {kind.__name__} does not update a parameter of {parameter.dtype}: its kernels take "
-                f"{dtypes} only. Keep parameters in fp32, and compute in 16 bits with "
+                f"NVIDIA Apex's {kind.__name__} does not update a parameter of {parameter.dtype}: its kernels support "
+                f"only {dtypes}. Keep parameters in fp32, and compute in 16 bits with "
                 "shard_model(mp_policy=...), or use an optimizer of torch"
             )
 
 
 def refuse_host(optimizer: Optimizer) -> None:
-    """Raise NotImplementedError for optimizers of Apex, because their kernels cannot update masters in host memory."""
+    """Raise NotImplementedError for Apex optimizers, because their kernels cannot update masters in host memory."""
     if (kind := apex_class(optimizer)) is not None:
         raise NotImplementedError(
-            f"NVIDIA Apex's {kind.__name__} cannot be used with offload_optimizer=True: its kernels need CUDA, and the "
-            "masters are in host memory. Use torch.optim.AdamW(fused=True) or another optimizer of torch, or "
+            f"NVIDIA Apex's {kind.__name__} cannot be used with offload_optimizer=True: its kernels need CUDA, but the "
+            "masters are in host memory. Use torch.optim.AdamW(fused=True) or another optimizer of torch, or set "
             "offload_optimizer=False"
         )
 
 
 def prepared(optimizer: Optimizer, take_step: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a function that prepares an optimizer of Apex and then calls `take_step`, which steps the optimizer.
+    """Return a function that prepares an Apex optimizer and then calls `take_step`, which steps the optimizer.
 
-    See [Note: Apex's optimizers]. For other optimizers, return `take_step`.
+    See [Note: Apex optimizers]. For other optimizers, return `take_step`.
     """
     kind = apex_class(optimizer)
     if kind is None:
@@ -146,7 +146,7 @@ def prepared(optimizer: Optimizer, take_step: Callable[[], Any]) -> Callable[[],
 
 
 def _add_momenta(optimizer: Optimizer, group: Mapping[str, Any], launched: Iterable[Tensor]) -> None:
-    """Add missing momenta to the state of the parameters of one launch, unless all are missing."""
+    """Add missing momenta to the state of the parameters of one launch, unless all momenta are missing."""
     kept = {parameter: "momentum_buffer" in optimizer.state.get(parameter, {}) for parameter in launched}
     if not any(kept.values()):
         return
@@ -161,9 +161,9 @@ def _add_momenta(optimizer: Optimizer, group: Mapping[str, Any], launched: Itera
 def momentum_before_first(
     group: Mapping[str, Any], parameter: Tensor, gradient: Tensor, *, decayed: bool = True
 ) -> Tensor:
-    """Return the momentum to set before a parameter's first step, so that SGD gives the same result as torch's SGD.
+    """Return the momentum to set before a parameter's first step, so that the step equals that of torch's SGD.
 
-    After its first step, torch's momentum is the gradient without dampening.
+    After the first step, torch's momentum is the gradient without dampening.
 
     Args:
         group: settings of the parameter.

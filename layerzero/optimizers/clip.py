@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 from layerzero.engine.hooks import get_states
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.wrapped_optimizer import note_edits
@@ -26,18 +26,18 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale the gradients in place so that their total norm is at most `max_norm`; return the norm before scaling.
+    """Scale the gradients in place so that their total norm is at most `max_norm`. Return the norm before scaling.
 
     The norm equals that of one process with the full model. Gradients accumulated inside ``no_sync`` are reduced first.
-    All ranks must call this. Gradients of parameters in `ignored_params` and `ignored_modules` are neither counted nor
-    scaled.
+    All ranks must call this function. Gradients of parameters in `ignored_params` and `ignored_modules` are neither
+    counted nor scaled.
 
     Args:
-        model: from :func:`layerzero.shard_model`, or a module that contains sharded models. In the second case, the
-            norm is that of all these models together.
+        model: a sharded model, or a module that contains sharded models. In the second case, the norm is taken over
+            all of these models.
         max_norm: largest allowed norm.
-        norm_type: p of the p-norm; may be ``float("inf")``.
-        extra_groups: process groups that hold other parts of the same model (tensor or pipeline parallel).
+        norm_type: p of the p-norm, which may be ``float("inf")``.
+        extra_groups: process groups of ranks with other parts of the same model (tensor or pipeline parallel).
         error_if_nonfinite: raise RuntimeError on all ranks, before scaling, if the norm is NaN or infinite.
 
     Returns:
@@ -64,7 +64,10 @@ def clip_grad_norm_(
         dist.all_reduce(sent, op=op, group=group)
     total = sent.view(torch.float32) if infinite else sent.pow(1.0 / norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}")
+        raise RuntimeError(
+            f"clip_grad_norm_: the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot "
+            "be clipped. Skip this step, or pass error_if_nonfinite=False"
+        )
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for runtime in runtimes.values():
         gradients = _gradients(runtime)
@@ -87,15 +90,19 @@ def _reduced(runtime: LayerZeroState, norm_type: float, op: dist.ReduceOp.RedOpT
     held = [
         (m.spec.model_parallel, plain(m.sharded.grad)) for m in runtime.members.values() if m.sharded.grad is not None
     ]
-    # Copies on model-parallel axes count once.
-    counted = [shard for face, shard in held if shard.numel() and (face is None or face.is_primary_copy)]
-    # With offload_optimizer, shards are in host memory; communicators take tensors of the device only.
+    # Count copies on model-parallel axes once.
+    counted = [
+        shard
+        for model_parallel, shard in held
+        if shard.numel() and (model_parallel is None or model_parallel.is_primary_copy)
+    ]
+    # With offload_optimizer, shards are in host memory, but communicators need tensors on the device.
     device = runtime.mesh_info.device
     total = torch.zeros((), dtype=torch.float32, device=device)
     if counted:
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(counted, norm_type)])
         total = (norms.max().abs() if math.isinf(norm_type) else norms.pow(norm_type).sum()).to(device)
-    # A backend's MAX may drop a NaN. As integers, the bits of non-negative floats keep their order, and NaN is on top.
+    # A backend's MAX may drop a NaN. As integers, the bits of non-negative floats have the same order, with NaN last.
     sent = total.view(torch.int32) if math.isinf(norm_type) else total
     runtime.ranks.reduce(sent, op)
     return sent
@@ -110,7 +117,7 @@ def _refuse_unsharded_gradients(model: nn.Module, runtimes: Mapping[str, LayerZe
     others = [name for name, p in model.named_parameters() if id(p) not in known and p.grad is not None]
     if others:
         raise ValueError(
-            f"clip_grad_norm_: parameter {others[0]!r} ({len(others)} like it) has a gradient and is not in the "
-            f"sharded models {', '.join(map(repr, runtimes))}, so that it is not averaged over the ranks. Shard it, "
-            "too, or call clip_grad_norm_ for each sharded model"
+            f"clip_grad_norm_: parameter {others[0]!r} ({len(others)} like it) has a gradient but is not in the "
+            f"sharded models {', '.join(map(repr, runtimes))}, so its gradient is not averaged over the ranks. Shard "
+            "this parameter, or call clip_grad_norm_ for each sharded model"
         )

@@ -1,7 +1,7 @@
 """Compatibility of optimizers with sharding: element-wise, parameter by parameter, or unsupported.
 
 An element-wise optimizer steps the rows of each rank. An optimizer that mixes the elements of one parameter steps full
-parameters, each on the rank that owns it. An optimizer that mixes several parameters is refused. An optimizer is
+parameters, each on its owner rank. An optimizer that mixes several parameters is not supported. An optimizer is
 classified by an allowlist, by a compatibility trial, or by the `elementwise` argument.
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from layerzero.optimizers.apex import apex_needs_whole, prepared, refuse_apex
+from layerzero.optimizers.apex import apex_needs_full_params, prepared, refuse_apex
 from layerzero.optimizers.compatibility_trial import TrialError, difference, difference_of_owners, group_kind
 from layerzero.optimizers.optimizer_copy import copy_optimizer, inner_optimizers, unhooked
 
-__all__ = ["is_elementwise_by_name", "kinds_that_need_whole", "state_after_a_step"]
+__all__ = ["is_elementwise_by_name", "kinds_that_need_full_params", "state_after_a_step"]
 
 # Element-wise with any settings. Derived classes go through the compatibility trial.
 _ELEMENTWISE = {
@@ -35,9 +35,9 @@ _ELEMENTWISE = {
     torch.optim.Rprop,
     torch.optim.SGD,
 }
-_DISTANCE = "it estimates its rate from all parameters together, which may need more steps to show than a trial has"
-_LOSS = "it follows the loss, and each rank has a loss of its own"
-# These mix the elements of a parameter. The few steps of a trial on small parameters may not show it.
+_DISTANCE = "it estimates its learning rate from all parameters together, which a short trial may not detect"
+_LOSS = "it adapts to the loss, and each rank has a different loss"
+# These mix the elements of a parameter. A short trial on small parameters may not detect it.
 _MIXES_INSIDE = {"Adafactor", "AdaFactor", "FusedLAMB", "Lamb", "LAMB", "LARS", "Shampoo", "ScalableShampoo", "SOAP"}
 # These mix the elements of a parameter but not several parameters, so they need no trial.
 _ONE_BY_ONE = {getattr(torch.optim, name) for name in ("Muon", "Adafactor") if hasattr(torch.optim, name)}
@@ -56,11 +56,11 @@ _MIXES_PARAMETERS = {
     "EmoFact": _LOSS,
     "EmoLynx": _LOSS,
     "EmoNavi": _LOSS,
-    "SWATS": "it changes from Adam to SGD by what it finds in all parameters together",
-    "AliG": "its rate is computed from the loss and the norm of all gradients",
-    "SAM": "it climbs along the norm of all gradients between two backwards of one step",
+    "SWATS": "it decides from all parameters together when to switch from Adam to SGD",
+    "AliG": "it computes its learning rate from the loss and the norm of all gradients",
+    "SAM": "it perturbs the parameters by the norm of all gradients between two backwards of one step",
 }
-# Refused always: the wrapper reduces gradients once per step, then steps the optimizer without a closure.
+# Never supported: the wrapper reduces gradients once per step, then steps the optimizer without a closure.
 _IMPOSSIBLE = {
     "LBFGS": "its search direction needs inner products over all parameters and repeated closures",
     "SparseAdam": "it needs sparse gradients",
@@ -70,21 +70,23 @@ _IMPOSSIBLE = {
 def is_elementwise_by_name(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's class is in the allowlist of torch's element-wise optimizers.
 
-    Optimizers of these classes keep all of their state by parameter.
+    Optimizers of these classes store all of their state by parameter.
     """
     return type(optimizer) in _ELEMENTWISE
 
 
-def kinds_that_need_whole(optimizer: Optimizer, device: torch.device, elementwise: bool | None = None) -> set[str]:
+def kinds_that_need_full_params(
+    optimizer: Optimizer, device: torch.device, elementwise: bool | None = None
+) -> set[str]:
     """Return the kinds of parameter groups that need full parameters; see ``group_kind`` in compatibility_trial.py.
 
-    Optimizers that mix the elements of a parameter need full parameters: on the rows of one rank, they would silently
-    compute different updates.
+    Optimizers that mix the elements of a parameter need full parameters. On the rows of one rank, they would compute
+    wrong updates without an error.
 
     Args:
-        optimizer: the optimizer to classify; it is not changed.
+        optimizer: the optimizer to classify. It is not changed.
         device: device of the compatibility trial.
-        elementwise: True: return no kinds. False: return all kinds. None: decide by class name or by trial.
+        elementwise: True returns no kinds. False returns all kinds. None decides by class name or by a trial.
 
     Raises:
         ValueError: the optimizer mixes parameters, or the trial failed.
@@ -94,11 +96,11 @@ def kinds_that_need_whole(optimizer: Optimizer, device: torch.device, elementwis
         raise ValueError(f"{name} is not element-wise: {reason}. {_INSTEAD}")
     refuse_apex(optimizer)
     _require_reachable(optimizer, name)
-    of_apex = apex_needs_whole(optimizer)
+    of_apex = apex_needs_full_params(optimizer)
     if of_apex and elementwise:
         raise ValueError(
-            f"{name} is not element-wise, although elementwise=True says so: it scales updates by norms of whole "
-            "parameters, so that updates of rows would differ. Leave elementwise out"
+            f"{name} is not element-wise, so elementwise=True is wrong: it scales updates by the norms of full "
+            "parameters, so updates of rows would differ. Leave elementwise out"
         )
     if elementwise or (elementwise is None and (is_elementwise_by_name(optimizer) or of_apex is False)):
         return set()
@@ -120,18 +122,18 @@ def kinds_that_need_whole(optimizer: Optimizer, device: torch.device, elementwis
         return kinds
     if isinstance(alone, TrialError) and not isinstance(on_rows, str):
         raise ValueError(
-            f"{name} could not be tried out: {on_rows or alone}. If you know that it updates each element of a "
-            "parameter by itself, say so: shard_optimizer(optimizer, model, elementwise=True); if it updates each "
-            "parameter by itself: elementwise=False. Otherwise: " + _INSTEAD
+            f"the compatibility trial of {name} failed: {on_rows or alone}. If it updates each element of a parameter "
+            "independently, call shard_optimizer(optimizer, model, elementwise=True). If it updates each parameter "
+            "independently, pass elementwise=False. Otherwise: " + _INSTEAD
         ) from alone
-    mixes = f"{on_rows}; nor can each parameter be stepped by itself: {alone}" if on_rows else alone
+    mixes = f"{on_rows}. It cannot step each parameter separately either: {alone}" if on_rows else alone
     raise ValueError(f"{name} is not element-wise: {mixes}. {_INSTEAD}")
 
 
 _INSTEAD = (
-    "layerzero gives each rank its rows of a parameter, or one rank all of it. Use an element-wise optimizer such as "
-    "SGD, Adam or AdamW, one that updates each matrix by itself, such as Muon, or step these parameters unsharded "
-    "(ignored_params) in an optimizer of their own"
+    "Under layerzero, each rank steps its rows of a parameter, or one rank steps all rows. Use an element-wise "
+    "optimizer such as SGD, Adam or AdamW, or an optimizer that updates each matrix separately, such as Muon. Or leave "
+    "these parameters unsharded (ignored_params), and step them in a separate optimizer"
 )
 
 
@@ -151,15 +153,15 @@ def _require_reachable(optimizer: Optimizer, name: str) -> None:
     closure = inspect.signature(unhooked(type(optimizer).step)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"{name}.step needs a closure, which layerzero calls itself, once, before the optimizer steps without one. "
-            "Use the variant that steps without"
+            f"{name}.step needs a closure, but layerzero calls the closure once and then steps the optimizer without "
+            "it. Use an optimizer whose step needs no closure"
         )
     if inner := inner_optimizers(optimizer):
         kind = type(inner[0]).__name__
         raise ValueError(
-            f"{name} steps the parameters of another optimizer that it holds, whose groups layerzero cannot reach. Do "
-            f"it the other way round: {name}(layerzero.shard_optimizer({kind}(...), model), ...), if that is "
-            "how it takes an optimizer, or use one that has the parameters itself"
+            f"{name} wraps another optimizer, whose parameter groups layerzero cannot access. Shard the wrapped "
+            f"optimizer, if the wrapper accepts one: {name}(layerzero.shard_optimizer({kind}(...), model), ...). "
+            "Otherwise use an optimizer that has the parameters in its own groups"
         )
 
 
@@ -173,11 +175,11 @@ def state_after_a_step(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state of a parameter of `group` after one step, and the settings of the group after that step.
 
-    A copy of the optimizer steps a parameter of shape `shape` that is all ones. All elements of its gradient are
-    `gradient`. State tensors of the parameter's shape have shape `shape`.
+    A copy of the optimizer steps a parameter of shape `shape` that is filled with ones. All elements of its gradient
+    are `gradient`. State tensors of the parameter's shape have shape `shape`.
     """
     parameter = torch.nn.Parameter(torch.ones(shape, device=device))
     parameter.grad = torch.full(shape, gradient, device=device)
-    twin = copy_optimizer(optimizer, [(group, [parameter])])
-    prepared(twin, partial(unhooked(type(twin).step), twin))()
-    return dict(twin.state[parameter]), twin.param_groups[0]
+    optimizer_copy = copy_optimizer(optimizer, [(group, [parameter])])
+    prepared(optimizer_copy, partial(unhooked(type(optimizer_copy).step), optimizer_copy))()
+    return dict(optimizer_copy.state[parameter]), optimizer_copy.param_groups[0]

@@ -1,14 +1,13 @@
-"""Compatibility trials: compare an optimizer's step on sharded or owned parameters with its step on full ones.
+"""Compatibility trials that compare an optimizer's step on sharded or owned parameters with a step on full ones.
 
-A copy of the optimizer steps small full parameters together. Then one copy per simulated rank steps its share. In the
-first trial, a rank's share of each parameter is several rows, a single row or none, as :func:`shard_model` produces
-them. In the second trial, each parameter is owned in full by one rank, which steps it separately; the last rank owns
-none.
+A copy of the optimizer steps small full parameters together. Then one copy per simulated rank steps the share of this
+rank. In the first trial, a rank has several rows, one row or no rows of each parameter, as with :func:`shard_model`. In
+the second trial, one rank owns each full parameter and steps it separately. The last rank owns no parameters.
 
-The scale of the gradients varies by orders of magnitude. Some gradients are zero, and on average they point in the same
-direction. So estimates of a distance or a learning rate change during the trial. Afterwards, the parameters and all
-scalars that the optimizer keeps must agree. Scalars are compared because one that is computed from all elements differs
-between ranks long before the parameters do.
+The scale of the gradients varies by orders of magnitude. Some gradients are zero. The average direction of the
+gradients is constant, so that estimates of a distance or a learning rate change during the trial. Afterwards, the
+parameters and all scalars in the optimizer's state must agree. Scalars are compared because a scalar that is computed
+from all elements differs between ranks long before the parameters differ.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from layerzero.optimizers.optimizer_copy import copy_optimizer, unhooked
 from layerzero.optimizers.placeholders import placeholder
 from layerzero.optimizers.split_step import Turn, step_param_by_param
 
-__all__ = ["TrialError", "difference", "difference_of_owners", "group_kind", "steps_stacks_apart"]
+__all__ = ["TrialError", "difference", "difference_of_owners", "group_kind", "steps_matrices_separately"]
 
 _RANKS = 4
 _STEPS = 24  # more than the warm-ups and intervals of common defaults
@@ -47,14 +46,14 @@ _LEAST_RATE = 1e-3  # a schedule may start at 0, where parameters do not move
 
 
 class TrialError(Exception):
-    """The trial itself failed, so the compatibility of the optimizer is unknown."""
+    """Error of the trial itself, which leaves the compatibility of the optimizer unknown."""
 
 
 class _Data(NamedTuple):
     cuts: list[tuple[int, ...]]  # row bounds, by parameter
     start: list[Tensor]  # initial parameters
-    pull: list[Tensor]  # gradient part that is equal in all steps, by parameter
-    noise: list[list[Tensor]]  # gradient part that differs, by step and parameter
+    pull: list[Tensor]  # constant part of the gradient, by parameter
+    noise: list[list[Tensor]]  # varying part of the gradient, by step and parameter
     scales: list[float]  # factor of all gradients, by step
 
     def cut(self, rank: int) -> _Data:
@@ -68,63 +67,63 @@ class _Data(NamedTuple):
 
 class _Outcome(NamedTuple):
     parameters: list[list[Tensor]]  # by group
-    numbers: dict[str, float]  # scalars that the optimizer keeps, by description of their location
+    numbers: dict[str, float]  # scalars in the optimizer, by a description of their location
     states: list[Any]  # by parameter, over all groups
 
 
 def difference(optimizer: Optimizer, device: torch.device, kind: str | None = None) -> str | None:
-    """Describe how the optimizer's step on rows differs from its step on full parameters; return None if it does not.
+    """Describe how the optimizer's step on rows differs from its step on full parameters. Return None if they agree.
 
     The optimizer, its parameters and torch's random number generators are not changed.
 
     Args:
-        kind: kind of the groups that are tried. None: all groups are tried together.
+        kind: kind of the groups in the trial. None: all groups together.
 
     Raises:
-        TrialError: a copy of the optimizer could not be made or stepped.
+        TrialError: copying the optimizer or stepping the copy failed.
     """
     data = _data(device, list(_CUTS))
     groups = [group for group in _kinds_of_groups(optimizer) if kind in (None, group_kind(group))]
     if not groups:
         return None
     with _random_numbers_kept(device), _uncompiled():
-        whole = _run_whole(optimizer, groups, data)
+        whole = _run_full(optimizer, groups, data)
         try:
             ranks = [_run(optimizer, groups, [data.cut(rank)] * len(groups)) for rank in range(_RANKS)]
         except Exception as error:
             raise TrialError(
-                f"small parameters could be stepped, their rows on several ranks could not: {_said(error)}"
+                f"it stepped small parameters, but not their rows on several simulated ranks: {_said(error)}"
             ) from error
     return _compare(whole, ranks, data, [False] * len(groups))
 
 
-def difference_of_owners(optimizer: Optimizer, device: torch.device, whole_kinds: Set[str]) -> str | None:
-    """Describe how the step differs if each parameter is updated by an owner rank; return None if it does not differ.
+def difference_of_owners(optimizer: Optimizer, device: torch.device, full_param_kinds: Set[str]) -> str | None:
+    """Describe how the step differs if an owner rank updates each parameter. Return None if the steps agree.
 
     Args:
-        whole_kinds: kinds of the groups whose parameters have owners. Parameters of other groups are cut into rows.
+        full_param_kinds: kinds of the groups whose parameters have owners. Other parameters are split into rows.
 
     Raises:
-        TrialError: a copy of the optimizer could not be made or stepped, even on parameters with the same numbers of
-            dims as those of the optimizer.
+        TrialError: copying the optimizer or stepping the copy failed, even with parameters that have the same numbers
+            of dims as the optimizer's parameters.
     """
     own = {parameter.ndim for group in optimizer.param_groups for parameter in group["params"]}
     fitting = [shape for shape in _CUTS if len(shape) in own]
     try:
-        return _try_owners(optimizer, device, whole_kinds, list(_CUTS))
+        return _try_owners(optimizer, device, full_param_kinds, list(_CUTS))
     except TrialError:
         if not fitting or len(fitting) == len(_CUTS):
             raise
-    return _try_owners(optimizer, device, whole_kinds, fitting)
+    return _try_owners(optimizer, device, full_param_kinds, fitting)
 
 
 def _try_owners(
-    optimizer: Optimizer, device: torch.device, whole_kinds: Set[str], shapes: Sequence[tuple[int, ...]]
+    optimizer: Optimizer, device: torch.device, full_param_kinds: Set[str], shapes: Sequence[tuple[int, ...]]
 ) -> str | None:
     data, groups = _data(device, shapes), _kinds_of_groups(optimizer)
-    owned = [group_kind(group) in whole_kinds for group in groups]
+    owned = [group_kind(group) in full_param_kinds for group in groups]
     with _random_numbers_kept(device), _uncompiled():
-        whole = _run_whole(optimizer, groups, data)
+        whole = _run_full(optimizer, groups, data)
         try:
             ranks = [
                 _run(optimizer, groups, [data if own else data.cut(rank) for own in owned], owned, rank)
@@ -132,17 +131,17 @@ def _try_owners(
             ]
         except Exception as error:
             raise TrialError(
-                f"small parameters could be stepped together, one after the other they could not: {_said(error)}"
+                f"it stepped small parameters together, but not one after the other: {_said(error)}"
             ) from error
     return _compare(whole, ranks, data, owned)
 
 
-def steps_stacks_apart(optimizer: Optimizer, device: torch.device, dims: int) -> bool:
+def steps_matrices_separately(optimizer: Optimizer, device: torch.device, dims: int) -> bool:
     """Return whether the optimizer updates each matrix of a stack separately.
 
-    The trial steps the two halves of a stack separately and compares the results with those of the full stack. The
+    The trial steps the two halves of a stack separately and compares the results with a step of the full stack. The
     state of the stack must equal the concatenated state of its halves. The optimizer must also be able to step an empty
-    stack, because a rank may have no matrices of a small stack. If the trial fails, the result is False.
+    stack, because a rank may have no matrices of a small stack. If the trial fails, return False.
 
     Args:
         dims: number of dims of the stack.
@@ -154,17 +153,17 @@ def steps_stacks_apart(optimizer: Optimizer, device: torch.device, dims: int) ->
     data = data._replace(cuts=[(0, len(stack) // 2, len(stack), len(stack)) for stack in data.start])
     with _random_numbers_kept(device), _uncompiled():
         try:
-            whole = _run_whole(optimizer, groups, data)
+            whole = _run_full(optimizer, groups, data)
             parts = [[data.cut(part)] * len(groups) for part in range(3)]
             *halves, _ = [_run(optimizer, groups, part, replaces_empty=False) for part in parts]
             if _compare(whole, halves, data, [False] * len(groups)) is not None:
                 return False
-            return all(map(_is_of_halves, whole.states, *(half.states for half in halves)))
+            return all(map(_equals_halves, whole.states, *(half.states for half in halves)))
         except Exception:
             return False
 
 
-def _is_of_halves(whole: Any, *halves: Any) -> bool:
+def _equals_halves(whole: Any, *halves: Any) -> bool:
     """Return whether the state of a stack equals the state of its halves."""
     if isinstance(whole, Tensor) and whole.ndim:
         parts = torch.cat([torch.as_tensor(half) for half in halves])
@@ -172,22 +171,22 @@ def _is_of_halves(whole: Any, *halves: Any) -> bool:
     if isinstance(whole, (Mapping, list, tuple)):
         keys = whole.keys() if isinstance(whole, Mapping) else range(len(whole))
         return all(len(half) == len(whole) for half in halves) and all(
-            _is_of_halves(whole[key], *(half[key] for half in halves)) for key in keys
+            _equals_halves(whole[key], *(half[key] for half in halves)) for key in keys
         )
     if isinstance(whole, (int, float, Tensor)):
         return all(math.isclose(whole, half, rel_tol=1e-4, abs_tol=1e-12) for half in halves)
     return all(half == whole for half in halves)
 
 
-def _run_whole(optimizer: Optimizer, groups: Sequence[dict[str, Any]], data: _Data) -> _Outcome:
+def _run_full(optimizer: Optimizer, groups: Sequence[dict[str, Any]], data: _Data) -> _Outcome:
     try:
         return _run(optimizer, groups, [data] * len(groups))
     except Exception as error:
-        raise TrialError(f"stepping small parameters failed with {_said(error)}") from error
+        raise TrialError(f"stepping small parameters raised {_said(error)}") from error
 
 
 def _owner_of(index: int) -> int:
-    """Return the simulated rank that owns the parameter with this index. The last rank owns none."""
+    """Return the simulated rank that owns the parameter with this index. The last rank owns no parameters."""
     return index % (_RANKS - 1)
 
 
@@ -199,7 +198,7 @@ def _random_numbers_kept(device: torch.device) -> AbstractContextManager[None]:
 
 
 def _seed(device: torch.device) -> None:
-    """Seed the generators of this device and the CPU; torch.manual_seed would also seed devices initialized later."""
+    """Seed the generators of this device and the CPU. torch.manual_seed would also seed devices initialized later."""
     torch.default_generator.manual_seed(_SEED)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(_SEED)
@@ -208,7 +207,7 @@ def _seed(device: torch.device) -> None:
 def _uncompiled() -> AbstractContextManager[Any]:
     """Return a context that disables torch.compile, which would compile kernels for each small shape.
 
-    If ``torch._dynamo`` is not imported, the process compiles nothing, and the context does nothing.
+    If ``torch._dynamo`` is not imported, the process does not compile, and the context has no effect.
     """
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
@@ -233,7 +232,7 @@ def _data(device: torch.device, shapes: Sequence[tuple[int, ...]]) -> _Data:
 def _kinds_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return one group of each kind.
 
-    Models often have one group per layer, and these groups differ only in their learning rates.
+    Models often have one group per layer, and such groups differ only in their learning rates.
     """
     kinds: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
@@ -246,7 +245,7 @@ def _kinds_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 def group_kind(group: Mapping[str, Any]) -> str:
     """Return the kind of a group: its settings as text, without the value of the learning rate.
 
-    For weight decay, the text has only whether it is zero.
+    Of the weight decay, the text states only whether it is zero.
     """
     ours = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr", "step")}
     rate, decay = ours.pop("lr", None), ours.pop("weight_decay", None)
@@ -266,9 +265,9 @@ def _run(
 
     Args:
         data: parameters and gradients, by group.
-        owned: by group, whether its parameters have owners. Of these, only those of `rank` are stepped, half of them
-            one by one. Empty: step all parameters.
-        replaces_empty: step placeholders for parameters without rows; see [Note: Parameters without rows].
+        owned: whether the parameters of a group have owners, by group. Of the owned parameters, only those of `rank`
+            are stepped, half of them one by one. Empty: step all parameters.
+        replaces_empty: step placeholders instead of parameters without rows; see [Note: Parameters without rows].
     """
     _seed(data[0].start[0].device)
     ours = [
@@ -278,16 +277,16 @@ def _run(
         ]
         for each in data
     ]
-    twin = copy_optimizer(optimizer, list(zip(groups, ours, strict=True)))
-    for group in twin.param_groups:
+    optimizer_copy = copy_optimizer(optimizer, list(zip(groups, ours, strict=True)))
+    for group in optimizer_copy.param_groups:
         rate = group.get("lr")
         if isinstance(rate, Tensor):
             rate.clamp_(min=_LEAST_RATE)
         elif isinstance(rate, (int, float)):
             group["lr"] = max(float(rate), _LEAST_RATE)
-    if callable(begin := getattr(twin, "train", None)):  # schedule-free optimizers must be in training mode
+    if callable(begin := getattr(optimizer_copy, "train", None)):  # schedule-free optimizers must be in training mode
         begin()
-    step = prepared(twin, partial(unhooked(type(twin).step), twin))
+    step = prepared(optimizer_copy, partial(unhooked(type(optimizer_copy).step), optimizer_copy))
     for number, scale in enumerate(data[0].scales):
         for parameters, each in zip(ours, data, strict=True):
             for index, parameter in enumerate(parameters):
@@ -300,10 +299,10 @@ def _run(
                     gradient = gradient * (noise > 0)
                 parameter.grad = torch.zeros_like(gradient) if (number + index) % 8 == 4 else gradient
         if any(owned):
-            step_param_by_param(twin, step, _turns(twin, ours, owned, rank))
+            step_param_by_param(optimizer_copy, step, _turns(optimizer_copy, ours, owned, rank))
         else:
             step()
-    states = [twin.state.get(parameter, {}) for parameters in ours for parameter in parameters]
+    states = [optimizer_copy.state.get(parameter, {}) for parameters in ours for parameter in parameters]
     trained = [
         [
             parameter.detach() if start.numel() else start
@@ -311,17 +310,19 @@ def _run(
         ]
         for parameters, each in zip(ours, data, strict=True)
     ]
-    return _Outcome(trained, dict(_numbers(twin, ours, trained)), states)
+    return _Outcome(trained, dict(_numbers(optimizer_copy, ours, trained)), states)
 
 
-def _turns(twin: Optimizer, ours: Sequence[Sequence[Tensor]], owned: Sequence[bool], rank: int) -> Iterable[Turn]:
+def _turns(
+    optimizer_copy: Optimizer, ours: Sequence[Sequence[Tensor]], owned: Sequence[bool], rank: int
+) -> Iterable[Turn]:
     """Remove the gradients of parameters that other ranks own, and of half of the parameters that `rank` owns.
 
     Returns:
-        Turns that step the removed half of this rank's parameters one by one, with their gradients.
+        Turns that step the removed half of this rank's parameters one by one, with the removed gradients.
     """
     later: list[tuple[dict[str, Any], Tensor, Tensor | None]] = []
-    for group, parameters, own in zip(twin.param_groups, ours, owned, strict=True):
+    for group, parameters, own in zip(optimizer_copy.param_groups, ours, owned, strict=True):
         for index, parameter in enumerate(parameters):
             is_mine, is_later = _owner_of(index) == rank, index // (_RANKS - 1) % 2 == 0
             if own and is_mine and is_later:
@@ -339,14 +340,16 @@ def _one_by_one(later: Iterable[tuple[dict[str, Any], Tensor, Tensor | None]]) -
 
 
 def _numbers(
-    twin: Optimizer, parameters: Sequence[Sequence[Tensor]], trained: Sequence[Sequence[Tensor]]
+    optimizer_copy: Optimizer, parameters: Sequence[Sequence[Tensor]], trained: Sequence[Sequence[Tensor]]
 ) -> Iterator[tuple[str, float]]:
-    yield from _numbers_in("an attribute", vars(twin))
-    yield from _numbers_in("the state of all", {k: v for k, v in twin.state.items() if not isinstance(k, Tensor)})
-    for at, (group, ours, rows) in enumerate(zip(twin.param_groups, parameters, trained, strict=True)):
+    yield from _numbers_in("an attribute", vars(optimizer_copy))
+    yield from _numbers_in(
+        "the shared state", {k: v for k, v in optimizer_copy.state.items() if not isinstance(k, Tensor)}
+    )
+    for at, (group, ours, rows) in enumerate(zip(optimizer_copy.param_groups, parameters, trained, strict=True)):
         yield from _numbers_in(f"parameter group {at}", group)
         for index, parameter in enumerate(ours):
-            values = twin.state.get(parameter)
+            values = optimizer_copy.state.get(parameter)
             if isinstance(values, Mapping) and rows[index].numel():
                 yield from _numbers_in(f"the state of parameter {index} of group {at}", values, parameter.shape)
 
@@ -368,23 +371,23 @@ def _compare(whole: _Outcome, ranks: Sequence[_Outcome], data: _Data, owned: Seq
             else:
                 together = torch.cat([rank.parameters[at][index] for rank in ranks])
             if not (parameter.isfinite().all() and together.isfinite().all()):
-                raise TrialError("stepping small parameters made them infinite or NaN")
+                raise TrialError("stepping small parameters made them NaN or infinite")
             moves = (parameter - data.start[index]).abs()
             moved = moved or bool(moves.any())
-            # Relative to the distance that the element has moved, plus fp32 rounding of one addition per step.
+            # Relative to the change of the element, plus the fp32 rounding of one addition per step.
             allowed = 5e-4 * moves + 1e-4 * moves.mean() + _STEPS * 2.0**-24 * parameter.abs()
             if bool(((parameter - together).abs() > allowed).any()):
                 kind = f"a {'matrix' if parameter.ndim == 2 else 'parameter'} of shape {list(parameter.shape)}"
                 if owned[at]:
-                    return f"{kind} got other updates where it was stepped without the others"
-                return f"{kind} and the same cut into rows got different updates"
+                    return f"{kind} got different updates when it was stepped without the other parameters"
+                return f"{kind} got different updates when it was split into rows"
     what = "parameters" if any(owned) else "rows"
     for where, value in whole.numbers.items():
         for rank in ranks:
             other = rank.numbers.get(where, value)
             both_nan = math.isnan(value) and math.isnan(other)
             if not (both_nan or math.isclose(value, other, rel_tol=1e-4, abs_tol=1e-12)):
-                return f"{where} depends on which {what} it sees ({value:.6g} with all, {other:.6g} with some)"
+                return f"{where} depends on the {what} that are stepped ({value:.6g} for all, {other:.6g} for some)"
     if not moved:
-        raise TrialError(f"{_STEPS} steps on small parameters changed none of them")
+        raise TrialError(f"{_STEPS} steps on small parameters did not change them")
     return None

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.dtensor.full_tensor import rows_of
-from layerzero.dtensor.row_shard_spec import MutationTracker
-from layerzero.dtensor.sharded_tensor import LocalShard, plain, sharded
+from layerzero.dtensor.local_shard import LocalShard, plain
+from layerzero.dtensor.mutation_tracker import MutationTracker
+from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
@@ -23,25 +24,25 @@ __all__ = ["EMA"]
 
 
 class EMA:
-    """Exponential moving average of a model's trainable parameters. Each rank averages its rows of the masters.
+    """Exponential moving average of a model's trainable parameters, sharded like the masters.
 
     The first call of :meth:`update` copies the parameters. Each later call computes
     ``average = decay * average + (1 - decay) * parameter``, as ``torch.optim.swa_utils.AveragedModel`` with
     ``get_ema_multi_avg_fn(decay)`` does (Polyak and Juditsky 1992; Tarvainen and Valpola 2017, arXiv:1703.01780). The
     averages have N/D elements per rank in the masters' dtype (fp32), and updates run no collectives. Buffers and frozen
-    or ignored parameters are not averaged; evaluation uses their current values. A parameter that is unfrozen later is
+    or ignored parameters are not averaged. Evaluation uses their current values. A parameter that is unfrozen later is
     added at the next update.
 
-    Call :meth:`update` after ``optimizer.step()``. If a ``GradScaler`` has skipped the step, you decide whether to
-    average the unchanged parameters again. To omit such steps, compare ``scaler.get_scale()`` before and after
-    ``scaler.update()``: if the step was skipped, the scale has decreased on all ranks.
+    Call :meth:`update` after ``optimizer.step()``. If a ``GradScaler`` skips the step, an update averages the unchanged
+    parameters again. To omit such updates, compare ``scaler.get_scale()`` before and after ``scaler.update()``. If the
+    step was skipped, the scale has decreased on all ranks.
 
     Args:
-        model: from :func:`layerzero.shard_model`.
+        model: a sharded model.
         decay: weight of the old average, from 0 to 1.
 
     Attributes:
-        n_averaged: number of updates so far; 0-dim int64 tensor on the CPU.
+        n_averaged: number of updates so far, a 0-dim int64 tensor on the CPU.
 
     Raises:
         TypeError, ValueError: `model` is not sharded or has no trainable sharded parameters, or `decay` is not in
@@ -61,24 +62,27 @@ class EMA:
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         if not 0.0 <= decay <= 1.0:
-            raise ValueError(f"decay={decay} is not in the range [0, 1]")
+            raise ValueError(f"decay={decay} is not in the range [0, 1]. Use a value such as 0.999")
         self.decay = decay
         self.n_averaged = torch.zeros((), dtype=torch.int64)
         self._runtime = get_state(model)
         self._handles: list[Handle] = []
         self._layouts: list[FlatLayout] = []  # by handle: its layout when it was added
         self._averages: list[Tensor] = []  # by handle: 1-D [L], master dtype
-        self._rows: dict[str, tuple[ManagedParam, Tensor]] = {}  # by name: this rank's rows, views of the averages
+        self._rows: dict[str, tuple[ManagedParam, Tensor]] = {}  # by name: parameter, this rank's rows of the average
         self._follow()
         if not self._handles:
-            raise ValueError("the model has no trainable sharded parameters to average")
+            raise ValueError(
+                "the model has no trainable sharded parameters to average. Unfreeze the parameters before you create "
+                "the EMA"
+            )
 
     def _follow(self) -> None:
-        """Add averages for trainable parameters that have none, starting from their current values."""
+        """Add averages for trainable parameters that have none, with their current values."""
         if any(handle.layout is not layout for handle, layout in zip(self._handles, self._layouts, strict=True)):
             raise RuntimeError(
-                "shard_optimizer has moved rows to the owners of whole parameters since this EMA was made: make it "
-                "after shard_optimizer"
+                "shard_optimizer moved rows to the owners of full parameters after this EMA was created, so its "
+                "averages no longer match the masters. Create the EMA after shard_optimizer"
             )
         for handle in self._runtime.handles:
             if handle.trainable and handle not in self._handles:
@@ -94,10 +98,13 @@ class EMA:
         """Update the averages with the current parameters, without communication.
 
         Raises:
-            RuntimeError: inside :meth:`swapped`.
+            RuntimeError: the call is inside :meth:`swapped`.
         """
         if ParamView.EMA in self._runtime.status.active_views:
-            raise RuntimeError("update() inside swapped(): the model holds averages; leave the context first")
+            raise RuntimeError(
+                "update() was called inside swapped(), where the masters are the averages. Call it outside of the "
+                "context"
+            )
         self._follow()
         masters = [handle.master for handle in self._handles]
         if self.n_averaged == 0:
@@ -108,15 +115,15 @@ class EMA:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Context manager in which the averages replace the model's weights. On exit, the weights are restored exactly.
+        """Context manager that replaces the model's weights with the averages. On exit, it restores them exactly.
 
-        All ranks must enter and exit together, because both refresh the compute weights of all replicas. The context
-        needs N/D more elements per rank. Enter it between a backward and the next forward, because it invalidates
-        existing autograd graphs. Writes to parameters inside the context are undone.
+        All ranks must enter and exit together, because entry and exit refresh the compute weights of all replicas. The
+        context needs N/D more elements per rank. Enter it between a backward and the next forward, because it
+        invalidates existing autograd graphs. Writes to parameters inside the context are undone.
 
         Raises:
-            RuntimeError: the model is inside another `swapped` or :func:`layerzero.unsharded`. Inside the context,
-                ``optimizer.step()`` also raises, because its update would be lost.
+            RuntimeError: the model is inside another `swapped` or :func:`layerzero.unsharded`. ``optimizer.step()``
+                also raises inside the context, because its update would be lost.
 
         Example::
 
@@ -126,9 +133,15 @@ class EMA:
         self._follow()
         runtime = self._runtime
         if ParamView.UNSHARDED in runtime.status.active_views:
-            raise RuntimeError("swapped() inside layerzero.unsharded; leave that context first")
+            raise RuntimeError(
+                "swapped() was called inside layerzero.unsharded, where the model has full parameters. Call it outside "
+                "of that context"
+            )
         if ParamView.EMA in runtime.status.active_views:
-            raise RuntimeError("the model already holds averages; leave the other swapped() first")
+            raise RuntimeError(
+                "swapped() was called inside swapped(), where the model already has the averages. Leave the other "
+                "context first"
+            )
         masters = [handle.master.clone() for handle in self._handles]
         try:
             with viewing(runtime.status.active_views, ParamView.EMA):
@@ -148,9 +161,10 @@ class EMA:
         """Return the averages by parameter name.
 
         Returns:
-            ``{"averages": {name: tensor}, "n_averaged": tensor}``. Averages are sharded tensors of the parameters'
-            shapes in the masters' dtype. They share memory with the EMA, so ``torch.distributed.checkpoint`` can save
-            them and load them in place, even from a checkpoint with a different sharding.
+            ``{"averages": {name: tensor}, "n_averaged": tensor}``. The averages are sharded tensors with the
+            parameters' shapes and the masters' dtype. They share memory with the EMA, so
+            ``torch.distributed.checkpoint`` can save them and load them in place, even from a checkpoint with another
+            sharding.
         """
         self._follow()
         held = [(name, *self._rows[name]) for name in self._runtime.members if name in self._rows]  # same on all ranks
@@ -162,14 +176,17 @@ class EMA:
         """Load the result of :meth:`state_dict`. Averages may also be full plain tensors.
 
         Raises:
-            ValueError: names are missing or unexpected, a shape is wrong, or a tensor is sharded differently. In this
-                case, the averages are not changed.
+            ValueError: names are missing or unexpected, a shape is wrong, or a tensor is sharded differently. The
+                averages are not changed in this case.
         """
         self._follow()
         loaded = state_dict["averages"]
         if loaded.keys() != self._rows.keys():
             missing, unexpected = sorted(self._rows.keys() - loaded.keys()), sorted(loaded.keys() - self._rows.keys())
-            raise ValueError(f"averages do not fit the model: missing {missing}, unexpected {unexpected}")
+            raise ValueError(
+                f"the averages do not fit the model: missing {missing}, unexpected {unexpected}. Load the averages of "
+                "a model with the same parameters"
+            )
         cut = {name: _rows_of(member, loaded[name]) for name, (member, _) in self._rows.items()}
         for name, (_, rows) in self._rows.items():
             rows.copy_(cut[name])
@@ -179,11 +196,15 @@ class EMA:
 def _rows_of(member: ManagedParam, value: Tensor) -> Tensor:
     """Return this rank's rows of `value`, which is a full tensor or sharded like the parameter."""
     if tuple(value.shape) != member.spec.true_shape:
-        shapes = f"{list(value.shape)}, the parameter {list(member.spec.true_shape)}"
-        raise ValueError(f"the average of {member.name!r} has shape {shapes}")
+        shapes = f"{list(value.shape)}, but the parameter has shape {list(member.spec.true_shape)}"
+        raise ValueError(
+            f"the average of {member.name!r} has shape {shapes}. Load the averages of a model with equal shapes"
+        )
     if not isinstance(value, DTensor):
         return rows_of(value, member.spec)
     local = value._local_tensor
     if not isinstance(local, LocalShard) or not local.spec.same_sharding(member.spec):
-        raise ValueError(f"the average of {member.name!r} is sharded in another way; load it through a checkpoint")
+        raise ValueError(
+            f"the average of {member.name!r} is not sharded like the parameter. Load it through a checkpoint"
+        )
     return plain(value)

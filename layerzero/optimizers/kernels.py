@@ -33,14 +33,15 @@ def adamw(
     amsgrad: bool = False,
     maximize: bool = False,
 ) -> Optimizer:
-    """Build AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) as ``torch.optim.AdamW`` computes it.
+    """Build AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) with the same updates as ``torch.optim.AdamW``.
 
-    The first of these implementations that supports all parameters is used: NVIDIA Apex's ``FusedAdam`` (fp32, bf16 or
-    fp16, on CUDA, without `amsgrad` and `maximize`), torch's fused kernel, torch's foreach kernels. The choice is
-    logged as one line by the logger ``"layerzero"``; :func:`implementation` returns it.
+    The first implementation in this list that supports all parameters is used: NVIDIA Apex's ``FusedAdam`` (fp32, bf16
+    or fp16, on CUDA, without `amsgrad` and `maximize`), torch's fused kernel, torch's foreach kernels. The logger
+    ``"layerzero"`` reports the choice in one line, and :func:`implementation` returns it.
 
-    Apex counts steps per group, torch per parameter. If a parameter gets its first gradient later than the rest of its
-    group, Apex computes a different bias correction. Apex and torch cannot load each other's ``state_dict()``.
+    Apex counts steps per group, and torch counts steps per parameter. If a parameter gets its first gradient later than
+    the rest of its group, Apex computes a different bias correction. Apex and torch cannot load each other's
+    ``state_dict()``.
 
     Args:
         params: parameters, ``named_parameters()`` or groups, obtained before or after :func:`layerzero.shard_model`.
@@ -82,7 +83,7 @@ def sgd(
     nesterov: bool = False,
     maximize: bool = False,
 ) -> Optimizer:
-    """Build SGD with momentum (Sutskever et al. 2013) as ``torch.optim.SGD`` computes it.
+    """Build SGD with momentum (Sutskever et al. 2013) with the same updates as ``torch.optim.SGD``.
 
     The implementation is chosen as in :func:`adamw`, with Apex's ``FusedSGD`` (fp32 or fp16, without `dampening` and
     `maximize`).
@@ -121,7 +122,8 @@ def implementation(optimizer: Optimizer) -> str:
         optimizer: any optimizer, before or after :func:`layerzero.shard_optimizer`.
 
     Returns:
-        ``"torch's choice"`` if neither `fused` nor `foreach` is set, so that torch decides in each step.
+        The name of the implementation. ``"torch's choice"`` means that neither `fused` nor `foreach` is set, so that
+        torch decides in each step.
 
     Raises:
         TypeError: `optimizer` is not a ``torch.optim.Optimizer``.
@@ -132,7 +134,10 @@ def implementation(optimizer: Optimizer) -> str:
         'fused'
     """
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        raise TypeError(
+            f"implementation expected a torch.optim.Optimizer, got {type(optimizer).__name__}. Pass an optimizer, "
+            "before or after shard_optimizer"
+        )
     inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
     if apex_class(inner) is not None:
         return "apex"
@@ -152,7 +157,7 @@ def _build(
     settings: Mapping[str, Any],
     rare: Mapping[str, Any],
 ) -> Optimizer:
-    """Build the optimizer and log the choice. `rare` holds the settings that Apex lacks."""
+    """Build the optimizer and log the choice. `rare` has the settings that Apex does not support."""
     tensors = _tensors(params)
     devices = sorted({_device_type(tensor) for tensor in tensors})
     place = " and ".join(devices)
@@ -172,28 +177,30 @@ def _build(
 def _find_apex(
     name: str, params: Sequence[Any], tensors: Sequence[Tensor], rare: Mapping[str, Any]
 ) -> tuple[type[Optimizer] | None, str]:
-    """Return (class of Apex, ""), or (None, reason) if the class cannot be used."""
+    """Return (Apex class, ""), or (None, reason) if the class cannot be used."""
     if not all(tensor.device.type == "cuda" for tensor in tensors):
-        return None, "as NVIDIA Apex needs all parameters on CUDA"
+        return None, "because NVIDIA Apex needs all parameters on CUDA"
     known = DTYPES[name]
     if not all(tensor.dtype in known for tensor in tensors):
-        return None, f"as NVIDIA Apex's {name} knows {', '.join(str(d).removeprefix('torch.') for d in known)} only"
+        return None, (
+            f"because NVIDIA Apex's {name} supports only {', '.join(str(d).removeprefix('torch.') for d in known)}"
+        )
     groups = [rare, *(group for group in params if isinstance(group, Mapping))]
     if asked := sorted({key for group in groups for key in rare if group.get(key)}):
-        return None, f"as NVIDIA Apex has no {', '.join(asked)}"
+        return None, f"because NVIDIA Apex does not support {', '.join(asked)}"
     try:
         # Import the extension first. The package named apex on PyPI is another project and must not be imported.
         importlib.import_module("amp_C")
         found = getattr(importlib.import_module("apex.optimizers"), name)
     except (ImportError, AttributeError, OSError) as error:
-        return None, f"as NVIDIA Apex was not found ({error})"
+        return None, f"because NVIDIA Apex was not found ({error})"
     return found, ""
 
 
 class SGD(torch.optim.SGD):  # same name as torch's class, because checkpoints store it
     """SGD whose parameters may get their first gradients in different steps.
 
-    torch's fused kernel needs momenta for all parameters or for none.
+    torch's fused kernel needs momenta for all parameters or for none of them.
     """
 
     def _init_group(
@@ -210,7 +217,7 @@ class SGD(torch.optim.SGD):  # same name as torch's class, because checkpoints s
 def _listed(params: Params) -> list[Any]:
     """Return `params` as a list, with the ``"params"`` of groups as lists, so that they can be iterated repeatedly."""
     if isinstance(params, Tensor):
-        raise TypeError("params must be an iterable of parameters or groups, got a tensor")
+        raise TypeError("params must be an iterable of parameters or groups, got a tensor. Pass a list")
     listed: list[Any] = []
     for entry in params:
         if isinstance(entry, dict):

@@ -1,9 +1,9 @@
 """Copies of an optimizer that step different parameters and share no mutable state with the original.
 
-[Note: Copying an optimizer]
-torch's ``Optimizer.__getstate__`` keeps only defaults, state and groups. ``copy.copy`` and ``copy.deepcopy`` therefore
-drop all other attributes, which most third-party optimizers have. So the attributes are deep-copied one by one. First,
-the memo is filled so that it maps the original's parameters and state to those of the copy. So neither is duplicated.
+[Note: Copies of optimizers]
+torch's ``Optimizer.__getstate__`` returns only defaults, state and groups. ``copy.copy`` and ``copy.deepcopy`` drop all
+other attributes, but most third-party optimizers have such attributes. Therefore, the attributes are deep-copied one by
+one. The memo first maps the original's parameters and state to those of the copy, so that they are not duplicated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 
 __all__ = ["copy_optimizer", "inner_optimizers", "unhooked"]
 
@@ -33,23 +33,23 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 _HOOKED_CODE = Optimizer.profile_hook_step(lambda self: None).__code__
-# Handles of resources outside of the optimizer; the copy refers to the same objects.
+# References to resources outside of the optimizer. The copy refers to the same objects.
 _SHARED = (ModuleType, dist.ProcessGroup, DeviceMesh, torch.Stream, torch.Event)
 
 
 def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]) -> Optimizer:
-    """Return a copy of the optimizer, with the same class, attributes and settings, that steps different parameters.
+    """Return a copy of the optimizer with the same class, attributes and settings that steps other parameters.
 
     If a parameter of a group has state, all parameters of the copied group get similar state, because some optimizers
     create state in their constructor.
 
     Args:
         optimizer: the original, which is not changed.
-        groups: pairs. The first item is a group of the optimizer, including ``"params"``; the second, the parameters
-            that replace those of the group.
+        groups: pairs of a group of the optimizer, including ``"params"``, and the parameters that replace the group's
+            parameters.
 
     Raises:
-        Exception: an attribute cannot be copied. The error is that of its copy method.
+        Exception: an attribute cannot be copied. Its copy method raises the error.
     """
     state: defaultdict[Tensor, Any] = defaultdict(dict)
     state.update({key: copy.deepcopy(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
@@ -65,7 +65,7 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
                 values = optimizer.state[kept].items()
                 state[parameter] = {key: _like(value, kept, parameter) for key, value in values}
         shown.append((settings, list(parameters)))
-    # Parameters may be referenced elsewhere, too, and must not be copied there.
+    # Other attributes may also refer to parameters, which must not be copied there.
     others = [old for group in optimizer.param_groups for old in group["params"]]
     for old in (*others, *(key for key in optimizer.state if isinstance(key, Tensor))):
         memo.setdefault(id(old), groups[0][1][0])
@@ -73,13 +73,13 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
         {**{key: _copied(value, memo) for key, value in settings.items() if key != "params"}, "params": parameters}
         for settings, parameters in shown
     ]
-    twin: Optimizer = _blank(optimizer, memo)
-    _fill(twin, optimizer, memo)
-    return twin
+    optimizer_copy: Optimizer = _blank(optimizer, memo)
+    _fill(optimizer_copy, optimizer, memo)
+    return optimizer_copy
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that an optimizer holds in its attributes, as wrappers do."""
+    """Return the optimizers in the attributes of an optimizer, such as a wrapper."""
     found = []
     for value in vars(optimizer).values():
         values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
@@ -93,20 +93,20 @@ def unhooked(step: Any) -> Any:
 
 
 def _blank(optimizer: Optimizer, memo: dict[int, Any]) -> Any:
-    memo[id(optimizer)] = twin = object.__new__(type(optimizer))
-    return twin
+    memo[id(optimizer)] = optimizer_copy = object.__new__(type(optimizer))
+    return optimizer_copy
 
 
-def _fill(twin: Optimizer, optimizer: Optimizer, memo: dict[int, Any]) -> None:
+def _fill(optimizer_copy: Optimizer, optimizer: Optimizer, memo: dict[int, Any]) -> None:
     for inner in inner_optimizers(optimizer):
         if id(inner) not in memo:
             memo.setdefault(id(inner.state), defaultdict(dict))
             _fill(_blank(inner, memo), inner, memo)
     for key, value in vars(optimizer).items():
         if key in _HOOKS:
-            vars(twin)[key] = OrderedDict()
-        elif key != "step":  # replaced by a scheduler, and bound to the original
-            vars(twin)[key] = _copied(value, memo)
+            vars(optimizer_copy)[key] = OrderedDict()
+        elif key != "step":  # a scheduler may have set it, and it is bound to the original
+            vars(optimizer_copy)[key] = _copied(value, memo)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

@@ -9,21 +9,34 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layerzero.dtensor.full_tensor import rows_of
-from layerzero.dtensor.row_shard_spec import MutationTracker
-from layerzero.dtensor.sharded_tensor import LocalShard, plain, sharded
+from layerzero.dtensor.local_shard import LocalShard, plain
+from layerzero.dtensor.mutation_tracker import MutationTracker
+from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.optimizers.owner_step import OwnedParam
 
-__all__ = ["HOW", "Holder", "by_rows", "cut_state", "differ", "few", "is_plain", "kept", "number", "on", "show"]
+__all__ = [
+    "HOW",
+    "Holder",
+    "as_one_row",
+    "cut_state",
+    "differ",
+    "is_plain",
+    "kept",
+    "number",
+    "on",
+    "shortened",
+    "show",
+]
 
 
 Holder = (
     ManagedParam | OwnedParam | None
-)  # holder of a parameter's state: each rank has its rows, or the owner has all; None: the state is not sharded
+)  # ManagedParam: each rank has the state of its rows. OwnedParam: the owner has all state. None: not sharded
 
 
 def show(value: Any, holder: Holder) -> Any:
-    """Return an entry of a parameter's state in its public form, with tensors of rows wrapped as sharded tensors."""
+    """Return an entry of a parameter's state in public form: tensors of rows become sharded tensors."""
     if isinstance(holder, OwnedParam):
         if isinstance(value, (list, tuple)):
             return type(value)(show(item, holder) for item in value)
@@ -48,14 +61,14 @@ def is_plain(value: Any) -> bool:
 
 
 def number(value: Any) -> Any:
-    """Return a group setting with numbers and one-element tensors converted to float, for comparison between ranks."""
+    """Return a group setting for comparison between ranks, with numbers and one-element tensors converted to float."""
     if isinstance(value, (list, tuple)):
         return [number(each) for each in value]
     value = value.item() if isinstance(value, Tensor) else value
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
-def few(names: Iterable[str]) -> str:
+def shortened(names: Iterable[str]) -> str:
     some = sorted(names)
     return ", ".join(some[:4]) + (f" and {len(some) - 4} more" if len(some) > 4 else "")
 
@@ -67,7 +80,7 @@ def differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
 def kept(current: Any, saved: Any) -> Any:
     """Return the value of a hyperparameter after a load.
 
-    If the current value is a 0-dim tensor, it is updated in place, because compiled steps and graphs refer to it.
+    A current value that is a 0-dim tensor is updated in place, because compiled steps and graphs refer to it.
     """
     if isinstance(current, Tensor) and current.ndim == 0:
         return current.fill_(saved) if not isinstance(saved, Tensor) else current.copy_(saved)
@@ -78,11 +91,11 @@ def on(value: Any, master: Tensor) -> Any:
     return value.to(master.device) if isinstance(value, Tensor) else value
 
 
-def by_rows(values: Mapping[str, Any], example: Mapping[str, Any]) -> dict[str, Any]:
+def as_one_row(values: Mapping[str, Any], example: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of a 0-dim parameter with its per-element tensors reshaped to [1]. Step counts stay 0-dim.
 
     Args:
-        values: state of the parameter; all of its tensors may be 0-dim.
+        values: state of the parameter, in which all tensors may be 0-dim.
         example: state of the same parameter stored as one row, in which only per-element tensors have a dim.
     """
     rows = {key for key, value in example.items() if isinstance(value, Tensor) and value.ndim}
@@ -93,7 +106,7 @@ def by_rows(values: Mapping[str, Any], example: Mapping[str, Any]) -> dict[str, 
 
 
 def cut_state(values: Mapping[str, Any], holder: Holder, *, copy: bool = True) -> dict[str, Any]:
-    """Return a parameter's state with tensors of the parameter's shape cut to this rank's rows.
+    """Return a parameter's state with this rank's rows of each tensor of the parameter's shape.
 
     For an owned parameter, return full tensors on the owner and an empty dict on other ranks.
     """
@@ -112,14 +125,15 @@ def _whole(key: str, value: Any, owned: OwnedParam, *, copy: bool) -> Any:
     if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalShard):
         if not value._local_tensor.spec.same_sharding(owned.span_of(value.shape)):
             raise ValueError(
-                f"state {key!r} of {owned.member.name!r} is not on its owner alone; load it through a checkpoint"
+                f"state {key!r} of {owned.member.name!r} is not sharded like the parameter, whose owner has all rows. "
+                "Load it through a checkpoint"
             )
         return plain(value).to(device, copy=copy)
-    whole, face = (
+    whole, model_parallel = (
         (value.full_tensor() if isinstance(value, DTensor) else value),
         owned.span_of(value.shape).model_parallel,
     )
-    return (whole if face is None else whole[face.global_slices]).to(device).clone()
+    return (whole if model_parallel is None else whole[model_parallel.global_slices]).to(device).clone()
 
 
 def _cut(key: str, value: Any, member: ManagedParam, *, copy: bool) -> Any:
@@ -128,7 +142,7 @@ def _cut(key: str, value: Any, member: ManagedParam, *, copy: bool) -> Any:
     if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalShard):
         if not value._local_tensor.spec.same_sharding(member.spec):
             raise ValueError(
-                f"state {key!r} of {member.name!r} is sharded in another way; load it through a checkpoint"
+                f"state {key!r} of {member.name!r} is not sharded like the parameter. Load it through a checkpoint"
             )
         return plain(value).to(member.master.device, copy=copy)
     try:

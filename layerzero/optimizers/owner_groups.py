@@ -1,11 +1,12 @@
 """Owner groups: the ranks that assemble an owned parameter.
 
-[Note: Cells]
+[Note: Owner groups]
 All ZeRO-1 rows of an owned parameter are on the ranks of one ZeRO-3 group. With model parallelism, this is true for
-each model-parallel part. If a model-parallel axis cuts the matrices (tensor parallel), the other parts are on the
+each model-parallel part. If a model-parallel axis splits the matrices (tensor parallel), the other parts are in the
 corresponding ZeRO-3 groups along this axis. The ranks of all these groups form the owner group of the parameter. They
-send their rows to the owner in one collective. If the ranks of a model-parallel axis have copies, or different matrices
-of one stack, nothing is assembled along this axis: there is one owner for each coordinate on it.
+send their rows to the owner in one collective. If the ranks along a model-parallel axis have copies, or different
+matrices of one stack, the parts are not joined along this axis. The parameter then has one owner for each coordinate on
+the axis.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from layerzero.comm.mesh_info import MeshInfo
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 from layerzero.layout.owner_layout import JoinAxis
 
-__all__ = ["OwnerGroup", "across", "owner_group_across", "owner_group_of", "places_across"]
+__all__ = ["OwnerGroup", "join_axis", "owner_group_across", "owner_group_of", "positions_across"]
 
 
 @dataclass(frozen=True, eq=False)
 class OwnerGroup:
-    """Ranks that assemble an owned parameter, and their communicator; see [Note: Cells]."""
+    """Ranks that assemble an owned parameter, and their communicator; see [Note: Owner groups]."""
 
     mesh_info: MeshInfo
-    axis: int | None  # the model-parallel axis along which parts are joined
+    axis: int | None  # model-parallel axis along which parts are joined
     communicator: Communicator
     order: tuple[tuple[int, int], ...]  # by rank of the communicator: (s, coordinate on the axis)
 
@@ -42,56 +43,60 @@ class OwnerGroup:
         return self.order[self.communicator.rank]
 
 
-def owner_group_of(topology: MeshInfo) -> OwnerGroup:
+def owner_group_of(mesh_info: MeshInfo) -> OwnerGroup:
     """Return this rank's ZeRO-3 group as an owner group."""
-    order = tuple((s, 0) for s in range(topology.zero3_size))
-    return OwnerGroup(topology, None, topology.zero3_gather_comm, order)
+    order = tuple((s, 0) for s in range(mesh_info.zero3_size))
+    return OwnerGroup(mesh_info, None, mesh_info.zero3_gather_comm, order)
 
 
-def places_across(topology: MeshInfo, face: ModelParallelSpec, axis: int) -> dict[int, tuple[int, int]]:
+def positions_across(mesh_info: MeshInfo, model_parallel: ModelParallelSpec, axis: int) -> dict[int, tuple[int, int]]:
     """Return the positions of the ranks of this rank's ZeRO-3 group and of the corresponding groups along an axis.
 
     Args:
-        axis: model-parallel axis of `face`.
+        axis: model-parallel axis of `model_parallel`.
 
     Returns:
-        By global rank, its position: (rank in the ZeRO-3 group, coordinate on the axis).
+        Positions by global rank: (rank in the ZeRO-3 group, coordinate on the axis).
     """
-    grid = topology.grid
-    table = face.global_mesh.mesh  # ranks, by coordinates on the model-parallel axes, s, r
-    for at in reversed(range(face.mesh.ndim)):
+    grid = mesh_info.grid
+    table = model_parallel.global_mesh.mesh  # ranks, by coordinates on the model-parallel axes, s, r
+    for at in reversed(range(model_parallel.mesh.ndim)):
         if at != axis:
-            table = table.select(at, face.place_on(at))
+            table = table.select(at, model_parallel.place_on(at))
     of_node = table[..., grid.replica_rank].tolist()  # ranks, by coordinate on the axis, s
     return {rank: (s, t) for t, node in enumerate(of_node) for s, rank in enumerate(node)}
 
 
-def owner_group_across(topology: MeshInfo, axis: int, places: Mapping[int, tuple[int, int]]) -> OwnerGroup:
-    """Create an owner group from the result of :func:`places_across`. All ranks of the model must call this."""
+def owner_group_across(mesh_info: MeshInfo, axis: int, places: Mapping[int, tuple[int, int]]) -> OwnerGroup:
+    """Create an owner group from the result of :func:`positions_across`. All ranks of the model must call this."""
     ranks = sorted(places)
-    kind = topology.mesh.device_type
-    group = topology.groups.new(ranks, like=topology.zero3_gather_comm.group, device_type=kind)
-    lane = Communicator.over("owners", "across", group, topology.counters, kind)
-    return OwnerGroup(topology, axis, lane, tuple(places[rank] for rank in ranks))
+    kind = mesh_info.mesh.device_type
+    group = mesh_info.groups.new(ranks, like=mesh_info.zero3_gather_comm.group, device_type=kind)
+    comm = Communicator.over("owners", "across", group, mesh_info.counters, kind)
+    return OwnerGroup(mesh_info, axis, comm, tuple(places[rank] for rank in ranks))
 
 
-def across(name: str, face: ModelParallelSpec | None, *, stacks_apart: bool) -> JoinAxis | None:
-    """Return the model-parallel axis along which the parts of a parameter must be joined; None if there is none.
+def join_axis(name: str, model_parallel: ModelParallelSpec | None, *, matrices_separately: bool) -> JoinAxis | None:
+    """Return the model-parallel axis along which the parts of a parameter must be joined, or None.
 
     Args:
-        stacks_apart: whether the optimizer updates each matrix of a stack separately, if the parameter is a stack.
+        matrices_separately: whether the optimizer updates each matrix of a stack separately, if there is a stack.
 
     Raises:
         ValueError: parts would have to be joined along several axes.
     """
-    if face is None:
+    if model_parallel is None:
         return None
-    cut = {axis: dim for axis in range(face.mesh.ndim) if (dim := face.sharded_dim(axis)) is not None}
-    if stacks_apart and len(face.shape) > 2:
+    cut = {
+        axis: dim for axis in range(model_parallel.mesh.ndim) if (dim := model_parallel.sharded_dim(axis)) is not None
+    }
+    if matrices_separately and len(model_parallel.shape) > 2:
         cut = {axis: dim for axis, dim in cut.items() if dim > 0}
     if len(cut) > 1:
         raise ValueError(
-            f"the optimizer needs whole parameters, and {name!r} is cut along {len(cut)} axes beside the data-parallel "
-            "ones, of which one can be put together: use an element-wise optimizer for it"
+            f"the optimizer needs full parameters, but {name!r} is sharded along {len(cut)} model-parallel axes, and "
+            "layerzero can join its parts along only one. Use an element-wise optimizer for it"
         )
-    return next((JoinAxis(axis, face.mesh.size(axis), face.joined_shape(axis)) for axis in cut), None)
+    return next(
+        (JoinAxis(axis, model_parallel.mesh.size(axis), model_parallel.joined_shape(axis)) for axis in cut), None
+    )

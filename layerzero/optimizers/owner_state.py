@@ -1,7 +1,7 @@
 """Optimizer state of owned parameters on all ranks.
 
-Only the owner has the state. It sends a description to all other ranks, with shapes, dtypes and scalars. From it, they
-create sharded tensors without local rows.
+Only the owner has the state. The owner sends the shapes, dtypes and scalars of the state to all other ranks, which
+create sharded tensors without local rows from this description.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layerzero.comm.model_ranks import ModelRanks
-from layerzero.dtensor.row_shard_spec import MutationTracker
+from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.optimizers.owner_step import OwnedParam
 
-__all__ = ["with_what_others_own"]
+__all__ = ["with_other_owners_state"]
 
 
-def with_what_others_own(state: Mapping[str, Any], owned: Sequence[OwnedParam], everyone: ModelRanks) -> dict[str, Any]:
+def with_other_owners_state(
+    state: Mapping[str, Any], owned: Sequence[OwnedParam], model_ranks: ModelRanks
+) -> dict[str, Any]:
     """Return `state` with entries added for the parameters that other ranks own.
 
     Tensors in the added entries are sharded tensors without rows on this rank. Scalars have the owner's values.
 
     Args:
-        state: state on this rank by parameter name; its tensors are sharded tensors.
-        everyone: the ranks that must call this.
+        state: state on this rank by parameter name. Its tensors are sharded tensors.
+        model_ranks: ranks that must call this function.
 
     Raises:
-        TypeError: on all ranks, if the state of an owned parameter holds a value that cannot be sent.
+        TypeError: the state of an owned parameter has a value that cannot be sent. All ranks raise.
     """
     here = {_place(each): each for each in owned}
     mine = {
@@ -42,14 +44,14 @@ def with_what_others_own(state: Mapping[str, Any], owned: Sequence[OwnedParam], 
     }
     text = json.dumps({place: _described(here[place].member.name, values) for place, values in mine.items()})
     told: dict[str, dict[str, Any]] = {}
-    for said in everyone.all_gather_text(text):
+    for said in model_ranks.all_gather_text(text):
         told |= json.loads(said)
     if wrong := sorted(described["wrong"] for described in told.values() if "wrong" in described):
         raise TypeError(wrong[0])
     complete = dict(state)
     for place, each in here.items():
         if place in told and place not in mine:
-            entries, device = told[place].items(), everyone.mesh_info.device
+            entries, device = told[place].items(), model_ranks.mesh_info.device
             complete[each.member.name] = {key: _made(entry, each, device) for key, entry in entries}
     return {name: complete[name] for name in sorted(complete)}
 
@@ -57,8 +59,8 @@ def with_what_others_own(state: Mapping[str, Any], owned: Sequence[OwnedParam], 
 def _place(owned: OwnedParam) -> str:
     """Return a key that is unique for a parameter and its owner.
 
-    The key has the coordinates on the model-parallel axes that are not joined, because each coordinate has its own
-    owner.
+    The key contains the coordinates on the model-parallel axes that are not joined, because each coordinate has a
+    separate owner.
     """
     span, axis = owned.member.spec, owned.owner.axis
     model_parallel = span.model_parallel
@@ -78,8 +80,9 @@ def _entry(path: str, value: Any) -> dict[str, Any]:
     if isinstance(value, Tensor):
         if value.ndim and not isinstance(value, DTensor):
             raise TypeError(
-                f"{path} has shape {list(value.shape)}: its parameter is a stack of which ranks have matrices, "
-                "and of its state only what is one part a matrix can be told"
+                f"{path} has shape {list(value.shape)}, but its parameter is a stack whose matrices are on different "
+                "ranks, so dim 0 of its state must be the number of matrices. Use an optimizer with such state, or an "
+                "element-wise optimizer"
             )
         number = value.item() if value.ndim == 0 else None
         return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch."), "number": number}
@@ -89,7 +92,8 @@ def _entry(path: str, value: Any) -> dict[str, Any]:
         kind = type(value).__name__
         return {kind: [_entry(f"{path}.{index}", item) for index, item in enumerate(value)]}
     raise TypeError(
-        f"{path} is a {type(value).__name__}; of whole parameters, only tensors, numbers and lists of them can be told"
+        f"{path} is a {type(value).__name__}, but the owner of a full parameter can send only tensors, numbers and "
+        "lists of them to the other ranks. Use an optimizer with such state, or an element-wise optimizer"
     )
 
 

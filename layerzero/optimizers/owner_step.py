@@ -1,16 +1,17 @@
 """Step of owned parameters: the owner gathers a full parameter, steps it, and scatters its rows.
 
-[Note: Rounds of owners]
+[Note: Owner rounds]
 All ZeRO-1 rows of an owned parameter are on ranks of one owner group (owner_groups.py). In each round, every rank of
-the group processes one of the parameters that it owns, the most expensive first. It receives the rows of the master and
-of the final gradient from the other ranks, steps the parameter, and sends the rows of the master back. Gathering the
-masters, gathering the gradients and scattering the masters are one all-to-all each. So all ranks compute at the same
-time, each holds one full parameter and its gradient, and all communication stays inside the group. A parameter whose
-rows are all on its owner needs no communication. It is stepped together with the element-wise parameters.
+the group steps one of the parameters that it owns. The parameters with the highest update cost are first. The rank
+receives the rows of the master and of the final gradient from the other ranks, steps the parameter, and sends the rows
+of the master back. A round runs three all-to-alls: one gathers the masters, one gathers the gradients, and one scatters
+the masters. All ranks therefore compute at the same time, each rank stores one full parameter and its gradient, and all
+communication stays inside the group. A parameter whose rows are all on its owner needs no communication. It is stepped
+together with the element-wise parameters.
 
-All ranks of an owner group agree on owners, on the parameters that have gradients, and on the order. So they run the
-same collectives. A rank is in several owner groups if parameters are on several meshes or are cut by model-parallel
-axes. All ranks process their groups in the same order.
+All ranks of an owner group agree on the owners, on the parameters that have gradients, and on the order. Therefore they
+run the same collectives. A rank is in several owner groups if parameters are on several meshes or are sharded along
+model-parallel axes. All ranks process their groups in the same order.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ __all__ = ["OwnedParam", "buffers_of_rounds", "by_owner_group", "step_owned"]
 
 @dataclass(frozen=True, eq=False)
 class OwnedParam:
-    """Parameter that is updated in full by one rank, its owner."""
+    """Parameter that one rank, its owner, updates in full."""
 
     member: ManagedParam
     owner: ParamOwner
-    group_of_ranks: OwnerGroup  # this rank's owner group, which assembles the parameter if `is_near`
+    group_of_ranks: OwnerGroup  # this rank's owner group; it assembles the parameter if `is_in_owner_group`
     group: MutableMapping[str, Any]  # parameter group of the inner optimizer
-    master: Tensor  # listed in that group: this rank's rows; the full parameter while the owner steps it
+    master: Tensor  # entry of that group: this rank's rows, or the full parameter while the owner steps it
 
     @property
     def place(self) -> tuple[int, int]:
@@ -59,13 +60,13 @@ class OwnedParam:
         return self.owner.s, self.owner.t
 
     @property
-    def is_near(self) -> bool:
-        """True if the ranks of this rank's owner group hold the rows."""
+    def is_in_owner_group(self) -> bool:
+        """True if the rows are on the ranks of this rank's owner group."""
         return self.owner.r == self.member.spec.mesh_info.grid.replica_rank
 
     @property
     def is_owned_here(self) -> bool:
-        return self.is_near and self.place == self.group_of_ranks.place
+        return self.is_in_owner_group and self.place == self.group_of_ranks.place
 
     @property
     def is_fully_local(self) -> bool:
@@ -74,13 +75,15 @@ class OwnedParam:
 
     @property
     def is_first_in_group(self) -> bool:
-        """True for the first of the parameter's owners along the model-parallel axes that are not joined.
+        """True for the parameter's first owner along the model-parallel axes that are not joined.
 
-        The other owners have copies, or different matrices of one stack.
+        The other owners have copies, or different matrices of the same stack.
         """
-        face = self.member.spec.model_parallel
-        axes = () if face is None else range(face.mesh.ndim)
-        return face is None or not any(face.place_on(axis) for axis in axes if axis != self.owner.axis)
+        model_parallel = self.member.spec.model_parallel
+        axes = () if model_parallel is None else range(model_parallel.mesh.ndim)
+        return model_parallel is None or not any(
+            model_parallel.place_on(axis) for axis in axes if axis != self.owner.axis
+        )
 
     @property
     def weight(self) -> tuple[int, str]:
@@ -90,15 +93,15 @@ class OwnedParam:
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """Shape of the full parameter on the owner."""
-        face, axis = self.member.spec.model_parallel, self.owner.axis
-        return self.member.spec.shape if face is None or axis is None else face.joined_shape(axis)
+        model_parallel, axis = self.member.spec.model_parallel, self.owner.axis
+        return self.member.spec.shape if model_parallel is None or axis is None else model_parallel.joined_shape(axis)
 
     @property
     def numel(self) -> int:
         return int(torch.Size(self.shape).numel())
 
     def rows_on(self, s: int) -> range:
-        """Return the rows on the ZeRO-3 rank `s` of the owner group, in the model-parallel part of that rank."""
+        """Return the rows on ZeRO-3 rank `s` of the owner group, counted in the model-parallel part of that rank."""
         span = self.member.spec
         k = s * span.mesh_info.replicas + self.owner.r
         return range(span.bounds[k], span.bounds[k + 1])
@@ -107,50 +110,52 @@ class OwnedParam:
         return len(self.rows_on(s)) * int(torch.Size(self.member.spec.shape[1:]).numel())
 
     def pieces(self, whole: Tensor) -> list[Tensor]:
-        """Split the full parameter `whole` into views of the rows of each rank of the owner group, by rank.
+        """Split the full parameter `whole` into views of the rows of each rank in the owner group, in rank order.
 
         The parameter must be joined along a model-parallel axis.
         """
-        face, axis = self.member.spec.model_parallel, self.owner.axis
-        assert face is not None and axis is not None
-        dim = face.sharded_dim(axis)
+        model_parallel, axis = self.member.spec.model_parallel, self.owner.axis
+        assert model_parallel is not None and axis is not None
+        dim = model_parallel.sharded_dim(axis)
         assert dim is not None
-        parts = whole.view(self.shape).chunk(face.mesh.size(axis), dim)
+        parts = whole.view(self.shape).chunk(model_parallel.mesh.size(axis), dim)
         rows = [(t, self.rows_on(s)) for s, t in self.group_of_ranks.order]
         return [parts[t][each.start : each.stop] for t, each in rows]
 
-    # Its state
+    # State of the parameter
 
     def true_shape(self, shape: Sequence[int]) -> tuple[int, ...] | None:
         """Return the global shape of a state tensor whose shape on the owner is `shape`.
 
-        If ranks own different matrices of a stack, the global shape covers all matrices.
-
-        Returns:
-            None if ranks own different matrices but dim 0 of the tensor is not the number of matrices on the owner.
+        If ranks own different matrices of a stack, the global shape covers all matrices. In this case, return None if
+        dim 0 of the tensor is not the number of matrices on the owner.
         """
-        face = self.member.spec.model_parallel
-        if face is None or not self._cut_into_matrices(face):
+        model_parallel = self.member.spec.model_parallel
+        if model_parallel is None or not self._cut_into_matrices(model_parallel):
             return tuple(shape)
-        return (face.shape[0], *shape[1:]) if shape[0] == self.shape[0] else None
+        return (model_parallel.shape[0], *shape[1:]) if shape[0] == self.shape[0] else None
 
-    def _cut_into_matrices(self, face: ModelParallelSpec) -> bool:
-        return any(face.sharded_dim(axis) is not None for axis in range(face.mesh.ndim) if axis != self.owner.axis)
+    def _cut_into_matrices(self, model_parallel: ModelParallelSpec) -> bool:
+        return any(
+            model_parallel.sharded_dim(axis) is not None
+            for axis in range(model_parallel.mesh.ndim)
+            if axis != self.owner.axis
+        )
 
     def span_of(self, shape: Sequence[int]) -> RowShardSpec:
-        """Return the sharding of a state tensor of global shape `shape`, with all rows on the owner."""
-        span, topology = self.member.spec, self.member.spec.mesh_info
-        k = self.owner.s * topology.replicas + self.owner.r
-        face = span.model_parallel
-        if face is not None:
-            face = face.of_state(shape, axis=self.owner.axis, place=self.owner.t)
-            shape = [each.stop - each.start for each in face.global_slices]
-        bounds = (0,) * (k + 1) + (shape[0],) * (topology.data_parallel - k)
-        return RowShardSpec(self.member.name, tuple(shape), bounds, topology, face)
+        """Return the sharding of a state tensor of global shape `shape` that has all rows on the owner."""
+        span, mesh_info = self.member.spec, self.member.spec.mesh_info
+        k = self.owner.s * mesh_info.replicas + self.owner.r
+        model_parallel = span.model_parallel
+        if model_parallel is not None:
+            model_parallel = model_parallel.of_state(shape, axis=self.owner.axis, place=self.owner.t)
+            shape = [each.stop - each.start for each in model_parallel.global_slices]
+        bounds = (0,) * (k + 1) + (shape[0],) * (mesh_info.data_parallel - k)
+        return RowShardSpec(self.member.name, tuple(shape), bounds, mesh_info, model_parallel)
 
 
 def by_owner_group(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedParam]]:
-    """Group parameters by owner group, sorted by name, so that the order is the same on all ranks."""
+    """Return the parameters by owner group, sorted by name, so that the order is equal on all ranks."""
     found: dict[OwnerGroup, list[OwnedParam]] = {}
     for each in sorted(owned, key=lambda each: each.member.name):
         found.setdefault(each.group_of_ranks, []).append(each)
@@ -158,122 +163,135 @@ def by_owner_group(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedPa
 
 
 def buffers_of_rounds(owned: Iterable[OwnedParam]) -> Counter[Size]:
-    """Return the number of buffers of each size that the rounds for `owned` use at once; see :func:`_largest`."""
+    """Return the number of buffers of each size that the rounds of `owned` use at once; see :func:`_largest`."""
     most: Counter[Size] = Counter()
-    for cell, members in by_owner_group(owned).items():
+    for owner_group, members in by_owner_group(owned).items():
         counts: Counter[Size] = Counter()
-        for dtype, sizes in _largest(members, cell).items():
+        for dtype, sizes in _largest(members, owner_group).items():
             counts.update((numel, dtype) for numel in sizes)
         most |= counts
     return most
 
 
-def _largest(owned: Iterable[OwnedParam], cell: OwnerGroup) -> dict[torch.dtype, list[int]]:
+def _largest(owned: Iterable[OwnedParam], owner_group: OwnerGroup) -> dict[torch.dtype, list[int]]:
     """Return the sizes in elements of the buffers that the rounds of one owner group use, by dtype.
 
-    One buffer holds the largest full parameter that this rank owns, one holds its gradient, and one holds the rows that
-    the rank sends in one round. If parts are joined along a model-parallel axis, one more buffer receives them. The
-    sizes cover all parameters, with or without a gradient, so that each step uses the same buffers.
+    There is one buffer for the largest full parameter that this rank owns, one for its gradient, and one for the rows
+    that the rank sends in one round. If parts are joined along a model-parallel axis, another buffer receives the
+    parts. The sizes cover all parameters, with or without a gradient, so that each step uses the same buffers.
     """
-    away = [each for each in owned if each.is_near and not each.is_fully_local]
+    away = [each for each in owned if each.is_in_owner_group and not each.is_fully_local]
     found = {}
     for dtype in {each.member.master.dtype for each in away}:
-        whole, rows = 0, dict.fromkeys(cell.order, 0)  # rows: by owner
+        whole, rows = 0, dict.fromkeys(owner_group.order, 0)  # rows: by owner
         for each in away:
             if each.member.master.dtype == dtype:
                 whole = max(whole, each.numel if each.is_owned_here else 0)
-                rows[each.place] = max(rows[each.place], each.numel_on(cell.place[0]))
-        found[dtype] = [whole, whole, sum(rows.values()), *([] if cell.axis is None else [whole])]
+                rows[each.place] = max(rows[each.place], each.numel_on(owner_group.place[0]))
+        found[dtype] = [whole, whole, sum(rows.values()), *([] if owner_group.axis is None else [whole])]
     return found
 
 
 def step_owned(
-    inner: Optimizer, owned: Sequence[OwnedParam], everyone: ModelRanks, pool: BufferPool, take_step: Callable[[], Any]
+    inner: Optimizer,
+    owned: Sequence[OwnedParam],
+    model_ranks: ModelRanks,
+    pool: BufferPool,
+    take_step: Callable[[], Any],
 ) -> None:
-    """Step all parameters that have a gradient: `owned` parameters in full, all others by rows.
+    """Step all parameters that have a gradient: `owned` parameters in full, all other parameters by rows.
 
     Args:
-        inner: optimizer whose groups hold this rank's rows, with their final gradients.
-        everyone: the ranks that must call this.
+        inner: optimizer whose groups list this rank's rows with their final gradients.
+        model_ranks: ranks that must call this function.
         pool: pool of the buffers for full parameters and their gradients.
         take_step: function that steps `inner`.
 
     Raises:
-        RuntimeError: on all ranks, if a parameter has a gradient on only some ranks of its owner group.
+        RuntimeError: a parameter has a gradient on only some ranks of its owner group. All ranks raise.
     """
     turns: list[Iterator[Turn]] = []
-    cells = by_owner_group(owned)
-    _require_gradients_alike(cells, everyone)
-    for cell, members in cells.items():
-        away: list[tuple[OwnedParam, Tensor]] = []  # to be gathered in this group, with this rank's gradient rows
+    owner_groups = by_owner_group(owned)
+    _require_gradients_alike(owner_groups, model_ranks)
+    for owner_group, members in owner_groups.items():
+        away: list[tuple[OwnedParam, Tensor]] = []  # parameters to gather in this group, this rank's gradient rows
         for each in members:
             gradient = each.master.grad
             if gradient is None or (each.is_owned_here and each.is_fully_local):
                 continue
             each.master.grad = None
-            if each.is_near and not each.is_fully_local:
+            if each.is_in_owner_group and not each.is_fully_local:
                 away.append((each, gradient))
-        turns.append(_turns(away, _largest(members, cell), cell, pool))
+        turns.append(_turns(away, _largest(members, owner_group), owner_group, pool))
     step_param_by_param(inner, take_step, chain.from_iterable(turns))
 
 
-def _require_gradients_alike(cells: Mapping[OwnerGroup, Sequence[OwnedParam]], everyone: ModelRanks) -> None:
-    """Raise RuntimeError on all ranks unless the ranks of each owner group have gradients for the same parameters.
+def _require_gradients_alike(owner_groups: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelRanks) -> None:
+    """Raise RuntimeError on all ranks if the ranks of an owner group have gradients for different parameters.
 
-    Without this check, ranks could exchange rows of different parameters. The check all-reduces one number. The
-    contributions of the ranks of an owner group add up to 0 if they have gradients for the same parameters.
+    Without this check, ranks could send rows of different parameters to each other. The check all-reduces one number.
+    The contributions of an owner group sum to 0 if its ranks have gradients for the same parameters.
     """
-    near = {cell: [each for each in cells[cell] if each.is_near] for cell in cells if cell.communicator.size > 1}
-    if not near or not has_peers(everyone.ranks):
+    near = {
+        owner_group: [each for each in owner_groups[owner_group] if each.is_in_owner_group]
+        for owner_group in owner_groups
+        if owner_group.communicator.size > 1
+    }
+    if not near or not has_peers(model_ranks.ranks):
         return
     number = torch.zeros(1, dtype=torch.int64)
-    for index, (cell, members) in enumerate(near.items()):
-        there = [index, *cell.ranks, *(_has_gradient(each) for each in members)]
+    for index, (owner_group, members) in enumerate(near.items()):
+        there = [index, *owner_group.ranks, *(_has_gradient(each) for each in members)]
         digest = int.from_bytes(hashlib.blake2b(repr(there).encode(), digest_size=5).digest(), "little")
-        number += digest * (cell.communicator.size - 1 if cell.communicator.rank == 0 else -1)
-    reduce_over(everyone.control_comms, number, dist.ReduceOp.SUM, Collective.METADATA)
+        number += digest * (owner_group.communicator.size - 1 if owner_group.communicator.rank == 0 else -1)
+    reduce_over(model_ranks.control_comms, number, dist.ReduceOp.SUM, Collective.METADATA)
     if number.any():
-        raise RuntimeError(_unlike(near, everyone))
+        raise RuntimeError(_unlike(near, model_ranks))
 
 
 def _has_gradient(owned: OwnedParam) -> bool:
     return owned.master.grad is not None
 
 
-def _unlike(near: Mapping[OwnerGroup, Sequence[OwnedParam]], everyone: ModelRanks) -> str:
+def _unlike(near: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelRanks) -> str:
     """Return the error message for a parameter that has a gradient on only some ranks of its owner group.
 
-    All ranks must call this and get the same message.
+    All ranks must call this function. The message is equal on all ranks.
     """
-    own = [(cell.ranks, each.member.name, _has_gradient(each)) for cell, members in near.items() for each in members]
+    own = [
+        (owner_group.ranks, each.member.name, _has_gradient(each))
+        for owner_group, members in near.items()
+        for each in members
+    ]
     with_gradient: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for told in everyone.all_gather_text(json.dumps(own)):
+    for told in model_ranks.all_gather_text(json.dumps(own)):
         for ranks, name, has in json.loads(told):
             with_gradient[name, tuple(ranks)] += has
     name, ranks = min(each for each, count in with_gradient.items() if count not in (0, len(each[1])))
     return (
-        f"{name!r} is updated whole, and has a gradient on {with_gradient[name, ranks]} of the {len(ranks)} ranks that "
-        "put it together: set .grad to None, or to a tensor, on all of them"
+        f"parameter {name!r} has a gradient on {with_gradient[name, ranks]} of the {len(ranks)} ranks that send its "
+        "rows to its owner, so the owner cannot update the full parameter. Set .grad to None, or to a tensor, on all "
+        "of these ranks"
     )
 
 
 def _turns(
     away: Sequence[tuple[OwnedParam, Tensor]],
     largest: Mapping[torch.dtype, Sequence[int]],
-    cell: OwnerGroup,
+    owner_group: OwnerGroup,
     pool: BufferPool,
 ) -> Iterator[Turn]:
-    """Yield the turns of this rank in the rounds of one owner group; see [Note: Rounds of owners]."""
+    """Yield the turns of this rank in the rounds of one owner group; see [Note: Owner rounds]."""
     for dtype in sorted({gradient.dtype for _, gradient in away}, key=str):
-        by_owner: dict[tuple[int, int], list[tuple[OwnedParam, Tensor]]] = {place: [] for place in cell.order}
+        by_owner: dict[tuple[int, int], list[tuple[OwnedParam, Tensor]]] = {place: [] for place in owner_group.order}
         for each, gradient in sorted(away, key=lambda one: one[0].weight):
             if gradient.dtype == dtype:
                 by_owner[each.place].append((each, gradient))
-        rounds = [_OwnerRound(chosen, cell) for chosen in zip_longest(*by_owner.values())]
+        rounds = [_OwnerRound(chosen, owner_group) for chosen in zip_longest(*by_owner.values())]
         buffers = [pool.acquire(numel, dtype) for numel in largest[dtype]]
         try:
             for played in rounds:
-                yield from played.play(*buffers)
+                yield from played.run(*buffers)
         finally:
             for buffer in buffers:
                 pool.release(buffer)
@@ -283,28 +301,28 @@ class _OwnerRound:
     """Round of an owner group, in which each rank steps at most one parameter.
 
     Args:
-        chosen: by rank in the group, the parameter that the rank steps, and the gradient of this rank's rows of that
-            parameter; None if the rank steps none.
+        chosen: pairs by rank of the group: the parameter that the rank steps, and the gradient of this rank's rows of
+            that parameter. None if the rank does not step a parameter.
     """
 
-    def __init__(self, chosen: Sequence[tuple[OwnedParam, Tensor] | None], cell: OwnerGroup) -> None:
-        s, _ = cell.place
-        own = chosen[cell.communicator.rank]
+    def __init__(self, chosen: Sequence[tuple[OwnedParam, Tensor] | None], owner_group: OwnerGroup) -> None:
+        s, _ = owner_group.place
+        own = chosen[owner_group.communicator.rank]
         self._chosen = [each for each in chosen if each is not None]
         self._mine = None if own is None else own[0]
         self._to_each = [0 if each is None else each[0].numel_on(s) for each in chosen]
-        self._from_each = [0 if own is None else own[0].numel_on(other) for other, _ in cell.order]
-        self._lane, self._s = cell.communicator, s
+        self._from_each = [0 if own is None else own[0].numel_on(other) for other, _ in owner_group.order]
+        self._comm, self._s = owner_group.communicator, s
         self.sent, self.received = sum(self._to_each), sum(self._from_each)
 
-    def play(self, whole: Tensor, gradient: Tensor, rows: Tensor, received: Tensor | None = None) -> Iterator[Turn]:
-        """Gather the parameter that this rank steps, yield it, and scatter its rows after the step.
+    def run(self, whole: Tensor, gradient: Tensor, rows: Tensor, received: Tensor | None = None) -> Iterator[Turn]:
+        """Gather the parameter that this rank steps, yield a turn for it, and scatter its rows after the step.
 
         Args:
             whole: 1-D buffer for the full parameter.
             gradient: 1-D buffer for the full gradient.
             rows: 1-D buffer for the rows that this rank sends.
-            received: 1-D buffer for the received rows, if their order differs from that in the full parameter.
+            received: 1-D buffer for the received rows, if their order differs from the order in the full parameter.
         """
         whole, gradient, rows = whole[: self.received], gradient[: self.received], rows[: self.sent]
         received = None if received is None else received[: self.received]
@@ -323,7 +341,7 @@ class _OwnerRound:
                 place.copy_(part)
         sent = whole if received is None else received
         splits = {"from_each": self._to_each, "to_each": self._from_each}
-        all_to_all(self._lane, Collective.OWNER_SCATTER, rows, sent, **splits, name=self._name).wait()
+        all_to_all(self._comm, Collective.OWNER_SCATTER, rows, sent, **splits, name=self._name).wait()
         for part, (each, _) in zip(self._pieces(rows), self._chosen, strict=True):
             each.member.master.copy_(part.view(each.member.master.shape))
 
@@ -332,7 +350,7 @@ class _OwnerRound:
             place.copy_(part.reshape(-1))
         splits = {"from_each": self._from_each, "to_each": self._to_each}
         into = whole if received is None else received
-        all_to_all(self._lane, Collective.OWNER_GATHER, into, rows, **splits, name=self._name).wait()
+        all_to_all(self._comm, Collective.OWNER_GATHER, into, rows, **splits, name=self._name).wait()
         if received is not None:
             for place, part in self._places(whole, received):
                 part.copy_(place)
@@ -342,12 +360,12 @@ class _OwnerRound:
         return "" if self._mine is None else self._mine.member.name
 
     def _places(self, whole: Tensor, received: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs for each rank of the group: its rows in `received`, and the view of `whole` for them."""
+        """Yield a pair for each rank of the group: its rows in `received`, and the same rows in `whole`."""
         if self._mine is not None:
             pieces = self._mine.pieces(whole)
             for came, piece in zip(torch.split(received, self._from_each), pieces, strict=True):
                 yield came.view(piece.shape), piece
 
     def _pieces(self, rows: Tensor) -> Sequence[Tensor]:
-        """Split the buffer of this rank's rows by parameter of the round."""
+        """Split the buffer of this rank's rows by the parameters of the round."""
         return torch.split(rows, [each.numel_on(self._s) for each, _ in self._chosen])

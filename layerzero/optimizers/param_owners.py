@@ -22,90 +22,91 @@ from layerzero.estimates.scratch_buffers import ScratchBuffers, plan_scratch
 from layerzero.estimates.specs import specs_of
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.owner_layout import JoinAxis, ParamOwner, plan_owners
-from layerzero.optimizers.compatibility_trial import group_kind, steps_stacks_apart
-from layerzero.optimizers.owner_groups import across, owner_group_across, owner_group_of, places_across
-from layerzero.optimizers.owner_state import with_what_others_own
+from layerzero.optimizers.compatibility_trial import group_kind, steps_matrices_separately
+from layerzero.optimizers.owner_groups import join_axis, owner_group_across, owner_group_of, positions_across
+from layerzero.optimizers.owner_state import with_other_owners_state
 from layerzero.optimizers.owner_step import OwnedParam, buffers_of_rounds, step_owned
 from layerzero.optimizers.torch_state_dict import asked_by_torch
 
 __all__ = ["OwnerTable"]
 
-_Key = tuple[MeshInfo, int | None]  # of an owner group: its mesh, and the model-parallel axis that is joined
+_Key = tuple[MeshInfo, int | None]  # owner group: its mesh, and the model-parallel axis that is joined
 
 
 class OwnerTable:
-    """Table of the parameters of one optimizer that are updated in full by an owner.
+    """Table of the parameters of one optimizer that an owner updates in full.
 
-    Every rank must construct the table. The constructor assigns an owner to each parameter that needs one.
+    Every rank must construct the table. The constructor assigns an owner to each parameter that needs an owner.
 
     Args:
         inner: the wrapped optimizer, with its groups.
-        whole_kinds: kinds of parameter groups that need full parameters; see compatibility.py.
+        full_param_kinds: kinds of parameter groups that need full parameters; see compatibility.py.
 
     Attributes:
         owned: owned parameters, by id of the sharded parameter.
     """
 
-    def __init__(self, runtime: LayerZeroState, inner: Optimizer, whole_kinds: Collection[str] = ()) -> None:
+    def __init__(self, runtime: LayerZeroState, inner: Optimizer, full_param_kinds: Collection[str] = ()) -> None:
         self.owned: dict[int, OwnedParam] = {}
         self._runtime = runtime
         self._inner = inner
-        self._whole_kinds = frozenset(whole_kinds)
+        self._full_param_kinds = frozenset(full_param_kinds)
         self._known_kinds = {group_kind(group) for group in inner.param_groups}
-        held = [p for group in inner.param_groups if group_kind(group) in self._whole_kinds for p in group["params"]]
-        self._asked: set[str] = set()  # names of the parameters that have owners as this optimizer needs them
-        self._ask([member for p in held if (member := runtime.parameters.managed_param(p)) is not None])
+        held = [
+            p for group in inner.param_groups if group_kind(group) in self._full_param_kinds for p in group["params"]
+        ]
+        self._examined: set[str] = set()  # names of the parameters for which this optimizer has requested owners
+        self._find_requests([member for p in held if (member := runtime.parameters.managed_param(p)) is not None])
 
     def add_group(self, group: MutableMapping[str, Any], members: Sequence[tuple[ManagedParam, Tensor]]) -> None:
-        """Add the parameters of a group, if they need owners. Every rank must call this.
+        """Add the parameters of a group if they need owners. Every rank must call this.
 
-        If the compatibility trial did not include the kind of the group, the group needs full parameters if any other
-        kind does.
+        A group whose kind was not part of the compatibility trial needs full parameters if any other kind needs them.
 
         Args:
             members: pairs of a parameter of the group and its master.
         """
         kind = group_kind(group)
-        if kind not in self._whole_kinds and (not self._whole_kinds or kind in self._known_kinds):
+        if kind not in self._full_param_kinds and (not self._full_param_kinds or kind in self._known_kinds):
             return
-        self._ask([member for member, _ in members if member.name not in self._asked])
+        self._find_requests([member for member, _ in members if member.name not in self._examined])
         for member, master in members:
             owner = self._runtime.owners[member.name]
-            cell = self._runtime.cells[member.spec.mesh_info, owner.axis]
-            self.owned[id(member.sharded)] = OwnedParam(member, owner, cell, group, master)
-        self._foresee()
+            owner_group = self._runtime.owner_groups[member.spec.mesh_info, owner.axis]
+            self.owned[id(member.sharded)] = OwnedParam(member, owner, owner_group, group, master)
+        self._reserve_buffers()
 
-    def _ask(self, members: Sequence[ManagedParam]) -> None:
+    def _find_requests(self, members: Sequence[ManagedParam]) -> None:
         if members:
             _own(self._runtime, members, self._inner)
-        self._asked |= {member.name for member in members}
+        self._examined |= {member.name for member in members}
 
     def follow(self) -> None:
         """Update owners and owner groups after a change of layout."""
-        owners, cells = self._runtime.owners, self._runtime.cells
+        owners, owner_groups = self._runtime.owners, self._runtime.owner_groups
         for key, each in self.owned.items():
             owner = owners[each.member.name]
-            cell = cells[each.member.spec.mesh_info, owner.axis]
-            self.owned[key] = replace(each, owner=owner, group_of_ranks=cell)
-        self._foresee()
+            owner_group = owner_groups[each.member.spec.mesh_info, owner.axis]
+            self.owned[key] = replace(each, owner=owner, group_of_ranks=owner_group)
+        self._reserve_buffers()
 
-    def _foresee(self) -> None:
+    def _reserve_buffers(self) -> None:
         """Register the buffers of the rounds with the scratch pool.
 
-        Optimizers step one after another, and not during a reduction. So the maximum over all users suffices.
+        Optimizers step one after another, and never during a reduction. Therefore the maximum over all users suffices.
         """
         pool = self._runtime.buffers.scratch
         pool.expected = Counter(pool.expected) | buffers_of_rounds(self.owned.values())
 
     def step(self, take_step: Callable[[], Any]) -> None:
-        """Step all parameters of the optimizer; owned parameters are stepped in full."""
+        """Step all parameters of the optimizer. Owned parameters are stepped in full."""
         if not self.owned:
             take_step()
             return
         runtime = self._runtime
         step_owned(self._inner, list(self.owned.values()), runtime.ranks, runtime.buffers.scratch, take_step)
 
-    def with_what_others_own(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def with_other_owners_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return `state`, keyed by parameter name, with entries added for parameters that other ranks own.
 
         If there are owned parameters, every rank must call this.
@@ -114,34 +115,33 @@ class OwnerTable:
             return dict(state)
         if asked_by_torch():
             raise NotImplementedError(
-                f"torch.distributed.checkpoint.state_dict cannot have the state of {type(self._inner).__name__}, which "
-                "is on the owners of whole parameters: use layerzero.checkpoint.save, or optimizer.state_dict() on "
+                f"torch.distributed.checkpoint.state_dict cannot read the state of {type(self._inner).__name__}, which "
+                "is on the owners of full parameters. Use layerzero.checkpoint.save, or optimizer.state_dict() on "
                 "every rank"
             )
-        return with_what_others_own(state, list(self.owned.values()), self._runtime.ranks)
+        return with_other_owners_state(state, list(self.owned.values()), self._runtime.ranks)
 
     def refuse(self, method: str) -> None:
         """Raise RuntimeError if the optimizer has owned parameters, because `method` would see only their rows."""
         if self.owned:
             raise RuntimeError(
-                f"{method}() of {type(self._inner).__name__} cannot be called here: it would find this rank's rows, "
-                "but the optimizer works on whole parameters, which are together only while it steps"
+                f"{method}() of {type(self._inner).__name__} is not supported: it would read this rank's rows, but the "
+                "optimizer needs full parameters, which exist only inside step(). Use an element-wise optimizer"
             )
 
 
 @torch.no_grad()
 def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Optimizer) -> None:
-    """Assign owners to `members`, and reassign the owners of owned parameters. Every rank must call this.
+    """Assign owners to `members` and reassign the owners of owned parameters. Every rank must call this.
 
-    A parameter may already have an owner because of another optimizer that updates the matrices of a stack separately.
-    If this optimizer needs the full stack, the parts are joined for both optimizers.
+    A parameter may already have an owner for another optimizer, which updates the matrices of a stack separately. If
+    this optimizer needs the full stack, the parts are joined for both optimizers.
 
     Args:
         optimizer: optimizer that needs these parameters in full.
 
     Raises:
-        RuntimeError: rows would have to move while gradients, optimizer state or views refer to them. In this case,
-            nothing is changed.
+        RuntimeError: gradients, optimizer state or views refer to rows that must move. Owners and rows are not changed.
         ValueError: parameters or axes to join differ between ranks, or parts on model-parallel axes cannot be joined.
     """
     names = {*runtime.owners, *(member.name for member in members)}
@@ -151,64 +151,64 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
     plan: dict[Handle, FlatLayout] = {}
     owners: dict[str, ParamOwner] = {}
     moved: list[Handle] = []
-    put_together: dict[str, JoinAxis] = {}
-    new_cells: dict[_Key, dict[int, tuple[int, int]]] = {}
+    join_axes: dict[str, JoinAxis] = {}
+    new_owner_groups: dict[_Key, dict[int, tuple[int, int]]] = {}
     failure: Exception | None = None
     try:
-        before = _put_together(runtime)
-        put_together = before | _to_put_together(to_ask, optimizer, runtime.mesh_info.device)
-        changes = names != set(runtime.owners) or put_together != before
+        before = _join_axes(runtime)
+        join_axes = before | _requested_join_axes(to_ask, optimizer, runtime.mesh_info.device)
+        changes = names != set(runtime.owners) or join_axes != before
         if changes:
-            plan, owners = _plan(runtime, names, put_together)
+            plan, owners = _plan(runtime, names, join_axes)
             moved = [handle for handle in runtime.handles if handle.layout != plan[handle]]
             runtime.scheduler.recover_interrupted_pass()
             runtime.gradients.apply_user_grads()
             _require_untouched(runtime, moved or runtime.handles, {n for n in names if n in runtime.owners})
-        new_cells = _new_cells(runtime, owners)
+        new_owner_groups = _new_owner_groups(runtime, owners)
     except (RuntimeError, ValueError) as error:
         failure = error
-    told = sorted((name, along.axis, along.size) for name, along in put_together.items())
+    told = sorted((name, along.axis, along.size) for name, along in join_axes.items())
     require_equal(
-        "parameters that an optimizer needs whole",
-        {"names": sorted(names), "put together along further axes": told},
+        "parameters that an optimizer needs in full",
+        {"names": sorted(names), "joined along model-parallel axes": told},
         ranks=runtime.ranks.ranks,
-        groups=groups_so_far(*(sorted(places) for places in new_cells.values() if places)),
+        groups=groups_so_far(*(sorted(places) for places in new_owner_groups.values() if places)),
         failure=failure,
     )
     if not changes:
         return
-    runtime.cells |= {
-        (topology, axis): owner_group_of(topology) if axis is None else owner_group_across(topology, axis, places)
-        for (topology, axis), places in new_cells.items()
+    runtime.owner_groups |= {
+        (mesh_info, axis): owner_group_of(mesh_info) if axis is None else owner_group_across(mesh_info, axis, places)
+        for (mesh_info, axis), places in new_owner_groups.items()
     }
-    if any(layout.bounds for layout in plan.values()):  # equal on all ranks, also on ranks whose rows stay
+    if any(layout.bounds for layout in plan.values()):  # equal on all ranks, even on ranks whose rows do not move
         runtime.refreshes.launch_deferred()
         runtime.refreshes.launch_edited()
     for handle in moved:
         handle.finish_refresh()
         handle.recut(plan[handle])
     runtime.owners = owners
-    runtime.buffers.scratch.expected = _scratch_again(runtime)
+    runtime.buffers.scratch.expected = _scratch_buffers(runtime)
     for each in runtime.optimizers:
         each.on_layout_change()  # type: ignore[attr-defined]
 
 
 def _plan(
-    runtime: LayerZeroState, names: Collection[str], put_together: Mapping[str, JoinAxis]
+    runtime: LayerZeroState, names: Collection[str], join_axes: Mapping[str, JoinAxis]
 ) -> tuple[dict[Handle, FlatLayout], dict[str, ParamOwner]]:
     """Return the new layouts of all handles, and the owners by name."""
     plan: dict[Handle, FlatLayout] = {}
     owners: dict[str, ParamOwner] = {}
-    for topology in dict.fromkeys(handle.topology for handle in runtime.handles):
-        handles = [handle for handle in runtime.handles if handle.topology is topology]
+    for mesh_info in dict.fromkeys(handle.mesh_info for handle in runtime.handles):
+        handles = [handle for handle in runtime.handles if handle.mesh_info is mesh_info]
         owned = [[slot.name for slot in handle.layout.slots if slot.name in names] for handle in handles]
-        _require_equal_parts([handle for handle, its in zip(handles, owned, strict=True) if its], put_together)
+        _require_equal_parts([handle for handle, its in zip(handles, owned, strict=True) if its], join_axes)
         cuts = plan_owners(
             [handle.layout for handle in handles],
             owned,
-            replicas=topology.replicas,
-            zero3_size=topology.zero3_size,
-            across=put_together,
+            replicas=mesh_info.replicas,
+            zero3_size=mesh_info.zero3_size,
+            join_axes_of=join_axes,
         )
         plan |= zip(handles, cuts.layouts, strict=True)
         owners |= cuts.owners
@@ -216,78 +216,90 @@ def _plan(
 
 
 def _may_be_a_part(member: ManagedParam, owner: ParamOwner | None) -> bool:
-    """Return whether a model-parallel axis that is not joined cuts the parameter."""
-    face, axis = member.spec.model_parallel, None if owner is None else owner.axis
-    return face is not None and any(face.sharded_dim(at) is not None for at in range(face.mesh.ndim) if at != axis)
+    """Return whether the parameter is sharded along a model-parallel axis that is not joined."""
+    model_parallel, axis = member.spec.model_parallel, None if owner is None else owner.axis
+    return model_parallel is not None and any(
+        model_parallel.sharded_dim(at) is not None for at in range(model_parallel.mesh.ndim) if at != axis
+    )
 
 
-def _put_together(runtime: LayerZeroState) -> dict[str, JoinAxis]:
-    """Return, by name, the model-parallel axis along which each owned parameter is joined, if any."""
+def _join_axes(runtime: LayerZeroState) -> dict[str, JoinAxis]:
+    """Return the model-parallel axis along which each owned parameter is joined, by name. Omit parameters without."""
     found: dict[str, JoinAxis] = {}
     for name, owner in runtime.owners.items():
-        face = runtime.members[name].spec.model_parallel
-        if face is not None and owner.axis is not None:
-            found[name] = JoinAxis(owner.axis, face.mesh.size(owner.axis), face.joined_shape(owner.axis))
+        model_parallel = runtime.members[name].spec.model_parallel
+        if model_parallel is not None and owner.axis is not None:
+            found[name] = JoinAxis(
+                owner.axis, model_parallel.mesh.size(owner.axis), model_parallel.joined_shape(owner.axis)
+            )
     return found
 
 
-def _to_put_together(
+def _requested_join_axes(
     members: Iterable[ManagedParam], optimizer: Optimizer, device: torch.device
 ) -> dict[str, JoinAxis]:
-    """Return, by name, the model-parallel axis along which `optimizer` needs each parameter joined, if any."""
+    """Return the model-parallel axis along which `optimizer` needs each parameter joined, by name.
+
+    Parameters that need no join are omitted.
+    """
     found: dict[str, JoinAxis] = {}
     apart: dict[int, bool] = {}  # by number of dims: whether the optimizer updates each matrix of a stack separately
     for member in members:
-        face = member.spec.model_parallel
-        assert face is not None
-        dims = len(face.shape)
+        model_parallel = member.spec.model_parallel
+        assert model_parallel is not None
+        dims = len(model_parallel.shape)
         if dims > 2 and dims not in apart:
-            apart[dims] = steps_stacks_apart(optimizer, device, dims)
-        along = across(member.name, face, stacks_apart=apart.get(dims, False))
+            apart[dims] = steps_matrices_separately(optimizer, device, dims)
+        along = join_axis(member.name, model_parallel, matrices_separately=apart.get(dims, False))
         if along is not None:
             found[member.name] = along
     return found
 
 
-def _new_cells(runtime: LayerZeroState, owners: Mapping[str, ParamOwner]) -> dict[_Key, dict[int, tuple[int, int]]]:
+def _new_owner_groups(
+    runtime: LayerZeroState, owners: Mapping[str, ParamOwner]
+) -> dict[_Key, dict[int, tuple[int, int]]]:
     """Return the owner groups to create for these owners, in the same order on all ranks.
 
     Returns:
-        By owner group, the positions of its ranks. For an owner group that is a ZeRO-3 group, this inner dict is empty.
+        Positions of the ranks by owner group. The inner dict is empty if the owner group is a ZeRO-3 group.
     """
     found: dict[_Key, dict[int, tuple[int, int]]] = {}
     for name, owner in sorted(owners.items()):
-        topology, face, axis = (
+        mesh_info, model_parallel, axis = (
             runtime.members[name].spec.mesh_info,
             runtime.members[name].spec.model_parallel,
             owner.axis,
         )
-        if (topology, axis) not in {*runtime.cells, *found}:
-            found[topology, axis] = {} if face is None or axis is None else places_across(topology, face, axis)
+        if (mesh_info, axis) not in {*runtime.owner_groups, *found}:
+            found[mesh_info, axis] = (
+                {} if model_parallel is None or axis is None else positions_across(mesh_info, model_parallel, axis)
+            )
     return found
 
 
-def _require_equal_parts(handles: Iterable[Handle], put_together: Mapping[str, JoinAxis]) -> None:
-    """Raise ValueError if parameters are cut unevenly along an axis whose parts are joined.
+def _require_equal_parts(handles: Iterable[Handle], join_axes: Mapping[str, JoinAxis]) -> None:
+    """Raise ValueError if parameters are sharded unevenly along an axis whose parts are joined.
 
     Ranks along such an axis must have equal layouts.
     """
     members = [member for handle in handles for member in handle.members]
-    axes = {along.axis: member.name for member in members if (along := put_together.get(member.name)) is not None}
+    axes = {along.axis: member.name for member in members if (along := join_axes.get(member.name)) is not None}
     for member in members:
-        face = member.spec.model_parallel
-        for axis, name in axes.items() if face is not None else ():
-            assert face is not None
-            dim, size = face.sharded_dim(axis), face.mesh.size(axis)
-            if dim is not None and face.joined_shape(axis)[dim] % size:
+        model_parallel = member.spec.model_parallel
+        for axis, name in axes.items() if model_parallel is not None else ():
+            assert model_parallel is not None
+            dim, size = model_parallel.sharded_dim(axis), model_parallel.mesh.size(axis)
+            if dim is not None and model_parallel.joined_shape(axis)[dim] % size:
                 raise ValueError(
-                    f"the optimizer needs {name!r} whole, and {member.name!r}, a parameter of shape {list(face.shape)} "
-                    f"in a unit with such ones, is cut unevenly along dim {dim} over {size} ranks, which is not "
-                    "supported: use a size that they divide, or an element-wise optimizer for all of its unit"
+                    f"the optimizer needs the full parameter {name!r}, but {member.name!r} of shape "
+                    f"{list(model_parallel.shape)} in a unit with such parameters is sharded unevenly along dim {dim} "
+                    f"over {size} ranks, which is not supported. Use a size that this number divides, or an "
+                    "element-wise optimizer for the full unit"
                 )
 
 
-def _scratch_again(runtime: LayerZeroState) -> Counter[Size]:
+def _scratch_buffers(runtime: LayerZeroState) -> Counter[Size]:
     total = ScratchBuffers(Counter(), Counter())
     planned = specs_of(runtime.units)
     for over in dict.fromkeys(unit.over for unit in planned):
@@ -298,7 +310,7 @@ def _scratch_again(runtime: LayerZeroState) -> Counter[Size]:
 
 
 def _require_untouched(runtime: LayerZeroState, moved: Iterable[Handle], owned: set[str]) -> None:
-    """Raise if something refers to the rows that are about to move.
+    """Raise if a view, a gradient or optimizer state refers to the rows that will move.
 
     Raises:
         NotImplementedError: `offload_optimizer` is set.
@@ -306,22 +318,25 @@ def _require_untouched(runtime: LayerZeroState, moved: Iterable[Handle], owned: 
     """
     if runtime.config.offload_optimizer:
         raise NotImplementedError(
-            "offload_optimizer=True is for optimizers that update rows, and this one needs whole parameters: use "
-            "offload_optimizer=False, or an element-wise optimizer"
+            "offload_optimizer=True supports only optimizers that update rows, but this optimizer needs full "
+            "parameters. Use offload_optimizer=False, or an element-wise optimizer"
         )
     names = {member.name for handle in moved for member in handle.members} | owned
     if runtime.status.active_views:
-        raise RuntimeError("shard_optimizer inside layerzero.unsharded or EMA.swapped(); leave the context first")
+        raise RuntimeError(
+            "shard_optimizer was called inside layerzero.unsharded or EMA.swapped(), but it must move rows of the "
+            "masters. Call it outside of the context"
+        )
     if any(runtime.members[name].sharded.grad is not None for name in names):
         raise RuntimeError(
-            "this optimizer needs whole parameters, whose rows have to move to their owners, but there are gradients "
-            "already: call shard_optimizer before the first backward, or model.zero_grad() before it"
+            "this optimizer needs full parameters, so layerzero must move their rows to owners, but some parameters "
+            "already have gradients. Call shard_optimizer before the first backward, or call model.zero_grad() first"
         )
     for optimizer in runtime.optimizers:
         held = optimizer.state_by_name()  # type: ignore[attr-defined]
         if stepped := sorted(name for name in names if name in held):
             raise RuntimeError(
-                "this optimizer needs whole parameters, whose rows have to move to their owners, but another one has "
-                f"state for {stepped[0]!r}: call shard_optimizer (and add_param_group) for all before the first step, "
-                "and load their states afterwards"
+                "this optimizer needs full parameters, so layerzero must move their rows to owners, but another "
+                f"optimizer already has state for {stepped[0]!r}. Call shard_optimizer and add_param_group for all "
+                "optimizers before the first step, and load their states afterwards"
             )

@@ -1,10 +1,10 @@
 """Update of the masters in parts, so that the refresh of one part overlaps with the update of the next part.
 
-[Note: A step as a pipeline]
-The refresh of a handle needs only the masters of this handle. So masters are updated in the order in which the next
-forward needs the weights, some handles at a time. The refresh of each part is launched right after its update, so only
-the update of the first part is not overlapped. This matters most with `offload_optimizer`, where the host updates the
-masters. Each part costs one optimizer call on the host, so there are only a few parts.
+[Note: Pipelined step]
+The refresh of a handle needs only the masters of this handle. Therefore masters are updated a few handles at a time, in
+the order in which the next forward needs the weights. The refresh of each part is launched right after its update. Only
+the update of the first part does not overlap with a refresh. This matters most with `offload_optimizer`, where the host
+updates the masters. Each part needs one optimizer call on the host, so there are only a few parts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from layerzero.optimizers.param_owners import OwnerTable
 
 __all__ = ["update"]
 
-_MOST = 8  # parts; the update of the first one, which is not overlapped, is about an eighth
+_MOST = 8  # maximum number of parts; the first update, about an eighth of the work, does not overlap with a refresh
 
 
 def update(
@@ -39,10 +39,10 @@ def update(
     Args:
         inner: optimizer whose groups list masters.
         names: parameter names, by id of the master.
-        refresh: round in which the refreshes of handles are launched; None if they are launched later.
+        refresh: round in which the refreshes of handles are launched. None if they are launched later.
         take_step: function that steps `inner`.
     """
-    travels = runtime.config.offload_optimizer or any(handle.topology.replicas > 1 for handle in runtime.handles)
+    travels = runtime.config.offload_optimizer or any(handle.mesh_info.replicas > 1 for handle in runtime.handles)
     with runtime.observer.during("update", "optimizer"):
         if refresh is None or not travels or ownership.owned or not _can_step_in_parts(inner):
             ownership.step(take_step)
@@ -51,9 +51,9 @@ def update(
 
 
 def _can_step_in_parts(inner: Optimizer) -> bool:
-    """Return whether the optimizer keeps all state by parameter, and has no custom ``step`` and no step post-hooks.
+    """Return whether the optimizer stores all state by parameter and has neither a custom ``step`` nor post-hooks.
 
-    Post-hooks would run only after refreshes have been launched.
+    Step post-hooks would run after refreshes have already been launched.
     """
     step = vars(inner).get("step")
     is_own = step is None or hasattr(step, "_wrapped_by_lr_sched")
@@ -74,7 +74,7 @@ def _step_in_parts(
     chosen: list[list[list[Tensor]]] = [[[] for _ in groups] for _ in parts]
     for index, masters in enumerate(listed):
         for master in masters:
-            # Parameters that are not sharded are in the last part.
+            # Parameters that are not sharded belong to the last part.
             chosen[number_of.get(names.get(id(master), ""), -1)][index].append(master)
     try:
         for part, by_group in zip(parts, chosen, strict=True):

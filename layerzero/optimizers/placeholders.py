@@ -1,12 +1,13 @@
 """Placeholders for parameters without rows on this rank.
 
 [Note: Parameters without rows]
-A rank may have no rows of a parameter. torch's own optimizers accept such tensors; kernels of other packages may not.
-NVIDIA Apex packs tensors into launches, and starts the last launch at the last chunk of the last tensor. An empty
-tensor has no chunk, so the tensors that are packed before it are never updated. Therefore only torch's own optimizers
-step empty tensors. While another optimizer steps, a parameter without rows has two elements, both zero, and a gradient
-of zeros. State tensors of its shape also have two elements. All ranks then step the same parameters in the same order,
-and the step counts of a parameter agree. There are two elements because code may treat a single element as a scalar.
+A rank may have no rows of a parameter. torch's own optimizers accept such empty tensors, but kernels of other packages
+may not. NVIDIA Apex packs tensors into launches, and starts the last launch at the last chunk of the last tensor. An
+empty tensor has no chunk, so the tensors that are packed before it are never updated. Therefore only torch's own
+optimizers step empty tensors. While another optimizer steps, a parameter without rows has two zero elements and a
+gradient of zeros. State tensors of the parameter's shape also have two elements. All ranks then step the same
+parameters in the same order, and the step counts of a parameter agree. Two elements are used because some code treats a
+single element as a scalar.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def placeholder(rows: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class _Placeholder:
-    """Two-element tensors for one parameter. They are kept between steps, so that a step allocates nothing."""
+    """Two-element tensors for one parameter, which are reused so that later steps do not allocate memory."""
 
     elements: Tensor
     gradient: Tensor
@@ -45,9 +46,9 @@ class Placeholders:
 
     @contextmanager
     def replacing(self, empty: Iterable[Tensor], state: Mapping[Any, Any]) -> Iterator[None]:
-        """Context manager in which empty parameters, their gradients and their state tensors have two elements.
+        """Context manager that replaces empty parameters, their gradients and their state with two-element tensors.
 
-        Parameters and state tensors stay the same objects: only their ``data`` changes.
+        Parameters and state tensors remain the same objects. Only their ``data`` changes.
 
         Args:
             empty: parameters without elements. Their gradients are None after the context.

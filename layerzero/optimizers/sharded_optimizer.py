@@ -1,9 +1,10 @@
-"""Optimizer wrapper: reduce gradients, update masters, refresh compute weights.
+"""Optimizer wrapper that reduces gradients, updates masters and refreshes compute weights.
 
-[Note: Two faces of a parameter group]
-The wrapped optimizer and the wrapper share their group dictionaries, so a scheduler may hold either optimizer. Between
-steps, groups list sharded parameters, as schedulers, clipping and users expect. While the wrapped optimizer steps, the
-groups list the masters instead. These are plain tensors, on which fused and foreach kernels run at full speed.
+[Note: Parameter groups during a step]
+The wrapped optimizer and the wrapper share their group dictionaries, so a scheduler may refer to either optimizer.
+Between steps, groups list sharded parameters, as schedulers, clipping and users expect. While the wrapped optimizer
+steps, the groups list the masters instead. Masters are plain tensors, on which fused and foreach kernels run at full
+speed.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from layerzero.device.accelerator import refuse_capture
-from layerzero.dtensor.row_shard_spec import RowShardSpec, refuse_apart
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
+from layerzero.dtensor.row_shard_spec import RowShardSpec, refuse_rank_local
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.param_view import ParamView
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.apex import prepared, refuse_dtypes, refuse_host
-from layerzero.optimizers.compatibility import is_elementwise_by_name, kinds_that_need_whole
+from layerzero.optimizers.compatibility import is_elementwise_by_name, kinds_that_need_full_params
 from layerzero.optimizers.optimizer_state import (
     HOW,
     Holder,
-    by_rows,
+    as_one_row,
     cut_state,
     differ,
-    few,
     is_plain,
     kept,
     number,
     on,
+    shortened,
     show,
 )
 from layerzero.optimizers.owner_step import OwnedParam
@@ -67,23 +68,23 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
     """Make an optimizer update the masters of a sharded model.
 
     The optimizer may have been built from the model's parameters before or after :func:`shard_model`. Its groups and
-    hyperparameters are kept, and existing state is sharded like the parameters. Call ``step()`` on the returned
-    optimizer; calling it on the original raises. All ranks must call this.
+    hyperparameters do not change, and existing state is sharded like the parameters. Call ``step()`` on the returned
+    optimizer. A ``step()`` of the original optimizer raises. All ranks must call this function.
 
     Args:
-        optimizer: any torch optimizer that updates each element independently, including fused and foreach variants; or
-            each parameter independently, as Muon does. In the second case, each parameter is owned by one rank, which
-            updates it in full.
-        model: from :func:`shard_model`.
+        optimizer: torch optimizer that updates each element independently, including fused and foreach variants, or
+            each parameter independently, such as Muon. In the second case, one rank owns each parameter and updates it
+            in full.
+        model: a sharded model.
         elementwise: True: the optimizer updates each element independently. False: it updates each parameter
-            independently. Neither is verified. None: decide by class name, or by a trial of a copy on small parameters.
-            See ``docs/optimizers.md``.
+            independently. True and False are not verified. None: decide by class name, or by a trial of a copy on small
+            parameters. See ``docs/optimizers.md``.
 
     Raises:
         TypeError: `optimizer` is not a ``torch.optim.Optimizer``.
         ValueError: the optimizer mixes parameters or has parameters that are not in the model, or the trial failed.
-        RuntimeError: the optimizer needs full parameters, but there are gradients already, or another optimizer has
-            made a step.
+        RuntimeError: the optimizer needs full parameters, but parameters already have gradients, or another optimizer
+            has made a step.
 
     Example::
 
@@ -93,18 +94,24 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
         optimizer.zero_grad()
     """
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        raise TypeError(
+            f"shard_optimizer expected a torch.optim.Optimizer, got {type(optimizer).__name__}. Pass an optimizer of "
+            "the model's parameters"
+        )
     if isinstance(optimizer, ShardedOptimizer):
-        raise ValueError("the optimizer has been through shard_optimizer already")
+        raise ValueError(
+            "the optimizer was already returned by shard_optimizer. Call shard_optimizer once, on the original "
+            "optimizer"
+        )
     runtime = get_state(model)
-    whole_kinds = kinds_that_need_whole(optimizer, runtime.mesh_info.device, elementwise)
+    full_param_kinds = kinds_that_need_full_params(optimizer, runtime.mesh_info.device, elementwise)
     if runtime.config.offload_optimizer:
         refuse_host(optimizer)
-    return ShardedOptimizer(optimizer, runtime, whole_kinds)
+    return ShardedOptimizer(optimizer, runtime, full_param_kinds)
 
 
 def _trained(runtime: LayerZeroState, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors that an optimizer steps: masters of trained parameters, and trained ignored parameters."""
+    """Yield the tensors that an optimizer steps: masters of trainable parameters, and trainable ignored parameters."""
     for parameter in parameters:
         if parameter.requires_grad:
             member = runtime.parameters.managed_param(parameter)
@@ -119,23 +126,23 @@ class ShardedOptimizer(OptimizerProxy):
     weights that they change are refreshed before the next forward.
 
     Attributes:
-        inner: the wrapped optimizer. Its state is keyed by plain tensors, this rank's rows.
+        inner: the wrapped optimizer. Its state is keyed by masters, plain tensors with this rank's rows.
         state: the same state, keyed by sharded parameter.
     """
 
-    def __init__(self, inner: Optimizer, runtime: LayerZeroState, whole_kinds: Collection[str] = ()) -> None:
+    def __init__(self, inner: Optimizer, runtime: LayerZeroState, full_param_kinds: Collection[str] = ()) -> None:
         self.inner = inner
         self._counted = StepCounter(runtime.mesh_info.counters.steps)
-        self.load_error: str | None = None  # set while a load is incomplete: error text of the next step
+        self.load_error: str | None = None  # error message of the next step, set while a load is incomplete
         self.guard: Callable[[ShardedOptimizer], bool] | None = None  # returns whether to make the step
         self._runtime = runtime
-        self._model = runtime.model  # a strong reference, as a torch optimizer has to its parameters
+        self._model = runtime.model  # a strong reference, as torch optimizers have to their parameters
         self._masters: list[list[Tensor]] = []  # by group: tensors that the inner optimizer updates
-        self._shown: list[list[Tensor]] = []  # by group: parameters that are listed between steps
+        self._shown: list[list[Tensor]] = []  # by group: parameters that the group lists between steps
         self._master_of: dict[int, Tensor] = {}  # by id of the listed parameter
         self._member_at: dict[int, ManagedParam] = {}  # by id of the listed parameter, if it is sharded
         self._placeholders = Placeholders()
-        self._owner_table = OwnerTable(runtime, inner, whole_kinds)
+        self._owner_table = OwnerTable(runtime, inner, full_param_kinds)
         old_groups, old_state = inner.param_groups, inner.state
         inner.param_groups, inner.state = [], MasterKeyedState(old_state)
         old_parameters = [list(group["params"]) for group in old_groups]
@@ -154,7 +161,7 @@ class ShardedOptimizer(OptimizerProxy):
                     if values := self._cut(old_state[parameter], holder, group):
                         inner.state[master] = values
         watching = runtime.mesh_info.counters.on_launch
-        if watching is not None and not runtime.optimizers:  # with several, steps are counted once
+        if watching is not None and not runtime.optimizers:  # with several optimizers, count steps once
             watching.count_steps_of(self)
         runtime.optimizers.add(self)
 
@@ -171,12 +178,14 @@ class ShardedOptimizer(OptimizerProxy):
             The result of `closure`, or None.
 
         Raises:
-            RuntimeError: the call is inside :meth:`layerzero.EMA.swapped`, which would undo the update; or learning
+            RuntimeError: the call is inside :meth:`layerzero.EMA.swapped`, which would undo the update. Or learning
                 rates or other settings differed between ranks in one of the last two steps.
         """
         refuse_capture(self._runtime.mesh_info.device, "optimizer.step()")
         if ParamView.EMA in self._runtime.status.active_views:
-            raise RuntimeError("optimizer.step() inside EMA.swapped() would be undone; leave the context first")
+            raise RuntimeError(
+                "optimizer.step() was called inside EMA.swapped(), which would undo the update. Leave the context first"
+            )
         if torn := self._runtime.status.load_error or self.load_error:
             raise RuntimeError(torn)
         require_unedited(self.param_groups, self.inner.param_groups, self._shown)
@@ -198,7 +207,7 @@ class ShardedOptimizer(OptimizerProxy):
         return loss
 
     def _settings(self) -> list[list[tuple[str, Any]]]:
-        """Return, for each group, the hyperparameters that must be equal on all ranks, sorted by name."""
+        """Return the hyperparameters of each group that must be equal on all ranks, sorted by name."""
         names = sorted(set(self.defaults) - set(HOW))
         return [
             [(name, number(group[name])) for name in names if name in group and is_plain(group[name])]
@@ -222,7 +231,7 @@ class ShardedOptimizer(OptimizerProxy):
 
     @contextmanager
     def _groups_of_masters(self, rows_of: Callable[[Tensor], Tensor | None] = plain) -> Iterator[None]:
-        # See [Note: Two faces of a parameter group].
+        # See [Note: Parameter groups during a step].
         shown = [group["params"] for group in self.param_groups]
         try:
             for group, parameters, masters in zip(self.param_groups, shown, self._masters, strict=True):
@@ -247,10 +256,12 @@ class ShardedOptimizer(OptimizerProxy):
         return [master for master in masters if not master.numel()]
 
     def call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the inner optimizer, such as ``train`` or ``eval``. The method may write to masters."""
+        """Call a method of the inner optimizer that may write to masters, such as ``train`` or ``eval``."""
         require_unedited(self.param_groups, self.inner.param_groups, self._shown)
         self._owner_table.refuse(method.__name__)
-        refusal = f"{method.__name__}() inside EMA.swapped() would be undone; leave the context first"
+        refusal = (
+            f"{method.__name__}() was called inside EMA.swapped(), which would undo its writes. Leave the context first"
+        )
         parameters = [member.sharded for member in self._member_at.values()]
         writes = WriteDetector(
             chain.from_iterable(self._masters),
@@ -263,7 +274,7 @@ class ShardedOptimizer(OptimizerProxy):
     # Groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters of the model, as they were before :func:`shard_model` or as they are after it."""
+        """Add a group of parameters of the model, obtained before or after :func:`shard_model`."""
         require_unedited(self.inner.param_groups, self.inner.param_groups, self._shown)
         given = param_group["params"]
         parameters = [given] if isinstance(given, Tensor) else list(given)
@@ -278,9 +289,9 @@ class ShardedOptimizer(OptimizerProxy):
             member = self._runtime.parameters.managed_param(parameter)
             if member is None and not self._runtime.parameters.is_ignored(parameter):
                 raise ValueError(
-                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that the model did not own when "
-                    "it was sharded; build the optimizer from model.parameters() of the model that is sharded, and add "
-                    "modules before shard_model"
+                    f"the optimizer has a parameter of shape {list(parameter.shape)} that was not in the model when it "
+                    "was sharded. Build the optimizer from model.parameters() of the sharded model, and add modules "
+                    "before shard_model"
                 )
             shown.append(parameter if member is None else member.sharded)
             masters.append(self._master_for(parameter, member))
@@ -307,12 +318,12 @@ class ShardedOptimizer(OptimizerProxy):
         self._owner_table.follow()
 
     def _master_for(self, parameter: Tensor, member: ManagedParam | None) -> Tensor:
-        if member is None:  # ignored by shard_model, so the optimizer steps the parameter itself
+        if member is None:  # ignored by shard_model; the optimizer steps the parameter itself
             self._master_of[id(parameter)] = parameter
             return parameter
         key = id(member.sharded)
         if key in self._master_of:
-            raise ValueError(f"parameter {member.name!r} appears twice in the optimizer")
+            raise ValueError(f"parameter {member.name!r} appears twice in the optimizer. Remove one of the entries")
         master = nn.Parameter(member.master, requires_grad=member.sharded.requires_grad)
         self._master_of[key] = master
         self._member_at[key] = member
@@ -323,13 +334,13 @@ class ShardedOptimizer(OptimizerProxy):
     def state_dict(self) -> dict[str, Any]:
         """Return the state and the groups, with parameters identified by name.
 
-        If parameters have owners, every rank must call this.
+        If parameters have owners, every rank must call this method.
 
         Returns:
             ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], "lr": ..., ...}]}``. Tensors of
             a parameter's shape are sharded tensors that share memory with the optimizer's state. State tensors of owned
             parameters are sharded tensors whose rows are all on the owner. If
-            ``torch.distributed.checkpoint.state_dict`` is among the callers, parameters are numbered instead; see
+            ``torch.distributed.checkpoint.state_dict`` is among the callers, parameters are numbered instead. See
             [Note: torch's get_state_dict].
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
@@ -342,7 +353,7 @@ class ShardedOptimizer(OptimizerProxy):
                     values = {key: show(value, holder) for key, value in self.state[parameter].items()}
                     if values or not by_number:
                         state[self._name(parameter)] = values
-        state = self._owner_table.with_what_others_own(state)
+        state = self._owner_table.with_other_owners_state(state)
         groups = [{**group, "params": self.parameter_names(group)} for group in self.param_groups]
         result: dict[str, Any] = {"state": state, "param_groups": groups}
         result = numbered(result) if by_number else result
@@ -353,21 +364,21 @@ class ShardedOptimizer(OptimizerProxy):
 
     @torch.no_grad()
     def full_state_dict(self, *, cpu: bool = True, rank0_only: bool = True) -> dict[str, Any]:
-        """Gather the full state, in the form of a plain optimizer's state dict for the unsharded model.
+        """Gather the full state in the form of a plain optimizer's state dict for the unsharded model.
 
-        The result can be loaded by a plain optimizer with the same groups, or by :meth:`load_state_dict` on every rank.
-        Tensors are gathered one by one. Every rank must call this, also if parameters have owners (Muon).
+        A plain optimizer with the same groups can load the result, and so can :meth:`load_state_dict` on every rank.
+        Tensors are gathered one at a time. Every rank must call this method.
 
         Args:
             cpu: copy the tensors to host memory.
-            rank0_only: only the first data-parallel rank gets the state; all other ranks get ``{}``.
+            rank0_only: return the state on the first rank only, and ``{}`` on all other ranks.
 
         Returns:
             ``{"state": {number: {key: value}}, "param_groups": [{"params": [number, ...], ...}]}``, the form of
             ``torch.optim``, with full plain tensors.
 
         Raises:
-            ValueError: ranks hold different parameters under the same names (experts that are not DTensors).
+            ValueError: ranks have different parameters under the same name (experts that are not DTensors).
 
         Example::
 
@@ -375,10 +386,10 @@ class ShardedOptimizer(OptimizerProxy):
             if torch.distributed.get_rank() == 0:
                 plain_optimizer.load_state_dict(state)
         """
-        everyone = self._runtime.ranks
+        model_ranks = self._runtime.ranks
         spans = (member.spec for member in self._member_at.values())
-        refuse_apart("ShardedOptimizer.full_state_dict", spans, everyone.size)
-        keeps = not rank0_only or everyone.is_first
+        refuse_rank_local("ShardedOptimizer.full_state_dict", spans, model_ranks.size)
+        keeps = not rank0_only or model_ranks.is_first
 
         def gathered(value: Any) -> Any:
             if isinstance(value, DTensor):  # a collective: all ranks, in the same order
@@ -397,18 +408,18 @@ class ShardedOptimizer(OptimizerProxy):
         """Load the result of :meth:`state_dict`. Full plain tensors are also accepted.
 
         Parameters may be identified by any of their tied names, or by number, as in the state of an unsharded
-        optimizer. Each group takes the hyperparameters of the saved groups that hold its parameters. The settings
-        `foreach`, `fused` and `capturable`, which do not change the results, keep their current values.
+        optimizer. Each group gets the hyperparameters of the saved groups that contain its parameters. The settings
+        `foreach`, `fused` and `capturable` do not affect the results and are not loaded.
 
         Raises:
             ValueError: names are missing or unexpected, a shape is wrong, or a group's parameters were saved with
-                different hyperparameters. In this case, the optimizer is not changed.
+                different hyperparameters. The optimizer is not changed in this case.
         """
         self._load(state_dict, copy=True)
 
     @torch.no_grad()
     def adopt_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load as :meth:`load_state_dict`, but use the given tensors without copying them where possible."""
+        """Load like :meth:`load_state_dict`, but use the given tensors without a copy where possible."""
         self._load(state_dict, copy=False)
 
     def _load(self, state_dict: Mapping[str, Any], *, copy: bool) -> None:
@@ -420,7 +431,10 @@ class ShardedOptimizer(OptimizerProxy):
         groups = [self.saved_group(group, loaded["param_groups"]) for group in self.param_groups]
         place = {self._name(p): (p, group) for group in self.param_groups for p in group["params"]}
         if unexpected := sorted(set(loaded["state"]) - set(place)):
-            raise ValueError(f"optimizer state holds parameters that the optimizer does not: {unexpected}")
+            raise ValueError(
+                f"the optimizer state has parameters that the optimizer does not have: {unexpected}. Load the state of "
+                "an optimizer with the same parameters"
+            )
         new_state = {}
         for name, values in loaded["state"].items():
             parameter, group = place[name]
@@ -443,11 +457,11 @@ class ShardedOptimizer(OptimizerProxy):
         self, values: Mapping[str, Any], holder: Holder, group: Mapping[str, Any], *, copy: bool = True
     ) -> dict[str, Any]:
         if isinstance(holder, ManagedParam) and not holder.spec.shape:
-            values = by_rows(values, first_state(self.inner, group, holder.master))
+            values = as_one_row(values, first_state(self.inner, group, holder.master))
         return cut_state(values, holder, copy=copy)
 
     def saved_group(self, group: Mapping[str, Any], saved_groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the hyperparameters of the saved groups that hold the parameters of `group`.
+        """Return the hyperparameters of the saved groups that contain the parameters of `group`.
 
         Raises:
             ValueError: a parameter is in no saved group, or the saved groups have different hyperparameters.
@@ -461,27 +475,31 @@ class ShardedOptimizer(OptimizerProxy):
             settings = {key: value for key, value in saved.items() if key not in ("params", "param_names", *HOW)}
             if found is not None and (odd := sorted(key for key in found | settings if differ(found, settings, key))):
                 raise ValueError(
-                    f"the parameters of one group, {few(names)}, were saved in groups with different {', '.join(odd)}"
+                    f"the parameters {shortened(names)} are in one group, but they were saved in groups with different "
+                    f"{', '.join(odd)}. Use the same groups as in the saved state"
                 )
             found = settings
         if missing:
-            raise ValueError(f"no saved parameter group holds {few(missing)}")
+            raise ValueError(
+                f"no saved parameter group contains {shortened(missing)}. Load the state of an optimizer with the same "
+                "parameters"
+            )
         return found or {}
 
     def parameter_names(self, group: Mapping[str, Any]) -> list[str]:
-        """Return the names that the parameters of a group have in :meth:`state_dict`."""
+        """Return the names of the parameters of a group in :meth:`state_dict`."""
         return [self._name(parameter) for parameter in group["params"]]
 
     def state_by_name(self) -> dict[str, Mapping[str, Any]]:
-        """Return the wrapped optimizer's state, not copied, by the parameter names of :meth:`state_dict`."""
+        """Return the wrapped optimizer's state without a copy, by the parameter names of :meth:`state_dict`."""
         return {self._name(parameter): self.state[parameter] for parameter in self.state}
 
     def owned(self, name: str) -> OwnedParam | None:
-        """Return the owned parameter whose name in :meth:`state_dict` is `name`; None if it has no owner."""
+        """Return the owned parameter whose name in :meth:`state_dict` is `name`, or None if it has no owner."""
         return next((each for each in self._owner_table.owned.values() if each.member.name == name), None)
 
     def span_of_state(self, name: str, shape: Sequence[int]) -> RowShardSpec | None:
-        """Return the sharding of a state tensor of shape `shape` of the parameter `name`; None if it is not sharded."""
+        """Return the sharding of a state tensor of the parameter `name` with shape `shape`. None: not sharded."""
         member = self._runtime.members.get(name)
         holder = None if member is None else self._holder_of(member.sharded)
         if not shape or holder is None:

@@ -1,10 +1,10 @@
-"""An optimizer step that is split into one part per parameter but counts as a single step.
+"""Optimizer step that is split into one part per parameter but counts as a single step.
 
-An optimizer may keep scalars outside of its parameter state, such as a step count in its groups or a learning rate in
-its attributes. Each part of a step would change these scalars again, and the number of parts differs between ranks. So
-each part starts with the scalars from before the step. The final scalars are those after the first part, which steps
-none of the parameters of `turns`, as on a rank that owns none. The compatibility trial decides whether an optimizer can
-be stepped in this way; see compatibility_trial.py.
+An optimizer may store scalars outside of its parameter state, such as a step count in its groups or a learning rate in
+its attributes. Each part of a step would change these scalars again, and the number of parts differs between ranks.
+Therefore each part starts with the scalars from before the step. The final scalars are the scalars after the first
+part, which steps all parameters except those in `turns`, as on a rank that owns no parameters. The compatibility trial
+decides whether an optimizer supports this; see compatibility_trial.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 __all__ = ["Turn", "step_param_by_param"]
 
-Turn = tuple[MutableMapping[str, Any], Tensor]  # a group of the optimizer, and a parameter to step with its settings
+Turn = tuple[MutableMapping[str, Any], Tensor]  # group of the optimizer, parameter to step with the group's settings
 
-_MOST_ELEMENTS = 64  # tensors with at most this many elements count as scalars, larger ones as data
+_MOST_ELEMENTS = 64  # tensors with more elements are data and do not count as scalars
 
 
 def step_param_by_param(optimizer: Optimizer, take_step: Callable[[], Any], turns: Iterable[Turn]) -> None:
@@ -28,8 +28,8 @@ def step_param_by_param(optimizer: Optimizer, take_step: Callable[[], Any], turn
 
     Args:
         take_step: function that steps `optimizer`.
-        turns: iterator over pairs of a group and a parameter. A parameter is full and has its gradient until the next
-            pair is requested.
+        turns: iterator over pairs of a group and a parameter. The parameter is full and has its gradient until the
+            iterator advances.
     """
     before = _Numbers(optimizer)
     take_step()
@@ -49,7 +49,7 @@ def step_param_by_param(optimizer: Optimizer, take_step: Callable[[], Any], turn
 
 
 class _Numbers:
-    """Copy of the scalars that an optimizer keeps outside of its parameter state."""
+    """Copy of the scalars that an optimizer stores outside of its parameter state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         own = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
@@ -68,7 +68,7 @@ class _Numbers:
 def _put(table: MutableMapping[str, Any], key: str, value: Any) -> None:
     now = table.get(key)
     if isinstance(now, Tensor) and isinstance(value, Tensor) and now.shape == value.shape and now.dtype == value.dtype:
-        now.copy_(value)  # in place, because others may refer to the tensor
+        now.copy_(value)  # in place, because other code may refer to the tensor
     else:
         table[key] = _copy(value)
 

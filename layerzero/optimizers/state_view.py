@@ -14,7 +14,7 @@ __all__ = ["ParamKeyedState"]
 
 
 class ParamKeyedState(MutableMapping[Tensor, dict[str, Any]]):
-    """View of the inner optimizer's state, keyed by the parameters that the groups list between steps."""
+    """View of the inner optimizer's state, keyed by the sharded parameters that the groups list between steps."""
 
     def __init__(self, inner: torch.optim.Optimizer, master_of: Mapping[int, Tensor]) -> None:
         self._inner = inner
@@ -50,4 +50,4 @@ class ParamKeyedState(MutableMapping[Tensor, dict[str, Any]]):
     def __bool__(self) -> bool:
         return (
             len(self) > 0 or asked_by_torch()
-        )  # torch takes a step if the state is empty; see [Note: torch's get_state_dict]
+        )  # torch steps the optimizer if the state is empty; see [Note: torch's get_state_dict]

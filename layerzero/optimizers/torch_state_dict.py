@@ -2,10 +2,10 @@
 
 [Note: torch's get_state_dict]
 torch's ``get_state_dict`` and ``set_state_dict`` expect parameters to be numbered in the order of the groups, and
-replace the numbers by names. If an optimizer has no state, these functions step it once, with zero gradients and a zero
-learning rate, to create tensors to load into. This step increments step counts. So if the functions are among the
-callers, state dicts are numbered, and parameters without state get their initial state. This state is created for the
-call and not stored.
+replace the numbers by names. If an optimizer has no state, these functions step it once with zero gradients and a zero
+learning rate, to create tensors to load into. Such a step would increment step counts. Therefore, if these functions
+are among the callers, state dicts are numbered, and parameters without state get an initial state. The initial state is
+created for the call and is not stored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["asked_by_torch", "by_own_names", "first_state", "numbered"]
 
 _CALLER = "torch.distributed.checkpoint.state_dict"
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-_BEFORE_A_STEP = {"step": 0.0, "mu_product": 1.0}  # initial values of state that each step increments or multiplies
+_BEFORE_A_STEP = {"step": 0.0, "mu_product": 1.0}  # initial values of scalars that each step increments or multiplies
 
 
 def asked_by_torch() -> bool:
@@ -41,8 +41,8 @@ def asked_by_torch() -> bool:
 
 
 def first_state(inner: Optimizer, group: Mapping[str, Any], master: Tensor) -> dict[str, Any]:
-    """Create the initial state of a parameter that `inner` has not stepped yet."""
-    # The trial would copy the state of the group's parameters, so the group is passed without them.
+    """Return the initial state of a parameter that `inner` has not stepped yet."""
+    # Pass the group without its parameters, because their state would be copied.
     found, _ = state_after_a_step(inner, {**group, "params": []}, master.device, gradient=0.0)
     return {key: _begun(key, value, master) for key, value in found.items()}
 
@@ -58,7 +58,7 @@ def _begun(key: str, value: Any, master: Tensor) -> Any:
 
 
 def numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a state dict whose parameters are named to the numbered form of ``torch.optim``."""
+    """Convert a state dict with named parameters to the numbered form of ``torch.optim``."""
     names = [name for group in state_dict["param_groups"] for name in group["params"]]
     number = {name: index for index, name in enumerate(names)}
     groups = [{**group, "params": [number[n] for n in group["params"]]} for group in state_dict["param_groups"]]
@@ -66,11 +66,11 @@ def numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_own_names(state_dict: Mapping[str, Any], optimizer: ShardedOptimizer, model: nn.Module) -> dict[str, Any]:
-    """Return a state dict with each parameter renamed to the name that `optimizer` uses.
+    """Return a state dict in which each parameter has the name that `optimizer` uses.
 
     Args:
-        state_dict: state dict keyed by any name that the model has for a parameter, with or without the prefixes of
-            wrappers; or by number, as for an unsharded optimizer.
+        state_dict: state dict keyed by any name of a parameter in the model, with or without the prefixes of wrappers,
+            or by number, as for an unsharded optimizer.
 
     Raises:
         ValueError: the state dict is numbered, and its group sizes differ from those of the optimizer.
@@ -82,8 +82,8 @@ def by_own_names(state_dict: Mapping[str, Any], optimizer: ShardedOptimizer, mod
         theirs, ours = [len(group["params"]) for group in groups], [len(names) for names in own]
         if theirs != ours:
             raise ValueError(
-                f"the state numbers its parameters, and its groups have {theirs} of them, the optimizer's {ours}; save "
-                "states by name"
+                f"the state identifies parameters by number, but its groups have {theirs} parameters and those of the "
+                f"optimizer have {ours}. Save states by name"
             )
         numbers = (number for group in groups for number in group["params"])
         rename = dict(zip(numbers, (name for names in own for name in names), strict=True))
@@ -97,7 +97,7 @@ def by_own_names(state_dict: Mapping[str, Any], optimizer: ShardedOptimizer, mod
 
 
 def _aliases(model: nn.Module, own: Iterable[str]) -> dict[str, str]:
-    """Return a dict from every name of a model parameter to its name in `own`."""
+    """Return a dict that maps every name of a model parameter to its name in `own`."""
     known = set(own)
     names_of: dict[int, list[str]] = {}
     aliases: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Access to the wrapped optimizer from the wrapper: hooks, methods, state, and checks of the groups."""
+"""Access to the wrapped optimizer from the wrapper: hooks, methods, state and checks of the groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from layerzero.dtensor.sharded_tensor import LocalShard, RowShardedTensor, plain
+from layerzero.dtensor.local_shard import LocalShard, plain
+from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.optimizers.optimizer_copy import unhooked
 
 __all__ = [
@@ -34,14 +35,14 @@ _OWN = ("inner", "defaults", "state", "param_groups")  # attributes that both op
 
 
 class StepCounter:
-    """Counter of ``"taken"`` and ``"skipped"`` steps. A step is skipped if gradients are zeroed without a step.
+    """Counter of ``"taken"`` and ``"skipped"`` steps. A skipped step is one whose gradients are zeroed without a step.
 
-    Skipped steps are inferred, because a ``GradScaler`` that finds an overflow does not call ``step()``.
+    Skipped steps must be inferred, because a ``GradScaler`` that finds an overflow does not call ``step()``.
     """
 
     def __init__(self, counter: Counter[str]) -> None:
         self._counter = counter
-        self._stepped = True  # since gradients were last zeroed
+        self._stepped = True  # a step was made since gradients were last zeroed
         self._backwards = 0  # number of backwards when gradients were last zeroed
 
     def take(self) -> None:
@@ -49,10 +50,10 @@ class StepCounter:
         self._stepped = True
 
     def forget(self, groups: Iterable[Mapping[str, Any]], backwards: int) -> None:
-        """Record that gradients are zeroed, and count a skipped step if new gradients were not used by a step.
+        """Record that gradients are zeroed. Count a skipped step if no step has used the new gradients.
 
         Args:
-            backwards: number of backwards so far. If it has not grown since the last call, there are no new gradients.
+            backwards: number of backwards so far. If it equals that of the last call, there are no new gradients.
         """
         is_new = not self._stepped and backwards > self._backwards
         if is_new and any(parameter.grad is not None for group in groups for parameter in group["params"]):
@@ -61,7 +62,7 @@ class StepCounter:
 
 
 class OptimizerProxy(Optimizer):
-    """Optimizer that forwards all public attributes and methods that it does not define to the inner optimizer."""
+    """Optimizer that forwards public attributes and methods that it does not define to the inner optimizer."""
 
     inner: Optimizer
 
@@ -70,7 +71,7 @@ class OptimizerProxy(Optimizer):
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        # Private attributes describe this object and are not forwarded: GradScaler reads one from fused optimizers.
+        # Private attributes are not forwarded. GradScaler reads one of them from fused optimizers.
         if name.startswith("_") or "inner" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(self.inner, name)
@@ -89,20 +90,20 @@ class OptimizerProxy(Optimizer):
 def step_without_global_hooks(inner: Optimizer, update: Callable[[Callable[[], Any]], Any] | None = None) -> None:
     """Call ``inner.step()`` with the hooks of the instance but without torch's global hooks.
 
-    The global hooks run for the step of the wrapper.
+    The step of the wrapper runs the global hooks.
 
     Args:
-        update: function that is called with a function that steps `inner`, and calls the latter one or more times.
-            None: the step function is called once.
+        update: function whose argument is a function that steps `inner`. It calls that function one or more times.
+            None: step `inner` once.
     """
     update = update or _at_once
     replaced = vars(inner).get("step")
     bare = unhooked(type(inner).step)
     if bare is type(inner).step or (replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched")):
-        update(inner.step)  # a custom step, called as it is
+        update(inner.step)  # a custom step, called without changes
         return
     if replaced is not None:
-        inner._opt_called = True  # type: ignore[attr-defined]  # the only effect of a scheduler's replacement
+        inner._opt_called = True  # type: ignore[attr-defined]  # the only effect of a scheduler's step wrapper
     args: tuple[Any, ...] = (inner,)
     kwargs: dict[str, Any] = {}
     for pre_hook in list(inner._optimizer_step_pre_hooks.values()):
@@ -124,16 +125,16 @@ def _at_once(take_step: Callable[[], Any]) -> None:
 
 
 _MIXED = (
-    "{name} updates all tensors of a parameter group at once, and cannot do so where sharded parameters (plain tensors "
-    "inside layerzero) and DTensors of another framework are in one group. Give the DTensors in ignored_params an "
-    "optimizer of their own, which is stepped as it is, or a parameter group of their own"
+    "{name} updates all tensors of a parameter group at once, which is not possible if one group has sharded "
+    "parameters (plain tensors inside layerzero) and DTensors of another framework. Put the DTensors in "
+    "ignored_params into a separate optimizer, which you step yourself, or into a separate parameter group"
 )
 
 
 def require_one_kind(
     inner: Optimizer, group: Mapping[str, Any], ignored: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> None:
-    """Raise ValueError if one foreach or fused call would get both plain tensors and DTensors.
+    """Raise ValueError if one foreach or fused call would update both plain tensors and DTensors.
 
     Args:
         inner: optimizer that the group is added to.
@@ -150,18 +151,18 @@ def require_one_kind(
 def require_unedited(
     groups: Sequence[Mapping[str, Any]], inner: Sequence[Mapping[str, Any]], known: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Raise RuntimeError if `groups` or their parameter lists were changed other than through the wrapper.
+    """Raise RuntimeError if `groups` or their parameter lists were not changed through the wrapper.
 
     Args:
         groups: parameter groups of the wrapper.
-        inner: parameter groups of the inner optimizer; must be the same list.
-        known: by group, the parameters that were added through the wrapper.
+        inner: parameter groups of the inner optimizer, which must be the same list.
+        known: parameters that were added through the wrapper, by group.
     """
     if groups is not inner:
         raise RuntimeError(f"the list of parameter groups was replaced. {_WAY_OUT}")
     if len(groups) != len(known):
         raise RuntimeError(
-            f"there are {len(groups)} parameter groups, of which layerzero knows {len(known)}. {_WAY_OUT}"
+            f"there are {len(groups)} parameter groups, but only {len(known)} were added through layerzero. {_WAY_OUT}"
         )
     for index, (group, parameters) in enumerate(zip(groups, known, strict=True)):
         now = group["params"]
@@ -172,9 +173,9 @@ def require_unedited(
 
 
 _WAY_OUT = (
-    "param_groups was edited after shard_optimizer, which cannot see that: undo it, and add parameters with "
-    "optimizer.add_param_group(...), stop training some with parameter.requires_grad_(False) on all ranks, or build a "
-    "new optimizer and call shard_optimizer on it"
+    "layerzero cannot apply edits of param_groups after shard_optimizer. Undo the edit. To add parameters, call "
+    "optimizer.add_param_group(...). To stop training some parameters, call parameter.requires_grad_(False) on all "
+    "ranks. Otherwise build a new optimizer and call shard_optimizer on it"
 )
 
 
@@ -184,9 +185,9 @@ def _shapes(parameters: Sequence[Tensor]) -> str:
 
 
 class MasterKeyedState(defaultdict[Tensor, Any]):
-    """Inner optimizer's state, keyed by master.
+    """State of the inner optimizer, keyed by master.
 
-    A lookup by sharded parameter raises RuntimeError; a plain defaultdict would silently create an empty state.
+    A lookup by sharded parameter raises RuntimeError. A plain defaultdict would create an empty state without an error.
     """
 
     def __init__(self, former: Mapping[Any, Any]) -> None:
@@ -196,8 +197,8 @@ class MasterKeyedState(defaultdict[Tensor, Any]):
     def __missing__(self, key: Tensor) -> Any:
         if isinstance(key, RowShardedTensor):
             raise RuntimeError(
-                "a method of optimizer.inner was called, which finds no state for sharded parameters: call it on the "
-                "optimizer that shard_optimizer returned"
+                "a method of optimizer.inner was called, but the state of optimizer.inner is not keyed by sharded "
+                "parameters. Call the method on the optimizer that shard_optimizer returned"
             )
         return super().__missing__(key)
 
@@ -206,9 +207,9 @@ class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that calls a function before the first operation that writes to the memory of given tensors.
 
     Args:
-        tensors: tensors to observe.
+        tensors: tensors whose memory is observed.
         tell: function that is called before the first write.
-        refusal: text of a RuntimeError that is raised instead; None: no error.
+        refusal: message of a RuntimeError that is raised instead. None: no error.
     """
 
     def __init__(self, tensors: Iterable[Tensor], tell: Callable[[], None], refusal: str | None = None) -> None:
@@ -240,7 +241,7 @@ class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def final_rows(gradient: Tensor) -> Tensor | None:
-    """Return this rank's rows of a gradient; None if it is not reduced yet, which can be the case between steps."""
+    """Return this rank's rows of a gradient, or None if the gradient is not reduced yet."""
     local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
     withheld = isinstance(local, LocalShard) and local.tracker is not None and local.tracker.access_error is not None
     return None if withheld else plain(gradient)

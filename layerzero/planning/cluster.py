@@ -1,4 +1,4 @@
-"""Description of a cluster for :func:`layerzero.plan`: :class:`Cluster`."""
+"""Description of a cluster for :func:`layerzero.plan`."""
 
 from __future__ import annotations
 
@@ -69,18 +69,20 @@ class Cluster:
             value = getattr(self, field.name)
             if field.type == "str":
                 if not isinstance(value, str):
-                    raise TypeError(f"{field.name} must be a name, got {value!r}")
+                    raise TypeError(f"{field.name} must be a string, got {value!r}")
             elif isinstance(value, bool) or not isinstance(value, (int, float) if field.type == "float" else int):
-                raise TypeError(f"{field.name} must be {'a number' if field.type == 'float' else 'an int'}: {value!r}")
+                raise TypeError(
+                    f"{field.name} must be {'a number' if field.type == 'float' else 'an int'}, got {value!r}"
+                )
         may_be_zero = {"reserve", "between_latency", "inside_latency", "launch", "price", "processor_per_byte"}
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type != "str" and not (value > 0 or (value == 0 and field.name in may_be_zero)):
-                raise ValueError(f"{field.name}={value}; it must be {'0 or ' * (field.name in may_be_zero)}more than 0")
+                raise ValueError(f"{field.name} must be {'0 or ' * (field.name in may_be_zero)}positive, got {value}")
         if self.steps not in _STEPS:
-            raise ValueError(f"steps={self.steps!r}; use one of {_STEPS}")
+            raise ValueError(f"steps={self.steps!r} is not supported. Use one of {_STEPS}")
         if self.device not in ("cuda", "cpu"):
-            raise ValueError(f"device={self.device!r}; use 'cuda' or 'cpu'")
+            raise ValueError(f"device={self.device!r} is not supported. Use 'cuda' or 'cpu'")
 
     @property
     def ranks(self) -> int:
@@ -108,11 +110,11 @@ class Cluster:
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], **others: Any) -> Cluster:
-        """Read a cluster from a YAML file (needs ``pip install PyYAML``).
+        """Read a cluster from a YAML file (requires PyYAML).
 
         Args:
             path: file with the names and values of fields.
-            others: fields that override those of the file.
+            others: fields that override the fields of the file.
 
         Raises:
             TypeError, ValueError: a name is unknown, a value is invalid, or `nodes` is missing. The message names the
@@ -121,10 +123,10 @@ class Cluster:
         content = read_yaml(Path(path))
         known = [field.name for field in fields(cls)]
         if unknown := sorted(str(name) for name in content if name not in known):
-            raise ValueError(f"{path}: unknown fields {', '.join(unknown)}; known are {', '.join(known)}")
+            raise ValueError(f"{path} has unknown fields {', '.join(unknown)}. Use {', '.join(known)}")
         given = {**content, **others}
         if "nodes" not in given:
-            raise ValueError(f"{path}: nodes is not given")
+            raise ValueError(f"{path} has no field nodes. Add the number of nodes")
         try:
             return cls(**given)
         except (TypeError, ValueError) as error:

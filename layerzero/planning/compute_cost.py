@@ -19,7 +19,7 @@ class ComputeCost:
     Attributes:
         tokens: number of tokens in a micro-batch, over all sequences.
         sequence: number of tokens in one sequence.
-        recompute: True if blocks keep only their inputs and recompute their forward in the backward.
+        recompute: True if blocks save only their inputs and recompute their forward in the backward.
         forward: FLOP per token of a unit's forward, keyed by unit.
         again: FLOP per token of the forward of the unit's blocks, which `recompute` repeats, keyed by unit.
         activation_bytes: bytes of activations in a micro-batch; 0: unknown.
@@ -50,7 +50,7 @@ class ComputeCost:
         each = sizes.block_flops(sequence)
         again = {plan.name: each * sum(isinstance(m, TransformerBlock) for m in plan.modules) for plan in plans}
         forward = {name: flops + sizes.root_flops() * (name == "") for name, flops in again.items()}
-        # The head keeps logits in compute dtype and in fp32, and their fp32 gradients.
+        # The head saves logits in compute dtype and in fp32, and their fp32 gradients.
         kept, head = sizes.block_activations() * element, sizes.vocab * (element + 8)
         blocks = sizes.layers * sizes.hidden * element + kept if recompute else sizes.layers * kept
         return cls(tokens, sequence, recompute, forward, again, float(tokens) * (blocks + head))

@@ -1,4 +1,4 @@
-"""Estimated cost of a combination of settings: memory by kind, bytes sent on each axis, and a simulated step."""
+"""Estimated cost of a combination of settings: memory by kind, bytes sent per axis, and a simulated step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from layerzero.estimates.memory_estimate import on_device
 from layerzero.estimates.specs import UnitSpec
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.compute_cost import ComputeCost
-from layerzero.planning.meta_sharding import MetaSharding, foreseen, optimizer_bytes, where_of
-from layerzero.planning.sim_program import Operation, computations_in, exchanges_in
+from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, where_of
+from layerzero.planning.sim_program import Operation, collectives_in, computations_in
 from layerzero.planning.sim_schedules import Peer, ScheduleSettings, UnitCost, layerzero_program, peer_program
 from layerzero.planning.simulator import SimMachine, SimResult, simulate
 
@@ -25,7 +25,7 @@ LAYERZERO = "layerzero"
 PEERS = ("FSDP2", "HSDP", "ZeRO-1")
 _STATE = 2  # state elements of AdamW per parameter element, in the dtype of the master
 _UPDATED = 7  # elements that AdamW accesses per parameter element: reads 4 (master, gradient, state), writes 3
-_STEPS = 2  # simulated steps; the result is that of the last one
+_STEPS = 2  # simulated steps; the result is that of the last step
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Estimate:
         peak: peak bytes on the device in a step, as the total over all kinds.
         host: bytes in host memory.
         room: bytes of an accelerator's memory that are available to the model.
-        excess: bytes by which `peak` exceeds `room`; 0 if `peak` fits.
-        host_excess: bytes by which the ranks of a node together exceed the node's host memory; 0 if they fit.
+        excess: bytes by which `peak` exceeds `room`; 0 if it does not.
+        host_excess: bytes by which the ranks of a node together exceed the node's host memory; 0 if they do not.
         sent: bytes sent in a step, keyed by axis: ``zero3`` and ``replica``.
         between: bytes sent to other nodes in a step.
         step: simulated seconds of a step.
@@ -116,7 +116,7 @@ class Estimator:
     cluster: Cluster
     param_dtype: torch.dtype
     units: object = None
-    called: str = ""  # text for `units` in the settings to paste, if the model's own classes are not available
+    called: str = ""  # text for `units` in the recommended settings, if the model's own classes are not available
     _timed: dict[tuple[Candidate, int], _Timed] = field(default_factory=dict)
 
     def config(self, choice: Candidate) -> LayerZeroConfig:
@@ -161,7 +161,7 @@ class Estimator:
         if choice.scheme != LAYERZERO:
             return self._memory_of_peer(choice)
         config, units = self.config(choice), self.planned(choice)
-        found = foreseen(units, config)
+        found = predicted_memory(units, config)
         where = "host_optimizer" if config.offload_optimizer else "optimizer"
         memory = {**found.kinds, where: optimizer_bytes(units, _STATE)}
         return memory, found.peak + memory.get("optimizer", 0)
@@ -223,7 +223,7 @@ class Estimator:
         """Return the time and traffic of a simulated step.
 
         At most 3 micro-batches are simulated, and the others are extrapolated. From the third micro-batch on, each
-        takes as long as the previous one, because nothing is in flight between micro-batches.
+        takes as long as the previous one, because no collective is in flight between micro-batches.
         """
         most = min(choice.micro_batches, 3)
         simulated = self._simulated(choice, most)
@@ -266,7 +266,7 @@ class Estimator:
             offload_grads=choice.offload_grads,
             offload_optimizer=choice.offload_optimizer,
             offload_params=choice.offload_params,
-            root_stays=cluster.device != "cpu",
+            root_stays_gathered=cluster.device != "cpu",
             adds_hop1=cluster.device == "cpu",
             update=self._update(own, in_host=choice.offload_optimizer),
             memory_speed=cluster.memory_speed * 1e9,
@@ -286,10 +286,10 @@ def _timed(program: Iterable[Operation], outcome: SimResult, machine: SimMachine
     for operation in program:
         for computation in computations_in(operation):
             parts[computation.what[0] or "add"] += computation.seconds / _STEPS
-        for exchange in exchanges_in(operation):
-            if exchange.axis in sent:
-                sent[exchange.axis] += exchange.bytes / _STEPS
-            between += machine.sent_between(exchange) / machine.node_size / _STEPS
+        for collective in collectives_in(operation):
+            if collective.axis in sent:
+                sent[collective.axis] += collective.bytes / _STEPS
+            between += machine.sent_between(collective) / machine.node_size / _STEPS
     for kind, seconds in outcome.waits[-1].items():
         parts[kind] += seconds
     parts["launch"] = outcome.step - sum(parts.values())

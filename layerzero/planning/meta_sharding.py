@@ -19,7 +19,7 @@ from layerzero.layout.shard_grid import Extent, ShardGrid
 from layerzero.sharding.build_units import plan_handles
 from layerzero.sharding.unit_selection import partition
 
-__all__ = ["MetaSharding", "foreseen", "optimizer_bytes", "where_of"]
+__all__ = ["MetaSharding", "optimizer_bytes", "predicted_memory", "where_of"]
 
 _STEP = 4  # bytes of a step counter
 
@@ -48,24 +48,27 @@ class MetaSharding:
 
     def __init__(self, model: nn.Module, config: LayerZeroConfig) -> None:
         if odd := [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]:
-            raise ValueError(f"parameter {odd[0]!r} is a DTensor: plan the part of the model that one rank has")
+            raise ValueError(
+                f"parameter {odd[0]!r} is a DTensor, which plan does not support. Pass a model with the parameters of "
+                "one rank"
+            )
         mesh = cast(DeviceMesh, _OnPaper())
         self.plans = partition(
             model, config.units, mesh_of=lambda name, module: mesh, ignored_modules=config.ignored_modules
         )
 
     def units(self, config: LayerZeroConfig, where: RankTraits) -> list[UnitSpec]:
-        """Return the specs of all units on one rank. The root is the first one."""
+        """Return the specs of all units on one rank. The root is the first unit."""
         ranks, found = where.grid.data_parallel, []
         for plan in self.plans:
             module = plan.called[0]
-            handles = plan_handles(plan, config, where, averaged=ranks, has_face=lambda parameter: False)
+            handles = plan_handles(plan, config, where, averaged=ranks, has_model_parallel=lambda parameter: False)
             reshards = config.reshards(plan.name, module, where.grid.zero3_size)
             found.append(UnitSpec(plan.name, tuple(handles), where, reshards))
         return found
 
 
-def foreseen(units: Sequence[UnitSpec], config: LayerZeroConfig) -> MemoryEstimate:
+def predicted_memory(units: Sequence[UnitSpec], config: LayerZeroConfig) -> MemoryEstimate:
     """Return the memory estimate of the rank for which `units` were planned."""
     where = units[0].traits
     scratch = plan_scratch([handle for unit in units for handle in unit.handles], config, where).scratch

@@ -1,4 +1,4 @@
-"""HTML report of a plan, as one file with tables and inline SVG figures. Needs matplotlib (extra ``plots``)."""
+"""HTML report of a plan, as one file with tables and inline SVG figures. Requires matplotlib (extra ``plots``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ try:
     from matplotlib.ticker import ScalarFormatter
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        'the HTML report of a plan needs matplotlib, which is not installed: pip install "torch-layerzero[plots]"'
+        'the HTML report of a plan requires matplotlib. Run: pip install "torch-layerzero[plots]"'
     ) from error
 
 __all__ = ["report_html", "write_report"]
@@ -80,14 +80,14 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
     parts = [
         "<h1>Plan</h1>",
         f"<p>{rate(plan.numel)} parameters in {plan.units} units; {cluster.nodes} nodes &times; "
-        f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.between:.4g} Gbit/s a node.</p>",
+        f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.between:.4g} Gbit/s per node.</p>",
         f'<p class="why{"" if plan.best else " none"}">{escape(plan.why)}</p>',
         "<h2>Peak memory of an accelerator</h2>",
         memory,
         f"<h2>A step of {escape(_name(row))}</h2>",
         step,
         f'<p class="note">The figure shows the first and the last of {row.choice.micro_batches} micro-batches. The '
-        f"refresh at the left belongs to the step before. All of it takes {seconds(row.step)}: {escape(waits)}.</p>",
+        f"refresh at the left belongs to the previous step. The step takes {seconds(row.step)}: {escape(waits)}.</p>",
         "<h2>Time of a micro-batch by number of nodes</h2>",
         times,
         "<h2>Settings</h2>",
@@ -96,10 +96,11 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
     if plan.best is not None:
         parts += ["<h2>To paste</h2>", f"<pre>{escape(call_text(plan))}</pre>", f"<pre>{escape(yaml_text(plan))}</pre>"]
         if plan.best.price:
-            parts.append(f"<p>{plan.best.price:,.0f} a day.</p>")
+            parts.append(f"<p>{plan.best.price:,.0f} per day.</p>")
     parts.append(
-        '<p class="note">Memory is what layerzero predicts in a run, except for activations, which are estimated. '
-        "Times are simulated, not measured; those of FSDP2, HSDP and ZeRO-1 come from models of these schemes.</p>"
+        '<p class="note">Memory equals the prediction of layerzero in a run, except for activations, which are '
+        "estimated. Times are simulated, not measured. Times of FSDP2, HSDP and ZeRO-1 are simulated with models of "
+        "these schemes.</p>"
     )
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Plan</title>'

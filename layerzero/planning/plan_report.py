@@ -34,8 +34,8 @@ class Plan:
         cluster: the cluster for which the plan was made.
         numel: number of parameter elements of the model.
         units: number of units, including the root.
-        rows: estimates, one per combination of settings: first those that fit into memory, fastest first, then those
-            that do not.
+        rows: estimates, one per combination of settings: first the settings that fit into memory, fastest first, then
+            the others.
         peers: estimates for FSDP2, HSDP and ZeRO-1, computed by the same rules.
         best: the recommended row; None if no settings fit.
         workshop: estimator with which further rows can be computed.
@@ -57,16 +57,16 @@ class Plan:
             closest = min(self.rows, key=lambda row: row.excess + row.host_excess)
             lacks = size(closest.excess) if closest.excess else f"{size(closest.host_excess)} of host memory a node"
             return (
-                f"Nothing fits: closest is {_settings_text(closest.choice)}, which lacks {lacks}. "
-                "Shorter micro-batches, recompute, a larger zero3_size or more nodes need less."
+                f"No settings fit. The closest are {_settings_text(closest.choice)}, which lack {lacks}. "
+                "Shorter micro-batches, recompute, a larger zero3_size or more nodes reduce memory."
             )
         computing = best.parts.get("forward", 0.0) + best.parts.get("backward", 0.0)
         tight = sum(not row.fits for row in self.rows)
         left = size(max(0.0, self.cluster.room - best.peak))
         sentence = (
-            f"Recommended: {_settings_text(best.choice)}: of all that fit within 3 % of the fastest, it has the fewest "
-            "micro-batches, then the fewest extras, then the least memory; "
-            f"{computing / best.step:.0%} of its step is forward and backward, and {left} of an accelerator are left."
+            f"Recommended: {_settings_text(best.choice)}. Of all settings that fit and are within 3 % of the fastest, "
+            "these have the fewest micro-batches, then the fewest offloads, then the least memory. "
+            f"{computing / best.step:.0%} of a step is forward and backward, and {left} of an accelerator are free."
         )
         return sentence if not tight else f"{sentence} {tight} settings do not fit."
 
@@ -124,30 +124,30 @@ def plan_text(plan: Plan, *, every_row: bool = False) -> str:
     fitting = [row for row in plan.rows if row.fits]
     shown = plan.rows if every_row else (fitting or sorted(plan.rows, key=lambda row: row.excess))[:_SHOWN]
     lines = [
-        f"{rate(plan.numel)} parameters in {plan.units} units, the root included; {cluster.nodes} nodes x "
-        f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.between:.4g} Gbit/s a node",
+        f"{rate(plan.numel)} parameters in {plan.units} units, including the root; {cluster.nodes} nodes x "
+        f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.between:.4g} Gbit/s per node",
         f"{len(fitting)} of {len(plan.rows)} settings fit into {size(cluster.room)}"
         + ("" if every_row else f"; the {len(shown)} {'fastest' if fitting else 'closest'}:"),
         "",
         table(HEADER, [cells(row) for row in shown]),
         "",
-        "others, by formulas and models of these schemes:",
+        "other schemes, by formulas and models:",
         table(HEADER, [cells(row) for row in plan.peers]),
         "",
     ]
     best = plan.best
     if best is not None:
-        lines += ["memory of the recommended settings, a rank:", _kinds_text(best), "", _parts_text(best), ""]
+        lines += ["memory of the recommended settings, per rank:", _kinds_text(best), "", _parts_text(best), ""]
         if best.price:
-            lines += [f"{best.price:,.0f} a day", ""]
+            lines += [f"{best.price:,.0f} per day", ""]
     lines += [plan.why]
     if best is not None:
         lines += ["", call_text(plan), "", yaml_text(plan).rstrip()]
     lines += [
         "",
-        "peak: the most at any time in a step, activations included where they are known; room: what is left of the",
-        "accelerator, less its reserve; zero3, replica: bytes that a rank sends in a step on each axis; between: those",
-        "that leave its node. Times are simulated, not measured.",
+        "peak: maximum in a step, including activations if known; room: free memory of the accelerator, without its",
+        "reserve; zero3, replica: bytes that a rank sends in a step on each axis; between: bytes that leave its node.",
+        "Times are simulated, not measured.",
     ]
     return "\n".join(lines)
 
@@ -231,10 +231,10 @@ def _units(plan: Plan, *, yaml: bool) -> str:
         name = called or str(units)
         return name if yaml else f'"{name}"'
     if callable(units) and not isinstance(units, type):
-        return "null  # what your callable names" if yaml else "your_callable"
+        return "null  # the units that your callable selects" if yaml else "your_callable"
     named = [units] if isinstance(units, type) else list(cast("Iterable[Any]", units))
     if not all(isinstance(each, (str, type)) for each in named):  # modules or lists of modules
-        return "null  # the units that you gave" if yaml else "your_units"
+        return "null  # the units that you passed" if yaml else "your_units"
     names = [called or (each if isinstance(each, str) else each.__name__) for each in named]
     if yaml:
         comment = "  # the class of your model's blocks" if called else ""

@@ -25,7 +25,7 @@ from layerzero.sharding.unit_selection import block_classes
 __all__ = ["plan"]
 
 Model = nn.Module | Callable[[], nn.Module] | TransformerShape | str | os.PathLike[str]
-_ALIKE = 0.03  # throughputs that differ by at most this fraction count as equal: the simpler settings win
+_ALIKE = 0.03  # throughputs that differ by at most this fraction count as equal, and the simpler settings are chosen
 
 
 def plan(
@@ -75,7 +75,7 @@ def plan(
         A :class:`layerzero.planning.Plan` with all estimates and the recommendation.
 
     Raises:
-        TypeError, ValueError: an argument cannot be planned. The message gives the reason and alternatives.
+        TypeError, ValueError: an argument is not supported. The message gives the reason and alternatives.
 
     Example::
 
@@ -85,7 +85,10 @@ def plan(
         print(found.best)
     """
     if tokens < 1 or (sequence is not None and not 1 <= sequence <= tokens):
-        raise ValueError(f"tokens={tokens}, sequence={sequence}: a micro-batch has at least one, and whole sequences")
+        raise ValueError(
+            f"tokens={tokens} and sequence={sequence} do not match. Use at least one token, and at most `tokens` per "
+            "sequence"
+        )
     dtype = dtype_named("a dtype", param_dtype)
     sizes = _sizes_of(model)
     built = _built(model if sizes is None else sizes)
@@ -103,7 +106,7 @@ def plan(
     shop = Estimator(paper, load, cluster, dtype, units, called)
     counts = sorted(set(micro_batches))
     if not counts or counts[0] < 1:
-        raise ValueError(f"micro_batches={counts}; give numbers of at least 1")
+        raise ValueError(f"micro_batches={counts} must be a non-empty list of numbers of at least 1")
     reduce = [dtype_named("a dtype", each) for each in reduce_dtypes]
     rows: list[Estimate] = []
     for size in _sizes_to_try(zero3_sizes, cluster):
@@ -160,15 +163,17 @@ def _sizes_to_try(asked: Iterable[int] | None, cluster: Cluster) -> list[int]:
         return sorted({*(size for size in range(1, node + 1) if node % size == 0), cluster.ranks})
     sizes = sorted(set(asked))
     if wrong := [size for size in sizes if size < 1 or cluster.ranks % size]:
-        raise ValueError(f"zero3_size={wrong[0]} does not divide the {cluster.ranks} ranks of the cluster")
+        raise ValueError(
+            f"zero3_size={wrong[0]} does not divide the {cluster.ranks} ranks of the cluster. Use a divisor"
+        )
     return sizes
 
 
 def _modes(asked: Iterable[str], zero3_size: int) -> list[str]:
     modes = list(asked)
     if wrong := [mode for mode in modes if mode not in ACCUMULATIONS]:
-        raise ValueError(f"accumulation={wrong[0]!r}; use {' or '.join(ACCUMULATIONS)}")
-    return modes if zero3_size > 1 else modes[:1]  # with zero3_size 1 all modes are the same
+        raise ValueError(f"accumulation={wrong[0]!r} is not supported. Use {' or '.join(ACCUMULATIONS)}")
+    return modes if zero3_size > 1 else modes[:1]  # with zero3_size 1, all modes are equal
 
 
 def _sizes_of(model: Model) -> TransformerShape | None:
@@ -186,7 +191,7 @@ def _built(model: Any) -> nn.Module:
         return model
     if not callable(model):
         raise TypeError(
-            f"model must be a module, a function that builds one, TransformerShape or a path, got {model!r}"
+            f"model must be a module, a function that builds a module, a TransformerShape or a path, got {model!r}"
         )
     with torch.device("meta"):
         built = model()

@@ -1,4 +1,4 @@
-"""Measurement of the speeds of the cluster on which a job runs: :func:`probe`."""
+"""Measurement of the speeds of the cluster on which a job runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Result of :func:`probe`, the same on all ranks.
+    """Result of :func:`probe`, equal on all ranks.
 
     Attributes:
         cluster: cluster with the measured values, and with defaults for fields that were not measured.
@@ -49,7 +49,7 @@ class ProbeResult:
 
     def __str__(self) -> str:
         """Return the fields as YAML, in which fields that were not measured are comments."""
-        lines = [f"# measured on {self.cluster.ranks} ranks; lines that begin with # are defaults, to be put right"]
+        lines = [f"# measured on {self.cluster.ranks} ranks; lines that start with # are defaults, to be corrected"]
         for name, value in asdict(self.cluster).items():
             said = f"{value:.4g}" if isinstance(value, float) else str(value)
             lines.append(f"{'' if name in self.measured else '# '}{name}: {said}")
@@ -71,7 +71,7 @@ def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.
         dtype: compute dtype for the measurement of FLOP/s.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised.
+        RuntimeError: torch.distributed is not initialized.
         ValueError: `zero3_size` is unknown or does not divide the world size; or `nbytes` is below 4096.
 
     Example::
@@ -82,7 +82,7 @@ def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.
         print(layerzero.plan(model, found.cluster))
     """
     if nbytes < 1 << 12:
-        raise ValueError(f"nbytes={nbytes}; give 4096 or more, or latencies are all there is")
+        raise ValueError(f"nbytes={nbytes} is too small to measure speeds instead of latencies. Use 4096 or more")
     before = set(dist.distributed_c10d._world.pg_map)
     groups = ModelGroups()
     try:
@@ -93,29 +93,29 @@ def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.
             dist.destroy_process_group(group)
 
 
-def _probed(topology: MeshInfo, nbytes: int, dtype: torch.dtype) -> ProbeResult:
-    device = topology.device
-    inside, between = topology.zero3_gather_comm, topology.replica_comm
+def _probed(mesh_info: MeshInfo, nbytes: int, dtype: torch.dtype) -> ProbeResult:
+    device = mesh_info.device
+    inside, between = mesh_info.zero3_gather_comm, mesh_info.replica_comm
     found: dict[str, float | int | str] = {
-        "nodes": topology.replicas,
-        "accelerators": topology.zero3_size,
+        "nodes": mesh_info.replicas,
+        "accelerators": mesh_info.zero3_size,
         "device": "cpu" if device.type == "cpu" else "cuda",
     }
-    meet = _meeting(topology.control_comms)
+    meet = _meeting(mesh_info.control_comms)
     if inside.size > 1:
         latency, speed = _link(inside, nbytes, device, meet)
         found |= {"inside_latency": 1e6 * latency, "inside": speed / 1e9}
     if between.size > 1:
         latency, speed = _link(between, nbytes, device, meet)
-        found |= {"between_latency": 1e6 * latency, "between": 8 * speed * topology.zero3_size / 1e9}
+        found |= {"between_latency": 1e6 * latency, "between": 8 * speed * mesh_info.zero3_size / 1e9}
     if device.type == "cpu":
         found["processor_per_byte"] = 1e9 * _processor_per_byte(inside if inside.size > 1 else between, nbytes, device)
-    lane = inside if inside.size > 1 else between
-    if lane.size > 1:
-        found["launch"] = 1e6 * _launch(lane, device, meet)
+    comm = inside if inside.size > 1 else between
+    if comm.size > 1:
+        found["launch"] = 1e6 * _launch(comm, device, meet)
     found["tflops"] = _flops(device, dtype, meet) / 1e12
-    found |= _memory(device, topology.zero3_size, nbytes, meet)
-    agreed = _slowest(found, topology.control_comms)
+    found |= _memory(device, mesh_info.zero3_size, nbytes, meet)
+    agreed = _slowest(found, mesh_info.control_comms)
     return ProbeResult(Cluster(**agreed), tuple(agreed))  # type: ignore[arg-type]
 
 
@@ -132,18 +132,18 @@ def speeds_of(small: float, large: float, *, ranks: int, sent: int) -> tuple[flo
     return small / steps, sent / max(large - small, 1e-2 * large)
 
 
-def _meeting(lanes: Sequence[Communicator]) -> Callable[[], None]:
+def _meeting(comms: Sequence[Communicator]) -> Callable[[], None]:
     """Return a function that synchronizes all ranks."""
     word = torch.zeros(1)
 
     def meet() -> None:
-        reduce_over(lanes, word, dist.ReduceOp.SUM, Collective.METADATA)
+        reduce_over(comms, word, dist.ReduceOp.SUM, Collective.METADATA)
 
     return meet
 
 
 def _seconds(operation: Callable[[], object], device: torch.device, meet: Callable[[], None]) -> float:
-    """Return the median time of an operation that all ranks run at once, in seconds; a warm-up round is not counted."""
+    """Return the median time in seconds of an operation that all ranks run at once. A warm-up round does not count."""
     times = []
     for _ in range(_ROUNDS + 1):
         finish_copies(device)
@@ -155,12 +155,12 @@ def _seconds(operation: Callable[[], object], device: torch.device, meet: Callab
     return statistics.median(times[1:])
 
 
-def _gather(lane: Communicator, numel: int, device: torch.device) -> Callable[[], None]:
-    out = torch.ones(numel * lane.size, device=device)
-    shard = out.view(lane.size, -1)[lane.rank].clone()
+def _gather(comm: Communicator, numel: int, device: torch.device) -> Callable[[], None]:
+    out = torch.ones(numel * comm.size, device=device)
+    shard = out.view(comm.size, -1)[comm.rank].clone()
 
     def gather() -> None:
-        all_gather(lane, Collective.GATHER, out, shard, name="probe").wait()
+        all_gather(comm, Collective.GATHER, out, shard, name="probe").wait()
 
     return gather
 
@@ -169,35 +169,35 @@ def _numel(nbytes: int, ranks: int) -> int:
     return max(_SMALL + 1, nbytes // 4 // ranks)
 
 
-def _link(lane: Communicator, nbytes: int, device: torch.device, meet: Callable[[], None]) -> tuple[float, float]:
-    numel = _numel(nbytes, lane.size)
-    small = _seconds(_gather(lane, _SMALL, device), device, meet)
-    large = _seconds(_gather(lane, numel, device), device, meet)
-    return speeds_of(small, large, ranks=lane.size, sent=4 * numel * (lane.size - 1))
+def _link(comm: Communicator, nbytes: int, device: torch.device, meet: Callable[[], None]) -> tuple[float, float]:
+    numel = _numel(nbytes, comm.size)
+    small = _seconds(_gather(comm, _SMALL, device), device, meet)
+    large = _seconds(_gather(comm, numel, device), device, meet)
+    return speeds_of(small, large, ranks=comm.size, sent=4 * numel * (comm.size - 1))
 
 
-def _processor_per_byte(lane: Communicator, nbytes: int, device: torch.device) -> float:
+def _processor_per_byte(comm: Communicator, nbytes: int, device: torch.device) -> float:
     """Return the CPU time that this process uses per byte that it sends, in seconds."""
-    if lane.size == 1:
+    if comm.size == 1:
         return 0.0
-    numel = _numel(nbytes, lane.size)
-    gather = _gather(lane, numel, device)
+    numel = _numel(nbytes, comm.size)
+    gather = _gather(comm, numel, device)
     gather()
     began = time.process_time()
     for _ in range(_ROUNDS):
         gather()
-    return (time.process_time() - began) / (_ROUNDS * 4 * numel * (lane.size - 1))
+    return (time.process_time() - began) / (_ROUNDS * 4 * numel * (comm.size - 1))
 
 
-def _launch(lane: Communicator, device: torch.device, meet: Callable[[], None]) -> float:
+def _launch(comm: Communicator, device: torch.device, meet: Callable[[], None]) -> float:
     """Return the median time that the host needs to launch a collective, in seconds."""
-    out = torch.ones(lane.size, device=device)
+    out = torch.ones(comm.size, device=device)
     shard = torch.ones(1, device=device)
     times = []
     for _ in range(_ROUNDS + 1):
         meet()
         began = time.perf_counter()
-        work = all_gather(lane, Collective.GATHER, out, shard, name="probe")
+        work = all_gather(comm, Collective.GATHER, out, shard, name="probe")
         times.append(time.perf_counter() - began)
         work.wait()
     return statistics.median(times[1:])
@@ -250,7 +250,7 @@ def _host_bytes(limits: Sequence[Path] = _LIMITS) -> int:
     """Return the bytes of host memory, or the container's memory limit if that is lower."""
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for limit in limits:
-        with suppress(OSError, ValueError):  # the file does not exist here, or it says "max"
+        with suppress(OSError, ValueError):  # the file does not exist on this system, or contains "max"
             found.append(int(limit.read_text()))
     return min(found)
 
@@ -258,11 +258,11 @@ def _host_bytes(limits: Sequence[Path] = _LIMITS) -> int:
 _MORE_IS_WORSE = {"between_latency", "inside_latency", "launch", "processor_per_byte"}
 
 
-def _slowest(found: dict[str, float | int | str], lanes: Sequence[Communicator]) -> dict[str, float | int | str]:
+def _slowest(found: dict[str, float | int | str], comms: Sequence[Communicator]) -> dict[str, float | int | str]:
     """Return `found` with each floating-point measurement replaced by its worst value over all ranks."""
     types = {field.name: field.type for field in fields(Cluster)}
     names = [name for name in found if types[name] == "float"]
     signs = torch.tensor([1.0 if name in _MORE_IS_WORSE else -1.0 for name in names], dtype=torch.float64)
     worst = signs * torch.tensor([float(found[name]) for name in names], dtype=torch.float64)
-    reduce_over(lanes, worst, dist.ReduceOp.MAX, Collective.METADATA)
+    reduce_over(comms, worst, dist.ReduceOp.MAX, Collective.METADATA)
     return found | dict(zip(names, (signs * worst).tolist(), strict=True))

@@ -1,13 +1,13 @@
 """Programs for the simulator: the operations that one rank's host executes in a run.
 
-A program is made from a recorded schedule (:func:`layerzero.trace`), from a formula, or by hand.
+A program is built from a recorded schedule (:func:`layerzero.trace`), from a formula, or by hand.
 
-[Note: What a recording leaves open]
+[Note: Machine-dependent times]
 Some times in a recording depend on the machine: when the parts of a reduction are added, when hop 2 is launched, and
 how long the host waits for either hop. Therefore the waits for hop 1 and hop 2, and the launches of hop 2, are removed
-from a program. The simulator recomputes these times by the rules of ``engine/reduction_queue.py``:
-:class:`StartReduction` starts a reduction, which then proceeds without the host, and :class:`WaitReductions` waits for
-all reductions.
+from a program. The simulator recomputes these times by the rules of ``engine/reduction_queue.py``.
+:class:`StartReduction` starts a reduction, which then proceeds without the host. :class:`WaitReductions` waits for all
+reductions.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ __all__ = [
     "StepEnd",
     "WaitReductions",
     "What",
+    "collectives_in",
     "computations_in",
-    "exchanges_in",
     "from_events",
     "read_recording",
     "resized",
@@ -52,7 +52,7 @@ class SimCollective:
     kind: str  # "gather", "hop1", "hop2", "refresh", "agree", ...
     unit: str
     axis: str  # "zero3", "replica" or "control"
-    lane: str  # communicator; its collectives run one after the other
+    comm: str  # communicator, whose collectives run one after the other
     ranks: int
     bytes: float  # bytes that this rank sends
 
@@ -68,7 +68,7 @@ class SimCompute:
 
 @dataclass(frozen=True)
 class SimLaunch:
-    exchange: SimCollective
+    collective: SimCollective
     number: int
 
 
@@ -81,10 +81,10 @@ class SimWait:
 class StartReduction:
     """Start of a reduction, in which each collective is followed by an addition.
 
-    See [Note: What a recording leaves open].
+    See [Note: Machine-dependent times].
     """
 
-    exchanges: tuple[SimCollective, ...]
+    collectives: tuple[SimCollective, ...]
     additions: tuple[SimCompute, ...]
 
 
@@ -124,13 +124,15 @@ def read_recording(path: str | PathLike[str]) -> Recording:
         events = tuple(TraceEvent(**event) for event in content["schedule"])
         return Recording(int(content["zero3_size"]), int(content["replicas"]), events)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a file of layerzero.trace: {type(error).__name__}: {error}") from None
+        raise ValueError(
+            f"{path} is not a trace file written by layerzero.trace: {type(error).__name__}: {error}"
+        ) from None
 
 
 def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
     """Return the program that the recorded events describe, with the recorded computation times."""
     reductions = _reductions(events)
-    in_reduction = {event.number for event in events if event.exchange in (*_FIRST, "hop2")}
+    in_reduction = {event.number for event in events if event.collective in (*_FIRST, "hop2")}
     launched = {event.number for event in events if event.kind == "launch"}
     program: list[Operation] = []
     spans: list[tuple[str, str, int]] = []  # phase, name, number
@@ -169,28 +171,28 @@ def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
 def _reductions(events: Sequence[TraceEvent]) -> dict[int, StartReduction]:
     """Return the reductions, keyed by the number of their first collective.
 
-    A hop 2 belongs to the same reduction as the hop 1 whose addition precedes it.
+    A hop 2 belongs to the same reduction as the hop 1 whose addition precedes the hop 2.
     """
     additions = {event.number: (event.end - event.start) / 1e6 for event in events if event.kind == "add"}
     found: dict[int, StartReduction] = {}
     added = -1  # last hop 1 with a finished addition, until its hop 2 is launched
     for event in events:
-        if event.exchange in _FIRST and event.kind == "add":
+        if event.collective in _FIRST and event.kind == "add":
             added = event.number
-        elif event.exchange in (*_FIRST, "hop2") and event.kind == "launch":
-            exchange, what = _exchange(event), ("add", f"{event.exchange} {event.name}")
+        elif event.collective in (*_FIRST, "hop2") and event.kind == "launch":
+            collective, what = _exchange(event), ("add", f"{event.collective} {event.name}")
             addition = SimCompute(additions.get(event.number, 0.0), what, event.number)
             before = found.get(added)
-            if before is not None and event.exchange == "hop2" and before.exchanges[0].unit == event.name:
-                found[added] = StartReduction((*before.exchanges, exchange), (*before.additions, addition))
+            if before is not None and event.collective == "hop2" and before.collectives[0].unit == event.name:
+                found[added] = StartReduction((*before.collectives, collective), (*before.additions, addition))
                 added = -1
             else:
-                found[event.number] = StartReduction((exchange,), (addition,))
+                found[event.number] = StartReduction((collective,), (addition,))
     return found
 
 
 def _exchange(event: TraceEvent) -> SimCollective:
-    return SimCollective(event.exchange, event.name, event.axis, event.lane, event.ranks, event.bytes)
+    return SimCollective(event.collective, event.name, event.axis, event.comm, event.ranks, event.bytes)
 
 
 def seconds_of(program: Iterable[Operation]) -> dict[What, float]:
@@ -247,9 +249,9 @@ def resized(program: Iterable[Operation], bytes_of: Callable[[SimCollective], Si
     result: list[Operation] = []
     for operation in program:
         if isinstance(operation, SimLaunch):
-            result.append(replace(operation, exchange=bytes_of(operation.exchange)))
+            result.append(replace(operation, collective=bytes_of(operation.collective)))
         elif isinstance(operation, StartReduction):
-            result.append(replace(operation, exchanges=tuple(bytes_of(each) for each in operation.exchanges)))
+            result.append(replace(operation, collectives=tuple(bytes_of(each) for each in operation.collectives)))
         else:
             result.append(operation)
     return result
@@ -261,7 +263,7 @@ def computations_in(operation: Operation) -> tuple[SimCompute, ...]:
     return operation.additions if isinstance(operation, StartReduction) else ()
 
 
-def exchanges_in(operation: Operation) -> tuple[SimCollective, ...]:
+def collectives_in(operation: Operation) -> tuple[SimCollective, ...]:
     if isinstance(operation, SimLaunch):
-        return (operation.exchange,)
-    return operation.exchanges if isinstance(operation, StartReduction) else ()
+        return (operation.collective,)
+    return operation.collectives if isinstance(operation, StartReduction) else ()

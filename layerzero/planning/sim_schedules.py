@@ -1,8 +1,8 @@
 """Simulator programs built from settings, for layerzero and for other schemes.
 
-layerzero's program launches and waits in the same order as the engine does if units are called one after the other. A
-test compares the program with a recording of the engine. The programs of other schemes follow the papers and manuals of
-these schemes. They are models, not measurements, and make favourable assumptions: prefetch of one unit, separate
+layerzero's program launches and waits in the same order as the engine if units are called one after the other. A test
+compares the program with a recording of the engine. The programs of other schemes follow the papers and manuals of
+these schemes. They are models, not measurements, and make favorable assumptions: prefetch of one unit, separate
 communicators that overlap, no padding, and, for HSDP, an all-reduce between nodes in the last micro-batch only.
 """
 
@@ -32,7 +32,7 @@ _PARTS = 8  # parts of an optimizer's step; each is followed by the refresh of i
 class UnitCost:
     """Number of elements of a unit, and seconds of its forward and backward in a micro-batch.
 
-    In a list of units, the root is the first one.
+    In a list of units, the root is the first unit.
     """
 
     name: str
@@ -56,7 +56,7 @@ class ScheduleSettings:
     offload_grads: bool = False
     offload_optimizer: bool = False
     offload_params: bool = False
-    root_stays: bool = True  # the root stays gathered from forward to backward, as on devices
+    root_stays_gathered: bool = True  # the root stays gathered from forward to backward, as on devices
     adds_hop1: bool = False  # each rank adds the parts of hop 1, as on gloo: gradients are sent in their own dtype
     update: float = 0.0  # seconds of the optimizer's update
     memory_speed: float = float("inf")  # bytes per second in additions
@@ -127,7 +127,7 @@ class _Rank:
             if index:
                 yield self._compute("forward", unit, unit.forward)
         yield self._compute("forward", self.units[0], self.units[0].forward)
-        if self.how.root_stays and self._gathering:
+        if self.how.root_stays_gathered and self._gathering:
             self._gathers[self.units[0].name] = -1
 
     def _backward(self, *, first: bool, last: bool) -> Iterator[Operation]:
@@ -150,7 +150,7 @@ class _Rank:
 
         Args:
             order: units in the order in which they are called.
-            begun: number of units in `order` for which this has been done already.
+            begun: number of units in `order` whose gather has already been launched.
             index: index in `order` of the unit that is called next.
 
         Returns:
@@ -172,8 +172,8 @@ class _Rank:
                         continue
                     self._gathers[unit.name] = self._take()
                 sent = unit.numel * how.compute * _share(how.zero3_size)
-                exchange = SimCollective("gather", unit.name, "zero3", "zero3 gather", how.zero3_size, sent)
-                yield SimLaunch(exchange, self._gathers[unit.name])
+                collective = SimCollective("gather", unit.name, "zero3", "zero3 gather", how.zero3_size, sent)
+                yield SimLaunch(collective, self._gathers[unit.name])
         return max(begun, until)
 
     def _wait_for(self, unit: UnitCost) -> Iterator[Operation]:
@@ -197,11 +197,11 @@ class _Rank:
             if not last:
                 yield from self._copy("store", unit, waits, "to host")
 
-    def _copy(self, kind: str, unit: UnitCost, nbytes: float, lane: str) -> Iterator[Operation]:
+    def _copy(self, kind: str, unit: UnitCost, nbytes: float, comm: str) -> Iterator[Operation]:
         if len(self._stores) == 2:
             yield SimWait(self._stores.pop(0))
         self._stores.append(self._take())
-        yield SimLaunch(SimCollective(kind, unit.name, "host", lane, 1, nbytes), self._stores[-1])
+        yield SimLaunch(SimCollective(kind, unit.name, "host", comm, 1, nbytes), self._stores[-1])
 
     def _hops(self, unit: UnitCost, *, last: bool) -> tuple[list[SimCollective], list[SimCompute]]:
         how = self.how
@@ -220,10 +220,10 @@ class _Rank:
             additions.append(SimCompute(0.0, ("add", f"down {unit.name}"), self._next_span()))
         return chain, additions
 
-    def _addition(self, exchange: SimCollective, numel: float) -> SimCompute:
+    def _addition(self, collective: SimCollective, numel: float) -> SimCompute:
         """Return the addition that follows a collective. It reads the received part and the sum, and writes the sum."""
         seconds = 3 * _MASTER * numel / self.how.memory_speed
-        return SimCompute(seconds, ("add", f"{exchange.kind} {exchange.unit}"), self._next_span())
+        return SimCompute(seconds, ("add", f"{collective.kind} {collective.unit}"), self._next_span())
 
     def _settle(self) -> Iterator[Operation]:
         if self._owes:

@@ -1,11 +1,11 @@
 """Discrete-event simulation of a program on a machine.
 
 All ranks run the same program at the same speed, so only one rank is simulated. The rank has a processor, a link inside
-its node, and a share of its node's link to other nodes. Concurrent users of a resource get equal shares of it. The
+its node, and a share of its node's link to other nodes. Concurrent users of a resource get equal shares. The
 collectives of one communicator run one after the other. Each collective first waits for its latency, then uses links
 and processor at the same time. Copies between device and host memory use a separate link.
 
-[Note: What crosses the nodes]
+[Note: Traffic between nodes]
 Ranks are numbered consecutively within a node. A ring or hierarchical collective over full nodes enters and leaves each
 node once, regardless of the number of ranks per node. A collective over replicas runs in one replica group per ZeRO-3
 rank. If a ZeRO-3 group fills a node, each replica group has one rank on each node. If a ZeRO-3 group fills only a part
@@ -69,40 +69,40 @@ class SimMachine:
     zero3_size: int = 0
     host: float = math.inf
 
-    def crosses(self, exchange: SimCollective) -> bool:
+    def crosses(self, collective: SimCollective) -> bool:
         """Return whether the collective sends data to other nodes."""
-        apart = (self.zero3_size or self.node_size) if exchange.axis == "replica" else 1
-        return exchange.ranks * apart > self.node_size
+        apart = (self.zero3_size or self.node_size) if collective.axis == "replica" else 1
+        return collective.ranks * apart > self.node_size
 
-    def sent_between(self, exchange: SimCollective) -> float:
+    def sent_between(self, collective: SimCollective) -> float:
         """Return the bytes that a node sends to other nodes when all of its ranks run this collective."""
-        if not self.crosses(exchange):
+        if not self.crosses(collective):
             return 0.0
-        groups = min(self.zero3_size or self.node_size, self.node_size) if exchange.axis == "replica" else 1
-        return groups * exchange.bytes
+        groups = min(self.zero3_size or self.node_size, self.node_size) if collective.axis == "replica" else 1
+        return groups * collective.bytes
 
-    def latency(self, exchange: SimCollective) -> float:
-        n = exchange.ranks
-        if exchange.axis == "host":
+    def latency(self, collective: SimCollective) -> float:
+        n = collective.ranks
+        if collective.axis == "host":
             return 0.0
         steps = {"direct": min(1, n - 1), "log": math.ceil(math.log2(n)), "ring": n - 1}[self.steps]
-        passes = 2 if exchange.kind in _ALL_REDUCES else 1
-        return passes * steps * (self.between_latency if self.crosses(exchange) else self.inside_latency)
+        passes = 2 if collective.kind in _ALL_REDUCES else 1
+        return passes * steps * (self.between_latency if self.crosses(collective) else self.inside_latency)
 
-    def demands(self, exchange: SimCollective) -> dict[str, float]:
-        """Return the seconds for which a collective uses each resource if nothing else uses the resource.
+    def demands(self, collective: SimCollective) -> dict[str, float]:
+        """Return the seconds for which a collective uses each resource if no other task uses the resource.
 
-        See [Note: What crosses the nodes].
+        See [Note: Traffic between nodes].
         """
-        if not exchange.bytes:
+        if not collective.bytes:
             return {}
-        if exchange.axis == "host":
-            return {"host": exchange.bytes / self.host} if math.isfinite(self.host) else {}
-        found = {"processor": exchange.bytes * self.processor_per_byte}
-        found["between"] = self.sent_between(exchange) / self.between
-        alone = exchange.axis == "replica" and (self.zero3_size or self.node_size) >= self.node_size
-        if not (self.crosses(exchange) and alone):  # no other rank of the node is in its group
-            found["inside"] = exchange.bytes / self.inside
+        if collective.axis == "host":
+            return {"host": collective.bytes / self.host} if math.isfinite(self.host) else {}
+        found = {"processor": collective.bytes * self.processor_per_byte}
+        found["between"] = self.sent_between(collective) / self.between
+        alone = collective.axis == "replica" and (self.zero3_size or self.node_size) >= self.node_size
+        if not (self.crosses(collective) and alone):  # no other rank of the node is in its group
+            found["inside"] = collective.bytes / self.inside
         return {resource: seconds for resource, seconds in found.items() if seconds > 0.0}
 
 
@@ -121,7 +121,7 @@ class SimResult:
     step_ends: list[float] = field(default_factory=list)
     waits: list[Counter[str]] = field(default_factory=list)  # for each step: seconds waited, by kind of collective
     spans: list[SimSpan] = field(default_factory=list)  # ordered by their ends
-    computed: float = 0.0  # seconds of computations, if they have the processor to themselves
+    computed: float = 0.0  # seconds of computations if no other task uses the processor
     waited: float = 0.0  # seconds in which the host waited for collectives
     busy: Counter[str] = field(default_factory=Counter)  # seconds of use, by resource
     calls: Counter[str] = field(default_factory=Counter)  # number of launches, by kind of collective
@@ -149,7 +149,7 @@ def simulate(program: Iterable[Operation], machine: SimMachine) -> SimResult:
 
 @dataclass(eq=False)
 class _SimTask:
-    """Simulated task: it waits for its latency, then uses several resources at the same time."""
+    """Simulated task, which waits for its latency, then uses several resources at the same time."""
 
     latency: float
     demands: dict[str, float]
@@ -171,14 +171,14 @@ class _Simulation:
         self._machine = machine
         self._outcome = outcome
         self._active: list[_SimTask] = []
-        self._lanes: defaultdict[str, deque[_SimTask]] = defaultdict(deque)
+        self._comms: defaultdict[str, deque[_SimTask]] = defaultdict(deque)
 
-    def launch(self, exchange: SimCollective, then: Callable[[], None] | None = None) -> _SimTask:
-        self._outcome.calls[exchange.kind] += 1
-        self._outcome.bytes[exchange.kind] += exchange.bytes  # type: ignore[assignment]
-        latency, demands = self._machine.latency(exchange), self._machine.demands(exchange)
-        task = _SimTask(latency, demands, exchange.kind, exchange.unit, then=then)
-        self._queue(exchange.lane, task)
+    def launch(self, collective: SimCollective, then: Callable[[], None] | None = None) -> _SimTask:
+        self._outcome.calls[collective.kind] += 1
+        self._outcome.bytes[collective.kind] += collective.bytes  # type: ignore[assignment]
+        latency, demands = self._machine.latency(collective), self._machine.demands(collective)
+        task = _SimTask(latency, demands, collective.kind, collective.unit, then=then)
+        self._queue(collective.comm, task)
         return task
 
     def compute(self, seconds: float, what: What = ("", "")) -> None:
@@ -192,8 +192,8 @@ class _Simulation:
         task.then = then
         self._queue(thread, task)
 
-    def _queue(self, lane: str, task: _SimTask) -> None:
-        waiting = self._lanes[lane]
+    def _queue(self, comm: str, task: _SimTask) -> None:
+        waiting = self._comms[comm]
         waiting.append(task)
         if len(waiting) == 1:
             self._begin(task)
@@ -243,11 +243,11 @@ class _Simulation:
             for task in ended:
                 if self.now > task.began:
                     self._outcome.spans.append(SimSpan(task.what, task.name, task.began, self.now))
-            for lane in self._lanes.values():
-                while lane and lane[0].done:
-                    lane.popleft()
-                    if lane:
-                        self._begin(lane[0])
+            for comm in self._comms.values():
+                while comm and comm[0].done:
+                    comm.popleft()
+                    if comm:
+                        self._begin(comm[0])
             for task in ended:
                 then, task.then = task.then, None
                 if then is not None:
@@ -260,33 +260,33 @@ def _computing(seconds: float, what: What) -> _SimTask:
 
 
 class _Running:
-    """Reduction in flight, which proceeds without the host; see [Note: What a recording leaves open].
+    """Reduction in flight, which proceeds without the host; see [Note: Machine-dependent times] in sim_program.py.
 
     Attributes:
         landed: number of the reduction's collectives whose addition has finished.
-        exchanges: the collectives of the reduction, in order.
+        collectives: the collectives of the reduction, in order.
     """
 
     def __init__(self, reduction: StartReduction, world: _Simulation, launch: float) -> None:
         self.landed = 0
-        self.exchanges = reduction.exchanges
+        self.collectives = reduction.collectives
         self._additions = reduction.additions
         self._world = world
         self._launch = launch
         self._send()
 
     def _send(self) -> None:
-        self._world.launch(self.exchanges[self.landed], self._add)
+        self._world.launch(self.collectives[self.landed], self._add)
 
     def _add(self) -> None:
-        exchange, addition = self.exchanges[self.landed], self._additions[self.landed]
-        last = self.landed + 1 == len(self.exchanges)
+        collective, addition = self.collectives[self.landed], self._additions[self.landed]
+        last = self.landed + 1 == len(self.collectives)
         seconds = addition.seconds + (0.0 if last else self._launch)
-        self._world.compute_beside(f"{exchange.axis} sums", seconds, addition.what, self._land)
+        self._world.compute_beside(f"{collective.axis} sums", seconds, addition.what, self._land)
 
     def _land(self) -> None:
         self.landed += 1
-        if self.landed < len(self.exchanges):
+        if self.landed < len(self.collectives):
             self._send()
 
 
@@ -304,19 +304,19 @@ class _Host:
             self._compute(operation)
         elif isinstance(operation, SimLaunch):
             self.world.compute(self._machine.launch)
-            self._tasks[operation.number] = self.world.launch(operation.exchange)
+            self._tasks[operation.number] = self.world.launch(operation.collective)
         elif isinstance(operation, SimWait):
             task = self._tasks.pop(operation.number)
             self._wait(lambda: task.done, task.what)
         elif isinstance(operation, StartReduction):
-            if operation.exchanges[0].kind == "hop2":  # keep the order of launches on the communicator of hop 2
-                self._wait_for([each for each in self._under_way(0) if each.exchanges[0].kind != "hop2"], 0)
+            if operation.collectives[0].kind == "hop2":  # keep the order of launches on the communicator of hop 2
+                self._wait_for([each for each in self._under_way(0) if each.collectives[0].kind != "hop2"], 0)
             self.world.compute(self._machine.launch)
             self._running.append(_Running(operation, self.world, self._machine.launch))
-            for place in range(len(operation.exchanges)):
+            for place in range(len(operation.collectives)):
                 self._make_room(place, _IN_FLIGHT.get(place, len(self._running)))
         elif isinstance(operation, WaitReductions):
-            for place in range(max((len(running.exchanges) for running in self._running), default=0)):
+            for place in range(max((len(running.collectives) for running in self._running), default=0)):
                 self._make_room(place, 0)
             self._running.clear()
         elif isinstance(operation, StepEnd):
@@ -336,7 +336,7 @@ class _Host:
 
     def _under_way(self, place: int) -> list[_Running]:
         """Return the reductions that have not added the result of collective number `place`, oldest first."""
-        return [each for each in self._running if each.landed <= place < len(each.exchanges)]
+        return [each for each in self._running if each.landed <= place < len(each.collectives)]
 
     def _make_room(self, place: int, most: int) -> None:
         """Wait until at most `most` reductions have not finished collective number `place`.
@@ -348,4 +348,4 @@ class _Host:
 
     def _wait_for(self, each: Iterable[_Running], place: int) -> None:
         for running in each:
-            self._wait(lambda running=running: running.landed > place, running.exchanges[place].kind)  # type: ignore[misc]
+            self._wait(lambda running=running: running.landed > place, running.collectives[place].kind)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Shapes of transformers for a plan, with their parameters on meta, FLOP and activations."""
+"""Shapes of transformers for a plan: parameters on meta, FLOP and activations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TransformerShape:
         gated: True if the feed-forward layer has a gate, as in Llama.
         biases: True if all linear layers have biases.
         qkv_biases: True if the projections of queries, keys and values have biases.
-        head_norms: True if queries and keys are normalised, as in Qwen3.
+        head_norms: True if queries and keys are normalized, as in Qwen3.
         experts: number of experts per feed-forward layer; 0: no experts.
         experts_per_token: number of experts that each token uses.
         tied: True if the head shares the weight of the embedding.
@@ -68,9 +68,9 @@ class TransformerShape:
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "vocab", "heads"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; a model has at least 1")
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.head_dim and self.hidden % self.heads:
-            raise ValueError(f"heads={self.heads} does not divide hidden={self.hidden}; give head_dim")
+            raise ValueError(f"heads={self.heads} does not divide hidden={self.hidden}. Pass head_dim")
 
     @property
     def numel(self) -> int:
@@ -169,7 +169,7 @@ class TransformerBlock(nn.Module):
             self.norm1, self.norm2 = (_Norm(hidden, bias=sizes.norm_biases) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        raise NotImplementedError("it is there to be planned")
+        raise NotImplementedError("a block built for a plan has no forward")
 
 
 class _Transformer(nn.Module):
@@ -187,7 +187,7 @@ class _Transformer(nn.Module):
 def read_config(path: str | os.PathLike[str]) -> TransformerShape:
     """Read a transformer's shape from a Hugging Face ``config.json``, or from a folder that contains this file.
 
-    The file must be local; nothing is downloaded.
+    The file must be local. The function downloads no files.
 
     Raises:
         ValueError: the file is invalid, its ``model_type`` is not supported, or a size is missing.
@@ -199,23 +199,26 @@ def read_config(path: str | os.PathLike[str]) -> TransformerShape:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold names and values, got {type(content).__name__}")
+        raise ValueError(f"{path} must contain a JSON object, got {type(content).__name__}")
     kind = content.get("model_type")
     if kind not in _KNOWN:
         raise ValueError(
-            f"{path}: model_type {kind!r} is not known here ({', '.join(_KNOWN)} are): plan from a factory "
-            "module:function that builds the model, or from sizes"
+            f"{path}: model_type {kind!r} is not supported (supported: {', '.join(_KNOWN)}). Pass a function that "
+            "builds the model, as module:function, or the sizes of the model"
         )
     try:
         return _of_gpt2(content) if kind == "gpt2" else _of_llama(content, kind)
     except KeyError as error:
-        raise ValueError(f"{path} lacks {error}, which a {kind} has") from None
+        raise ValueError(f"{path} lacks {error}, which a config of {kind} must have") from None
 
 
 def _of_llama(content: Mapping[str, Any], kind: str) -> TransformerShape:
     biases = {bool(content.get(name)) for name in ("attention_bias", "mlp_bias")}
     if len(biases) > 1:
-        raise ValueError("attention_bias and mlp_bias differ, which is not known here: plan from module:function")
+        raise ValueError(
+            "attention_bias and mlp_bias differ, which is not supported. Pass a function that builds the model, as "
+            "module:function"
+        )
     return TransformerShape(
         layers=content["num_hidden_layers"],
         hidden=content["hidden_size"],

@@ -1,1 +1,1 @@
-"""Checks for long runs: non-finite numbers, silent data corruption, missing ranks."""
+"""Checks for long runs: non-finite gradients, silent data corruption, missing ranks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["as_integers", "different_at", "place_sum", "sum64"]
+__all__ = ["as_integers", "differing_indices", "sum64", "weighted_sum"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 20  # elements that are processed at once, to limit the memory of their positions
@@ -28,7 +28,7 @@ def sum64(tensor: Tensor) -> Tensor:
     return words.sum(dtype=torch.int64)
 
 
-def place_sum(tensor: Tensor, first: int, run: int = 1, pitch: int = 1) -> Tensor:
+def weighted_sum(tensor: Tensor, first: int, run: int = 1, pitch: int = 1) -> Tensor:
     """Return the sum of a tensor's elements, weighted by their positions in a full tensor, as 0-dim int64.
 
     Positions are flat indices into the full tensor, of which `tensor` is a part. Over all parts of any partition, the
@@ -46,12 +46,12 @@ def place_sum(tensor: Tensor, first: int, run: int = 1, pitch: int = 1) -> Tenso
         piece = words[start : start + _PIECE].to(torch.int64)
         index = torch.arange(start, start + len(piece), device=words.device)
         places = first + index // run * pitch + index % run
-        # An odd factor loses no bit of a word. Adding 1 makes zeros count.
+        # Multiplication by an odd factor loses no bit of a word. Because of the 1, zeros contribute to the sum.
         total += ((piece + 1) * (2 * places + 1)).sum()
     return total
 
 
-def different_at(one: Tensor, other: Tensor, most: int) -> list[int]:
+def differing_indices(one: Tensor, other: Tensor, most: int) -> list[int]:
     """Return the flat indices, at most `most`, at which two tensors of equal shape and dtype differ bitwise."""
     places: list[int] = (as_integers(one) != as_integers(other)).nonzero().view(-1)[:most].tolist()
     return places

@@ -1,13 +1,13 @@
-"""Guard against silent data corruption, which detects and locates bits that flip between two steps.
+"""Guard against silent data corruption. It detects and locates bits that flip between two steps.
 
-[Note: At rest]
+[Note: State between steps]
 Between two steps, layerzero does not write to masters and optimizer state. Between a backward and the step, only the
 user writes to final gradients. A write through torch changes the tensor's version, and the parameter's mutation tracker
 counts writes. If address, version and write count are unchanged but the sum of the bits has changed, a bit has flipped.
 
-[Note: A step that is repeated]
-Compute weights are computed from masters, and gradients from compute weights and batches. If masters and optimizer
-state are unchanged since the last step, a refused step can be repeated, and its result is then correct. If values are
+[Note: Repeated steps]
+Compute weights are computed from masters, and gradients are computed from compute weights and batches. If masters and
+optimizer state are unchanged since the last step, a refused step can be repeated with a correct result. If values are
 wrong again after they were recomputed, their memory is defective.
 """
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.dtensor.sharded_tensor import LocalShard, plain
+from layerzero.dtensor.local_shard import LocalShard, plain
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
@@ -34,18 +34,18 @@ __all__ = ["CorruptionGuard", "SilentDataCorruption", "guard_corruption"]
 
 _LOG = logging.getLogger("layerzero")
 _MADE_ANEW = ("compute weights", "gradient")  # kinds that can be recomputed from masters and batches
-_REPEAT = "Masters and optimizer state are sound: call recover() of the guard, and repeat the step"
-_LOAD = "Load the last checkpoint, and look at the memory of that machine"
-_LOGGED = "The step goes on with them, as the guard only logs: load the last checkpoint"
+_REPEAT = "Masters and optimizer state are correct. Call recover() of the guard, and repeat the step"
+_LOAD = "Load the last checkpoint, and check the memory of that machine"
+_LOGGED = "The step continues with the wrong values, because the guard only logs. Load the last checkpoint"
 
 
 class SilentDataCorruption(RuntimeError):
     """Error that all ranks raise before the next step if bits have flipped.
 
     Attributes:
-        corruptions: corrupted elements, the same on all ranks.
-        recoverable: True if masters and optimizer state are correct, so that wrong values were used in the refused step
-            only. In this case, call :meth:`CorruptionGuard.recover` and repeat the step.
+        corruptions: corrupted elements, equal on all ranks.
+        recoverable: True if masters and optimizer state are correct, so that only the refused step used wrong values.
+            In this case, call :meth:`CorruptionGuard.recover` and repeat the step.
     """
 
     def __init__(
@@ -54,9 +54,11 @@ class SilentDataCorruption(RuntimeError):
         self.corruptions, self.recoverable = corruptions, recoverable
         self._how: dict[str, Any] = {"recoverable": recoverable, "again": again, "way_out": way_out}
         said = "; ".join(map(str, corruptions))
-        text = f"layerzero: bits have changed by themselves: {said}. "
+        text = f"layerzero: bits have changed without a write: {said}. "
         if again:
-            text = f"layerzero: bits were made anew, and are wrong again, as in memory that is broken: {said}. "
+            text = (
+                f"layerzero: bits are wrong again after they were recomputed, which suggests defective memory: {said}. "
+            )
         super().__init__(text + (way_out or (_REPEAT if recoverable else _LOAD)))
 
     def __reduce__(self) -> Any:
@@ -68,19 +70,19 @@ def guard_corruption(
 ) -> CorruptionGuard:
     """Check for flipped bits before each `every`-th step. All ranks must call this.
 
-    Each check runs before the step updates anything. It compares the compute weights of all replicas with each other
+    Each check runs before the step updates any tensor. It compares the compute weights of all replicas with each other
     and with the masters (:func:`layerzero.fingerprint`). It also compares masters and optimizer state with their bits
     after the previous step, and gradients with their bits after the backward. Unchecked steps have no overhead.
 
     Args:
         model: from :func:`layerzero.shard_model`.
         optimizers: all optimizers of the model, in the order in which they step.
-        every: number of steps from one check to the next; 1 checks every step. A bit that flips in an unchecked step is
-            detected only if copies still differ at the next check.
+        every: number of steps from one check to the next; 1 checks every step. The guard detects a bit that flips in an
+            unchecked step only if copies still differ at the next check.
         on_found: "raise" raises :class:`SilentDataCorruption`. "log" logs the error and continues with the step.
 
     Returns:
-        The guard, with which you recover after an error.
+        The guard, whose :meth:`CorruptionGuard.recover` restores a correct state after an error.
 
     Example::
 
@@ -89,7 +91,7 @@ def guard_corruption(
         try:
             optimizer.step()
         except layerzero.SilentDataCorruption:
-            guard.recover()  # raises again where that cannot be
+            guard.recover()  # raises the error again if recovery is not possible
             ...  # the same batches again, forward and backward
             optimizer.step()
     """
@@ -98,10 +100,10 @@ def guard_corruption(
     if on_found not in ("raise", "log"):
         raise ValueError(f'on_found must be "raise" or "log", got {on_found!r}')
     if not optimizers or not all(isinstance(optimizer, ShardedOptimizer) for optimizer in optimizers):
-        raise TypeError("guard_corruption takes optimizers from layerzero.shard_optimizer")
+        raise TypeError("guard_corruption requires optimizers. Pass the ones that layerzero.shard_optimizer returned")
     runtime = get_state(model)
     if not all(optimizer in runtime.optimizers for optimizer in optimizers):
-        raise ValueError("an optimizer belongs to another model")
+        raise ValueError("an optimizer belongs to another model. Create a guard for each model")
     return CorruptionGuard(runtime, optimizers, every, on_found == "raise")
 
 
@@ -114,7 +116,7 @@ class _ExpectedBits(NamedTuple):
     sum: Tensor  # 0-dim int64
 
 
-def _graded(gradient: Tensor) -> _ExpectedBits:
+def _gradient_record(gradient: Tensor) -> _ExpectedBits:
     """Return the state of a final gradient.
 
     The version is always 0, because the mutation tracker of a gradient counts all writes.
@@ -138,7 +140,7 @@ class CorruptionGuard:
     """Guard against flipped bits, created by :func:`guard_corruption`.
 
     Attributes:
-        looked: number of checks so far.
+        looked: number of checks.
         found: all corruptions found so far.
     """
 
@@ -154,14 +156,14 @@ class CorruptionGuard:
         self._steps = 0
         self._resting: dict[tuple[str, str], _ExpectedBits] = {}  # by kind and parameter
         self._refused: SilentDataCorruption | None = None  # error of the last step, if it was refused
-        self._made_anew: set[tuple[str, tuple[int, ...], str]] = set()  # recomputed for the step to be repeated
+        self._made_anew: set[tuple[str, tuple[int, ...], str]] = set()  # values recomputed for the repeated step
         self._handle_of = {member.name: handle for handle in runtime.handles for member in handle.members}
         self._hooks: list[Any] = [
             optimizers[0].register_step_pre_hook(self._before_step),
             optimizers[-1].register_step_post_hook(self._after_step),
         ]
         self._listened: set[str] = set()  # names of parameters with a gradient hook
-        self._listen()
+        self._hook_new_parameters()
 
     def close(self) -> None:
         """Remove the guard. Later steps are not checked."""
@@ -177,12 +179,15 @@ class CorruptionGuard:
 
         Raises:
             SilentDataCorruption: masters or optimizer state are wrong; weights that steps do not write may have been
-                wrong in earlier steps already; or compute weights are wrong again, which suggests defective memory.
-            RuntimeError: no step was refused, because no corruption was found or the guard only logs.
+                wrong in earlier steps; or compute weights are wrong again, which suggests defective memory.
+            RuntimeError: no step was refused, because the guard found no corruption or only logs.
         """
         refused = self._refused
         if refused is None:
-            raise RuntimeError("layerzero: nothing is to be recovered from: recover() comes after SilentDataCorruption")
+            raise RuntimeError(
+                "layerzero: recover() has no effect, because no step was refused. Call it only after "
+                "SilentDataCorruption"
+            )
         if not refused.recoverable:
             raise refused
         for optimizer in self._runtime.optimizers:
@@ -191,15 +196,15 @@ class CorruptionGuard:
             member.sharded.grad = None
         self._runtime.refreshes.launch()
         self._made_anew |= {_place(each) for each in refused.corruptions}
-        self._refused = self._look()
+        self._refused = self._check()
         if self._refused is not None:
             raise self._refused
         if dist.get_rank() == self._runtime.ranks.ranks[0]:
             names = ", ".join(dict.fromkeys(repr(each.parameter) for each in refused.corruptions))
-            _LOG.warning("layerzero: bits that had flipped in %s were made anew: repeat the step", names)
+            _LOG.warning("layerzero: flipped bits in %s were recomputed; repeat the step", names)
 
-    def _listen(self) -> None:
-        """Register gradient hooks on newly trainable parameters; torch allows no such hooks on frozen parameters."""
+    def _hook_new_parameters(self) -> None:
+        """Register gradient hooks on newly trainable parameters. Frozen parameters cannot have such hooks."""
         for name, member in self._runtime.members.items():
             if member.sharded.requires_grad and name not in self._listened:
                 self._hooks.append(_hook_on(member.sharded, self._on_gradient(name)))
@@ -213,14 +218,14 @@ class CorruptionGuard:
     def _on_gradient(self, name: str) -> Callable[[Tensor], None]:
         def note(parameter: Tensor) -> None:
             if self._is_due and parameter.grad is not None:
-                self._resting["gradient", name] = _graded(parameter.grad)
+                self._resting["gradient", name] = _gradient_record(parameter.grad)
 
         return note
 
     def _before_step(self, *_: object) -> None:
         if self._is_due:
             self.looked += 1
-            found = self._look()
+            found = self._check()
             self._refused = found if self._raises else None
             if self._refused is not None:
                 raise self._refused
@@ -230,7 +235,7 @@ class CorruptionGuard:
         self._steps += 1
         self._resting.clear()
 
-    def _look(self) -> SilentDataCorruption | None:
+    def _check(self) -> SilentDataCorruption | None:
         same = self._at_rest_since()
         sound = {name: is_same for (kind, name), is_same in same.items() if kind == "masters"}
         found = compare(self._runtime, self._changed(same), sound).corruptions
@@ -240,12 +245,12 @@ class CorruptionGuard:
         if not self._raises:
             return SilentDataCorruption(found, way_out=_LOGGED)
         again = any(_place(each) in self._made_anew for each in found)
-        # Steps refresh only handles that they may update. Other weights may have been wrong since before the last step.
+        # Steps refresh only handles that they may update. Other weights may have been wrong before the last step.
         kept = {handle.name for handle in self._runtime.handles if not handle.may_be_updated}
         if self._every > 1 and any(each.kind == "compute weights" and each.handle in kept for each in found):
             way_out = (
-                f"Steps do not write these weights, which may have been wrong for {self._every} steps: load a "
-                "checkpoint from before, and look at the memory of that machine"
+                f"Steps do not write these weights, so they may have been wrong for {self._every} steps. Load an "
+                "earlier checkpoint, and check the memory of that machine"
             )
             return SilentDataCorruption(found, way_out=way_out)
         return SilentDataCorruption(
@@ -254,7 +259,7 @@ class CorruptionGuard:
 
     def _after_step(self, *_: object) -> None:
         if self._is_due:
-            self._listen()
+            self._hook_new_parameters()
             for (kind, name), tensor in self._tensors():
                 self._resting[kind, name] = self._at_rest(tensor, name)
 
@@ -284,7 +289,7 @@ class CorruptionGuard:
         now = {key: self._at_rest(tensor, key[1]) for key, tensor in self._tensors() if key in before}
         for key in before:
             if key[0] == "gradient" and (gradient := self._gradient(key[1])) is not None:
-                now[key] = _graded(gradient)
+                now[key] = _gradient_record(gradient)
         same = [key for key, is_now in now.items() if is_now[:3] == before[key][:3]]
         if not same:
             return {}
@@ -301,7 +306,7 @@ class CorruptionGuard:
         for (kind, name), is_same in same.items():
             if not is_same:
                 handle = self._handle_of.get(name)
-                said = "its sum has changed, and nobody has written it"
+                said = "the sum of its bits has changed without a write"
                 found.append(Corruption(kind, (dist.get_rank(),), handle.name if handle else "ignored", name, said))
         return found
 

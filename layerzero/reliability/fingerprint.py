@@ -1,12 +1,12 @@
 """Comparison of weights that must be bitwise equal: compute weights of all replicas, and masters cast to their dtype.
 
-[Note: What can be compared]
-After a refresh, all replicas hold bitwise equal ZeRO-3 shards, and each rank's part of its shard equals its masters
+[Note: Redundant copies]
+After a refresh, all replicas have bitwise equal ZeRO-3 shards, and each rank's part of its shard equals its masters
 cast to the compute dtype. A flipped bit in the compute weights therefore makes one replica differ from the other
 replicas, and from the element's master. A flipped bit in a master, if it is visible in the compute dtype, makes all
-replicas differ from that master. If master and compute weight are the same memory, the value of the majority of the
-replicas is taken as correct. Without a majority, the value of the rank that has the master is taken as correct, if that
-rank knows that its masters are unchanged since the last step.
+replicas differ from that master. If master and compute weight share memory, the value of the majority of the replicas
+counts as correct. Without a majority, the value of the rank with the master counts as correct, if that rank has checked
+that its masters are unchanged since the last step.
 
 The comparison uses 64-bit sums. Only shards whose sums differ are gathered and compared element by element.
 """
@@ -43,8 +43,8 @@ class Corruption:
     """Corrupted elements of one parameter.
 
     Attributes:
-        kind: "compute weights", "masters", "optimizer state 'exp_avg'" or "gradient". If it is unknown which copy is
-            wrong: "masters or compute weights" (the two differ on one rank) or "weights" (replicas differ).
+        kind: "compute weights", "masters", "optimizer state 'exp_avg'" or "gradient". If the wrong copy is unknown:
+            "masters or compute weights" (the two differ on one rank) or "weights" (replicas differ).
         ranks: global ranks with wrong bits. For "weights", all ranks with a copy; at least one of the copies is wrong.
         handle: name of the handle that stores the elements.
         parameter: name of the parameter that contains the elements.
@@ -71,7 +71,7 @@ class Fingerprint:
         sums: 64-bit sum of this rank's ZeRO-3 shard of each handle, keyed by the handle's name. The sums of all
             replicas are equal if no bit is corrupted. The sum is 0 for weights that share memory with their masters and
             were changed but not refreshed yet.
-        corruptions: corrupted elements, the same on all ranks; empty if all copies are equal.
+        corruptions: corrupted elements, equal on all ranks; empty if all copies are equal.
     """
 
     sums: dict[str, int]
@@ -89,9 +89,9 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     All ranks must call this, between forwards. Each rank reads its masters and its ZeRO-3 shard once, and sends eight
     bytes per handle to other replicas. The result lists differences by rank, handle and parameter.
 
-    Weights that were changed since the last forward are refreshed by the next forward. If masters and compute weights
-    share memory, as in fp32, changed weights are compared only after this refresh. If a loop changes such weights right
-    before each call, they are therefore never compared.
+    The next forward refreshes weights that were changed since the last forward. If masters and compute weights share
+    memory, as in fp32, changed weights are compared only after this refresh. A loop that changes the weights right
+    before each call therefore prevents the comparison.
 
     Example::
 
@@ -102,7 +102,7 @@ def fingerprint(model: nn.Module) -> Fingerprint:
 
 
 def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[str, bool]) -> Fingerprint:
-    """Run :func:`fingerprint`, and include corruptions that individual ranks have already found.
+    """Compare the copies like :func:`fingerprint`, and include corruptions that individual ranks have already found.
 
     Args:
         runtime: state of the sharded model.
@@ -117,19 +117,19 @@ def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[s
             handle.shared.wait(handle.label)
     sums = torch.stack([_sum(handle) for handle in handles]) if handles else torch.zeros(0, dtype=torch.int64)
     suspect = torch.zeros(len(handles), dtype=torch.bool, device=sums.device)
-    for topology in {id(handle.topology): handle.topology for handle in handles}.values():
-        places = [index for index, handle in enumerate(handles) if handle.topology is topology]
+    for mesh_info in {id(handle.mesh_info): handle.mesh_info for handle in handles}.values():
+        places = [index for index, handle in enumerate(handles) if handle.mesh_info is mesh_info]
         own_sums = sums[places]
-        copies = own_sums.expand(topology.replicas, -1).contiguous()
-        if topology.replica_comm.size > 1:
-            all_gather(topology.replica_comm, Collective.METADATA, copies.view(-1), own_sums).wait()
+        copies = own_sums.expand(mesh_info.replicas, -1).contiguous()
+        if mesh_info.replica_comm.size > 1:
+            all_gather(mesh_info.replica_comm, Collective.METADATA, copies.view(-1), own_sums).wait()
         flags = (copies != own_sums).any(dim=0)
         for place, handle in enumerate(handles[index] for index in places):
             if not handle.shares_master and not _is_due(handle):
                 flags[place] |= (as_integers(_cast(handle)) != as_integers(_own_part(handle))).any()
         flags = flags.to(torch.int32)
-        # Over replicas only: along model-parallel axes ranks may have different handles.
-        reduce_over([topology.replica_comm], flags, dist.ReduceOp.MAX)
+        # Reduce over replicas only, because ranks along model-parallel axes may have different handles.
+        reduce_over([mesh_info.replica_comm], flags, dist.ReduceOp.MAX)
         suspect[places] = flags.bool()
     wrong = (suspect.any() | bool(own)).to(torch.int32).view(1)
     runtime.ranks.reduce(wrong, dist.ReduceOp.MAX)
@@ -138,7 +138,7 @@ def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[s
         mine = list(own)
         for handle, is_suspect in zip(handles, suspect.tolist(), strict=True):
             if is_suspect:
-                mine += _locate(handle, handle.topology, sound)
+                mine += _locate(handle, handle.mesh_info, sound)
         told = runtime.ranks.all_gather_text(json.dumps([asdict(each) for each in mine]))
         entries = [Corruption(**{**e, "ranks": tuple(e["ranks"])}) for text in told for e in json.loads(text)]
         corruptions = list(dict.fromkeys(entries))
@@ -162,50 +162,52 @@ def _sum(handle: Handle) -> Tensor:
 
 def _own_part(handle: Handle) -> Tensor:
     """Return the part of a handle's ZeRO-3 shard to which this rank's masters are copied."""
-    return handle.read_zero3()[handle.topology.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)]
+    return handle.read_zero3()[handle.mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)]
 
 
 def _cast(handle: Handle) -> Tensor:
-    return handle.master.to(device=handle.topology.device, dtype=handle.precision.compute)
+    return handle.master.to(device=handle.mesh_info.device, dtype=handle.precision.compute)
 
 
-def _locate(handle: Handle, topology: MeshInfo, sound: Mapping[str, bool]) -> list[Corruption]:
+def _locate(handle: Handle, mesh_info: MeshInfo, sound: Mapping[str, bool]) -> list[Corruption]:
     """Return the differences in one handle, between replicas or from the masters.
 
-    All ranks of the replica group must call this; the result is the same on all of them.
+    All ranks of the replica group must call this, and get the same result.
     """
     zero3 = handle.read_zero3()
-    replicas, shard = topology.replicas, as_integers(zero3).view(torch.uint8)  # backends support few integer dtypes
-    everyone = shard.expand(replicas, -1).contiguous()
+    replicas, shard = mesh_info.replicas, as_integers(zero3).view(torch.uint8)  # backends support few integer dtypes
+    copies_of_replicas = shard.expand(replicas, -1).contiguous()
     truth: Tensor | None = None
-    parts = topology.grid.replica_part_sizes(handle.layout)
+    parts = mesh_info.grid.replica_part_sizes(handle.layout)
     if replicas > 1:
-        all_gather(topology.replica_comm, Collective.UNSHARD, everyone.view(-1), shard, name=handle.label).wait()
-    copies = everyone.view(as_integers(zero3).dtype)
+        all_gather(
+            mesh_info.replica_comm, Collective.UNSHARD, copies_of_replicas.view(-1), shard, name=handle.label
+        ).wait()
+    copies = copies_of_replicas.view(as_integers(zero3).dtype)
     if not handle.shares_master:
         whole = torch.empty_like(zero3)
-        own = whole[topology.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)].copy_(_cast(handle))
+        own = whole[mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)].copy_(_cast(handle))
         if replicas > 1:
-            all_gather(topology.replica_comm, Collective.UNSHARD, whole, own, name=handle.label, parts=parts).wait()
+            all_gather(mesh_info.replica_comm, Collective.UNSHARD, whole, own, name=handle.label, parts=parts).wait()
         truth = as_integers(whole)
     names = {slot.name: index for index, slot in enumerate(handle.layout.slots)}
     known = torch.tensor([_KNOWN[sound.get(name)] for name in names], dtype=torch.uint8, device=shard.device)
     told = known.expand(replicas, -1).contiguous()  # [replicas, slots]
     if replicas > 1:
-        all_gather(topology.replica_comm, Collective.METADATA, told.view(-1), known, name=handle.label).wait()
+        all_gather(mesh_info.replica_comm, Collective.METADATA, told.view(-1), known, name=handle.label).wait()
     knows = told.tolist()
     differs = (copies != copies[0]).any(dim=0)
     if truth is not None:
         differs |= copies[0] != truth
     places = differs.nonzero().view(-1).tolist()
-    owner_of = _Owners(handle, topology)
+    owner_of = _Owners(handle, mesh_info)
     found: dict[tuple[str, tuple[int, ...], str], list[int]] = {}  # elements by kind, ranks and parameter
     for place in places[: 64 * _SHOWN]:
         values = copies[:, place].tolist()
         (parameter, element), owner = owner_of.parameter(place), owner_of.replica(place)
         says = knows[owner][names[parameter]] if parameter in names else _SOUND
         kind, wrong = _verdict(values, None if truth is None else int(truth[place]), owner, says)
-        ranks = tuple(topology.ranks[r * topology.zero3_size + topology.grid.zero3_rank] for r in wrong)
+        ranks = tuple(mesh_info.ranks[r * mesh_info.zero3_size + mesh_info.grid.zero3_rank] for r in wrong)
         found.setdefault((kind, ranks, parameter), []).append(element)
     return [
         Corruption(kind, ranks, handle.name, parameter, f"{_elements(at)}, {_how(kind, truth is not None)}")
@@ -227,7 +229,7 @@ def _verdict(values: Sequence[int], truth: int | None, owner: int, says: int) ->
         wrong = [r for r, value in enumerate(values) if value != truth]
         if len(wrong) < len(values) or says == _SOUND:
             return "compute weights", wrong
-        # Several replicas agree with each other and not with the master; a single one cannot decide.
+        # Several replicas agree with each other but not with the master. A single replica does not show which is wrong.
         return ("masters" if len(values) > 1 or says == _CHANGED else "masters or compute weights"), [owner]
     (most, times), *_ = Counter(values).most_common()
     if 2 * times > len(values):
@@ -240,12 +242,12 @@ def _verdict(values: Sequence[int], truth: int | None, owner: int, says: int) ->
 
 def _how(kind: str, has_truth: bool) -> str:
     if kind == "weights":
-        return "replicas differ, and which of them is wrong cannot be told"
+        return "replicas differ, and the wrong replica is unknown"
     if kind == "masters or compute weights":
-        return "they are not each other's cast"
+        return "the compute weight is not the cast master"
     if has_truth:
         return "all replicas differ from the master" if kind == "masters" else "differ from the cast master"
-    return "differ from those of other replicas"
+    return "differ from other replicas"
 
 
 def _elements(at: Sequence[int]) -> str:
@@ -256,11 +258,11 @@ def _elements(at: Sequence[int]) -> str:
 class _Owners:
     """Map from positions in this rank's ZeRO-3 shard of a handle to replicas and parameters."""
 
-    def __init__(self, handle: Handle, topology: MeshInfo) -> None:
+    def __init__(self, handle: Handle, mesh_info: MeshInfo) -> None:
         self._layout = handle.layout
-        self._start = topology.grid.range_of(handle.layout, Extent.ZERO3).start
-        self._first = topology.grid.zero3_rank * topology.replicas
-        self._replicas = topology.replicas
+        self._start = mesh_info.grid.range_of(handle.layout, Extent.ZERO3).start
+        self._first = mesh_info.grid.zero3_rank * mesh_info.replicas
+        self._replicas = mesh_info.replicas
 
     def replica(self, place: int) -> int:
         """Return the replica that has the master of the element at position `place` in the shard."""

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero.dtensor.lazy_grad import plain_access
-from layerzero.dtensor.sharded_tensor import RowShardedTensor, plain
+from layerzero.dtensor.local_shard import plain
+from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
-from layerzero.reliability.own_gradients import LocalGradientCheck, whose
+from layerzero.reliability.own_gradients import LocalGradientCheck, nonfinite_text
 from layerzero.utils.nonfinite import any_not_finite, few_names, not_finite
 
 __all__ = ["NonFiniteGradients", "StepGuard", "guard_steps"]
@@ -43,18 +44,18 @@ def guard_steps(
 
     All ranks must call this. Each step then reads this rank's final gradients once, and waits for an all-reduce of one
     number. With `locate`, each reduction also reads the gradients that it sends once. A loss scaler checks gradients
-    before this guard does, and skips steps independently.
+    before this guard, and skips steps independently.
 
     Args:
         model: from :func:`layerzero.shard_model`.
-        optimizers: all optimizers of the model, from :func:`layerzero.shard_optimizer`. If one skips, all of them skip.
+        optimizers: all optimizers of the model, from :func:`layerzero.shard_optimizer`. If one skips, all of them do.
         nonfinite: "skip" leaves parameters and optimizer state unchanged, logs the affected parameters, and raises if
             more than `skips` consecutive steps would be skipped. "raise" raises at the first non-finite gradient.
         skips: number of consecutive steps that may be skipped.
         locate: also check each rank's own gradients, so that the message names the ranks that produced the non-finite
             gradients.
-        extra_groups: process groups of ranks that hold other parts of the model (tensor or pipeline parallel). These
-            ranks skip the same steps.
+        extra_groups: process groups that include ranks with other parts of the model (tensor or pipeline parallel).
+            These ranks skip the same steps.
 
     Returns:
         The guard, which counts skipped steps.
@@ -71,12 +72,12 @@ def guard_steps(
     if not isinstance(skips, int) or skips < 1:
         raise ValueError(f"skips must be a positive int, got {skips!r}")
     if not optimizers or not all(isinstance(optimizer, ShardedOptimizer) for optimizer in optimizers):
-        raise TypeError("guard_steps takes optimizers from layerzero.shard_optimizer")
+        raise TypeError("guard_steps requires optimizers. Pass the ones that layerzero.shard_optimizer returned")
     runtime = get_state(model)
     if not all(optimizer in runtime.optimizers for optimizer in optimizers):
-        raise ValueError("an optimizer belongs to another model; guard those of each model by themselves")
+        raise ValueError("an optimizer belongs to another model. Create a guard for each model")
     if any(optimizer.guard is not None for optimizer in optimizers):
-        raise ValueError("an optimizer is guarded already; close() its guard first")
+        raise ValueError("an optimizer already has a guard. Call close() of that guard first")
     return StepGuard(runtime, optimizers, 1 if nonfinite == "raise" else skips + 1, locate, tuple(extra_groups))
 
 
@@ -84,8 +85,8 @@ class StepGuard:
     """Guard against non-finite gradients, created by :func:`guard_steps`.
 
     Attributes:
-        skipped: number of skipped steps so far. A step that several optimizers skip together counts once.
-        in_a_row: number of steps skipped since the first optimizer last made a step.
+        skipped: number of skipped steps. A step that several optimizers skip together counts once.
+        in_a_row: number of steps skipped since the last update by the first optimizer.
         found: description of the most recent non-finite gradients; empty if there were none.
     """
 
@@ -102,16 +103,16 @@ class StepGuard:
         self.found = ""
         self._optimizers = optimizers
         self._patience = patience  # number of skips in a row that raises
-        self._everyone = runtime.ranks
+        self._model_ranks = runtime.ranks
         self._asked: list[ShardedOptimizer] = []  # optimizers of this round; each steps once, after a forward
-        self._refusing = False  # one optimizer of this round has skipped
+        self._refusing = False  # an optimizer of this round has skipped
         self._extra_groups = extra_groups
         self._own = LocalGradientCheck(runtime.handles) if locate else None
         self._members = tuple(runtime.members.values())
         self._due = runtime.gradients.due
-        self._hook = runtime.model.register_forward_pre_hook(self._begin_anew)
+        self._hook = runtime.model.register_forward_pre_hook(self._begin_round)
         for optimizer in optimizers:
-            optimizer.guard = self.lets_pass
+            optimizer.guard = self.may_step
 
     def close(self) -> None:
         """Remove the guard. Later steps are not checked."""
@@ -121,10 +122,10 @@ class StepGuard:
         if self._own is not None:
             self._own.stop()
 
-    def _begin_anew(self, *_: object) -> None:
+    def _begin_round(self, *_: object) -> None:
         """Begin a new round before a forward.
 
-        If no parameter has a gradient, also clear the record of non-finite gradients: a loss scaler, for example, may
+        If no parameter has a gradient, also clear the record of non-finite gradients. A loss scaler, for example, may
         have skipped the step without a call of this guard.
         """
         if torch.is_grad_enabled():
@@ -136,7 +137,7 @@ class StepGuard:
                     self._own.forget()
 
     @torch.no_grad()
-    def lets_pass(self, optimizer: ShardedOptimizer) -> bool:
+    def may_step(self, optimizer: ShardedOptimizer) -> bool:
         """Return whether the optimizer may step, because all gradients on all ranks are finite.
 
         If one optimizer of a round has skipped, the remaining optimizers of the round skip as well, without another
@@ -148,8 +149,8 @@ class StepGuard:
         if self._refusing:
             return False
         gradients = self._gradients()
-        bad = any_not_finite(gradients, self._everyone.mesh_info.device).to(torch.int32)
-        self._everyone.reduce(bad, dist.ReduceOp.MAX)
+        bad = any_not_finite(gradients, self._model_ranks.mesh_info.device).to(torch.int32)
+        self._model_ranks.reduce(bad, dist.ReduceOp.MAX)
         for group in self._extra_groups:
             dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=group)
         is_first = optimizer is self._optimizers[0]
@@ -173,17 +174,17 @@ class StepGuard:
         }
 
     def _note(self, gradients: dict[str, Tensor]) -> None:
-        """Count a skipped step, and log or raise. The message is the same on all ranks of the model."""
+        """Count a skipped step, and log or raise. The message is equal on all ranks of the model."""
         rank = dist.get_rank()
         final = list(dict.fromkeys(self._all_tell(not_finite(gradients))))
         own = [] if self._own is None else [f"rank {rank}: {text}" for text in self._own.bad(set(final))]
         told = self._all_tell(own)
         if not final:
-            self.found = "in another part of the model, of extra_groups"
-        elif self._own is None or self._everyone.size == 1:
+            self.found = "in another part of the model, on ranks of extra_groups"
+        elif self._own is None or self._model_ranks.size == 1:
             self.found = few_names(final)
         else:
-            self.found = whose(told, final)
+            self.found = nonfinite_text(told, final)
         if self._own is not None:
             self._own.forget()
         self.skipped += 1
@@ -191,11 +192,11 @@ class StepGuard:
         if self.in_a_row >= self._patience:
             times = f", {self.in_a_row} times in a row" if self.in_a_row > 1 else ""
             raise NonFiniteGradients(
-                f"layerzero: gradients that are not finite{times}, and nothing has been stepped: {self.found}. Call "
-                "zero_grad() to leave this batch out; load the last checkpoint if it goes on"
+                f"layerzero: gradients are not finite{times}, and no parameter has been updated: {self.found}. Call "
+                "zero_grad() to skip this batch. If the error recurs, load the last checkpoint"
             )
-        if rank == self._everyone.ranks[0]:
-            _LOG.warning("layerzero: a step is skipped, as gradients are not finite: %s", self.found)
+        if rank == self._model_ranks.ranks[0]:
+            _LOG.warning("layerzero: a step is skipped, because gradients are not finite: %s", self.found)
 
     def _all_tell(self, texts: list[str]) -> list[str]:
-        return [text for told in self._everyone.all_gather_text(json.dumps(texts)) for text in json.loads(told)]
+        return [text for told in self._model_ranks.all_gather_text(json.dumps(texts)) for text in json.loads(told)]

@@ -1,10 +1,10 @@
 """Search for the ranks whose own gradients were not finite.
 
-[Note: Where a NaN is looked for]
-A check of the final gradients, or of their norm, before each step detects non-finite gradients. By then, the gradients
-of all ranks have been summed, so the check cannot identify the rank that produced them. Therefore each rank checks its
-own gradients when they are sent, and keeps the result on the device. This check reads the gradients once; it neither
-communicates nor blocks the host. The result is read only after a check of final gradients has failed.
+[Note: Origin of non-finite gradients]
+A check of the final gradients, or of their norm, before each step detects non-finite gradients. At that point, the
+gradients of all ranks have been summed, so the check cannot identify the rank that produced them. Therefore each rank
+checks its own gradients before it sends them, and stores the result on the device. This check reads the gradients once.
+It neither communicates nor blocks the host. The result is read only after a check of final gradients has failed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from layerzero.engine.handle import Handle
 from layerzero.utils.nonfinite import few_names, magnitudes
 
-__all__ = ["LocalGradientCheck", "whose"]
+__all__ = ["LocalGradientCheck", "nonfinite_text"]
 
 
 class LocalGradientCheck:
@@ -26,10 +26,10 @@ class LocalGradientCheck:
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
-        device = handles[0].topology.device if handles else None
+        device = handles[0].mesh_info.device if handles else None
         self._bad = [torch.zeros(len(handle.members), dtype=torch.bool, device=device) for handle in handles]
         for handle, bad in zip(handles, self._bad, strict=True):
-            handle.inspect = partial(_look, bad)
+            handle.inspect = partial(_mark_nonfinite, bad)
 
     def stop(self) -> None:
         """Stop checking gradients."""
@@ -53,11 +53,11 @@ class LocalGradientCheck:
         for handle, of_handle in zip(self._handles, self._bad, strict=True):
             bad = [handle.members[slot].name for slot, is_bad in enumerate(of_handle.tolist()) if is_bad]
             if names := [name for name in bad if among is None or name in among]:
-                found.append(_spell(handle, names))
+                found.append(_format(handle, names))
         return found
 
 
-def _look(bad: Tensor, outgoing: Sequence[tuple[int, Tensor]]) -> None:
+def _mark_nonfinite(bad: Tensor, outgoing: Sequence[tuple[int, Tensor]]) -> None:
     """Mark the slots whose outgoing gradients are not finite. The host does not wait.
 
     Args:
@@ -75,11 +75,11 @@ def _look(bad: Tensor, outgoing: Sequence[tuple[int, Tensor]]) -> None:
     bad |= ~torch.isfinite(torch.stack(largest))
 
 
-def _spell(handle: Handle, names: list[str]) -> str:
+def _format(handle: Handle, names: list[str]) -> str:
     return f"{few_names(names)} ({handle.name})"
 
 
-def whose(own: Sequence[str], final: Iterable[str]) -> str:
+def nonfinite_text(own: Sequence[str], final: Iterable[str]) -> str:
     """Return the text of a message about non-finite gradients.
 
     Args:
@@ -89,4 +89,4 @@ def whose(own: Sequence[str], final: Iterable[str]) -> str:
     if own:
         return "; ".join(own)
     names = few_names(list(dict.fromkeys(final)))
-    return f"{names}, where every rank's own gradient is finite: their sum overflowed"
+    return f"{names}, where every rank's own gradient is finite, but their sum overflowed"

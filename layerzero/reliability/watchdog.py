@@ -14,9 +14,9 @@ __all__ = ["watchdog"]
 def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
     """Log a message on every rank if a collective has not completed after `limit` seconds. All ranks must call this.
 
-    The message names the collective, its unit, the step, and the missing ranks with the last collective of each. It is
-    logged within 5 s after the limit, or within a tenth of `limit` if that is longer. The watchdog does not abort a
-    collective; the timeout of the process group does. A watchdog needs two threads, and sends a request to the store
+    The message names the collective, its unit, the step, and the missing ranks with the last collective of each rank.
+    It is logged within 5 s after the limit, or within a tenth of `limit` if that is longer. The watchdog does not abort
+    a collective; the timeout of the process group does. A watchdog uses two threads, and sends a request to the store
     every 1 to 10 s.
 
     On a device, :func:`layerzero.shard_model` starts a default watchdog, whose limit is half the timeout of the process
@@ -25,7 +25,7 @@ def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
 
     Args:
         model: from :func:`layerzero.shard_model`.
-        limit: seconds since the launch of a collective. Use a limit that is longer than any step or checkpoint takes.
+        limit: seconds since the launch of a collective. Use a limit that is longer than any step or checkpoint.
 
     Returns:
         The watchdog. Its ``close()`` stops it.
@@ -45,7 +45,7 @@ def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
     replaced = before if isinstance(before, Watchdog) and before.is_default else None
     failure = None
     if before is not None and replaced is None:
-        failure = RuntimeError("the model is watched already; close() the first watchdog")
+        failure = RuntimeError("the model already has a watchdog. Call close() of that watchdog first")
     ranks = runtime.ranks.ranks
     scope = new_scope(ranks)
     require_equal("watchdog", {"limit": limit, "watchdogs so far": scope.number}, ranks=ranks, failure=failure)
@@ -53,6 +53,6 @@ def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
         replaced.close()
     started = Watchdog(runtime.mesh_info, scope, limit, owner=runtime)
     runtime.on_close.append(started.close)
-    for optimizer in list(runtime.optimizers)[:1]:  # with several, steps are counted once
+    for optimizer in list(runtime.optimizers)[:1]:  # steps of the first optimizer are counted
         started.count_steps_of(optimizer)
     return started

@@ -108,9 +108,14 @@ class TrafficReport:
 
     def __str__(self) -> str:
         rows = [
-            (exchange, str(calls), size(self.predicted[exchange]) if exchange in self.predicted else "", size(sent))
-            for exchange, calls in self.calls.items()
-            for sent in (self.bytes.get(exchange, 0),)
+            (
+                collective,
+                str(calls),
+                size(self.predicted[collective]) if collective in self.predicted else "",
+                size(sent),
+            )
+            for collective, calls in self.calls.items()
+            for sent in (self.bytes.get(collective, 0),)
         ]
         rows += [(f"axis {axis}", "", "", size(sent)) for axis, sent in self.bytes_by_axis.items()]
         return table(("sent by this rank", "calls", "predicted", "measured"), rows)
@@ -151,14 +156,14 @@ def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 def _memory(runtime: LayerZeroState) -> MemoryReport:
     scratch = sum(pool.predicted_bytes for pool in _pools(runtime))
-    foreseen = estimate_memory(specs_of(runtime.units), runtime.config, scratch=scratch)
+    predicted = estimate_memory(specs_of(runtime.units), runtime.config, scratch=scratch)
     measured = measure(runtime)
     shared = next((handle.shared for handle in runtime.handles if handle.shared), None)
     return MemoryReport(
-        predicted=foreseen.kinds,
+        predicted=predicted.kinds,
         measured=measured,
         node=0 if shared is None else shared.barrier.memory.held_bytes,
-        predicted_peak=foreseen.peak + measured["optimizer"],
+        predicted_peak=predicted.peak + measured["optimizer"],
         measured_peak=on_device(measured)
         - measured["idle_buffer"]
         - measured["full_buffer"]
@@ -177,36 +182,36 @@ def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
     if len(reports) == 1:
         return reports[0]
     predicted = [report.predicted for report in reports]
-    unknown = {exchange for report in reports for exchange in report.calls.keys() - report.predicted.keys()}
+    unknown = {collective for report in reports for collective in report.calls.keys() - report.predicted.keys()}
     return TrafficReport(
         calls=_total(report.calls for report in reports),
         bytes=_total(report.bytes for report in reports),
         bytes_by_axis=_total(report.bytes_by_axis for report in reports),
-        predicted={exchange: count for exchange, count in _total(predicted).items() if exchange not in unknown},
+        predicted={collective: count for collective, count in _total(predicted).items() if collective not in unknown},
     )
 
 
 def _traffic(runtime: LayerZeroState, *, reset: bool) -> TrafficReport:
-    ledger = runtime.mesh_info.counters
-    by_exchange: Counter[str] = Counter()
+    counters = runtime.mesh_info.counters
+    by_collective: Counter[str] = Counter()
     by_axis: Counter[str] = Counter()
-    for (exchange, axis), sent in ledger.bytes.items():
-        by_exchange[exchange] += sent
+    for (collective, axis), sent in counters.bytes.items():
+        by_collective[collective] += sent
         by_axis[axis] += sent
-    predicted = _formulas(runtime, ledger.calls)
-    report = TrafficReport(dict(ledger.calls), dict(by_exchange), dict(by_axis), predicted)
+    predicted = _formulas(runtime, counters.calls)
+    report = TrafficReport(dict(counters.calls), dict(by_collective), dict(by_axis), predicted)
     if reset:
-        ledger.reset()
+        counters.reset()
     return report
 
 
 def _formulas(runtime: LayerZeroState, calls: Mapping[str, int]) -> dict[str, int]:
     """Return the predicted bytes of each collective in `calls` that all of its handles have called equally often."""
     found: dict[str, int] = {}
-    for exchange, places in predicted_traffic(specs_of(runtime.units)).items():
-        rounds, rest = divmod(calls.get(exchange, 0), len(places))
+    for collective, places in predicted_traffic(specs_of(runtime.units)).items():
+        rounds, rest = divmod(calls.get(collective, 0), len(places))
         if rounds and not rest:
-            found[exchange] = rounds * sum(places)
+            found[collective] = rounds * sum(places)
     return found
 
 

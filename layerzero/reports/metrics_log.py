@@ -72,30 +72,32 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
             writer.add_scalar(name, value, step)
     """
     runtime = get_state(model)
-    ledger = runtime.mesh_info.counters
+    counters = runtime.mesh_info.counters
     sent = Counter(dict.fromkeys(("zero3", "replica", "control"), 0))
-    for (_, axis), nbytes in ledger.bytes.items():
+    for (_, axis), nbytes in counters.bytes.items():
         sent[axis] += nbytes
     found = Metrics({f"layerzero/memory/{kind}": float(nbytes) for kind, nbytes in measure(runtime).items()})
     found |= {f"layerzero/bytes/{axis}": float(nbytes) for axis, nbytes in sent.items()}
-    found |= {f"layerzero/wait_seconds/{exchange}": seconds for exchange, seconds in sorted(ledger.waited.items())}
-    found |= {f"layerzero/steps/{what}": float(ledger.steps[what]) for what in ("taken", "skipped")}
+    found |= {
+        f"layerzero/wait_seconds/{collective}": seconds for collective, seconds in sorted(counters.waited.items())
+    }
+    found |= {f"layerzero/steps/{what}": float(counters.steps[what]) for what in ("taken", "skipped")}
     if compare:
-        found |= _compared(runtime, ledger)
+        found |= _compared(runtime, counters)
     if reset:
-        ledger.reset()
+        counters.reset()
     return found
 
 
-def _compared(runtime: LayerZeroState, ledger: TrafficCounters) -> dict[str, float]:
-    everyone, topology = runtime.ranks, runtime.mesh_info
-    by_axis = {axis: sum(ledger.waited.get(each.value, 0.0) for each in along) for axis, along in _ALONG.items()}
+def _compared(runtime: LayerZeroState, counters: TrafficCounters) -> dict[str, float]:
+    model_ranks, mesh_info = runtime.ranks, runtime.mesh_info
+    by_axis = {axis: sum(counters.waited.get(each.value, 0.0) for each in along) for axis, along in _ALONG.items()}
     groups = {
-        "zero3": dist.get_process_group_ranks(topology.zero3_gather_comm.group),
-        "replica": dist.get_process_group_ranks(topology.replica_comm.group),
+        "zero3": dist.get_process_group_ranks(mesh_info.zero3_gather_comm.group),
+        "replica": dist.get_process_group_ranks(mesh_info.replica_comm.group),
     }
-    told = [json.loads(text) for text in everyone.all_gather_text(json.dumps([by_axis, groups]))]
-    waited = {rank: waits for rank, (waits, _) in zip(everyone.ranks, told, strict=True)}
+    told = [json.loads(text) for text in model_ranks.all_gather_text(json.dumps([by_axis, groups]))]
+    waited = {rank: waits for rank, (waits, _) in zip(model_ranks.ranks, told, strict=True)}
     found = waited_for({rank: sum(waits.values()) for rank, waits in waited.items()})
     for axis in _ALONG:
         least = {tuple(of[axis]): min(waited[rank][axis] for rank in of[axis]) for _, of in told if len(of[axis]) > 1}

@@ -38,8 +38,8 @@ class TraceEvent:
         start, end: start and end of the event on the host; equal for the begin or end of a span.
         phase: phase of a span: ``"forward"``, ``"backward"`` or ``"update"``.
         number: number of a collective in launch order, shared by its launch, wait and add.
-        exchange, axis: collective and axis, as in :func:`layerzero.traffic`.
-        lane: name of the communicator; its collectives are launched in the same order on all of its ranks.
+        collective, axis: kind and axis, as in :func:`layerzero.traffic`.
+        comm: name of the communicator; its collectives are launched in the same order on all of its ranks.
         ranks: number of ranks of the communicator.
         bytes: bytes that this rank sends, as in :func:`layerzero.traffic`.
         completed: for a launch, time at which the collective completed; None if the traced code raised before that.
@@ -52,9 +52,9 @@ class TraceEvent:
     end: float
     phase: str = ""
     number: int = -1
-    exchange: str = ""
+    collective: str = ""
     axis: str = ""
-    lane: str = ""
+    comm: str = ""
     ranks: int = 0
     bytes: int = 0
     completed: float | None = None
@@ -109,7 +109,7 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
 
         with layerzero.trace(model, "traces/rank{rank}.json") as trace:
             train_step(model)
-        print([(event.name, event.bytes) for event in trace.events if event.exchange == "gather"])
+        print([(event.name, event.bytes) for event in trace.events if event.collective == "gather"])
     """
     runtime = get_state(model)
     rank = dist.get_rank()
@@ -164,9 +164,9 @@ def _events(recorder: TraceRecorder) -> tuple[TraceEvent, ...]:
                 start,
                 end,
                 number=number.get(flight, -1),
-                exchange=flight.collective,
+                collective=flight.collective,
                 axis=flight.axis,
-                lane=flight.communicator,
+                comm=flight.communicator,
                 ranks=flight.ranks,
                 bytes=flight.bytes,
                 completed=completed if mark.kind == "launch" else None,
@@ -176,15 +176,15 @@ def _events(recorder: TraceRecorder) -> tuple[TraceEvent, ...]:
     return tuple(events)
 
 
-def _write(result: Trace, topology: MeshInfo, rank: int, epoch: float) -> None:
+def _write(result: Trace, mesh_info: MeshInfo, rank: int, epoch: float) -> None:
     content = {
         "displayTimeUnit": "ms",
-        "traceEvents": _chrome_events(result.events, topology, rank, epoch),
+        "traceEvents": _chrome_events(result.events, mesh_info, rank, epoch),
         "layerzero": {
             "format": _FORMAT,
             "rank": rank,
-            "replicas": topology.replicas,
-            "zero3_size": topology.zero3_size,
+            "replicas": mesh_info.replicas,
+            "zero3_size": mesh_info.zero3_size,
             "epoch": epoch,
             "schedule": [_sparse(event) for event in result.events],
         },
@@ -200,12 +200,12 @@ def _sparse(event: TraceEvent) -> dict[str, Any]:
     return {field.name: value for field, value in told if value != field.default}
 
 
-def _chrome_events(events: Sequence[TraceEvent], topology: MeshInfo, rank: int, epoch: float) -> list[dict[str, Any]]:
-    lanes = (topology.zero3_gather_comm, topology.zero3_reduce_comm, topology.replica_comm, *topology.control_comms)
-    bars = [*_span_bars(events), *_exchange_bars(events)]
-    names = dict.fromkeys([_COMPUTE_ROW, *(lane.name for lane in lanes), *(bar[0] for bar in bars)])
+def _chrome_events(events: Sequence[TraceEvent], mesh_info: MeshInfo, rank: int, epoch: float) -> list[dict[str, Any]]:
+    comms = (mesh_info.zero3_gather_comm, mesh_info.zero3_reduce_comm, mesh_info.replica_comm, *mesh_info.control_comms)
+    bars = [*_span_bars(events), *_collective_bars(events)]
+    names = dict.fromkeys([_COMPUTE_ROW, *(comm.name for comm in comms), *(bar[0] for bar in bars)])
     rows = {name: number for number, name in enumerate(names)}
-    node = f"node {topology.grid.replica_rank}, {topology.grid.zero3_rank} of {topology.zero3_size} in it"
+    node = f"node {mesh_info.grid.replica_rank}, {mesh_info.grid.zero3_rank} of {mesh_info.zero3_size} in it"
     shown = [_metadata("process_name", rank, 0, name=f"rank {rank} ({node})")]
     shown.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
     for name, row in rows.items():
@@ -229,21 +229,21 @@ def _span_bars(events: Sequence[TraceEvent]) -> Iterator[_Bar]:
             begin = opened.pop()
             yield _COMPUTE_ROW, f"{begin.phase} {begin.name}", begin.start, event.start, {"unit": begin.name}
         elif event.kind == "add":
-            what = f"add {event.exchange} {event.name}"
+            what = f"add {event.collective} {event.name}"
             yield _SUMS_ROW.format(event.axis), what, event.start, event.end, {"unit": event.name}
 
 
-def _exchange_bars(events: Sequence[TraceEvent]) -> Iterator[_Bar]:
+def _collective_bars(events: Sequence[TraceEvent]) -> Iterator[_Bar]:
     """Yield bars that do not overlap on a row, because viewers would show overlapping bars as nested."""
     trace_end = max((max(event.end, event.completed or 0.0) for event in events), default=0.0)
     launches = [event for event in events if event.kind == "launch"]
     free: dict[str, float] = {}  # by communicator: end of its previous bar
     for event in sorted(launches, key=lambda event: trace_end if event.completed is None else event.completed):
         end = trace_end if event.completed is None else event.completed
-        start = min(end, max(event.start, free.get(event.lane, 0.0)))
-        free[event.lane] = end
+        start = min(end, max(event.start, free.get(event.comm, 0.0)))
+        free[event.comm] = end
         args = {
-            "exchange": event.exchange,
+            "collective": event.collective,
             "axis": event.axis,
             "unit": event.name,
             "bytes": event.bytes,
@@ -251,7 +251,7 @@ def _exchange_bars(events: Sequence[TraceEvent]) -> Iterator[_Bar]:
             "queued_us": start - event.start,
             "complete": event.completed is not None,
         }
-        yield event.lane, f"{event.exchange} {event.name}".rstrip(), start, end, args
+        yield event.comm, f"{event.collective} {event.name}".rstrip(), start, end, args
 
 
 def _metadata(kind: str, rank: int, row: int, **args: Any) -> dict[str, Any]:

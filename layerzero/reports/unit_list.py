@@ -125,8 +125,8 @@ def units(model: nn.Module) -> UnitList:
             modules={names[module]: type(module).__name__ for module in unit.modules},
             parameters=tuple(map(UnitParameter.of, sorted(unit.members(), key=lambda member: order[member.name]))),
             gathered_bytes=sum(each.layout.numel * each.precision.compute.itemsize for each in unit.handles),
-            zero3_size=unit.topology.zero3_size,
-            data_parallel=unit.topology.data_parallel,
+            zero3_size=unit.mesh_info.zero3_size,
+            data_parallel=unit.mesh_info.data_parallel,
             reshard_after_forward=unit.reshard_after_forward,
         )
         for unit in runtime.units

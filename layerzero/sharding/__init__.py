@@ -1,1 +1,1 @@
-"""Implementation of `shard_model`: settings, units, meshes, initial values, module methods."""
+"""Implementation of `shard_model`: settings, units, meshes, initial values and module methods."""

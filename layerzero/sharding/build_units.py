@@ -1,4 +1,4 @@
-"""Construction of units from their definitions: checks, memory, initial values, handles."""
+"""Construction of units from their definitions: checks, memory, initial values and handles."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ InitFn = Callable[[nn.Module], None]
 def settings_to_compare(
     model: nn.Module, plans: Sequence[UnitDefinition], config: LayerZeroConfig
 ) -> dict[str, object]:
-    """Return, by name, the settings and the properties of a model that must be equal on all of its ranks."""
+    """Return the settings and model properties that must be equal on all ranks of the model, by name."""
     fields = config.comparable_settings()
     fields["units"] = [plan.name for plan in plans]
     for plan in plans:
@@ -76,12 +76,12 @@ def settings_to_compare(
 
 
 def parts_to_compare(plans: Sequence[UnitDefinition]) -> dict[str, object]:
-    """Return this rank's model-parallel coordinates for the DTensors of units on the root's mesh, by name.
+    """Return this rank's model-parallel coordinates of the DTensors in units on the root's mesh, by name.
 
-    The coordinates must be equal on the ranks of that mesh.
+    The coordinates must be equal on all ranks of the root's mesh.
     """
     return {
-        f"place of parameter {found.name!r}": found.parameter.device_mesh.get_coordinate()
+        f"model-parallel coordinates of parameter {found.name!r}": found.parameter.device_mesh.get_coordinate()
         for plan in plans
         for found in plan.parameters
         if isinstance(found.parameter, DTensor) and plan.mesh is plans[0].mesh
@@ -96,7 +96,8 @@ def check_buffers(plans: Sequence[UnitDefinition]) -> None:
                 if buffer is not None and not is_plain_storage(buffer):
                     raise ValueError(
                         f"buffer {f'{module_name}.{name}'.lstrip('.')!r} is {storage_kind(buffer)}, which cannot be "
-                        "broadcast from rank 0: pass sync_module_states=False, and make ranks start equal"
+                        "broadcast from rank 0. Pass sync_module_states=False, and give the buffer equal values on all "
+                        "ranks"
                     )
 
 
@@ -105,14 +106,14 @@ def check_offload(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> N
     for found in (each for plan in plans for each in plan.parameters if has_extension(each.parameter)):
         if config.offload_params:
             raise ValueError(
-                f"offload_params=True: parameter {found.name!r} is a {type(found.parameter).__name__}, whose "
-                "all-gather extension reads its shard on the device. Leave offload_params out; offload_optimizer and "
-                "offload_grads are supported"
+                f"offload_params=True is not supported for parameter {found.name!r}: the all-gather extension of its "
+                f"class {type(found.parameter).__name__} reads its shard on the device. Leave offload_params out. "
+                "offload_optimizer and offload_grads are supported"
             )
 
 
 def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> None:
-    """Raise ValueError if `gather_codec` is set, but encodes the compute dtype of no parameter."""
+    """Raise ValueError if `gather_codec` is set, but no parameter has a compute dtype that it encodes."""
     computes = {
         config.policy_of(plan.name, plan.called[0]).param_dtype or found.parameter.dtype
         for plan in plans
@@ -120,15 +121,15 @@ def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> Non
     }
     if config.gather_codec is not None and computes and not any(map(travels_coded, computes)):
         raise ValueError(
-            f"gather_codec encodes weights in bf16 and fp16, and the model computes in {computes}: give mp_policy a "
-            "param_dtype, or leave gather_codec out"
+            f"gather_codec encodes weights in bf16 and fp16, but the model computes in {computes}. Set param_dtype in "
+            "mp_policy, or leave gather_codec out"
         )
 
 
 def agree_on_codec(
     plans: Sequence[UnitDefinition], handles: Sequence[Sequence[HandleSpec]], config: LayerZeroConfig, site: UnitMesh
 ) -> None:
-    """Raise on all ranks of a mesh if their codecs would send different numbers of bytes."""
+    """Raise on all ranks of a mesh if their codecs produce different numbers of bytes."""
     if config.gather_codec is None:
         return
     size = site.mesh_info.zero3_size
@@ -142,7 +143,7 @@ def agree_on_codec(
 
 
 def check_meta(plans: Sequence[UnitDefinition], param_init_fn: InitFn | None) -> None:
-    """Raise unless every module on the meta device can be initialised."""
+    """Raise if a module on the meta device cannot be initialized."""
     if param_init_fn is not None and not callable(param_init_fn):
         raise TypeError(
             f"param_init_fn must be a callable(module) or None, got {param_init_fn!r}. Pass a function that "
@@ -154,8 +155,9 @@ def check_meta(plans: Sequence[UnitDefinition], param_init_fn: InitFn | None) ->
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.is_meta and id(parameter) not in sharded:
                     raise ValueError(
-                        f"parameter {f'{module_name}.{name}'.lstrip('.')!r} is ignored and on the meta device, where "
-                        "nothing would give it memory: build it on a real device, or do not ignore it"
+                        f"parameter {f'{module_name}.{name}'.lstrip('.')!r} is ignored and on the meta device. "
+                        "layerzero does not allocate or initialize ignored parameters. Build it on a real device, or "
+                        "do not ignore it"
                     )
     if param_init_fn is not None:
         return
@@ -164,7 +166,7 @@ def check_meta(plans: Sequence[UnitDefinition], param_init_fn: InitFn | None) ->
             if _has_meta(module) and not hasattr(module, "reset_parameters"):
                 raise ValueError(
                     f"a {type(module).__name__} of unit {plan.name!r} is on the meta device and has no "
-                    "reset_parameters(); pass param_init_fn"
+                    "reset_parameters(). Pass param_init_fn"
                 )
 
 
@@ -174,17 +176,17 @@ def plan_handles(
     where: RankTraits,
     *,
     averaged: int,
-    has_face: Callable[[nn.Parameter], bool],
+    has_model_parallel: Callable[[nn.Parameter], bool],
 ) -> list[HandleSpec]:
     """Return the specs of a unit's handles, without allocating memory.
 
     Parameters are grouped by dtype, by whether they are trainable, and by whether they have a model-parallel spec. Each
-    group has one or more handles. Each parameter with an all-gather extension has its own handle.
+    group gets one or more handles. Each parameter with an all-gather extension gets its own handle.
 
     Args:
-        averaged: number of data-parallel ranks of the root. Gradients are averaged over these ranks, regardless of the
-            mesh that the unit is sharded over.
-        has_face: returns whether a parameter has a model-parallel spec.
+        averaged: number of data-parallel ranks of the root. Gradients are averaged over these ranks, even if the unit
+            is sharded over another mesh.
+        has_model_parallel: function that returns whether a parameter has a model-parallel spec.
     """
     accumulation = config.accumulation_of(plan.name, plan.called[0])
     policy = config.policy_of(plan.name, plan.called[0])
@@ -193,7 +195,7 @@ def plan_handles(
     for found in plan.parameters:
         if has_extension(found.parameter):
             continue
-        kind_of_it = found.parameter.dtype, found.parameter.requires_grad, has_face(found.parameter)
+        kind_of_it = found.parameter.dtype, found.parameter.requires_grad, has_model_parallel(found.parameter)
         kinds.setdefault(kind_of_it, []).append(found)
     planned = []
     for (dtype, trainable, _), members in kinds.items():
@@ -227,7 +229,7 @@ def plan_handles(
                 HandleSpec(plan.name, kind, trainable, precision, layout, route, in_host, own_strides, coded)
             )
     for found in (each for each in plan.parameters if has_extension(each.parameter)):
-        # See [Note: All-gather extensions]: one handle for each parameter, with shards of whole rows.
+        # One handle for each parameter, with shards of full rows. See [Note: All-gather extensions].
         parameter, ranks = found.parameter, where.grid.data_parallel
         slot = Slot(found.name, tuple(parameter.shape), 0)
         layout = FlatLayout((slot,), -(-slot.rows // ranks) * slot.row_numel, ranks, align=1)
@@ -250,7 +252,7 @@ def plan_handles(
                 layout,
                 route,
                 in_host=config.offload_optimizer and parameter.requires_grad,
-                # The class reports its inputs at the first gather; until then assume those of any parameter.
+                # The class reports its all-gather inputs at the first gather. Until then, assume the compute dtype.
                 extension=GatheredBytes((layout.numel * in_compute.compute.itemsize,), ()),
             )
         )
@@ -266,11 +268,11 @@ def build_unit(
     node: Node | None,
     param_init_fn: InitFn | None,
 ) -> tuple[Unit, list[UninitializedTensor]]:
-    """Build a unit, and replace its parameters in the model. Return the unit and its uninitialized tensors.
+    """Build a unit and replace its parameters in the model. Return the unit and its uninitialized tensors.
 
-    Units are built one after the other, so that only one of them has full tensors at a time.
+    Units are built one at a time, so that only one unit has full tensors.
     """
-    topology = site.mesh_info
+    mesh_info = site.mesh_info
     policy = config.policy_of(plan.name, plan.called[0])
     extensions = _take_extensions(plan, policy)
     was_on_meta = _tensors_on_meta(plan)
@@ -280,12 +282,12 @@ def build_unit(
     unwritten = _still_marked(plan, was_on_meta)
     cast_buffers = _cast_buffers(plan, config.buffer_dtype)
     by_name = {found.name: found for found in plan.parameters}
-    reshards = config.reshards(plan.name, plan.called[0], topology.zero3_size)
-    root_stays = not plan.name and device_module(topology.device) is not None
-    # Also created with shared memory: other ZeRO-3 groups may not have it, and all ranks must create the same groups.
-    keeping = None if root_stays or isinstance(reshards, bool) else topology.subgroup_comm(reshards)
-    gathers = RankTraits.of(topology, in_node=node is not None, offload_params=config.offload_params).gathers
-    travel = GatherOptions(config.gather_codec, keeping) if gathers else GatherOptions()
+    reshards = config.reshards(plan.name, plan.called[0], mesh_info.zero3_size)
+    root_stays_gathered = not plan.name and device_module(mesh_info.device) is not None
+    # Created even with shared memory. Other ZeRO-3 groups may have none, and all ranks must create the same groups.
+    keeping = None if root_stays_gathered or isinstance(reshards, bool) else mesh_info.subgroup_comm(reshards)
+    needs_gather = RankTraits.of(mesh_info, in_node=node is not None, offload_params=config.offload_params).needs_gather
+    gather_options = GatherOptions(config.gather_codec, keeping) if needs_gather else GatherOptions()
     handles = [
         Handle(
             f"unit {plan.name!r}, {each.kind}",
@@ -294,18 +296,18 @@ def build_unit(
             label=plan.name or "the root",
             precision=each.precision,
             route=each.reduction_spec,
-            topology=topology,
+            mesh_info=mesh_info,
             buffers=buffers,
             shared=None
             if node is None or each.extension is not None
             else node.weights.share(each.layout.numel, each.precision.compute),
-            travel=GatherOptions() if each.extension is not None else travel,
+            gather_options=GatherOptions() if each.extension is not None else gather_options,
             extension=None if each.extension is None else extensions[each.layout.slots[0].name],
         )
         for each in planned
     ]
     for found in plan.parameters:
-        # User code may keep a reference to the old parameter; it must not keep its memory.
+        # Free the memory of the old parameter, even if user code still refers to it.
         nothing = torch.empty(0, dtype=found.parameter.dtype, device=found.parameter.device)
         if isinstance(found.parameter, DTensor):
             found.parameter._local_tensor = nothing
@@ -313,14 +315,14 @@ def build_unit(
             found.parameter.data = nothing
         found.parameter.grad = None
     unit = Unit(
-        plan.name, plan.called, tuple(handles), topology, policy=policy, reshards=reshards, cast_buffers=cast_buffers
+        plan.name, plan.called, tuple(handles), mesh_info, policy=policy, reshards=reshards, cast_buffers=cast_buffers
     )
     unit.show_sharded()
     return unit, unwritten
 
 
 def _take_extensions(plan: UnitDefinition, policy: MixedPrecisionPolicy) -> dict[str, Extension]:
-    """Replace parameters whose class has an all-gather extension by plain ones; return the extensions by name."""
+    """Replace parameters that have an all-gather extension with plain parameters. Return the extensions by name."""
     extensions: dict[str, Extension] = {}
     for index, found in enumerate(plan.parameters):
         if has_extension(found.parameter):
@@ -335,12 +337,12 @@ def _take_extensions(plan: UnitDefinition, policy: MixedPrecisionPolicy) -> dict
 def _original(
     found: ParamInfo, site: UnitMesh
 ) -> tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...], ModelParallelSpec | None]:
-    """Return this rank's local part of a parameter, its owners, and its model-parallel spec, as `Handle` takes them."""
+    """Return the arguments of `Handle` for a parameter: this rank's local part, its owners, its model-parallel spec."""
     whole, part = found.parameter, found.parameter
     if isinstance(whole, DTensor):
         part = nn.Parameter(local_part(whole).detach(), requires_grad=whole.requires_grad)
         carry_over(whole, gathered=part, sharded=part)
-    return part, found.owners, site.face_of(whole)
+    return part, found.owners, site.model_parallel_of(whole)
 
 
 def _has_meta(module: nn.Module) -> bool:
@@ -381,11 +383,11 @@ def _materialise_together(plan: UnitDefinition, site: UnitMesh, param_init_fn: I
         _materialise(plan, device, param_init_fn)
     except Exception as error:
         failure = error
-    require_equal(f"initialisation of unit {plan.name!r}", {}, ranks=site.ranks.ranks, failure=failure)
+    require_equal(f"initialization of unit {plan.name!r}", {}, ranks=site.ranks.ranks, failure=failure)
 
 
 def _materialise(plan: UnitDefinition, device: torch.device, param_init_fn: InitFn | None) -> None:
-    """Allocate and initialise parameters and buffers that are on meta; move other buffers to the device."""
+    """Allocate and initialize parameters and buffers that are on meta. Move other buffers to the device."""
     on_meta = [module for module in plan.modules if _has_meta(module)]
     for index, found in enumerate(plan.parameters):
         if found.parameter.is_meta:
@@ -411,7 +413,7 @@ def _materialise(plan: UnitDefinition, device: torch.device, param_init_fn: Init
 
 
 def _cast_buffers(plan: UnitDefinition, dtype: torch.dtype | None) -> list[CastBuffer]:
-    """Cast floating-point buffers to `dtype`; return the buffers that were cast."""
+    """Cast floating-point buffers to `dtype`. Return the buffers that were cast."""
     cast: list[CastBuffer] = []
     for module in plan.modules:
         for name, buffer in module._buffers.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from layerzero.comm.agreement import require_equal
-from layerzero.comm.process_groups import kept_for_release, released_everywhere
+from layerzero.comm.process_groups import drop_released_groups, groups_to_release
 from layerzero.dtensor.outside import in_backward
 from layerzero.engine.hooks import get_state, is_closed, remove_hooks
 
@@ -13,15 +13,15 @@ __all__ = ["close"]
 
 
 def close(model: nn.Module) -> None:
-    """Release the process groups, threads, buffers, shared and pinned memory of a sharded model.
+    """Release the process groups, threads, buffers, shared memory and pinned memory of a sharded model.
 
-    The same happens when the model is garbage collected. Call this to choose the time of the release, or if a reference
-    keeps the model alive. The call waits for a background save. All ranks should call this. If collectives run on a
-    device, all ranks must call this, because the communicators are destroyed together.
+    Garbage collection of the model releases the same resources. Call this function to choose the time of the release,
+    or if a reference keeps the model alive. It waits for a background save. All ranks should call this. If collectives
+    run on a device, all ranks must call this, because the communicators are destroyed together.
 
-    Afterwards forwards, optimizer steps, checkpoints and all functions that take the model raise RuntimeError. The
-    parameters remain, and ``p.to_local()`` returns this rank's rows; ``p.full_tensor()`` raises if it would need other
-    ranks. Closing again does nothing. A mesh that was passed to :func:`shard_model` is not closed.
+    Afterwards, forwards, optimizer steps, checkpoints and all functions that accept the model raise RuntimeError.
+    ``p.to_local()`` still returns this rank's rows of a parameter. ``p.full_tensor()`` raises if it needs other ranks.
+    A second call has no effect. A mesh that was passed to :func:`shard_model` is not destroyed.
 
     Args:
         model: from :func:`shard_model`.
@@ -45,12 +45,12 @@ def close(model: nn.Module) -> None:
     failure: RuntimeError | None = None
     if in_backward():
         failure = RuntimeError(
-            "layerzero.close was called inside a backward, which needs the model. Call it after the backward"
+            "layerzero.close was called during a backward, which needs the model. Call it after the backward"
         )
     elif runtime.status.active_views:
         failure = RuntimeError(
-            f"layerzero.close was called inside {runtime.status.active_views[-1].value}, which must restore the model "
-            "when it ends. Leave the context first"
+            f"layerzero.close was called inside {runtime.status.active_views[-1].value}, which restores the model "
+            "when the context exits. Call close after the context"
         )
     if (
         not runtime.mesh_info.zero3_reduce_comm.held_group.is_local
@@ -58,8 +58,8 @@ def close(model: nn.Module) -> None:
         require_equal("close", {}, ranks=runtime.ranks.ranks, failure=failure)
     if failure is not None:
         raise failure
-    everyone = runtime.ranks
+    model_ranks = runtime.ranks
     remove_hooks(model)
     if not runtime.mesh_info.zero3_reduce_comm.held_group.is_local:
-        released_everywhere(everyone.all_gather_text(kept_for_release()), everyone.ranks)
+        drop_released_groups(model_ranks.all_gather_text(groups_to_release()), model_ranks.ranks)
     runtime.close()

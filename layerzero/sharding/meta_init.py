@@ -1,11 +1,11 @@
-"""Detection of uninitialised tensors in a model that was built on the meta device.
+"""Detection of uninitialized tensors in a model that was built on the meta device.
 
-[Note: Marked memory]
-Uninitialised memory may look like weights, and a model would train on it without an error. So tensors that were on meta
-get memory that is filled with a sentinel which no computation produces. A tensor that still has the sentinel was never
-written, by whatever means (in place, ``.data``, a kernel). The first check runs after initialisation, once rank 0's
-values have been broadcast. A load or the user may still write the tensors that the check finds. The first forward
-checks these again.
+[Note: Sentinels in uninitialized memory]
+Uninitialized memory may look like weights, and a model would train on it without an error. Therefore the memory of
+tensors that were on meta is first filled with a sentinel that no computation produces. If a tensor still contains the
+sentinel, no write (in place, through ``.data`` or by a kernel) has initialized it. The first check runs after
+initialization and after the broadcast from rank 0. A load or the user may still write the tensors that the check
+finds. The first forward checks these tensors again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from layerzero.engine.managed_param import ManagedParam
 __all__ = ["UninitializedTensor", "fill_sentinel", "has_sentinel", "initialization_check"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SHOWN = 8  # names in an error
+_SHOWN = 8  # maximum number of names in an error
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,23 +53,26 @@ def fill_sentinel(fresh: Tensor) -> None:
     """Fill a tensor of any dtype with the sentinel: a NaN, or an unlikely integer."""
     if _takes_mark(fresh):
         bits = _bits(fresh)
-        bits.fill_(_mark_of(fresh, bits))
+        bits.fill_(_sentinel_of(fresh, bits))
 
 
 @torch.no_grad()
 def has_sentinel(tensor: Tensor) -> bool:
-    """Return whether any element is uninitialized; for integers and 1-byte dtypes, whether all elements are."""
+    """Return whether any element is uninitialized. For integers and 1-byte dtypes, return whether all elements are."""
     if not _takes_mark(tensor) or tensor.numel() == 0:
         return False
     bits = _bits(tensor)
-    marked = bits == _mark_of(tensor, bits)
+    marked = bits == _sentinel_of(tensor, bits)
     return bool(marked.any() if _is_inexact(tensor) and bits.element_size() > 1 else marked.all())
 
 
 def initialization_check(
     unwritten: Sequence[UninitializedTensor], members: Mapping[str, ManagedParam], ranks: Sequence[int]
 ) -> Callable[[], None]:
-    """Return a check for the first forward. All ranks must call it, and all raise if any tensor is uninitialized."""
+    """Return a check for the first forward, which all ranks must call.
+
+    The check raises on all ranks if any rank has an uninitialized tensor.
+    """
 
     def refuse() -> None:
         left = [each for each in unwritten if each.is_left(members)]
@@ -85,21 +88,22 @@ def _describe(left: Sequence[UninitializedTensor]) -> str:
     sentences = []
     if loaded:
         sentences.append(
-            f"nothing has written {_spell(loaded)} since the model was built on meta: let param_init_fn (or the "
-            "module's reset_parameters) write them, or load a state before the first forward "
+            f"no values were written to {_format(loaded)} after the model was built on meta. Initialize them in "
+            "param_init_fn or in the module's reset_parameters, or load a state before the first forward "
             "(layerzero.load_full_state_dict, layerzero.checkpoint.load)"
         )
     if others:
         where, _, attribute = others[0].name.rpartition(".")
         sentences.append(
-            f"nothing has written {_spell([each.name for each in others])} since the model was built on meta, and no "
-            "state holds non-persistent buffers: let param_init_fn (or the module's reset_parameters) write them, or "
-            f"assign them before the first forward, model.{where + '.' if where else ''}{attribute} = ..."
+            f"no values were written to {_format([each.name for each in others])} after the model was built on meta. "
+            "State dicts do not contain non-persistent buffers. Initialize them in param_init_fn or in the module's "
+            "reset_parameters, or assign them before the first forward: "
+            f"model.{where + '.' if where else ''}{attribute} = ..."
         )
-    return "; ".join(sentences)
+    return ". ".join(sentences)
 
 
-def _spell(names: Sequence[str]) -> str:
+def _format(names: Sequence[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:_SHOWN])
     return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
@@ -118,6 +122,6 @@ def _bits(tensor: Tensor) -> Tensor:
     return real.view(_BITS[real.element_size()])
 
 
-def _mark_of(tensor: Tensor, bits: Tensor) -> int:
+def _sentinel_of(tensor: Tensor, bits: Tensor) -> int:
     size = bits.element_size()
     return int.from_bytes((b"\xff" if _is_inexact(tensor) else b"\xa5") * size, "little", signed=size > 1)

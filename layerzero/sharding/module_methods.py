@@ -40,10 +40,11 @@ _LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isas
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Context manager in which gradients are accumulated without reduction across replicas; ``.grad`` is not final.
+    """Context manager that accumulates gradients without reduction across replicas.
 
-    The context must be active while ``backward()`` runs. The next backward outside, or ``optimizer.step()``, reduces
-    the accumulated gradients. With ``accumulation="sharded"`` gradients are still reduced inside the ZeRO-3 group.
+    The context must be active while ``backward()`` runs. ``.grad`` is not final until the next backward outside of the
+    context, or ``optimizer.step()``, has reduced the accumulated gradients. With ``accumulation="sharded"``, gradients
+    are still reduced inside the ZeRO-3 group.
 
     Example::
 
@@ -68,29 +69,29 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def gathered(module: nn.Module) -> Iterator[None]:
     """Context manager that gathers the weights of a module, for computations outside of its unit's forward.
 
-    Use this for a loss that uses the weight of the head after the model has returned, such as a fused or chunked
-    cross-entropy. The weights are plain parameters in `mp_policy.param_dtype`, on every rank. Their gradients are
-    reduced like any others, and are added to those of the unit's own forwards and of tied weights.
+    Use this context for a loss that reads the weight of the head after the model has returned, such as a fused or
+    chunked cross-entropy. On every rank, the weights are plain parameters in `mp_policy.param_dtype`. Their gradients
+    are reduced as usual, and are added to the gradients from the unit's forwards and from tied weights.
 
-    The backward may run inside the context or after it. Inside, the weights are gathered once. After it, the backward
-    gathers them again, unless `reshard_after_forward` keeps the unit. Under ``torch.no_grad()`` they are freed at the
-    end of the context.
+    The backward may run inside the context or after it. If it runs inside, the weights are gathered once. If it runs
+    after the context, it gathers the weights again, unless `reshard_after_forward` keeps the unit gathered. Under
+    ``torch.no_grad()``, the weights are freed at the end of the context.
 
-    Like a forward, this is a collective of the ranks that share the weights. All of them enter the same contexts in the
-    same order; otherwise they raise, as for forwards. The context gathers the whole unit that has the parameters of
-    `module`. Units inside `module` stay sharded, so ``gathered(model)`` shows the parameters of the root. Parameters
-    that are full already (ignored ones, and all inside :func:`layerzero.unsharded`) do not change.
+    Like a forward, this is a collective of the ranks that share the weights. These ranks must enter the same contexts
+    in the same order. Otherwise they raise, as for forwards. The context gathers the full unit that has the parameters
+    of `module`. Units inside `module` stay sharded, so ``gathered(model)`` gathers the parameters of the root only.
+    Ignored parameters, and parameters inside :func:`layerzero.unsharded`, are already full and do not change.
 
     The weights are read-only: ``optimizer.step()``, loads, :func:`layerzero.unsharded` and ``EMA.swapped()`` raise
-    inside. To edit weights, use ``layerzero.unsharded(model, writeback=True)``. Saved-tensor hooks are active inside,
-    so a kernel that adds to ``weight.main_grad`` must take it in the forward.
+    inside the context. To edit weights, use ``layerzero.unsharded(model, writeback=True)``. Saved-tensor hooks are
+    active inside, so a kernel that adds to ``weight.main_grad`` must read this attribute in the forward.
 
     Args:
         module: a sharded model, one of its units, or a module inside one.
 
     Raises:
         ValueError: all parameters of `module` are in units inside it.
-        RuntimeError: ranks of a ZeRO-3 group enter different contexts; or a call inside would change weights.
+        RuntimeError: the ranks of a ZeRO-3 group enter different contexts, or a call inside would change weights.
 
     Example::
 
@@ -111,10 +112,10 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
 
 def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-    """Set whether later backwards reduce gradients, until the next call; False works like :func:`no_sync`.
+    """Set whether later backwards reduce gradients.
 
-    This function is also a method of a sharded model, for loops written for FSDP2:
-    ``model.set_requires_gradient_sync(is_last)``.
+    False works like :func:`no_sync`. The setting applies until the next call of this function. The function is also a
+    method of a sharded model, for loops written for FSDP2: ``model.set_requires_gradient_sync(is_last)``.
 
     Raises:
         ValueError: ``recurse=False``, for the root without the units inside it.
@@ -137,15 +138,15 @@ def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool, *, recu
 def _whole(model: nn.Module, method: str, *, recurse: bool) -> LayerZeroState:
     if not recurse:
         raise ValueError(
-            f"{method}(recurse=False) is not supported: the units of a model are reduced together, in an order "
-            "that all ranks share, or not at all. For a backward that reaches one unit only, such as one of a chunked "
-            "loss, use layerzero.no_sync(model)"
+            f"{method}(recurse=False) is not supported: layerzero reduces all units of a model together, in an order "
+            "that all ranks share. For a backward that reaches only one unit, such as a backward of a chunked loss, "
+            "use layerzero.no_sync(model)"
         )
     return get_state(model)
 
 
 class UnshardHandle:
-    """Gather in flight, launched by :func:`unshard`."""
+    """Gather in flight that :func:`unshard` has launched."""
 
     def __init__(self, runtime: LayerZeroState, unit: Unit) -> None:
         self._runtime, self._unit = weakref.ref(runtime), weakref.ref(unit)
@@ -157,18 +158,18 @@ class UnshardHandle:
 
 
 def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
-    """Gather the weights of a unit ahead of its next forward, without the units inside it.
+    """Gather the weights of a unit before its next forward, without the units inside it.
 
-    The weights stay gathered until that forward frees them (see `reshard_after_forward`), until a backward ends, or
-    until :func:`reshard`. ``module.weight`` is the gathered weight only inside forwards and :func:`gathered`. Like a
-    forward, this is a collective of the ranks that share the weights.
+    The weights stay gathered until the next forward frees them (see `reshard_after_forward`), until a backward ends, or
+    until a call of :func:`reshard`. ``module.weight`` is the gathered weight only inside forwards and :func:`gathered`.
+    Like a forward, this is a collective of the ranks that share the weights.
 
     Args:
         module: a sharded model, or one of its units. Both have this function as a method: ``unit.unshard()``.
         async_op: return before the weights are gathered.
 
     Returns:
-        With `async_op`, a handle whose ``wait()`` waits until the weights are gathered; otherwise None.
+        With `async_op`, a handle whose ``wait()`` returns when the weights are gathered. Otherwise None.
     """
     runtime, unit = _unit_of(module)
     runtime.scheduler.unshard(unit)
@@ -180,12 +181,12 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free the gathered weights of a unit, but not those of units inside it.
+    """Free the gathered weights of a unit, but not the weights of the units inside it.
 
     A backward that needs the weights gathers them again.
 
     Raises:
-        RuntimeError: the unit is in its forward, its backward or :func:`gathered`.
+        RuntimeError: the unit is in its forward, in its backward or inside :func:`gathered`.
     """
     runtime, unit = _unit_of(module)
     runtime.scheduler.reshard(unit)
@@ -194,16 +195,16 @@ def reshard(module: nn.Module) -> None:
 def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, recurse: bool = True) -> None:
     """Change the setting `reshard_after_forward` of a unit and, with `recurse`, of the units inside it.
 
-    See :func:`layerzero.shard_model`. All ranks must make the same call. Without gradients, weights are always freed
-    after a forward.
+    See :func:`layerzero.shard_model`. All ranks must make the same call. A forward without gradients always frees its
+    weights.
 
     Raises:
         ValueError: `reshard_after_forward` is not a bool.
     """
     if not isinstance(reshard_after_forward, bool):
         raise ValueError(
-            f"set_reshard_after_forward takes a bool, got {reshard_after_forward!r}: process groups for a number of "
-            "ranks exist only from the start. Pass the number to shard_model(reshard_after_forward=...)"
+            f"set_reshard_after_forward expects a bool, got {reshard_after_forward!r}. Only shard_model creates the "
+            "process groups for a number of ranks. Pass the number to shard_model(reshard_after_forward=...)"
         )
     runtime, units = _units_of(module, recurse=recurse)
     for unit in units:
@@ -214,8 +215,8 @@ def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, re
 def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, *, recurse: bool = True) -> None:
     """Set whether a unit and, with `recurse`, the units inside it are freed after a backward.
 
-    False takes more memory and saves the gathers of the next micro-batch. ``optimizer.step()`` frees the units that it
-    updates, and a forward without gradients also frees its units. All ranks must make the same call.
+    False needs more memory, but saves the gathers of the next micro-batch. ``optimizer.step()`` still frees the units
+    that it updates, and a forward without gradients still frees its units. All ranks must make the same call.
     """
     runtime, units = _units_of(module, recurse=recurse)
     for unit in units:
@@ -224,9 +225,10 @@ def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, 
 
 
 def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Set the units that the forward of a unit prefetches, in this order, instead of those that `prefetch` selects.
+    """Set the units that the forward of a unit prefetches, in the given order.
 
-    All ranks must make the same call. Units that are not called are freed when the forward of the model ends.
+    They replace the units that the setting `prefetch` selects. All ranks must make the same call. Prefetched units that
+    are not called are freed when the forward of the model ends.
 
     Raises:
         TypeError, ValueError: one of `modules` is not a unit of this model, or is on another mesh.
@@ -237,9 +239,10 @@ def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Modu
 
 
 def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Set the units that the backward of a unit prefetches; see :func:`set_modules_to_forward_prefetch`.
+    """Set the units that the backward of a unit prefetches.
 
-    Units that the backward does not reach are freed when it ends.
+    See :func:`set_modules_to_forward_prefetch`. Prefetched units that the backward does not reach are freed when the
+    backward ends.
     """
     runtime, unit = _unit_of(module)
     runtime.scheduler.prefetched_backward[unit] = _listed(runtime, unit, modules, "backward")
@@ -249,14 +252,14 @@ def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Mod
 def _listed(runtime: LayerZeroState, unit: Unit, modules: Sequence[nn.Module], way: str) -> list[Unit]:
     method = f"set_modules_to_{way}_prefetch"
     if isinstance(modules, nn.Module):
-        raise TypeError(f"{method} takes a list of units, got one {type(modules).__name__}. Pass [unit]")
+        raise TypeError(f"{method} expects a list of units, got one {type(modules).__name__}. Pass [unit]")
     found = []
     for each in modules:
         theirs, listed = _unit_of(each)
-        if theirs is not runtime or listed.topology is not unit.topology:
+        if theirs is not runtime or listed.mesh_info is not unit.mesh_info:
             raise ValueError(
-                f"{method}: {listed.label} is of another {'model' if theirs is not runtime else 'mesh'} than "
-                f"{unit.label}, and ranks that call one of them need not call the other. Pass units of one mesh"
+                f"{method}: {listed.label} is in another {'model' if theirs is not runtime else 'mesh'} than "
+                f"{unit.label}. Ranks that call one of them may not call the other. Pass units of one mesh"
             )
         found.append(listed)
     return found
@@ -279,18 +282,19 @@ def _units_of(module: nn.Module, *, recurse: bool) -> tuple[LayerZeroState, list
 def register_forward_method(module: nn.Module, method_name: str) -> None:
     """Register a method of a sharded model or unit that computes with gathered parameters, as ``forward`` does.
 
-    While the method runs, the parameters of that unit are gathered. Parameters of other units are gathered during their
-    own forwards. Inputs and outputs are cast according to `mp_policy`, gradients flow through the return value, and
-    forward hooks are not run. Like a forward, the method is a collective: the ranks of a ZeRO-3 group must call the
-    same units in the same order. Unless they share memory, generation must therefore have the same length on all of
-    them (``synced_gpus=True`` in transformers).
+    While the method runs, the parameters of that unit are gathered. Parameters of other units are gathered during the
+    forwards of these units. Inputs and outputs are cast according to `mp_policy`, gradients flow through the return
+    value, and forward hooks do not run. Like a forward, the method is a collective: the ranks of a ZeRO-3 group must
+    call the same units in the same order. Unless these ranks share memory, generation must therefore have the same
+    length on all of them (``synced_gpus=True`` in transformers).
 
     Args:
-        module: from :func:`layerzero.shard_model`, or one of its units.
+        module: a sharded model, or one of its units.
         method_name: name of the method, such as ``"generate"`` or ``"encode"``. Registering it again has no effect.
 
     Raises:
-        AttributeError, TypeError: there is no such method, or it returns before it computes (a generator or coroutine).
+        AttributeError, TypeError: the method does not exist, or it returns before it computes (a generator or
+            coroutine).
         ValueError: `module` is not a sharded model or a unit of one.
 
     Example::
@@ -304,11 +308,14 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     if getattr(method, "is_layerzeros", False):
         return
     if not callable(method):
-        raise TypeError(f"{type(module).__name__}.{method_name} is no method, but {type(method).__name__}")
+        raise TypeError(
+            f"{type(module).__name__}.{method_name} is a {type(method).__name__}, not a method. Pass the name of a "
+            "method"
+        )
     if any(kind(method) for kind in _LATER):
         raise TypeError(
-            f"{type(module).__name__}.{method_name} returns before it computes, when parameters are gone again; "
-            "register a method that returns when it has computed"
+            f"{type(module).__name__}.{method_name} is a generator or a coroutine: it computes after it returns, when "
+            "its parameters are sharded again. Register a method that computes before it returns"
         )
     forward_hooks(module)
     function = method.__func__ if getattr(method, "__self__", None) is module else None
@@ -330,9 +337,9 @@ def _as_forward(method: Callable[..., Any], module: nn.Module, takes_module: boo
 
 
 def bind_methods(runtime: LayerZeroState) -> None:
-    """Add methods to the model and its units, under FSDP2's names, for training loops that call them.
+    """Add methods with FSDP2's names to the model and its units, for training loops that call them.
 
-    An existing attribute of such a name is kept, and a warning is logged.
+    If the module already has an attribute of that name, the attribute is kept and a warning is logged.
     """
     taken: dict[str, str] = {}
     for unit in runtime.units:
@@ -346,8 +353,8 @@ def bind_methods(runtime: LayerZeroState) -> None:
                     taken.setdefault(name, "model" if is_root else type(module).__name__)
     for name, of in taken.items():
         _LOG.warning(
-            "layerzero: the %s has a %s of its own, which is left alone; a loop that calls it does not reach "
-            "layerzero. %s",
+            "layerzero: the %s defines its own %s, which layerzero does not replace. A training loop that calls it "
+            "does not call layerzero. %s",
             *(of, name, "Call layerzero.no_sync(model)" if "sync" in name else "See docs/fsdp2.md"),
         )
 
@@ -364,7 +371,7 @@ _OF_UNITS = (
 
 
 def _method(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
-    """Bind a function to a model by a weak reference: a bound method would be a cycle that keeps the model alive."""
+    """Bind a function to a model by a weak reference, because a bound method would be a reference cycle."""
     weak = weakref.ref(model)
 
     @functools.wraps(function)
@@ -377,14 +384,14 @@ def _method(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any
 def show_units_in_repr(units: Iterable[Unit]) -> None:
     """Mark the units in the output of ``print(model)``, through their ``extra_repr``."""
     for unit in units:
-        sizes = f"zero3_size={unit.topology.zero3_size} of {unit.topology.data_parallel} ranks"
+        sizes = f"zero3_size={unit.mesh_info.zero3_size} of {unit.mesh_info.data_parallel} ranks"
         mark = f"layerzero unit {unit.name!r}" if unit.name else f"layerzero root, {sizes}"
         for module in unit.modules:
             module.extra_repr = _marked(module, mark)  # type: ignore[method-assign]
 
 
 def _marked(module: nn.Module, mark: str) -> Callable[[], str]:
-    """Return an ``extra_repr`` that adds `mark`, without a strong reference to the module; see `_method`."""
+    """Return an ``extra_repr`` that appends `mark`. It has no strong reference to the module; see `_method`."""
     weak, own = weakref.ref(module), vars(module).get("extra_repr")
 
     def extra_repr() -> str:

@@ -1,4 +1,4 @@
-"""Check that refuses optimizers which step sharded parameters without `shard_optimizer`."""
+"""Check that an optimizer over sharded parameters was passed to `shard_optimizer`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _RUNTIMES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # a global hook 
 
 
 def guard_optimizers(runtime: LayerZeroState) -> None:
-    """Make an optimizer raise if it steps parameters of this model without `shard_optimizer`.
+    """Make the step of an optimizer over parameters of this model raise without `shard_optimizer`.
 
-    Without it, a step would miss the reduction of accumulated gradients and the refresh of compute weights. An
-    optimizer over the parameters from before sharding would update tensors that the model no longer uses.
+    Without `shard_optimizer`, a step would not reduce accumulated gradients or refresh compute weights. An optimizer
+    that was built before `shard_model` would update tensors that the model no longer uses.
     """
     _RUNTIMES.add(runtime)
     _guard_process()
@@ -37,12 +37,12 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if runtime.closed or optimizer in runtime.optimizers:
             continue
         if any(optimizer.param_groups is sharded.param_groups for sharded in runtime.optimizers):
-            continue  # it wraps a sharded optimizer; other writes of it are detected by the parameters
+            continue  # It wraps a sharded optimizer. The parameters detect its other writes.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 member = runtime.parameters.managed_param(parameter)
                 if member is not None:
                     raise RuntimeError(
-                        f"{type(optimizer).__name__} steps {member.name!r}, which layerzero has sharded; "
-                        "use optimizer = layerzero.shard_optimizer(optimizer, model)"
+                        f"{type(optimizer).__name__} steps {member.name!r}, which layerzero has sharded. Use "
+                        "optimizer = layerzero.shard_optimizer(optimizer, model)"
                     )

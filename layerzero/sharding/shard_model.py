@@ -19,9 +19,9 @@ from layerzero.comm.collectives import timeout_of
 from layerzero.comm.mesh_info import AXES, as_data_parallel
 from layerzero.comm.process_groups import (
     ModelGroups,
+    drop_released_groups,
     groups_so_far,
-    kept_for_release,
-    released_everywhere,
+    groups_to_release,
     settle_releases,
 )
 from layerzero.comm.watchdog import Watchdog, default_limit, new_scope
@@ -93,93 +93,94 @@ def shard_model(
     sync_module_states: bool = True,
     param_init_fn: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
-    """Shard a model in place, and return the same object.
+    """Shard a model in place and return it.
 
-    fp32 masters are sharded over all data-parallel ranks (ZeRO-1, Rajbhandari et al. 2020), compute weights over
-    `zero3_size` neighbouring ranks (ZeRO-3). Between passes ``model.parameters()`` yields DTensors of the original
-    shapes, whose local tensors are this rank's rows of the masters. ``.grad`` is their gradient, averaged over all
-    ranks. All ranks must call this with the same model and settings.
+    fp32 masters are sharded over all data-parallel ranks (ZeRO-1, Rajbhandari et al. 2020). Compute weights are sharded
+    over `zero3_size` neighboring ranks (ZeRO-3). Between passes, ``model.parameters()`` yields DTensors with the
+    original shapes. The local tensors are this rank's rows of the masters. ``.grad`` is the gradient, averaged over all
+    ranks. All ranks must call this function with the same model and settings.
 
     Args:
         model: any module. Parameters may be on the CPU, on the device, or on ``meta``.
-        mesh: data-parallel ranks, instead of `zero3_size`: from :func:`init_mesh` or :func:`mesh_from_groups`, or a
-            DeviceMesh of torch. On a mesh with one axis, all ranks share the weights. On a mesh with two axes, the
-            first is the axis of replicas. Or ``callable(name, module) -> DeviceMesh``, called for each unit (``""`` is
-            the root), for example for experts that are data-parallel over fewer ranks. Parameters may be DTensors on
-            model-parallel axes (tensor and expert parallel). See ``docs/meshes.md``.
-        zero3_size: S, number of ranks that share the compute weights. It must divide the world size. None, without a
-            mesh: the number of ranks on a node, as torchrun sets it.
+        mesh: mesh of the data-parallel ranks, as an alternative to `zero3_size`. Use :func:`init_mesh`,
+            :func:`mesh_from_groups` or any DeviceMesh. On a mesh with one axis, all ranks share the weights. On a mesh
+            with two axes, the first is the replica axis. Or ``callable(name, module) -> DeviceMesh``, called for each
+            unit (``""`` is the root), for example for experts that are data-parallel over fewer ranks. Parameters may
+            be DTensors on model-parallel axes (tensor and expert parallel). See ``docs/meshes.md``.
+        zero3_size: S, number of ranks that share the compute weights. It must divide the world size. None without a
+            mesh: the number of ranks on a node, which torchrun sets.
         units: modules that are gathered and freed together: module classes (``{Block}``), names of modules or of their
             classes (``["blocks.0", "Block"]``), modules of the model, and lists of modules or names. Each list is one
             unit that is gathered when any of its modules is called: ``[Block, [model.norm, model.head]]``. A list takes
-            precedence over classes and names. Or ``callable(name, module) -> bool``; if it returns a str, all modules
-            with this key are one unit. ``"auto"``: the classes in the model's ``_no_split_modules``, or those that
-            transformers checkpoints. Or a policy of ``torch.distributed.fsdp.wrap``: a ``ModuleWrapPolicy``, or a
-            function of ``(module, recurse, nonwrapped_numel)``, ``functools.partial`` included, such as
-            ``size_based_auto_wrap_policy``. Parameters outside all units belong to the root. None: root only.
-            :func:`layerzero.units` lists the units, and ``print(model)`` marks them.
-        mp_policy: torch's ``MixedPrecisionPolicy``. `param_dtype` (None: dtype of the model): weights and compute.
-            `reduce_dtype` (None: `param_dtype`): gradients inside the ZeRO-3 group. `output_dtype`,
-            `cast_forward_inputs`: as in FSDP2, for every unit. Or ``callable(name, module)`` that returns a policy for
-            each unit; ``""`` is the root, and a unit of several modules is passed as its key and its first module. A
-            norm in fp32 between blocks in bf16 is a unit with
-            ``MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)``.
-        replica_reduce_dtype: dtype of gradient reduction across replicas; None: `reduce_dtype`.
-        buffer_dtype: dtype that floating-point buffers are cast to, once; None: no cast. Integer buffers are never
-            cast. ``state_dict()`` and checkpoints hold buffers in their original dtype, with the cast values.
-        gradient_divide_factor: divisor of the sum of all ranks' gradients; None: D, which gives their mean. Use 1.0 to
-            sum them, if the loss is already divided by the number of tokens on all ranks.
-        accumulation: form in which gradients are accumulated between micro-batches. ``"sharded"`` keeps N/S fp32
-            elements and reduces inside the ZeRO-3 group in each backward. ``"full"`` keeps N fp32 elements and sends
+            precedence over classes and names. Or ``callable(name, module) -> bool``. If it returns a str, all modules
+            with this key are one unit. ``"auto"``: the classes in the model's ``_no_split_modules``, or the classes to
+            which transformers applies activation checkpointing. Or a policy of ``torch.distributed.fsdp.wrap``: a
+            ``ModuleWrapPolicy``, or a function of ``(module, recurse, nonwrapped_numel)``, ``functools.partial``
+            included, such as ``size_based_auto_wrap_policy``. Parameters outside all units belong to the root. None:
+            root only. :func:`layerzero.units` lists the units, and ``print(model)`` marks them.
+        mp_policy: torch's ``MixedPrecisionPolicy``. `param_dtype`: dtype of compute weights and computation (None:
+            dtype of the model). `reduce_dtype`: dtype of gradient reduction inside the ZeRO-3 group (None:
+            `param_dtype`). `output_dtype` and `cast_forward_inputs`: as in FSDP2, for every unit. Or
+            ``callable(name, module)`` that returns a policy for each unit. ``""`` is the root. A unit of several
+            modules is passed as its key and its first module. For a norm in fp32 between blocks in bf16, make the norm
+            a unit with ``MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)``.
+        replica_reduce_dtype: dtype of gradient reduction across replicas. None: `reduce_dtype`.
+        buffer_dtype: dtype that floating-point buffers are cast to, once. None: no cast. Integer buffers are never
+            cast. ``state_dict()`` and checkpoints store buffers in their original dtype, with the cast values.
+        gradient_divide_factor: divisor of the sum of all ranks' gradients. None: D, so that gradients are averaged. Use
+            1.0 to sum the gradients if the loss is already divided by the number of tokens on all ranks.
+        accumulation: form in which gradients are accumulated between micro-batches. ``"sharded"`` stores N/S fp32
+            elements and reduces inside the ZeRO-3 group in each backward. ``"full"`` stores N fp32 elements and sends
             nothing until the backward that reduces. Or ``callable(name, module)`` that chooses for each unit.
-        offload_grads: keep accumulators in pinned host memory between the backwards of a step. On the device,
-            accumulators then take at most twice the size of those of the largest unit. Copies overlap with the backward
-            of the neighbouring unit. With one replica (or one rank), ``"sharded"`` accumulates in the gradient shards
-            themselves, which stay on the device. On the CPU the setting warns, and changes nothing else.
-        offload_optimizer: keep masters, final gradients and the optimizer's state in host memory, and run the optimizer
-            on the CPU. Sharded parameters and their ``.grad`` are then CPU tensors. Gradients are copied to the host as
-            they are reduced, and weights to the device as they are refreshed; both overlap with other work. Compute
-            weights, accumulators and scratch buffers remain on the device. Only for element-wise optimizers. On the CPU
-            the setting warns, and changes nothing else.
-        offload_params: keep compute weights in host memory, for models that do not fit otherwise. Each gather first
-            copies the ZeRO-3 shard to the device, in parallel with other work. Combined with `offload_optimizer`, the
-            device holds gathered units, gradients in flight, and scratch. On the CPU the setting warns, and changes no
-            results. If ranks share memory, it has no effect.
+        offload_grads: store accumulators in pinned host memory between the backwards of a step. On the device, the
+            accumulators then use at most twice the memory of the largest unit's accumulators. Copies overlap with the
+            backward of the neighboring unit. With one replica (or one rank), ``"sharded"`` accumulates directly in the
+            gradient shards, which stay on the device. On the CPU, the setting only emits a warning.
+        offload_optimizer: store masters, final gradients and the optimizer's state in host memory, and run the
+            optimizer on the CPU. Sharded parameters and their ``.grad`` are then CPU tensors. Gradients are copied to
+            the host as they are reduced. Weights are copied to the device as they are refreshed. Both copies overlap
+            with other work. Compute weights, accumulators and scratch buffers remain on the device. Supported for
+            element-wise optimizers only. On the CPU, the setting only emits a warning.
+        offload_params: store compute weights in host memory, for models that do not fit otherwise. Each gather first
+            copies the ZeRO-3 shard to the device, in parallel with other work. Combined with `offload_optimizer`, only
+            gathered units, gradients in flight and scratch are on the device. On the CPU, the setting emits a warning
+            and does not change results. If ranks share memory, it has no effect.
         pin_memory: pin the host memory of `offload_grads`, `offload_optimizer` and `offload_params`. Use False if the
-            machine limits pinned memory; copies are then slower, and the host waits for them. On the CPU nothing is
+            machine limits pinned memory. Copies are then slower, and the host waits for them. On the CPU, no memory is
             pinned.
-        reshard_after_forward: free a unit's full weights after its forward and gather them again for its backward. Or
-            ``callable(name, module) -> bool | int``: False for the last unit avoids a gather that no computation
-            hides. An int, as in FSDP2: between forward and backward a unit stays sharded over that many neighbouring
-            ranks, a divisor of `zero3_size`, and its backward gathers it among these ranks only. `zero3_size` itself
-            means True, 1 means False.
-        prefetch: number of units gathered ahead of the one that computes.
-        gather_codec: encoding of bf16 or fp16 weights in gathers: :class:`Float8Rows`, which halves the bytes, or your
-            own object with the methods of :class:`GatherCodec`. Forwards and backwards compute with the decoded
-            weights; masters stay exact. None: no encoding. If nothing is gathered (one rank, shared memory), it has no
+        reshard_after_forward: free a unit's full weights after its forward, and gather them again for its backward. Or
+            ``callable(name, module) -> bool | int``. False for the last unit avoids a gather that cannot overlap with
+            computation. An int, as in FSDP2, is a divisor of `zero3_size`. Between forward and backward, the unit stays
+            sharded over that many neighboring ranks, and its backward gathers it among these ranks only. `zero3_size`
+            itself means True, and 1 means False.
+        prefetch: number of units that are gathered ahead of the unit that computes.
+        gather_codec: encoding of bf16 or fp16 weights in gathers: :class:`Float8Rows`, which halves the bytes, or an
+            object with the methods of :class:`GatherCodec`. Forwards and backwards compute with the decoded weights.
+            Masters stay exact. None: no encoding. If there are no gathers (one rank, shared memory), the setting has no
             effect.
         shared_memory: ``"auto"`` or ``"off"``. ``"auto"``: if the ranks of a ZeRO-3 group are processes of one machine
             and compute on its CPU, they share memory instead of sending weights and gradients to each other. If they
-            cannot, a message is logged. ``"off"``: they communicate, as on devices. See ``docs/shared_memory.md``.
-        ignored_params: parameters that are not sharded: they stay full on every rank, and their gradients are not
-            averaged. ``"unsupported"``: frozen parameters that cannot be sharded, such as quantised bases under
+            cannot share memory, a message is logged. ``"off"``: they use collectives, as on devices. See
+            ``docs/shared_memory.md``.
+        ignored_params: parameters that are not sharded. They stay full on every rank, and their gradients are not
+            averaged. ``"unsupported"``: frozen parameters that cannot be sharded, such as quantized base weights under
             adapters: integers, 8-bit formats, or tensor subclasses. All ranks must have loaded the same values. A class
-            with FSDP2's all-gather extension (torchao's float8 training) is sharded by the rows of its one inner
-            tensor.
-        ignored_modules: modules, or names as in `units`, whose parameters are all ignored in the same way. Passing the
-            model itself, or modules that hold all of its parameters, is an error, because nothing would be sharded.
+            with FSDP2's all-gather extension (torchao's float8 training) is supported, and is sharded by the rows of
+            its one inner tensor.
+        ignored_modules: modules, or names as in `units`, whose parameters are ignored in the same way. Passing the
+            model itself, or modules that contain all of its parameters, is an error.
         sync_module_states: broadcast rank 0's parameters and buffers to all data-parallel ranks. With tensor
-            parallelism, each part and each plain buffer comes from the first rank that has it. Replicated parameters
-            come from the first rank of the model.
-        param_init_fn: ``fn(module)`` that initialises a module's own parameters and buffers, after a module on the
-            ``meta`` device has been given memory; by default its ``reset_parameters()``. It is called for one unit
-            after the other, so that at most one unit has full tensors at a time. Values that it leaves unwritten must
-            be loaded or assigned before the first forward, which raises otherwise.
+            parallelism, each part and each plain buffer is broadcast from the first rank that has it. Replicated
+            parameters are broadcast from the first rank of the model.
+        param_init_fn: ``fn(module)`` that initializes the parameters and buffers that a module on the ``meta`` device
+            owns directly, after their memory has been allocated. By default, the module's ``reset_parameters()``. Units
+            are initialized one at a time, so that at most one unit has full tensors. Values that the function does not
+            write must be loaded or assigned before the first forward, which raises otherwise.
 
     Raises:
         TypeError, ValueError: a setting is invalid, a parameter is unsupported, the model is already sharded, or ranks
-            disagree. All of this is checked before the first collective, so that ranks raise instead of hanging.
-        RuntimeError: torch.distributed is not initialised, or another rank failed here.
+            disagree. All of these are checked before the first collective, so that ranks raise instead of hanging.
+        RuntimeError: torch.distributed is not initialized, or another rank failed in this function.
 
     Example::
 
@@ -189,7 +190,7 @@ def shard_model(
         optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
     """
     if not dist.is_initialized():
-        raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group() first")
+        raise RuntimeError("torch.distributed is not initialized. Call torch.distributed.init_process_group() first")
     root = _agreed_root(model, mesh, zero3_size)
     ranks = ranks_in(root)
     fields: dict[str, object] = {}
@@ -257,14 +258,14 @@ def _build(
     groups: ModelGroups,
     param_init_fn: Callable[[nn.Module], None] | None,
 ) -> LayerZeroState:
-    """Build the state, units and handles of the plans. All ranks of the model must call this, with equal plans."""
-    everyone, sites = meshes_of_units(further, groups)
-    topology = everyone.mesh_info
-    if not topology.zero3_reduce_comm.held_group.is_local:
-        released_everywhere(everyone.all_gather_text(kept_for_release()), everyone.ranks)
-    averaged = topology.data_parallel
+    """Build the state, units and handles of the plans. All ranks of the model must call this with equal plans."""
+    model_ranks, sites = meshes_of_units(further, groups)
+    mesh_info = model_ranks.mesh_info
+    if not mesh_info.zero3_reduce_comm.held_group.is_local:
+        drop_released_groups(model_ranks.all_gather_text(groups_to_release()), model_ranks.ranks)
+    averaged = mesh_info.data_parallel
     handles = [
-        plan_handles(plan, config, where, averaged=averaged, has_face=site.has_face)
+        plan_handles(plan, config, where, averaged=averaged, has_model_parallel=site.has_model_parallel)
         for plan in plans
         for site in (sites[plan.mesh],)
         for where in (RankTraits.of(site.mesh_info, in_node=False, offload_params=config.offload_params),)
@@ -272,13 +273,13 @@ def _build(
     for shared_over, site in sites.items():
         here = [index for index, plan in enumerate(plans) if plan.mesh == shared_over]
         agree_on_codec([plans[index] for index in here], [handles[index] for index in here], config, site)
-    node = share_node([each for unit in handles for each in unit], config, topology) if len(sites) == 1 else None
+    node = share_node([each for unit in handles for each in unit], config, mesh_info) if len(sites) == 1 else None
     scratch = ScratchBuffers(Counter(), Counter())
     for shared_over, site in sites.items():
         planned = [each for plan, unit in zip(plans, handles, strict=True) if plan.mesh == shared_over for each in unit]
         where = RankTraits.of(site.mesh_info, in_node=node is not None, offload_params=config.offload_params)
         scratch = scratch.plus(plan_scratch(planned, config, where))
-    buffers = _buffers(BufferPool(topology.device, scratch.scratch), node, config)
+    buffers = _buffers(BufferPool(mesh_info.device, scratch.scratch), node, config)
     origins: list[tuple[nn.Parameter, str]] = []
     units_built = []
     unwritten: list[UninitializedTensor] = []
@@ -289,16 +290,16 @@ def _build(
         units_built.append(unit)
         unwritten += left
     ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
-    runtime = LayerZeroState(model, units_built, config, everyone, buffers, ignored)
+    runtime = LayerZeroState(model, units_built, config, model_ranks, buffers, ignored)
     runtime.parameters.remember_origins(origins)
-    # Without sync_module_states, ranks may have left different tensors unwritten, so all of them must check.
+    # Without sync_module_states, different tensors may be uninitialized on each rank, so all ranks must check.
     if unwritten or (was_on_meta and not config.sync_module_states):
-        runtime.status.first_forward_checks.append(initialization_check(unwritten, runtime.members, everyone.ranks))
+        runtime.status.first_forward_checks.append(initialization_check(unwritten, runtime.members, model_ranks.ranks))
     return runtime
 
 
 def _agreed_root(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: int | None) -> DeviceMesh:
-    """Return the mesh of the root; if one rank of `mesh` cannot use it, all ranks of `mesh` raise."""
+    """Return the mesh of the root. If one rank of `mesh` cannot use it, all ranks of `mesh` raise."""
     try:
         return as_data_parallel(root_mesh(model, mesh, zero3_size))
     except (TypeError, ValueError) as error:
@@ -309,7 +310,7 @@ def _agreed_root(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size:
 
 
 def _open(runtime: LayerZeroState, plans: Iterable[UnitDefinition]) -> None:
-    """Register the hooks, guards and methods of a sharded model, log its size, and start its watchdog."""
+    """Register the hooks, checks and methods of a sharded model, log its size, and start its watchdog."""
     register_hooks(runtime)
     guard_optimizers(runtime)
     guard_wrappers()
@@ -317,14 +318,14 @@ def _open(runtime: LayerZeroState, plans: Iterable[UnitDefinition]) -> None:
     bind_methods(runtime)
     show_units_in_repr(runtime.units)
     filter_mesh_warnings()
-    topology = runtime.mesh_info
+    mesh_info = runtime.mesh_info
     if runtime.ranks.is_first:
         size = held_bytes(specs_of(runtime.units), runtime.config) / 2**20
         _log.info(
-            "%s: %d units, the root included, D=%d, S=%d, %.1f MiB a rank without the optimizer's states",
-            *(type(runtime.model).__name__, len(runtime.units), topology.data_parallel, topology.zero3_size, size),
+            "%s: %d units (including the root), D=%d, S=%d, %.1f MiB per rank without the optimizer state",
+            *(type(runtime.model).__name__, len(runtime.units), mesh_info.data_parallel, mesh_info.zero3_size, size),
         )
-        for said in (restart_warning(), connections_warning(topology.device.type)):
+        for said in (restart_warning(), connections_warning(mesh_info.device.type)):
             if said:
                 _log.warning("%s", said)
     _watch(runtime)
@@ -332,12 +333,12 @@ def _open(runtime: LayerZeroState, plans: Iterable[UnitDefinition]) -> None:
 
 def _watch(runtime: LayerZeroState) -> None:
     """Start the watchdog that runs by default on a device. See [Note: Watching a device] in comm/watchdog.py."""
-    topology, ranks = runtime.mesh_info, runtime.ranks.ranks
-    if CurrentStream.of(topology.device) is None or not has_peers(ranks):
+    mesh_info, ranks = runtime.mesh_info, runtime.ranks.ranks
+    if CurrentStream.of(mesh_info.device) is None or not has_peers(ranks):
         return
-    groups = {each.zero3_gather_comm.group for each in (topology, *(handle.topology for handle in runtime.handles))}
+    groups = {each.zero3_gather_comm.group for each in (mesh_info, *(handle.mesh_info for handle in runtime.handles))}
     limit = default_limit(min(map(timeout_of, groups)))
-    watchdog = Watchdog(topology, new_scope(ranks), limit, owner=runtime, is_default=True)
+    watchdog = Watchdog(mesh_info, new_scope(ranks), limit, owner=runtime, is_default=True)
     runtime.on_close.append(watchdog.close)
 
 
@@ -346,10 +347,10 @@ def _buffers(scratch: BufferPool, node: Node | None, config: LayerZeroConfig) ->
     asked = [name for name in OFFLOADS if getattr(config, name)]
     transfers = HostDeviceCopies(device, pin_memory=config.pin_memory) if asked else None
     if transfers is not None and not transfers.pins:
-        unpinned = "" if config.pin_memory else ", nothing is pinned"
+        unpinned = "" if config.pin_memory else " and no memory to pin"
         said = (
-            f"{' and '.join(asked)}=True on {device}: there is no device to free memory of{unpinned}; "
-            "results are the same"
+            f"{' and '.join(asked)}=True on {device}: there is no device memory to free{unpinned}. Results do not "
+            "change. Leave the setting out"
         )
         warnings.warn(said, stacklevel=4)
     of_grads = transfers if config.offload_grads else None

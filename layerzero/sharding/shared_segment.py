@@ -10,7 +10,7 @@ import torch
 
 from layerzero.comm.collectives import Collective, collective_error
 from layerzero.comm.mesh_info import MeshInfo
-from layerzero.comm.transport.shared_memory import WriteBarrier, room_of, words_for
+from layerzero.comm.transport.shared_memory import WriteBarrier, num_counters, shared_weight_bytes
 from layerzero.comm.transport.shm_buffers import (
     RING_BYTES,
     NodePlace,
@@ -42,26 +42,32 @@ class Node:
         return NodePlace(numel, dtype, self.outgoing)
 
 
-def share_node(handles: Sequence[HandleSpec], config: LayerZeroConfig, topology: MeshInfo) -> Node | None:
+def share_node(handles: Sequence[HandleSpec], config: LayerZeroConfig, mesh_info: MeshInfo) -> Node | None:
     """Map shared memory for these handles, or return None on all ranks of the ZeRO-3 group if they do not share memory.
 
     All ranks of the group must call this.
     """
-    lane = topology.zero3_reduce_comm
-    if config.shared_memory == "off" or topology.zero3_size == 1 or topology.device.type != "cpu" or not lane.is_gloo:
+    comm = mesh_info.zero3_reduce_comm
+    if config.shared_memory == "off" or mesh_info.zero3_size == 1 or mesh_info.device.type != "cpu" or not comm.is_gloo:
         return None
     sums = [aligned_bytes(each.layout.numel * each.precision.master.itemsize) for each in handles]
-    kept = sum(size for size, each in zip(sums, handles, strict=True) if each.keeps_sum(config) and each.trainable)
-    rotating = plan_scratch(handles, config, RankTraits.of(topology, in_node=True, offload_params=False)).outgoing
-    foreseen = RING_BYTES + aligned_bytes_of_all(rotating) + kept
-    region = SegmentSizes(
-        words=words_for(len(handles)),
-        common=sum(room_of(each.layout.numel, each.precision.compute) for each in handles if each.extension is None),
-        part=foreseen + sum(sums) * _MORE,
-        foreseen=foreseen,
+    kept = sum(
+        size
+        for size, each in zip(sums, handles, strict=True)
+        if each.has_persistent_send_buffer(config) and each.trainable
     )
-    memory = map_shared_segment(topology.zero3_control_comm, region)
+    rotating = plan_scratch(handles, config, RankTraits.of(mesh_info, in_node=True, offload_params=False)).outgoing
+    predicted = RING_BYTES + aligned_bytes_of_all(rotating) + kept
+    region = SegmentSizes(
+        words=num_counters(len(handles)),
+        common=sum(
+            shared_weight_bytes(each.layout.numel, each.precision.compute) for each in handles if each.extension is None
+        ),
+        part=predicted + sum(sums) * _MORE,
+        predicted=predicted,
+    )
+    memory = map_shared_segment(mesh_info.zero3_control_comm, region)
     if memory is None:
         return None
-    explain = partial(collective_error, lane, Collective.NODE_SUM, "")
-    return Node(memory, WriteBarrier(memory, topology.zero3_gather_comm), SharedBufferPool(memory, explain, rotating))
+    explain = partial(collective_error, comm, Collective.NODE_SUM, "")
+    return Node(memory, WriteBarrier(memory, mesh_info.zero3_gather_comm), SharedBufferPool(memory, explain, rotating))

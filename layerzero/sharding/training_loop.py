@@ -13,7 +13,7 @@ __all__ = ["gathered", "no_sync", "refresh", "register_forward_method", "set_req
 def refresh(model: nn.Module) -> None:
     """Refresh the compute weights of all replicas from the masters. All ranks must call this.
 
-    Writes through a sharded parameter are detected, and the next forward refreshes them. Call this after writes that
-    cannot be detected, such as a write through a raw pointer.
+    Writes through a sharded parameter are detected, and the next forward refreshes its compute weights. Call this
+    function after writes that cannot be detected, such as a write through a raw pointer.
     """
     get_state(model).refreshes.launch()

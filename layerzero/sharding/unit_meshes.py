@@ -1,4 +1,4 @@
-"""Meshes that a model and each of its units are sharded over, and their model-parallel axes."""
+"""Meshes of a model and of each of its units, with their model-parallel axes."""
 
 from __future__ import annotations
 
@@ -38,29 +38,34 @@ MeshOf = Callable[[str, nn.Module], DeviceMesh]
 
 
 def root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: int | None) -> DeviceMesh:
-    """Return the mesh of the root, which units without their own mesh also use.
+    """Return the mesh of the root. Units without their own mesh also use it.
 
-    Without `mesh`, it covers all ranks. If parameters are DTensors on a submesh, it covers the ranks that have this
-    rank's coordinates on that submesh.
+    Without `mesh`, the mesh covers all ranks. If parameters are DTensors on a submesh, the mesh covers the ranks that
+    have this rank's coordinates on that submesh.
 
     Raises:
-        TypeError, ValueError: `mesh` or `zero3_size` is invalid, both are given, or parameters are DTensors on a
+        TypeError, ValueError: `mesh` or `zero3_size` is invalid, or both are given. Or parameters are DTensors on a
             submesh and neither is given.
     """
     if mesh is not None and zero3_size is not None:
-        raise ValueError("give either mesh or zero3_size")
+        raise ValueError(
+            "mesh and zero3_size are both given, but a mesh determines zero3_size. Pass either mesh or zero3_size"
+        )
     if mesh is not None:
         return _checked(mesh, "", model)
-    beside = _first_beside(model)
+    beside = _model_parallel_mesh(model)
     if beside is None or beside.size() == 1 or beside._get_root_mesh() == beside:
         return init_mesh(zero3_size)
     if zero3_size is None:
-        raise ValueError("parameters are DTensors on an axis of their own, so give mesh (mesh['dp']) or zero3_size")
-    return mesh_of_ranks(_around(beside), zero3_size, beside.device_type)
+        raise ValueError(
+            "parameters are DTensors on a model-parallel axis, so the data-parallel ranks have no default. Pass mesh, "
+            "such as mesh['dp'], or zero3_size"
+        )
+    return mesh_of_ranks(_data_parallel_ranks(beside), zero3_size, beside.device_type)
 
 
 def unit_meshes(mesh: DeviceMesh | MeshOf | None, root: DeviceMesh) -> MeshOf:
-    """Return a function that maps a unit to its mesh: the one that the callable `mesh` returns, or the root's."""
+    """Return a function that maps a unit to its mesh: the result of the callable `mesh`, or the root's mesh."""
     if mesh is None or isinstance(mesh, DeviceMesh):
         return lambda name, module: root
 
@@ -79,20 +84,21 @@ def _checked(mesh: DeviceMesh | MeshOf, name: str, module: nn.Module) -> DeviceM
     return mesh
 
 
-def _first_beside(model: nn.Module, ranks: Sequence[int] = ()) -> DeviceMesh | None:
+def _model_parallel_mesh(model: nn.Module, ranks: Sequence[int] = ()) -> DeviceMesh | None:
     """Return the mesh of the first DTensor parameter whose mesh has at most one of `ranks`, or None."""
     parameters: list[Any] = list(model.parameters()) if isinstance(model, nn.Module) else []
     found = [p for p in parameters if isinstance(p, DTensor) and not isinstance(p, RowShardedTensor)]
     return next((p.device_mesh for p in found if len({*ranks_in(p.device_mesh)} & {*ranks}) < 2), None)
 
 
-def _around(beside: DeviceMesh) -> list[int]:
+def _data_parallel_ranks(beside: DeviceMesh) -> list[int]:
     """Return the sorted ranks that have this rank's coordinates on the axes of `beside`, a submesh of all ranks."""
     whole = beside._get_root_mesh()
     if whole.size() != dist.get_world_size():
         raise ValueError(
-            f"parameters are DTensors on a mesh of the ranks {beside.mesh.tolist()}, which is not a part of one of all "
-            "ranks: give the mesh of the data-parallel ranks, as mesh=init_device_mesh(..., ('dp', 'tp'))['dp']"
+            f"parameters are DTensors on a mesh of the ranks {beside.mesh.tolist()}, which is not a submesh of a mesh "
+            "of all ranks. Pass the mesh of the data-parallel ranks: "
+            "mesh=init_device_mesh(..., mesh_dim_names=('dp', 'tp'))['dp']"
         )
     table, mine = whole.mesh, whole.get_coordinate()
     assert mine is not None
@@ -107,10 +113,12 @@ Further = dict[DeviceMesh, DeviceMesh | None]
 
 
 def model_parallel_axes(plans: Sequence[UnitDefinition]) -> Further:
-    """Return the model-parallel mesh (or None) of the DTensor parameters on each mesh of units, the root's mesh first.
+    """Return, for each mesh of units, the model-parallel mesh of its DTensor parameters, or None.
+
+    The root's mesh is first.
 
     Raises:
-        ValueError: parameters on one data-parallel mesh are DTensors on different meshes; or a unit that is not on the
+        ValueError: parameters on one data-parallel mesh are DTensors on different meshes. Or a unit that is not on the
             root's mesh has both DTensors and trainable plain parameters.
     """
     found: dict[DeviceMesh, tuple[str, DeviceMesh]] = {}  # with the name of the first DTensor parameter
@@ -124,16 +132,17 @@ def model_parallel_axes(plans: Sequence[UnitDefinition]) -> Further:
             ):
                 raise ValueError(
                     f"parameter {each.name!r} is a plain tensor in unit {plan.name!r}, whose mesh is not the root's "
-                    "and whose other parameters are DTensors: ranks with other parts of these would train it apart. "
-                    "Leave it (a router, a norm) to a unit on the root's mesh"
+                    "mesh and whose other parameters are DTensors. Ranks with different parts of the DTensors would "
+                    "train different copies of it. Move it (a router, a norm) to a unit on the root's mesh"
                 )
             if isinstance(each.parameter, DTensor):
                 axes = each.parameter.device_mesh
                 name, others = found.setdefault(plan.mesh, (each.name, axes))
                 if axes != others:
                     raise ValueError(
-                        f"parameters {name!r} and {each.name!r}, which are sharded over the same ranks, are DTensors "
-                        f"on different axes: {others} and {axes}"
+                        f"parameters {name!r} and {each.name!r} are sharded over the same ranks, but they are DTensors "
+                        f"on different axes: {others} and {axes}. Use one mesh for both, or put them into units with "
+                        "different meshes"
                     )
     return {plan.mesh: found[plan.mesh][1] if plan.mesh in found else None for plan in plans}
 
@@ -141,8 +150,8 @@ def model_parallel_axes(plans: Sequence[UnitDefinition]) -> Further:
 def agree_model_parallel(
     model: nn.Module, root: DeviceMesh, fields: Mapping[str, object], failure: Exception | None
 ) -> Exception | None:
-    """Compare `fields` along the root's model-parallel axes; return the failure of this or another rank, or None."""
-    axes = _first_beside(model, ranks_in(root))
+    """Compare `fields` along the root's model-parallel axes. Return the failure of this or another rank, or None."""
+    axes = _model_parallel_mesh(model, ranks_in(root))
     if axes is None or axes.size() == 1:
         return failure
     try:
@@ -154,76 +163,76 @@ def agree_model_parallel(
 
 @dataclass(frozen=True, eq=False)
 class UnitMesh:
-    """Mesh that some units are sharded over, with the model-parallel axes of their parameters."""
+    """Mesh of one or more units, with the model-parallel axes of their parameters."""
 
     ranks: ModelRanks
     mesh_info: MeshInfo
     model_parallel: ModelParallelAxes | None  # None if no parameter is a DTensor
-    holds_copies: bool  # plain parameters are equal along the model-parallel axes; otherwise they may differ
+    holds_copies: bool  # if True, plain parameters are equal along the model-parallel axes
 
-    def has_face(self, parameter: nn.Parameter) -> bool:
+    def has_model_parallel(self, parameter: nn.Parameter) -> bool:
         return self.model_parallel is not None and (self.holds_copies or isinstance(parameter, DTensor))
 
-    def face_of(self, parameter: nn.Parameter) -> ModelParallelSpec | None:
-        """Return the model-parallel spec of a parameter, or None; see [Note: Faces]."""
-        if self.model_parallel is None or not self.has_face(parameter):
+    def model_parallel_of(self, parameter: nn.Parameter) -> ModelParallelSpec | None:
+        """Return the model-parallel spec of a parameter, or None; see [Note: Model-parallel specs]."""
+        if self.model_parallel is None or not self.has_model_parallel(parameter):
             return None
         return ModelParallelSpec.of(parameter, self.model_parallel.mesh, self.model_parallel.global_mesh)
 
     def take_from_first(self, parameter: nn.Parameter) -> None:
-        """Broadcast this rank's part of a parameter from the first of all ranks that hold the same part."""
-        face = self.face_of(parameter)
+        """Broadcast this rank's part of a parameter from the first rank that has the same part."""
+        model_parallel = self.model_parallel_of(parameter)
         copied = (
             ()
-            if face is None or self.model_parallel is None
-            else zip(self.model_parallel.communicators, face.placements, strict=True)
+            if model_parallel is None or self.model_parallel is None
+            else zip(self.model_parallel.communicators, model_parallel.placements, strict=True)
         )
-        across = [lane for lane, placement in copied if isinstance(placement, Replicate)]
+        across = [comm for comm, placement in copied if isinstance(placement, Replicate)]
         self.send(local_part(parameter).detach(), across)
 
     def send(self, tensor: Tensor, across: Sequence[Communicator] = ()) -> None:
         """Broadcast a tensor in place from the first rank to all data-parallel ranks, and along `across`."""
-        lanes = (*across, self.mesh_info.replica_comm, self.mesh_info.zero3_gather_comm)
-        if tensor.numel() == 0 or all(lane.size == 1 for lane in lanes):
+        comms = (*across, self.mesh_info.replica_comm, self.mesh_info.zero3_gather_comm)
+        if tensor.numel() == 0 or all(comm.size == 1 for comm in comms):
             return
         sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         sent = sent.to(self.mesh_info.device).contiguous()
-        broadcast_over(lanes, sent)
+        broadcast_over(comms, sent)
         if sent.data_ptr() != tensor.data_ptr():
             tensor.copy_(torch.view_as_complex(sent) if tensor.is_complex() else sent)
 
 
 def meshes_of_units(further: Further, groups: ModelGroups) -> tuple[ModelRanks, dict[DeviceMesh, UnitMesh]]:
-    """Return the ranks of a model, and the `UnitMesh` of each mesh, the root's first.
+    """Return the ranks of a model and the `UnitMesh` of each mesh. The root's mesh is first.
 
     All ranks of the model must call this.
     """
     root, *_ = further
-    topology = MeshInfo.from_mesh(root, groups=groups)
-    everyone = ModelRanks.around(topology, further[root])
-    topology = everyone.mesh_info
+    mesh_info = MeshInfo.from_mesh(root, groups=groups)
+    model_ranks = ModelRanks.around(mesh_info, further[root])
+    mesh_info = model_ranks.mesh_info
     sites = {}
     for mesh, axes in further.items():
         if mesh != root:
-            _compare(everyone, mesh, axes)
+            _compare(model_ranks, mesh, axes)
         own = (
-            topology
+            mesh_info
             if mesh == root
-            else everyone.seen_from(MeshInfo.from_mesh(mesh, topology.counters, topology.groups))
+            else model_ranks.with_model_ranks(MeshInfo.from_mesh(mesh, mesh_info.counters, mesh_info.groups))
         )
-        beside = None if axes is None else ModelParallelAxes.of(own, axes, everyone)
-        sites[mesh] = UnitMesh(everyone, own, beside, holds_copies=mesh == root)
-    return everyone, sites
+        beside = None if axes is None else ModelParallelAxes.of(own, axes, model_ranks)
+        sites[mesh] = UnitMesh(model_ranks, own, beside, holds_copies=mesh == root)
+    return model_ranks, sites
 
 
-def _compare(everyone: ModelRanks, mesh: DeviceMesh, further: DeviceMesh | None) -> None:
-    """Raise on all ranks unless the meshes of some units, and their model-parallel meshes, are consistent."""
+def _compare(model_ranks: ModelRanks, mesh: DeviceMesh, further: DeviceMesh | None) -> None:
+    """Raise on all ranks if the meshes of units and their model-parallel meshes are inconsistent between ranks."""
     mine: dict[str, Any] = {"ranks": ranks_in(mesh), "beside": None, "place": None}
     if further is not None:
         mine |= {"beside": ranks_in(further), "place": further.get_coordinate()}
     told = {
         rank: json.loads(text)
-        for rank, text in zip(everyone.ranks, everyone.all_gather_text(json.dumps(mine)), strict=True)
+        for rank, text in zip(model_ranks.ranks, model_ranks.all_gather_text(json.dumps(mine)), strict=True)
     }
     for rank, said in told.items():
         ranks, beside = said["ranks"], said["beside"]
@@ -231,22 +240,24 @@ def _compare(everyone: ModelRanks, mesh: DeviceMesh, further: DeviceMesh | None)
             told.get(other, {}).get(key) != said[key] for other in ranks for key in ("ranks", "place")
         ):
             raise ValueError(
-                f"mesh is {ranks} for some units on rank {rank}: the ranks of a mesh must have the same one for them, "
-                f"and the same part of their parameters, and be among {list(everyone.ranks)}"
+                f"mesh is {ranks} for some units on rank {rank}. All ranks of a mesh must be among "
+                f"{list(model_ranks.ranks)}, and must pass the same mesh and have the same part of the parameters for "
+                "these units. Make mesh(name, module) return equal meshes on these ranks"
             )
         if beside is not None and not told.keys() >= {*beside}:
             raise ValueError(
-                f"parameters of units on the mesh {ranks} are DTensors on the ranks {beside}, and the root, which has "
-                f"parameters on {list(everyone.ranks)}, has none on these axes: make one of the root's parameters a "
-                "DTensor there, too (distribute_tensor with Replicate)"
+                f"parameters of units on the mesh {ranks} are DTensors on the ranks {beside}, but the root, which has "
+                f"parameters on {list(model_ranks.ranks)}, has no DTensor on these axes. Make one of the root's "
+                "parameters a DTensor on the same axes (distribute_tensor with Replicate)"
             )
-        if beside is not None and len({r for b in beside for r in told.get(b, mine)["ranks"]}) != everyone.size:
+        if beside is not None and len({r for b in beside for r in told.get(b, mine)["ranks"]}) != model_ranks.size:
             raise ValueError(
-                f"parameters of units on the mesh {ranks} are DTensors on the ranks {beside}, whose meshes are not all "
-                f"of {list(everyone.ranks)} between them"
+                f"parameters of units on the mesh {ranks} are DTensors on the ranks {beside}, whose meshes together do "
+                f"not cover the ranks {list(model_ranks.ranks)}. Use meshes that cover all of these ranks"
             )
-        if beside is None and everyone.model_parallel and len(ranks) != everyone.size:
+        if beside is None and model_ranks.model_parallel and len(ranks) != model_ranks.size:
             raise ValueError(
-                f"units on the mesh {ranks} have plain parameters, and others are tensor parallel: which ranks have "
-                "copies of them is not known. Make them DTensors on the axes of that mesh"
+                f"units on the mesh {ranks} have plain parameters, but other units are tensor parallel, so layerzero "
+                "cannot determine which ranks have copies of the plain parameters. Make them DTensors on the axes of "
+                "that mesh"
             )

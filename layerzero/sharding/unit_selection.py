@@ -1,4 +1,4 @@
-"""Assignment of modules and parameters to units, which does not change the model."""
+"""Assignment of modules and parameters to units, without changes to the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["ParamInfo", "UnitDefinition", "block_classes", "is_plain_storage", "
 
 @dataclass(frozen=True, eq=False)
 class ParamInfo:
-    """Parameter of the model, its first name, and the (module, attribute) pairs that hold it."""
+    """Parameter of the model, its first name, and the (module, attribute) pairs that refer to it."""
 
     name: str
     parameter: nn.Parameter
@@ -38,9 +38,9 @@ class UnitDefinition:
 
     name: str  # "" for the root
     mesh: DeviceMesh  # data-parallel mesh that the unit is sharded over
-    called: list[nn.Module]  # a call of any of these is a call of the unit
+    called: list[nn.Module]  # a call of any of these modules is a call of the unit
     parameters: list[ParamInfo] = field(default_factory=list)
-    modules: dict[nn.Module, str] = field(default_factory=dict)  # modules whose innermost unit this is: their names
+    modules: dict[nn.Module, str] = field(default_factory=dict)  # modules whose innermost unit this is, to their names
 
 
 def ranks_in(mesh: DeviceMesh) -> list[int]:
@@ -56,13 +56,13 @@ def partition(
     ignored_params: Iterable[nn.Parameter] | str | None = None,
     ignored_modules: Iterable[nn.Module | str] | None = None,
 ) -> list[UnitDefinition]:
-    """Return the units of a model in module order, the root first.
+    """Return the units of a model in module order. The root is first.
 
-    A parameter belongs to the innermost unit that contains all of its owners: a weight tied across two units belongs
-    to their common ancestor.
+    A parameter belongs to the innermost unit that contains all of its owners. A weight that is tied across two units
+    belongs to their common ancestor.
 
     Args:
-        mesh_of: returns the mesh that a unit is sharded over, from its name and first module.
+        mesh_of: function that returns the mesh of a unit, given its name and first module.
 
     Raises:
         TypeError, ValueError: an argument is invalid, or a parameter is not supported.
@@ -81,14 +81,14 @@ def partition(
     modules = dict(model.named_modules(remove_duplicate=False))
     plan_of = {id(module): plan for plan in plans.values() for module in plan.called}
 
-    def plans_around(name: str) -> list[UnitDefinition]:
-        """Return the units around the module of that name, innermost first."""
+    def enclosing_units(name: str) -> list[UnitDefinition]:
+        """Return the units that contain the module of that name. The innermost unit is first."""
         return [plan for around in _ancestors(name) if (plan := plan_of.get(id(modules[around]))) is not None]
 
     for name, module in model.named_modules():
-        plans_around(name)[0].modules[module] = name
+        enclosing_units(name)[0].modules[module] = name
     for holders, found in _parameters(model, ignored):
-        first, *others = [plans_around(holder) for holder in holders]
+        first, *others = [enclosing_units(holder) for holder in holders]
         owner = next(plan for plan in first if all(plan in chain for chain in others))
         _refuse_unsupported(found, ranks[owner.mesh])
         owner.parameters.append(found)
@@ -108,44 +108,53 @@ def _ignored(
     ignored = set()
     if isinstance(ignored_params, str):
         if ignored_params != UNSUPPORTED:
-            raise TypeError(f"ignored_params={ignored_params!r}; give parameters of the model, or {UNSUPPORTED!r}")
+            raise TypeError(
+                f"ignored_params={ignored_params!r} is not supported. Pass parameters of the model, or {UNSUPPORTED!r}"
+            )
         frozen = [p for p in model.parameters() if not p.requires_grad and not is_lazy(p)]
         ignored, ignored_params = {id(p) for p in frozen if _unsupported(p, ranks) is not None}, ()
     for position, parameter in enumerate(ignored_params):
         if not isinstance(parameter, torch.Tensor):
-            raise TypeError(f"ignored_params holds {parameter!r}; give parameters of the model, not their names")
+            raise TypeError(
+                f"ignored_params contains {parameter!r}, which is not a parameter. Pass parameters of the model, not "
+                "their names"
+            )
         if id(parameter) not in owned:
             raise ValueError(
-                f"ignored_params[{position}], of shape {list(parameter.shape)}, is no parameter of this model: take it "
-                "from model.parameters() after the last change of the model (a move or a copy may replace parameters)"
+                f"ignored_params[{position}], of shape {list(parameter.shape)}, is not a parameter of this model. Pass "
+                "parameters from model.parameters(), and read them after the last change of the model: a move or a "
+                "copy may replace them"
             )
         ignored.add(id(parameter))
     modules = {id(module) for module in model.modules()}
     for entry in [ignored_modules] if isinstance(ignored_modules, (str, nn.Module)) else ignored_modules:
         if entry is model:
             raise ValueError(
-                f"ignored_modules holds the {type(model).__name__} that is passed to shard_model, so nothing would be "
-                "sharded. Name the parts that stay whole, or leave shard_model out"
+                f"ignored_modules contains the {type(model).__name__} that is passed to shard_model, so no parameter "
+                "would be sharded. Pass only the modules to ignore, or leave shard_model out"
             )
         if not isinstance(entry, (str, nn.Module)):
-            raise TypeError(f"ignored_modules holds {entry!r}; give modules, or names of modules or of their classes")
+            raise TypeError(
+                f"ignored_modules contains {entry!r}, which is neither a module nor a name. Pass modules, or names of "
+                "modules or of their classes"
+            )
         if not isinstance(entry, str) and id(entry) not in modules:
             raise ValueError(
-                f"ignored_modules holds a {type(entry).__name__} that is no module of this model: take it from the "
-                "model that is sharded, or give its name"
+                f"ignored_modules contains a {type(entry).__name__} that is not a module of this model. Pass a module "
+                "of the model that you shard, or its name"
             )
         named = _named(model, "ignored_modules", {entry}) if isinstance(entry, str) else [("", entry)]
         ignored |= {id(p) for _, module in named for p in module.parameters()}
     if owned and ignored == owned and not by_kind:
         raise ValueError(
-            f"ignored_params and ignored_modules hold all {len(owned)} parameters of this {type(model).__name__}, so "
-            "that nothing would be sharded. Leave the parameters to shard out of them, or leave shard_model out"
+            f"ignored_params and ignored_modules contain all {len(owned)} parameters of this {type(model).__name__}, "
+            "so no parameter would be sharded. Pass only the parameters to ignore, or leave shard_model out"
         )
     return ignored
 
 
 def _parameters(model: nn.Module, ignored: set[int]) -> list[tuple[tuple[str, ...], ParamInfo]]:
-    """Return every parameter once, with the names of all modules that hold it."""
+    """Return every parameter once, with the names of all modules that refer to it."""
     owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
     first: dict[int, tuple[str, nn.Parameter]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
@@ -164,16 +173,16 @@ def _parameters(model: nn.Module, ignored: set[int]) -> list[tuple[tuple[str, ..
 
 
 def _ancestors(name: str) -> list[str]:
-    """Return the name of a module and the names of all modules around it, innermost first and "" last."""
+    """Return the name of a module and the names of its ancestors, from the innermost to the root ("")."""
     parts = name.split(".") if name else []
     return [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
 
 
 _ACCEPTED = (
-    "use module classes, names of modules or classes, modules, lists of modules that form one unit, 'auto', one "
+    "Use module classes, names of modules or classes, modules, lists of modules that form one unit, 'auto', one "
     "callable(name, module) -> bool or str, or a policy of torch.distributed.fsdp.wrap"
 )
-_Chosen = list[tuple[str, nn.Module]]  # unit names, and modules whose forward gathers the unit, in module order
+_Chosen = list[tuple[str, nn.Module]]  # unit name, module whose forward gathers the unit; in module order
 
 
 def _chosen_units(model: nn.Module, units: Units, ignored: Collection[int]) -> _Chosen:
@@ -191,11 +200,11 @@ def _chosen_units(model: nn.Module, units: Units, ignored: Collection[int]) -> _
     has_parameters = {unit for unit, module in chosen if any(True for _ in module.parameters())}
     for unit, module in chosen:
         if unit not in has_parameters:
-            raise ValueError(f"unit {unit!r} ({type(module).__name__}) has no parameters; leave it out of units")
+            raise ValueError(f"unit {unit!r} ({type(module).__name__}) has no parameters. Leave it out of units")
         if not _has_forward(module):
             raise ValueError(
-                f"unit {unit!r} ({type(module).__name__}) has no forward of its own, so nothing would gather it; "
-                "name its members instead"
+                f"unit {unit!r} ({type(module).__name__}) does not define forward, so no call would gather it. "
+                "Use its members as units instead"
             )
     return chosen
 
@@ -208,7 +217,7 @@ def _by_answer(model: nn.Module, units: Callable[[str, nn.Module], bool | str]) 
     try:
         inspect.signature(units).bind("", model)
     except TypeError as error:
-        raise TypeError(f"units={units!r} cannot be called with a name and a module: {error}; {_ACCEPTED}") from None
+        raise TypeError(f"units={units!r} cannot be called with a name and a module: {error}. {_ACCEPTED}") from None
     except ValueError:  # a callable that has no signature
         pass
     chosen = []
@@ -221,7 +230,9 @@ def _by_answer(model: nn.Module, units: Callable[[str, nn.Module], bool | str]) 
             (keys if isinstance(answer, str) else alone).add(unit)
             chosen.append((unit, module))
     if odd := sorted(alone & keys):
-        raise ValueError(f"units returned {odd[0]!r} as a key, which is the name of a module that is a unit by itself")
+        raise ValueError(
+            f"units returned {odd[0]!r} as a key, but a module of that name is a unit, too. Return another key"
+        )
     return chosen
 
 
@@ -238,7 +249,7 @@ def _takes_recurse(units: object) -> bool:
 def _by_policy(model: nn.Module, policy: Any, ignored: Collection[int]) -> _Chosen:
     """Return the modules that FSDP1 would wrap.
 
-    Modules without a forward or without parameters to shard are left out, since FSDP1 would wrap them without effect.
+    Modules without a forward or without parameters to shard are omitted, because FSDP1 would wrap them without effect.
     """
     wrapped: set[nn.Module] = set()
     names = {module: name for name, module in model.named_modules()}
@@ -246,9 +257,9 @@ def _by_policy(model: nn.Module, policy: Any, ignored: Collection[int]) -> _Chos
         for module, settings in policy._run_policy(model, set(), {}).items():
             if settings:
                 raise ValueError(
-                    f"units={policy!r} gives module {names[module]!r} the settings {settings}, which only FSDP1 "
-                    "has. Return True for it, and choose settings of units with mp_policy=, accumulation= or "
-                    "reshard_after_forward=callable(name, module)"
+                    f"units={policy!r} returns the settings {settings} for module {names[module]!r}, but only FSDP1 "
+                    "supports them. Return True for the module, and choose settings of units with mp_policy=, "
+                    "accumulation= or reshard_after_forward=callable(name, module)"
                 )
             wrapped.add(module)
     else:
@@ -258,7 +269,7 @@ def _by_policy(model: nn.Module, policy: Any, ignored: Collection[int]) -> _Chos
 
 
 def _ask_policy(module: nn.Module, policy: Any, ignored: Collection[int], wrapped: set[nn.Module]) -> int:
-    """Add to `wrapped`, children first, the modules that a policy wraps; return their number of elements."""
+    """Add the modules that a policy wraps to `wrapped`, children first. Return their number of elements."""
     numel, inside = _numel(module, ignored), 0
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return 0
@@ -271,13 +282,13 @@ def _ask_policy(module: nn.Module, policy: Any, ignored: Collection[int], wrappe
 
 
 def _numel(module: nn.Module, ignored: Collection[int]) -> int:
-    """Return the number of elements in the parameters of a module that are to be sharded."""
+    """Return the number of elements in the parameters of a module that will be sharded."""
     return sum(p.numel() for p in module.parameters() if id(p) not in ignored and not is_lazy(p))
 
 
 def _by_entries(model: nn.Module, units: Any) -> _Chosen:
     if not isinstance(units, (str, type, nn.Module, Iterable)):
-        raise TypeError(f"units={units!r}; {_ACCEPTED}")
+        raise TypeError(f"units={units!r} is not supported. {_ACCEPTED}")
     wanted: list[Any] = [units]
     if not isinstance(units, (str, type)) and not _is_one_module(units):
         wanted = list(cast("Iterable[Any]", units))
@@ -286,19 +297,19 @@ def _by_entries(model: nn.Module, units: Any) -> _Chosen:
     for entry in wanted:
         if isinstance(entry, nn.Module) or _is_list(entry):
             members = [entry] if isinstance(entry, nn.Module) else list(entry)
-            together = _together(model, members, names)
+            together = _grouped_modules(model, members, names)
             unit = "+".join(names[module] for module in together)
             if isinstance(entry, nn.Module) and entry is model:  # always a unit
                 continue
             for module in together:
                 if module in unit_of and unit_of[module] != unit:
                     raise ValueError(
-                        f"units holds module {names[module]!r} in {unit_of[module]!r} and in {unit!r}, but a module "
-                        "is in one unit only. Remove it from one of them"
+                        f"units contains module {names[module]!r} in {unit_of[module]!r} and in {unit!r}, but a module "
+                        "can be in only one unit. Remove it from one of them"
                     )
                 unit_of[module] = unit
         elif not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
-            raise TypeError(f"units holds {entry!r}; {_ACCEPTED}")
+            raise TypeError(f"units contains {entry!r}, which is not supported. {_ACCEPTED}")
     classes = tuple(entry for entry in wanted if isinstance(entry, type))
     by_name = {name for name, _ in _named(model, "units", {entry for entry in wanted if isinstance(entry, str)})}
     missing = [c.__name__ for c in classes if not any(isinstance(m, c) for m in model.modules())]
@@ -312,7 +323,7 @@ def _by_entries(model: nn.Module, units: Any) -> _Chosen:
 
 
 def _is_one_module(units: object) -> bool:
-    """Return whether `units` is a single module; an ``nn.ModuleList`` stands for the modules in it."""
+    """Return whether `units` is a single module. An ``nn.ModuleList`` counts as a list of its modules."""
     return isinstance(units, nn.Module) and not isinstance(units, nn.ModuleList)
 
 
@@ -320,27 +331,27 @@ def _is_list(entry: object) -> bool:
     return isinstance(entry, Iterable) and not isinstance(entry, (str, type, nn.Module))
 
 
-def _together(model: nn.Module, entries: list[Any], names: dict[nn.Module, str]) -> list[nn.Module]:
-    """Return the modules selected by one list in `units`, in the order of the model."""
+def _grouped_modules(model: nn.Module, entries: list[Any], names: dict[nn.Module, str]) -> list[nn.Module]:
+    """Return the modules that one list in `units` selects, in module order."""
     found: set[nn.Module] = set()
     for entry in entries:
         if isinstance(entry, str):
             found |= {module for _, module in _named(model, "units", {entry})}
         elif not isinstance(entry, nn.Module):
-            raise TypeError(f"units holds a list with {entry!r}, which is no module. Use modules or their names")
+            raise TypeError(f"units contains a list with {entry!r}, which is not a module. Use modules or their names")
         elif entry not in names:
             raise ValueError(
-                f"units holds a {type(entry).__name__} that is not a module of this model. Take it from the model that "
-                "you pass to shard_model, or use its name"
+                f"units contains a {type(entry).__name__} that is not a module of this model. Use a module of the "
+                "model that you pass to shard_model, or its name"
             )
         else:
             found.add(entry)
     if not found:
-        raise ValueError("units holds an empty list, but each list is one unit. Add its modules, or remove the list")
+        raise ValueError("units contains an empty list, but each list is one unit. Add its modules, or remove the list")
     if model in found and len(entries) > 1:
         raise ValueError(
-            f"units holds a list with the {type(model).__name__} that is passed to shard_model and is always a unit. "
-            "Leave it out: parameters outside all other units belong to it"
+            f"units contains a list with the {type(model).__name__} that is passed to shard_model, which is always a "
+            "unit. Remove it from the list. Parameters outside all other units belong to it"
         )
     return [module for module in names if module in found]
 
@@ -348,8 +359,8 @@ def _together(model: nn.Module, entries: list[Any], names: dict[nn.Module, str])
 def block_classes(model: nn.Module) -> set[str]:
     """Return the names of the classes of a model's blocks.
 
-    These are the classes named in ``_no_split_modules`` of the model and of its submodules. In submodules without such
-    blocks, they are the classes that transformers checkpoints one by one (``GradientCheckpointingLayer``).
+    These are the classes named in ``_no_split_modules`` of the model and of its submodules. Where a submodule has no
+    such blocks, they are the classes that transformers checkpoints individually (``GradientCheckpointingLayer``).
     """
     said, children = _not_to_be_split(model), list(model.named_modules())[1:]
     blocks = [f"{name}." for name, module in children if type(module).__name__ in said]
@@ -374,16 +385,17 @@ def _blocks_or_raise(model: nn.Module) -> set[str]:
     found = block_classes(model)
     if not found:
         said = _not_to_be_split(model)
-        why = f"of those in its _no_split_modules, {sorted(said)}, it has none" if said else "it has no such list"
+        why = f"has no module of the classes in its _no_split_modules, {sorted(said)}" if said else "has no such list"
         raise ValueError(
-            f"units='auto' makes units of the classes that a model names in _no_split_modules, as most of transformers "
-            f"do, or checkpoints; this is a {type(model).__name__}, and {why}. Name its blocks: units={{Block}}"
+            f"units='auto' makes units of the classes that a model lists in _no_split_modules, as most models of "
+            f"transformers do, or checkpoints individually. This {type(model).__name__} {why}. Pass the classes of its "
+            f"blocks: units={{Block}}"
         )
     return found
 
 
 def _named(model: nn.Module, setting: str, names: set[str]) -> list[tuple[str, nn.Module]]:
-    """Return the modules that `names` selects by module name or by class name, with or without the class's path."""
+    """Return the modules whose name or class name, with or without the path of the class, is in `names`."""
     missing, chosen = set(names), []
     for name, module in model.named_modules():
         paths = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
@@ -392,7 +404,7 @@ def _named(model: nn.Module, setting: str, names: set[str]) -> list[tuple[str, n
         if name and mine:
             chosen.append((name, module))
             missing -= mine
-        elif setting == "units":  # the root is a unit anyway
+        elif setting == "units":  # the root is always a unit
             missing -= classes
     if missing:
         raise _not_there(model, setting, sorted(missing))
@@ -404,8 +416,8 @@ def _not_there(model: nn.Module, setting: str, missing: list[str]) -> ValueError
     shown = ", ".join(known[:10]) + (", ..." if len(known) > 10 else "")
     classes = ", ".join(sorted({type(module).__name__ for _, module in model.named_modules()})[:10])
     return ValueError(
-        f"{setting} names {missing}, which the model does not have; its modules are {shown or 'none'}, of the classes "
-        f"{classes}"
+        f"{setting} names {missing}, which the model does not have. Its modules are {shown or 'none'}, of the classes "
+        f"{classes}. Use these names"
     )
 
 
@@ -413,8 +425,8 @@ def _refuse_sharded_twice(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, RowShardedTensor):
             raise ValueError(
-                f"parameter {name!r} is sharded already: call shard_model once, on the whole model. What is to be "
-                "sharded over other ranks is a unit with a mesh of its own: mesh=callable(name, module)"
+                f"parameter {name!r} is already sharded. Call shard_model once, on the full model. To shard a part of "
+                "the model over other ranks, make it a unit and choose its mesh with mesh=callable(name, module)"
             )
 
 
@@ -422,14 +434,14 @@ def _refuse_unsupported(found: ParamInfo, ranks: Sequence[int]) -> None:
     parameter, name = found.parameter, found.name
     if is_lazy(parameter):
         raise ValueError(
-            f"parameter {name!r} has no shape yet: run a forward, which initialises it, before shard_model"
+            f"parameter {name!r} is lazy and has no shape yet. Run a forward, which initializes it, before shard_model"
         )
     why = _unsupported(parameter, ranks)
     if why is not None:
         frozen = (
-            "" if parameter.requires_grad else f" (ignored_params={UNSUPPORTED!r} leaves all frozen ones like it whole)"
+            "" if parameter.requires_grad else f" (ignored_params={UNSUPPORTED!r} ignores all such frozen parameters)"
         )
-        raise ValueError(f"parameter {name!r} is {why}: convert it, or pass it in ignored_params{frozen}")
+        raise ValueError(f"parameter {name!r} is {why}. Convert it, or pass it in ignored_params{frozen}")
 
 
 def _refuse_shared_values(found: Sequence[ParamInfo]) -> None:
@@ -441,8 +453,8 @@ def _refuse_shared_values(found: Sequence[ParamInfo]) -> None:
             other = names.setdefault(_memory_of(inner_tensor(each.parameter)), each.name)
             if other != each.name:
                 raise ValueError(
-                    f"parameter {each.name!r} is a {type(each.parameter).__name__} around the tensor of parameter "
-                    f"{other!r}, and would be trained apart from it. Use one parameter for both, or copy the values"
+                    f"parameter {each.name!r} is a {type(each.parameter).__name__} that wraps the tensor of parameter "
+                    f"{other!r}. Sharding would separate the two. Use one parameter for both, or copy the values"
                 )
 
 
@@ -457,31 +469,31 @@ def _unsupported(parameter: nn.Parameter, ranks: Sequence[int]) -> str | None:
         held = parameter._local_tensor
         if len({*parameter.device_mesh.mesh.flatten().tolist()} & {*ranks}) > 1:
             return (
-                f"a DTensor of another framework, on some of the ranks {list(ranks)} that would shard it; make "
-                "its module a unit that has another mesh (mesh=callable), if they have different parts of it; else"
+                f"a DTensor of another framework on several of the ranks {list(ranks)} that would shard it. If these "
+                "ranks have different parts of it, make its module a unit on another mesh (mesh=callable). Otherwise"
             )
         if (why := misplaced(parameter.placements, parameter.ndim)) is not None:
             return why
         if not _has_own_memory(held):
-            return f"a DTensor of {type(held).__name__}s, tensors of a class of their own"
+            return f"a DTensor whose local tensor is a {type(held).__name__}, a tensor subclass"
     elif has_extension(parameter):
         if (why := not_extensible(parameter)) is not None:
             return why
     elif not _is_plain(parameter):
         kind = type(parameter).__name__
-        return f"a {kind}, a tensor of a class of its own, whose meaning would be lost where its rows are cut"
+        return f"a {kind}, a tensor subclass, which cannot be split into rows"
     if not dtype.is_floating_point:
         kind = "complex" if dtype.is_complex else "integer"
-        return f"{kind} ({dtype}), and only floating point can be sharded"
+        return f"{kind} ({dtype}), but only floating-point parameters can be sharded"
     if dtype.itemsize < 2:
         return f"{dtype}, an 8-bit format"
     if parameter.layout is not torch.strided:
-        return f"of layout {parameter.layout}, and only dense parameters can be sharded"
+        return f"of layout {parameter.layout}, but only dense parameters can be sharded"
     return None
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter's data define it completely: its class overrides neither functions nor dispatch."""
+    """Return whether a parameter is plain: its class overrides neither __torch_function__ nor __torch_dispatch__."""
     kind = type(parameter)
     asks_function = kind.__torch_function__ is not nn.Parameter.__torch_function__
     return issubclass(kind, nn.Parameter) and not asks_function and _has_own_memory(parameter)
@@ -492,7 +504,7 @@ def _has_own_memory(tensor: torch.Tensor) -> bool:
 
 
 def is_plain_storage(tensor: torch.Tensor) -> bool:
-    """Return whether collectives can send the tensor: it is strided, not quantised, and has its own memory."""
+    """Return whether collectives can send the tensor: it is strided, not quantized, and owns its memory."""
     if is_lazy(tensor):
         return False
     return _has_own_memory(tensor) and tensor.layout is torch.strided and not tensor.is_quantized
@@ -502,4 +514,4 @@ def storage_kind(tensor: torch.Tensor) -> str:
     """Return a description, for messages, of a tensor for which :func:`is_plain_storage` is False."""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         return f"a {type(tensor).__name__}"
-    return f"{'quantised' if tensor.is_quantized else tensor.layout} ({tensor.dtype})"
+    return f"{'quantized' if tensor.is_quantized else tensor.layout} ({tensor.dtype})"

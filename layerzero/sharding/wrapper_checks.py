@@ -1,4 +1,4 @@
-"""Checks that refuse other data-parallel wrappers, both around a sharded model and inside a model to be sharded."""
+"""Checks that raise for other data-parallel wrappers, around a sharded model or inside a model to be sharded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
 
 
 def refuse_wrapped_parts(model: nn.Module, ignored: set[int]) -> None:
-    """Raise if another wrapper manages parameters that are to be sharded.
+    """Raise if another data-parallel wrapper manages parameters that would be sharded.
 
     Args:
         ignored: ids of parameters that are not sharded.
@@ -36,17 +36,17 @@ def refuse_wrapped_parts(model: nn.Module, ignored: set[int]) -> None:
         else:
             continue
         raise ValueError(
-            f"{where} is {kind}, which would manage the same parameters as layerzero: {way_out}, or leave all of its "
-            "parameters to it with ignored_modules"
+            f"{where} is {kind}, which would manage the same parameters as layerzero. Either {way_out}, or pass the "
+            "module in ignored_modules"
         )
 
 
 @functools.cache
 def guard_wrappers() -> None:
-    """Make DistributedDataParallel, DataParallel and FSDP1 raise around a sharded model, from now on in this process.
+    """Make DistributedDataParallel, DataParallel and FSDP1 raise if they wrap a sharded model.
 
-    These wrappers would send row shards as if they were full parameters. Sizes of shards differ between ranks, so gloo
-    would hang.
+    The hook is permanent for this process. These wrappers would send row shards as if they were full parameters. Shard
+    sizes differ between ranks, so collectives on gloo would hang.
     """
     register_module_module_registration_hook(_refuse_wrapper)
 
@@ -59,13 +59,13 @@ def _refuse_wrapper(module: nn.Module, name: str, wrapped: nn.Module | None) -> 
 
 
 def refuse_fully_shard(modules: Iterable[nn.Module]) -> None:
-    """Make torch's fully_shard raise for these modules, as soon as it looks for an earlier application of itself."""
+    """Make torch's fully_shard raise for these modules, when it checks whether it was already applied."""
     for module in modules:
         module.__dict__[REGISTRY_KEY] = _Registry(module.__dict__.get(REGISTRY_KEY, {}))
 
 
 class _Registry(dict[str, Any]):
-    """Registry of torch's composable functions on one module, which raises for ``fully_shard``."""
+    """Registry of torch's composable functions on one module that raises for ``fully_shard``."""
 
     def __contains__(self, name: object) -> bool:
         if name == "fully_shard":
@@ -75,6 +75,6 @@ class _Registry(dict[str, Any]):
 
 def _twice(wrapper: str, subject: str) -> str:
     return (
-        f"{wrapper} of {subject} layerzero has sharded: layerzero shards, gathers and averages over all ranks itself. "
-        "Leave it out; layerzero.no_sync and layerzero.clip_grad_norm_ take the place of its own"
+        f"{wrapper} of {subject} layerzero has sharded is not supported: layerzero already shards, gathers and "
+        "averages over all ranks. Leave the wrapper out, and use layerzero.no_sync and layerzero.clip_grad_norm_"
     )

@@ -1,13 +1,13 @@
 """Differences between two training runs of the same model, per parameter: only arithmetic and text.
 
-[Note: Relative to what]
-The gradient of a bias before a normalization is zero except for rounding, and rounding errors of two runs do not agree.
-A gradient's difference is therefore divided by the largest element of that parameter's gradient, or by `FLOOR` times
-the model's largest gradient element if that is larger. A weight's difference is divided by how far training moved the
-weight, because a wrong update is small compared with the weight itself. `FLOOR` times the largest movement in the
-model, or `FLOOR` times the parameter's largest element, is used instead if it is larger, so that rounding does not
-count. Two weights that differ by at most one ulp (unit in the last place) count as equal, however little training moved
-them, because sums in another order round differently.
+[Note: Scale of differences]
+The gradient of a bias before a normalization is zero except for rounding, and rounding errors of two runs differ. A
+gradient's difference is therefore divided by the largest element of that parameter's gradient, or by `FLOOR` times the
+model's largest gradient element if that is larger. A weight's difference is divided by the distance that training has
+moved the weight, because a wrong update is small compared with the weight. If larger, `FLOOR` times the largest
+movement in the model, or `FLOOR` times the parameter's largest element, is used instead, so that rounding does not
+count. Two weights that differ by at most one ulp (unit in the last place) count as equal, regardless of their movement,
+because sums in another order round differently.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ParameterDifference:
         gradient: largest relative difference of the parameter's gradient. It is ``inf`` if only one run has a gradient,
             or if the gradient of the sharded run is not finite.
         gradient_step: index of the step with the difference `gradient`, from 0.
-        weight: largest relative difference of the trained values that are more than one ulp apart.
+        weight: largest relative difference of trained values that differ by more than one ulp.
         weight_step: index of the step after which the difference `weight` was found.
         tolerance: upper limit of `gradient` and `weight`.
         note: remark such as ``"no gradient when sharded"``; usually empty.
@@ -107,12 +107,12 @@ class VerifyReport:
             *_table(self.rows[:_SHOWN]),
         ]
         if len(self.rows) > _SHOWN:
-            lines.append(f"and {len(self.rows) - _SHOWN} more rows, none worse")
+            lines.append(f"and {len(self.rows) - _SHOWN} more rows with smaller differences")
         lines += ["", *(f"note: {note}" for note in self.notes)]
         if wrong and all(row.gradient <= row.tolerance for row in self.rows):
             lines.append(
-                "note: every gradient agrees, so either the optimizer's update goes wrong when sharded, or the "
-                "optimizer makes large steps of gradients that are rounding, as Adam does: try SGD"
+                "note: all gradients agree. Either the sharded update of the optimizer is wrong, or the optimizer "
+                "turns rounding errors of gradients into large steps, like Adam. Try SGD"
             )
         if wrong:
             shown = ", ".join(wrong[:5]) + (", ..." if len(wrong) > 5 else "")
@@ -135,7 +135,7 @@ class Comparison:
         self._note: dict[str, str] = {}
 
     def add(self, step: int, plain: StepRecord, ours: StepRecord) -> None:
-        """Compare the gradients and weights of one step, and keep the largest differences."""
+        """Compare the gradients and weights of one step, and record the largest differences."""
         largest_gradient = _largest(g for g in plain.gradients.values() if g is not None)
         largest_move = _largest(plain.weights[name] - self._start[name] for name in plain.gradients)
         for name in [*plain.weights, *(name for name in ours.weights if name not in plain.weights)]:

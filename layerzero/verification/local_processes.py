@@ -1,4 +1,4 @@
-"""Execution of a function on local gloo ranks. Each rank is a single-threaded process; the rendezvous uses a file."""
+"""Execution of a function on local gloo ranks. Each rank is a single-threaded process. The rendezvous uses a file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GRACE = 2.0  # seconds to wait for errors of the other ranks after one has fail
 
 @dataclass(frozen=True)
 class _Failure:
-    """Failure of a rank that therefore has no result."""
+    """Failure of a rank."""
 
     rank: int
     when: float  # seconds since the epoch
@@ -35,7 +35,7 @@ class _Failure:
     traceback: str = ""
 
     @property
-    def is_echo(self) -> bool:
+    def is_secondary(self) -> bool:
         """True if this rank only reports that another rank failed; see :mod:`layerzero.comm.agreement`."""
         return "layerzero: " in self.summary
 
@@ -59,7 +59,7 @@ def _require_picklable(name: str, part: object, way_out: str) -> None:
     try:
         pickle.dumps(part)
     except Exception as error:  # pickle raises any exception type
-        raise TypeError(f"{name} cannot be sent to the ranks' processes ({error}); {way_out}") from error
+        raise TypeError(f"{name} cannot be sent to the processes of the ranks ({error}). {way_out}") from error
 
 
 def run_on_local_ranks(
@@ -69,7 +69,7 @@ def run_on_local_ranks(
 
     Args:
         fn: a function at the top level of a module.
-        arguments: result of :func:`pickled`, which is unpickled for `fn`.
+        arguments: result of :func:`pickled`. Each process unpickles it for `fn`.
         world_size: number of processes.
         timeout: timeout of a collective between the ranks, in seconds.
 
@@ -124,17 +124,17 @@ def _collect(pipes: list[Connection]) -> tuple[dict[int, Any], list[_Failure]]:
 
 
 _DIED = (
-    "its process ended without a word; what it printed may say why. Out of memory is one reason. In a script, the call "
-    'must stand under `if __name__ == "__main__":`'
+    "its process ended without an error. Read its output for the reason, such as too little memory. In a script, put "
+    'the call under `if __name__ == "__main__":`'
 )
 
 
 def _describe(failures: list[_Failure], exit_codes: Mapping[int, int | None]) -> str:
     """Return a message that describes the cause in full, then its consequences.
 
-    The cause is a rank that died, or else the first rank that raised.
+    The cause is a rank that died. If no rank died, it is the first rank that raised.
     """
-    first, *rest = sorted(failures, key=lambda failure: (failure.is_echo, bool(failure.traceback), failure.when))
+    first, *rest = sorted(failures, key=lambda failure: (failure.is_secondary, bool(failure.traceback), failure.when))
     lines = [f"rank {first.rank} failed: {first.summary}"]
     if first.traceback:
         lines += ["", first.traceback]
@@ -142,8 +142,8 @@ def _describe(failures: list[_Failure], exit_codes: Mapping[int, int | None]) ->
         lines[0] += f" (exit code {exit_codes[first.rank]})"
     for failure in rest:
         if failure.summary == first.summary:
-            lines.append(f"rank {failure.rank} failed alike")
-        elif not failure.is_echo:
+            lines.append(f"rank {failure.rank} failed with the same error")
+        elif not failure.is_secondary:
             lines.append(f"rank {failure.rank} failed as well: {failure.summary}")
     return "\n".join(lines)
 
@@ -169,7 +169,7 @@ def _work(
         pipe.send(_Failure(rank, time.time(), f"{type(error).__name__}: {error}", traceback.format_exc()))
         _leave(1)
     pipe.send(result)
-    # No rank exits while another may still read from it: the caller closes the pipe when all are done.
+    # No rank exits while another rank may still read from it. The caller closes the pipe when all ranks are done.
     with contextlib.suppress(EOFError, OSError):
         pipe.recv()
     _leave(0)

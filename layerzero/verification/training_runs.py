@@ -1,11 +1,11 @@
 """Plain and sharded training of a model for a few steps, from the same initial weights and on the same batches.
 
-[Note: What the plain run is]
+[Note: Plain run]
 The plain run is data-parallel training in one process. It has one model per rank, built by the user's function from the
 same seed, so that batch-norm statistics, counters and other module state change as on that rank. All models share the
 storage of the weights. Each model processes its rank's batches, the gradients are averaged, and one optimizer steps.
-layerzero uses no collectives in the plain run. Every rank runs all of it, so that modules that communicate with other
-ranks still work.
+layerzero uses no collectives in the plain run. Every rank executes the full plain run, so that modules that communicate
+with other ranks still work.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-PER_MODEL = ("ignored_params", "ignored_modules")  # settings of shard_model that hold parts of one model
+PER_MODEL = ("ignored_params", "ignored_modules")  # settings of shard_model that contain parts of one model
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ class TrainingTask:
             raise TypeError(f"model_fn must return a torch.nn.Module, got {type(model).__name__}")
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_meta:
-                raise ValueError(f"{name!r} of the model is on the meta device; model_fn must return real weights")
+                raise ValueError(
+                    f"{name!r} of the model is on the meta device. Return initialized weights from model_fn"
+                )
         return model
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -89,9 +91,9 @@ class TrainingTask:
         _seed(self.seed, 1 + index, rank, 1)
         loss = self.loss_fn(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise TypeError(f"the loss must be a tensor of one element, got {_spell(loss)}; check loss_fn")
+            raise TypeError(f"the loss must be a tensor of one element, got {_format(loss)}. Check loss_fn")
         if not loss.requires_grad:
-            raise ValueError("the loss does not depend on any trainable parameter: it has no gradient; check loss_fn")
+            raise ValueError("the loss has no gradient, because it depends on no trainable parameter. Check loss_fn")
         (loss / self.micro_batches).backward()  # type: ignore[no-untyped-call]
         return loss.item()
 
@@ -105,14 +107,14 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise TypeError(
-            f"the model returned {_spell(output)}, which is neither a scalar loss nor has one as .loss or ['loss']; "
-            "pass loss_fn(model, batch) that returns the loss"
+            f"the model returned {_format(output)}, which is not a scalar loss and has none as .loss or ['loss']. Pass "
+            "a loss_fn(model, batch) that returns the loss"
         )
     return loss
 
 
 class ReferenceRun:
-    """Result of the plain run: initial weights, records of the steps (on rank 0), and the losses of all batches."""
+    """Result of the plain run: initial weights, records of the steps (on rank 0), and losses of all batches."""
 
     def __init__(self) -> None:
         self.start: dict[str, Tensor] = {}
@@ -129,7 +131,7 @@ def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, ra
         task: the training to run.
         world_size: number of ranks whose batches are used.
         device: device of the models.
-        rank: this rank, whose buffers are recorded together with the weights. Only rank 0 keeps a record of each step.
+        rank: this rank, whose buffers are recorded together with the weights. Only rank 0 records each step.
     """
     _require_repeatable(task)
     models = _models_of_ranks(task, world_size, device)
@@ -152,7 +154,7 @@ def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, ra
         for name, master in masters.items():
             master.grad = sums[name].div_(world_size) if name in sums else None
             if not torch.equal(parameters[name], master.to(parameters[name].dtype)):
-                master.data.copy_(parameters[name])  # a forward changed the weight, and plain training keeps the change
+                master.data.copy_(parameters[name])  # plain training keeps a change that a forward made to the weight
         gradients = {name: None if m.grad is None else m.grad.cpu().clone() for name, m in masters.items()}
         optimizer.step()
         optimizer.zero_grad()
@@ -174,7 +176,7 @@ def train_sharded(
     model = task.build()
     given = {name: settings[name] for name in PER_MODEL if settings.get(name) is not None}
     own = {name: value(model) if callable(value) else value for name, value in given.items()}
-    # Use collectives, whose order the ranks must keep, unless the user sets shared memory: real runs may use devices.
+    # Use collectives, which detect a wrong order, unless the user sets shared memory. Real runs may use devices.
     model = shard_model(model, mesh=mesh, **{"shared_memory": "off", **settings, **own})
     optimizer = shard_optimizer(task.optimizer(model.parameters()), model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -194,8 +196,8 @@ def _require_repeatable(task: TrainingTask) -> None:
     once, again = (list(filter(torch.is_tensor, tree_leaves(task.batch(0, 0)))) for _ in range(2))
     if len(once) != len(again) or not all(torch.equal(a, b) for a, b in zip(once, again, strict=True)):
         raise ValueError(
-            "batch_fn(0, 0) returned two different batches; it must return the same for the same arguments, so draw "
-            "from torch's random numbers, which are seeded for it, or pick by index and rank"
+            "two calls of batch_fn(0, 0) returned different batches, but equal arguments must give equal batches. Use "
+            "torch's random numbers, which are seeded before each call, or select by index and rank"
         )
 
 
@@ -204,18 +206,18 @@ def _models_of_ranks(task: TrainingTask, world_size: int, device: torch.device) 
     for _ in range(world_size):
         model = task.build()
         if any(model is other for other in models):
-            raise ValueError("model_fn returned the same object twice; it must build a new model in each call")
+            raise ValueError("model_fn returned the same object twice. Build a new model in each call")
         models.append(model.to(device))
         first = dict(models[0].named_parameters())
         own = dict(model.named_parameters())
         if {n: p.shape for n, p in own.items()} != {n: p.shape for n, p in first.items()}:
             raise ValueError(
-                "model_fn built models of different parameters from the same seed; seed what it draws from"
+                "model_fn built models with different parameters from the same seed. Seed its random numbers"
             )
         if model is models[0]:
             continue
         for name, parameter in own.items():
-            # Replace the storage, not the object: a module may hold its parameters elsewhere as well.
+            # Replace the storage, not the object, because a module may have other references to its parameters.
             parameter.data = first[name].data
         for theirs, buffer in zip(models[0].buffers(), model.buffers(), strict=True):
             buffer.copy_(theirs)
@@ -252,7 +254,7 @@ def _changed(parameter: Tensor, before: Tensor) -> bool:
 def _require_finite(losses: Iterable[float], step: int) -> None:
     if not all(map(math.isfinite, losses)):
         raise ValueError(
-            f"the plain run's loss is not finite in step {step}, so there is nothing to compare with; check the "
+            f"the loss of the plain run is not finite in step {step}, so the runs cannot be compared. Check the "
             "batches, or pass an optimizer_fn with a smaller learning rate"
         )
 
@@ -292,7 +294,7 @@ def _whole(tensor: Tensor, rank: int) -> Tensor:
 
 
 def _seed(*numbers: int) -> None:
-    """Seed the random numbers of torch and Python from integers. Equal integers give equal numbers on every rank."""
+    """Seed the random numbers of torch and Python from integers. Equal integers give equal states on every rank."""
     mixed = 0
     for number in numbers:
         mixed = (mixed * 1_000_003 + number + 0x9E3779B9) % 2**63
@@ -312,7 +314,7 @@ def preserved_rng(device: torch.device) -> Iterator[None]:
         random.setstate(state)
 
 
-def _spell(value: object) -> str:
+def _format(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return f"a {type(value).__name__}"

@@ -35,18 +35,18 @@ from layerzero.verification.training_runs import (
 __all__ = ["default_optimizer", "verify"]
 
 _REFUSED = {
-    "mesh": "verify makes a mesh for each of zero3_sizes",
-    "zero3_size": "pass zero3_sizes=[...], or nothing for every divisor of the world",
-    "gradient_divide_factor": "the plain run averages over ranks, and sums differ from that by a factor",
-    "gather_codec": "the plain run has the weights as they are, and decoded ones differ from that by their rounding",
-    "param_init_fn": "model_fn must return real weights, as the plain run has to start from the same",
+    "mesh": "verify creates a mesh for each of zero3_sizes",
+    "zero3_size": "pass zero3_sizes=[...], or leave it out to try every divisor of the world size",
+    "gradient_divide_factor": "the plain run averages gradients over ranks, so other divisors differ by a factor",
+    "gather_codec": "the plain run uses the exact weights, and decoded weights would differ by their rounding",
+    "param_init_fn": "model_fn must return initialized weights, because all runs start from the same weights",
 }
 
 _DTYPES = ("replica_reduce_dtype", "buffer_dtype")  # settings that may lower the precision, in addition to mp_policy
 
 
 def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Return SGD with momentum. Adam would be unsuitable: it normalizes gradients, which hides a wrong scale."""
+    """Return SGD with momentum. Adam is unsuitable, because it normalizes gradients, which hides a wrong scale."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
@@ -78,26 +78,26 @@ def verify(
     """Train a model for a few steps, plain and sharded, and compare gradients and weights.
 
     The plain run is data-parallel training in one process, without collectives. The sharded runs use
-    :func:`layerzero.shard_model`, :func:`layerzero.no_sync` and :func:`layerzero.shard_optimizer` as a training loop
-    does. All runs start from the same weights, and draw the same random numbers for a given rank and micro-batch.
-    Therefore dropout and batch-norm in training mode can be compared.
+    :func:`layerzero.shard_model`, :func:`layerzero.no_sync` and :func:`layerzero.shard_optimizer` like a training loop.
+    All runs start from the same weights, and draw the same random numbers for a given rank and micro-batch. Therefore
+    dropout and batch-norm in training mode can be compared.
 
     On a CPU, the ranks use collectives as on devices instead of shared memory, unless `shared_memory` is given. A
     forward on only some ranks of a ZeRO-3 group (``if rank == 0: evaluate(model)``) raises; on devices it would hang.
 
-    Use a small configuration of the model: every rank holds the full model, and rank 0 keeps two copies per step in
-    host memory.
+    Use a small configuration of the model, because every rank allocates the full model, and rank 0 stores two copies
+    per step in host memory.
 
     If torch.distributed is initialized (under torchrun), every rank must call this, and the existing ranks and their
-    devices are used. Otherwise `world_size` processes are started on this machine's CPU. In this case, all functions
-    must be picklable: define them at the top level of a module. A script must also guard its entry point with
+    devices are used. Otherwise `world_size` processes are started on this machine's CPU. All functions must then be
+    picklable, so define them at the top level of a module. A script must also guard its entry point with
     ``if __name__ == "__main__"``.
 
     Args:
         model_fn: function that builds the model, on any device. It is called many times, and must return a new model of
             the same structure each time.
         batch_fn: ``(index, rank) -> batch``, where `index` counts micro-batches from 0 over all steps. It must return
-            the same batch for the same arguments; torch's random numbers are seeded before each call.
+            equal batches for equal arguments. torch's random numbers are seeded before each call.
         loss_fn: ``(model, batch) -> loss``, where the loss is a tensor of one element. None: the model returns the
             loss, or an object with ``.loss`` or ``["loss"]``. The call is ``model(batch)``, ``model(*batch)`` for a
             tuple, or ``model(**batch)`` for a dict.
@@ -111,12 +111,12 @@ def verify(
         steps, micro_batches: number of optimizer steps, and number of batches per step and rank. All micro-batches of a
             step except the last run inside ``no_sync``.
         tolerance: largest accepted relative difference of a parameter's gradient and of the trained parameter. A
-            gradient's difference is divided by the gradient's largest element, and a trained parameter's by how far the
-            parameter moved. If a hundredth of the model's largest gradient or movement is larger, it is the divisor
-            instead. Trained values that are one ulp of their dtype apart count as equal. None: a default for the
-            coarsest dtype involved. For fp32 (3.5e-4) and fp64, the default is the square root of epsilon, which is
-            half of the digits. For fp16 (0.125) and bf16 (0.35), it is four times as large, because accumulated
-            rounding exceeds half of so few digits.
+            gradient's difference is divided by the gradient's largest element, and a trained parameter's by the
+            distance that the parameter moved. If a hundredth of the model's largest gradient or movement is larger, it
+            is the divisor instead. Trained values that differ by one ulp of their dtype count as equal. None: a default
+            for the coarsest dtype involved. For fp32 (3.5e-4) and fp64, the default is the square root of epsilon,
+            which is half of the digits. For fp16 (0.125) and bf16 (0.35), it is four times the square root, because
+            accumulated rounding exceeds half of so few digits.
         seed: seed of all random numbers.
         timeout: timeout of a collective between the started processes, in seconds.
         settings: settings of :func:`layerzero.shard_model`: `units`, `accumulation`, `mp_policy`, ... To try both
@@ -124,20 +124,20 @@ def verify(
             ``model -> iterable``. verify averages the gradients of ignored parameters, because layerzero leaves this to
             the training loop.
 
-    The plain run uses the precision of the model as built. If `mp_policy`, `replica_reduce_dtype` or `buffer_dtype`
-    request a lower precision, each S is run twice. The first run omits these settings and uses the strict tolerance; it
-    determines whether the model can be sharded. The second run uses the settings; it measures the effect of the lower
-    precision. `tolerance` applies only to runs with your settings. In bf16, a tolerance of 0.35 detects wrong scales
-    but no subtle errors: differences of 0.14 from fp32 have been observed in single layers.
+    The plain run uses the precision in which the model is built. If `mp_policy`, `replica_reduce_dtype` or
+    `buffer_dtype` request a lower precision, each S is run twice. The first run omits these settings and uses the
+    strict tolerance. It determines whether the model can be sharded. The second run uses the settings. It measures the
+    effect of the lower precision. `tolerance` applies only to runs with your settings. In bf16, a tolerance of 0.35
+    detects wrong scales but no subtle errors. Differences of 0.14 from fp32 have been observed in single layers.
 
     Returns:
-        The same :class:`VerifyReport` on all ranks: ``report.ok``, ``report.worst``, and a table as ``str(report)``.
+        A :class:`VerifyReport`, equal on all ranks: ``report.ok``, ``report.worst``, and a table as ``str(report)``.
 
     Raises:
         TypeError, ValueError: an argument is invalid, a function cannot be pickled, or a loss is invalid or not finite.
-        RuntimeError: a rank failed. The message contains the rank's traceback. Under torchrun, the traceback is instead
-            in the exception chain of the rank that failed, and the other ranks may wait for it until the timeout of the
-            group. If layerzero does not support the model, this error gives the reason.
+        RuntimeError: a rank failed, for instance because layerzero does not support the model. The message contains the
+            rank's traceback. Under torchrun, the traceback is instead in the exception chain of the rank that failed,
+            and the other ranks may wait for it until the timeout of the group.
 
     Example::
 
@@ -159,14 +159,14 @@ def verify(
     arguments: dict[str, Any] = {**functions, **numbers, "tolerance": tolerance, "settings": settings}
     if not own_ranks:
         arguments["zero3_sizes"] = _sizes(zero3_sizes, world, settings.get("reshard_after_forward", True))
-        way_out = "define it at the top of a module, or call verify under torchrun, which starts the processes itself"
+        way_out = "Define it at the top level of a module, or call verify under torchrun, which starts the processes"
         parts = pickled(arguments, way_out=way_out)
         report: VerifyReport = run_on_local_ranks(_verify_locally, parts, world_size=world, timeout=timeout)
         return report
     if world != dist.get_world_size():
         raise ValueError(
-            f"world_size={world_size}, but torch.distributed is initialised with {dist.get_world_size()} ranks; "
-            "leave world_size out"
+            f"world_size={world_size}, but torch.distributed is initialized with {dist.get_world_size()} ranks. Leave "
+            "world_size out"
         )
     arguments["zero3_sizes"] = _sizes(zero3_sizes, world, settings.get("reshard_after_forward", True))
     return _verify(arguments, device_type=default_device_type(), rank=dist.get_rank())
@@ -185,14 +185,14 @@ def check_arguments(
     known = inspect.signature(shard_model).parameters.keys() - {"model"}
     for name, value in settings.items():
         if name in _REFUSED:
-            raise TypeError(f"verify does not take {name}: {_REFUSED[name]}")
+            raise TypeError(f"verify does not support {name}: {_REFUSED[name]}")
         if name == "mp_policy" and callable(value):
-            raise TypeError("verify compares in one precision after the other: give one mp_policy for the whole model")
+            raise TypeError("verify does not support a callable mp_policy. Pass one mp_policy for the full model")
         if name in PER_MODEL and not (value is None or callable(value) or value == UNSUPPORTED):
-            raise TypeError(f"verify builds several models, so {name} must be a function of the model, got {value!r}")
+            raise TypeError(f"verify builds several models, so {name} must be a function of the model, not {value!r}")
         if name not in known:
             raise TypeError(
-                f"verify and shard_model have no setting {name!r}; use one of {sorted(known - _REFUSED.keys())}"
+                f"verify and shard_model have no setting {name!r}. Use one of {sorted(known - _REFUSED.keys())}"
             )
     chosen = {name: value for name, value in settings.items() if name not in PER_MODEL}
     LayerZeroConfig(**{"zero3_size": 1, **chosen, "mp_policy": settings.get("mp_policy") or MixedPrecisionPolicy()})
@@ -206,20 +206,21 @@ def _sizes(zero3_sizes: Sequence[int] | None, world: int, reshards: Any) -> list
     fitting = [size for size in divisors if size == 1 or size % kept == 0]
     if fitting == [1] and kept > 1:
         raise ValueError(
-            f"reshard_after_forward={kept} does not divide the {world} ranks of verify: start a multiple of {kept}"
+            f"reshard_after_forward={kept} does not divide the {world} ranks of verify. Use a multiple of {kept} ranks"
         )
     sizes = fitting if zero3_sizes is None else list(zero3_sizes)
     for size in sizes:
         if size not in divisors:
             raise ValueError(
-                f"zero3_sizes holds {size!r}, which does not divide the {world} ranks; use some of {divisors}"
+                f"zero3_sizes contains {size!r}, which does not divide the {world} ranks. Use values from {divisors}"
             )
         if size not in fitting:
             raise ValueError(
-                f"zero3_sizes holds {size!r}, which reshard_after_forward={kept} does not divide; use some of {fitting}"
+                f"zero3_sizes contains {size!r}, which reshard_after_forward={kept} does not divide. Use values from "
+                f"{fitting}"
             )
     if not sizes:
-        raise ValueError(f"zero3_sizes is empty; use some of {fitting}")
+        raise ValueError(f"zero3_sizes is empty. Use values from {fitting}")
     return sizes
 
 
@@ -267,7 +268,7 @@ def _compare(
             if rank == 0:
                 comparison.add(step, plain.snapshots[step], snapshot)
     except Exception as error:
-        what = f"the plain run works, the sharded run with zero3_size={trial.zero3_size} in {trial.precision} does not"
+        what = f"the plain run works, but the sharded run with zero3_size={trial.zero3_size} in {trial.precision} fails"
         raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
     return comparison.rows()
 
@@ -277,7 +278,7 @@ def _trials(
 ) -> list[_Trial]:
     """Return the sharded runs for each of `sizes`.
 
-    If `settings` request a lower precision than that of the model, each size has two runs, the first of which is in the
+    If `settings` request a lower precision than that of the model, each size has two runs. The first run is in the
     model's precision.
     """
     policy = settings.get("mp_policy") or MixedPrecisionPolicy()
@@ -312,12 +313,12 @@ def _epsilon(dtype: torch.dtype) -> float:
 
 
 def _notes(plain: ReferenceRun, world: int) -> tuple[str, ...]:
-    """Return notes on the plain run. All ranks must call this; only rank 0 returns all notes."""
+    """Return notes on the plain run. All ranks must call this, but only rank 0 returns all notes."""
     notes = []
     if plain.edited:
         notes.append(
-            f"in the plain run a forward or backward changes {', '.join(sorted(plain.edited))} in place; "
-            "a sharded model loses such changes: make them between steps, see layerzero.unsharded"
+            f"in the plain run, a forward or backward changes {', '.join(sorted(plain.edited))} in place. A sharded "
+            "model loses such changes. Change weights between steps, inside layerzero.unsharded"
         )
     everywhere: list[list[float]] = [[] for _ in range(world)]
     dist.all_gather_object(everywhere, plain.losses)
@@ -327,7 +328,7 @@ def _notes(plain: ReferenceRun, world: int) -> tuple[str, ...]:
     if odd:
         ranks = ", ".join(map(str, odd))
         notes.append(
-            f"without any sharding, rank{'s' * (len(odd) > 1)} {ranks} computed other losses than rank 0 from the same "
-            "batches and random numbers: the model, the loss or the batches depend on the rank, or on chance"
+            f"in the plain run, rank{'s' * (len(odd) > 1)} {ranks} and rank 0 computed different losses from the same "
+            "batches and random numbers. The model, the loss or the batches depend on the rank, or on chance"
         )
     return tuple(notes)

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 from layerzero.engine.hooks import get_state
 from layerzero.layout.shard_grid import Extent
 from tests.support.bits import flip
@@ -201,7 +201,7 @@ def _flip(plan: dict[str, Any], model: Any, optimizer: Any) -> None:
     member = draw.choice([each for each in runtime.members.values() if each.master.numel()])
     if plan["flip"] == "compute weights":
         handle = next(each for each in runtime.handles if member in each.members)
-        own = handle.zero3_shard[handle.topology.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)]
+        own = handle.zero3_shard[handle.mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)]
         start = (member.master.data_ptr() - handle.master.data_ptr()) // member.master.element_size()
         flip(own, start + draw.randrange(member.master.numel()), draw.randrange(16))
         return

@@ -46,7 +46,7 @@ def _saved(path: Path, model: Any, optimizer: Any, extra: Any, *, later: bool, k
         else:
             checkpoint.save(path, model, optimizer, extra, keep_last=keep_last)
     except FileExistsError as error:
-        assert "exists already" in str(error)
+        assert "already exists" in str(error)
         return False
     return True
 
@@ -187,7 +187,7 @@ def test_what_is_not_there_after_publishing_is_an_error(intact: Path, tmp_path: 
         "removed": shutil.rmtree,
         "torn": lambda path: (path / "contents.json").unlink(),
     }.items():
-        partial = atomic_files.partial_of(tmp_path / name, atomic_files.new_token())
+        partial = atomic_files.partial_path(tmp_path / name, atomic_files.new_token())
         shutil.copytree(intact, partial)
         records = atomic_files.Manifest.read(partial).files.values()
         (partial / atomic_files.MANIFEST).unlink()
@@ -198,7 +198,7 @@ def test_what_is_not_there_after_publishing_is_an_error(intact: Path, tmp_path: 
 
         os.rename = renamed
         try:
-            with pytest.raises(checkpoint.CheckpointError, match=rf"{name} does not hold what has just been renamed"):
+            with pytest.raises(checkpoint.CheckpointError, match=rf"{name} does not contain the new checkpoint after"):
                 atomic_files.publish(partial, tmp_path / name, records, sequence=0, token=partial.name.split(".")[2])
         finally:
             os.rename = rename
@@ -212,7 +212,7 @@ def test_a_rename_that_worked_and_is_reported_as_failed_is_a_success(intact: Pat
         rename(source, target)
         rename(source, target)
 
-    partial = atomic_files.partial_of(tmp_path / "one", "token")
+    partial = atomic_files.partial_path(tmp_path / "one", "token")
     shutil.copytree(intact, partial)
     records = atomic_files.Manifest.read(partial).files.values()
     (partial / atomic_files.MANIFEST).unlink()

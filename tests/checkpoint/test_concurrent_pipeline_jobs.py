@@ -57,7 +57,7 @@ def _saved(path: Path, chunks: list[ShardedChunk], extra: Any) -> bool:
     try:
         layerzero.megatron.save(path, chunks, None, extra)
     except FileExistsError as error:
-        assert "exists already" in str(error)
+        assert "already exists" in str(error)
         return False
     return True
 
@@ -144,7 +144,7 @@ def _corners(rank: int, folder: Path) -> None:
     assert (folder / "half" / "file").exists(), "whosever it is"
     with pytest.raises((ValueError, RuntimeError), match="must not start with a dot"):
         layerzero.megatron.save(folder / ".hidden", chunks)
-    with pytest.raises((TypeError, RuntimeError), match="cannot be put into a checkpoint"):
+    with pytest.raises((TypeError, RuntimeError), match="cannot be saved, because checkpoints contain no code"):
         layerzero.megatron.save(folder / "two", chunks, None, object() if rank == 1 else 3)
     with (
         mock.patch.object(chunk_checkpoint, "save_with", _elsewhere if rank == 1 else chunk_checkpoint.save_with),

@@ -226,7 +226,9 @@ def _lost(rank: int, folder: Path) -> None:
             (lambda path: path.rename(path.parent / "x") and path.symlink_to("x"), "not a regular file"),
         ):
             harms.append(harm)
-            with pytest.raises(checkpoint.CheckpointError, match=rf"rank-00001.* {said}.*share this file system"):
+            with pytest.raises(
+                checkpoint.CheckpointError, match=rf"rank-00001.* {said}.*file system that all ranks share"
+            ):
                 checkpoint.save(folder / "step-2", model, optimizer)
             dist.barrier()
             left = [path.name for path in folder.iterdir()]

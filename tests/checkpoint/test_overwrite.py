@@ -106,7 +106,7 @@ def _lying_disk(rank: int, folder: str) -> None:
 
     safetensors_writer.write_file = lie
     try:
-        with pytest.raises(checkpoint.CheckpointError, match="reads back as something else"):
+        with pytest.raises(checkpoint.CheckpointError, match="differs from the data that was written"):
             checkpoint.save(path, model, optimizer, {"step": 2}, overwrite=True)
     finally:
         safetensors_writer.write_file = write
@@ -124,7 +124,7 @@ def _cannot_be_read(rank: int, folder: str) -> None:
     checkpoint.save(path, model, optimizer, {"step": 1})
     atomic_files._is_at = lambda *_: False  # reading the manifest fails
     try:
-        with pytest.raises(checkpoint.CheckpointError, match="does not hold what has just been renamed to it"):
+        with pytest.raises(checkpoint.CheckpointError, match="does not contain the new checkpoint after the rename"):
             checkpoint.save(path, model, optimizer, {"step": 2}, overwrite=True)
     finally:
         atomic_files._is_at = is_at
@@ -143,7 +143,7 @@ def _one(rank: int, path: str) -> None:
 @BOTH_WAYS
 def test_what_another_job_has_put_there_meanwhile_stays(tmp_path: Path, exchanges: bool) -> None:
     run_ranks(_one, str(tmp_path / "last"), world_size=1)
-    path, partial = tmp_path / "last", atomic_files.partial_of(tmp_path / "last", atomic_files.new_token())
+    path, partial = tmp_path / "last", atomic_files.partial_path(tmp_path / "last", atomic_files.new_token())
     shutil.copytree(path, partial)
     (path / "rank-00001.safetensors").write_bytes(b"of the old one")
 
@@ -153,8 +153,8 @@ def test_what_another_job_has_put_there_meanwhile_stays(tmp_path: Path, exchange
         (path / "rank-00002.safetensors").write_bytes(b"of another job")
         return False
 
-    with _disk(exchanges), pytest.raises(checkpoint.CheckpointError, match="does not hold"):
-        atomic_files.take_name(partial, path, intrudes, overwrite=True)
+    with _disk(exchanges), pytest.raises(checkpoint.CheckpointError, match="does not contain the new checkpoint"):
+        atomic_files.claim_path(partial, path, intrudes, overwrite=True)
     assert (path / "rank-00002.safetensors").exists()
     atomic_files.remove(partial)  # as a failed save does
     (old,) = tmp_path.glob(".last.*.replaced")

@@ -118,7 +118,7 @@ def _misfits(rank: int, folder: str) -> None:
     for said in (
         "missing: norm.bias",
         "unexpected: stranger",
-        "norm.weight: expected shape [12], the checkpoint has [3]",
+        "norm.weight: expected shape [12], but the checkpoint has [3]",
     ):
         assert said in message, message
     message = _refused(f"{folder}/{'a' if rank == 0 else 'b'}.safetensors", model)
@@ -156,10 +156,10 @@ def test_folders_and_indexes_that_are_not_right_are_named(tmp_path: Path) -> Non
     ]
     index = folder / "model.safetensors.index.json"
     for text, said in (
-        ('{"weight_map": {"a": "model-0.safetensors"}}', "model-0.safetensors lacks a"),
-        ('{"weight_map": {"a": "../model-0.safetensors"}}', "is not the name of a file beside it"),
-        ('{"weight_map": {"a": ".."}}', "is not the name of a file beside it"),
-        ('{"weight_map": {"a": ""}}', "is not the name of a file beside it"),
+        ('{"weight_map": {"a": "model-0.safetensors"}}', "model-0.safetensors lacks the tensor a"),
+        ('{"weight_map": {"a": "../model-0.safetensors"}}', "is not a file name in the same folder"),
+        ('{"weight_map": {"a": ".."}}', "is not a file name in the same folder"),
+        ('{"weight_map": {"a": ""}}', "is not a file name in the same folder"),
         ('{"weight_map": {"a": 3}}', "is not an index"),
         ("[]", "is not an index"),
     ):
@@ -167,12 +167,12 @@ def test_folders_and_indexes_that_are_not_right_are_named(tmp_path: Path) -> Non
         with pytest.raises(checkpoint.CheckpointError, match=said):
             find_safetensors(folder)
     index.unlink()
-    with pytest.raises(ValueError, match=r"has consolidated.safetensors, model-0.safetensors, .*: name the one"):
+    with pytest.raises(ValueError, match=r"files: consolidated.safetensors, model-0.safetensors, .*Pass the paths"):
         find_safetensors(folder)
     for path in folder.glob("*.safetensors"):
         path.unlink()
     (folder / "pytorch_model.bin").touch()
-    with pytest.raises(FileNotFoundError, match="pickled weights, which it has, are not read"):
+    with pytest.raises(FileNotFoundError, match="Its pickled weights are not read"):
         find_safetensors(folder)
 
 

@@ -60,7 +60,7 @@ def _broken(rank: int, folder: str, world: int) -> None:
     chain = checkpoint.Chain(model, optimizer)
     extra = checkpoint.load(f"{folder}/step-2", model, optimizer)
     if world == 4:
-        with pytest.raises(checkpoint.CheckpointError, match="random numbers of the ranks 0, 1, 2, 3 are others"):
+        with pytest.raises(checkpoint.CheckpointError, match="random states of the ranks 0, 1, 2, 3 differ"):
             chain.resume(extra["chain"])
         checkpoint.set_random_states(extra["random"])
         assert chain.resume(extra["chain"])
@@ -73,7 +73,8 @@ def _broken(rank: int, folder: str, world: int) -> None:
             if len(rows):
                 flip(rows, 0, 3)
             if turn == 0:
-                with pytest.raises(checkpoint.CheckpointError, match=f"saved at step 2: {what}$"):
+                said = rf"saved at step 2, because these tensors differ: {what}\. Load"
+                with pytest.raises(checkpoint.CheckpointError, match=said):
                     chain.resume(extra["chain"])
     with torch.no_grad():  # swapped rows
         whole = last.flip(0).clone()
@@ -153,7 +154,9 @@ def _buffers(rank: int) -> None:
     assert chain.resume(link)
     with torch.no_grad():
         model.seen[2] = 5
-    with pytest.raises(checkpoint.CheckpointError, match=r"saved at step 1: 'seen'$"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"saved at step 1, because these tensors differ: 'seen'\. Load"
+    ):
         chain.resume(link)
 
 
@@ -179,7 +182,7 @@ def _seen(rank: int) -> None:
     assert len(set(heads(np.array(3), np.int32(4), np.arange(3), np.arange(3.0), range(3), {"a": 1}, {"b": 1}))) == 7
     assert len(set(heads({"a": 1, "b": (2, "x")}, {"b": [2, "x"], "a": 1}))) == 1, "whatever the order of a dict"
     for odd in ({"a", "b"}, iter([1]), (each for each in "ab"), object(), [time]):
-        with pytest.raises(TypeError, match="cannot tell whether another process has the same"):
+        with pytest.raises(TypeError, match=r"cannot compare a .* between processes"):
             heads(odd)
 
 

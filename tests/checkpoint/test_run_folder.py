@@ -72,7 +72,7 @@ def _damaged_in_every_way(rank: int, folder: str) -> None:
         assert sum(f"{folder}/step-{step} is damaged" in text for text in found.set_aside) == 1
     assert "rank-00001.safetensors is damaged: bytes" in found.set_aside[0]
     assert len(lines) == (4 if rank == 0 else 0)
-    assert all("step-1 has been loaded instead" in line and "set aside as .step-" in line for line in lines)
+    assert all("step-1 has been loaded instead" in line and "renamed to .step-" in line for line in lines)
     assert _shown(folder) == ["logs", "step-0", "step-1"]
     assert len(list(Path(folder).glob(".step-*.damaged"))) == 4, "nothing is removed"
     train(again, its_optimizer, range(2, 6))
@@ -92,14 +92,14 @@ def _nothing_fits(rank: int, folder: str) -> None:
     model, optimizer, states = _states_saved(folder, 2)
     assert checkpoint.load_latest(empty, model, optimizer) is None
     other = layerzero.shard_model(torch.nn.Linear(2, 2), mesh=mesh_of(2))
-    with pytest.raises((ValueError, RuntimeError), match="does not fit"):
+    with pytest.raises((ValueError, RuntimeError), match="does not match the model"):
         checkpoint.load_latest(folder, other)
     assert _shown(folder) == ["step-0", "step-1"], "a checkpoint that does not fit is not a damaged one"
     if rank == 0:
         for step in range(2):
             _flip(Path(folder, f"step-{step}", DATA), -1)
     dist.barrier()
-    with pytest.raises(checkpoint.CheckpointError, match=r"nothing has been renamed: .*step-1.*; .*step-0"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"no checkpoint has been renamed: .*step-1.*; .*step-0"):
         checkpoint.load_latest(folder, model, optimizer)
     assert _shown(folder) == ["step-0", "step-1"]
     assert not different(everything(model, optimizer), states[-1]), "the model is as it was"
@@ -108,7 +108,9 @@ def _nothing_fits(rank: int, folder: str) -> None:
         text = Path(folder, "step-1", "manifest.json").read_text()
         Path(folder, "step-1", "manifest.json").write_text(text.replace('"version": 2', '"version": 1'))
     dist.barrier()
-    with pytest.raises(checkpoint.CheckpointError, match="has format version 1; this layerzero reads version 2 only"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match="has format version 1, but this version of layerzero reads only version 2"
+    ):
         checkpoint.load_latest(folder, model, optimizer)
 
 
@@ -119,15 +121,15 @@ def test_where_nothing_can_be_loaded_nothing_is_renamed(tmp_path: Path) -> None:
 def _halfway(rank: int, folder: str) -> None:
     """Simulate a disk of one rank that returns the right bytes the first time and not the second."""
     model, optimizer, states = _states_saved(folder, 2)
-    again = layerzero.checkpoint.safetensors_reader.CheckpointFiles.read_again
+    again = layerzero.checkpoint.safetensors_reader.CheckpointFiles.reread
 
     def fails_once(self) -> None:
-        layerzero.checkpoint.safetensors_reader.CheckpointFiles.read_again = again
+        layerzero.checkpoint.safetensors_reader.CheckpointFiles.reread = again
         if rank == 1:
             raise checkpoint.CheckpointError("the disk has changed its mind")
         again(self)
 
-    layerzero.checkpoint.safetensors_reader.CheckpointFiles.read_again = fails_once
+    layerzero.checkpoint.safetensors_reader.CheckpointFiles.reread = fails_once
     found = checkpoint.load_latest(folder, model, optimizer)
     assert found is not None and found.path.name == "step-0"
     assert "changed its mind" in found.set_aside[0]
@@ -166,9 +168,9 @@ def _overwritten(rank: int, folder: str, exchanges: bool) -> None:
         if rank == 0:
             Path(path, "thesis.txt").write_text("mine")
         dist.barrier()
-        with pytest.raises(FileExistsError, match="is not a checkpoint alone"):
+        with pytest.raises(FileExistsError, match="does not consist of checkpoint files only"):
             checkpoint.save(path, model, optimizer, overwrite=True)
-        with pytest.raises(FileExistsError, match="unless overwrite=True"):
+        with pytest.raises(FileExistsError, match="or pass overwrite=True"):
             checkpoint.save(path, model, optimizer)
     finally:
         atomic_files._renameat2 = rename
@@ -218,7 +220,9 @@ def _lying_disk(rank: int, folder: str) -> None:
 
     safetensors_writer.write_file = lie
     try:
-        with pytest.raises(checkpoint.CheckpointError, match=r"rank 1: .*reads back as something else: .*rank-00001"):
+        with pytest.raises(
+            checkpoint.CheckpointError, match=r"rank 1: .*differs from the data that was written: .*rank-00001"
+        ):
             checkpoint.save(f"{folder}/step-2", model, optimizer, keep_last=1)
     finally:
         safetensors_writer.write_file = write
@@ -245,7 +249,9 @@ def _not_finite(rank: int, folder: str) -> None:
     for value in (math.nan, -math.inf):
         _spoil(model, rank, value)
         for save in (checkpoint.save, lambda *args, **how: checkpoint.save_async(*args, **how).wait()):
-            with pytest.raises(checkpoint.CheckpointError, match=r"'model.first.weight' on rank 1 hold numbers"):
+            with pytest.raises(
+                checkpoint.CheckpointError, match=r"'model.first.weight' on rank 1 have non-finite values"
+            ):
                 save(f"{folder}/bad", model, optimizer, keep_last=1)
     assert _shown(folder) == ["step-0", "step-1"]
     for number in range(3):
@@ -255,8 +261,8 @@ def _not_finite(rank: int, folder: str) -> None:
     found = checkpoint.load_latest(folder, model, optimizer)
     assert found is not None and found.path.name == "step-1"
     assert not different(everything(model, optimizer), states[1])
-    assert [text.split(": it has been set aside as .bad-")[0] for text in found.set_aside] == [
-        f"{folder}/{name} holds numbers that are not finite" for name in ("bad-2", "bad-1")
+    assert [text.split(": it has been renamed to .bad-")[0] for text in found.set_aside] == [
+        f"{folder}/{name} has non-finite values" for name in ("bad-2", "bad-1")
     ]
     assert _shown(folder) == ["step-1"] and checkpoint.latest(folder) == Path(folder, "step-1")
     checkpoint.save(f"{folder}/bad-1", model, optimizer, keep_last=2)
@@ -326,7 +332,7 @@ def test_random_states_come_back_or_are_derived_and_that_is_said(tmp_path: Path)
     assert len({*draws, *map(tuple, drawn)}) == 6, "and another for each rank"
     assert not any(exact for exact, *_ in fewer[0])
     assert "was saved by 4 ranks and is loaded by 2" in fewer[0][0][2][0]
-    assert "derived from seed 7, step 3" in fewer[0][0][2][1]
+    assert "derives new states from seed 7, step 3" in fewer[0][0][2][1]
 
 
 def test_a_folder_that_is_no_checkpoint_is_never_set_aside(tmp_path: Path) -> None:
@@ -348,7 +354,7 @@ def _with_a_stranger(rank: int, folder: str) -> None:
     dist.barrier()
     found = checkpoint.load_latest(folder, model, optimizer)
     assert found is not None and found.path.name == "step-0"
-    assert len(found.set_aside) == 1 and re.search(r"step-1 is damaged .*, and cannot be set aside", found.set_aside[0])
+    assert len(found.set_aside) == 1 and re.search(r"step-1 is damaged .* and cannot be renamed", found.set_aside[0])
     assert _shown(folder) == ["step-0", "step-1"], "somebody's notes stay where they are"
     if rank == 0:
         _flip(Path(folder, "step-0", "manifest.json"), 30)

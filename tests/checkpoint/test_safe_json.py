@@ -52,7 +52,7 @@ def test_a_huge_manifest_is_refused_and_passed_over(intact: Path, tmp_path: Path
     shutil.copytree(intact, tmp_path / "sparse")
     with (tmp_path / "sparse" / atomic_files.MANIFEST).open("r+b") as file:
         file.truncate(30 << 30)
-    said = r"manifest.json has 32,212,254,720 bytes; layerzero reads at most 67,108,864 bytes"
+    said = r"manifest.json has 32,212,254,720 bytes, but layerzero reads at most 67,108,864 bytes"
     _cheaply(lambda: atomic_files.Manifest.read(tmp_path / "sparse"), said)
     shutil.copytree(intact, tmp_path / "lists")
     (tmp_path / "lists" / atomic_files.MANIFEST).write_bytes(b"[" + b",".join([b"[]"] * 5_000_000) + b"]")
@@ -66,7 +66,7 @@ def _save_long(rank: int, path: Path) -> None:
     assert checkpoint.load(path / "short", model) == [0] * 100_000
     free, safe_json._FREE_VALUES = safe_json._FREE_VALUES, 1000  # so that 8 million entries are not needed
     try:
-        with pytest.raises(CheckpointError, match=r"contents.json has [\d,]+ values .*belong into tensors"):
+        with pytest.raises(CheckpointError, match=r"contents.json has [\d,]+ values .*as tensors"):
             checkpoint.save(path / "long", model, None, [0] * 100_000)
         with pytest.raises(CheckpointError, match=r"contents.json has [\d,]+ values"):
             checkpoint.load(path / "short", model)
@@ -120,7 +120,7 @@ def _red(rank: int, path: Path) -> None:
     net = nn.ParameterDict({RED: nn.Parameter(torch.ones(2))})
     checkpoint.save(path / "one", layerzero.shard_model(net, mesh=mesh_of(1)))
     model = layerzero.shard_model(nn.ParameterDict({"plain": nn.Parameter(torch.ones(2))}), mesh=mesh_of(1))
-    with pytest.raises(ValueError, match="does not fit") as caught:
+    with pytest.raises(ValueError, match="does not match the model") as caught:
         checkpoint.load(path / "one", model)
     assert f"unexpected: {SEEN}" in str(caught.value) and "\x1b" not in str(caught.value)
     with pytest.warns(UserWarning, match=r"unexpected: \\x1b\[31mred"):
@@ -160,11 +160,14 @@ def _group(**changes: Any) -> Callable[[State], None]:
 
 REFUSED: dict[str, tuple[Callable[[State], None], str]] = {
     "lr": (_group(lr="boom"), "lr of parameter group 0 in the optimizer: expected a number, .* a str: 'boom'"),
-    "lr list": (_group(lr=[0.1]), "lr of parameter group 0 .* expected a number, the checkpoint has a list of values"),
-    "lr None": (_group(lr=None), "parameter group 0 .*: with the checkpoint's lr, a step fails with TypeError"),
+    "lr list": (
+        _group(lr=[0.1]),
+        "lr of parameter group 0 .* expected a number, but the checkpoint has a list of values",
+    ),
+    "lr None": (_group(lr=None), "parameter group 0 .*: with lr from the checkpoint, a step fails with TypeError"),
     "betas": (_group(betas=0.9), "betas of parameter group 0 .* expected a list of values, .* a number: 0.9"),
     "beta": (_group(betas={"$tuple": [0.9, "x"]}), "betas of parameter group 0 .* expected a number, .* a str"),
-    "one beta": (_group(betas=[0.9]), "with the checkpoint's betas, a step fails with ValueError"),
+    "one beta": (_group(betas=[0.9]), "with betas from the checkpoint, a step fails with ValueError"),
     "maximize": (_group(maximize="no"), "maximize of parameter group 0 .* expected a number, .* a str: 'no'"),
     "rows": (_group(eps={"$tensor": "model.head.weight"}), "eps of parameter group 0 .* the checkpoint has a tensor"),
     "missing": (_without("exp_avg_sq"), "exp_avg_sq of head.weight .*: the checkpoint does not have it"),
@@ -212,7 +215,7 @@ def _judged(rank: int, folder: Path) -> None:
             checkpoint.load(folder, model, optimizer)
         assert not different(everything(model, optimizer), before), case
         assert {**optimizer.param_groups[0], "params": None} == group, case
-        with pytest.warns(UserWarning, match="left out what does not fit"):
+        with pytest.warns(UserWarning, match="skipped the entries that do not match"):
             checkpoint.load(folder, model, optimizer, strict=False)
         train(model, optimizer, range(1))  # the loaded state can be stepped
         model, optimizer = _adam()

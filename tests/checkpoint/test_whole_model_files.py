@@ -21,7 +21,7 @@ import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import whole_model_files
 from layerzero.cli import app
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 from tests.support.checkpointing import WithBuffers, everything, sharded_net, train
 from tests.support.models import TiedTransformer, different
 from tests.support.ranks import mesh_of, run_ranks
@@ -57,7 +57,7 @@ def test_an_exported_model_is_the_full_state_dict(tmp_path: Path) -> None:
     narrow = load_file(tmp_path / "b.safetensors")
     assert not different(narrow, {n: v.bfloat16() if v.is_floating_point() else v for n, v in expected.items()})
     again = command("export", tmp_path / "one", tmp_path / "out.safetensors")
-    assert again.exit_code == 1 and "exists already" in again.stderr
+    assert again.exit_code == 1 and "already exists" in again.stderr
     assert command("export", "--dtype", "int4", tmp_path / "one", tmp_path / "x").exit_code == 2
 
 
@@ -102,7 +102,7 @@ def test_imported_safetensors_load_into_a_sharded_model(tmp_path: Path) -> None:
     run_ranks(_load_tied, str(tmp_path / "narrow"), wide, world_size=2)
 
     twice = command("import", tmp_path / "1.safetensors", tmp_path / "1.safetensors", tmp_path / "twice")
-    assert twice.exit_code == 1 and "as an earlier file has" in twice.stderr
+    assert twice.exit_code == 1 and "that an earlier file has as well" in twice.stderr
     (tmp_path / "no.safetensors").write_bytes(b"nothing of the kind")
     wrong = command("import", tmp_path / "no.safetensors", tmp_path / "no")
     assert wrong.exit_code == 1 and "is not a safetensors file" in wrong.stderr
@@ -127,7 +127,7 @@ def test_inspect_lists_the_tensors_and_notices_damage(tmp_path: Path) -> None:
     assert "[3, 6]" in table["model.head.weight"] and "float32" in table["model.head.weight"]
     assert table["optimizer.state.head.weight.exp_avg"].split()[-2] == "72"
     assert "int64" in table["extra.tokens"]
-    assert "saved by 4 ranks with zero3_size=2" in lines[-1] and "every file is intact" in lines[-1]
+    assert "saved by 4 ranks with zero3_size=2" in lines[-1] and "all files are intact" in lines[-1]
     file = path / "rank-00002.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 4
@@ -143,7 +143,7 @@ from pathlib import Path
 from safetensors import safe_open
 from layerzero.checkpoint import whole_model_files
 from layerzero.cli import app
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 folder = Path(sys.argv[1])
 whole_model_files.import_model([folder / "small.safetensors"], folder / "small")  # whatever is loaded on first use
 whole_model_files.export_model(folder / "small", folder / "small-out.safetensors")

@@ -352,7 +352,7 @@ def _refused(rank: int) -> None:
         (
             {"gather_codec": layerzero.Float8Rows(), "mp_policy": None},
             ValueError,
-            "encodes weights in bf16 and fp16, and the model computes in .*float32.*param_dtype",
+            "encodes weights in bf16 and fp16, but the model computes in .*float32.*param_dtype",
         ),
     ]
     for settings, kind, text in refused:

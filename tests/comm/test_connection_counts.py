@@ -114,14 +114,14 @@ def test_a_late_maximum_is_complete_one_exchange_later_for_each_further_axis() -
 
 def _texts(rank: int, zero3_size: int) -> None:
     model = layerzero.shard_model(integer_net(), mesh=mesh_of(zero3_size))
-    everyone = get_state(model).ranks
+    model_ranks = get_state(model).ranks
     long = '"\\' * (rank + 1)
-    assert everyone.all_gather_text(long) == ['"\\' * (other + 1) for other in range(WORLD)]
+    assert model_ranks.all_gather_text(long) == ['"\\' * (other + 1) for other in range(WORLD)]
     numbers = torch.full((3,), rank + 5)
-    everyone.broadcast_numbers(numbers)
+    model_ranks.broadcast_numbers(numbers)
     assert numbers.tolist() == [5, 5, 5]
-    group = everyone.control_group()
-    assert everyone.control_group() is group and dist.get_process_group_ranks(group) == list(range(WORLD))
+    group = model_ranks.control_group()
+    assert model_ranks.control_group() is group and dist.get_process_group_ranks(group) == list(range(WORLD))
 
 
 @pytest.mark.parametrize("zero3_size", [1, 2, 4])
@@ -159,8 +159,10 @@ def _reads_before_others_step(rank: int) -> None:
         if rank == 0:
             assert model.second.weight.grad is not None
         dist.barrier()
-        everyone = get_state(model).ranks
-        assert everyone.all_gather_text(str(rank)) == list("0123"), "launched after what was sent about used parameters"
+        model_ranks = get_state(model).ranks
+        assert model_ranks.all_gather_text(str(rank)) == list("0123"), (
+            "launched after what was sent about used parameters"
+        )
         assert model.first.weight.grad is not None and model.second.weight.grad is not None
         model.zero_grad()
     PendingUse.relay = relay  # type: ignore[method-assign]

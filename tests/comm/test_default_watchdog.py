@@ -18,7 +18,7 @@ import layerzero
 from layerzero.comm import watchdog as module
 from layerzero.comm.collectives import PendingCollective, timeout_of
 from layerzero.comm.traffic_counters import Collective
-from layerzero.comm.watchdog import Watchdog, default_limit, existing
+from layerzero.comm.watchdog import Watchdog, default_limit, existing_keys
 from layerzero.engine.hooks import get_state
 from tests.support.late_device import NAME, Device, Event, register
 from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_loss, integer_net
@@ -82,7 +82,7 @@ def test_few_missing_answers_cost_few_requests(missing: set[int]) -> None:
         asked.append(len(keys))
         return not any(int(key) in missing for key in keys)
 
-    assert existing(check, list(map(str, range(1024)))) == [str(i) for i in range(1024) if i not in missing]
+    assert existing_keys(check, list(map(str, range(1024)))) == [str(i) for i in range(1024) if i not in missing]
     assert len(asked) <= 1 + 22 * max(1, len(missing) // 8)
 
 
@@ -137,7 +137,7 @@ def _lives(rank: int) -> None:
         assert not any(thread.is_alive() for thread in first._threads)
         _step(model, optimizer, rank)
         assert (first._steps, second._steps) == (2, 1)
-        with pytest.raises(RuntimeError, match="watched already"):
+        with pytest.raises(RuntimeError, match="already has a watchdog"):
             layerzero.watchdog(model)
         second.close()
         assert get_state(model).mesh_info.counters.on_launch is None and _threads() == 0
@@ -206,7 +206,7 @@ def _in_time(rank: int) -> None:
         assert watchdog._threads[0].is_alive() and not watchdog.reports
 
         launches = [watched for each in works for watched in each.watched]
-        assert any(each.exchange is Collective.GATHER for each in launches)
+        assert any(each.collective is Collective.GATHER for each in launches)
         works.clear()
         gc.collect()
         assert not [each.doing for each in launches if each._works() is not None], "works hold their outputs"

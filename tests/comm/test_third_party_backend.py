@@ -49,7 +49,7 @@ def _steps(model: nn.Module, rank: int, path: str) -> tuple[list[str], dict[str,
                     integer_loss(model, integer_batch(step=step, micro_batch=number, rank=rank)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    log = [f"{event.exchange} {event.name}" for event in trace.events if event.kind == "launch"]
+    log = [f"{event.collective} {event.name}" for event in trace.events if event.kind == "launch"]
     return log, full_parameters(model)
 
 

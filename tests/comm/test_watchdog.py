@@ -66,11 +66,11 @@ def _skips(rank: int) -> str:
     model, optimizer, dog = _watched(2)
     dog.close()
     dog = layerzero.watchdog(model, 2 * LIMIT)  # a busy machine delays ranks, too
-    everyone = get_state(model).ranks
+    model_ranks = get_state(model).ranks
 
     def go_on() -> None:
         if rank != 2:
-            everyone.all_gather_text("one")
+            model_ranks.all_gather_text("one")
         train(model, optimizer, range(2, 3))
 
     thread = threading.Thread(target=go_on, daemon=True)
@@ -81,7 +81,7 @@ def _skips(rank: int) -> str:
     while store.add("reported", 0) < 4 and time.monotonic() < deadline:  # the ranks notice at different times
         time.sleep(0.05)
     if rank == 2:
-        everyone.all_gather_text("one")  # so that all can end
+        model_ranks.all_gather_text("one")  # so that all can end
     thread.join(20)
     return said
 
@@ -141,7 +141,7 @@ def _in_time(rank: int) -> None:
         time.sleep(0.1)
     time.sleep(LIMIT + 1)
     assert not dog.reports
-    with pytest.raises(RuntimeError, match="watched already"):
+    with pytest.raises(RuntimeError, match="already has a watchdog"):
         layerzero.watchdog(model)
     dog.close()
     assert not any(thread.name == "layerzero watchdog" for thread in threading.enumerate())

@@ -40,7 +40,7 @@ def _clip(rank: int) -> None:
     object.__setattr__(get_state(model).ranks.mesh_info, "device", torch.device("meta"))
     devices: list[torch.device] = []
 
-    def reduce(everyone: ModelRanks, number: Tensor, op: Any) -> None:
+    def reduce(model_ranks: ModelRanks, number: Tensor, op: Any) -> None:
         devices.append(number.device)
         raise _Seen
 

@@ -101,7 +101,7 @@ def _launches(rank: int, zero3_size: int, folder: str) -> list[Log]:
         log = defaultdict(list)
         for event in trace.events:
             if event.kind == "launch":
-                log[event.lane].append((event.exchange, event.name))
+                log[event.comm].append((event.collective, event.name))
         logs.append(dict(log))
     return logs
 
@@ -110,11 +110,11 @@ def _launches(rank: int, zero3_size: int, folder: str) -> list[Log]:
 def test_late_threads_change_no_bit_and_each_lane_has_one_order_on_all_ranks(zero3_size: int, tmp_path: Path) -> None:
     by_rank = run_ranks(_launches, zero3_size, str(tmp_path), world_size=4, shared_memory="off", pg_timeout=60)
     for first, *others in zip(*by_rank, strict=True):
-        assert {lane for lane in first if "re" in lane and "control" not in lane} == {
+        assert {comm for comm in first if "re" in comm and "control" not in comm} == {
             1: {"replica"}, 2: {"zero3 reduce", "replica"}, 4: {"zero3 reduce"},
         }[zero3_size]  # fmt: skip
-        for lane, launched in first.items():
-            assert all(other[lane] == launched for other in others), lane
+        for comm, launched in first.items():
+            assert all(other[comm] == launched for other in others), comm
 
 
 def _fails(rank: int) -> None:

@@ -437,11 +437,11 @@ def test_norms_in_sequence_parallel_get_the_sum_of_their_gradients() -> None:
 
 def _refuses(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    with pytest.raises(ValueError, match=r"give mesh \(mesh\['dp'\]\) or zero3_size"):
+    with pytest.raises(ValueError, match=r"Pass mesh, such as mesh\['dp'\], or zero3_size"):
         layerzero.shard_model(parallel(mesh["tp"]))
     with pytest.raises(ValueError, match=r"zero3_size=4 does not divide the 2 data-parallel ranks"):
         layerzero.shard_model(parallel(mesh["tp"]), zero3_size=4)
-    with pytest.raises(ValueError, match=r"'scale' is a DTensor of another framework, on some of the ranks"):
+    with pytest.raises(ValueError, match=r"'scale' is a DTensor of another framework on several of the ranks"):
         layerzero.shard_model(parallel(mesh["tp"]), mesh=layerzero.init_mesh(2))
     made = parallel(mesh["tp"])
     made.scale = nn.Parameter(distribute_tensor(torch.zeros(5), mesh["dp"], [Replicate()]))

@@ -314,8 +314,8 @@ def test_an_ignored_dtensor_is_whole_in_a_whole_state_and_is_cut_as_it_was() -> 
 
 
 def _chunk(rank: int) -> None:
-    alone, everyone = [dist.new_group([each]) for each in range(2)][rank], dist.group.WORLD
-    groups = ProcessGroups(everyone, everyone, tensor=alone, pipeline=alone, model=alone, embedding=None)
+    alone, all_ranks = [dist.new_group([each]) for each in range(2)][rank], dist.group.WORLD
+    groups = ProcessGroups(all_ranks, all_ranks, tensor=alone, pipeline=alone, model=alone, embedding=None)
     chunk = ShardedChunk(integer_net(), None, groups)
     layerzero.shard_model(chunk, mesh=mesh_of(2))
     part = {name: value for name, value in integer_net(seed=1).state_dict().items() if name.startswith("first")}

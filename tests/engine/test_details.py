@@ -117,11 +117,11 @@ def test_a_change_of_order_that_all_ranks_shared_is_not_blamed_for_a_later_failu
 
 
 def _repeat_for_long(rank: int) -> int:
-    lane = Communicator.over("control", "control", dist.group.WORLD, TrafficCounters(), "cpu")
-    order = GatherOrderCheck(["a", "b", "c"], [lane], range(lane.size))
+    comm = Communicator.over("control", "control", dist.group.WORLD, TrafficCounters(), "cpu")
+    order = GatherOrderCheck(["a", "b", "c"], [comm], range(comm.size))
     for place in range(30_000):
         order.check((0, 1, 2, 1, 0)[place % 5])
-    return lane.counters.calls["order"]
+    return comm.counters.calls["order"]
 
 
 def test_a_loop_stays_foreseen_however_long_it_runs() -> None:

@@ -333,7 +333,7 @@ def _launches(rank: int, folder: str) -> list[dict[str, list[tuple[str, str]]]]:
         log: dict[str, list[tuple[str, str]]] = {}
         for event in trace.events:
             if event.kind == "launch":
-                log.setdefault(event.lane, []).append((event.exchange, event.name))
+                log.setdefault(event.comm, []).append((event.collective, event.name))
         logs.append(log)
     return logs
 
@@ -342,8 +342,8 @@ def test_all_ranks_launch_in_one_order(tmp_path: Any) -> None:
     by_rank = run_ranks(_launches, str(tmp_path), world_size=WORLD)
     for first, *others in zip(*by_rank, strict=True):
         assert first.keys() >= {"zero3 gather", "zero3 reduce", "replica"}, first.keys()
-        for lane, launched in first.items():
-            assert all(other[lane] == launched for other in others), lane
+        for comm, launched in first.items():
+            assert all(other[comm] == launched for other in others), comm
 
 
 # --- precision and compilation ---

@@ -139,10 +139,10 @@ PENALTIES: dict[str, Callable[[_Scaled], Any]] = {
 
 
 def _penalise_sharded(rank: int) -> None:
-    explained = r"sharded parameter '{}'.*to_local\(\).*weight_decay.*layerzero\.gathered"
+    named_error = r"sharded parameter '{}'.*to_local\(\).*weight_decay.*layerzero\.gathered"
     for settings in ({"zero3_size": 2}, {"zero3_size": 1}, {"zero3_size": 2, "units": ["o"]}):
         model = layerzero.shard_model(_Scaled(), **settings)
-        weight = explained.format("o.weight")
+        weight = named_error.format("o.weight")
         for name, penalty in PENALTIES.items():
             before = penalty(model)  # and after the forward: autograd runs the younger one first
             loss = model(torch.ones(2, 3)).sum()
@@ -154,7 +154,7 @@ def _penalise_sharded(rank: int) -> None:
             assert torch.equal(number.detach().full_tensor(), before.detach().full_tensor()), name  # for logging
             with torch.no_grad():
                 loss + number  # to print it
-        with pytest.raises(RuntimeError, match=explained.format("scale")):
+        with pytest.raises(RuntimeError, match=named_error.format("scale")):
             loss + model.scale**2
         with pytest.raises(RuntimeError, match=r"'o\.weight'.*whole only while"):
             torch.ones(2, 3) @ model.o.weight.T

@@ -121,7 +121,7 @@ def _train(model: nn.Module, rank: int, path: str, device: Device | None = None)
                         (model(x).square().sum() / 4).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    return [f"{event.exchange} {event.name}" for event in trace.events if event.kind == "launch"], full_parameters(
+    return [f"{event.collective} {event.name}" for event in trace.events if event.kind == "launch"], full_parameters(
         model
     )
 

@@ -51,7 +51,7 @@ def _check(rank: int, folder: str) -> None:
         events = _steps(rank, folder, accumulation=mode)
         names = [f"units.{index}" for index in range(UNITS)]
         first_update = _place(events, kind="begin", phase="update")
-        reducing = _place(events, kind="launch", exchange="hop2")
+        reducing = _place(events, kind="launch", collective="hop2")
         for above, name, below in zip(names[2:], names[1:], names, strict=False):
             case = (mode, name)
             # Forward: the next unit is gathered before this one computes.
@@ -59,19 +59,22 @@ def _check(rank: int, folder: str) -> None:
             gathers = [
                 place
                 for place in range(begins)
-                if events[place].kind == "launch" and (events[place].exchange, events[place].name) == ("gather", above)
+                if events[place].kind == "launch"
+                and (events[place].collective, events[place].name) == ("gather", above)
             ]
             assert gathers, f"{case}: prefetched"
             # The reducing backward: hop 1 is launched before the backward of the unit after the next begins.
-            hop1 = _place(events, start=_last_backward(events, first_update), kind="launch", exchange="hop1", name=name)
+            hop1 = _place(
+                events, start=_last_backward(events, first_update), kind="launch", collective="hop1", name=name
+            )
             if below != names[0]:
                 later = names[names.index(below) - 1]
                 assert hop1 < _place(events, start=_last_backward(events, first_update), kind="begin", name=later), case
         assert reducing < first_update, mode
         # Refresh: launched by the step; waited for at the next gather of the unit, behind the forward of earlier units.
         for index in range(2, UNITS):
-            launched = _place(events, start=first_update, kind="launch", exchange="refresh", name=names[index])
-            awaited = _place(events, start=launched, kind="wait", exchange="refresh", name=names[index])
+            launched = _place(events, start=first_update, kind="launch", collective="refresh", name=names[index])
+            awaited = _place(events, start=launched, kind="wait", collective="refresh", name=names[index])
             computes = _place(events, start=first_update, kind="begin", phase="forward", name=names[index - 2])
             assert launched < computes < awaited, (mode, names[index])
 
@@ -88,11 +91,11 @@ def test_exchanges_run_behind_the_computation_of_other_units(tmp_path: Any) -> N
     run_ranks(_check, str(tmp_path), world_size=WORLD, shared_memory="off")
 
 
-def _lanes(rank: int) -> None:
-    topology = get_state(shard(blocks(1))).mesh_info
-    groups = [lane.group for lane in (topology.zero3_gather_comm, topology.zero3_reduce_comm, topology.replica_comm)]
+def _comms(rank: int) -> None:
+    mesh_info = get_state(shard(blocks(1))).mesh_info
+    groups = [comm.group for comm in (mesh_info.zero3_gather_comm, mesh_info.zero3_reduce_comm, mesh_info.replica_comm)]
     assert len({id(group) for group in groups}) == 3, "none queues behind another"
 
 
 def test_gathers_reductions_and_the_replica_axis_have_a_communicator_each() -> None:
-    run_ranks(_lanes, world_size=WORLD)
+    run_ranks(_comms, world_size=WORLD)

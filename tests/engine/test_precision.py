@@ -191,7 +191,7 @@ def test_updates_below_bf16_resolution_add_up_in_the_master_and_reach_the_weight
 # If bf16 is sent between more than one rank, a backend may add in bf16 or in fp32. The result of hop 1 is rounded to
 # bf16 before hop 2 sends it.
 EXACT, ROUNDED, EITHER = {True}, {False}, {True, False}
-EXCHANGES = [
+COLLECTIVES = [
     # zero3_size, reduce_dtype, replica_reduce_dtype
     (1, None, None, EITHER),
     (1, BF16, None, EITHER),
@@ -211,7 +211,7 @@ EXCHANGES = [
 
 def _reduce(rank: int) -> None:
     for accumulation in ACCUMULATIONS:
-        for size, reduce_dtype, replica_reduce_dtype, allowed in EXCHANGES:
+        for size, reduce_dtype, replica_reduce_dtype, allowed in COLLECTIVES:
             case = (accumulation, size, reduce_dtype, replica_reduce_dtype)
             model = _sharded(
                 Scale(*[1.0] * 16),

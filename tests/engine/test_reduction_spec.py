@@ -107,7 +107,7 @@ ROWS = {  # (S > 1, R > 1, mode): incoming extent, accumulator extent, collectiv
 @pytest.mark.parametrize("mode", ["sharded", "full"])
 @pytest.mark.parametrize("adds_hop1", [False, True])
 def test_routes_are_those_of_the_table(data_parallel: int, zero3_size: int, mode: str, adds_hop1: bool) -> None:
-    lands, waits, legs = ROWS[zero3_size > 1, data_parallel // zero3_size > 1, mode]
+    lands, waits, stages = ROWS[zero3_size > 1, data_parallel // zero3_size > 1, mode]
     for grid in grids(data_parallel, zero3_size):
         for precision, half in ((FP32, False), (MIXED, False), (HALF, True)):
             route = ReductionSpec.plan(
@@ -119,18 +119,18 @@ def test_routes_are_those_of_the_table(data_parallel: int, zero3_size: int, mode
                 adds_hop2=adds_hop1,
             )
             assert (route.incoming_extent, route.accumulator_extent) == (lands, waits)
-            assert [(leg.source, leg.target, leg.collective) for leg in route.stages] == legs
+            assert [(stage.source, stage.target, stage.collective) for stage in route.stages] == stages
             early = lands is not waits
             as_computed = early and adds_hop1 and precision is MIXED
             landing = precision.compute if as_computed else precision.reduce
             wires = {Collective.HOP1: landing, Collective.HOP2: precision.replica_reduce}
-            assert [leg.wire_dtype for leg in route.stages] == [wires[leg.collective] for leg in route.stages]
-            scales = [route.incoming_scale, *(leg.scale for leg in route.stages)]
+            assert [stage.wire_dtype for stage in route.stages] == [wires[stage.collective] for stage in route.stages]
+            scales = [route.incoming_scale, *(stage.scale for stage in route.stages)]
             if half and not adds_hop1:
                 assert math.prod(scales) == pytest.approx(1 / data_parallel, rel=1e-15)
                 assert all(math.frexp(scale)[0] == 0.5 for scale in scales[:-1]), "powers of two"
             else:
-                expected = [1.0] * len(legs) + [1 / data_parallel]
+                expected = [1.0] * len(stages) + [1 / data_parallel]
                 assert scales == expected, "the mean is taken once"
             assert route.incoming_dtype == (landing if early else precision.master)
             assert route.accumulator_is_reduced == early
@@ -155,9 +155,9 @@ def _sum_of_equal(value: Tensor, ranks: int, *, adds: bool) -> Tensor:
 def _reduced(gradient: float, route: ReductionSpec, grid: ShardGrid, *, adds: bool) -> float:
     """Return the final gradient if every rank has the same one, in fp16."""
     value = (torch.tensor(gradient, dtype=F16).float() * route.incoming_scale).to(route.incoming_dtype)
-    for leg in route.stages:
-        ranks = grid.zero3_size if leg.collective is Collective.HOP1 else grid.replicas
-        value = _sum_of_equal(value.to(leg.wire_dtype), ranks, adds=adds).float() * leg.scale
+    for stage in route.stages:
+        ranks = grid.zero3_size if stage.collective is Collective.HOP1 else grid.replicas
+        value = _sum_of_equal(value.to(stage.wire_dtype), ranks, adds=adds).float() * stage.scale
     return value.item()
 
 
@@ -197,7 +197,7 @@ def test_a_factor_of_any_size_is_divided_out(zero3_size: int, factor: float) -> 
         route = ReductionSpec.plan(
             grid, precision, accumulation=mode, divide_factor=factor, adds_hop1=adds, adds_hop2=adds
         )
-        scales = [route.incoming_scale, *(leg.scale for leg in route.stages)]
+        scales = [route.incoming_scale, *(stage.scale for stage in route.stages)]
         assert math.prod(scales) == pytest.approx(1 / factor, rel=1e-15)
         assert all(math.frexp(scale)[0] == 0.5 and scale <= 1 for scale in scales[:-1]), "powers of two"
 
@@ -236,32 +236,32 @@ def make_rank(grid: ShardGrid, route: ReductionSpec, layout: FlatLayout, pool: B
     return Rank(grid, sums)
 
 
-def carry(ranks: list[Rank], layout: FlatLayout, legs: tuple[ReductionStage, ...], pool: BufferPool) -> None:
+def carry(ranks: list[Rank], layout: FlatLayout, stages: tuple[ReductionStage, ...], pool: BufferPool) -> None:
     """Run the engine's stages on each rank, and the collectives in between."""
-    for leg in legs:
+    for stage in stages:
         sent = []
         for rank in ranks:
-            if NODE in (leg.source, leg.target):
+            if NODE in (stage.source, stage.target):
                 rank.sums[RANK].vacate()
-            source = rank.sums[leg.source]
+            source = rank.sums[stage.source]
             source.seal()
-            lease = source.storage.lend_send_buffer(leg.wire_dtype, pool)
+            lease = source.storage.lend_send_buffer(stage.wire_dtype, pool)
             sent.append(lease.tensor.clone())
             lease.end()
         for rank in ranks:
-            own = rank.grid.slice_within(layout, leg.target, leg.source)
-            same = "replica_rank" if leg.collective is Collective.HOP1 else "zero3_rank"
+            own = rank.grid.slice_within(layout, stage.target, stage.source)
+            same = "replica_rank" if stage.collective is Collective.HOP1 else "zero3_rank"
             peers = [i for i, each in enumerate(ranks) if getattr(each.grid, same) == getattr(rank.grid, same)]
             pending = brought(*(sent[i][own] for i in peers))
-            if leg.target is RANK:
+            if stage.target is RANK:
                 rank.sums[RANK].settle()
-            rank.sums[leg.target].add_exchange(pending, scale=leg.scale)
+            rank.sums[stage.target].add_reduction(pending, scale=stage.scale)
 
 
 def brought(*parts: Tensor) -> PendingReduction:
     """A completed collective."""
-    lane = Communicator("nobody's", "zero3", None, TrafficCounters(), size=1, rank=0, is_gloo=True)  # type: ignore[arg-type]
-    works = PendingCollective((), LaunchedCollective(lane, Collective.HOP1, "", None))
+    comm = Communicator("nobody's", "zero3", None, TrafficCounters(), size=1, rank=0, is_gloo=True)  # type: ignore[arg-type]
+    works = PendingCollective((), LaunchedCollective(comm, Collective.HOP1, "", None))
     return PendingReduction(works, torch.empty(0), lambda: parts, parts[0].dtype, lambda: None)
 
 
@@ -349,13 +349,13 @@ def test_the_first_write_overwrites_later_ones_add_and_holes_become_zero() -> No
     assert whole[layout.slots[a].offset] == 2.5 and not whole[layout.slots[b].offset : layout.slots[b].end].any()
     assert ours.empty
     ours.add(b, torch.ones(3))
-    ours.add_exchange(brought(torch.ones(7), torch.ones(7)), scale=2.0)
+    ours.add_reduction(brought(torch.ones(7), torch.ones(7)), scale=2.0)
     assert ours.part(a).eq(4).all() and ours.part(b).eq(5).all(), "holes are zero before an exchange is added"
     ours.clear([b])
-    ours.add_exchange(brought(torch.ones(7)), scale=1.0)
+    ours.add_reduction(brought(torch.ones(7)), scale=1.0)
     assert ours.part(a).eq(5).all() and ours.part(b).eq(1).all()
     ours.clear()
-    ours.add_exchange(brought(torch.ones(7)), scale=3.0)
+    ours.add_reduction(brought(torch.ones(7)), scale=3.0)
     assert ours.part(a).eq(3).all() and ours.part(b).eq(3).all()
 
 

@@ -96,7 +96,7 @@ def _router(rank: int) -> None:
     with pytest.raises(ValueError, match=r"'0.router.weight' is a plain tensor in unit '0'.*unit on the root's mesh"):
         layerzero.shard_model(made(), mesh=mesh_of, units=[Experts])
     model = layerzero.shard_model(made(), mesh=mesh_of, units=[Experts, nn.Linear])
-    assert {unit.name: len(unit.topology.ranks) for unit in get_state(model).units} == {"": 4, "0": 2, "0.router": 4}
+    assert {unit.name: len(unit.mesh_info.ranks) for unit in get_state(model).units} == {"": 4, "0": 2, "0.router": 4}
     frozen = made()
     frozen[0].router.requires_grad_(False)
     layerzero.shard_model(frozen, mesh=mesh_of, units=[Experts])

@@ -131,7 +131,7 @@ def test_what_is_missing_or_damaged_is_told(tmp_path: Path) -> None:
     assert export("--dtype", "bfloat16", tmp_path / "run", out).exit_code == 0
     assert {value.dtype for value in load_file(out).values()} == {torch.bfloat16}
     again = export(tmp_path / "run", out)
-    assert again.exit_code == 1 and "exists already" in again.stderr
+    assert again.exit_code == 1 and "already exists" in again.stderr
     _, other = sorted((tmp_path / "run").glob("layout-*"))
     shutil.move(other, tmp_path / "elsewhere")
     lacks = export(tmp_path / "run", tmp_path / "two.safetensors")

@@ -46,9 +46,9 @@ def of_whole_batches(case: Case, result: Run) -> Run:
         (index // case.micro_batches, index % case.micro_batches * replicas + replica): loss
         for index, loss in enumerate(result.losses)
     }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    together = {key: loss for losses in everyone for key, loss in losses.items()}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    together = {key: loss for losses in gathered for key, loss in losses.items()}
     assert len(together) == case.steps * case.micro_batches * replicas
     return result._replace(losses=[together[key] for key in sorted(together)])
 
@@ -237,7 +237,7 @@ def _beside_megatrons_loop(rank: int) -> None:
         chunks, optimizer = make_ours(case)
         assert {group["is_expert_parallel"] for group in optimizer.param_groups} == {False, True}
         assert replicas_agree(chunks)
-        experts = [handle for handle in get_state(chunks[0]).handles if handle.topology.data_parallel == 2]
+        experts = [handle for handle in get_state(chunks[0]).handles if handle.mesh_info.data_parallel == 2]
         assert len(experts) == case.layers
         if rank == 2:
             experts[0].zero3_shard.view(torch.int32)[0] ^= 1

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 import layerzero
 from layerzero import checkpoint, optimizers
 from layerzero.optimizers.apex import prepared
-from layerzero.optimizers.compatibility import kinds_that_need_whole
-from layerzero.optimizers.compatibility_trial import difference, group_kind, steps_stacks_apart
+from layerzero.optimizers.compatibility import kinds_that_need_full_params
+from layerzero.optimizers.compatibility_trial import difference, group_kind, steps_matrices_separately
 from tests.support import apex_emulation as apex
 from tests.support.models import (
     IntegerNet,
@@ -296,20 +296,20 @@ Own.__module__ = __name__
 def test_a_derived_class_is_tried_out_like_any_other() -> None:
     parameters = [nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(2))]
     optimizer = Own(parameters, **ADAM)
-    assert kinds_that_need_whole(optimizer, CPU) == set()
+    assert kinds_that_need_full_params(optimizer, CPU) == set()
     assert optimizer.param_groups_master == [{"params": [None, None]}] and not optimizer.state
     for kind in (apex.FusedAdam, apex.FusedAdagrad):
         assert difference(kind(parameters), CPU) is None, "names say what a trial would find"
     assert difference(apex.FusedLAMB(parameters, **NO_LIMIT), CPU) is not None
     with pytest.raises(ValueError, match="capturable=True"):
-        kinds_that_need_whole(Own(parameters, capturable=True), CPU)
+        kinds_that_need_full_params(Own(parameters, capturable=True), CPU)
 
 
 def test_apexs_own_classes_are_known_without_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in (apex.FusedAdam, apex.FusedSGD, apex.FusedAdagrad):
         optimizer = kind([nn.Parameter(torch.ones(3, 2))], lr=1.0)
         monkeypatch.setattr(kind, "step", lambda self: pytest.fail("its kernels were launched"))
-        assert kinds_that_need_whole(optimizer, CPU) == set()
+        assert kinds_that_need_full_params(optimizer, CPU) == set()
 
 
 # An optimizer that needs full parameters
@@ -332,7 +332,7 @@ def test_fused_lamb_updates_whole_parameters(zero3_size: int) -> None:
 def test_a_stack_of_matrices_is_put_together_for_apex() -> None:
     # Not so for other settings: without weight decay, LAMB treats each element separately. A stack may be empty.
     lamb = apex.FusedLAMB([nn.Parameter(torch.ones(2, 2, 2))], weight_decay=0.0, **NO_LIMIT)
-    assert not steps_stacks_apart(lamb, CPU, 3)
+    assert not steps_matrices_separately(lamb, CPU, 3)
 
 
 # Refusals
@@ -351,7 +351,7 @@ REFUSED: dict[str, tuple[Factory, str]] = {
     ),
     "one list of norms": (apex.FusedNovoGrad, "FusedNovoGrad of NVIDIA Apex.*norms of all gradients.*Use FusedAdam"),
     "copies": (apex.FusedMixedPrecisionLamb, "FusedMixedPrecisionLamb of NVIDIA Apex.*copies.*Use FusedAdam"),
-    "unknown": (FusedFuture, "FusedFuture of NVIDIA Apex.*does not know it.*Use FusedAdam"),
+    "unknown": (FusedFuture, "FusedFuture of NVIDIA Apex.*has no rules for this class.*Use FusedAdam"),
     "contrib": (apex.DistributedFusedAdam, "DistributedFusedAdam of apex.contrib.*shards or copies.*Use FusedAdam"),
     "master weights": (
         lambda p: apex.FusedAdam(p, capturable=True, master_weights=True),
@@ -366,22 +366,20 @@ REFUSED: dict[str, tuple[Factory, str]] = {
 def test_what_cannot_work_is_refused_by_name_whatever_the_user_says(case: str, elementwise: bool | None) -> None:
     make, said = REFUSED[case]
     with pytest.raises(ValueError, match=said) as raised:
-        kinds_that_need_whole(make([nn.Parameter(torch.ones(3, 2))]), CPU, elementwise)
+        kinds_that_need_full_params(make([nn.Parameter(torch.ones(3, 2))]), CPU, elementwise)
     assert "elementwise" not in str(raised.value), "no advice that would not help"
 
 
 def test_what_else_would_train_something_else_is_refused() -> None:
     parameters = [nn.Parameter(torch.ones(3, 2))]
-    with pytest.raises(
-        ValueError, match=r"FusedLAMB is not element-wise.*norms of whole parameters.*Leave elementwise"
-    ):
-        kinds_that_need_whole(apex.FusedLAMB(parameters, **NO_LIMIT), CPU, elementwise=True)
+    with pytest.raises(ValueError, match=r"FusedLAMB is not element-wise.*norms of full parameters.*Leave elementwise"):
+        kinds_that_need_full_params(apex.FusedLAMB(parameters, **NO_LIMIT), CPU, elementwise=True)
     initialised = apex.FusedSGD(parameters, lr=1.0)
     initialised._amp_stash = object()
-    with pytest.raises(ValueError, match=r"FusedSGD has been through apex\.amp.*mp_policy"):
-        kinds_that_need_whole(initialised, CPU)
+    with pytest.raises(ValueError, match=r"FusedSGD was passed to apex\.amp.*mp_policy"):
+        kinds_that_need_full_params(initialised, CPU)
     lamb = apex.FusedLAMB(parameters, **NO_LIMIT)
-    assert kinds_that_need_whole(lamb, CPU) == {group_kind(lamb.param_groups[0])}
+    assert kinds_that_need_full_params(lamb, CPU) == {group_kind(lamb.param_groups[0])}
 
 
 def _refused_on_all_ranks(rank: int) -> None:
@@ -538,5 +536,8 @@ def test_another_project_called_apex_is_ignored(
     for build in (optimizers.adamw, optimizers.sgd):
         assert optimizers.implementation(build([on_cuda()])) == "fused"
     missing = "apex.optimizers" if extension else "amp_C"
-    assert f"on cuda: torch's fused kernels, as NVIDIA Apex was not found (No module named '{missing}')" in caplog.text
+    assert (
+        f"on cuda: torch's fused kernels, because NVIDIA Apex was not found (No module named '{missing}')"
+        in caplog.text
+    )
     assert ("apex" in sys.modules) == extension, "without NVIDIA's extension nothing of that name is imported"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from layerzero.optimizers.compatibility import kinds_that_need_whole
+from layerzero.optimizers.compatibility import kinds_that_need_full_params
 from layerzero.optimizers.compatibility_trial import TrialError, difference, difference_of_owners, group_kind
 from tests.support.models import GlobalScaling, LayerwiseScaling
 
@@ -146,7 +146,7 @@ def build(kind: Callable[..., Optimizer], **settings: Any) -> Optimizer:
 
 @pytest.mark.parametrize("kind", [Scaled, CentredRows, Signs, NeedsRows], ids=lambda kind: kind.__name__)
 def test_an_element_wise_optimizer_with_attributes_of_its_own_is_accepted(kind: type[Scaled]) -> None:
-    assert kinds_that_need_whole(build(kind, weight=0.2), CPU) == set()
+    assert kinds_that_need_full_params(build(kind, weight=0.2), CPU) == set()
 
 
 def kinds(optimizer: Optimizer) -> set[str]:
@@ -159,7 +159,7 @@ def kinds(optimizer: Optimizer) -> set[str]:
     ids=lambda kind: kind.__name__,
 )
 def test_an_optimizer_that_mixes_only_inside_a_parameter_needs_it_whole(kind: type[Optimizer]) -> None:
-    assert kinds_that_need_whole(build(kind), CPU) == kinds(build(kind))
+    assert kinds_that_need_full_params(build(kind), CPU) == kinds(build(kind))
 
 
 class CountsEverywhere(LayerwiseScaling):
@@ -185,7 +185,7 @@ class CountsEverywhere(LayerwiseScaling):
 
 
 def test_what_an_optimizer_counts_is_counted_once_a_step() -> None:
-    assert kinds_that_need_whole(build(CountsEverywhere), CPU) == kinds(build(CountsEverywhere))
+    assert kinds_that_need_full_params(build(CountsEverywhere), CPU) == kinds(build(CountsEverywhere))
 
 
 class OnlyMatrices(LayerwiseScaling):
@@ -195,15 +195,15 @@ class OnlyMatrices(LayerwiseScaling):
 
 def test_parameters_like_the_optimizers_own_are_tried_where_others_cannot() -> None:
     matrices = OnlyMatrices([nn.Parameter(torch.ones(3, 2))])
-    assert kinds_that_need_whole(matrices, CPU) == kinds(matrices)
-    with pytest.raises(ValueError, match="could not be tried out"):
-        kinds_that_need_whole(OnlyMatrices([nn.Parameter(torch.ones(3))]), CPU)
+    assert kinds_that_need_full_params(matrices, CPU) == kinds(matrices)
+    with pytest.raises(ValueError, match="compatibility trial of OnlyMatrices failed"):
+        kinds_that_need_full_params(OnlyMatrices([nn.Parameter(torch.ones(3))]), CPU)
 
 
 @pytest.mark.parametrize("name", [n for n in ("Muon", "Adafactor") if hasattr(torch.optim, n)])
 def test_torchs_matrix_optimizers_that_nobody_tries_out_would_pass(name: str) -> None:
     optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(3, 2))])
-    assert kinds_that_need_whole(optimizer, CPU) == kinds(optimizer)
+    assert kinds_that_need_full_params(optimizer, CPU) == kinds(optimizer)
     assert difference_of_owners(optimizer, CPU, kinds(optimizer)) is None
     with contextlib.suppress(TrialError):  # Adafactor fails on a rank without rows
         assert difference_of_owners(optimizer, CPU, set()) is not None, "on rows it would be another one"
@@ -213,60 +213,64 @@ MIXES = {
     GlobalScaling: "matrix",
     InTheEnd: "matrix",
     Clips: "matrix",
-    EstimatesRate: "'distance' in parameter group 0 depends on which rows it sees",
+    EstimatesRate: "'distance' in parameter group 0 depends on the rows that are stepped",
     Draws: "matrix",
-    Prodigy: "estimates its rate",
-    OfProdigy: "OfProdigy is not element-wise: it estimates its rate",
+    Prodigy: "estimates its learning rate",
+    OfProdigy: "OfProdigy is not element-wise: it estimates its learning rate",
 }
 
 
 @pytest.mark.parametrize("kind", MIXES, ids=lambda kind: kind.__name__)
 def test_an_optimizer_that_mixes_parameters_somewhere_is_refused(kind: type[Optimizer]) -> None:
     with pytest.raises(ValueError, match=f"is not element-wise: .*{MIXES[kind]}|{MIXES[kind]}"):
-        kinds_that_need_whole(build(kind), CPU)
+        kinds_that_need_full_params(build(kind), CPU)
 
 
 def test_a_rate_of_zero_hides_nothing() -> None:
     for rate in (0.0, 1e-12):
         with pytest.raises(ValueError, match="matrix"):
-            kinds_that_need_whole(build(GlobalScaling if rate else InTheEnd, **({} if rate else {"lr": rate})), CPU)
+            kinds_that_need_full_params(
+                build(GlobalScaling if rate else InTheEnd, **({} if rate else {"lr": rate})), CPU
+            )
     optimizer = build(ButSingleRows)
     optimizer.param_groups[0]["lr"] = torch.zeros(())
-    assert kinds_that_need_whole(optimizer, CPU) == kinds(optimizer)
+    assert kinds_that_need_full_params(optimizer, CPU) == kinds(optimizer)
     assert optimizer.param_groups[0]["lr"].item() == 0.0
 
 
 def test_each_kind_of_group_is_tried() -> None:
     layers = [{"params": [nn.Parameter(torch.ones(3, 2))], "mixes": False, "lr": 0.1 / (k + 1)} for k in range(3)]
-    assert kinds_that_need_whole(ButSingleRows(layers), CPU) == set()
+    assert kinds_that_need_full_params(ButSingleRows(layers), CPU) == set()
     mixed = ButSingleRows([*layers, {"params": [nn.Parameter(torch.ones(3, 2))]}])
-    assert kinds_that_need_whole(mixed, CPU) == {group_kind(mixed.param_groups[-1])}, "the others are cut into rows"
+    assert kinds_that_need_full_params(mixed, CPU) == {group_kind(mixed.param_groups[-1])}, (
+        "the others are cut into rows"
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "theirs"),
-    [(Still, "changed none"), (Signs, "KeyError: 'weight'")],
+    [(Still, "did not change them"), (Signs, "KeyError: 'weight'")],
     ids=["still", "raises"],
 )
 def test_what_could_not_be_tried_is_told_apart_and_the_users_word_counts(kind: Any, theirs: str) -> None:
     optimizer = build(kind)
-    with pytest.raises(ValueError, match=rf"could not be tried out.*{theirs}.*elementwise=True"):
-        kinds_that_need_whole(optimizer, CPU)
-    kinds_that_need_whole(optimizer, CPU, elementwise=True)
+    with pytest.raises(ValueError, match=rf"compatibility trial of .* failed.*{theirs}.*elementwise=True"):
+        kinds_that_need_full_params(optimizer, CPU)
+    kinds_that_need_full_params(optimizer, CPU, elementwise=True)
 
 
 def test_what_cannot_be_copied_could_not_be_tried() -> None:
-    with pytest.raises(ValueError, match=r"could not be tried out.*cannot pickle '_thread.lock'"):
-        kinds_that_need_whole(build(Scaled, lock=threading.Lock()), CPU)
+    with pytest.raises(ValueError, match=r"compatibility trial of .* failed.*cannot pickle '_thread.lock'"):
+        kinds_that_need_full_params(build(Scaled, lock=threading.Lock()), CPU)
 
 
 def test_the_users_word_is_not_asked_where_nothing_could_work() -> None:
-    assert kinds_that_need_whole(build(LayerwiseScaling), CPU, elementwise=True) == set()
+    assert kinds_that_need_full_params(build(LayerwiseScaling), CPU, elementwise=True) == set()
     for kind, said in ((torch.optim.LBFGS, "inner products"), (WithClosure, "closure"), (Around, "holds")):
         with pytest.raises(ValueError, match=said):
-            kinds_that_need_whole(build(kind), CPU, elementwise=True)
+            kinds_that_need_full_params(build(kind), CPU, elementwise=True)
     for kind in (torch.optim.Adam, LayerwiseScaling, GlobalScaling):
-        assert kinds_that_need_whole(build(kind), CPU, elementwise=False) == kinds(build(kind))
+        assert kinds_that_need_full_params(build(kind), CPU, elementwise=False) == kinds(build(kind))
 
 
 class Around(Scaled):
@@ -284,7 +288,7 @@ def test_trying_an_optimizer_out_leaves_everything_as_it_was() -> None:
     before, random = [p.detach().clone() for p in parameters], torch.get_rng_state()
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("the hooks are the user's"))
     optimizer.step = lambda *_: pytest.fail("bound to the original")  # like schedulers
-    kinds_that_need_whole(optimizer, CPU)
+    kinds_that_need_full_params(optimizer, CPU)
     assert (optimizer.count, optimizer.settings["seen"]) == (0, []) and not optimizer.state
     assert torch.equal(optimizer.settings["table"]["of"][0], torch.ones(2))
     assert all(torch.equal(p, old) and p.grad is None for p, old in zip(parameters, before, strict=True))

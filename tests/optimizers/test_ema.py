@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import layerzero
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 from tests.support.models import (
     IntegerNet,
     assert_close,
@@ -145,7 +145,7 @@ def _misuse(rank: int) -> None:
             with pytest.raises(RuntimeError, match="swapped"):
                 misuse()
         for again in (ema, other):
-            with pytest.raises(RuntimeError, match="other swapped"), again.swapped():
+            with pytest.raises(RuntimeError, match="called inside swapped"), again.swapped():
                 pass
     with layerzero.unsharded(model), pytest.raises(RuntimeError, match="unsharded"), ema.swapped():
         pass
@@ -239,7 +239,7 @@ def _load_nonsense(rank: int) -> None:
         ({name: average for name, average in averages.items() if name != "shift"}, "shift"),
         (averages | {"stranger": torch.zeros(1)}, "stranger"),
         (averages | {"head.weight": torch.zeros(6, 3)}, "head.weight"),
-        (other.state_dict()["averages"], "another way"),
+        (other.state_dict()["averages"], "not sharded like the parameter"),
     ):
         with pytest.raises(ValueError, match=culprit):
             ema.load_state_dict(saved | {"averages": bad, "n_averaged": 9})

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 import layerzero
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 from tests.support.models import (
     IntegerNet,
     assert_close,

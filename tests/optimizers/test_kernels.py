@@ -17,7 +17,7 @@ import layerzero
 from layerzero import optimizers
 from layerzero.engine.hooks import get_state
 from layerzero.optimizers import kernels
-from layerzero.optimizers.compatibility import kinds_that_need_whole, state_after_a_step
+from layerzero.optimizers.compatibility import kinds_that_need_full_params, state_after_a_step
 from tests.support.models import (
     IntegerNet,
     assert_close,
@@ -150,7 +150,9 @@ def test_one_line_says_what_was_taken(caplog: pytest.LogCaptureFixture, monkeypa
     assert optimizers.implementation(optimizers.adamw(parameters)) == "fused"
     (record,) = caplog.records
     assert record.name == "layerzero" and record.levelno == logging.INFO
-    assert record.getMessage() == "AdamW on cpu: torch's fused kernels, as NVIDIA Apex needs all parameters on CUDA"
+    assert (
+        record.getMessage() == "AdamW on cpu: torch's fused kernels, because NVIDIA Apex needs all parameters on CUDA"
+    )
     caplog.clear()
     monkeypatch.setattr(kernels, "_get_fused_kernels_supported_devices", lambda: ["elsewhere"])
     assert optimizers.implementation(optimizers.sgd(parameters)) == "foreach"
@@ -200,7 +202,7 @@ def _state_of_another_order(rank: int) -> None:
         (model(torch.ones(1, 2)) * torch.arange(8.0)).sum().backward()
         optimizer.step()
         saved[zero3_size] = optimizer.state_dict()
-    with pytest.raises(ValueError, match="sharded in another way"):
+    with pytest.raises(ValueError, match="not sharded like the parameter"):
         optimizer.load_state_dict(saved[2])
     optimizer.load_state_dict(saved[4])
 
@@ -221,7 +223,7 @@ class CountsInGroup(torch.optim.SGD):
 def test_trying_an_optimizer_out_leaves_its_counts_alone() -> None:
     optimizer = CountsInGroup([nn.Parameter(torch.ones(2, 2))], lr=0.5)
     optimizer.param_groups[0]["step"] = torch.zeros(())
-    kinds_that_need_whole(optimizer, torch.device("cpu"))
+    kinds_that_need_full_params(optimizer, torch.device("cpu"))
     state, settings = state_after_a_step(optimizer, optimizer.param_groups[0], torch.device("cpu"))
     assert (optimizer.param_groups[0]["step"], settings["step"]) == (0, 1)
     assert not optimizer.state and set(state) <= {"momentum_buffer"}

@@ -16,7 +16,7 @@ import layerzero
 from layerzero.comm.mesh_info import mesh_of_ranks
 from layerzero.engine.hooks import get_state
 from layerzero.optimizers import param_owners
-from layerzero.optimizers.compatibility_trial import steps_stacks_apart
+from layerzero.optimizers.compatibility_trial import steps_matrices_separately
 from tests.optimizers.test_owner_meshes import (
     OPTIMIZERS,
     STACKS,
@@ -69,7 +69,7 @@ def _too_late(rank: int) -> None:
     stacks_step(model, first, rank, 0)
     before = full_parameters(model)
     again = layerzero.shard_optimizer(STACKS["each matrix"](model), model)  # needs no more than exists
-    with pytest.raises(RuntimeError, match=r"another one has state for 'layers.\d.experts.weight'"):
+    with pytest.raises(RuntimeError, match=r"another optimizer already has state for 'layers.\d.experts.weight'"):
         layerzero.shard_optimizer(STACKS["whole stack"](model), model)
     assert get_state(model).owners["layers.0.experts.weight"].axis is None
     assert not different(full_parameters(model), before)
@@ -84,7 +84,7 @@ def _unlike_trials(rank: int) -> None:
     model = mixture(2, 2, expert_size=2, dtensor=True, kind=Linearly)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(param_owners, "steps_stacks_apart", lambda *_: False)
+            patch.setattr(param_owners, "steps_matrices_separately", lambda *_: False)
         with pytest.raises(ValueError, match=r"put together along further axes is .* on rank"):
             layerzero.shard_optimizer(STACKS["each matrix"](model), model)
     assert not get_state(model).owners
@@ -105,7 +105,7 @@ def _dropped(rank: int, name: str, there: int, of: int) -> None:
     model(rows(batches[0], 0)).backward()
     if rank == 0:
         dict(model.named_parameters())[name].grad = None
-    match = rf"'{name}' .* a gradient on {there} of the {of} ranks that put it together: set"
+    match = rf"'{name}' .* a gradient on {there} of the {of} ranks that send its rows to its owner.* Set"
     with pytest.raises(RuntimeError, match=match):
         optimizer.step()
     assert not different(full_parameters(model), before)
@@ -166,12 +166,12 @@ class Largest(TorchDispatchMode):
 def _told(rank: int) -> None:
     model, _ = tensor_parallel(4, 1)
     owned_sgd(model)
-    face = get_state(model).members["a.weight"].spec.model_parallel
-    assert face is not None
+    model_parallel = get_state(model).members["a.weight"].spec.model_parallel
+    assert model_parallel is not None
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn):
         whole = torch.arange(24).view(8, 3).to(dtype)
         for place in (0, 3):
-            held = face.of_state(whole.shape, axis=0, place=place)
+            held = model_parallel.of_state(whole.shape, axis=0, place=place)
             part = whole.T.contiguous().T if rank == place else whole.new_empty(0, 3)
             with Largest() as made:
                 told = held.whole(part)
@@ -212,7 +212,7 @@ class Few(nn.Module):
 def _few(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     model, net = layerzero.shard_model(Few(mesh["ep"]), mesh=mesh["dp"]), Few()
-    with pytest.raises(ValueError, match="cut unevenly along dim 0 over 2 ranks"):
+    with pytest.raises(ValueError, match="sharded unevenly along dim 0 over 2 ranks"):
         layerzero.shard_optimizer(NeverEmpty(model.parameters()), model)
     ours, theirs = layerzero.shard_optimizer(EachMatrix(model.parameters()), model), EachMatrix(net.parameters())
     for x in (1.0, -2.0):
@@ -225,8 +225,8 @@ def _few(rank: int) -> None:
 
 def test_a_place_without_matrices_is_no_error_where_the_optimizer_takes_none() -> None:
     parameter = nn.Parameter(torch.ones(2, 2))
-    assert steps_stacks_apart(EachMatrix([parameter]), torch.device("cpu"), 3)
-    assert not steps_stacks_apart(NeverEmpty([parameter]), torch.device("cpu"), 3)
+    assert steps_matrices_separately(EachMatrix([parameter]), torch.device("cpu"), 3)
+    assert not steps_matrices_separately(NeverEmpty([parameter]), torch.device("cpu"), 3)
     run_ranks(_few)
 
 
@@ -244,7 +244,9 @@ def _unknown_axis(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ranks = mesh["dp"].mesh.tolist()
     root, own = mesh_of_ranks(ranks, 2, "cpu"), mesh_of_ranks(ranks, 1, "cpu")
-    with pytest.raises(ValueError, match=r"DTensors on the ranks \[\d, \d\], and the root, .* has none on these axes"):
+    with pytest.raises(
+        ValueError, match=r"DTensors on the ranks \[\d, \d\], but the root, .* has no DTensor on these axes"
+    ):
         layerzero.shard_model(
             Branches(mesh["tp"]), mesh=lambda name, module: own if name == "inner" else root, units=("inner",)
         )

@@ -24,7 +24,7 @@ import layerzero
 from layerzero import checkpoint
 from layerzero.comm.mesh_info import mesh_of_ranks
 from layerzero.engine.hooks import get_state
-from layerzero.optimizers.compatibility_trial import steps_stacks_apart
+from layerzero.optimizers.compatibility_trial import steps_matrices_separately
 from tests.dtensor.test_tensor_parallel import Net as Uneven
 from tests.dtensor.test_tensor_parallel import parallel as uneven
 from tests.estimates.test_memory_estimate import needs_parking
@@ -117,11 +117,11 @@ class Side(nn.Module):
         self.c = nn.Linear(8, 16, bias=False)
         fill_with_integers(self)
         if tp is not None:
-            by_rows, by_columns = (
+            as_one_row, by_columns = (
                 ColwiseParallel(output_layouts=Replicate()),
                 RowwiseParallel(input_layouts=Replicate()),
             )
-            parallelize_module(self, tp, {"a": by_rows, "b": by_columns, "d": by_rows})
+            parallelize_module(self, tp, {"a": as_one_row, "b": by_columns, "d": as_one_row})
         if tied:
             self.d.weight = self.a.weight
         self.c.weight.requires_grad_(not frozen)
@@ -253,7 +253,7 @@ def _refused(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = layerzero.shard_model(uneven(mesh["tp"]), zero3_size=2, units=Uneven.UNITS)
     before = full_parameters(model)
-    with pytest.raises(ValueError, match=r"and .head.weight., a parameter of shape .* cut unevenly along dim 0"):
+    with pytest.raises(ValueError, match=r"but .head.weight. of shape .* sharded unevenly along dim 0"):
         layerzero.shard_optimizer(torch.optim.Muon(matrices(model)), model)
     inner = [p for name, p in model.named_parameters() if p.ndim == 2 and "head" not in name]
     rest = [p for p in model.parameters() if all(p is not other for other in inner)]
@@ -272,7 +272,7 @@ def _refused(rank: int) -> None:
     placed = distribute_tensor(torch.ones(4, 4), both["one", "other"], [Shard(0), Shard(1)])
     twice.weight = nn.Parameter(placed)
     model = layerzero.shard_model(twice, mesh=both["dp"])
-    with pytest.raises(ValueError, match=r"'weight' is cut along 2 axes beside the data-parallel ones"):
+    with pytest.raises(ValueError, match=r"'weight' is sharded along 2 model-parallel axes"):
         layerzero.shard_optimizer(torch.optim.Muon(model.parameters()), model)
 
 
@@ -286,7 +286,9 @@ def _dropped(rank: int) -> None:
     model(rows(batches[0], 0)).backward()
     if rank:
         model.a.weight.grad = None
-    with pytest.raises(RuntimeError, match=r"'a.weight' .* a gradient on 1 of the 2 ranks that put it together: set"):
+    with pytest.raises(
+        RuntimeError, match=r"'a.weight' .* a gradient on 1 of the 2 ranks that send its rows to its owner.* Set"
+    ):
         optimizer.step()
 
 
@@ -474,7 +476,7 @@ def test_stacks_of_experts_have_owners_and_go_to_other_sizes(tmp_path: Path, nam
 
 def test_it_is_tried_out_whether_stacks_are_treated_matrix_by_matrix() -> None:
     def apart(kind: Callable[..., Optimizer], dims: int = 3, **settings: Any) -> bool:
-        return steps_stacks_apart(kind([nn.Parameter(torch.ones(2, 2))], **settings), torch.device("cpu"), dims)
+        return steps_matrices_separately(kind([nn.Parameter(torch.ones(2, 2))], **settings), torch.device("cpu"), dims)
 
     assert apart(EachMatrix) and apart(torch.optim.SGD, lr=0.1, momentum=0.9) and apart(torch.optim.AdamW)
     assert not apart(torch.optim.Adafactor) and not apart(LayerwiseScaling) and not apart(Factored)
@@ -535,11 +537,11 @@ def _held(rank: int, size: int) -> int:
     runtime, sent = get_state(model), Counter[str]()
     grid = runtime.mesh_info.grid
     for member in runtime.members.values():
-        owner, face, own = runtime.owners[member.name], member.spec.model_parallel, member.master.numel()
+        owner, model_parallel, own = runtime.owners[member.name], member.spec.model_parallel, member.master.numel()
         is_mine = owner[:2] == (grid.replica_rank, grid.zero3_rank) and (
-            owner.axis is None or face.place_on(owner.axis) == owner.t
+            owner.axis is None or model_parallel.place_on(owner.axis) == owner.t
         )
-        whole = math.prod(member.spec.shape if owner.axis is None else face.shape)
+        whole = math.prod(member.spec.shape if owner.axis is None else model_parallel.shape)
         sent["collect"] += 2 * 4 * own if owner.r == grid.replica_rank and not is_mine else 0
         sent["hand_back"] += 4 * (whole - own) if is_mine else 0
     for name in ("collect", "hand_back"):

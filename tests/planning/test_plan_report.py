@@ -103,7 +103,7 @@ def test_a_plan_of_which_nothing_fits_has_a_page_too() -> None:
     tight = plan(SIZES, Cluster(nodes=1, accelerators=2, memory=1.2, reserve=1), micro_batches=[1])
     assert tight.best is None
     page = report_html(tight, nodes=(1, 2))
-    assert "Nothing fits" in page and "To paste" not in page and page.count("<svg") == 3
+    assert "No settings fit" in page and "To paste" not in page and page.count("<svg") == 3
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, to render the page")
@@ -151,7 +151,7 @@ def test_the_walk_is_what_the_command_says() -> None:
     (walk,) = re.findall(r"```\n\$ layerzero (plan .*?)```", text, flags=re.DOTALL)
     command, _, told = walk.replace("\\\n", "").partition("\n")
     said = CliRunner().invoke(app, shlex.split(command)).stdout
-    assert told.strip() == said[: said.index("\n\npeak: the most at any time")].strip()
+    assert told.strip() == said[: said.index("\n\npeak: maximum in a step")].strip()
 
 
 # --- commands ---
@@ -165,7 +165,7 @@ def test_plan_of_sizes_writes_a_table_and_a_page(tmp_path: Path) -> None:
     assert "2 nodes x 4 accelerators of 8 GB" in done.stdout and "Recommended: zero3_size=" in done.stdout
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
     done = run(tmp_path, "plan", *sizes, "--nodes", "1", "--accelerators", "1", "--memory", "4.001")
-    assert done.returncode == 1 and "Nothing fits" in done.stdout
+    assert done.returncode == 1 and "No settings fit" in done.stdout
 
 
 def test_plan_of_a_factory_and_of_a_config(tmp_path: Path) -> None:
@@ -185,14 +185,14 @@ def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     for arguments, said in (
-        (["plan", "--nodes", "2"], "a model by its sizes needs --layers"),
+        (["plan", "--nodes", "2"], "--layers is missing"),
         (["plan", "missing:Net", "--nodes", "2"], "there is no module 'missing'"),
         (["plan", "config.json", "--nodes", "2"], "No such file"),
-        (["plan", "mine:Net"], "how many --nodes are there"),
+        (["plan", "mine:Net"], "the number of nodes is unknown"),
         (["plan", "x:y", "--layers", "2", "--nodes", "2"], "either a model or its sizes"),
-        (["trace", "trace.json"], "is not a file of layerzero.trace"),
+        (["trace", "trace.json"], "is not a trace file written by layerzero.trace"),
         (["simulate", "nowhere.json"], "No such file"),
-        (["simulate", "trace.json", "--gbit", "0"], "is not a file of layerzero.trace"),
+        (["simulate", "trace.json", "--gbit", "0"], "is not a trace file written by layerzero.trace"),
     ):
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 2 and said in done.stderr, (arguments, done)
@@ -212,8 +212,8 @@ def _printed(rank: int, folder: str) -> tuple[str, str, str]:
             optimizer.step()
             optimizer.zero_grad()
     report, traffic = layerzero.memory(model), layerzero.traffic(model)
-    for exchange in ("hop1", "hop2", "refresh"):
-        assert traffic.predicted[exchange] == traffic.bytes[exchange], exchange
+    for collective in ("hop1", "hop2", "refresh"):
+        assert traffic.predicted[collective] == traffic.bytes[collective], collective
     assert "agree" not in traffic.predicted
     rows = {line.split("  ")[0]: line.split()[-4:] for line in str(report).splitlines()}
     for kind in ("zero3_shard", "accumulator", "reduce_buffer"):

@@ -21,7 +21,7 @@ from benchmarks.simulation.record import Settings, record_blocks
 from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import FullBufferPool
 from layerzero.planning import Cluster, TransformerShape, plan, read_config
-from layerzero.planning.meta_sharding import MetaSharding, foreseen, optimizer_bytes, where_of
+from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, where_of
 from layerzero.planning.plan_report import yaml_text
 from layerzero.planning.sim_program import Operation, SimCompute, SimLaunch, SimWait, StartReduction, from_events
 from layerzero.planning.sim_schedules import ScheduleSettings, UnitCost, layerzero_program
@@ -131,7 +131,7 @@ def test_a_plan_is_to_the_byte_what_real_ranks_hold() -> None:
             in_host = settings.get("offload_params", False)
             where = where_of(4, settings["zero3_size"], rank=rank, on_device=False, offload_params=in_host)
             units = MetaSharding(on_meta, config).units(config, where)
-            found = foreseen(units, config)
+            found = predicted_memory(units, config)
             kind = "host_optimizer" if config.offload_optimizer else "optimizer"
             state = optimizer_bytes(units, 2)
             planned = {**found.kinds, kind: state}
@@ -189,12 +189,12 @@ def _said(program: Sequence[Operation]) -> list[str]:
     said: list[str] = []
     for operation in program:
         if isinstance(operation, SimLaunch):
-            numbers[operation.number] = f"{operation.exchange.kind} {operation.exchange.unit}"
+            numbers[operation.number] = f"{operation.collective.kind} {operation.collective.unit}"
             said.append(f"launch {numbers[operation.number]}")
         elif isinstance(operation, SimWait):
             said.append(f"wait {numbers[operation.number]}")
         elif isinstance(operation, StartReduction):
-            said.append("reduce " + ", ".join(f"{each.kind} {each.unit}" for each in operation.exchanges))
+            said.append("reduce " + ", ".join(f"{each.kind} {each.unit}" for each in operation.collectives))
         elif isinstance(operation, SimCompute):
             said.append(" ".join(operation.what))
         else:
@@ -225,7 +225,7 @@ def test_the_schedule_is_the_one_that_the_engine_records(
     blocks = 4
     recorded = from_events(record_blocks(blocks, Settings(ranks, zero3_size, micro_batches, accumulation), steps=3))
     works = [UnitCost(name, 64, 1.0, 2.0) for name in ("the root", *(f"blocks.{index}" for index in range(blocks)))]
-    sharding = ScheduleSettings(ranks, zero3_size, micro_batches, accumulation, root_stays=False)
+    sharding = ScheduleSettings(ranks, zero3_size, micro_batches, accumulation, root_stays_gathered=False)
     written = list(layerzero_program(works, sharding, steps=3))
     assert list(_without_splinters(_said(written))) == list(_without_splinters(_said(recorded)))
 
@@ -259,7 +259,7 @@ def test_the_recommended_settings_can_be_pasted(tmp_path: Path) -> None:
         found = plan(model, Cluster(nodes=4, accelerators=2, device="cpu"), units=units, micro_batches=[2])
         text = str(found)
         assert found.best is not None and found.best.fits and found.why in text
-        said = text[text.index("# layerzero.yaml") : text.index("peak: the most")]
+        said = text[text.index("# layerzero.yaml") : text.index("peak: maximum")]
         path = tmp_path / "layerzero.yaml"
         path.write_text(said)
         config, chosen = LayerZeroConfig.from_yaml(path), found.config
@@ -290,7 +290,7 @@ def test_a_model_that_does_not_fit_is_said_to_lack_so_much() -> None:
     assert found.best is None and found.config is None
     closest = min(found.rows, key=lambda row: row.excess)
     assert closest.excess == closest.peak - 4e9 > 0
-    assert "Nothing fits" in found.why and size(closest.excess) in str(found)
+    assert "No settings fit" in found.why and size(closest.excess) in str(found)
     with_offload = plan(large, Cluster(nodes=1, accelerators=2, memory=12, reserve=1), micro_batches=[1])
     assert any(row.choice.offload != "-" for row in with_offload.rows), "tried where it does not fit without"
 
@@ -357,7 +357,7 @@ def test_a_config_of_hugging_face_gives_the_sizes(tmp_path: Path) -> None:
     expected = TransformerShape(layers=2, hidden=64, ffn=96, vocab=128, heads=4, kv_heads=2)
     assert read_config(tmp_path) == read_config(tmp_path / "config.json") == expected
     for change, message in (
-        ({"model_type": "walrus"}, "model_type 'walrus' is not known here .*module:function"),
+        ({"model_type": "walrus"}, "model_type 'walrus' is not supported .*module:function"),
         ({"vocab_size": None}, "lacks 'vocab_size'"),
         ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
     ):
@@ -375,11 +375,11 @@ def test_a_cluster_is_read_strictly(tmp_path: Path) -> None:
     path.write_text("nodes: 4\nmemory: 40\n")
     assert Cluster.from_yaml(path, between=100.0) == Cluster(nodes=4, memory=40, between=100.0)
     for text, message in (
-        ("nodes: 4\nbandwith: 3", "unknown fields bandwith; known are nodes"),
-        ("memory: 4", "nodes is not given"),
+        ("nodes: 4\nbandwith: 3", "unknown fields bandwith. Use nodes"),
+        ("memory: 4", "has no field nodes"),
         ("nodes: many", "nodes must be an int"),
-        ("nodes: 0", "nodes=0; it must be more than 0"),
-        ("nodes: 2\nsteps: tree", "steps='tree'; use one of"),
+        ("nodes: 0", "nodes must be positive, got 0"),
+        ("nodes: 2\nsteps: tree", "steps='tree' is not supported. Use one of"),
         ("- 3", "must hold names and values"),
     ):
         path.write_text(text)
@@ -391,7 +391,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
     cluster = Cluster(nodes=2, accelerators=2)
     for arguments, settings, message in (
         ((SMALL, cluster), {"zero3_sizes": [3]}, "zero3_size=3 does not divide the 4 ranks"),
-        ((SMALL, cluster), {"micro_batches": [0]}, "give numbers of at least 1"),
+        ((SMALL, cluster), {"micro_batches": [0]}, "must be a non-empty list of numbers of at least 1"),
         ((SMALL, cluster), {"accumulations": ["half"]}, "accumulation='half'"),
         ((SMALL, cluster), {"param_dtype": "fp4"}, "a dtype is 'fp4'"),
         ((SMALL, cluster), {"tokens": 0}, "tokens=0"),

@@ -127,4 +127,4 @@ def test_alone_the_command_says_how_to_start_it(tmp_path: Path) -> None:
     assert done.returncode == 2 and "torchrun --nnodes 2 --nproc-per-node 8 -m layerzero plan --probe" in done.stderr
     (tmp_path / "c.yaml").write_text("nodes: 1")
     done = _run(*PLAN, "--cluster", "c.yaml", folder=tmp_path)
-    assert done.returncode == 2 and "give either --probe or --cluster" in done.stderr
+    assert done.returncode == 2 and "--probe and --cluster exclude each other" in done.stderr

@@ -38,12 +38,12 @@ pytestmark = pytest.mark.slow
 MACHINE = SimMachine(node_size=4, inside=100.0, between=10.0)  # bytes a second
 
 
-def gather(number: int, sent: float, lane: str = "gather") -> SimLaunch:
-    return SimLaunch(SimCollective("gather", f"unit {number}", "zero3", lane, 4, sent), number)
+def gather(number: int, sent: float, comm: str = "gather") -> SimLaunch:
+    return SimLaunch(SimCollective("gather", f"unit {number}", "zero3", comm, 4, sent), number)
 
 
-def across(number: int, sent: float, lane: str = "replica") -> SimLaunch:
-    return SimLaunch(SimCollective("refresh", f"unit {number}", "replica", lane, 2, sent), number)
+def across(number: int, sent: float, comm: str = "replica") -> SimLaunch:
+    return SimLaunch(SimCollective("refresh", f"unit {number}", "replica", comm, 2, sent), number)
 
 
 def seconds(*program: Operation, machine: SimMachine = MACHINE) -> float:
@@ -65,8 +65,8 @@ def test_a_prefetched_gather_hides_behind_the_unit_before() -> None:
 def test_exchanges_of_a_lane_run_one_after_the_other_and_those_of_two_lanes_share_the_link() -> None:
     assert seconds(gather(0, 100.0), gather(1, 100.0), SimWait(0)) == 1.0
     assert seconds(gather(0, 100.0), gather(1, 100.0), SimWait(1)) == 2.0
-    assert seconds(gather(0, 100.0), gather(1, 100.0, lane="reduce"), SimWait(0)) == 2.0, "each has half of it"
-    assert seconds(gather(0, 100.0), gather(1, 300.0, lane="reduce"), SimWait(1)) == 4.0, "the rest is faster"
+    assert seconds(gather(0, 100.0), gather(1, 100.0, comm="reduce"), SimWait(0)) == 2.0, "each has half of it"
+    assert seconds(gather(0, 100.0), gather(1, 300.0, comm="reduce"), SimWait(1)) == 4.0, "the rest is faster"
     assert seconds(gather(0, 100.0), across(1, 10.0), SimWait(0)) == 1.0, "another link"
 
 
@@ -181,11 +181,11 @@ def test_a_recorded_schedule_keeps_every_exchange_and_every_second(settings: Set
         "agree": 2 * steps,  # along both axes
     }
     for kind in outcome.calls:
-        sent = sum(event.bytes for event in events if event.kind == "launch" and event.exchange == kind)
+        sent = sum(event.bytes for event in events if event.kind == "launch" and event.collective == kind)
         assert outcome.bytes[kind] == sent, kind
     chains = [operation for operation in program if isinstance(operation, StartReduction)]
-    assert sum(len(chain.exchanges) == 2 for chain in chains) == units * steps, "hop 2 belongs to a hop 1"
-    assert all(chain.exchanges[0].unit == chain.exchanges[-1].unit for chain in chains)
+    assert sum(len(chain.collectives) == 2 for chain in chains) == units * steps, "hop 2 belongs to a hop 1"
+    assert all(chain.collectives[0].unit == chain.collectives[-1].unit for chain in chains)
     assert len(outcome.step_ends) == steps
     computed = sum(each.seconds for each in program if isinstance(each, SimCompute))
     assert 0 < computed <= (events[-1].end - events[0].start) / 1e6
@@ -213,7 +213,7 @@ def test_times_and_bytes_can_be_replaced() -> None:
     assert found["forward", "blocks.1"] == pytest.approx(1.0)
     assert found["backward", "the root"] == pytest.approx(2.0)
     assert found["add", "hop2 blocks.0"] == 0.25 and found["update", "optimizer"] == 0.0
-    doubled = resized(told, lambda exchange: SimCollective(**{**vars(exchange), "bytes": 2 * exchange.bytes}))
+    doubled = resized(told, lambda collective: SimCollective(**{**vars(collective), "bytes": 2 * collective.bytes}))
     before, after = simulate(told, MACHINE), simulate(doubled, MACHINE)
     assert after.bytes == {kind: 2 * sent for kind, sent in before.bytes.items()}
     assert after.computed == before.computed

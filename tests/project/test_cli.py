@@ -94,12 +94,12 @@ USAGE = {
     "no attribute": (["mine:Nothing"], "the model 'mine:Nothing': 'mine' has no 'Nothing'"),
     "not callable": (["mine:three"], "the model 'mine:three' is not callable: its type is int"),
     "import": (["broken:x"], "importing 'broken' failed: No module named 'a_module_that_nobody_has'"),
-    "no batches": (["bare:make_model"], "bare has no make_batch(index, rank); define it there, or name"),
+    "no batches": (["bare:make_model"], "bare has no make_batch(index, rank). Define it there, or pass"),
     "batches": (["mine:Right", "--batches", "mine:x"], "--batches 'mine:x': 'mine' has no 'x'"),
     "loss": (["mine:Right", "--loss", "mine:x"], "--loss 'mine:x': 'mine' has no 'x'"),
-    "size": (["mine:Right", "--zero3-size", "3"], "zero3_sizes holds 3, which does not divide the 4 ranks"),
+    "size": (["mine:Right", "--zero3-size", "3"], "zero3_sizes contains 3, which does not divide the 4 ranks"),
     "accumulation": (["mine:Right", "--accumulation", "some"], "accumulation='some'"),
-    "dtype": (["mine:Right", "--param-dtype", "int8"], "--param-dtype int8 is unknown; use one of bfloat16,"),
+    "dtype": (["mine:Right", "--param-dtype", "int8"], "--param-dtype int8 is unknown. Use one of bfloat16,"),
     "unit": (["mine:Right", "--unit", "mine:squares"], "--unit mine:squares is not a torch.nn.Module class"),
     "steps": (["mine:Right", "--steps", "0"], "steps must be an int >= 1, got 0"),
 }
@@ -132,7 +132,7 @@ def test_without_typer_one_line_says_what_to_install(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "the command line of layerzero needs typer: pip install typer\n"
+    assert capsys.readouterr().err == "the command line of layerzero needs typer. Run: pip install typer\n"
 
 
 def test_importing_layerzero_needs_torch_alone() -> None:

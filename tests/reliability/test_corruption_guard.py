@@ -17,7 +17,7 @@ from layerzero import checkpoint
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from layerzero.layout.shard_grid import Extent
-from layerzero.reliability.bits import place_sum, sum64
+from layerzero.reliability.bits import sum64, weighted_sum
 from tests.support.bits import flip, places
 from tests.support.models import IntegerNet, exact_sgd, full_parameters, integer_batch, integer_loss, integer_net
 from tests.support.ranks import mesh_of, run_ranks
@@ -105,7 +105,7 @@ def flipped_in_turn(model: nn.Module, optimizer: Any, batch: int, *, low: bool, 
     return missed
 
 
-def _graded(handle: Handle) -> list[Any]:
+def _gradient_record(handle: Handle) -> list[Any]:
     return [member for member in handle.members if member.master.numel() and member.sharded.grad is not None]
 
 
@@ -113,14 +113,14 @@ def _hit(what: str, handles: list[Handle], optimizer: Any, number: int, *, low: 
     chosen = random.Random(number)
     able = [handle for handle in handles if places(handle, Extent.ZERO1)]
     if what == "gradients":  # experts may have received no tokens
-        able = [handle for handle in able if _graded(handle)]
+        able = [handle for handle in able if _gradient_record(handle)]
     if not able:
         return None
     handle = chosen.choice(able)
     if what == "compute weights":
         element, parameter = chosen.choice(places(handle, Extent.ZERO3))
         tensor, bit = handle.zero3_shard, chosen.randrange(8 * handle.zero3_shard.element_size())
-        own = handle.topology.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)
+        own = handle.mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)
         is_master = not low and own.start <= element < own.stop
         kind = "masters" if is_master else "compute weights"
     elif what in ("masters", "low bits of masters"):
@@ -129,12 +129,12 @@ def _hit(what: str, handles: list[Handle], optimizer: Any, number: int, *, low: 
         kind = "masters"
     else:
         members = [m for m in handle.members if m.master.numel()]
-        member = chosen.choice(members if what == "moments" else _graded(handle))
+        member = chosen.choice(members if what == "moments" else _gradient_record(handle))
         parameter = member.name
         state = optimizer.state_by_name()[parameter]["momentum_buffer"]
         tensor = state if what == "moments" else member.sharded.grad.to_local()
         if what == "gradients":
-            from layerzero.dtensor.sharded_tensor import plain  # noqa: PLC0415
+            from layerzero.dtensor.local_shard import plain  # noqa: PLC0415
 
             tensor = plain(member.sharded.grad)
         element, bit = chosen.randrange(tensor.numel()), chosen.randrange(32)
@@ -209,7 +209,9 @@ def _now_and_then(rank: int) -> None:
         flip(handles[0].master, places(handles[0], Extent.ZERO1)[0][0], 3)
     _backward(model, rank, 5)
     before = [handle.master.clone() for handle in handles]
-    with pytest.raises(layerzero.SilentDataCorruption, match=r"masters of .* on rank 2: its sum has changed") as raised:
+    with pytest.raises(
+        layerzero.SilentDataCorruption, match=r"masters of .* on rank 2: the sum of its bits has changed"
+    ) as raised:
         optimizer.step()
     assert [each.ranks for each in raised.value.corruptions] == [(2,)]
     assert all(torch.equal(handle.master, was) for handle, was in zip(handles, before, strict=True)), (
@@ -228,15 +230,15 @@ def test_every_single_flip_changes_a_sum_and_every_exchange_of_places_the_other(
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         for numel in (1, 3, 4, 17):
             tensor = torch.randn(numel, generator=generator).to(dtype)
-            sums = sum64(tensor).item(), place_sum(tensor, 5).item()
+            sums = sum64(tensor).item(), weighted_sum(tensor, 5).item()
             for bit in range(8 * tensor.nbytes):
                 flip(tensor, 0, bit)
                 assert sum64(tensor).item() != sums[0]
-                assert place_sum(tensor, 5).item() != sums[1]
+                assert weighted_sum(tensor, 5).item() != sums[1]
                 flip(tensor, 0, bit)
-            assert (sum64(tensor).item(), place_sum(tensor, 5).item()) == sums
+            assert (sum64(tensor).item(), weighted_sum(tensor, 5).item()) == sums
     values = torch.arange(10.0)
-    whole = place_sum(values, 0)
-    assert place_sum(values[:3], 0) + place_sum(values[3:], 3) == whole, "the same however it is cut"
-    assert place_sum(values.flip(0), 0) != whole
-    assert place_sum(torch.zeros(3), 0) != place_sum(torch.zeros(4), 0)
+    whole = weighted_sum(values, 0)
+    assert weighted_sum(values[:3], 0) + weighted_sum(values[3:], 3) == whole, "the same however it is cut"
+    assert weighted_sum(values.flip(0), 0) != whole
+    assert weighted_sum(torch.zeros(3), 0) != weighted_sum(torch.zeros(4), 0)

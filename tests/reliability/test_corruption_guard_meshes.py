@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import layerzero
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 from layerzero.engine.hooks import get_state
 from layerzero.layout.shard_grid import Extent
 from tests.dtensor import test_tensor_parallel

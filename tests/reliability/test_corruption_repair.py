@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 from layerzero.engine.hooks import get_state
 from layerzero.layout.shard_grid import Extent
 from tests.support.bits import flip, places
@@ -54,7 +54,7 @@ class _Run:
         both = ((handle, member) for handle in self.handles for member in handle.members)
         handle, member = next(pair for pair in both if pair[1].master.numel())
         if what == "compute weights":
-            own = handle.topology.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)
+            own = handle.mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)
             all_of_it = [element for element, _ in places(handle, Extent.ZERO3)]
             able = [each for each in all_of_it if not own.start <= each < own.stop] or all_of_it  # other ranks' first
             flip(handle.zero3_shard, able[at % len(able)], 12)
@@ -81,12 +81,12 @@ def _repeated(rank: int, size: int, low: bool) -> int:
         except layerzero.SilentDataCorruption as error:
             repeated += 1
             assert error.recoverable, error
-            assert "call recover() of the guard, and repeat the step" in str(error)
+            assert "Call recover() of the guard, and repeat the step" in str(error)
             with logged() as lines:
                 run.guard.recover()
             assert ("repeat the step" in "".join(lines)) == (rank == 0)
             assert all(parameter.grad is None for parameter in run.model.parameters())
-            with pytest.raises(RuntimeError, match="nothing is to be recovered from"):
+            with pytest.raises(RuntimeError, match="no step was refused"):
                 run.guard.recover()
             run.backward(rank, step)
             run.optimizer.step()
@@ -160,10 +160,10 @@ def _persistent(rank: int) -> None:
     refreshes.launch = damaged
     for _ in range(2):
         with pytest.raises(
-            layerzero.SilentDataCorruption, match=r"is broken: compute weights of .* on rank 3"
+            layerzero.SilentDataCorruption, match=r"defective memory: compute weights of .* on rank 3"
         ) as raised:
             run.guard.recover()
-        assert not raised.value.recoverable and "Load the last checkpoint, and look at the memory" in str(raised.value)
+        assert not raised.value.recoverable and "Load the last checkpoint, and check the memory" in str(raised.value)
 
 
 def test_memory_that_does_not_keep_its_bits_is_a_persistent_fault() -> None:
@@ -183,7 +183,7 @@ def _gradient_again(rank: int) -> None:
         assert raised.value.recoverable == (times == 0), raised.value
         if times == 0:
             run.guard.recover()
-    assert "wrong again, as in memory that is broken: gradient of" in str(raised.value)
+    assert "wrong again after they were recomputed, which suggests defective memory: gradient of" in str(raised.value)
     copied = pickle.loads(pickle.dumps(raised.value))
     assert str(copied) == str(raised.value) and copied.corruptions == raised.value.corruptions
     assert not copied.recoverable
@@ -216,8 +216,8 @@ def _frozen(rank: int, every: int) -> None:
         guard.recover()
         assert layerzero.fingerprint(model).ok
     else:
-        assert "may have been wrong for 3 steps: load a checkpoint from before" in str(raised.value)
-        with pytest.raises(layerzero.SilentDataCorruption, match="load a checkpoint from before"):
+        assert "may have been wrong for 3 steps. Load an earlier checkpoint" in str(raised.value)
+        with pytest.raises(layerzero.SilentDataCorruption, match="Load an earlier checkpoint"):
             guard.recover()
 
 
@@ -272,8 +272,10 @@ def _only_logs(rank: int) -> None:
         run.flip("gradient")
     with logged() as lines:
         run.optimizer.step()
-    assert [line.endswith("as the guard only logs: load the last checkpoint") for line in lines] == [True] * (rank == 0)
-    with pytest.raises(RuntimeError, match="nothing is to be recovered from"):
+    assert [line.endswith("because the guard only logs. Load the last checkpoint") for line in lines] == [True] * (
+        rank == 0
+    )
+    with pytest.raises(RuntimeError, match="no step was refused"):
         guard.recover()
 
 

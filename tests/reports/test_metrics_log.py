@@ -167,8 +167,8 @@ def test_one_line_says_what_was_sharded() -> None:
     told = run_ranks(_log, world_size=4)
     (line,) = told[0][0]
     units = 1 + len(IntegerNet.UNITS)
-    size = f"{told[0][1] / 2**20:.1f} MiB a rank without the optimizer's states"
-    assert line == f"IntegerNet: {units} units, the root included, D=4, S=2, {size}"
+    size = f"{told[0][1] / 2**20:.1f} MiB per rank without the optimizer state"
+    assert line == f"IntegerNet: {units} units (including the root), D=4, S=2, {size}"
     assert not any(lines for lines, _ in told[1:])
 
 

@@ -70,14 +70,14 @@ def _schedule(rank: int, folder: str) -> list[tuple[str, str, str, int]]:
     counted, events = layerzero.traffic(model), trace.events
     launches, waits = of_kind(events, "launch"), of_kind(events, "wait")
 
-    assert Counter(event.exchange for event in launches) == counted.calls
-    for key, expected in (("exchange", counted.bytes), ("axis", counted.bytes_by_axis)):
+    assert Counter(event.collective for event in launches) == counted.calls
+    for key, expected in (("collective", counted.bytes), ("axis", counted.bytes_by_axis)):
         found: Counter[str] = Counter()
         for event in launches:
             found[getattr(event, key)] += event.bytes
         assert found == expected, key
-    assert all(event.name in UNITS for event in launches if event.exchange in ("gather", "hop1", "hop2", "refresh"))
-    assert {event.name for event in launches if event.exchange == "refresh"} == UNITS
+    assert all(event.name in UNITS for event in launches if event.collective in ("gather", "hop1", "hop2", "refresh"))
+    assert {event.name for event in launches if event.collective == "refresh"} == UNITS
 
     assert [event.number for event in launches] == list(range(len(launches))), "launches are in program order"
     begun = 0.0
@@ -88,15 +88,15 @@ def _schedule(rank: int, folder: str) -> list[tuple[str, str, str, int]]:
     launched = {event.number: event for event in launches}
     for wait in waits:
         launch = launched[wait.number]
-        assert (launch.exchange, launch.name, launch.lane) == (wait.exchange, wait.name, wait.lane)
-        assert wait.exchange in ("hop1", "hop2") or launch.end <= wait.start  # a thread launches and adds those
+        assert (launch.collective, launch.name, launch.comm) == (wait.collective, wait.name, wait.comm)
+        assert wait.collective in ("hop1", "hop2") or launch.end <= wait.start  # a thread launches and adds those
         assert launch.start <= launch.completed <= wait.end
     unwaited = launched.keys() - {wait.number for wait in waits}
     # The next step's gathers wait for refreshes. A rank that used every parameter does not wait for an agreement. Sums
     # that are complete when they are needed need no wait.
-    never = {launched[number].exchange for number in unwaited}
+    never = {launched[number].collective for number in unwaited}
     assert {"refresh", "agree"} <= never <= {"refresh", "agree", "hop1", "hop2"}
-    assert {event.exchange for event in waits} >= {"gather", "norm"}
+    assert {event.collective for event in waits} >= {"gather", "norm"}
     assert not any(wait.beside for wait in waits)
 
     inner = [f"blocks.{index}" for index in range(2)]
@@ -105,19 +105,19 @@ def _schedule(rank: int, folder: str) -> list[tuple[str, str, str, int]]:
     assert nesting(events) == [*forward, *backward] * 2 + ["update optimizer"]
 
     begin, end = (next(e for e in of_kind(events, kind) if e.phase == "update") for kind in ("begin", "end"))
-    ahead = [e.name for e in launches if e.exchange == "refresh" and begin.start <= e.start and e.end <= end.end]
+    ahead = [e.name for e in launches if e.collective == "refresh" and begin.start <= e.start and e.end <= end.end]
     assert set(ahead) == UNITS, "launched while others are updated"
 
     adds = of_kind(events, "add")
     assert all(add.beside and launched[add.number].completed <= add.start for add in adds)
-    assert {event.exchange for event in launches if event.beside} == {"hop2"}
-    additions = Counter(f"{add.exchange} {add.name}" for add in adds)
+    assert {event.collective for event in launches if event.beside} == {"hop2"}
+    additions = Counter(f"{add.collective} {add.name}" for add in adds)
     assert additions == {f"{hop} {name}": times for name in UNITS for hop, times in (("hop1", 2), ("hop2", 1))}
 
     train(model, optimizer, 3)
     assert trace.events == events, "nothing is recorded outside"
     _check_file(trace, rank)
-    return [(event.lane, event.exchange, event.name, event.ranks) for event in launches]
+    return [(event.comm, event.collective, event.name, event.ranks) for event in launches]
 
 
 def _check_file(trace: layerzero.Trace, rank: int) -> None:
@@ -152,9 +152,9 @@ def _check_file(trace: layerzero.Trace, rank: int) -> None:
 
 def test_a_trace_holds_every_exchange_and_span_of_a_step_in_the_order_of_the_program(tmp_path: Path) -> None:
     by_rank = run_ranks(_schedule, str(tmp_path), shared_memory="off")
-    for lane in ("zero3 gather", "zero3 reduce", "replica", "node control", "replica control"):
-        sequences = [[event for event in events if event[0] == lane] for events in by_rank]
-        assert sequences[0] and all(sequence == sequences[0] for sequence in sequences), f"ranks differ on {lane}"
+    for comm in ("zero3 gather", "zero3 reduce", "replica", "node control", "replica control"):
+        sequences = [[event for event in events if event[0] == comm] for events in by_rank]
+        assert sequences[0] and all(sequence == sequences[0] for sequence in sequences), f"ranks differ on {comm}"
 
 
 class _Raises(nn.Module):

@@ -411,7 +411,7 @@ def _refuses(rank: int) -> None:
             layerzero.shard_model(Net(axis, **settings), mesh=mesh, units=UNITS)
 
     refused("mesh must be a DeviceMesh, got str", lambda name, module: "ep" if name else rest)
-    refused(r"is a DTensor of another framework.*unit that has another mesh", rest)
+    refused(r"is a DTensor of another framework.*unit on another mesh", rest)
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "other"))
     wrong = pairs["pair" if rank < 2 else "other"]
     refused("mesh is .* for some units on", lambda name, _: wrong if "experts" in name else rest, dtensor=False)

@@ -98,9 +98,9 @@ def _refused(rank: int) -> None:
     model = shard(AutoEncoder())
     with pytest.raises(AttributeError, match="sing"):
         layerzero.register_forward_method(model, "sing")
-    with pytest.raises(TypeError, match="shift is no method"):
+    with pytest.raises(TypeError, match=r"shift is a .*, not a method"):
         layerzero.register_forward_method(model, "shift")
-    with pytest.raises(TypeError, match="returns before it computes"):
+    with pytest.raises(TypeError, match="computes after it returns"):
         layerzero.register_forward_method(model, "later")
     with pytest.raises(ValueError, match=r"Linear is neither a model .* nor a unit"):
         layerzero.register_forward_method(model.encoder.linear, "extra_repr")

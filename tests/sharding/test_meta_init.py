@@ -13,7 +13,7 @@ import layerzero
 from layerzero.sharding.meta_init import fill_sentinel, has_sentinel
 from tests.support.ranks import mesh_of, run_ranks
 
-INV_FREQ = r"nothing has written 'rotary.inv_freq'.*non-persistent.*param_init_fn.*model\.rotary\.inv_freq ="
+INV_FREQ = r"no values were written to 'rotary.inv_freq'.*non-persistent.*param_init_fn.*model\.rotary\.inv_freq ="
 
 
 class Rotary(nn.Module):
@@ -120,11 +120,11 @@ def test_a_buffer_that_no_state_holds_and_nothing_has_written_is_refused_at_the_
 def _unwritten_parameters(rank: int) -> None:
     source = _source()
     model = _shard(_tables_only)
-    _refused(model, r"nothing has written .*'norm\.num_batches_tracked', 'first\.weight'.*load_full_state_dict")
+    _refused(model, r"no values were written to .*'norm\.num_batches_tracked', 'first\.weight'.*load_full_state_dict")
     layerzero.load_full_state_dict(model, source.state_dict())
     _same_as(source, model)
     # One missing row counts as unwritten, like a full parameter.
-    _refused(_shard(_forget_bias), r"nothing has written '(first|head)\.bias'.* since")
+    _refused(_shard(_forget_bias), r"no values were written to '(first|head)\.bias'.* after")
 
 
 def test_parameters_that_nothing_has_written_are_refused_at_the_first_forward() -> None:
@@ -152,7 +152,7 @@ def test_recipes_that_write_everything_in_the_end_are_left_alone(tmp_path: Path)
 
 def _one_rank_forgets(rank: int) -> None:
     model = _shard(_all if rank == 0 else _tables_only, sync_module_states=False)
-    said = "nothing has written .*'first.weight'"
+    said = "no values were written to .*'first.weight'"
     if rank == 0:
         said = "rank 1 failed with RuntimeError: " + said
     _refused(model, said)

@@ -155,7 +155,7 @@ def _when_it_is_freed(rank: int) -> None:
     model.units[2].set_reshard_after_forward(False)
     pass_through(model, rank)
     assert gathers(model) == 7
-    with pytest.raises(ValueError, match="takes a bool, got 2"):
+    with pytest.raises(ValueError, match="expects a bool, got 2"):
         model.set_reshard_after_forward(2)
     model.set_reshard_after_forward(False)
     model.set_reshard_after_backward(False)
@@ -189,7 +189,7 @@ def _prefetched(rank: int, folder: str) -> None:
     units[3].set_modules_to_backward_prefetch([units[1], units[2]])
     with layerzero.trace(model, f"{folder}/{rank}.json") as trace:
         pass_through(model, rank)
-    seen = [event for event in trace.events if event.kind == "begin" or (event.kind, event.exchange) == GATHER]
+    seen = [event for event in trace.events if event.kind == "begin" or (event.kind, event.collective) == GATHER]
     launched = [event.name for event in seen if event.kind == "launch"]
     forward, backward = launched[:5], launched[5:]
     assert forward == ["the root", "units.0", "units.1", "units.2", "units.3"]
@@ -199,8 +199,8 @@ def _prefetched(rank: int, folder: str) -> None:
     pass_through(model, rank)
     for wrong, error, text in (
         ([units[0].linear], ValueError, "neither a model that"),
-        (units[0], TypeError, "takes a list of units, got one Block"),
-        ([shard(blocks())], ValueError, "of another model"),
+        (units[0], TypeError, "expects a list of units, got one Block"),
+        ([shard(blocks())], ValueError, "in another model"),
     ):
         with pytest.raises(error, match=text):
             units[1].set_modules_to_backward_prefetch(wrong)
@@ -254,7 +254,7 @@ def _own_methods(rank: int) -> None:
         model = layerzero.shard_model(nn.Sequential(Own(), Own()), mesh=mesh_of(2), units={Own})
     assert model[0].reshard() == "mine" and model[0].unshard() is None
     said = [line for line in lines if "reshard" in line]
-    assert len(said) == 1 and "the Own has a reshard of its own" in said[0], lines
+    assert len(said) == 1 and "the Own defines its own reshard" in said[0], lines
     assert model(batch(rank, 0)).shape == (3, WIDTH)
 
 

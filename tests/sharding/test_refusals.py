@@ -131,8 +131,8 @@ class Case(NamedTuple):
 
 
 PLAIN_INSIDE = r"would manage the same parameters.*shard the plain module inside it.*ignored_modules"
-TWICE = "layerzero has sharded.*Leave it out"
-SUBCLASS = r"'first\.weight' is a {}, a tensor of a class of its own.*ignored_params"
+TWICE = "layerzero has sharded.*Leave the wrapper out"
+SUBCLASS = r"'first\.weight' is a {}, a tensor subclass.*ignored_params"
 TRANSFORM = r"torch\.func \({}\) of the root.*not supported.*loss\.backward\(\).*unsharded copy"
 
 CASES = {
@@ -180,21 +180,24 @@ CASES = {
     "sparse parameter": Case(
         lambda: _shard(_with_weight(nn.Parameter(torch.eye(6, 5).to_sparse()))), r"first\.weight.*ignored_params"
     ),
-    "lazy parameter": Case(lambda: _shard(nn.Sequential(nn.LazyLinear(3))), r"'0\.weight' has no shape yet.*a forward"),
+    "lazy parameter": Case(
+        lambda: _shard(nn.Sequential(nn.LazyLinear(3))), r"'0\.weight' is lazy and has no shape yet.*a forward"
+    ),
     "quantised buffer": Case(
-        lambda: _shard(_buffer_of(_quantised())), r"buffer 'first\.table' is quantised.*sync_module_states=False"
+        lambda: _shard(_buffer_of(_quantised())), r"buffer 'first\.table' is quantized.*sync_module_states=False"
     ),
     "foreign ignored parameter": Case(
         lambda: _shard(ignored_params=[nn.Parameter(torch.ones(7))]),
-        r"ignored_params\[0\], of shape \[7\], is no param",
+        r"ignored_params\[0\], of shape \[7\], is not a param",
     ),
     "name as ignored parameter": Case(
-        lambda: _shard(ignored_params=["first.weight"]), r"ignored_params holds 'first\.weight'.*not their names"
+        lambda: _shard(ignored_params=["first.weight"]), r"ignored_params contains 'first\.weight'.*not their names"
     ),
     "foreign ignored module": Case(
-        lambda: _shard(ignored_modules=[nn.Linear(2, 2)]), r"ignored_modules holds a Linear that is no module of this"
+        lambda: _shard(ignored_modules=[nn.Linear(2, 2)]),
+        r"ignored_modules contains a Linear that is not a module of this",
     ),
-    "number as ignored module": Case(lambda: _shard(ignored_modules=[3]), "ignored_modules holds 3"),
+    "number as ignored module": Case(lambda: _shard(ignored_modules=[3]), "ignored_modules contains 3"),
     "ignored parameter on meta": Case(
         lambda: _shard(model := nn.Linear(2, 2, device="meta"), ignored_params=[model.bias]),
         "'bias' is ignored and on the meta device",

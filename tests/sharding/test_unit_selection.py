@@ -269,15 +269,15 @@ def _refusals(rank: int) -> dict[str, str]:
 REFUSED = {
     "root ignored": (
         "ValueError",
-        "ignored_modules holds the IntegerNet that is passed to shard_model",
+        "ignored_modules contains the IntegerNet that is passed to shard_model",
         "leave shard_model",
     ),
-    "root ignored, bare": ("ValueError", "ignored_modules holds the IntegerNet", "Name the parts that stay whole"),
-    "all parameters ignored": ("ValueError", "all 7 parameters of this IntegerNet", "nothing would be sharded"),
+    "root ignored, bare": ("ValueError", "ignored_modules contains the IntegerNet", "Pass only the modules to ignore"),
+    "all parameters ignored": ("ValueError", "all 7 parameters of this IntegerNet", "no parameter would be sharded"),
     "all modules ignored": (
         "ValueError",
         "all 7 parameters of this IntegerNet",
-        "Leave the parameters to shard out of them",
+        "Pass only the parameters to ignore",
     ),
     "init": (
         "TypeError",
@@ -288,14 +288,24 @@ REFUSED = {
     "strided on one rank": ("[[0, 2], [1, 3]]", "must be neighbours", "Use [[0, 1], [2, 3]]"),
     "strided unit": ("ValueError", "[[0, 2], [1, 3]]", "Use [[0, 1], [2, 3]]"),
     "two lists": ("ValueError", "module 'second' in 'first+second' and in 'second+head'", "Remove it from one of them"),
-    "foreign module": ("ValueError", "units holds a Linear that is not a module of this model", "use its name"),
-    "foreign module in a list": ("ValueError", "units holds a Linear that is not a module of this model"),
-    "empty list": ("ValueError", "units holds an empty list"),
-    "class in a list": ("TypeError", "units holds a list with", "which is no module. Use modules or their names"),
-    "root in a list": ("ValueError", "a list with the IntegerNet that is passed to shard_model", "Leave it out"),
+    "foreign module": ("ValueError", "units contains a Linear that is not a module of this model", "or its name"),
+    "foreign module in a list": ("ValueError", "units contains a Linear that is not a module of this model"),
+    "empty list": ("ValueError", "units contains an empty list"),
+    "class in a list": ("TypeError", "units contains a list with", "which is not a module. Use modules or their names"),
+    "root in a list": (
+        "ValueError",
+        "a list with the IntegerNet that is passed to shard_model",
+        "Remove it from the list",
+    ),
     "unknown in a list": ("ValueError", "units names ['absent'], which the model does not have"),
     "callable of a module": ("TypeError", "cannot be called with a name and a module", "callable(name, module)"),
-    "settings of fsdp1": ("ValueError", "gives module 'first' the settings", "SHARD_GRAD_OP", "reshard_after_forward="),
+    "settings of fsdp1": (
+        "ValueError",
+        "returns the settings",
+        "for module 'first'",
+        "SHARD_GRAD_OP",
+        "reshard_after_forward=",
+    ),
     "lists that differ": ("ValueError", "ranks disagree", "modules that call unit 'first+head'"),
 }
 

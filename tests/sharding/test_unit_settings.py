@@ -138,7 +138,7 @@ def _wrong(rank: int) -> None:
     for setting, value in odd.items():
         with pytest.raises(ValueError, match=rf"ranks disagree.*{setting} of unit '"):
             shard(blocks(), **{setting: value})
-    with pytest.raises(TypeError, match="one mp_policy for the whole model"):
+    with pytest.raises(TypeError, match="one mp_policy for the full model"):
         layerzero.verify(blocks, lambda *_: None, mp_policy=_policy)
 
 
@@ -275,10 +275,10 @@ def test_modules_of_one_unit_that_follow_each_other_are_gathered_once() -> None:
 def _wrong_groups(rank: int) -> None:
     refused: list[tuple[Any, str]] = [
         (lambda name, module: "body" if name in ("norm", "body") else name == "head", ""),
-        (lambda name, module: "body" if name == "norm" else name == "body", "'body' as a key, .* a unit by itself"),
+        (lambda name, module: "body" if name == "norm" else name == "body", "'body' as a key, but .* is a unit, too"),
         (
             lambda name, module: "all" if name in ("norm", "units") else False,
-            r"unit 'all' \(ModuleList\) has no forward",
+            r"unit 'all' \(ModuleList\) does not define forward",
         ),
         (lambda name, module: "act" if name.startswith("act") else False, r"unit 'act' \(GELU\) has no parameters"),
     ]
@@ -322,11 +322,11 @@ def _auto(rank: int) -> None:
         model = shard(make(), units="auto")
         found = [unit.name for unit in get_state(model).units]
         assert found == (names or ["", "units.0.layers.0", "units.0.layers.1"])
-    with pytest.raises(ValueError, match=r"units='auto'.*this is a Chain, and it has no such list.*units=\{Block\}"):
+    with pytest.raises(ValueError, match=r"units='auto'.*This Chain has no such list.*units=\{Block\}"):
         shard(blocks(), units="auto")
     backbone = Backbone()
     backbone._no_split_modules = {"Other"}
-    with pytest.raises(ValueError, match=r"of those in its _no_split_modules, \['Other'\], it has none"):
+    with pytest.raises(ValueError, match=r"has no module of the classes in its _no_split_modules, \['Other'\]"):
         shard(backbone, units="auto")
 
 

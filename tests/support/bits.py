@@ -18,6 +18,6 @@ def flip(tensor: Tensor, element: int, bit: int) -> None:
 
 def places(handle: Handle, extent: Extent) -> list[tuple[int, str]]:
     """Return the indices of elements that are no padding in this rank's tensor of an extent, and their parameters."""
-    flat = handle.topology.grid.range_of(handle.layout, extent)
+    flat = handle.mesh_info.grid.range_of(handle.layout, extent)
     slots = [(slot.offset, slot.end, slot.name) for slot in handle.layout.slots]
     return [(at - flat.start, name) for at in flat for start, stop, name in slots if start <= at < stop]

@@ -11,7 +11,7 @@ import torch
 
 from layerzero import checkpoint
 from layerzero.checkpoint import atomic_files
-from layerzero.checkpoint.checksums import ChecksumScheme, sums_of
+from layerzero.checkpoint.checksums import ChecksumScheme, checksums_of
 from layerzero.checkpoint.manifest import FORMAT, VERSION, manifest_text
 from tests.support.checkpointing import sharded_net, train
 
@@ -52,7 +52,7 @@ def sign(
     table = {}
     for name, file in listed.items():
         content = (path / file).read_bytes()
-        table[name] = [len(content), sums_of(content, scheme)]
+        table[name] = [len(content), checksums_of(content, scheme)]
     known = {"format": FORMAT, "version": VERSION, "sequence": sequence, "files": table, **more}
     known = {"checksums": asdict(scheme), **known}
     (path / atomic_files.MANIFEST).unlink(missing_ok=True)

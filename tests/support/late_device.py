@@ -334,7 +334,7 @@ class _Group(wrapped_gloo.WrappedGloo):
         launched, done = current.record_event(), Event(_device(), current.known)
         inside = output.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
 
-        def exchange() -> None:
+        def collective() -> None:
             launched.reach()
             before = given.clone()
             if not inside and output.is_floating_point():
@@ -344,5 +344,5 @@ class _Group(wrapped_gloo.WrappedGloo):
             run().wait()
             done.set.set()
 
-        self._own.give(exchange)
+        self._own.give(collective)
         return _Work(done)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from layerzero.comm.mesh_info import MeshInfo
-from layerzero.dtensor.sharded_tensor import plain
+from layerzero.dtensor.local_shard import plain
 
 __all__ = [
     "GlobalScaling",
@@ -168,12 +168,12 @@ def _full(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             alike.setdefault(span.mesh_info, {})[name] = tensor
         else:
             whole[name] = tensor.full_tensor()
-    for topology, several in alike.items():
-        whole |= _gathered(several, topology)
+    for mesh_info, several in alike.items():
+        whole |= _gathered(several, mesh_info)
     return {name: whole[name] for name in tensors}
 
 
-def _gathered(tensors: dict[str, Tensor], topology: MeshInfo) -> dict[str, Tensor]:
+def _gathered(tensors: dict[str, Tensor], mesh_info: MeshInfo) -> dict[str, Tensor]:
     spans = {name: tensor._local_tensor.spec for name, tensor in tensors.items()}
     rows = {name: plain(tensor) for name, tensor in tensors.items()}
     row_bytes = {name: math.prod(spans[name].stored[1:]) * rows[name].element_size() for name in tensors}
@@ -182,19 +182,19 @@ def _gathered(tensors: dict[str, Tensor], topology: MeshInfo) -> dict[str, Tenso
         """Return the bytes of each tensor in the shard at position `k`."""
         return [(spans[name].bounds[k + 1] - spans[name].bounds[k]) * row_bytes[name] for name in tensors]
 
-    longest = max(sum(sizes(k)) for k in range(topology.data_parallel))
+    longest = max(sum(sizes(k)) for k in range(mesh_info.data_parallel))
     mine = torch.cat([local.cpu().reshape(-1).view(torch.uint8) for local in rows.values()])
     padded = torch.cat([mine, mine.new_zeros(longest - len(mine))])
-    everyone = padded
-    for lane in topology.control_comms:
-        pieces = [torch.empty_like(everyone) for _ in range(lane.size)]
-        dist.all_gather(pieces, everyone, group=lane.group)
-        everyone = torch.cat(pieces)
-    everyone = everyone.view(topology.data_parallel, longest)
+    gathered = padded
+    for comm in mesh_info.control_comms:
+        pieces = [torch.empty_like(gathered) for _ in range(comm.size)]
+        dist.all_gather(pieces, gathered, group=comm.group)
+        gathered = torch.cat(pieces)
+    gathered = gathered.view(mesh_info.data_parallel, longest)
     cut = []
-    for k in range(topology.data_parallel):
-        s, r = divmod(k, topology.replicas)
-        cut.append(everyone[r * topology.zero3_size + s][: sum(sizes(k))].split(sizes(k)))
+    for k in range(mesh_info.data_parallel):
+        s, r = divmod(k, mesh_info.replicas)
+        cut.append(gathered[r * mesh_info.zero3_size + s][: sum(sizes(k))].split(sizes(k)))
     return {
         name: torch.cat(pieces).view(rows[name].dtype).view(spans[name].shape).to(rows[name].device)
         for name, *pieces in zip(tensors, *cut, strict=True)

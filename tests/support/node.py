@@ -19,14 +19,14 @@ __all__ = ["node_pool", "numbered"]
 def node_pool(part: int = 1 << 16) -> tuple[Communicator, SharedBufferPool]:
     """Return the hop 1 communicator of all ranks, and a buffer pool in their shared memory."""
     model = layerzero.shard_model(integer_net(), zero3_size=dist.get_world_size())
-    topology = get_state(model).mesh_info
+    mesh_info = get_state(model).mesh_info
     memory = map_shared_segment(
-        topology.zero3_control_comm, SegmentSizes(words=4, common=0, part=part, foreseen=RING_BYTES)
+        mesh_info.zero3_control_comm, SegmentSizes(words=4, common=0, part=part, predicted=RING_BYTES)
     )
     assert memory is not None
     pool = SharedBufferPool(memory, lambda error: error)
     pool.model = model  # type: ignore[attr-defined]  # its groups are released with it
-    return topology.zero3_reduce_comm, pool
+    return mesh_info.zero3_reduce_comm, pool
 
 
 def numbered(rank: int, number: int, numel: int = 64) -> torch.Tensor:

@@ -25,8 +25,8 @@ def mesh_on(backend: str, zero3_size: int, timeout: timedelta | None = None) -> 
     """Return the mesh of all ranks, with process groups of a backend."""
     ranks = list(range(dist.get_world_size()))
     blocks = [ranks[at : at + zero3_size] for at in range(0, len(ranks), zero3_size)]
-    everyone, *nodes = (dist.new_group(block, backend=backend, timeout=timeout) for block in (ranks, *blocks))
-    return layerzero.mesh_from_groups(everyone, nodes[dist.get_rank() // zero3_size])
+    all_ranks, *nodes = (dist.new_group(block, backend=backend, timeout=timeout) for block in (ranks, *blocks))
+    return layerzero.mesh_from_groups(all_ranks, nodes[dist.get_rank() // zero3_size])
 
 
 class WrappedGloo(dist.ProcessGroup):

@@ -192,7 +192,7 @@ def test_models_that_are_wrong_when_sharded_are_named() -> None:
     ranked = reports["UsesRank"]
     assert "first.weight" in {row.name for row in ranked.rows if not row.ok}, ranked
     assert "depend on the rank" not in str(edits)
-    assert "ranks 1, 2, 3 computed other losses than rank 0" in str(ranked)
+    assert "ranks 1, 2, 3 and rank 0 computed different losses" in str(ranked)
 
 
 def _scaled(factor: float) -> Callable[..., None]:
@@ -253,7 +253,7 @@ def _verify_an_evaluation_on_one_rank(rank: int) -> str:
 def test_an_evaluation_on_one_rank_alone_is_found_out_on_a_cpu_too() -> None:
     # By default the ranks use shared memory, which allows such an evaluation.
     for said in run_ranks(_verify_an_evaluation_on_one_rank, world_size=2, shared_memory=None, pg_timeout=10):
-        assert "the plain run works, the sharded run with zero3_size=2 in float32 does not" in said, said
+        assert "the plain run works, but the sharded run with zero3_size=2 in float32 fails" in said, said
         assert "rank 0 was elsewhere: in gather" in said or "gather of 'the root' failed on rank 0" in said, said
 
 
@@ -331,19 +331,22 @@ def stream_batch(index: int, rank: int) -> Tensor:
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "world": ({"world_size": 3}, "world_size=3, but torch.distributed is initialised with 4 ranks"),
-    "sizes": ({"zero3_sizes": [3]}, "zero3_sizes holds 3, which does not divide the 4 ranks; use some of [1, 2, 4]"),
+    "world": ({"world_size": 3}, "world_size=3, but torch.distributed is initialized with 4 ranks"),
+    "sizes": (
+        {"zero3_sizes": [3]},
+        "zero3_sizes contains 3, which does not divide the 4 ranks. Use values from [1, 2, 4]",
+    ),
     "no sizes": ({"zero3_sizes": []}, "zero3_sizes is empty"),
     "kept by 3": ({"reshard_after_forward": 3}, "reshard_after_forward=3 does not divide the 4 ranks of verify"),
     "kept by 4": (
         {"reshard_after_forward": 4, "zero3_sizes": [2]},
-        "zero3_sizes holds 2, which reshard_after_forward=4 does not divide; use some of [1, 4]",
+        "zero3_sizes contains 2, which reshard_after_forward=4 does not divide. Use values from [1, 4]",
     ),
     "steps": ({"steps": 0}, "steps must be an int >= 1, got 0"),
     "tolerance": ({"tolerance": -1.0}, "tolerance must be a positive number, got -1.0"),
-    "mesh": ({"mesh": None}, "verify does not take mesh"),
-    "zero3_size": ({"zero3_size": 2}, "verify does not take zero3_size: pass zero3_sizes"),
-    "gather_codec": ({"gather_codec": layerzero.Float8Rows()}, "verify does not take gather_codec: the plain run"),
+    "mesh": ({"mesh": None}, "verify does not support mesh"),
+    "zero3_size": ({"zero3_size": 2}, "verify does not support zero3_size: pass zero3_sizes"),
+    "gather_codec": ({"gather_codec": layerzero.Float8Rows()}, "verify does not support gather_codec: the plain run"),
     "typo": ({"unit": {Block}}, "no setting 'unit'; use one of ['accumulation'"),
     "accumulation": ({"accumulation": "half"}, "accumulation='half'"),
     "ignored": ({"ignored_params": []}, "ignored_params must be a function of the model, got []"),
@@ -352,9 +355,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no model": ({"model_fn": dict}, "model_fn must return a torch.nn.Module, got dict"),
     "no loss": ({"model_fn": functools.partial(nn.Linear, 4, 2)}, "a tensor of shape [6, 2], which is neither"),
     "no scalar": ({"loss_fn": _scalarless}, "the loss must be a tensor of one element, got a tensor of shape [6, 8]"),
-    "stream": ({"batch_fn": stream_batch}, "batch_fn(0, 0) returned two different batches"),
+    "stream": ({"batch_fn": stream_batch}, "two calls of batch_fn(0, 0) returned different batches"),
     "not finite": ({"model_fn": Exploding}, "not finite in step 0"),
-    "refused": ({"model_fn": Scaled}, "the plain run works, the sharded run with zero3_size=1 in float32 does not"),
+    "refused": ({"model_fn": Scaled}, "the plain run works, but the sharded run with zero3_size=1 in float32 fails"),
 }
 
 
@@ -402,12 +405,14 @@ def test_a_rank_that_raises_is_one_error_with_its_traceback() -> None:
 
 
 def test_a_rank_that_dies_is_one_error() -> None:
-    with pytest.raises(RuntimeError, match=r"rank 1 failed: its process ended without a word.*\(exit code 7\)"):
+    with pytest.raises(RuntimeError, match=r"rank 1 failed: its process ended without an error.*\(exit code 7\)"):
         layerzero.verify(Net, make_batch, world_size=2, zero3_sizes=[2], loss_fn=dies_on_rank_1)
 
 
 def test_what_cannot_be_pickled_is_named() -> None:
-    with pytest.raises(TypeError, match=r"batch_fn cannot be sent to the ranks' processes .*top of a module"):
+    with pytest.raises(
+        TypeError, match=r"batch_fn cannot be sent to the processes of the ranks .*top level of a module"
+    ):
         layerzero.verify(Net, lambda index, rank: torch.ones(6, 4))
     with pytest.raises(TypeError, match="settings cannot be sent"):
         layerzero.verify(Net, make_batch, units=lambda name, module: name == "first")

@@ -22,15 +22,15 @@ class PostForwardShard:
 
     Args:
         full: 1-D [G], the full buffer.
-        lane: communicator of the k ranks; None: nothing is kept.
+        comm: communicator of the k ranks; None: nothing is kept.
         storages: pool that provides the memory.
     """
 
-    def __init__(self, full: Tensor, lane: Communicator | None, storages: FullBufferPool) -> None:
+    def __init__(self, full: Tensor, comm: Communicator | None, storages: FullBufferPool) -> None:
         self._full = full
-        self._lane = lane
+        self._comm = comm
         self._storages = storages
-        numel = 0 if lane is None else kept_bytes(full.numel(), 1, lane.size)
+        numel = 0 if comm is None else kept_bytes(full.numel(), 1, comm.size)
         self._shard = torch.empty(numel, dtype=full.dtype, device=full.device)  # 1-D [G / k]
         self._storage = self._shard.untyped_storage()
         self.size = self._storage.nbytes()  # bytes while it is allocated
@@ -44,15 +44,15 @@ class PostForwardShard:
     @torch.no_grad()
     def keep(self) -> None:
         """Copy this rank's part from the gathered full buffer, unless it is already kept."""
-        if self._lane is not None and self.size > self.nbytes:
+        if self._comm is not None and self.size > self.nbytes:
             self._storages.allocate(self._storage, self.size)
-            self._shard.copy_(self._full.chunk(self._lane.size)[self._lane.rank])
+            self._shard.copy_(self._full.chunk(self._comm.size)[self._comm.rank])
 
     def gather(self, *, name: str) -> PendingCollective | None:
         """Start the regather of the full buffer; return None if nothing is kept."""
-        if self._lane is None or not self.nbytes:
+        if self._comm is None or not self.nbytes:
             return None
-        return all_gather(self._lane, Collective.REGATHER, self._full, self._shard, name=name)
+        return all_gather(self._comm, Collective.REGATHER, self._full, self._shard, name=name)
 
     def drop(self) -> None:
         if self.nbytes:

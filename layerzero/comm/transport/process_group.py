@@ -78,7 +78,7 @@ class GatheredFullBuffer:
         codec: None: weights are not encoded.
         full: 1-D [G], the full buffer.
         shard: 1-D [G / S], this rank's ZeRO-3 shard.
-        lane: communicator of the gathers.
+        comm: communicator of the gathers.
         storages: pool that provides the memory for encoded shards.
     """
 
@@ -88,16 +88,16 @@ class GatheredFullBuffer:
         layout: FlatLayout,
         full: Tensor,
         shard: Tensor,
-        lane: Communicator,
+        comm: Communicator,
         storages: FullBufferPool,
     ) -> None:
         self._codec = codec
         self._full = full
         self._shard = shard
-        self._lane = lane
+        self._comm = comm
         self._storages = storages
-        self._sizes = coded_sizes(codec, layout, lane.size, full.dtype)
-        self._blocks = _blocks(layout, lane.size) if self._sizes else []
+        self._sizes = coded_sizes(codec, layout, comm.size, full.dtype)
+        self._blocks = _blocks(layout, comm.size) if self._sizes else []
         self._bytes = torch.empty(coded_bytes(self._sizes), dtype=torch.uint8, device=full.device)  # 1-D [S * part]
         self._storage = self._bytes.untyped_storage()
         self.size = self._storage.nbytes()  # bytes during a gather
@@ -112,19 +112,19 @@ class GatheredFullBuffer:
     def gather(self, *, name: str) -> PendingCollective | PendingDecode:
         """Start gathering the shards of all ranks into the full buffer."""
         if self._codec is None or not self.size:
-            return all_gather(self._lane, Collective.GATHER, self._full, self._shard, name=name)
+            return all_gather(self._comm, Collective.GATHER, self._full, self._shard, name=name)
         self._storages.allocate(self._storage, self.size)
-        rank = self._lane.rank
-        own = self._bytes.chunk(self._lane.size)[rank]
+        rank = self._comm.rank
+        own = self._bytes.chunk(self._comm.size)[rank]
         if self._blocks[rank]:  # a shard may consist of padding only
             self._codec.encode(self._shard, self._blocks[rank], own[: self._sizes[rank]])
-        works = all_gather(self._lane, Collective.GATHER, self._bytes, own, name=name)
+        works = all_gather(self._comm, Collective.GATHER, self._bytes, own, name=name)
         return PendingDecode(works, self)
 
     @torch.no_grad()
     def decode(self) -> None:
         assert self._codec is not None
-        parts, outs = self._bytes.chunk(self._lane.size), self._full.chunk(self._lane.size)
+        parts, outs = self._bytes.chunk(self._comm.size), self._full.chunk(self._comm.size)
         for part, size, blocks, out in zip(parts, self._sizes, self._blocks, outs, strict=True):
             if blocks:
                 self._codec.decode(part[:size], blocks, out)
@@ -144,8 +144,13 @@ class PendingDecode:
 
 
 def gathers_of(
-    layout: FlatLayout, full: Tensor, shard: Tensor, lane: Communicator, travel: GatherOptions, storages: FullBufferPool
+    layout: FlatLayout,
+    full: Tensor,
+    shard: Tensor,
+    comm: Communicator,
+    transfer: GatherOptions,
+    storages: FullBufferPool,
 ) -> tuple[PostForwardShard, GatheredFullBuffer]:
     """Return the post-forward shard and the gathered full buffer of a handle."""
-    kept = PostForwardShard(full, travel.keeping, storages)
-    return kept, GatheredFullBuffer(travel.codec, layout, full, shard, lane, storages)
+    kept = PostForwardShard(full, transfer.keeping, storages)
+    return kept, GatheredFullBuffer(transfer.codec, layout, full, shard, comm, storages)

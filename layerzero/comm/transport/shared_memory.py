@@ -35,14 +35,14 @@ from layerzero.comm.transport.shm_buffers import FIRST_FREE_WORD
 from layerzero.comm.transport.shm_segment import SharedSegment
 from layerzero.device.streams import ThreadStream
 
-__all__ = ["SharedFullBuffer", "WriteBarrier", "words_for"]
+__all__ = ["SharedFullBuffer", "WriteBarrier", "num_counters"]
 
 _SLICE = timedelta(seconds=0.5)
 _COME = FIRST_FREE_WORD
 _FIRST_HANDLE = _COME + 1
 
 
-def words_for(handles: int) -> int:
+def num_counters(handles: int) -> int:
     """Return the number of counters per rank for a model with this many handles."""
     return _FIRST_HANDLE + handles
 
@@ -50,9 +50,9 @@ def words_for(handles: int) -> int:
 class WriteBarrier:
     """Barrier of one model before each round of writes to shared weights; see [Note: Rounds of writing]."""
 
-    def __init__(self, memory: SharedSegment, lane: Communicator) -> None:
+    def __init__(self, memory: SharedSegment, comm: Communicator) -> None:
         self.memory = memory
-        self._lane = lane
+        self._comm = comm
         self._rounds = 0
         self._come = 0
         self._handles = 0
@@ -68,7 +68,7 @@ class WriteBarrier:
     def share(self, numel: int, dtype: torch.dtype) -> SharedFullBuffer:
         """Return the full buffer of the next handle. All ranks must call this with the same arguments."""
         tensor = self.memory.common(numel, dtype, self._used)
-        self._used += room_of(numel, dtype)
+        self._used += shared_weight_bytes(numel, dtype)
         self._handles += 1
         return SharedFullBuffer(self, tensor, _FIRST_HANDLE + self._handles - 1)
 
@@ -84,7 +84,7 @@ class WriteBarrier:
 
     def end_round(self) -> None:
         """End the round, after all of its refreshes have been launched."""
-        self._lane.counters.record(Collective.HAND_OVER, self._lane.axis, 0)
+        self._comm.counters.record(Collective.HAND_OVER, self._comm.axis, 0)
         self._rounds = self._come
 
     def publish_shard(self, works: PendingCollective | None, word: int) -> None:
@@ -99,9 +99,9 @@ class WriteBarrier:
         try:
             self.memory.signals.wait(word, target)
         except RuntimeError as error:
-            raise collective_error(self._lane, Collective.HAND_OVER, name, error) from error
+            raise collective_error(self._comm, Collective.HAND_OVER, name, error) from error
         finally:
-            self._lane.counters.waited[Collective.HAND_OVER.value] += time.perf_counter() - began
+            self._comm.counters.waited[Collective.HAND_OVER.value] += time.perf_counter() - began
 
 
 def _land(works: PendingCollective, memory: SharedSegment, word: int) -> None:
@@ -142,6 +142,6 @@ class SharedFullBuffer:
             self._read = self._launched
 
 
-def room_of(numel: int, dtype: torch.dtype) -> int:
+def shared_weight_bytes(numel: int, dtype: torch.dtype) -> int:
     """Return the bytes of a handle's weights in the common part, rounded up to 64."""
     return -(-numel * dtype.itemsize // 64) * 64

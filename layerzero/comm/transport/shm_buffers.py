@@ -56,16 +56,16 @@ class SharedBufferPool(BufferPool):
     Args:
         memory: mapping of the ZeRO-3 group.
         explain: returns the error to raise when a wait for another rank has failed.
-        foreseen: number of buffers of each size that are created before one is reused.
+        predicted: number of buffers of each size that are created before one is reused.
     """
 
     def __init__(
         self,
         memory: SharedSegment,
         explain: Callable[[Exception], Exception],
-        foreseen: Mapping[Size, int] = MappingProxyType({}),
+        predicted: Mapping[Size, int] = MappingProxyType({}),
     ) -> None:
-        super().__init__(torch.device("cpu"), foreseen)
+        super().__init__(torch.device("cpu"), predicted)
         self._memory = memory
         self._signals = memory.signals
         self._explain = explain
@@ -79,7 +79,7 @@ class SharedBufferPool(BufferPool):
             memory.numbers_of(rank, 2 * _RING) for rank in range(memory.size)
         ]
         self.allocated_bytes = memory.committed
-        self._foreseen_bytes = memory.committed
+        self._predicted_bytes = memory.committed
 
     @property
     def size(self) -> int:
@@ -87,7 +87,7 @@ class SharedBufferPool(BufferPool):
 
     @property
     def predicted_bytes(self) -> int:
-        return self._foreseen_bytes - self.kept_bytes
+        return self._predicted_bytes - self.kept_bytes
 
     # Buffers
 

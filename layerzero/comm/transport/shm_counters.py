@@ -86,7 +86,7 @@ class SharedCounters:
     def nbytes(ranks: int, words: int) -> int:
         return ranks * (words + 1) * LINE
 
-    def live(self) -> None:
+    def mark_alive(self) -> None:
         """Lock the byte of this rank, which marks it as alive. See [Note: Life and death]."""
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
 

@@ -21,32 +21,32 @@ _LOG = logging.getLogger("layerzero")
 _SUBJECT = "the memory of the node"
 
 
-def map_shared_segment(lane: Communicator, region: SegmentSizes) -> SharedSegment | None:
+def map_shared_segment(comm: Communicator, region: SegmentSizes) -> SharedSegment | None:
     """Map one shared memory segment on all ranks of a communicator, and test that they share it.
 
     All ranks must call this. If one rank fails, all ranks return None. Return None also if there are no other ranks.
 
     Args:
-        lane: communicator for CPU tensors.
+        comm: communicator for CPU tensors.
         region: sizes of the segment.
     """
-    ranks = dist.get_process_group_ranks(lane.group)
+    ranks = dist.get_process_group_ranks(comm.group)
     if not has_peers(ranks):
         return None
     file, call, problem = -1, SegmentDescriptor(0, -1, 0), refuse_platform()
-    if lane.rank == 0 and problem is None:
+    if comm.rank == 0 and problem is None:
         try:
-            file, call = SharedSegment.create(region, lane.size)
+            file, call = SharedSegment.create(region, comm.size)
         except OSError as error:
             problem = str(error)
     told = torch.tensor([call.process, call.file, call.token])
-    broadcast(lane, Collective.METADATA, told)
+    broadcast(comm, Collective.METADATA, told)
     call = SegmentDescriptor(*told.tolist())
     memory = None
     if problem is None and call.file >= 0:
         try:
-            file = file if lane.rank == 0 else SharedSegment.open(call)
-            memory = SharedSegment(file, region, ranks=ranks, rank=lane.rank, timeout=timeout_of(lane.group))
+            file = file if comm.rank == 0 else SharedSegment.open(call)
+            memory = SharedSegment(file, region, ranks=ranks, rank=comm.rank, timeout=timeout_of(comm.group))
             memory.reserve()
         except (OSError, ValueError) as error:
             problem = str(error)
@@ -58,7 +58,7 @@ def map_shared_segment(lane: Communicator, region: SegmentSizes) -> SharedSegmen
         reason = _objection({"problem": problem}, ranks, problem)
     if reason is None:
         return memory
-    if lane.rank == 0:
+    if comm.rank == 0:
         _LOG.warning("layerzero: ranks %s use exchanges, not shared memory: %s", ranks, reason)
     return None
 

@@ -43,7 +43,7 @@ class SegmentSizes:
     words: int  # number of counters per rank
     common: int  # bytes of the common part
     part: int  # bytes of each rank's part, at most
-    foreseen: int  # bytes of each rank's part that are committed at the beginning
+    predicted: int  # bytes of each rank's part that are committed at the beginning
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class SharedSegment:
         file = os.memfd_create(call.label, os.MFD_CLOEXEC)
         try:
             os.fchmod(file, 0o600)  # by default, other users could open it through /proc
-            _require(region.common + size * region.foreseen)
+            _require(region.common + size * region.predicted)
             os.ftruncate(file, _length(region, size))
             os.posix_fallocate(file, 0, pages(SharedCounters.nbytes(size, region.words)))
         except OSError:
@@ -119,15 +119,15 @@ class SharedSegment:
     def reserve(self) -> None:
         """Mark this rank as alive, and allocate its share of the common part and the start of its own part.
 
-        The start of its own part has `foreseen` bytes.
+        The start of its own part has `predicted` bytes.
         """
-        self.signals.live()
+        self.signals.mark_alive()
         page = mmap.PAGESIZE
         share = -(-pages(self.region.common) // page // self.size) * page
         start, stop = share * self.rank, min(share * (self.rank + 1), pages(self.region.common))
         if start < stop:
             os.posix_fallocate(self._file, self._common_start + start, stop - start)
-        self.mark_committed(self.region.foreseen)
+        self.mark_committed(self.region.predicted)
         self.signals.increment(_PROOF)
 
     def close(self) -> None:

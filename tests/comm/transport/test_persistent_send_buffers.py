@@ -47,7 +47,7 @@ POLICIES = (
 
 def _kept(rank: int, seed: int, breaks: bool) -> list[int]:
     """Reduce many sums from one reused buffer, with random delays; return the indices of wrong ones."""
-    lane, pool = node_pool()
+    comm, pool = node_pool()
     world, naps = dist.get_world_size(), random.Random(10 * seed + rank)
     place, wrong = NodePlace(NUMEL, torch.float32, pool), []
     if breaks:
@@ -55,7 +55,7 @@ def _kept(rank: int, seed: int, breaks: bool) -> list[int]:
     for number in range(1, ROUNDS + 1):
         place.open(keep=False).copy_(numbered(rank, number))
         loan = place.lend_send_buffer(torch.bfloat16, pool)
-        pending = _sum_in_node(lane, loan.tensor, pool, torch.bfloat16, "x")
+        pending = _sum_in_node(comm, loan.tensor, pool, torch.bfloat16, "x")
         pending.wait()
         if naps.random() < 0.3:
             time.sleep(naps.uniform(0, 0.02))
@@ -169,7 +169,7 @@ def test_the_test_notices_an_engine_that_does_not_wait_for_late_readers() -> Non
 
 def _offloaded(rank: int) -> None:
     """Offload sums, which are copied before others read them. The device is the CPU, hence the warning."""
-    with pytest.warns(UserWarning, match="there is no device to free memory of"):
+    with pytest.warns(UserWarning, match="there is no device memory to free"):
         model = shard(_seeded(2), size=2, accumulation="full", offload_grads=True)
     ours = _backwards_without_a_step(model, rank, random.Random(0))
     theirs = _backwards_without_a_step(shard(_seeded(2), size=2, shared_memory="off"), rank, random.Random(0))

@@ -143,8 +143,8 @@ def _two_nodes(rank: int) -> None:
     found = [_trained(rank, Case(blocks, IN_FLIGHT), reshard_after_forward=kept) for kept in (True, 2)]
     assert not different(*found)
     model = shard(blocks(), reshard_after_forward=2)
-    lane = get_state(model).mesh_info.subgroup_comm(2)
-    assert dist.get_process_group_ranks(lane.group) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    comm = get_state(model).mesh_info.subgroup_comm(2)
+    assert dist.get_process_group_ranks(comm.group) == [rank // 2 * 2, rank // 2 * 2 + 1]
 
 
 def test_groups_are_neighbours_of_one_node() -> None:
@@ -176,8 +176,8 @@ def _counted(rank: int) -> None:
         assert forward.calls.get("regather", 0) == 0 and traffic.calls["regather"] == len(sizes)
         assert traffic.bytes["regather"] == whole // 2
         assert traffic.bytes_by_axis["zero3"] == whole * 3 // 4 + whole // 2 + traffic.bytes["hop1"]
-        for exchange in ("gather", "regather"):
-            assert traffic.predicted[exchange] == traffic.bytes[exchange]
+        for collective in ("gather", "regather"):
+            assert traffic.predicted[collective] == traffic.bytes[collective]
         assert step < 2 or not traffic.calls.get("order"), "foreseen"
     layerzero.traffic(model, reset=True)
     with torch.no_grad():

@@ -38,7 +38,7 @@ def _sums(rank: int, seed: int, breaks: str, buffers: int) -> list[int]:
 
     A reader pauses between parts, so that it would notice a buffer that is overwritten too early.
     """
-    lane, pool = node_pool()
+    comm, pool = node_pool()
     pool.expected = {(NUMEL, torch.float32): buffers}  # with fewer than the usual four, ranks must wait for readers
     world = dist.get_world_size()
     naps = random.Random(10 * seed + rank)
@@ -76,7 +76,7 @@ def _sums(rank: int, seed: int, breaks: str, buffers: int) -> list[int]:
             if naps.random() < 0.3:
                 time.sleep(naps.uniform(0, 0.02))
             flat.copy_(numbered(rank, number))
-            flying.append((number, _sum_in_node(lane, flat, pool, flat.dtype, "x"), flat))
+            flying.append((number, _sum_in_node(comm, flat, pool, flat.dtype, "x"), flat))
             if len(flying) > 1:
                 land(*flying.pop(0))
         land(*flying.pop(0))
@@ -102,9 +102,9 @@ def test_the_test_notices_a_buffer_that_is_written_or_read_too_early(breaks: str
 
 
 def _different_sums(rank: int) -> str:
-    lane, pool = node_pool()
+    comm, pool = node_pool()
     flat = pool.acquire(NUMEL * (1 + rank), torch.float32)
-    pending = _sum_in_node(lane, flat, pool, flat.dtype, "x")
+    pending = _sum_in_node(comm, flat, pool, flat.dtype, "x")
     pending.wait()
     try:
         pending.parts()
@@ -155,12 +155,12 @@ def test_numbers_are_compared_across_their_wrap() -> None:
 
 def _waits(rank: int) -> float:
     """Return the CPU seconds that a wait of two seconds takes."""
-    lane, pool = node_pool()
+    comm, pool = node_pool()
     dist.barrier()
     if rank == 1:
         time.sleep(2.0)
     used = time.thread_time()
-    _sum_in_node(lane, pool.acquire(NUMEL, torch.float32), pool, torch.float32, "x").wait()
+    _sum_in_node(comm, pool.acquire(NUMEL, torch.float32), pool, torch.float32, "x").wait()
     used = time.thread_time() - used
     dist.barrier()
     return used

@@ -1,0 +1,200 @@
+"""Local tensor of a sharded parameter: this rank's rows.
+
+See [Note: Uneven rows in a DTensor] in `layerzero.dtensor.sharded_tensor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from layerzero.dtensor.mutation_tracker import MutationTracker
+from layerzero.dtensor.ops_random import draw_full, draws
+from layerzero.dtensor.ops_reduction import COLLECTIVES, PartialScalar, neutral_result, refuse_collective
+from layerzero.dtensor.row_shard_spec import RowShardSpec
+
+__all__ = ["LocalShard", "local_shard", "plain"]
+
+
+class LocalShard(torch.Tensor):
+    """This rank's rows of a sharded tensor, ``[rows, *rest]``; see [Note: Uneven rows in a DTensor]."""
+
+    spec: RowShardSpec
+    tracker: MutationTracker | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, plain: Tensor, span: RowShardSpec, watch: MutationTracker | None) -> LocalShard:
+        rows: LocalShard = torch.Tensor._make_subclass(cls, plain, False)
+        rows.spec, rows.tracker = span, watch
+        return rows
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"LocalShard({self.spec.name!r}, rows {self.spec.rows}, {plain(self)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        ours = next(tensor for tensor in tensors if isinstance(tensor, cls))
+        if func.namespace in COLLECTIVES:
+            _readable(ours)  # an access error takes precedence
+            refuse_collective(func, args, ours.spec)
+        _refuse_misaligned(func, ours, tensors)
+        _tell_watches(func, args, kwargs, tensors)
+        with torch._C._DisableTorchDispatch():
+            if draws(func, ours.spec):
+                return draw_full(func, args, kwargs)
+            out = neutral_result(func, args)
+            if out is None:
+                out = func(*args, **kwargs)
+        if func.namespace == "_c10d_functional":
+            return out
+        aliases = any(result.alias_info is not None for result in func._schema.returns)
+        watch = ours.tracker if aliases else None
+        return tree_map_only(Tensor, lambda t: t if isinstance(t, cls) else ours._made(func, t, watch), out)
+
+    def _made(self, func: Any, result: Tensor, watch: MutationTracker | None) -> Tensor:
+        """Wrap a result of `func` on these rows; see [Note: Partial scalars]."""
+        if result.ndim:
+            return LocalShard(result, self.spec, watch)
+        if self.spec.is_fully_local:
+            return result
+        return PartialScalar(result, self.spec, func._schema.name.removeprefix("aten::"))
+
+    def with_rows(self, rows: Tensor) -> LocalShard:
+        return type(self)(rows, self.spec, None)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> LocalShard:
+        """Return a copy without a tracker."""
+        copied = memo[id(self)] = LocalShard(_readable(self).clone(), self.spec, None)
+        return copied
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return these rows as a read-only array that shares their memory.
+
+        With `force`, the array is a copy if torch needs one.
+        """
+        array = _readable(self).detach().numpy(force=force)
+        array.flags.writeable = False  # the tracker cannot detect writes through the array
+        return array
+
+    def tolist(self) -> Any:
+        return _readable(self).tolist()  # type: ignore[no-untyped-call]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Checkpoint writers serialize only the rows. The offsets are in the metadata of the checkpoint.
+        return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    # torch.distributed.checkpoint calls these three methods of a DTensor's local tensor.
+
+    def __create_write_items__(self, fqn: str, whole: DTensor) -> list[WriteItem]:
+        if self.spec.model_parallel is not None and not self.spec.model_parallel.is_primary_copy:
+            return []  # the rank with the primary copy writes it
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=TensorProperties.create_from_tensor(plain(self)), size=whole.size()
+                ),
+            )
+            for chunk in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # Called when a load is planned. A rank without rows is not written but must take part in the refresh.
+        if self.tracker is not None:
+            self.tracker.record_write()
+        return self._chunks()
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        span = self.spec
+        if (self.shape[0] == 0 and span.count > 0) or (self.numel() == 0 and 0 not in span.true_shape):
+            return []
+        if not span.shape:
+            return [ChunkStorageMetadata(offsets=torch.Size([]), sizes=torch.Size([]))]
+        offsets = torch.Size([inside.start for inside in span.global_slices])
+        return [ChunkStorageMetadata(offsets=offsets, sizes=self.shape)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        # A load writes to the returned tensor, so the tensor must be tracked. A 0-dim parameter has no tracked view.
+        # Its write was recorded when the load was planned.
+        return self if self.spec.shape else plain(self).view(())
+
+
+def local_shard(tensor: DTensor) -> LocalShard:
+    """Return the local tensor of a sharded tensor."""
+    return cast(LocalShard, tensor._local_tensor)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return the local rows as a plain, untracked tensor on the same storage."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if not isinstance(local, LocalShard):
+        return local
+    with torch._C._DisableTorchDispatch():
+        return local.as_subclass(torch.Tensor)
+
+
+def _readable(rows: LocalShard) -> Tensor:
+    """Return the rows like :func:`plain`, or raise RuntimeError if there is an access error."""
+    if rows.tracker is not None and rows.tracker.access_error is not None:
+        raise RuntimeError(rows.tracker.access_error)
+    return plain(rows)
+
+
+_ZEROES = {"aten::zero_", "aten::_foreach_zero_"}
+_NAMES_ONLY = {"aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::view_as"}
+
+
+def _refuse_misaligned(func: Any, ours: LocalShard, tensors: Sequence[Tensor]) -> None:
+    if torch.Tag.pointwise not in func.tags and func._schema.name != "aten::copy_":
+        return
+    for other in tensors:
+        if isinstance(other, LocalShard):
+            # If the numbers of rows differ and one of them is 1, torch would broadcast instead of raising.
+            if not (func.__name__.startswith("_foreach") or other.spec.same_sharding(ours.spec)):
+                raise ValueError(
+                    f"{func.__name__} mixes parameters {ours.spec.name!r} and {other.spec.name!r}, of which ranks have "
+                    "different rows. Use p.full_tensor() of both, on all ranks"
+                )
+        elif other.ndim >= ours.ndim and other.shape != ours.shape:
+            raise ValueError(
+                f"{func.__name__} mixes parameter {ours.spec.name!r} (rows {ours.spec.rows} on this rank) with a "
+                f"tensor that is sharded differently (local shape {list(other.shape)}, expected {list(ours.shape)}). "
+                "Use tensors that are created from the sharded parameter, such as torch.zeros_like(p). Compute a "
+                "penalty on parameters from this rank's rows, p.to_local(), so that each row counts once"
+            )
+
+
+def _tell_watches(func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+    if func._schema.name not in _NAMES_ONLY:
+        for tensor in tensors:
+            if (
+                isinstance(tensor, LocalShard)
+                and tensor.tracker is not None
+                and tensor.tracker.access_error is not None
+            ):
+                if func._schema.name not in _ZEROES:
+                    raise RuntimeError(tensor.tracker.access_error)
+                tensor.tracker.zero_requested, tensor.tracker.access_error = True, None
+    if not func._schema.is_mutable:
+        return
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for tensor in tree_leaves(value):
+            if isinstance(tensor, LocalShard) and tensor.tracker is not None:
+                tensor.tracker.record_write()
