@@ -1,7 +1,7 @@
 """Projection of steps of large models on many nodes, for layerzero and for models of other schemes.
 
-layerzero's schedule is recorded from the engine with a small model of the same number of blocks; bytes and times are
-then replaced by those of the large model. The schedules of other schemes are those of
+layerzero's schedule is recorded from the engine with a small model of the same number of blocks. Bytes and times of the
+large model then replace the recorded values. The schedules of other schemes are those of
 ``layerzero/planning/sim_schedules.py``.
 """
 

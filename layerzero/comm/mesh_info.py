@@ -54,7 +54,7 @@ class MeshInfo:
     counters: TrafficCounters
     groups: ModelGroups  # owner of the communicators' process groups, and of other groups of the model
     # Gathers and reductions use separate communicators, so that neither waits for the other. Their order on each one
-    # depends on the program only; see "One step" in docs/architecture.md.
+    # depends on the program only; see "Training step" in docs/architecture.md.
     zero3_gather_comm: Communicator
     zero3_reduce_comm: Communicator
     replica_comm: Communicator
