@@ -1,14 +1,14 @@
 """Collectives between ranks.
 
 This is the only file of the package that calls a collective. Other files choose a :class:`Collective` (gather, hop 1,
-hop 2, refresh, ...) and a communicator.
+hop 2, refresh, ...) and a communicator. A transport without a backend launches through :func:`launching`.
 
 [Note: Reductions add in fp32]
 On gloo, a reduce-scatter is an all-to-all of the pieces followed by local additions in rank order. It moves the same
 bytes, adds in the accumulator's precision regardless of the wire dtype, and gives bitwise identical results on every
 run. It is also faster than gloo's own reduce-scatter. On other backends the backend's reduce-scatter is used, which
-adds in the wire dtype. If the ranks share memory, each rank reads the pieces in place instead of receiving them. It
-adds them in the same order, so the result is bitwise identical.
+adds in the wire dtype. Ranks that share memory read the pieces in place and add them in the same order, so the result
+is bitwise identical; see comm/transport/shared_memory.py.
 
 [Note: Gathers in place]
 gloo's all-gather is a ring that builds the result in its own buffer and copies it out, this rank's piece included.
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,6 @@ from layerzero.comm.failure_report import CollectiveError, RankStatus, diagnose
 from layerzero.comm.process_groups import HeldGroup, timeout_on
 from layerzero.comm.trace_recorder import CollectiveTrace
 from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters, Watched, spelled
-from layerzero.comm.transport.shm_buffers import PeersReady, SharedBufferPool
 from layerzero.device.accumulate import accumulate_parts
 from layerzero.device.buffer_pools import BufferPool
 from layerzero.device.streams import DeferredCollectiveError
@@ -47,6 +46,7 @@ __all__ = [
     "PendingCollective",
     "PendingReduction",
     "PendingSmallGather",
+    "Transfer",
     "all_gather",
     "all_gather_small",
     "all_reduce",
@@ -54,6 +54,7 @@ __all__ = [
     "broadcast",
     "collective_error",
     "connect",
+    "launching",
     "reduce_scatter",
     "send_recv",
     "timeout_of",
@@ -103,7 +104,12 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
     return dict(entry.split(":") for entry in config.split(","))[device_type]
 
 
-Transfer = dist.Work | PeersReady
+class Transfer(Protocol):
+    """Data movement in flight: a work of a backend, or a wait for ranks that share memory."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -231,7 +237,7 @@ _reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist
 
 
 @contextmanager
-def _issued(lane: Communicator, exchange: Collective, name: str, sent: int) -> Iterator[LaunchedCollective]:
+def launching(lane: Communicator, exchange: Collective, name: str, sent: int) -> Iterator[LaunchedCollective]:
     """Count and trace the collective launched inside this context, and name it in the error if the launch fails."""
     lane.held_group.require_open()
     if lane.held_group.reserved is not None:
@@ -274,7 +280,7 @@ def all_gather(
         parts: number of elements on each rank, if they differ.
     """
     sent = (lane.size - 1) * shard.numel() * shard.element_size()
-    with _issued(lane, exchange, name, sent) as issued:
+    with launching(lane, exchange, name, sent) as issued:
         pieces = out.chunk(lane.size) if parts is None else torch.split(out, list(parts))
         if parts is None and (not lane.is_gloo or (lane.size > 2 and not only_reads_shard)):
             # see [Note: Gathers in place]
@@ -304,17 +310,13 @@ def reduce_scatter(
     """Start a reduce-scatter of `flat` [size * n] in the dtype `wire`; rank i receives the sum of all pieces i.
 
     Args:
-        pool: provides the receive buffer. If it is a :class:`SharedBufferPool`, the other ranks read `flat` in place
-            instead, and `flat` may have a more precise dtype than `wire`.
+        pool: provides the receive buffer.
         parts: number of elements of each rank, if they differ.
     """
-    if isinstance(pool, SharedBufferPool):
-        assert parts is None
-        return _sum_in_node(lane, flat, pool, wire, name)
     assert flat.dtype == wire
     numel = flat.numel() // lane.size if parts is None else parts[lane.rank]
     sent = (flat.numel() - numel) * flat.element_size()
-    with _issued(lane, exchange, name, sent) as issued:
+    with launching(lane, exchange, name, sent) as issued:
         received = pool.acquire(numel * lane.size if lane.is_gloo else numel, flat.dtype)
         summands: Sequence[Tensor] = (received,)
         if lane.is_gloo:
@@ -332,25 +334,6 @@ def reduce_scatter(
         else:
             work = dist.reduce_scatter(received, list(torch.split(flat, list(parts))), group=lane.group, async_op=True)
         return PendingReduction(issued.carried_by(work), flat, lambda: summands, wire, partial(pool.release, received))
-
-
-def _sum_in_node(
-    lane: Communicator, flat: Tensor, pool: SharedBufferPool, wire: torch.dtype, name: str
-) -> PendingReduction:
-    """Start a reduce-scatter through shared memory. See [Note: When a buffer is written again] in shm_buffers.py."""
-    numel = flat.numel() // lane.size
-    with _issued(lane, Collective.NODE_SUM, name, (lane.size - 1) * numel * flat.element_size()) as issued:
-        shown = flat if pool.holds(flat) else pool.acquire(flat.numel(), flat.dtype).copy_(flat)
-        number = pool.publish(shown)
-
-        def give_back() -> None:
-            pool.mark_consumed(number)
-            if shown is not flat:
-                pool.release(shown)
-
-        # The reader rounds to `wire`. This gives the bits of a send in `wire`, without memory for the rounded copy.
-        parts = partial(pool.parts, number, numel, flat.dtype)
-        return PendingReduction(issued.carried_by(pool.peers_ready(number)), flat, parts, wire, give_back)
 
 
 def all_to_all(
@@ -372,7 +355,7 @@ def all_to_all(
         to_each: number of elements sent to each rank.
     """
     elsewhere = sum(to_each) - to_each[lane.rank]
-    with _issued(lane, exchange, name, elsewhere * sent.element_size()) as issued:
+    with launching(lane, exchange, name, elsewhere * sent.element_size()) as issued:
         splits = {"output_split_sizes": list(from_each), "input_split_sizes": list(to_each)}
         work = dist.all_to_all_single(received, sent, **splits, group=lane.group, async_op=True)
         return issued.carried_by(work)
@@ -385,7 +368,7 @@ def send_recv(
 
     Both tensors are in host memory. If a rank is None, that direction is skipped.
     """
-    with _issued(lane, Collective.SNAPSHOT, name, 0 if to is None else sent.nbytes) as issued:
+    with launching(lane, Collective.SNAPSHOT, name, 0 if to is None else sent.nbytes) as issued:
         works = []
         if source is not None and received.numel():
             works.append(dist.irecv(received, group=lane.group, group_src=source))
@@ -404,7 +387,7 @@ def all_reduce(
 ) -> PendingCollective:
     """Start an all-reduce of a small tensor in place. Bytes are counted as for a ring algorithm."""
     sent = 2 * (lane.size - 1) * tensor.numel() * tensor.element_size() // lane.size
-    with _issued(lane, exchange, "", sent) as issued:
+    with launching(lane, exchange, "", sent) as issued:
         return issued.carried_by(dist.all_reduce(tensor, op=op, group=lane.group, async_op=True))
 
 
@@ -427,7 +410,7 @@ def all_gather_small(lane: Communicator, exchange: Collective, tensor: Tensor) -
     Each rank sends to all others at once. A ring, which gloo uses for a reduction, would send fewer bytes, but would
     take 2 (size - 1) times as long as a single message.
     """
-    with _issued(lane, exchange, "", (lane.size - 1) * tensor.numel() * tensor.element_size()) as issued:
+    with launching(lane, exchange, "", (lane.size - 1) * tensor.numel() * tensor.element_size()) as issued:
         sent = tensor.repeat(lane.size)
         said = sent.new_empty(sent.shape)
         work = dist.all_to_all_single(said, sent, group=lane.group, async_op=True)
@@ -451,7 +434,7 @@ def connect(lane: Communicator, device: torch.device) -> None:
 def broadcast(lane: Communicator, exchange: Collective, tensor: Tensor, *, from_rank: int = 0) -> None:
     """Broadcast `tensor` from rank `from_rank` of the communicator, and wait."""
     sent = tensor.numel() * tensor.element_size() if lane.rank == from_rank else 0
-    with _issued(lane, exchange, "", sent) as issued:
+    with launching(lane, exchange, "", sent) as issued:
         work = dist.broadcast(tensor, group_src=from_rank, group=lane.group, async_op=True)
         works = issued.carried_by(work)
     works.wait()

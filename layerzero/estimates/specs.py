@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from layerzero.comm.mesh_info import MeshInfo
-from layerzero.comm.transport.post_forward_shard import kept_bytes
+from layerzero.comm.transport.base import TransportTraits, post_forward_bytes
 from layerzero.config import LayerZeroConfig, Precision
 from layerzero.device.accelerator import device_module
 from layerzero.device.buffer_pools import Size, UnitFootprint
@@ -25,27 +25,26 @@ class RankTraits:
     """Position of a rank in the grid, and the properties of its backends that determine its memory."""
 
     grid: ShardGrid
-    adds_hop1: bool  # hop 1 receives the part of each rank, which are added here, as on gloo; else it receives the sum
-    adds_hop2: bool  # the same for hop 2
+    transport: TransportTraits  # of the ZeRO-3 group
+    adds_hop2: bool  # hop 2 receives the part of each rank, which are added here, as on gloo; else it receives the sum
     on_device: bool  # an accelerator with its own streams and memory
-    in_node: bool = False  # the ranks of the ZeRO-3 group share memory
     weights_in_host: bool = False  # ZeRO-3 shards are in host memory
 
     @classmethod
-    def of(cls, topology: MeshInfo, *, in_node: bool, offload_params: bool) -> RankTraits:
+    def of(cls, topology: MeshInfo, transport: TransportTraits, *, offload_params: bool) -> RankTraits:
         return cls(
             topology.grid,
-            adds_hop1=topology.zero3_reduce_comm.is_gloo,
+            transport,
             adds_hop2=topology.replica_comm.is_gloo,
             on_device=device_module(topology.device) is not None,
-            in_node=in_node,
-            weights_in_host=offload_params and not in_node,
+            weights_in_host=offload_params and not transport.full_buffer_resident,
         )
 
     @property
     def gathers(self) -> bool:
         """True if the full buffer has memory in addition to the ZeRO-3 shard."""
-        return self.weights_in_host or not (self.in_node or self.grid.same_elements(Extent.ZERO3, Extent.FULL))
+        resident = self.transport.full_buffer_resident or self.grid.same_elements(Extent.ZERO3, Extent.FULL)
+        return self.weights_in_host or not resident
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class HandleSpec:
     in_host: bool = False  # its master and final gradient are in host memory
     strided: tuple[int, ...] = ()  # bytes of each gathered parameter that is not contiguous
     coded: int = 0  # bytes that a gather of encoded shards receives
-    set_aside: bool = False  # its final gradient was kept across a backward; see device/gradient_storage.py
+    set_aside: bool = False  # its final gradient was kept across a backward; see engine/gradient_storage.py
     extension: GatheredBytes | None = None  # sizes of the all-gather extension of its only parameter
 
     def keeps_sum(self, config: LayerZeroConfig) -> bool:
@@ -119,7 +118,7 @@ class UnitSpec:
             or handle.extension is not None
         ):
             return 0
-        return kept_bytes(handle.layout.numel, handle.precision.compute.itemsize, self.reshard_after_forward)
+        return post_forward_bytes(handle.layout.numel, handle.precision.compute.itemsize, self.reshard_after_forward)
 
     @cached_property
     def gathered_memory(self) -> UnitFootprint:
@@ -131,8 +130,7 @@ class UnitSpec:
 def specs_of(units: Iterable[Unit]) -> list[UnitSpec]:
     """Return the specs of existing units, whose layouts may have changed since they were planned."""
     units = tuple(units)
-    in_node = any(handle.shared is not None for unit in units for handle in unit.handles)
-    in_host = any(handle.in_host is not None for unit in units for handle in unit.handles)
+    in_host = any(handle.weights.host_shard is not None for unit in units for handle in unit.handles)
     return [
         UnitSpec(
             unit.name,
@@ -144,15 +142,15 @@ def specs_of(units: Iterable[Unit]) -> list[UnitSpec]:
                     handle.precision,
                     handle.layout,
                     handle.reduction_spec,
-                    handle.to_host is not None,
+                    handle.weights.to_host is not None,
                     handle.gathered_sizes[1:],
-                    handle.whole.size,
+                    handle.weights.buffer.encoded_bytes,
                     handle.gradients is not None and handle.gradients.final.storage.nbytes > 0,
                     handle.extension_bytes,
                 )
                 for handle in unit.handles
             ),
-            RankTraits.of(unit.topology, in_node=in_node, offload_params=in_host),
+            RankTraits.of(unit.topology, unit.transport.traits, offload_params=in_host),
             unit.reshard_after_forward,
             unit.topology,
         )

@@ -44,8 +44,6 @@ __all__ = [
 
 What = tuple[str, str]  # phase and unit
 
-_FIRST = ("hop1", "node_sum")  # reductions inside a ZeRO-3 group: by collectives, or in shared memory
-
 
 @dataclass(frozen=True)
 class SimCollective:
@@ -130,7 +128,7 @@ def read_recording(path: str | PathLike[str]) -> Recording:
 def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
     """Return the program that the recorded events describe, with the recorded computation times."""
     reductions = _reductions(events)
-    in_reduction = {event.number for event in events if event.exchange in (*_FIRST, "hop2")}
+    in_reduction = {event.number for event in events if event.exchange in ("hop1", "hop2")}
     launched = {event.number for event in events if event.kind == "launch"}
     program: list[Operation] = []
     spans: list[tuple[str, str, int]] = []  # phase, name, number
@@ -175,9 +173,9 @@ def _reductions(events: Sequence[TraceEvent]) -> dict[int, StartReduction]:
     found: dict[int, StartReduction] = {}
     added = -1  # last hop 1 with a finished addition, until its hop 2 is launched
     for event in events:
-        if event.exchange in _FIRST and event.kind == "add":
+        if event.exchange == "hop1" and event.kind == "add":
             added = event.number
-        elif event.exchange in (*_FIRST, "hop2") and event.kind == "launch":
+        elif event.exchange in ("hop1", "hop2") and event.kind == "launch":
             exchange, what = _exchange(event), ("add", f"{event.exchange} {event.name}")
             addition = SimCompute(additions.get(event.number, 0.0), what, event.number)
             before = found.get(added)

@@ -20,7 +20,7 @@ __all__ = ["metrics"]
 
 _SHOWN = 3  # number of stragglers that are reported
 _ALONG = {  # collectives by the axis that runs them
-    "zero3": (*GATHERS, Collective.HOP1, Collective.NODE_SUM, Collective.HAND_OVER),
+    "zero3": (*GATHERS, Collective.HOP1),
     "replica": (Collective.HOP2, Collective.REFRESH),
 }
 
@@ -46,9 +46,8 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
     - ``layerzero/bytes/AXIS``: bytes sent on ``zero3`` (inside the ZeRO-3 group), ``replica`` (between replicas),
       ``control``, and ``across`` (model-parallel axes)
     - ``layerzero/wait_seconds/COLLECTIVE``: seconds that the host has waited for ``gather``, ``regather``, ``hop1``,
-      ``hop2``, ``refresh``, ...; close to zero on devices, where streams wait instead. With shared memory,
-      ``hand_over`` replaces ``gather`` and ``refresh``: the wait until the other ranks have read the old weights and
-      written the new ones
+      ``hop2``, ``refresh``, ...; close to zero on devices, where streams wait instead. With shared memory, ``gather``
+      is the wait until the other ranks have read the old weights and written the new ones
     - ``layerzero/steps/taken``, ``layerzero/steps/skipped``: steps of the model's optimizers. A step counts as skipped
       if gradients are discarded without a step, for example after a ``GradScaler`` has skipped the step
 
