@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,6 +107,21 @@ def test_no_part_of_comm_outside_a_transport_imports_one() -> None:
         if module.startswith("layerzero.comm.") and not module.startswith("layerzero.comm.transport")
         for other in imported
         if other.startswith("layerzero.comm.transport")
+    ]
+    assert not wrong, wrong
+
+
+def test_the_engine_is_listed_in_reading_order() -> None:
+    """A file imports engine files from below it only."""
+    package = PACKAGE / "engine"
+    listed = re.findall(r"^- `(\w+)`: ", (package / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(path.stem for path in package.glob("*.py") if path.stem != "__init__")
+    modules = _modules(for_types=True)
+    wrong = [
+        f"{name} imports {other}"
+        for index, name in enumerate(listed)
+        for other in listed[:index]
+        if f"layerzero.engine.{other}" in modules[f"layerzero.engine.{name}"]
     ]
     assert not wrong, wrong
 
