@@ -3,7 +3,7 @@
 [Note: Weights in shared memory]
 The full buffer of a handle is one mapping for all ranks of a ZeRO-3 group. Each rank writes its own ZeRO-3 shard and
 reads the full buffer. Writes come in rounds, see [Note: Rounds of writing] in base.py; a round is one call of
-`WeightRefresher.launch`. A rank that arrives at a round publishes this (COME): its earlier passes no longer read the
+`WeightRefresher.launch`. A rank that arrives at a round publishes this (ARRIVED): its earlier passes no longer read the
 weights, and its next pass comes after the round. No rank writes before all ranks have arrived. If the shared memory
 holds the master itself (fp32), the first write is the update of the optimizer or a write of the user. The rank then
 arrives at the round before that write.
@@ -63,8 +63,8 @@ TRAITS = TransportTraits(
     "shared_memory", full_buffer_resident=True, sums_locally=True, receives_copies=False, rounds_on_read=True
 )
 _SLICE = timedelta(seconds=0.5)
-_COME = FIRST_FREE_WORD
-_FIRST_HANDLE = _COME + 1
+_ARRIVED = FIRST_FREE_WORD
+_FIRST_HANDLE = _ARRIVED + 1
 _MORE = 5  # address space reserved for each handle beyond the predicted buffers, in full gradients
 
 
@@ -164,7 +164,7 @@ class WriteBarrier:
         self.memory = memory
         self._lane = lane
         self._rounds = 0
-        self._come = 0
+        self._arrived = 0
         self._handles = 0
         self._used = 0  # bytes of the common part
         self._landings = ThreadStream("refresh")
@@ -191,14 +191,14 @@ class WriteBarrier:
 
         Weights that are written afterwards must be refreshed.
         """
-        if self._come == self._rounds:
-            self._come += 1
-            self.memory.signals.increment(_COME)
-        self.wait(_COME, self._come, "")
+        if self._arrived == self._rounds:
+            self._arrived += 1
+            self.memory.signals.increment(_ARRIVED)
+        self.wait(_ARRIVED, self._arrived, "")
 
     def end_round(self) -> None:
         """End the round, after all of its refreshes have been launched."""
-        self._rounds = self._come
+        self._rounds = self._arrived
 
     def publish_shard(self, works: PendingCollective | None, word: int) -> None:
         """Increment counter `word` when `works` have completed, or at once if `works` is None."""

@@ -1,11 +1,11 @@
 """Gradient buffers in shared memory that the other ranks of a ZeRO-3 group read in place.
 
 [Note: When a buffer is written again]
-A rank sends a full gradient by publishing the offset of the gradient in the rank's part (counter SENT). The other ranks
-read and add it in place (counter ADDED). All ranks send and add in the same order, so gradient n of one rank
-corresponds to gradient n of every other rank. A buffer that was last sent as gradient n is reused once ADDED of all
+A rank sends a full gradient by publishing the offset of the gradient in the rank's part (counter PUBLISHED). The other ranks
+read and add it in place (counter CONSUMED). All ranks send and add in the same order, so gradient n of one rank
+corresponds to gradient n of every other rank. A buffer that was last sent as gradient n is reused once CONSUMED of all
 ranks is at least n. Then no rank reads it any more, since later gradients have their own offsets. Offsets are published
-in a ring of 64 entries. Gradient n + 64 overwrites the entry of gradient n, after ADDED of all ranks has reached n.
+in a ring of 64 entries. Gradient n + 64 overwrites the entry of gradient n, after CONSUMED of all ranks has reached n.
 
 An accumulator in mode "full" has a permanent buffer (:class:`SharedSendBuffer`). The same condition holds for it: a
 rank that opens it waits until all ranks have added the gradient that was last sent from it.
@@ -33,7 +33,7 @@ from layerzero.device.buffer_pools import BufferPool, Size
 
 __all__ = ["RING_BYTES", "PeersReady", "SharedBufferPool", "SharedSendBuffer", "aligned_bytes", "aligned_bytes_of_all"]
 
-SENT, ADDED = 1, 2  # counters in the shared memory
+PUBLISHED, CONSUMED = 1, 2  # counters in the shared memory
 FIRST_FREE_WORD = 3
 _RING = 64
 _USUAL = 4  # buffers of an unexpected size that are created before one is reused
@@ -115,7 +115,7 @@ class SharedBufferPool(BufferPool):
 
     def wait_consumed(self, buffer: Tensor) -> None:
         """Wait until a buffer may be written: all ranks have added the gradient that was last sent from it."""
-        self._wait(ADDED, self._sent_as.get(buffer.data_ptr(), 0))
+        self._wait(CONSUMED, self._sent_as.get(buffer.data_ptr(), 0))
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor begins at one of these buffers."""
@@ -144,12 +144,12 @@ class SharedBufferPool(BufferPool):
         The buffer must not be written before :meth:`wait_consumed` returns.
         """
         number = self._sent + 1
-        self._wait(ADDED, max(0, number - _RING))
+        self._wait(CONSUMED, max(0, number - _RING))
         place = 2 * (number % _RING)
         mine = self._rings[self._memory.rank]
         mine[place], mine[place + 1] = self._offsets[buffer.data_ptr()], buffer.nbytes
         self._sent_as[buffer.data_ptr()] = self._sent = number
-        self._signals.increment(SENT)
+        self._signals.increment(PUBLISHED)
         return number
 
     def parts(self, number: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -173,17 +173,17 @@ class SharedBufferPool(BufferPool):
         """Publish that this rank has added its piece of gradient `number`."""
         assert number == self._added + 1, "gradients are added in the order in which they are sent"
         self._added = number
-        self._signals.increment(ADDED)
+        self._signals.increment(CONSUMED)
 
     def peers_ready(self, number: int) -> PeersReady:
         return PeersReady(self, number)
 
     def is_published(self, number: int) -> bool:
         """Return whether all ranks have sent gradient `number`."""
-        return not self._signals.ranks_below(SENT, number)
+        return not self._signals.ranks_below(PUBLISHED, number)
 
     def wait_published(self, number: int) -> None:
-        self._signals.wait(SENT, number)
+        self._signals.wait(PUBLISHED, number)
 
     def _wait(self, word: int, target: int) -> None:
         if not self._signals.ranks_below(word, target):
