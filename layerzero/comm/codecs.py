@@ -67,8 +67,8 @@ def encoded_sizes(codec: GatherCodec | None, layout: FlatLayout, zero3_size: int
     sizes = [codec.nbytes(blocks, dtype) if blocks else 0 for blocks in row_blocks(layout, zero3_size)]
     if wrong := [size for size in sizes if not isinstance(size, int) or size < 0]:
         raise TypeError(
-            f"{type(codec).__name__}.nbytes must return a number of bytes, got {wrong[0]!r} for a shard in {dtype}: the "
-            "buffers of a gather are allocated from it. Return an int that is not negative"
+            f"{type(codec).__name__}.nbytes must return a number of bytes, got {wrong[0]!r} for a shard in {dtype}: "
+            "the buffers of a gather are allocated from it. Return an int that is not negative"
         )
     return sizes
 

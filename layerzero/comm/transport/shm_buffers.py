@@ -1,8 +1,8 @@
 """Gradient buffers in shared memory that the other ranks of a ZeRO-3 group read in place.
 
 [Note: When a buffer is written again]
-A rank sends a full gradient by publishing the offset of the gradient in the rank's part (counter PUBLISHED). The other ranks
-read and add it in place (counter CONSUMED). All ranks send and add in the same order, so gradient n of one rank
+A rank sends a full gradient by publishing the offset of the gradient in the rank's part (counter PUBLISHED). The other
+ranks read and add it in place (counter CONSUMED). All ranks send and add in the same order, so gradient n of one rank
 corresponds to gradient n of every other rank. A buffer that was last sent as gradient n is reused once CONSUMED of all
 ranks is at least n. Then no rank reads it any more, since later gradients have their own offsets. Offsets are published
 in a ring of 64 entries. Gradient n + 64 overwrites the entry of gradient n, after CONSUMED of all ranks has reached n.
