@@ -150,7 +150,6 @@ class RefreshRound:
 
     See [Note: Rounds of writing] in comm/transport/base.py.
 
-
     Args:
         handles: handles to refresh, in order.
         transports: those of all meshes of the model.
