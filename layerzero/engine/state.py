@@ -78,8 +78,8 @@ class LayerZeroState(Closable):
         """Sharded model. Raises RuntimeError if it was garbage collected."""
         if (model := self._model()) is None:
             raise RuntimeError(
-                "the sharded model was garbage collected, because no reference to it was left. Keep a reference to the model "
-                "that you passed to shard_model"
+                "the sharded model was garbage collected, because no reference to it was left. Keep a reference to the "
+                "model that you passed to shard_model"
             )
         return model
 
