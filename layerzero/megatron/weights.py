@@ -59,7 +59,7 @@ def replicas_agree(model: Sequence[ShardedChunk], cross_check: bool = False) -> 
         for handle in get_state(chunk).handles:
             shard = (number, handle.mesh_info.ranks, handle.mesh_info.grid.zero3_rank)
             digest = digests.setdefault(shard, hashlib.sha1(usedforsecurity=False))
-            digest.update(handle.read_zero3().cpu().view(torch.uint8).numpy().tobytes())
+            digest.update(handle.weights.read_zero3().cpu().view(torch.uint8).numpy().tobytes())
     mine = {(shard, digest.hexdigest()) for shard, digest in digests.items()}
     said: list[Any] = [None] * groups.zero1.size()
     dist.all_gather_object(said, mine, group=groups.zero1)

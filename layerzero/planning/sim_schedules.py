@@ -108,7 +108,7 @@ class _Rank:
         for number in self._agreement:
             yield SimWait(number)
         self._agreement = []
-        for axis, ranks in (("node", how.zero3_size), ("replica", how.replicas)):
+        for axis, ranks in (("zero3", how.zero3_size), ("replica", how.replicas)):
             if ranks > 1:
                 self._agreement.append(self._take())
                 yield SimLaunch(

@@ -240,7 +240,7 @@ def _beside_megatrons_loop(rank: int) -> None:
         experts = [handle for handle in get_state(chunks[0]).handles if handle.mesh_info.data_parallel == 2]
         assert len(experts) == case.layers
         if rank == 2:
-            experts[0].zero3_shard.view(torch.int32)[0] ^= 1
+            experts[0].weights.zero3_shard.view(torch.int32)[0] ^= 1
         assert not replicas_agree(chunks)
         with pytest.raises(
             ValueError,

@@ -283,7 +283,7 @@ def _full_at_once(rank: int) -> None:
         seen: list[int] = []
 
         def look(*_: object, units=units, seen=seen) -> None:
-            seen.append(sum(handle.full_buffer.untyped_storage().nbytes() > 0 for handle in units.values()))
+            seen.append(sum(handle.weights.full_buffer.untyped_storage().nbytes() > 0 for handle in units.values()))
 
         for unit in model.blocks:
             unit.register_forward_hook(look)
@@ -323,7 +323,9 @@ def _frozen_and_low(rank: int) -> None:
         optimizer.zero_grad()
     traffic = layerzero.traffic(model)
     assert (traffic.calls["hop1"], traffic.calls["hop2"], traffic.calls["refresh"]) == (2, 2, 2), "not the frozen one"
-    in_fp32, in_bf16 = ([h.layout.numel for h in trainable if h.zero3_shard.dtype == dtype] for dtype in (FP32, BF16))
+    in_fp32, in_bf16 = (
+        [h.layout.numel for h in trainable if h.weights.zero3_shard.dtype == dtype] for dtype in (FP32, BF16)
+    )
     assert traffic.bytes["refresh"] == sent(in_fp32, 2, FP32, share=2) + sent(in_bf16, 2, BF16, share=2)
     report = layerzero.memory(model)
     assert {kind: report.measured[kind] for kind in report.predicted} == report.predicted
