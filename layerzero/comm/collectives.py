@@ -70,7 +70,7 @@ class Communicator:
     """
 
     name: str  # for display
-    axis: str  # "zero3", "replica", "control" or "across"
+    axis: str  # "zero3", "replica", "control" or "model_parallel"
     held_group: HeldGroup
     counters: TrafficCounters
     size: int

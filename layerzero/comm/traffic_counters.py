@@ -24,13 +24,13 @@ class Collective(enum.Enum):
     HOP1 = "hop1"  # gradients, inside the ZeRO-3 group; with shared memory, counts the bytes that were read
     HOP2 = "hop2"  # gradients, across replicas
     REFRESH = "refresh"  # ZeRO-1 shards -> ZeRO-3 shard
-    METADATA = "agree"  # used parameters, one byte each, and other control messages
-    GATHER_ORDER = "order"  # unit that is gathered next, if it was not predicted
-    SCALAR_REDUCE = "norm"  # gradient norms
+    METADATA = "metadata"  # used parameters, one byte each, and other control messages
+    GATHER_ORDER = "gather_order"  # unit that is gathered next, if it was not predicted
+    SCALAR_REDUCE = "scalar_reduce"  # gradient norms
     UNSHARD = "unshard"  # parameters in full precision for users and checkpoints
     BROADCAST = "broadcast"  # initial weights
-    OWNER_GATHER = "collect"  # rows of a parameter and its gradient -> their owner, inside the ZeRO-3 group
-    OWNER_SCATTER = "hand_back"  # updated rows of the owner -> the ranks that hold them
+    OWNER_GATHER = "owner_gather"  # rows of a parameter and its gradient -> their owner, inside the ZeRO-3 group
+    OWNER_SCATTER = "owner_scatter"  # updated rows of the owner -> the ranks that hold them
     SNAPSHOT = "snapshot"  # one rank's part of a checkpoint -> host memory of another node
 
 

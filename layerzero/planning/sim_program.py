@@ -47,7 +47,7 @@ What = tuple[str, str]  # phase and unit
 
 @dataclass(frozen=True)
 class SimCollective:
-    kind: str  # "gather", "hop1", "hop2", "refresh", "agree", ...
+    kind: str  # "gather", "hop1", "hop2", "refresh", "metadata", ...
     unit: str
     axis: str  # "zero3", "replica" or "control"
     comm: str  # communicator, whose collectives run one after the other

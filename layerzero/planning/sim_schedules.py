@@ -112,7 +112,7 @@ class _Rank:
             if ranks > 1:
                 self._agreement.append(self._take())
                 yield SimLaunch(
-                    SimCollective("agree", "", "control", f"{axis} control", ranks, 0.0), self._agreement[-1]
+                    SimCollective("metadata", "", "control", f"{axis} control", ranks, 0.0), self._agreement[-1]
                 )
         yield from self._update()
         yield StepEnd()

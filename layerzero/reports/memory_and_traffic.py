@@ -52,13 +52,13 @@ class MemoryReport:
         predicted_peak: predicted maximum of bytes on the device during a step, including the measured optimizer state.
         measured_peak: maximum of bytes on the device so far, as counted by the model's own pools. Activations and
             temporary allocations of torch or the optimizer are not included.
-        node: bytes of the shared memory of the ZeRO-3 group, as counted by the operating system: the parts of all ranks
+        shared_segment: bytes of the shared memory of the ZeRO-3 group, as counted by the operating system: parts of all ranks
             and the pages of counters. Each rank reports the same number. 0 if memory is not shared.
     """
 
     predicted: dict[str, int]
     measured: dict[str, int]
-    node: int = 0
+    shared_segment: int = 0
     predicted_peak: int = 0
     measured_peak: int = 0
 
@@ -76,8 +76,8 @@ class MemoryReport:
         ]
         rows.append(("on the device", "", size(self.total)))
         rows.append(("peak of a step", size(self.predicted_peak), size(self.measured_peak)))
-        if self.node:
-            rows.append(("shared by the ZeRO-3 group", "", size(self.node)))
+        if self.shared_segment:
+            rows.append(("shared by the ZeRO-3 group", "", size(self.shared_segment)))
         return table(("memory of this rank", "predicted", "measured"), rows)
 
 
@@ -87,14 +87,14 @@ class TrafficReport:
 
     Attributes:
         calls: number of calls by collective: ``gather``, ``regather`` (for a backward, among the number of ranks set by
-            `reshard_after_forward`), ``hop1``, ``hop2``, ``refresh``, ``agree`` (one byte per parameter), ``order`` (16
-            bytes whenever units are called in a new order), ``norm``, ``unshard``, ``broadcast``, ``collect`` and
-            ``hand_back`` (full parameters to their owners and back, inside the ZeRO-3 group). With shared memory, a
-            ``gather`` sends nothing.
+            `reshard_after_forward`), ``hop1``, ``hop2``, ``refresh``, ``metadata`` (one byte per parameter),
+            ``gather_order`` (16 bytes whenever units are called in a new order), ``scalar_reduce`` (norms),
+            ``unshard``, ``broadcast``, ``owner_gather`` and ``owner_scatter`` (full parameters to their owners and
+            back, inside the ZeRO-3 group). With shared memory, a ``gather`` sends nothing.
         bytes: bytes sent, by collective. With shared memory, ``hop1`` counts the bytes that this rank has read from
             other ranks' memory.
         bytes_by_axis: bytes sent, by axis: ``zero3`` (inside the ZeRO-3 group), ``replica`` (between replicas),
-            ``control`` (the bytes of ``agree`` and ``order``, on the CPU), ``across`` (model-parallel axes, such as the
+            ``control`` (the bytes of ``metadata`` and ``gather_order``, on the CPU), ``model_parallel`` (such as the
             tensor-parallel axis).
         predicted: predicted bytes of gathers, reductions and refreshes, by collective, for the same number of calls.
             Collectives whose handles were called unequally often are omitted.
@@ -141,7 +141,7 @@ def memory(model: nn.Module) -> MemoryReport:
     return MemoryReport(
         predicted=_total(report.predicted for report in reports),
         measured=_total(report.measured for report in reports),
-        node=sum(report.node for report in reports),
+        shared_segment=sum(report.shared_segment for report in reports),
         predicted_peak=sum(report.predicted_peak for report in reports),
         measured_peak=sum(report.measured_peak for report in reports),
     )
@@ -163,7 +163,7 @@ def _memory(runtime: LayerZeroState) -> MemoryReport:
     return MemoryReport(
         predicted=predicted.kinds,
         measured=measured,
-        node=sum(transport.shared_bytes for transport in runtime.transports),
+        shared_segment=sum(transport.shared_bytes for transport in runtime.transports),
         predicted_peak=predicted.peak + measured["optimizer"],
         measured_peak=on_device(measured)
         - measured["idle_buffer"]

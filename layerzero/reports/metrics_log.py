@@ -44,7 +44,7 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
 
     - ``layerzero/memory/KIND``: currently allocated bytes, by the kinds of :class:`layerzero.MemoryReport`.
     - ``layerzero/bytes/AXIS``: bytes sent on ``zero3`` (inside the ZeRO-3 group), ``replica`` (between replicas),
-      ``control``, and ``across`` (model-parallel axes).
+      ``control``, and ``model_parallel`` (such as the tensor-parallel axis).
     - ``layerzero/wait_seconds/COLLECTIVE``: seconds that the host has waited for ``gather``, ``regather``, ``hop1``,
       ``hop2``, ``refresh``, ... They are close to zero on devices, where streams wait instead. With shared memory,
       ``gather`` is the wait until the other ranks have read the old weights and written the new weights.

@@ -64,7 +64,7 @@ def _counts(rank: int, cases: list[Case]) -> None:
                 assert calls.get("hop2", 0) == (handles if replicas > 1 else 0), (case, calls)
                 assert calls.get("refresh", 0) == (handles if replicas > 1 else 0), (case, calls)
                 if case.zero3_size == 1:
-                    assert set(calls) <= {"hop2", "refresh", "agree"}, (case, calls)
+                    assert set(calls) <= {"hop2", "refresh", "metadata"}, (case, calls)
                 # Full gradients wait, without any collective, for the backward that reduces.
                 backwards = 1 if case.accumulation == "full" else case.micro_batches
                 assert calls.get("hop1", 0) == (handles * backwards if case.zero3_size > 1 else 0), (case, calls)

@@ -178,7 +178,7 @@ def test_a_recorded_schedule_keeps_every_exchange_and_every_second(settings: Set
         "hop1": hop1 * units * steps,
         "hop2": units * steps,
         "refresh": units * steps,
-        "agree": 2 * steps,  # along both axes
+        "metadata": 2 * steps,  # along both axes
     }
     for kind in outcome.calls:
         sent = sum(event.bytes for event in events if event.kind == "launch" and event.collective == kind)

@@ -95,8 +95,8 @@ def _schedule(rank: int, folder: str) -> list[tuple[str, str, str, int]]:
     # The next step's gathers wait for refreshes. A rank that used every parameter does not wait for an agreement. Sums
     # that are complete when they are needed need no wait.
     never = {launched[number].collective for number in unwaited}
-    assert {"refresh", "agree"} <= never <= {"refresh", "agree", "hop1", "hop2"}
-    assert {event.collective for event in waits} >= {"gather", "norm"}
+    assert {"refresh", "metadata"} <= never <= {"refresh", "metadata", "hop1", "hop2"}
+    assert {event.collective for event in waits} >= {"gather", "scalar_reduce"}
     assert not any(wait.beside for wait in waits)
 
     inner = [f"blocks.{index}" for index in range(2)]

@@ -181,7 +181,7 @@ def _counted(rank: int) -> None:
         assert traffic.bytes_by_axis["zero3"] == whole * 3 // 4 + whole // 2 + traffic.bytes["hop1"]
         for collective in ("gather", "regather"):
             assert traffic.predicted[collective] == traffic.bytes[collective]
-        assert step < 2 or not traffic.calls.get("order"), "foreseen"
+        assert step < 2 or not traffic.calls.get("gather_order"), "foreseen"
     layerzero.traffic(model, reset=True)
     with torch.no_grad():
         model(batch(rank, 0))

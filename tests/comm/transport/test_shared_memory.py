@@ -121,7 +121,7 @@ def _weigh(rank: int) -> None:
         parts = torch.tensor([transport.send_buffers.allocated_bytes])
         dist.all_reduce(parts, group=runtime.mesh_info.zero3_control_comm.group)
         page = os.sysconf("SC_PAGE_SIZE")
-        shared = report.node - int(parts)
+        shared = report.shared_segment - int(parts)
         assert whole <= shared <= whole + 64 * len(runtime.handles) + 8 * page, (report, parts)
 
 

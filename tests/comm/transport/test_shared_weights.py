@@ -251,7 +251,7 @@ def _orders(rank: int) -> None:
                 with torch.no_grad():
                     model(x)
         traffic = layerzero.traffic(model)
-        assert "order" not in traffic.calls and traffic.bytes["gather"] == 0, traffic
+        assert "gather_order" not in traffic.calls and traffic.bytes["gather"] == 0, traffic
 
 
 def _integers(step: int, rank: int) -> tuple[Tensor, Tensor]:
