@@ -13,6 +13,7 @@ The files in reading order. Each one imports files of this folder only from belo
 - `unit`: `Unit`: modules and handles that are gathered together; shows sharded or gathered parameters, casts inputs
 - `gather_order`: `GatherOrderCheck`: all ranks of a ZeRO-3 group gather the same units in the same order
 - `module_checks`: `StructureCheck`: the model still consists of the modules and parameters that were sharded
+- `call_context`: context of a call: hooks around methods, recursive calls, running backwards, refused transforms
 - `buffers`: module buffers that `buffer_dtype` has cast, and their dtype in state dicts
 - `gradient_reducer`: `GradientReducer`: gradients of the full model, used parameters, frozen parameters
 - `used_params`: `UsedParamMap`: one byte per parameter, maximum over all ranks

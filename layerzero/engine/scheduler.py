@@ -41,7 +41,7 @@ from layerzero.comm.mesh_info import MeshInfo
 from layerzero.config import LayerZeroConfig
 from layerzero.device.accelerator import device_module, refuse_capture
 from layerzero.device.buffer_pools import max_gathered_bytes
-from layerzero.dtensor.outside import in_backward, is_recursive_call, refuse_transforms
+from layerzero.engine.call_context import in_backward, is_recursive_call, refuse_transforms
 from layerzero.engine.gathered_params import FLAG, take_flag
 from layerzero.engine.gradient_reducer import GradientReducer
 from layerzero.engine.handle import Handle

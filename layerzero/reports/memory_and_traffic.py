@@ -52,8 +52,8 @@ class MemoryReport:
         predicted_peak: predicted maximum of bytes on the device during a step, including the measured optimizer state.
         measured_peak: maximum of bytes on the device so far, as counted by the model's own pools. Activations and
             temporary allocations of torch or the optimizer are not included.
-        shared_segment: bytes of the shared memory of the ZeRO-3 group, as counted by the operating system: parts of all ranks
-            and the pages of counters. Each rank reports the same number. 0 if memory is not shared.
+        shared_segment: bytes of the shared memory of the ZeRO-3 group, as counted by the operating system: parts of all
+            ranks and the pages of counters. Each rank reports the same number. 0 if memory is not shared.
     """
 
     predicted: dict[str, int]
