@@ -1,11 +1,11 @@
 """Compare saves and loads of layerzero with those of FSDP2 and torch.distributed.checkpoint, on the same disk.
 
     python -m benchmarks.checkpoint                    # 300 M parameters, 4 ranks: 3.6 GB a checkpoint
-    python -m benchmarks.checkpoint --width 512        # a small one, to see it work
+    python -m benchmarks.checkpoint --width 512        # a small model, as a quick test
 
-The model has AdamW state. Each contestant runs in new processes, and rounds alternate between them. The time of a save
-ends when the bytes are on the disk (both flush their files). A stall ends when save_async returns. A load reads from
-the page cache and ends when the optimizer has its state.
+The model has AdamW state. Each contestant runs in new processes, and rounds alternate between the contestants. The time
+of a save ends when the bytes are on the disk (both flush their files). A stall ends when save_async returns. A load
+reads from the page cache and ends when the optimizer has its state.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _fsdp2(width: int, folder: str) -> dict[str, float]:
 
 
 def _both_stalls(folder: str, launch: Callable[[str], Any], finish: Callable[[Any], Any]) -> dict[str, float]:
-    """Return the stalls of a first asynchronous save, and of a second one, which reuses its host memory."""
+    """Return the stalls of a first and a second asynchronous save. The second reuses the host memory of the first."""
     found = {}
     for number, which in enumerate(("first", "next")):
         path = f"{folder}/async-{number}"

@@ -53,7 +53,7 @@ class Watcher:
     def __init__(self) -> None:
         self.calls = 0
         self.changes = 0
-        self.chains: dict[str, list[CodeType]] = {}  # by name of the way: the longest chain, the hook first
+        self.chains: dict[str, list[CodeType]] = {}  # by name of the path: the longest chain, starting with the hook
         self._last = ""
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:

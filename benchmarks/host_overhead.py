@@ -2,12 +2,12 @@
 
     python benchmarks/host_overhead.py
 
-One process is rank 0 of 64 on torch's fake process group, whose collectives return at once and move no data. The model
-has 32 small units, so that the time of a pass beyond that of the plain model is the cost of hooks, views, buffer
+One process is rank 0 of 64 on torch's fake process group, whose collectives return immediately and move no data. The
+model has 32 small units, so that the difference to a pass of the plain model is the cost of hooks, views, buffer
 handling and launches. On a GPU, the host needs this time to run ahead of the device.
 
-The plain model and the contestants take turns. The output is the CPU time of this thread: median and quartiles. There
-is no communication, so the values of the tensors have no meaning.
+The plain model and the contestants alternate. The output is the CPU time of this thread, as median and quartiles.
+Without communication, the values of the tensors have no meaning.
 """
 
 from __future__ import annotations

@@ -61,9 +61,9 @@ def run_job(job: Job, nodes: Sequence[Node], *, timeout: float) -> list[dict[str
 def meeting(nodes: Sequence[Node]) -> Iterator[dict[str, str]]:
     """Yield the environment variables with the address of the ranks' store.
 
-    If a port were chosen here for a rank to listen on later, another process could take it meanwhile. Therefore this
-    process serves the store of one machine, like torchrun's agent. The namespace of an emulated node has no other
-    processes, and the fixed port is below the ephemeral ones.
+    If this function chose a port for a rank to listen on later, another process could take the port first. Therefore
+    this process serves the store of one machine, like torchrun's agent. The namespace of an emulated node has no other
+    processes, and the fixed port is below the ephemeral ports.
     """
     address = nodes[0].address
     if nodes[0].prefix:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.matrix_optimizers --where two-nodes
 
-Both train the model of the contest on the same batches, with alternating steps. The output has the median time of a
-step, the median time of Muon's own computation in it (on the slowest rank), and the bytes that a rank sends between
-nodes.
+Both optimizers train the model of the contest on the same batches, with alternating steps. The output has the median
+time of a step, the median time of Muon's own computation in it (on the slowest rank), and the bytes that a rank sends
+between nodes.
 """
 
 from __future__ import annotations

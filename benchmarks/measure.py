@@ -1,6 +1,6 @@
 """Measurement of the memory of a process, in the same way for every contestant.
 
-[Note: What model state is]
+[Note: Model state]
 Model state is the sum of all storages of CPU tensors that Python can reach, each counted once: parameters, masters,
 gradients, accumulators, optimizer state, flat buffers and scratch of a framework, and storages without a tensor.
 Python's garbage collector lists them, so the numbers do not depend on reports of the frameworks. They are measured at
@@ -8,7 +8,7 @@ three times in a step: after a micro-batch that is not the last, after the last 
 largest sum counts. Activations have been freed at these times; the caller excludes token batches. Buffers that only C++
 holds are not included; the peak memory of the process, which is measured as well, includes them.
 
-[Note: Memory that ranks share]
+[Note: Shared mappings]
 A mapping that several ranks share uses memory only once, and every tensor in it is a view. Therefore tensors in shared
 mappings are not counted. Instead each rank counts its share of all pages of the file behind the mapping, touched or
 not. The kernel counts touched pages as resident in each process; the peak is corrected for that.
@@ -42,7 +42,7 @@ _M_MMAP_THRESHOLD = -3  # parameter of glibc's mallopt
 
 
 class Shared(NamedTuple):
-    """Shared mappings of this process; see [Note: Memory that ranks share]."""
+    """Shared mappings of this process; see [Note: Shared mappings]."""
 
     addresses: tuple[range, ...]
     held: int  # bytes of existing pages, counted once for all processes
@@ -72,7 +72,7 @@ def shared_memory() -> Shared:
 
 
 def model_state_bytes(*, apart_from: Iterable[Tensor] = (), sharers: int = 1) -> int:
-    """Return the bytes of all live storages on the CPU. See [Note: What model state is].
+    """Return the bytes of all live storages on the CPU. See [Note: Model state].
 
     Args:
         apart_from: tensors that are not counted.
@@ -110,11 +110,11 @@ def resident_bytes() -> int:
 
 
 def return_freed_memory() -> None:
-    """Make glibc return freed blocks to the system at once from here on.
+    """Make glibc return freed blocks to the system immediately.
 
     By default its heap keeps freed blocks and fragments for many steps, to several times the memory in use. This
-    depends more on the heap than on the framework. So peaks are measured with this setting, and steps are timed without
-    it.
+    depends more on the heap than on the framework. Therefore peaks are measured with this setting, and steps are timed
+    without it.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, 64 * 1024)

@@ -5,7 +5,7 @@
 Four ranks on this machine train a model with very small activations. "Process" is the peak resident memory of two
 steps minus that of the same process after its imports, with this rank's share of shared memory. It also includes
 activations, temporaries of torch, buffers of gloo and Python objects, which the prediction does not. Buffers that are
-allocated but never touched are not resident, so a process may use less than predicted.
+allocated but never accessed are not resident, so a process may use less memory than predicted.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
     for values in itertools.product((1, 2, 4), ("sharded", "full"), ("auto", "off"), ("fp32", "bf16")):
         case = Case(*values)
         if case.zero3_size == 1 and (case.shared_memory == "auto" or case.accumulation == "full"):
-            continue  # without a ZeRO-3 group there is no shared memory, and accumulators are always full
+            continue  # without a ZeRO-3 group, ranks share no memory, and accumulators are always full
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(_measure, args=(case, args.width, args.units, folder), nprocs=RANKS)
             predicted, counted, process = map(int, Path(folder, "result").read_text().split())

@@ -1,9 +1,9 @@
-"""Measure leaks when one process shards many models in turn: threads, descriptors, groups, hooks, seconds per model.
+"""Measure leaks of one process that shards many models: threads, descriptors, groups, hooks, seconds per model.
 
     python benchmarks/models_in_turn.py --models 300 --ranks 4
 
-Each model takes one step and is dropped. After every tenth of the models, the output has the resources of rank 0 and
-the median time of a model: building it, one step, and the release of the previous model.
+Each model runs one step and is deleted. After every tenth of the models, the output has the resources of rank 0 and
+the median time of a model, which includes building the model, one step, and the release of the previous model.
 """
 
 from __future__ import annotations

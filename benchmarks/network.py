@@ -63,7 +63,7 @@ def carried(interface: str) -> Carried:
 def why_unavailable() -> str | None:
     """Return the reason why :func:`two_nodes` cannot work here, or None.
 
-    It makes two emulated nodes as a test, because root in a container may lack the rights.
+    The function creates two emulated nodes as a test, because root in a container may lack the rights.
     """
     if not sys.platform.startswith("linux"):
         return f"two emulated nodes need Linux, not {sys.platform}"
@@ -86,7 +86,7 @@ def one_machine() -> Iterator[tuple[Node, ...]]:
 
 @contextmanager
 def two_nodes(rate: str = "1gbit") -> Iterator[tuple[Node, ...]]:
-    """Make two namespaces and a link; remove them at the end, also after an error.
+    """Create two namespaces and a link; remove them at the end, even after an error.
 
     Args:
         rate: rate of the link in each direction, in the syntax of ``tc``.
@@ -109,7 +109,7 @@ class Switch:
         self._rate = rate
 
     def cut(self, node: int) -> None:
-        """Cut the link of a node: it loses its carrier, and other nodes get no notification."""
+        """Cut the link of a node. The link loses its carrier, and other nodes get no notification."""
         _run(*self.prefix, "ip", "link", "set", f"p{node}", "down")
 
     def mend(self, node: int) -> None:
@@ -125,7 +125,7 @@ class Switch:
 
 @contextmanager
 def switched(count: int, rate: str = "1gbit") -> Iterator[Switch]:
-    """Make `count` namespaces, each with a link to a switch; remove them at the end.
+    """Create `count` namespaces, each with a link to a switch; remove them at the end.
 
     Args:
         rate: rate of each link in each direction, in the syntax of ``tc``.

@@ -1,4 +1,4 @@
-"""Determine by long runs which optimizers of other packages work with layerzero, and compare that with its checks.
+"""Determine by long runs which optimizers of other packages work, and compare the result with layerzero's decision.
 
     PYTHONPATH=DIR python -m benchmarks.optimizer_survey [--write docs/optimizers.md] [--only NAME ...]
 
@@ -41,7 +41,7 @@ PACKAGES = {
     "torchao.optim": "torchao",
 }
 # Shapes, and the row bounds of three ranks. The first shape has more than 4096 elements, from where 8-bit optimizers
-# quantise. The rows of the second rank do as well, and their blocks of 128 or 256 elements start at other elements than
+# quantize. The rows of the second rank also do, and their blocks of 128 or 256 elements start at other elements than
 # those of the full matrix.
 CUTS = {
     (128, 96): (0, 61, 125, 128),

@@ -4,7 +4,7 @@
 
 Each cell is padding in percent of a unit's flat storage. A `+` means that the unit needs a second handle,
 because no shard length fits all of its rows. A `.` means that a shard holds fewer than 100 of its longest
-rows; then padding is bounded by one row per rank, not by 1 %.
+rows. Padding is then bounded by one row per rank instead of 1 %.
 """
 
 import argparse

@@ -4,11 +4,11 @@ A file has the results of one setup (one machine, or two emulated nodes), one mo
 keyed by contestant, A and reduce dtype, so that a contest can be resumed, or repeated for some contestants. A table
 never mixes numbers of two machines.
 
-[Note: The bound of a synchronous step]
+[Note: Bound of a synchronous step]
 Communication between nodes, once per step, can overlap only with the computation next to it. Hop 2 sends gradients,
-which exist from the backward of the last micro-batch on. The refresh sends weights, which the first forward of the next
-step uses. A step is synchronous if these weights result from these gradients, and if no weight is updated before all
-gradients are known, as gradient clipping requires. Such a step takes at least
+which exist after the backward of the last micro-batch has started. The refresh sends weights, which the first forward
+of the next step uses. A step is synchronous if these weights result from these gradients, and if no weight is updated
+before all gradients are known, as gradient clipping requires. The minimum time of such a step is
 
     compute + max(0, hop 2 - last backward) + max(0, refresh - first forward)
 
@@ -56,7 +56,7 @@ def published() -> list[Results]:
 
 
 def summarise(ranks: Sequence[dict[str, Any]], *, nodes: int) -> dict[str, Any]:
-    """Combine the results of all ranks into one run. See [Note: How a step is timed] in worker.py."""
+    """Combine the results of all ranks into one run. See [Note: Step timing] in worker.py."""
     finished = [max(marks) for marks in zip(*(rank["marks"] for rank in ranks), strict=True)]
     node_size = len(ranks) // nodes
     return {
@@ -95,7 +95,7 @@ class Results:
         return f"{name}/A{micro_batches}/{reduce if ENTRIES[name].reduces else 'none'}"
 
     def record(self, name: str, micro_batches: int, reduce: str) -> dict[str, Any]:
-        """Return the record of one key; make it if it does not exist."""
+        """Return the record of one key; create it if it does not exist."""
         return self.records.setdefault(self.key(name, micro_batches, reduce), {"runs": [], "problem": None})
 
     def row(self, name: str, micro_batches: int, reduce: str) -> Row | None:
@@ -128,7 +128,7 @@ class Results:
         return (1 - 1 / replicas) * float(self.settings["parameters"]) * width
 
     def bound(self, micro_batches: int, reduce: str) -> Range | None:
-        """Return the minimum seconds of a step; see [Note: The bound of a synchronous step].
+        """Return the minimum seconds of a step; see [Note: Bound of a synchronous step].
 
         Without a slow link this is the time of "compute alone".
         """

@@ -23,9 +23,9 @@ LOSS_TOLERANCE = 0.005  # relative: bf16 has 8 bits, and contestants round at di
 _REFERENCE = "layerzero"  # its step time is the unit of the comparison
 _COMPARED = 4  # A of the comparison
 _OURS = ("layerzero", "layerzero-full", "layerzero-exchanges", "layerzero-full-exchanges")
-# In README.md the rows without shared memory come first: that is how devices work.
+# In README.md the rows without shared memory are first, because devices do not share memory.
 _OURS_IN_SHORT = ("layerzero-exchanges", "layerzero-full-exchanges", "layerzero", "layerzero-full")
-# A peer's variants count as one: it is compared with the fastest of them.
+# layerzero is compared with the fastest variant of each peer.
 _PEERS = {
     "FSDP2 HSDP at its fastest": ("fsdp2-hsdp", "fsdp2-hsdp-keep", "fsdp2-hsdp-no-sync"),
     "FSDP1 hybrid at its fastest": ("fsdp1-hybrid", "fsdp1-hybrid-zero2"),
@@ -91,7 +91,7 @@ def _comparison(results: Results, micro_batches: int, reduce: str) -> str:
         if fastest is not None:
             others[what] = fastest.seconds_range
     lines = [
-        f"**Step times of others over those of layerzero, A = {micro_batches}, reduction in {reduce}**\n",
+        f"**Step times relative to layerzero, A = {micro_batches}, reduction in {reduce}**\n",
         "| | " + " | ".join(row.entry.label.removeprefix("layerzero ") for row in ours) + " |",
         "| --- |" + " ---: |" * len(ours),
     ]
@@ -134,7 +134,7 @@ def _table(results: Results, micro_batches: int, reduce: str) -> str:
             f"| {results.formula_bytes(reduce) / 1e6:.1f} | | | | | |"
         )
     agree = "agree" if apart <= LOSS_TOLERANCE else "**DO NOT AGREE**"
-    lines.append(f"\nLosses after step {common} {agree}: they lie {100 * apart:.2f} % apart.\n")
+    lines.append(f"\nLosses after step {common} {agree}. They differ by {100 * apart:.2f} %.\n")
     return "\n".join(lines)
 
 

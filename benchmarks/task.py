@@ -18,7 +18,7 @@ __all__ = ["COMPUTE_DTYPE", "OPTIMIZER", "REDUCE_DTYPES", "Block", "Task", "loss
 COMPUTE_DTYPE = torch.bfloat16
 REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-# The fastest AdamW of torch on a CPU. All contestants use it, on the tensors that they keep.
+# The fastest AdamW of torch on a CPU. All contestants use it, on their own tensors.
 OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
 
 _VOCABULARY = 256
@@ -61,8 +61,8 @@ def make_model(task: Task) -> nn.Module:
 def make_batches(task: Task, *, rank: int, step: int) -> list[Tensor]:
     """Return A micro-batches of token ids [batch, length] for one rank and step, the same for every contestant.
 
-    Each sequence counts up with its own stride. The model can learn this, so the loss falls from the first steps on. A
-    contestant that trains wrongly then has another loss, which random tokens would not show.
+    Each sequence counts up with its own stride. A model learns such sequences from the first steps on. A contestant
+    with wrong gradients therefore has a different loss, which random tokens would not show.
     """
     generator = torch.Generator().manual_seed(1_000_003 * step + rank)
     shape = (task.micro_batches, task.batch_size, 1)

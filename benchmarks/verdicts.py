@@ -1,6 +1,6 @@
 """Performance targets for the developers of layerzero: ``python -m benchmarks.verdicts``.
 
-They are only printed. The docs show comparisons instead.
+The results are only printed. The docs show comparisons instead.
 """
 
 from __future__ import annotations

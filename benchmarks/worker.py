@@ -1,10 +1,10 @@
 """Program of one rank of one contestant: ``python -m benchmarks.worker JOB``, started by :mod:`benchmarks.launch`.
 
-[Note: How a step is timed]
+[Note: Step timing]
 Steps run without barriers between them. Each rank records the time when its `update` returns; all ranks use the same
 clock, that of the machine. A step starts when the last rank has finished the previous step, and ends when the last rank
-has finished this one. So work that a framework leaves in flight after its optimizer's step, such as a gather of new
-weights, counts for the next step. There is no pause between steps that is not timed.
+has finished this step. Work that a framework leaves in flight after its optimizer's step, such as a gather of new
+weights, therefore counts for the next step. All time between steps is measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["WARM_UP", "Job", "main"]
 
 WARM_UP = 2  # steps before the measured ones
 PEAK_STEPS = 2  # steps after the measured ones, for the peak memory
-FEWEST = 3  # measured steps, however slow they are
+FEWEST = 3  # minimum of measured steps, even if they are slow
 SILENCE = 20_000  # bytes; less than any tensor of the model, more than a barrier
 
 
@@ -94,7 +94,7 @@ def run(job: Job, contestant: Contestant, rank: int) -> dict[str, Any]:
     contestant.ledger()
     wire = _settled(job)
     marks = []
-    for step in range(WARM_UP, WARM_UP + 1 + steps):  # the first one starts with nothing in flight: not timed
+    for step in range(WARM_UP, WARM_UP + 1 + steps):  # the first step starts with nothing in flight, so it is not timed
         losses.append(take_step(contestant, make_batches(job.task, rank=rank, step=step)))
         marks.append(time.monotonic())
     wire_after = _settled(job)
@@ -130,10 +130,10 @@ def _settled(job: Job) -> Carried:
 
 
 def take_step(contestant: Contestant, batches: list[Tensor], state_bytes: dict[str, int] | None = None) -> float:
-    """Take one optimizer step; return its mean loss on this rank.
+    """Run one optimizer step; return its mean loss on this rank.
 
     Args:
-        state_bytes: filled with the bytes of model state by time in the step. See [Note: What model state is].
+        state_bytes: filled with the bytes of model state by time in the step. See [Note: Model state].
     """
     losses = []
     for index, batch in enumerate(batches):

@@ -1,7 +1,7 @@
 """A small decoder-only GPT over bytes.
 
-The vocabulary is the 256 byte values, so no tokenizer is needed. `Block` is the unit: its parameters are
-gathered, used and freed together. The other parameters (embeddings, last norm and head) belong to the root.
+The vocabulary is the 256 byte values, so no tokenizer is needed. `Block` is the unit, whose parameters
+are gathered, used and freed together. The other parameters (embeddings, last norm and head) belong to the root.
 This file does not depend on sharding.
 """
 
@@ -38,7 +38,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:  # [batch, length, width] -> the same
+    def forward(self, x: Tensor) -> Tensor:  # [batch, length, width] -> [batch, length, width]
         batch, length, width = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [batch, heads, length, width / heads]
@@ -76,8 +76,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.width)
-        # Learned positions instead of rotary ones: a table of angles as input of each block would be cast to
-        # the compute dtype together with the block's other inputs.
+        # Positions are learned instead of rotary, because a table of angles as input of each block would be cast
+        # to the compute dtype together with the block's other inputs.
         self.position = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList([Block(config) for _ in range(config.layers)])
         self.norm = nn.LayerNorm(config.width)
@@ -123,11 +123,11 @@ def generate(
     top_k: int | None = None,
     generator: torch.Generator | None = None,  # on the CPU
 ) -> Tensor:  # int64 [batch, length + new_tokens]
-    """Append `new_tokens` sampled tokens to the prompt; `temperature=0` always takes the likeliest token.
+    """Append `new_tokens` sampled tokens to the prompt. With `temperature=0`, select the most likely token.
 
-    This only calls `model(ids)`, so it works for a sharded model if all ranks call it with the same arguments.
-    The number of forwards depends only on `new_tokens`, never on the sampled tokens: if a rank stopped early,
-    the other ranks would wait forever in a gather.
+    The function only calls `model(ids)`. It therefore works for a sharded model if all ranks pass the same arguments.
+    The number of forwards depends on `new_tokens` but not on the sampled tokens. If a rank stopped early, the other
+    ranks would wait forever in a gather.
     """
     if temperature < 0:
         raise ValueError(f"temperature={temperature} must be at least 0")

@@ -3,7 +3,7 @@
     PYTHONPATH=Megatron-LM torchrun --nproc-per-node 8 examples/pretrain_megatron.py \\
         --layerzero-config layerzero.yaml ...
 
-Here Megatron-LM is a checkout at core_v0.19.0 or core_v0.16.1, and the dots stand for flags of its pretrain_gpt.py.
+Megatron-LM is a checkout of core_v0.19.0 or core_v0.16.1. Replace the dots with flags of its pretrain_gpt.py.
 """
 
 from functools import partial

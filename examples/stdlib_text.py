@@ -1,7 +1,7 @@
-"""Text that every machine has: the source files of Python's standard library, as bytes.
+"""Training text from the source files of Python's standard library, as bytes.
 
-All results depend only on the arguments: the files to read, the validation files, and the bytes of each rank
-and step. So runs are reproducible, and two runs with the same ranks but another `zero3_size` train on the same
+The selected files, the validation files, and the bytes of each rank and step depend only on the arguments.
+Runs are therefore reproducible, and two runs with the same ranks but another `zero3_size` train on the same
 batches.
 """
 
@@ -33,7 +33,7 @@ SKIPPED_PARTS = {
     "ensurepip",
     "__pycache__",
 }
-VALIDATION_ONE_IN = 10  # one in this many files is a validation file
+VALIDATION_ONE_IN = 10  # one file out of this many is a validation file
 IGNORED = -100  # target that cross-entropy ignores
 
 
@@ -77,14 +77,14 @@ def source_files(root: Path) -> list[str]:
     """Return the names of the .py files to read, relative to `root`, with forward slashes on every system."""
     found: list[str] = []
     for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in SKIPPED_PARTS]  # do not walk these, they may be large
+        inner[:] = [name for name in inner if name not in SKIPPED_PARTS]  # these folders may be large
         paths = (Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata"))
         found += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
     return found
 
 
 def is_held_out(name: str) -> bool:
-    # Use digits of the hash that do not affect the order; otherwise the first files would all be held out.
+    # Use digits of the hash that do not affect the order. Otherwise all of the first files would be held out.
     return int(_name_hash(name)[-8:], 16) % VALIDATION_ONE_IN == 0
 
 
@@ -92,8 +92,8 @@ def is_held_out(name: str) -> bool:
 class WindowSampler:
     """Sampler with different windows for each (step, micro-batch, rank).
 
-    The windows of an epoch tile the text without overlap, in shuffled order; no window is drawn twice in an
-    epoch by any rank. One global counter assigns them. So the windows of a step depend only on their number,
+    The windows of an epoch tile the text without overlap, in shuffled order. No rank draws a window twice in an
+    epoch. One global counter assigns the windows. The windows of a step therefore depend only on their number,
     ranks x micro_batches x batch_size, and one process can train on the union of the windows of four ranks.
     """
 
@@ -133,7 +133,7 @@ class WindowSampler:
 
 class EpochOrder(NamedTuple):
     windows: Tensor  # int64 [windows per epoch], a permutation
-    offset: int  # offset of the first window; differs between epochs, so that windows start at other bytes
+    offset: int  # offset of the first window, which differs between epochs
 
 
 @functools.lru_cache(maxsize=2)  # a batch may contain windows of two epochs
@@ -154,7 +154,7 @@ def validation_share(
     """Return this rank's batches of `windows` validation windows, spread evenly over the text.
 
     All ranks get the same number of batches of the same shape, because every forward gathers weights from all
-    ranks. Surplus targets are `IGNORED`. So the mean over ranks is over the same windows for any number of ranks.
+    ranks. Surplus targets are `IGNORED`. The mean over ranks therefore uses the same windows for any number of ranks.
     """
     room = len(text) - seq_len - 1
     if room < 0:

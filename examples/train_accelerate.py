@@ -1,4 +1,4 @@
-"""Train a sharded GPT with Hugging Face Accelerate; comments mark the differences from plain Accelerate.
+"""Train a sharded GPT with Hugging Face Accelerate. Comments mark the differences from plain Accelerate.
 
 torchrun --nproc-per-node 4 examples/train_accelerate.py
 """

@@ -47,7 +47,7 @@ def pictures(number: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def average_statistics(model: nn.Module) -> None:
-    """Average the running statistics over ranks before an evaluation or a save; each rank has those of its batches."""
+    """Average the running statistics over ranks before an evaluation or a save."""
     for name, buffer in model.named_buffers():
         if name.endswith(("running_mean", "running_var")):
             dist.all_reduce(buffer)
@@ -56,7 +56,7 @@ def average_statistics(model: nn.Module) -> None:
 
 @torch.no_grad()
 def accuracy(model: nn.Module) -> float:
-    model.eval()  # on all ranks: a forward gathers weights
+    model.eval()  # on all ranks, because a forward gathers weights
     images, labels = pictures(256, seed=1)
     right = (model(images).argmax(dim=1) == labels).float().mean().item()
     model.train()
@@ -67,7 +67,7 @@ def main(steps: int = 40) -> tuple[list[float], float]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     # Masters, gradients and moments are sharded over all ranks, weights over two. With weights in bf16, batch norm
-    # would need buffers in bf16, too: use buffer_dtype, or mp_policy=callable with fp32 for units that have norms.
+    # would also need buffers in bf16: use buffer_dtype, or mp_policy=callable with fp32 for units with norms.
     model = layerzero.shard_model(build(), zero3_size=2, units={Block})
     optimizer = layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model)
     losses = []

@@ -3,12 +3,12 @@
     torchrun --nproc-per-node 4 examples/train_gpt.py
 
 runs four ranks on this machine and treats them as two nodes of two ranks (`--zero3-size 2`). Without a GPU
-it uses gloo on the CPU and takes one to two minutes on two cores. It prints the validation loss before and
-after, memory and traffic of the run, the costs of other sharding schemes for the same model (the formulas are
-in scheme_costs.py), and a sample of text. It needs tqdm. With `--checkpoints FOLDER` it may be stopped and started
-again, also with another number of ranks.
+the program uses gloo on the CPU and needs one to two minutes on two cores. It prints the validation loss before and
+after training, memory and traffic of the run, the costs of other sharding schemes for the same model (see
+scheme_costs.py), and a sample of text. It needs tqdm. With `--checkpoints FOLDER` you can stop and restart the
+program, even with another number of ranks.
 
-To adapt it, look at `build`: one call shards the model, and one call shards each optimizer.
+To adapt the program, change `build`. One call shards the model, and one call shards each optimizer.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def make_optimizers(args: argparse.Namespace, model: nn.Module) -> list[torch.op
     optimizers: list[torch.optim.Optimizer] = []
     if args.optimizer == "muon":
         in_blocks = [p for m in model.modules() if isinstance(m, Block) for p in m.parameters() if p.ndim == 2]
-        # Updates are scaled to the size of AdamW's, so that both optimizers can use the same learning rate.
+        # Updates are scaled to the size of AdamW's updates, so that both optimizers can use the same learning rate.
         how = {"lr": args.lr, "weight_decay": args.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
         optimizers.append(torch.optim.Muon(in_blocks, **how))
         matrices = [p for p in matrices if all(p is not other for other in in_blocks)]
@@ -221,7 +221,7 @@ def save(args: argparse.Namespace, trainer: Trainer, step: int) -> checkpoint.Pe
 
 
 def train(args: argparse.Namespace, trainer: Trainer, sampler: WindowSampler, ranks: Ranks) -> int:
-    """Train; return the number of steps that were left to do."""
+    """Train for the remaining steps; return their number."""
     trainer.model.train()
     first = resume(args, trainer)
     pending = None  # asynchronous save in flight
@@ -264,7 +264,7 @@ def train_step(
         last = micro_batch == args.micro_batches - 1
         # Accumulate gradients until the last micro-batch, so that they are reduced between nodes once per step.
         with contextlib.nullcontext() if last else layerzero.no_sync(model):
-            # layerzero averages over ranks, like DDP; the mean over micro-batches is up to the training loop.
+            # layerzero averages over ranks, like DDP. The loop must average over micro-batches.
             loss = next_token_loss(model(inputs), targets) / args.micro_batches
             loss.backward()
         total += loss.detach()
@@ -293,7 +293,7 @@ def validate(model: nn.Module, batches: list[Batch], ranks: Ranks) -> float:
 
 
 def sample_text(model: nn.Module, args: argparse.Namespace, ranks: Ranks) -> str:
-    """Continue a line of Python. All ranks must call this and draw the same bytes, because forwards gather."""
+    """Continue a line of Python. All ranks must call this function and draw the same bytes, because forwards gather."""
     model.eval()
     prompt = b"def read(self, size"
     ids = torch.tensor([list(prompt)], device=ranks.device)

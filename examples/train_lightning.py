@@ -1,4 +1,4 @@
-"""Train a sharded GPT with Lightning's Trainer; comments mark the differences from plain Lightning.
+"""Train a sharded GPT with Lightning's Trainer. Comments mark the differences from plain Lightning.
 
 torchrun --nproc-per-node 4 examples/train_lightning.py
 """

@@ -21,7 +21,7 @@ def main(steps: int = 40) -> tuple[list[float], dict[str, Tensor]]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     torch.manual_seed(0)
-    base = GPT(CONFIG).bfloat16()  # untrained here; load your own from a checkpoint
+    base = GPT(CONFIG).bfloat16()  # untrained in this example; load your own weights
     adapters = LoraConfig(r=8, lora_alpha=32, target_modules=["qkv", "up", "out", "head"])
     model = get_peft_model(base, adapters)  # before shard_model; adapters are in fp32
 
@@ -42,7 +42,7 @@ def main(steps: int = 40) -> tuple[list[float], dict[str, Tensor]]:
         optimizer.zero_grad()
         losses.append(loss.item())
 
-    # The tensors that PEFT saves; the base is not gathered. All ranks call this, the first one gets the tensors.
+    # Return the tensors that PEFT saves, without a gather of the base. All ranks call this; the first gets the tensors.
     whole = layerzero.full_state_dict(model, trainable_only=True)
     saved: dict[str, Tensor] = {}
     if dist.get_rank() == 0:

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/train_megatron.py
 
 runs two pipeline stages of two data-parallel ranks each. It needs megatron-core and, without GPUs, the replacements of
-CUDA in tests/support/megatron_cpu.py. All layerzero code is in `build`; the rest is like any Megatron script.
+CUDA in tests/support/megatron_cpu.py. All layerzero code is in `build`.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def main(steps: int = 20) -> list[float]:
 
     torch.manual_seed(index)
     model = LastStage() if index else FirstStage()
-    model = layerzero.shard_model(model, mesh=mesh["dp"], units={Block})  # over the ranks that hold this stage
+    model = layerzero.shard_model(model, mesh=mesh["dp"], units={Block})  # over the ranks of this stage
     optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-3), model)
 
     sent = torch.zeros(

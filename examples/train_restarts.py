@@ -1,13 +1,13 @@
-"""Train with restarts after failures; the result equals that of an uninterrupted run, bit for bit.
+"""Train with restarts after failures. The result is bitwise equal to that of an uninterrupted run.
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 --max-restarts 3 \
         examples/train_restarts.py --checkpoints /tmp/run --kill 1
 
 `--kill SEED` kills a rank at a random time in the first attempt. torchrun then stops the other ranks and restarts all
-of them; without the environment variable, torch's own process groups fail at that (docs/reliability.md). The digest
-printed at the end covers weights, optimizer state, data and random numbers of the run. It is the same with and without
-kills. `--snapshots` keeps snapshots in the memory of two nodes instead of writing checkpoints. This covers the loss of
-a node, with `torchrun --nnodes 2` on each of two nodes and a spare one.
+of them. Without the environment variable, torch's own process groups fail after a restart (docs/reliability.md). The
+digest printed at the end covers weights, optimizer state, data and random numbers of the run. It is the same with and
+without kills. `--snapshots` stores snapshots in the memory of two nodes instead of checkpoints. A run then survives the
+loss of a node, with `torchrun --nnodes 2` on two nodes and a spare node.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train a sharded llama with torchtitan's own trainer; comments mark the differences from plain torchtitan.
+"""Train a sharded llama with torchtitan's own trainer. Comments mark the differences from plain torchtitan.
 
 torchrun --nproc-per-node 8 -m torchtitan.train --module train_torchtitan --config small_llama
 """

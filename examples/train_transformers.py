@@ -1,4 +1,4 @@
-"""Train a sharded Llama with Hugging Face's Trainer; comments mark the differences from the plain Trainer.
+"""Train a sharded Llama with Hugging Face's Trainer. Comments mark the differences from the plain Trainer.
 
 torchrun --nproc-per-node 4 examples/train_transformers.py --output_dir out --use_cpu --zero3_size 2
 """

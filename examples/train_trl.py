@@ -1,4 +1,4 @@
-"""Train a sharded Llama with TRL's SFTTrainer; comments mark the differences from plain TRL.
+"""Train a sharded Llama with TRL's SFTTrainer. Comments mark the differences from plain TRL.
 
 torchrun --nproc-per-node 4 examples/train_trl.py
 """

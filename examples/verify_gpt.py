@@ -1,4 +1,4 @@
-"""Functions for `layerzero verify` of the example GPT. Run from the root of the repository:
+"""Functions for `layerzero verify` with the example GPT. Run this command in the root of the repository:
 
 python -m layerzero verify examples.verify_gpt:make_model --loss examples.verify_gpt:loss --unit Block
 """
@@ -14,7 +14,7 @@ __all__ = ["Block", "loss", "make_batch", "make_model"]
 
 
 def make_model() -> nn.Module:
-    """Return a small GPT; errors in sharding do not depend on the size."""
+    """Return a small GPT. Errors in sharding do not depend on its size."""
     return GPT(GPTConfig(layers=2, width=48, context=32))
 
 

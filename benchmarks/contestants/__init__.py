@@ -1,7 +1,7 @@
 """Contestants of the benchmarks, by name.
 
-A contestant's module is imported only in the processes that run it. So a missing package does not prevent other
-contestants from running, and no process holds the library of another contestant in memory.
+A contestant's module is imported only in the processes that run it. A missing package therefore does not affect other
+contestants, and no process loads the library of another contestant.
 """
 
 from __future__ import annotations

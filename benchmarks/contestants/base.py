@@ -27,7 +27,7 @@ class Contestant(ABC):
 
     @abstractmethod
     def update(self) -> None:
-        """Take the optimizer's step and clear the gradients."""
+        """Run the optimizer's step and clear the gradients."""
 
     def ledger(self) -> dict[str, int]:
         """Return the bytes that this rank has sent since the last call, by axis; empty if not counted."""

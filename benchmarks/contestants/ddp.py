@@ -19,8 +19,8 @@ __all__ = ["DDPZero"]
 class DDPZero(Contestant):
     """DDP with fp32 parameters and gradients, bf16 autocast, and a reduction in the last micro-batch.
 
-    Updated weights are sent in fp32. DDP's own hook for bf16 reductions does not support gloo; the hook here does the
-    same with gloo.
+    Updated weights are sent in fp32. DDP's own hook for bf16 reductions does not support gloo, so this module has an
+    equivalent hook for gloo.
     """
 
     def __init__(self, task: Task) -> None:

@@ -64,7 +64,10 @@ class FSDP2(Contestant):
 
 
 class FSDP1(Contestant):
-    """FSDP1 with blocks and root as units; all micro-batches but the last run in ``no_sync``, with full gradients."""
+    """FSDP1 with blocks and root as units.
+
+    All micro-batches except the last run in ``no_sync``, with full gradients.
+    """
 
     def __init__(self, task: Task, *, strategy: str) -> None:
         super().__init__(task)

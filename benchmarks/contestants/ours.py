@@ -49,9 +49,9 @@ class LayerZero(Contestant):
 class ComputeAlone(Contestant):
     """Forward and backward of the bf16 model on all ranks at once, without communication and optimizer.
 
-    Step times are compared with this. It is not a strict bound: each rank has its own weights here and accumulates
-    gradients in bf16, which costs more than reading weights that the ranks of a node share. The model is not trained,
-    so its loss does not change.
+    Step times are compared with the time of this contestant, which is not a strict bound. Each rank has its own weights
+    and accumulates gradients in bf16, which costs more than reading weights that the ranks of a node share. The model
+    is not trained, so its loss does not change.
     """
 
     def __init__(self, task: Task) -> None:

@@ -84,7 +84,7 @@ def verify(rank: int, args: argparse.Namespace, folder: str) -> None:
 
 
 def sanitizer(args: argparse.Namespace) -> dict[str, Any]:
-    """Take steps under torch's sanitizer, which raises on data races between streams."""
+    """Run steps under torch's sanitizer, which raises on data races between streams."""
     if args.device == "cuda":
         _sanitizer.enable_cuda_sanitizer()
     losses = []
@@ -119,7 +119,7 @@ def side_stream(args: argparse.Namespace) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_world():
-    """Use a fake process group in which this process is rank 0; collectives return at once with undefined data."""
+    """Use a fake process group in which this process is rank 0; collectives return immediately with undefined data."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=_WORLD)
     try:
         yield

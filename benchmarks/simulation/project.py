@@ -1,7 +1,7 @@
 """Projection of steps of large models on many nodes, for layerzero and for models of other schemes.
 
-layerzero's schedule is recorded from the engine with a small model of the same number of blocks; bytes and times are
-then replaced by those of the large model. The schedules of other schemes are those of
+layerzero's schedule is recorded from the engine with a small model of the same number of blocks. Bytes and times of the
+large model then replace the recorded values. The schedules of other schemes are those of
 ``layerzero/planning/sim_schedules.py``.
 """
 
@@ -117,9 +117,9 @@ def layerzero_program(model: Model, assumed: Assumptions, nodes: int, micro_batc
 
     def bytes_of(exchange: SimCollective) -> SimCollective:
         ranks = replicas if exchange.axis == "replica" else inside if exchange.axis == "zero3" else inside * nodes
-        if exchange.kind == "agree":  # each rank sends to every other rank
+        if exchange.kind == "metadata":  # each rank sends to every other rank
             return replace(exchange, ranks=ranks, bytes=exchange.bytes * (ranks - 1) / (exchange.ranks - 1))
-        if exchange.kind in ("order", "norm"):
+        if exchange.kind in ("gather_order", "scalar_reduce"):
             return replace(exchange, ranks=ranks)
         numel = model.numel_of(exchange.unit) / (inside if exchange.axis == "replica" else 1)
         element = _COMPUTE if exchange.kind in ("gather", "refresh") else _REDUCE

@@ -49,7 +49,7 @@ class Settings:
 
 
 class StandIn(nn.Module):
-    """Tiny model with the same number of blocks as a real one, and so with the same schedule."""
+    """Tiny model with the same number of blocks, and therefore the same schedule, as the real model."""
 
     def __init__(self, blocks: int, width: int = 8) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class StandIn(nn.Module):
 
 @contextlib.contextmanager
 def one_of_many(ranks: int) -> Iterator[None]:
-    """Use a fake process group in which this process is rank 0; collectives return at once with undefined data."""
+    """Use a fake process group in which this process is rank 0; collectives return immediately with undefined data."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield
@@ -75,7 +75,7 @@ def one_of_many(ranks: int) -> Iterator[None]:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, losses: Sequence[Callable[[], Tensor]]) -> None:
-    """Take one optimizer step; each function in `losses` returns the loss of one micro-batch."""
+    """Run one optimizer step; each function in `losses` returns the loss of one micro-batch."""
     for index, loss in enumerate(losses):
         with contextlib.nullcontext() if index + 1 == len(losses) else layerzero.no_sync(model):
             (loss() / len(losses)).backward()

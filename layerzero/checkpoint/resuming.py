@@ -52,7 +52,7 @@ def load_latest(
     """Load the newest valid checkpoint of a folder with :func:`load`.
 
     All ranks try the same checkpoint. If it is damaged on any rank, all ranks try the previous checkpoint. After a
-    checkpoint has been loaded, the damaged ones are renamed, so that later saves can use their names. A warning is
+    checkpoint has been loaded, damaged checkpoints are renamed, so that later saves can use their names. A warning is
     logged, and no checkpoint is removed. Checkpoints with non-finite values are tried last. They are also renamed if an
     older checkpoint is loaded.
 

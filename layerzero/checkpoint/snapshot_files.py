@@ -22,7 +22,7 @@ from layerzero.checkpoint.manifest import MANIFEST
 from layerzero.checkpoint.safetensors_reader import CheckpointFiles
 from layerzero.comm.collectives import Communicator, send_recv
 from layerzero.comm.texts import all_gather_text
-from layerzero.comm.transport.shm_rendezvous import boot_id
+from layerzero.utils.machine import boot_id
 
 __all__ = [
     "CHUNK",

@@ -1,4 +1,4 @@
-"""Codecs for gathered weights: the :class:`GatherCodec` protocol and an 8-bit implementation."""
+"""Codecs for gathered weights: the :class:`GatherCodec` protocol, sizes of encoded shards, and an 8-bit codec."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Float8Rows", "GatherCodec", "RowBlock"]
+from layerzero.layout.flat_layout import FlatLayout
+from layerzero.layout.shard_grid import overlap
+
+__all__ = ["Float8Rows", "GatherCodec", "RowBlock", "encoded_bytes", "encoded_sizes", "is_encoded", "row_blocks"]
+
+_ALIGNED = 16  # bytes: alignment of each rank's encoded shard
 
 
 class RowBlock(NamedTuple):
@@ -44,6 +49,46 @@ class GatherCodec(Protocol):
 
     def decode(self, encoded: Tensor, blocks: Sequence[RowBlock], out: Tensor) -> None:
         """Decode `encoded`, a uint8 tensor ``[nbytes]``, into the blocks of `out`, a 1-D shard."""
+
+
+def is_encoded(dtype: torch.dtype) -> bool:
+    """Return whether codecs encode weights of a dtype."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def encoded_sizes(codec: GatherCodec | None, layout: FlatLayout, zero3_size: int, dtype: torch.dtype) -> list[int]:
+    """Return the size in bytes of each rank's encoded shard; an empty list if nothing is encoded.
+
+    Raises:
+        TypeError: ``codec.nbytes`` does not return a number of bytes.
+    """
+    if codec is None or zero3_size == 1 or not is_encoded(dtype):
+        return []
+    sizes = [codec.nbytes(blocks, dtype) if blocks else 0 for blocks in row_blocks(layout, zero3_size)]
+    if wrong := [size for size in sizes if not isinstance(size, int) or size < 0]:
+        raise TypeError(
+            f"{type(codec).__name__}.nbytes must return a number of bytes, got {wrong[0]!r} for a shard in {dtype}: "
+            "the buffers of a gather are allocated from it. Return an int that is not negative"
+        )
+    return sizes
+
+
+def encoded_bytes(sizes: Sequence[int]) -> int:
+    """Return the size in bytes of the buffer that receives encoded shards of these sizes, all padded to equal size."""
+    return -(-max(sizes, default=0) // _ALIGNED) * _ALIGNED * len(sizes)
+
+
+def row_blocks(layout: FlatLayout, zero3_size: int) -> list[list[RowBlock]]:
+    """Return the row blocks of each ZeRO-3 shard, by ZeRO-3 rank."""
+    found: list[list[RowBlock]] = []
+    for s in range(zero3_size):
+        shard, blocks = layout.zero3_range(s, zero3_size), []
+        for slot in layout.slots:
+            place, rows = overlap(slot, shard).of_range, len(layout.rows_in(slot, shard))
+            if place.stop > place.start:
+                blocks.append(RowBlock(place.start, rows, slot.row_numel))
+        found.append(blocks)
+    return found
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
 """Collectives between ranks.
 
 This is the only file of the package that calls a collective. Other files choose a :class:`Collective` (gather, hop 1,
-hop 2, refresh, ...) and a communicator.
+hop 2, refresh, ...) and a communicator. A transport without a backend launches through :func:`launching`.
 
 [Note: Reductions add in fp32]
 On gloo, a reduce-scatter is an all-to-all of the pieces followed by local additions in rank order. It moves the same
 bytes, adds in the accumulator's precision regardless of the wire dtype, and gives bitwise identical results on every
 run. It is also faster than gloo's own reduce-scatter. On other backends the backend's reduce-scatter is used, which
-adds in the wire dtype. If the ranks share memory, each rank reads the pieces in place instead of receiving them. It
-adds them in the same order, so the result is bitwise identical.
+adds in the wire dtype. Ranks that share memory read the pieces in place and add them in the same order, so the result
+is bitwise identical; see comm/transport/shared_memory.py.
 
 [Note: Gathers in place]
 gloo's all-gather is a ring that builds the result in its own buffer and copies it out, this rank's piece included.
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,6 @@ from layerzero.comm.failure_report import CollectiveError, RankStatus, diagnose
 from layerzero.comm.process_groups import HeldGroup, timeout_on
 from layerzero.comm.trace_recorder import CollectiveTrace
 from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters, Watched, display_name
-from layerzero.comm.transport.shm_buffers import PeersReady, SharedBufferPool
 from layerzero.device.accumulate import accumulate_parts
 from layerzero.device.buffer_pools import BufferPool
 from layerzero.device.streams import DeferredCollectiveError
@@ -47,6 +46,7 @@ __all__ = [
     "PendingCollective",
     "PendingReduction",
     "PendingSmallGather",
+    "Transfer",
     "all_gather",
     "all_gather_small",
     "all_reduce",
@@ -54,6 +54,7 @@ __all__ = [
     "broadcast",
     "collective_error",
     "connect",
+    "launching",
     "reduce_scatter",
     "send_recv",
     "timeout_of",
@@ -69,7 +70,7 @@ class Communicator:
     """
 
     name: str  # for display
-    axis: str  # "zero3", "replica", "control" or "across"
+    axis: str  # "zero3", "replica", "control" or "model_parallel"
     held_group: HeldGroup
     counters: TrafficCounters
     size: int
@@ -103,7 +104,12 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
     return dict(entry.split(":") for entry in config.split(","))[device_type]
 
 
-Transfer = dist.Work | PeersReady
+class Transfer(Protocol):
+    """Data movement in flight: a work of a backend, or a wait for ranks that share memory."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -233,7 +239,7 @@ _reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist
 
 
 @contextmanager
-def _issued(comm: Communicator, collective: Collective, name: str, sent: int) -> Iterator[LaunchedCollective]:
+def launching(comm: Communicator, collective: Collective, name: str, sent: int) -> Iterator[LaunchedCollective]:
     """Count and trace the collective launched inside this context, and name it in the error if the launch fails."""
     comm.held_group.require_open()
     if comm.held_group.reserved is not None:
@@ -276,7 +282,7 @@ def all_gather(
         parts: number of elements on each rank, if they differ.
     """
     sent = (comm.size - 1) * shard.numel() * shard.element_size()
-    with _issued(comm, collective, name, sent) as issued:
+    with launching(comm, collective, name, sent) as issued:
         pieces = out.chunk(comm.size) if parts is None else torch.split(out, list(parts))
         if parts is None and (not comm.is_gloo or (comm.size > 2 and not only_reads_shard)):
             # see [Note: Gathers in place]
@@ -306,17 +312,13 @@ def reduce_scatter(
     """Start a reduce-scatter of `flat` [size * n] in the dtype `wire`; rank i receives the sum of all pieces i.
 
     Args:
-        pool: provides the receive buffer. If it is a :class:`SharedBufferPool`, the other ranks read `flat` in place
-            instead, and `flat` may have a more precise dtype than `wire`.
+        pool: provides the receive buffer.
         parts: number of elements of each rank, if they differ.
     """
-    if isinstance(pool, SharedBufferPool):
-        assert parts is None
-        return _sum_in_node(comm, flat, pool, wire, name)
     assert flat.dtype == wire
     numel = flat.numel() // comm.size if parts is None else parts[comm.rank]
     sent = (flat.numel() - numel) * flat.element_size()
-    with _issued(comm, collective, name, sent) as issued:
+    with launching(comm, collective, name, sent) as issued:
         received = pool.acquire(numel * comm.size if comm.is_gloo else numel, flat.dtype)
         summands: Sequence[Tensor] = (received,)
         if comm.is_gloo:
@@ -334,25 +336,6 @@ def reduce_scatter(
         else:
             work = dist.reduce_scatter(received, list(torch.split(flat, list(parts))), group=comm.group, async_op=True)
         return PendingReduction(issued.carried_by(work), flat, lambda: summands, wire, partial(pool.release, received))
-
-
-def _sum_in_node(
-    comm: Communicator, flat: Tensor, pool: SharedBufferPool, wire: torch.dtype, name: str
-) -> PendingReduction:
-    """Start a reduce-scatter through shared memory. See [Note: When a buffer is written again] in shm_buffers.py."""
-    numel = flat.numel() // comm.size
-    with _issued(comm, Collective.NODE_SUM, name, (comm.size - 1) * numel * flat.element_size()) as issued:
-        shown = flat if pool.holds(flat) else pool.acquire(flat.numel(), flat.dtype).copy_(flat)
-        number = pool.publish(shown)
-
-        def give_back() -> None:
-            pool.mark_consumed(number)
-            if shown is not flat:
-                pool.release(shown)
-
-        # The reader rounds to `wire`. This gives the bits of a send in `wire`, without memory for the rounded copy.
-        parts = partial(pool.parts, number, numel, flat.dtype)
-        return PendingReduction(issued.carried_by(pool.peers_ready(number)), flat, parts, wire, give_back)
 
 
 def all_to_all(
@@ -374,7 +357,7 @@ def all_to_all(
         to_each: number of elements sent to each rank.
     """
     elsewhere = sum(to_each) - to_each[comm.rank]
-    with _issued(comm, collective, name, elsewhere * sent.element_size()) as issued:
+    with launching(comm, collective, name, elsewhere * sent.element_size()) as issued:
         splits = {"output_split_sizes": list(from_each), "input_split_sizes": list(to_each)}
         work = dist.all_to_all_single(received, sent, **splits, group=comm.group, async_op=True)
         return issued.carried_by(work)
@@ -387,7 +370,7 @@ def send_recv(
 
     Both tensors are in host memory. If a rank is None, that direction is skipped.
     """
-    with _issued(comm, Collective.SNAPSHOT, name, 0 if to is None else sent.nbytes) as issued:
+    with launching(comm, Collective.SNAPSHOT, name, 0 if to is None else sent.nbytes) as issued:
         works = []
         if source is not None and received.numel():
             works.append(dist.irecv(received, group=comm.group, group_src=source))
@@ -406,7 +389,7 @@ def all_reduce(
 ) -> PendingCollective:
     """Start an all-reduce of a small tensor in place. Bytes are counted as for a ring algorithm."""
     sent = 2 * (comm.size - 1) * tensor.numel() * tensor.element_size() // comm.size
-    with _issued(comm, collective, "", sent) as issued:
+    with launching(comm, collective, "", sent) as issued:
         return issued.carried_by(dist.all_reduce(tensor, op=op, group=comm.group, async_op=True))
 
 
@@ -429,7 +412,7 @@ def all_gather_small(comm: Communicator, collective: Collective, tensor: Tensor)
     Each rank sends to all others at once. A ring, which gloo uses for a reduction, would send fewer bytes, but would
     take 2 (size - 1) times as long as a single message.
     """
-    with _issued(comm, collective, "", (comm.size - 1) * tensor.numel() * tensor.element_size()) as issued:
+    with launching(comm, collective, "", (comm.size - 1) * tensor.numel() * tensor.element_size()) as issued:
         sent = tensor.repeat(comm.size)
         said = sent.new_empty(sent.shape)
         work = dist.all_to_all_single(said, sent, group=comm.group, async_op=True)
@@ -453,7 +436,7 @@ def connect(comm: Communicator, device: torch.device) -> None:
 def broadcast(comm: Communicator, collective: Collective, tensor: Tensor, *, from_rank: int = 0) -> None:
     """Broadcast `tensor` from rank `from_rank` of the communicator, and wait."""
     sent = tensor.numel() * tensor.element_size() if comm.rank == from_rank else 0
-    with _issued(comm, collective, "", sent) as issued:
+    with launching(comm, collective, "", sent) as issued:
         work = dist.broadcast(tensor, group_src=from_rank, group=comm.group, async_op=True)
         works = issued.carried_by(work)
     works.wait()

@@ -54,7 +54,7 @@ class MeshInfo:
     counters: TrafficCounters
     groups: ModelGroups  # owner of the communicators' process groups, and of other groups of the model
     # Gathers and reductions use separate communicators, so that neither waits for the other. Their order on each one
-    # depends on the program only; see "One step" in docs/architecture.md.
+    # depends on the program only; see "Training step" in docs/architecture.md.
     zero3_gather_comm: Communicator
     zero3_reduce_comm: Communicator
     replica_comm: Communicator
@@ -99,9 +99,9 @@ class MeshInfo:
         The first call with a given number of ranks creates it. All ranks must make that call.
         """
         if ranks not in self._among:
-            node, like = dist.get_process_group_ranks(self.zero3_gather_comm.group), self.zero3_gather_comm.group
+            row, like = dist.get_process_group_ranks(self.zero3_gather_comm.group), self.zero3_gather_comm.group
             first, kind = self.grid.zero3_rank // ranks * ranks, self.mesh.device_type
-            group = self.groups.new(node[first : first + ranks], like=like, device_type=kind)
+            group = self.groups.new(row[first : first + ranks], like=like, device_type=kind)
             self._among[ranks] = Communicator.over(f"zero3 gather of {ranks}", "zero3", group, self.counters, kind)
             connect(self._among[ranks], self.device)
         return self._among[ranks]
@@ -122,13 +122,13 @@ class MeshInfo:
         zero3, replica = mesh.get_group("zero3"), mesh.get_group("replica")
         ranks = mesh.mesh.flatten().tolist()
         kind = mesh.device_type
-        node, column = dist.get_process_group_ranks(zero3), dist.get_process_group_ranks(replica)
+        row, column = dist.get_process_group_ranks(zero3), dist.get_process_group_ranks(replica)
         backend = "fake" if backend_of(zero3, kind) == "fake" else "gloo"
         # See [Note: One process group per communicator].
-        gather, reduce = (groups.new(node, like=zero3, device_type=kind) for _ in range(2))
+        gather, reduce = (groups.new(row, like=zero3, device_type=kind) for _ in range(2))
         replicas = groups.new(column, like=replica, device_type=kind)
-        node_control, replica_control = (
-            groups.new(members, like=zero3, device_type=kind, backend=backend) for members in (node, column)
+        zero3_control, replica_control = (
+            groups.new(members, like=zero3, device_type=kind, backend=backend) for members in (row, column)
         )
         mesh_info = cls(
             mesh=mesh,
@@ -141,7 +141,7 @@ class MeshInfo:
             zero3_gather_comm=Communicator.over("zero3 gather", "zero3", gather, counters, kind),
             zero3_reduce_comm=Communicator.over("zero3 reduce", "zero3", reduce, counters, kind),
             replica_comm=Communicator.over("replica", "replica", replicas, counters, kind),
-            zero3_control_comm=Communicator.over("node control", "control", node_control, counters, "cpu"),
+            zero3_control_comm=Communicator.over("zero3 control", "control", zero3_control, counters, "cpu"),
             replica_control_comm=Communicator.over("replica control", "control", replica_control, counters, "cpu"),
         )
         for comm in (mesh_info.zero3_gather_comm, mesh_info.zero3_reduce_comm, mesh_info.replica_comm):

@@ -204,7 +204,9 @@ def broadcast_over(comms: Sequence[Communicator], tensor: Tensor) -> None:
 def _comms_along(further: DeviceMesh, mesh_info: MeshInfo) -> tuple[Communicator, ...]:
     counters, kind = mesh_info.counters, mesh_info.mesh.device_type
     groups = enumerate(further.get_all_groups())
-    comms = tuple(Communicator.over(f"across {axis}", "across", group, counters, kind) for axis, group in groups)
+    comms = tuple(
+        Communicator.over(f"across {axis}", "model_parallel", group, counters, kind) for axis, group in groups
+    )
     for comm in comms:
         connect(comm, mesh_info.device)
     return comms

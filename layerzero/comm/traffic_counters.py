@@ -19,21 +19,19 @@ __all__ = ["GATHERS", "Collective", "TrafficCounters", "Watched", "Watching", "d
 class Collective(enum.Enum):
     """Purpose of a collective; the value is its name in :class:`layerzero.TrafficReport`."""
 
-    GATHER = "gather"  # ZeRO-3 shards -> full buffer
+    GATHER = "gather"  # ZeRO-3 shards -> full buffer; with shared memory, sends nothing
     REGATHER = "regather"  # post-forward shards of a few ranks -> full buffer
-    HOP1 = "hop1"  # gradients, inside the ZeRO-3 group
+    HOP1 = "hop1"  # gradients, inside the ZeRO-3 group; with shared memory, counts the bytes that were read
     HOP2 = "hop2"  # gradients, across replicas
     REFRESH = "refresh"  # ZeRO-1 shards -> ZeRO-3 shard
-    METADATA = "agree"  # used parameters, one byte each, and other control messages
-    GATHER_ORDER = "order"  # unit that is gathered next, if it was not predicted
-    SCALAR_REDUCE = "norm"  # gradient norms
+    METADATA = "metadata"  # used parameters, one byte each, and other control messages
+    GATHER_ORDER = "gather_order"  # unit that is gathered next, if it was not predicted
+    SCALAR_REDUCE = "scalar_reduce"  # gradient norms
     UNSHARD = "unshard"  # parameters in full precision for users and checkpoints
     BROADCAST = "broadcast"  # initial weights
-    NODE_SUM = "node_sum"  # hop 1 through shared memory; counts the bytes that were read
-    OWNER_GATHER = "collect"  # rows of a parameter and its gradient -> their owner, inside the ZeRO-3 group
-    OWNER_SCATTER = "hand_back"  # updated rows of the owner -> the ranks that hold them
+    OWNER_GATHER = "owner_gather"  # rows of a parameter and its gradient -> their owner, inside the ZeRO-3 group
+    OWNER_SCATTER = "owner_scatter"  # updated rows of the owner -> the ranks that hold them
     SNAPSHOT = "snapshot"  # one rank's part of a checkpoint -> host memory of another node
-    HAND_OVER = "hand_over"  # refresh of weights in shared memory, once per refresh; sends nothing
 
 
 GATHERS = (Collective.GATHER, Collective.REGATHER)
@@ -47,10 +45,8 @@ _SPELLED = {  # for messages
     Collective.SCALAR_REDUCE: "norm of gradients",
     Collective.UNSHARD: "gather in full precision",
     Collective.BROADCAST: "broadcast of initial values",
-    Collective.NODE_SUM: "hop 1",
     Collective.OWNER_GATHER: "collection of whole parameters on their owners",
     Collective.OWNER_SCATTER: "return of updated rows by the owners",
-    Collective.HAND_OVER: "hand-over of weights for their refresh",
 }
 
 

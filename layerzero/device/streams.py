@@ -85,13 +85,13 @@ class Stream(ABC):
 
 
 class ReductionStreams(ABC):
-    """Streams of a model's reductions: `launches`, `node` (results of hop 1) and `replica` (results of hop 2).
+    """Streams of a model's reductions: `launches`, `zero3` (results of hop 1) and `replica` (results of hop 2).
 
-    Each stream waits for events of the streams before it. `launches` also waits for events of `node`.
+    Each stream waits for events of the streams before it. `launches` also waits for events of `zero3`.
     """
 
     launches: Stream
-    node: Stream
+    zero3: Stream
     replica: Stream
     off_main_thread = False  # background threads wait for collectives, not the program
 
@@ -271,10 +271,10 @@ class ThreadStreams(ReductionStreams):
 
     def __init__(self) -> None:
         self._failures = _Failures()
-        node, replica = (ThreadStream(name, self._failures) for name in ("node", "replica"))
-        self.launches, self.node, self.replica = _ImmediateStream(), node, replica
-        self._threads = (node, replica)
-        self._launcher = node.thread  # launches each hop 2 that follows a hop 1
+        zero3, replica = (ThreadStream(name, self._failures) for name in ("zero3", "replica"))
+        self.launches, self.zero3, self.replica = _ImmediateStream(), zero3, replica
+        self._threads = (zero3, replica)
+        self._launcher = zero3.thread  # launches each hop 2 that follows a hop 1
         for stream in self._threads:
             stream.end_with(self)
 
@@ -336,7 +336,7 @@ class ImmediateStreams(ReductionStreams):
     """Streams that run each operation at once, so that nothing overlaps."""
 
     def __init__(self) -> None:
-        self.launches = self.node = self.replica = _ImmediateStream()
+        self.launches = self.zero3 = self.replica = _ImmediateStream()
 
     def gradients_ready(self) -> Waitable:
         return _NOTHING
@@ -388,7 +388,7 @@ class DeviceStreams(ReductionStreams):
         self._module = device_module(device)
         self._birth = self._module.current_stream()
         self.launches = _DeviceStream(self._module, device)
-        self.node = _DeviceStream(self._module, device)
+        self.zero3 = _DeviceStream(self._module, device)
         self.replica = _DeviceStream(self._module, device)
 
     def gradients_ready(self) -> Waitable:
@@ -397,7 +397,7 @@ class DeviceStreams(ReductionStreams):
         return _DeviceEvents(self._module, tuple(stream.record_event() for stream in streams))
 
     def synchronize(self, marks: Sequence[deque[Waitable]]) -> None:
-        for stream in (self.launches, self.node, self.replica):
+        for stream in (self.launches, self.zero3, self.replica):
             stream.record_event().wait()
         for each in marks:
             each.clear()

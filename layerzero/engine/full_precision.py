@@ -9,7 +9,7 @@ represents the masters exactly are gathered as usual.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -17,12 +17,9 @@ from torch import nn
 from layerzero.comm.collectives import Collective, PendingCollective, all_gather
 from layerzero.dtensor.model_parallel_spec import local_part
 from layerzero.engine.gathered_params import GatheredParams
+from layerzero.engine.managed_param import ManagedParam
+from layerzero.engine.weight_storage import WeightStorage
 from layerzero.layout.shard_grid import Extent
-
-if TYPE_CHECKING:
-    from layerzero.device.buffer_pools import FullBufferPool
-    from layerzero.engine.handle import Handle
-    from layerzero.engine.managed_param import ManagedParam
 
 __all__ = ["FullPrecision"]
 
@@ -35,14 +32,15 @@ class FullPrecision:
             strides of `ManagedParam.gathered`.
     """
 
-    def __init__(self, handle: Handle, storages: FullBufferPool) -> None:
-        self._handle = handle
-        self._storages = storages
-        self._full = torch.empty(handle.layout.numel, dtype=handle.precision.master, device=handle.mesh_info.device)
+    def __init__(self, weights: WeightStorage, members: Sequence[ManagedParam]) -> None:
+        self._weights = weights
+        self._storages = weights.pool
+        layout, device = weights.layout, weights.mesh_info.device
+        self._full = torch.empty(layout.numel, dtype=weights.precision.master, device=device)
         self._bytes = self._full.untyped_storage().nbytes()
         self._leaves = GatheredParams(self._full.data)  # 1-D [G]; see [Note: Version counters]
         self.parameters: dict[ManagedParam, nn.Parameter] = {}
-        for slot, member in zip(handle.layout.slots, handle.members, strict=True):
+        for slot, member in zip(layout.slots, members, strict=True):
             place, original = slice(slot.offset, slot.end), local_part(member.gathered)
             made = self._leaves.make(place, original, member.spec.model_parallel, offers_main_grad=False)
             made.requires_grad_(False)
@@ -65,26 +63,26 @@ class FullPrecision:
     @torch.no_grad()
     def gather(self) -> None:
         """Allocate the full buffer and launch the first all-gather into it."""
-        mesh_info, layout = self._handle.mesh_info, self._handle.layout
+        mesh_info, layout = self._weights.mesh_info, self._weights.layout
         grid = mesh_info.grid
         self._storages.allocate(self._full.untyped_storage(), self._bytes)
         own = self._full[grid.slice_within(layout, Extent.ZERO1, Extent.FULL)]
-        own.copy_(self._handle.master)
+        own.copy_(self._weights.master)
         if mesh_info.replicas > 1:
             zero3, parts = (
                 self._full[grid.slice_within(layout, Extent.ZERO3, Extent.FULL)],
                 grid.replica_part_sizes(layout),
             )
-            label = self._handle.label
+            label = self._weights.label
             self._first = all_gather(mesh_info.replica_comm, Collective.UNSHARD, zero3, own, name=label, parts=parts)
         else:
             self._gather_zero3()
 
     def _gather_zero3(self) -> None:
-        mesh_info, layout = self._handle.mesh_info, self._handle.layout
+        mesh_info, layout = self._weights.mesh_info, self._weights.layout
         if mesh_info.zero3_size > 1:
             zero3 = self._full[mesh_info.grid.slice_within(layout, Extent.ZERO3, Extent.FULL)]
-            label = self._handle.label
+            label = self._weights.label
             self._second = all_gather(mesh_info.zero3_gather_comm, Collective.UNSHARD, self._full, zero3, name=label)
 
     @torch.no_grad()

@@ -143,9 +143,9 @@ class GatherOrderCheck:
 def _difference(orders: dict[int, str]) -> str:
     told = "; ".join(f"rank {rank}: {order}" for rank, order in sorted(orders.items()))
     return (
-        f"layerzero: the ranks of a node gather units in different orders: {told}. Every rank of a ZeRO-3 group must "
-        "call the same units in the same order. If which one is called depends on data (experts, early exits, a random "
-        "depth with a seed of each rank), make the module that chooses the unit instead, or use zero3_size=1. What one "
-        "rank does alone (`if rank == 0: evaluate(model)`) is such a difference, too: let all of them do it"
+        f"layerzero: the ranks of a ZeRO-3 group gather units in different orders: {told}. Every rank of the group "
+        "must call the same units in the same order. If which one is called depends on data (experts, early exits, a "
+        "random depth with a seed of each rank), make the module that chooses the unit instead, or use zero3_size=1. "
+        "What one rank does alone (`if rank == 0: evaluate(model)`) is such a difference, too: let all of them do it"
         + (_KEPT if "(kept)" in told else "")
     )

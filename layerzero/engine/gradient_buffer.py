@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerzero.comm.collectives import PendingReduction
 from layerzero.device.accumulate import accumulate_parts
-from layerzero.device.gradient_storage import GradientStorage
+from layerzero.engine.gradient_storage import GradientStorage
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent, ShardGrid, overlap
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from layerzero.comm.collectives import Collective, LaunchedCollective, PendingReduction, reduce_scatter
-from layerzero.comm.mesh_info import MeshInfo
+from layerzero.comm.transport.base import SendBuffer
 from layerzero.comm.waiting import record_wait
 from layerzero.device.accelerator import HostDeviceCopies
-from layerzero.device.buffer_pools import BufferPool
-from layerzero.device.gradient_storage import AliasedStorage, GradientStorage, Lease, PersistentStorage, PooledStorage
-from layerzero.device.host_storage import HostStorage
 from layerzero.device.streams import ReductionStreams, Waitable
 from layerzero.engine.gradient_buffer import GradientBuffer
+from layerzero.engine.gradient_storage import (
+    AliasedStorage,
+    GradientStorage,
+    HostStorage,
+    Lease,
+    PersistentStorage,
+    PooledStorage,
+)
 from layerzero.engine.reduction_spec import ReductionSpec, ReductionStage
+from layerzero.engine.resources import MeshResources
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.grad_usage import GradUsage
 from layerzero.layout.shard_grid import Extent
@@ -28,11 +33,6 @@ __all__ = ["HandleGradients", "HandleReduction", "Inspect", "PendingSlots"]
 Inspect = Callable[[Sequence[tuple[int, Tensor]]], None]
 
 
-class MakeStorage(Protocol):
-    def __call__(self, numel: int, dtype: torch.dtype, *, sent_in_node: bool) -> GradientStorage:
-        """Return memory for a gradient buffer. `sent_in_node` is True if hop 1 sends the buffer."""
-
-
 class HandleGradients:
     """Gradient buffers of one trainable handle, and the usage of its parameters.
 
@@ -40,12 +40,10 @@ class HandleGradients:
     :meth:`start_reduction` reduces them as far as the pass requires.
 
     Args:
-        route: stages of the reduction.
+        spec: stages of the reduction.
         label: name of the unit, for traces.
         master: dtype of the masters.
-        pool: pool of scratch memory.
-        outgoing: pool of scratch memory for the input of hop 1.
-        make_place: creates the memory of the accumulator.
+        mesh: transport and pools.
         to_host: copies the final gradient to the host; None if the optimizer runs on the device.
 
     Attributes:
@@ -58,35 +56,30 @@ class HandleGradients:
     def __init__(
         self,
         layout: FlatLayout,
-        route: ReductionSpec,
+        spec: ReductionSpec,
         *,
         label: str,
         master: torch.dtype,
-        mesh_info: MeshInfo,
-        pool: BufferPool,
-        outgoing: BufferPool,
-        make_place: MakeStorage,
+        mesh: MeshResources,
         to_host: HostDeviceCopies | None = None,
     ) -> None:
-        self.spec = route
-        self._accumulating = route.between(route.incoming_extent, route.accumulator_extent)
-        self._rest = route.between(route.accumulator_extent, Extent.ZERO1)
+        self.spec = spec
+        self._accumulating = spec.between(spec.incoming_extent, spec.accumulator_extent)
+        self._rest = spec.between(spec.accumulator_extent, Extent.ZERO1)
         self.label = label
-        self.mesh_info = mesh_info
-        self.pool = pool
-        self.outgoing = outgoing
+        self.mesh_info = mesh.mesh_info
+        self.transport = mesh.transport
+        self.pool = mesh.pools.scratch
+        self._accumulators = mesh.pools.accumulators
         self._to_host = to_host
         self._layout = layout
         self.buffers: dict[Extent, GradientBuffer] = {}
-        for extent in sorted(
-            {route.incoming_extent, route.accumulator_extent, Extent.ZERO1, *(stage.target for stage in route.stages)},
-            reverse=True,
-        ):
-            dtype = route.incoming_dtype if extent is route.incoming_extent else master
-            place = self._place(extent, dtype, make_place)
-            self.buffers[extent] = GradientBuffer(layout, mesh_info.grid, extent, place)
-        self.incoming = self.buffers[route.incoming_extent]
-        self.accumulator = self.buffers[route.accumulator_extent]
+        targets = (stage.target for stage in spec.stages)
+        for extent in sorted({spec.incoming_extent, spec.accumulator_extent, Extent.ZERO1, *targets}, reverse=True):
+            dtype = spec.incoming_dtype if extent is spec.incoming_extent else master
+            self.buffers[extent] = GradientBuffer(layout, mesh.mesh_info.grid, extent, self._storage(extent, dtype))
+        self.incoming = self.buffers[spec.incoming_extent]
+        self.accumulator = self.buffers[spec.accumulator_extent]
         self.final = self.buffers[Extent.ZERO1]
         self.pending_slots = PendingSlots(len(layout.slots))
         self.usage = bytearray(len(layout.slots))  # a GradUsage for each slot
@@ -102,25 +95,27 @@ class HandleGradients:
         """Change to the ZeRO-1 shards of `layout`. There must be no gradients, and more than one replica."""
         assert layout.slots == self._layout.slots and self.accumulator is not self.final
         self._layout = layout
-        place = self._final_place(self.final.storage.dtype)
-        self.final = self.buffers[Extent.ZERO1] = GradientBuffer(layout, self.mesh_info.grid, Extent.ZERO1, place)
+        storage = self._final_storage(self.final.storage.dtype)
+        self.final = self.buffers[Extent.ZERO1] = GradientBuffer(layout, self.mesh_info.grid, Extent.ZERO1, storage)
 
-    def _place(self, extent: Extent, dtype: torch.dtype, make_place: MakeStorage) -> GradientStorage:
+    def _storage(self, extent: Extent, dtype: torch.dtype) -> GradientStorage:
         """Return the memory for the buffer of one extent. Only this method selects the kind of memory."""
         if extent is Extent.ZERO1:
-            return self._final_place(dtype)
-        numel = self.mesh_info.grid.numel(self._layout, extent)
+            return self._final_storage(dtype)
+        numel, is_sent = self.mesh_info.grid.numel(self._layout, extent), extent is Extent.FULL
         if extent is self.spec.accumulator_extent:
-            return make_place(numel, dtype, sent_in_node=extent is Extent.FULL)
-        return PooledStorage(numel, dtype, self.outgoing if extent is Extent.FULL else self.pool)
+            send_buffer = self.transport.send_buffer if is_sent else None
+            return self._accumulators.make(self.label, numel, dtype, send_buffer)
+        return PooledStorage(numel, dtype, self.transport.send_buffers if is_sent else self.pool)
 
-    def _final_place(self, dtype: torch.dtype) -> GradientStorage:
-        grid, node = self.mesh_info.grid, self.buffers.get(Extent.ZERO3)
+    def _final_storage(self, dtype: torch.dtype) -> GradientStorage:
+        grid, zero3 = self.mesh_info.grid, self.buffers.get(Extent.ZERO3)
+        numel = grid.numel(self._layout, Extent.ZERO1)
         if self._to_host is not None:
-            return HostStorage(grid.numel(self._layout, Extent.ZERO1), dtype, self._to_host, self.pool)
-        if node is not None and self.spec.accumulator_extent is Extent.ZERO3 and node.storage.lasting:
-            return AliasedStorage(node.storage, grid.slice_within(self._layout, Extent.ZERO1, Extent.ZERO3))
-        return PersistentStorage(grid.numel(self._layout, Extent.ZERO1), dtype, self.pool.device)
+            return HostStorage(numel, dtype, self._to_host, self.pool)
+        if zero3 is not None and self.spec.accumulator_extent is Extent.ZERO3 and zero3.storage.lasting:
+            return AliasedStorage(zero3.storage, grid.slice_within(self._layout, Extent.ZERO1, Extent.ZERO3))
+        return PersistentStorage(SendBuffer(numel, dtype, self.pool.device))
 
     # State
 
@@ -335,11 +330,11 @@ class HandleReduction:
         stream = streams.launches
         stream.wait_event(streams.gradients_ready())
         if self._stages[0].collective is Collective.HOP2 and self.gradients.mesh_info.zero3_size > 1:
-            stream.wait_event(streams.node.record_event(partial(record_wait, counters, Collective.HOP1)))
+            stream.wait_event(streams.zero3.record_event(partial(record_wait, counters, Collective.HOP1)))
         stream.run(partial(self._launch, self._stages[0], is_first=True))
         for number, (stage, following) in enumerate(zip(self._stages, (*self._stages[1:], None), strict=True)):
             launched = stream.record_event()
-            stream = streams.node if stage.collective is Collective.HOP1 else streams.replica
+            stream = streams.zero3 if stage.collective is Collective.HOP1 else streams.replica
             stream.wait_event(launched)
             stream.wait_event(self)
             stream.run(partial(self._launch_next, stage, following))
@@ -376,9 +371,8 @@ class HandleReduction:
         if stage.source is Extent.ZERO3:
             gradients.final.vacate()
         source.seal()
-        comm, pool = gradients.mesh_info.replica_comm, gradients.pool
-        if stage.collective is Collective.HOP1:
-            comm, pool = gradients.mesh_info.zero3_reduce_comm, gradients.outgoing
+        is_hop1 = stage.collective is Collective.HOP1
+        pool = gradients.transport.send_buffers if is_hop1 else gradients.pool
         # Copy for a second collective: it is waited for later, and others may need the slab until then.
         sent = source.storage.lend_send_buffer(
             stage.wire_dtype, pool, copies=not is_first and not source.storage.lasting
@@ -388,10 +382,18 @@ class HandleReduction:
         else:
             target.storage.prefetch(keep=not target.untouched)
             self._leases = (sent, target.storage.lease())
-        parts = gradients.parts if stage.collective is Collective.HOP2 else None
-        self._pending = reduce_scatter(
-            comm, stage.collective, sent.tensor, pool, wire=stage.wire_dtype, name=gradients.label, parts=parts
-        )
+        if is_hop1:
+            self._pending = gradients.transport.reduce_scatter(sent.tensor, stage.wire_dtype, name=gradients.label)
+        else:
+            self._pending = reduce_scatter(
+                gradients.mesh_info.replica_comm,
+                stage.collective,
+                sent.tensor,
+                pool,
+                wire=stage.wire_dtype,
+                name=gradients.label,
+                parts=gradients.parts,
+            )
         self._issued.append(self._pending.work.issued)
 
     def _add_result(self, stage: ReductionStage, pending: PendingReduction, *, is_last: bool) -> None:

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from layerzero.comm.process_groups import CLOSED
 from layerzero.dtensor.lazy_grad import accumulate_hooks
-from layerzero.dtensor.outside import explain_dtype_error
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
+from layerzero.engine.call_context import explain_dtype_error
 from layerzero.engine.gathered_params import MainGradParameter
 from layerzero.engine.handle import Handle
 from layerzero.engine.managed_param import ManagedParam

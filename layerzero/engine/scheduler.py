@@ -41,17 +41,18 @@ from layerzero.comm.mesh_info import MeshInfo
 from layerzero.config import LayerZeroConfig
 from layerzero.device.accelerator import device_module, refuse_capture
 from layerzero.device.buffer_pools import max_gathered_bytes
-from layerzero.device.gradient_offload import ModelPools
-from layerzero.dtensor.outside import in_backward, is_recursive_call, refuse_transforms
+from layerzero.engine.call_context import in_backward, is_recursive_call, refuse_transforms
 from layerzero.engine.gathered_params import FLAG, take_flag
 from layerzero.engine.gradient_reducer import GradientReducer
-from layerzero.engine.handle import Handle, ShardState
+from layerzero.engine.handle import Handle
 from layerzero.engine.micro_batches import NoSyncHint
 from layerzero.engine.model_status import Closable, ModelStatus
 from layerzero.engine.param_view import ParamView, refuse_gradients, refuse_sharded
 from layerzero.engine.passes import BackwardPass, ForwardPass, GatheredUse, UnitCall
+from layerzero.engine.resources import ModelPools
 from layerzero.engine.unit import Unit, gather_orders
 from layerzero.engine.weight_refresh import WeightRefresher
+from layerzero.engine.weight_storage import ShardState
 from layerzero.utils.pytree import iter_tensors
 
 __all__ = ["Scheduler"]
@@ -372,10 +373,10 @@ class Scheduler(Closable):
     # Gather
 
     def _gather(self, unit: Unit) -> None:
-        absent = [handle for handle in unit.handles if handle.state is ShardState.SHARDED]
+        absent = [handle for handle in unit.handles if handle.weights.state is ShardState.SHARDED]
         if any(handle.full_precision is not None for handle in absent):
             self._full_precision_orders[unit.mesh_info].check(self._index[unit])
-        if any(handle.needs_gather and handle.full_precision is None for handle in absent):
+        if any(handle.weights.needs_gather and handle.full_precision is None for handle in absent):
             self._orders[unit.mesh_info].check(self._index[unit] + unit.has_post_forward_shard * len(self._units))
         if absent:
             unit.gather()
@@ -383,7 +384,7 @@ class Scheduler(Closable):
     def _wait(self, unit: Unit) -> None:
         try:
             for handle in unit.handles:
-                if handle.state is ShardState.GATHERING:
+                if handle.weights.state is ShardState.GATHERING:
                     handle.wait()
         except CollectiveError as error:
             raise self._orders[unit.mesh_info].explain_failure(error) from error.__cause__

@@ -11,12 +11,12 @@ from torch import nn
 
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.config import LayerZeroConfig
-from layerzero.device.gradient_offload import ModelPools
 from layerzero.engine.gradient_reducer import GradientReducer
 from layerzero.engine.managed_param import ParamRegistry
 from layerzero.engine.model_status import Closable, ModelStatus
 from layerzero.engine.module_checks import StructureCheck
 from layerzero.engine.passes import GatheredUse
+from layerzero.engine.resources import ModelPools
 from layerzero.engine.scheduler import Scheduler
 from layerzero.engine.unit import Unit
 from layerzero.engine.weight_refresh import WeightRefresher
@@ -49,6 +49,7 @@ class LayerZeroState(Closable):
         self._model = weakref.ref(model)  # see [Note: Who keeps whom] in hooks.py
         self.units = tuple(units)
         self.handles = tuple(handle for unit in units for handle in unit.handles)
+        self.transports = tuple(dict.fromkeys(unit.transport for unit in units))  # of each mesh, the root's first
         self.cast_buffers = tuple(each for unit in units for each in unit.cast_buffers)
         self.config = config
         self.ranks = model_ranks
@@ -67,7 +68,7 @@ class LayerZeroState(Closable):
         self.status = ModelStatus(StructureCheck(model, self.members.values()))
         uses: list[GatheredUse] = []
         self.gradients = GradientReducer(self.handles, model_ranks)
-        self.refreshes = WeightRefresher(self.handles, model_ranks, uses)
+        self.refreshes = WeightRefresher(self.handles, model_ranks, uses, self.transports)
         self.scheduler = Scheduler(
             self.units, config, mesh_info, buffers, self.gradients, self.refreshes, uses, self.status
         )
@@ -77,7 +78,8 @@ class LayerZeroState(Closable):
         """Sharded model. Raises RuntimeError if it was garbage collected."""
         if (model := self._model()) is None:
             raise RuntimeError(
-                "the sharded model is gone: nothing refers to it any more; keep the one that was sharded"
+                "the sharded model was garbage collected, because no reference to it was left. Keep a reference to the "
+                "model that you passed to shard_model"
             )
         return model
 
@@ -97,6 +99,8 @@ class LayerZeroState(Closable):
             self.gradients.close()
             for handle in self.handles:
                 handle.close()
+            for transport in self.transports:
+                transport.close()
             for optimizer in self.optimizers:
                 optimizer.on_layout_change()  # type: ignore[attr-defined]
             self.mesh_info.groups.release()

@@ -16,9 +16,11 @@ from layerzero.comm.traffic_counters import GATHERS, gather_name
 from layerzero.device.buffer_pools import UnitFootprint
 from layerzero.engine.buffers import CastBuffer
 from layerzero.engine.gather_order import GatherOrderCheck
-from layerzero.engine.handle import Handle, ShardState
+from layerzero.engine.handle import Handle
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.module_checks import replaced
+from layerzero.engine.resources import MeshResources
+from layerzero.engine.weight_storage import ShardState
 from layerzero.utils.pytree import cast_floating
 
 __all__ = ["Unit", "gather_orders"]
@@ -36,7 +38,7 @@ class Unit:
         name: str,
         modules: Sequence[nn.Module],
         handles: tuple[Handle, ...],
-        mesh_info: MeshInfo,
+        mesh: MeshResources,
         *,
         policy: MixedPrecisionPolicy,
         reshards: bool | int,
@@ -45,7 +47,8 @@ class Unit:
         self.name = name
         self._modules = [weakref.ref(module) for module in modules]  # see [Note: Who keeps whom]
         self.handles = handles
-        self.mesh_info = mesh_info
+        self.mesh_info = mesh.mesh_info
+        self.transport = mesh.transport
         self.cast_buffers = tuple(cast_buffers)
         self.reshard_after_forward = reshards  # an int: keep a post-forward shard on each of as many ranks
         self.is_told = False  # set_reshard_after_forward was called; it then applies to the root on a device, too
@@ -75,18 +78,20 @@ class Unit:
 
     @property
     def gathered(self) -> bool:
-        return any(handle.state is not ShardState.SHARDED for handle in self.handles)
+        return any(handle.weights.state is not ShardState.SHARDED for handle in self.handles)
 
     @property
     def has_post_forward_shard(self) -> bool:
         """True if the next gather uses post-forward shards."""
-        return any(handle.kept.nbytes for handle in self.handles)
+        return any(handle.weights.buffer.has_post_forward_shard for handle in self.handles)
 
     @property
     def gathered_memory(self) -> UnitFootprint:
-        gathered = sum(size for handle in self.handles for size in (*handle.gathered_sizes, handle.whole.size))
+        buffers = [handle.weights.buffer for handle in self.handles]
+        gathered = sum(size for handle in self.handles for size in handle.gathered_sizes)
+        gathered += sum(buffer.encoded_bytes for buffer in buffers)
         reshards = self.reshard_after_forward and self.reshard_after_backward
-        return UnitFootprint(gathered, reshards, self.mesh_info, sum(handle.kept.size for handle in self.handles))
+        return UnitFootprint(gathered, reshards, self.mesh_info, sum(buffer.post_forward_bytes for buffer in buffers))
 
     def gather(self) -> None:
         """Launch the gathers of handles that are not gathered or gathering."""
@@ -102,7 +107,7 @@ class Unit:
             return
         self._kept_for = weakref.ref(forward)
         for handle in self.handles:
-            handle.kept.keep()
+            handle.weights.buffer.keep_post_forward()
 
     def reshard(self) -> None:
         for handle in self.handles:
@@ -161,7 +166,7 @@ class Unit:
     def drop_post_forward(self, passed: Collection[object] | None = None) -> None:
         """Free the post-forward shard if its forward is in `passed`, or if `passed` is None."""
         for handle in self.handles if passed is None or self._kept_for() in passed else ():
-            handle.kept.drop()
+            handle.weights.buffer.drop_post_forward()
 
     def show_gathered(self) -> None:
         for parameters, attribute, member in self._places:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.model_ranks import ModelRanks
-from layerzero.comm.transport.shared_memory import WriteBarrier
+from layerzero.comm.transport.base import Transport
 from layerzero.engine.handle import Handle
 from layerzero.engine.passes import GatheredUse
 
@@ -27,19 +27,26 @@ class WeightRefresher:
         handles: handles of the model.
         model_ranks: all ranks of the model.
         uses: active uses of weights outside of forwards, during which weights must not change.
+        transports: those of all meshes of the model.
 
     Attributes:
         deferred: if True, a step launches no refresh, and a pipeline schedule calls :meth:`launch_deferred`.
     """
 
-    def __init__(self, handles: Sequence[Handle], model_ranks: ModelRanks, uses: Sequence[GatheredUse]) -> None:
+    def __init__(
+        self,
+        handles: Sequence[Handle],
+        model_ranks: ModelRanks,
+        uses: Sequence[GatheredUse],
+        transports: Collection[Transport],
+    ) -> None:
         self.deferred = False
         self._uses = uses
         self._precedes_forward = True  # before the first forward, no rank reads what others write
         self._steps = 0  # optimizer steps since the last forward
         self._expected_steps = 1  # steps between the previous two forwards
         self._handles = handles
-        self._hand_over = next((handle.shared.barrier for handle in handles if handle.shared is not None), None)
+        self._transports = tuple(transports)
         self._model_ranks = model_ranks
 
     def launch(self, handles: Sequence[Handle] | None = None) -> None:
@@ -47,7 +54,7 @@ class WeightRefresher:
         handles = self._handles if handles is None else handles
         if handles:
             self.refuse_uses("changing weights")
-        RefreshRound(handles, self._hand_over, waits=not self._precedes_forward).end()
+        RefreshRound(handles, self._transports, waits=not self._precedes_forward).end()
 
     def before_master_write(self, handles: Sequence[Handle] | None = None) -> None:
         """Prepare a write to the masters of `handles` (None: all).
@@ -56,8 +63,8 @@ class WeightRefresher:
         """
         self.refuse_uses("changing weights")
         for handle in self._handles if handles is None else handles:
-            handle.finish_refresh()  # a refresh in flight may read the masters
-            if handle.shared is not None and handle.shares_master:
+            handle.weights.finish_refresh()  # a refresh in flight may read the masters
+            if handle.weights.peers_read_master:
                 handle.tracker.record_write()
 
     def refuse_uses(self, what: str) -> None:
@@ -80,13 +87,11 @@ class WeightRefresher:
         """
         self.refuse_uses("optimizer.step()")
         self._steps += 1
-        if self._hand_over is not None:
-            self.before_master_write(
-                [handle for handle in self._handles if handle.shares_master and handle.may_be_updated]
-            )
+        exposed = [handle for handle in self._handles if handle.weights.peers_read_master and handle.may_be_updated]
+        self.before_master_write(exposed)
         updated = [handle for handle in self._handles if handle.may_be_updated or handle.refresh_due]
         later, done = self.deferred or self._steps < self._expected_steps, False
-        refresh = None if later else RefreshRound(updated, self._hand_over, waits=not self._precedes_forward)
+        refresh = None if later else RefreshRound(updated, self._transports, waits=not self._precedes_forward)
         try:
             yield refresh
             done = True
@@ -141,21 +146,23 @@ class WeightRefresher:
 
 
 class RefreshRound:
-    """One refresh of some handles, launched in their order, at once or in parts; see [Note: Rounds of writing].
+    """One refresh of some handles, launched in their order, at once or in parts.
+
+    See [Note: Rounds of writing] in comm/transport/base.py.
 
     Args:
         handles: handles to refresh, in order.
-        hand_over: barrier before writes to shared memory, if the model uses it.
-        waits: whether to wait at the barrier, because other ranks may still read the weights.
+        transports: those of all meshes of the model.
+        waits: whether to wait for peers that may still read the weights.
 
     Attributes:
         left: handles that are not launched yet; None before the first launch.
     """
 
-    def __init__(self, handles: Sequence[Handle], hand_over: WriteBarrier | None, *, waits: bool) -> None:
+    def __init__(self, handles: Sequence[Handle], transports: Sequence[Transport], *, waits: bool) -> None:
         self._handles = handles
         self.left: deque[Handle] | None = None
-        self._hand_over = hand_over
+        self._transports = transports if handles else ()
         self._waits = waits
 
     def launch(self, ready: Collection[Handle]) -> None:
@@ -164,13 +171,13 @@ class RefreshRound:
             self.left = deque(self._handles)
             for handle in self._handles:
                 handle.reshard()
-            if self._handles and self._hand_over is not None and self._waits:
-                self._hand_over.arrive()
+            for transport in self._transports if self._waits else ():
+                transport.begin_write()
         while self.left and self.left[0] in ready:
             self.left.popleft().launch_refresh()
 
     def end(self) -> None:
         """Launch the remaining handles, and end the round."""
         self.launch(self._handles)
-        if self._handles and self._hand_over is not None:
-            self._hand_over.end_round()
+        for transport in self._transports:
+            transport.end_write()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from layerzero.comm.collectives import Collective
 from layerzero.config import LayerZeroConfig
-from layerzero.device.gradient_offload import accumulator_bytes
+from layerzero.engine.gradient_offload import accumulator_bytes
 from layerzero.estimates.full_buffers import simulate_full_buffers
 from layerzero.estimates.specs import HandleSpec, UnitSpec
 from layerzero.layout.shard_grid import Extent
@@ -48,7 +48,7 @@ def held_bytes(units: Sequence[UnitSpec], config: LayerZeroConfig) -> int:
     return of_handles + _accumulators(units, config)[0]
 
 
-def predicted_traffic(units: Sequence[UnitSpec]) -> dict[str, list[int]]:
+def predicted_traffic(units: Sequence[UnitSpec], config: LayerZeroConfig) -> dict[str, list[int]]:
     """Return the bytes that a rank sends in one call, as a list with one entry per handle, by collective.
 
     Reductions and refreshes are omitted for handles whose ZeRO-1 shards have different lengths, because their ranks
@@ -56,26 +56,29 @@ def predicted_traffic(units: Sequence[UnitSpec]) -> dict[str, list[int]]:
     """
     found: dict[str, list[int]] = {}
     for unit in units:
-        grid = unit.traits.grid
+        grid, transport = unit.traits.grid, unit.traits.transport
         for handle in unit.handles:
             layout, compute = handle.layout, handle.precision.compute
-            whole, node = layout.numel, grid.numel(layout, Extent.ZERO3)
+            whole, zero3 = layout.numel, grid.numel(layout, Extent.ZERO3)
             if handle.extension is not None:
                 for received in handle.extension.received if grid.zero3_size > 1 else ():
                     sent = (grid.zero3_size - 1) * (received // grid.zero3_size)
                     found.setdefault(Collective.GATHER.value, []).append(sent)
-            elif unit.traits.needs_gather and grid.zero3_size > 1:
-                each = handle.coded // grid.zero3_size or node * compute.itemsize
-                sent = (grid.zero3_size - 1) * each
+            elif grid.zero3_size > 1:
+                each = handle.coded // grid.zero3_size or zero3 * compute.itemsize
+                sent = 0 if transport.full_buffer_resident else (grid.zero3_size - 1) * each
                 found.setdefault(Collective.GATHER.value, []).append(sent)
             if kept := unit.kept_of(handle):
                 found.setdefault(Collective.REGATHER.value, []).append((unit.reshard_after_forward - 1) * kept)
             if grid.replicas > 1 and handle.trainable and not layout.bounds:
-                sent = (grid.replicas - 1) * (node // grid.replicas) * compute.itemsize
+                sent = (grid.replicas - 1) * (zero3 // grid.replicas) * compute.itemsize
                 found.setdefault(Collective.REFRESH.value, []).append(sent)
             for stage in handle.reduction_spec.stages if handle.trainable and not layout.bounds else ():
-                ranks, sums = (grid.zero3_size, whole) if stage.collective is Collective.HOP1 else (grid.replicas, node)
-                sent = (ranks - 1) * (sums // ranks) * stage.wire_dtype.itemsize
+                is_hop1, dtype = stage.collective is Collective.HOP1, stage.wire_dtype
+                if is_hop1 and transport.rounds_on_read and handle.has_persistent_send_buffer(config):
+                    dtype = handle.precision.master
+                ranks, sums = (grid.zero3_size, whole) if is_hop1 else (grid.replicas, zero3)
+                sent = (ranks - 1) * (sums // ranks) * dtype.itemsize
                 found.setdefault(stage.collective.value, []).append(sent)
     return found
 
@@ -91,7 +94,7 @@ def _of_handle(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig) -> d
     weights = "host_" if unit.traits.weights_in_host else ""
     shares_master = precision.master == precision.compute and not in_host and not weights
     own = grid.numel(handle.layout, Extent.ZERO1) * precision.master.itemsize
-    # See [Note: The final gradient rests in the node sum] in device/gradient_storage.py.
+    # See [Note: The final gradient inside the ZeRO-3 gradient shard] in engine/gradient_storage.py.
     rests = (
         handle.reduction_spec.accumulator_extent is Extent.ZERO3
         and not config.offload_grads

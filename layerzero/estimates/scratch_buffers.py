@@ -16,13 +16,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from layerzero.comm.collectives import Collective
+from layerzero.comm.transport.base import BufferDemand
 from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import Size
 from layerzero.engine.reduction_queue import IN_FLIGHT
 from layerzero.estimates.specs import HandleSpec, RankTraits
 from layerzero.layout.shard_grid import Extent
 
-__all__ = ["ScratchBuffers", "plan_scratch"]
+__all__ = ["ScratchBuffers", "buffer_demand", "plan_scratch"]
 
 _UNREAD = 2  # number of buffers of a size that may still be read when the next gradients arrive
 
@@ -31,7 +32,7 @@ class ScratchBuffers(NamedTuple):
     """Number of scratch buffers in use at once, by size."""
 
     scratch: Counter[Size]
-    outgoing: Counter[Size]  # buffers in shared memory that hop 1 sends from; empty without shared memory
+    outgoing: Counter[Size]  # buffers of the transport that hop 1 sends from; empty if they are scratch buffers
 
     def plus(self, more: ScratchBuffers) -> ScratchBuffers:
         """Return the sum with the buffers of handles on another mesh."""
@@ -40,38 +41,38 @@ class ScratchBuffers(NamedTuple):
 
 def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: RankTraits) -> ScratchBuffers:
     """Return the number of scratch buffers of handles on one mesh; see [Note: Number of scratch buffers]."""
-    in_node = where.in_node
+    in_place = not where.transport.receives_copies  # peers read the buffers that hop 1 sends from
     first, second = (most + 1 for most in IN_FLIGHT)
     trained = [each for each in handles if each.trainable and each.reduction_spec.stages]
     hop1 = [each for each in trained if each.reduction_spec.stages[0].collective is Collective.HOP1]
     plan = ScratchBuffers(Counter(), Counter())
-    outgoing = plan.outgoing if in_node else plan.scratch
+    outgoing = plan.outgoing if in_place else plan.scratch
     # Incoming gradients that are sent from the buffer that they arrive in.
     landing = [
         each for each in trained if each.reduction_spec.incoming_extent is not each.reduction_spec.accumulator_extent
     ]
     for size, members in _by_size(landing, lambda each: each.incoming_numel).items():
         flying = _landing_at_once(members, handles) + first - 1
-        outgoing[size] += min(len(members) + 1, flying + _UNREAD) if in_node else min(len(members), flying)
+        outgoing[size] += min(len(members) + 1, flying + _UNREAD) if in_place else min(len(members), flying)
     # Accumulated gradients that are copied before they are sent, and receive buffers.
     for size, members in _by_size(
         [each for each in trained if each not in landing], lambda each: each.sent_numel
     ).items():
-        copied = [each for each in members if not _lent_in_place(each, config, in_node=in_node and each in hop1)]
-        if in_node and members[0] in hop1:
+        copied = [each for each in members if not _lent_in_place(each, config, where, is_hop1=each in hop1)]
+        if in_place and members[0] in hop1:
             outgoing[size] += min(len(copied) + 1, first + _UNREAD) if copied else 0
         else:
             plan.scratch[size] += min(len(copied), first)
-    received = [each for each in trained if not (in_node and each in hop1)]
+    received = [each for each in trained if not (in_place and each in hop1)]
     for size, members in _by_size(received, lambda each: _received(each, 0, where)).items():
         plan.scratch[size] += min(len(members), first)
     # Hop 2.
     twice = [each for each in trained if len(each.reduction_spec.stages) == 2]
-    node = {id(each): where.grid.numel(each.layout, Extent.ZERO3) for each in twice}
+    zero3 = {id(each): where.grid.numel(each.layout, Extent.ZERO3) for each in twice}
     passing = [each for each in twice if each.reduction_spec.accumulator_extent is Extent.FULL]
-    for size, members in _by_size(passing, lambda each: (node[id(each)], each.precision.master)).items():
-        in_place = [each for each in members if each.reduction_spec.stages[1].wire_dtype == each.precision.master]
-        plan.scratch[size] += min(len(in_place), second) + (len(in_place) < len(members))
+    for size, members in _by_size(passing, lambda each: (zero3[id(each)], each.precision.master)).items():
+        unrounded = [each for each in members if each.reduction_spec.stages[1].wire_dtype == each.precision.master]
+        plan.scratch[size] += min(len(unrounded), second) + (len(unrounded) < len(members))
     rounded = [
         each
         for each in twice
@@ -79,7 +80,7 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
         or (each not in passing and config.offload_grads)
     ]
     for size, members in _by_size(
-        rounded, lambda each: (node[id(each)], each.reduction_spec.stages[1].wire_dtype)
+        rounded, lambda each: (zero3[id(each)], each.reduction_spec.stages[1].wire_dtype)
     ).items():
         plan.scratch[size] += min(len(members), second)
     for size, members in _by_size(twice, lambda each: _received(each, 1, where)).items():
@@ -91,19 +92,31 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
             once = min(len(members), _UNREAD) if where.on_device else 1  # on a device, copies are asynchronous
             plan.scratch[size] += once if members[0].reduction_spec.stages else _landing_at_once(members, handles)
     if where.weights_in_host:  # refreshed weights are gathered here before the copy to the host
-        node = {id(each): where.grid.numel(each.layout, Extent.ZERO3) for each in handles}
+        zero3 = {id(each): where.grid.numel(each.layout, Extent.ZERO3) for each in handles}
         fresh = [each for each in handles if each.trainable]
-        for size, members in _by_size(fresh, lambda each: (node[id(each)], each.precision.compute)).items():
+        for size, members in _by_size(fresh, lambda each: (zero3[id(each)], each.precision.compute)).items():
             plan.scratch[size] += min(len(members), _UNREAD) if where.on_device else 1
     return ScratchBuffers(+plan.scratch, +plan.outgoing)
 
 
-def _lent_in_place(handle: HandleSpec, config: LayerZeroConfig, *, in_node: bool) -> bool:
-    """Return whether hop 1 sends an accumulator in place, without a copy in the wire dtype.
+def buffer_demand(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: RankTraits) -> BufferDemand:
+    """Return the buffers that handles on one mesh request from a transport with the traits of `where`."""
+    gradients = [(each.layout.numel, each.precision.master) for each in handles]
+    return BufferDemand(
+        full_buffers=tuple((each.layout.numel, each.precision.compute) for each in handles if each.extension is None),
+        send_buffers=plan_scratch(handles, config, where).outgoing,
+        accumulators=tuple(
+            size
+            for size, each in zip(gradients, handles, strict=True)
+            if each.has_persistent_send_buffer(config) and each.trainable
+        ),
+        gradients=tuple(gradients),
+    )
 
-    In shared memory, the ranks that read the accumulator cast it.
-    """
-    if in_node:
+
+def _lent_in_place(handle: HandleSpec, config: LayerZeroConfig, where: RankTraits, *, is_hop1: bool) -> bool:
+    """Return whether the first stage sends an accumulator in place, without a copy in the wire dtype."""
+    if is_hop1 and where.transport.rounds_on_read:
         return handle.has_persistent_send_buffer(config)
     return handle.reduction_spec.stages[0].wire_dtype == handle.reduction_spec.incoming_dtype
 
@@ -124,7 +137,7 @@ def _received(handle: HandleSpec, stage: int, where: RankTraits) -> Size:
     """Return the size of a stage's receive buffer: the parts of all ranks if this rank adds them, else the sum."""
     numel, collective, grid = handle.layout.numel, handle.reduction_spec.stages[stage], where.grid
     if collective.collective is Collective.HOP1:
-        return numel if where.adds_hop1 else numel // grid.zero3_size, collective.wire_dtype
+        return numel if where.transport.sums_locally else numel // grid.zero3_size, collective.wire_dtype
     numel = grid.numel(handle.layout, Extent.ZERO3)
     if (parts := grid.replica_part_sizes(handle.layout)) is not None:
         numel = grid.replicas * parts[grid.replica_rank]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from layerzero.comm.mesh_info import MeshInfo
-from layerzero.comm.transport.post_forward_shard import kept_bytes
+from layerzero.comm.transport.base import TransportTraits, post_forward_bytes
 from layerzero.config import LayerZeroConfig, Precision
 from layerzero.device.accelerator import device_module
 from layerzero.device.buffer_pools import Size, UnitFootprint
@@ -25,27 +25,26 @@ class RankTraits:
     """Position of a rank in the grid, and the backend properties that determine its memory."""
 
     grid: ShardGrid
-    adds_hop1: bool  # True: this rank receives the parts of all ranks in hop 1 and adds them (gloo). False: the sum
-    adds_hop2: bool  # the same for hop 2
+    transport: TransportTraits  # of the ZeRO-3 group
+    adds_hop2: bool  # True: this rank receives the parts of all ranks in hop 2 and adds them (gloo). False: the sum
     on_device: bool  # the rank computes on an accelerator with its own streams and memory
-    in_node: bool = False  # the ranks of the ZeRO-3 group share memory
     weights_in_host: bool = False  # ZeRO-3 shards are in host memory
 
     @classmethod
-    def of(cls, mesh_info: MeshInfo, *, in_node: bool, offload_params: bool) -> RankTraits:
+    def of(cls, mesh_info: MeshInfo, transport: TransportTraits, *, offload_params: bool) -> RankTraits:
         return cls(
             mesh_info.grid,
-            adds_hop1=mesh_info.zero3_reduce_comm.is_gloo,
+            transport,
             adds_hop2=mesh_info.replica_comm.is_gloo,
             on_device=device_module(mesh_info.device) is not None,
-            in_node=in_node,
-            weights_in_host=offload_params and not in_node,
+            weights_in_host=offload_params and not transport.full_buffer_resident,
         )
 
     @property
     def needs_gather(self) -> bool:
         """True if the full buffer has memory in addition to the ZeRO-3 shard."""
-        return self.weights_in_host or not (self.in_node or self.grid.same_elements(Extent.ZERO3, Extent.FULL))
+        resident = self.transport.full_buffer_resident or self.grid.same_elements(Extent.ZERO3, Extent.FULL)
+        return self.weights_in_host or not resident
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class HandleSpec:
     in_host: bool = False  # the master and the final gradient are in host memory
     strided: tuple[int, ...] = ()  # bytes of each gathered parameter that is not contiguous
     coded: int = 0  # bytes that a gather of encoded shards receives
-    set_aside: bool = False  # the final gradient was preserved during a backward; see device/gradient_storage.py
+    set_aside: bool = False  # the final gradient was preserved during a backward; see engine/gradient_storage.py
     extension: GatheredBytes | None = None  # bytes of the all-gather extension of the only parameter
 
     def has_persistent_send_buffer(self, config: LayerZeroConfig) -> bool:
@@ -119,7 +118,7 @@ class UnitSpec:
             or handle.extension is not None
         ):
             return 0
-        return kept_bytes(handle.layout.numel, handle.precision.compute.itemsize, self.reshard_after_forward)
+        return post_forward_bytes(handle.layout.numel, handle.precision.compute.itemsize, self.reshard_after_forward)
 
     @cached_property
     def gathered_memory(self) -> UnitFootprint:
@@ -131,8 +130,7 @@ class UnitSpec:
 def specs_of(units: Iterable[Unit]) -> list[UnitSpec]:
     """Return the specs of existing units. Their layouts may have changed since the units were built."""
     units = tuple(units)
-    in_node = any(handle.shared is not None for unit in units for handle in unit.handles)
-    in_host = any(handle.in_host is not None for unit in units for handle in unit.handles)
+    in_host = any(handle.weights.host_shard is not None for unit in units for handle in unit.handles)
     return [
         UnitSpec(
             unit.name,
@@ -144,15 +142,15 @@ def specs_of(units: Iterable[Unit]) -> list[UnitSpec]:
                     handle.precision,
                     handle.layout,
                     handle.reduction_spec,
-                    handle.to_host is not None,
+                    handle.weights.to_host is not None,
                     handle.gathered_sizes[1:],
-                    handle.whole.size,
+                    handle.weights.buffer.encoded_bytes,
                     handle.gradients is not None and handle.gradients.final.storage.nbytes > 0,
                     handle.extension_bytes,
                 )
                 for handle in unit.handles
             ),
-            RankTraits.of(unit.mesh_info, in_node=in_node, offload_params=in_host),
+            RankTraits.of(unit.mesh_info, unit.transport.traits, offload_params=in_host),
             unit.reshard_after_forward,
             unit.mesh_info,
         )

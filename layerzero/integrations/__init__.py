@@ -1,5 +1,5 @@
-"""Integrations with the training loops of other packages. Each module imports the package that it is named after.
+"""Integrations with the training loops of other packages. Each module imports the package after which it is named.
 
-No other package of layerzero imports these modules, so import them by name:
+No other package of layerzero imports these modules. Import them by name:
 ``from layerzero.integrations.accelerate import LayerZeroAccelerator``.
 """

@@ -1,7 +1,7 @@
 """Accelerate: an ``Accelerator`` that shards the models and optimizers that it prepares.
 
 Accelerate selects its plugins with an enum that cannot be extended. Therefore this module subclasses ``Accelerator``
-and overrides documented methods; Accelerate's own classes are not changed. ``save_state`` and ``load_state`` have no
+and overrides documented methods. It does not change Accelerate's classes. ``save_state`` and ``load_state`` have no
 hook for optimizers, so :meth:`_all_but_sharded` hides sharded models and optimizers from both methods.
 """
 
@@ -76,8 +76,8 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
         args, kwargs: as for ``accelerate.Accelerator``.
 
     Raises:
-        ValueError: a setting is not supported, or makes Accelerate itself shard, wrap or compile models. The message
-            names the setting.
+        ValueError: a setting is not supported, or makes Accelerate shard, wrap or compile models. The message names the
+            setting.
 
     Example::
 
@@ -104,11 +104,13 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
         if others:
             raise ValueError(
                 f"{', '.join(others)}: Accelerate would shard, wrap or compile the model that layerzero shards. Leave "
-                "it out, also in what `accelerate launch` sets; compile units with torch.compile before"
+                "it out, also in the configuration of `accelerate launch`. Compile units with torch.compile before "
+                "prepare"
             )
         if self.mixed_precision == "fp16" and not self.native_amp:
             raise ValueError(
-                f"mixed_precision='fp16' on {self.device}, where Accelerate scales no loss: use 'bf16' or 'no'"
+                f"mixed_precision='fp16' is not supported on {self.device}, because Accelerate does not scale the loss "
+                "there. Use 'bf16' or 'no'"
             )
 
     # Models, optimizers and schedulers may be prepared in any order, in one call of prepare or several
@@ -152,7 +154,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
                 sharded = shard_optimizer(prepared.optimizer, model)
                 prepared.__init__(
                     sharded, device_placement=False, scaler=prepared.scaler
-                )  # in place: the user may already hold a reference to it
+                )  # in place, because the user may already have a reference to it
 
     @property
     def _sharded(self) -> list[nn.Module]:
@@ -168,13 +170,15 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Raise an error for sharded models: ranks without data cannot take part in the collectives of other ranks.
+        """Raise an error for sharded models, because ranks without data cannot take part in collectives.
 
         Raises:
             ValueError: a model in `joinables` is sharded.
         """
         if any(is_sharded(each) for each in joinables):
-            raise ValueError("join_uneven_inputs of a sharded model: use even_batches=True, which repeats samples")
+            raise ValueError(
+                "join_uneven_inputs does not support sharded models. Use even_batches=True, which repeats samples"
+            )
         with super().join_uneven_inputs(joinables, even_batches=even_batches):
             yield
 
@@ -203,7 +207,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
         return full_state_dict(model) if is_sharded(model) else super().get_state_dict(model, unwrap=unwrap)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Save the state as Accelerate does, but save sharded models and optimizers as layerzero checkpoints.
+        """Save the state like Accelerate, but save sharded models and optimizers as layerzero checkpoints.
 
         The layerzero checkpoints are in the same folder. Each rank writes its own rows into these checkpoints, and any
         number of ranks can load them.
@@ -228,7 +232,10 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
         for i, model in enumerate(self._sharded):
             own = [each.optimizer for each in self._optimizers if each.optimizer in get_state(model).optimizers]
             if len(own) > 1:
-                raise ValueError(f"{len(own)} optimizers of one sharded model: save_state and load_state can keep one")
+                raise ValueError(
+                    f"a sharded model has {len(own)} optimizers, but save_state and load_state support one. Save with "
+                    "layerzero.checkpoint.save"
+                )
             pairs.append((f"layerzero_{i}", model, own[0] if own else None))
         return pairs
 
@@ -239,8 +246,8 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
         The user's hooks still receive all models.
 
         Args:
-            hooks: name of the attribute that holds the registered hooks. Accelerate passes the folder only to hooks.
-                Inside the context, a single hook therefore replaces them; it calls the user's hooks, then `act`.
+            hooks: name of the attribute with the registered hooks. Accelerate passes the folder only to hooks. Inside
+                the context, a single hook therefore replaces them. It calls the user's hooks, then `act`.
             act: ``act(path, model, optimizer)`` saves or loads one layerzero checkpoint.
         """
         models, optimizers, registered, pairs = self._models, self._optimizers, getattr(self, hooks), self._pairs()

@@ -52,7 +52,9 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
     ) -> None:
         super().__init__(**kwargs)
         if self._ddp_kwargs:
-            raise ValueError(f"these are for DistributedDataParallel, not for layerzero: {sorted(self._ddp_kwargs)}")
+            raise ValueError(
+                f"arguments of DistributedDataParallel are not supported. Leave them out: {sorted(self._ddp_kwargs)}"
+            )
         given = {"zero3_size": zero3_size, "units": units, "mp_policy": mp_policy}
         self._settings = Settings.of_all(config_file, settings, **given)
         self._backward_sync_control = _NoSync()
@@ -105,7 +107,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         """
         folder = Path(self.broadcast(path))
         if filter is not None and _sharded_in(state):
-            raise ValueError("filter with sharded modules: layerzero checkpoints hold all of a module")
+            raise ValueError("filter does not support sharded modules, which are saved completely. Leave filter out")
         if self.is_global_zero:
             folder.mkdir(parents=True, exist_ok=True)
         self.barrier()

@@ -61,7 +61,8 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
         super().__init__(**kwargs)
         if self._ddp_kwargs or self._ddp_comm_hook is not None or self._ddp_comm_state is not None:
             raise ValueError(
-                f"these are for DistributedDataParallel, not for layerzero: {sorted(self._ddp_kwargs)}, hooks"
+                "arguments and communication hooks of DistributedDataParallel are not supported. Leave them out: "
+                f"{sorted(self._ddp_kwargs)}"
             )
         given = {"zero3_size": zero3_size, "units": units, "mp_policy": mp_policy}
         self._settings = Settings.of_all(config_file, settings, **given)
@@ -96,29 +97,29 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
         self.optimizers = [shard_optimizer(optimizer, self._module) for optimizer in self.optimizers]
 
     def teardown(self) -> None:
-        """Tear down the parts of the strategy; a sharded module is not moved to the CPU."""
+        """Tear down the parts of the strategy. A sharded module is not moved to the CPU."""
         if not is_sharded(self.lightning_module):
             super().teardown()
             return
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             part.teardown()
 
-    # Steps run through the module's forward, whose hooks gather parameters
+    # Steps are run by the module's forward, whose hooks gather parameters
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``training_step`` as the DDP strategy does."""
+        """Run the module's ``training_step`` like the DDP strategy."""
         return self._step("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``validation_step`` as the DDP strategy does."""
+        """Run the module's ``validation_step`` like the DDP strategy."""
         return self._step("validation_step", self.precision_plugin.val_step_context(), *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``test_step`` as the DDP strategy does."""
+        """Run the module's ``test_step`` like the DDP strategy."""
         return self._step("test_step", self.precision_plugin.test_step_context(), *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``predict_step`` as the DDP strategy does."""
+        """Run the module's ``predict_step`` like the DDP strategy."""
         return self._step("predict_step", self.precision_plugin.predict_step_context(), *args, **kwargs)
 
     def _step(self, name: str, context: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +141,7 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Always True: the module is sharded before a checkpoint is loaded."""
+        """Always True, because the module is sharded before a checkpoint is loaded."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -151,7 +152,7 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
         return full_state_dict(self._module) if is_sharded(self._module) else super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Return an empty dict: the layerzero checkpoint contains the optimizer state."""
+        """Return an empty dict, because the layerzero checkpoint contains the optimizer state."""
         return {}
 
     def save_checkpoint(
@@ -174,7 +175,7 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
         for name, optimizer in kept.items():
             save_sharded(folder / name, self._module, optimizer, overwrite=True)
         if self.is_global_zero:
-            for left in folder.glob("layerzero_*"):  # of an earlier save with other optimizers
+            for left in folder.glob("layerzero_*"):  # leftovers of an earlier save with other optimizers
                 if left.name not in kept:
                     shutil.rmtree(left)
 

@@ -1,4 +1,4 @@
-"""Helpers shared by the integrations: settings, sharding of a model, dtypes of Lightning's precisions."""
+"""Shared helpers of the integrations: settings, sharding of a model, dtypes of Lightning's precisions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Settings:
             given = read_settings(source, _KNOWN)
         more = {name: value for name, value in more.items() if value is not None}
         if twice := sorted(given.keys() & more.keys()):
-            raise ValueError(f"{', '.join(twice)} given twice, as an argument and in {source}")
+            raise ValueError(f"{', '.join(twice)} is set both as an argument and in {source}. Set it in one place")
         given |= more
         LayerZeroConfig(**given)  # raises if a value is wrong
         return cls(given)
@@ -90,7 +90,8 @@ class Settings:
 def let_generate(model: nn.Module) -> nn.Module:
     """If the model is an encoder-decoder model, register its ``generate`` as a forward method. Return the model.
 
-    Such a ``generate`` calls the encoder outside the root's forward, so the root must be gathered during the call.
+    The ``generate`` of these models calls the encoder outside the root's forward, so the root must be gathered during
+    the call.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and hasattr(model, "generate"):
         register_forward_method(model, "generate")
@@ -104,8 +105,8 @@ def _policy(given: Policy | None, mixed_precision: torch.dtype | None) -> Policy
         return MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32)
     if given.param_dtype not in (None, mixed_precision):
         raise ValueError(
-            f"the loop is told to compute in {mixed_precision} and mp_policy.param_dtype is {given.param_dtype}: "
-            "give one of them, or the same"
+            f"the loop computes in {mixed_precision}, but mp_policy.param_dtype is {given.param_dtype}. Set one of "
+            "them, or set both to the same dtype"
         )
     return replace(given, param_dtype=mixed_precision)
 
@@ -124,7 +125,7 @@ def lightning_dtype(precision: str) -> torch.dtype | None:
         "64-true": None,
     }
     if precision not in known:
-        raise ValueError(f"precision={precision!r} has no counterpart in layerzero: use one of {', '.join(known)}")
+        raise ValueError(f"precision={precision!r} is not supported by layerzero. Use one of {', '.join(known)}")
     return known[precision]
 
 

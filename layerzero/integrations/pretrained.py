@@ -25,8 +25,8 @@ __all__ = ["from_pretrained"]
 def from_pretrained(kind: Any, folder: str | os.PathLike[str], *, config: Any = None, **settings: Any) -> Any:
     """Load the model that ``kind.from_pretrained(folder)`` loads, but shard it before its weights are read.
 
-    Each rank reads only its own rows from the files, and never holds more than those rows and one full unit. All ranks
-    must call this.
+    Each rank reads only its own rows from the files, and never allocates more than its rows and one full unit. All
+    ranks must call this.
 
     Args:
         kind: a model class, or one of transformers' ``AutoModel...`` classes.
@@ -39,8 +39,8 @@ def from_pretrained(kind: Any, folder: str | os.PathLike[str], *, config: Any = 
         The sharded model, in evaluation mode.
 
     Raises:
-        FileNotFoundError, ValueError: as for :func:`layerzero.checkpoint.load_safetensors`; or the files contain
-            several tensors that transformers merges into one, such as experts.
+        FileNotFoundError, ValueError: see :func:`layerzero.checkpoint.load_safetensors`; or the files contain several
+            tensors that transformers merges into one tensor, such as experts.
 
     Example::
 
@@ -77,8 +77,9 @@ def _renaming(model: Any) -> Callable[[str], str]:
         renamed, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, held)
         if converted is not None:
             raise ValueError(
-                f"{name} is one of several tensors that transformers makes {renamed} of: write them in the model's own "
-                "format, once, by from_pretrained(folder).save_pretrained(other, save_original_format=False)"
+                f"{name} is one of several tensors that transformers merges into {renamed}, which is not supported. "
+                "Convert the files once to the model's own format with "
+                "from_pretrained(folder).save_pretrained(other, save_original_format=False)"
             )
         return str(renamed)
 

@@ -39,7 +39,8 @@ def with_layerzero(config: trainer.Trainer.Config, **settings: Any) -> Trainer.C
 
     Args:
         config: a config from one of torchtitan's registries, which is not changed. In the copy, `spmd_backend` is
-            ``"partial_dtensor"``, and CUDA graphs are off because they would replay a step without its collectives.
+            ``"partial_dtensor"``, and CUDA graphs are disabled because they would replay a step without its
+            collectives.
         settings: settings of :func:`layerzero.shard_model`, such as `accumulation`, or `config_file`, a YAML file with
             such settings. A setting that torchtitan's own config or model determines raises an error.
 
@@ -55,8 +56,9 @@ def with_layerzero(config: trainer.Trainer.Config, **settings: Any) -> Trainer.C
     for given, known in (config, trainer.Trainer), (config.optimizer, optimizers.OptimizersContainer):
         if type(given) is not known.Config:
             raise TypeError(
-                f"{type(given)} is not of torchtitan's own {known.__name__}: set parallelize_fn of the model_spec to "
-                "layerzero's, and the optimizer to a Config of layerzero's OptimizersContainer"
+                f"{type(given)} is not the Config of torchtitan's {known.__name__}, so it cannot be converted. Set "
+                "parallelize_fn of the model_spec to layerzero's, and the optimizer to a Config of layerzero's "
+                "OptimizersContainer"
             )
     _settings_of(**settings)
     ours = Trainer.Config(**_fields(copy.deepcopy(config)))
@@ -81,7 +83,7 @@ def parallelize(
     dump_folder: str,
     **settings: Any,
 ) -> nn.Module:
-    """Parallelize a decoder as torchtitan does, but with :func:`layerzero.shard_model` instead of FSDP.
+    """Parallelize a decoder like torchtitan, but with :func:`layerzero.shard_model` instead of FSDP.
 
     This is a ``ModelSpec.parallelize_fn``. The `data_parallel_shard_degree` ranks of a ZeRO-3 group should be on one
     node. Gradients are summed, not averaged, because torchtitan divides losses by the tokens of all ranks. Each layer
@@ -122,20 +124,22 @@ def parallelize(
 
 
 _NOT_HERE = {
-    **dict.fromkeys(("zero3_size", "mesh"), "data_parallel_shard_degree and data_parallel_replicate_degree say it"),
-    **dict.fromkeys(("ignored_modules", "ignored_params"), "torchtitan's trainer averages no gradients"),
-    **dict.fromkeys(("param_init_fn", "sync_module_states"), "torchtitan initialises"),
-    "mp_policy": "mixed_precision_param and mixed_precision_reduce say it",
-    "reshard_after_forward": "fsdp_reshard_after_forward says it",
-    "gradient_divide_factor": "torchtitan's losses are divided by the tokens of all ranks",
-    "units": "each layer is a unit, and the embedding, and the head",
+    **dict.fromkeys(
+        ("zero3_size", "mesh"), "data_parallel_shard_degree and data_parallel_replicate_degree determine it"
+    ),
+    **dict.fromkeys(("ignored_modules", "ignored_params"), "torchtitan's trainer does not average gradients"),
+    **dict.fromkeys(("param_init_fn", "sync_module_states"), "torchtitan initializes the parameters"),
+    "mp_policy": "mixed_precision_param and mixed_precision_reduce determine it",
+    "reshard_after_forward": "fsdp_reshard_after_forward determines it",
+    "gradient_divide_factor": "torchtitan divides losses by the tokens of all ranks",
+    "units": "the units are the layers, the embedding and the head",
 }
 
 
 def _settings_of(config_file: str | None = None, **settings: Any) -> dict[str, Any]:
     given = dict(Settings.of(config_file, **settings).given)
     if names := sorted(_NOT_HERE.keys() & given.keys()):
-        raise ValueError(f"{names[0]} is not given here, leave it out: {_NOT_HERE[names[0]]}")
+        raise ValueError(f"{names[0]} is not supported with torchtitan: {_NOT_HERE[names[0]]}. Leave it out")
     return given
 
 
@@ -145,27 +149,30 @@ def _refuse_others(
     others = {name for name, child in model.named_children() if any(True for _ in child.parameters())} - _DECODERS
     if others or not isinstance(getattr(model, "layers", None), nn.ModuleDict):
         raise TypeError(
-            f"{type(model).__qualname__} is not just a decoder of torchtitan's ({', '.join(sorted(others))}): write a "
-            "parallelize_fn that calls layerzero.shard_model with its units"
+            f"{type(model).__qualname__} is not a plain torchtitan decoder (other modules: "
+            f"{', '.join(sorted(others))}). Write a parallelize_fn that calls layerzero.shard_model with its units"
         )
     if not training.disable_cuda_graphs:
-        raise ValueError("CUDA graphs would replay a step without its exchanges: use --training.disable_cuda_graphs")
+        raise ValueError(
+            "CUDA graphs are not supported, because they would replay a step without its collectives. Use "
+            "--training.disable_cuda_graphs"
+        )
     if parallelism.spmd_backend != "partial_dtensor":
         raise ValueError(
-            f"spmd_backend={parallelism.spmd_backend!r} changes parameters that only data-parallel ranks share: use "
-            "--parallelism.spmd_backend partial_dtensor"
+            f"spmd_backend={parallelism.spmd_backend!r} is not supported, because it changes parameters that only "
+            "data-parallel ranks share. Use --parallelism.spmd_backend partial_dtensor"
         )
     if training.enable_cpu_offload:
         raise ValueError(
-            "training.enable_cpu_offload would keep weights in host memory: leave it out; with_layerzero(..., "
-            "offload_optimizer=True) keeps all but the weights there"
+            "training.enable_cpu_offload is not supported. Leave it out. with_layerzero(..., offload_optimizer=True) "
+            "stores all tensors except the compute weights in host memory"
         )
     if parallelism.enable_fsdp_symm_mem:
-        raise ValueError("parallelism.enable_fsdp_symm_mem is a setting of FSDP2's exchanges: leave it out")
+        raise ValueError("parallelism.enable_fsdp_symm_mem applies to collectives of FSDP2 only. Leave it out")
     if parallel_dims.cp_enabled or parallel_dims.pp_enabled:
         raise ValueError(
-            "context_parallel_degree and pipeline_parallel_degree > 1 were never run with layerzero here: use "
-            "tensor_parallel_degree, or a loop as in docs/pipelines.md"
+            "context_parallel_degree and pipeline_parallel_degree > 1 are not supported with torchtitan. Use "
+            "tensor_parallel_degree, or a training loop as in docs/pipelines.md"
         )
 
 
@@ -192,7 +199,7 @@ def _units_of(model: nn.Module, parallel_dims: ParallelDims) -> Callable[[str, n
 def _reshards(when: str | int, parallel_dims: ParallelDims) -> bool | int | Callable[[str, nn.Module], bool | int]:
     """Translate torchtitan's `fsdp_reshard_after_forward` into layerzero's `reshard_after_forward`.
 
-    ``"default"`` reshards all units except the head, which the backward needs first. With a number of ranks, units keep
+    ``"default"`` reshards all units except the head, which the backward needs first. With a number of ranks, units have
     post-forward shards on that many ranks. If the number does not divide the size of the experts' mesh, the experts are
     fully resharded.
     """
@@ -200,7 +207,8 @@ def _reshards(when: str | int, parallel_dims: ParallelDims) -> bool | int | Call
         return lambda name, module: name not in ("lm_head", _TIED)
     if isinstance(when, str) and when not in ("always", "never"):
         raise ValueError(
-            f"fsdp_reshard_after_forward is {when!r}; use 'default', 'always', 'never' or a number of ranks"
+            f"fsdp_reshard_after_forward is {when!r}, which is not supported. Use 'default', 'always', 'never' or a "
+            "number of ranks"
         )
     if isinstance(when, str):
         return when == "always"
@@ -212,8 +220,8 @@ def _reshards(when: str | int, parallel_dims: ParallelDims) -> bool | int | Call
 class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
     """torchtitan optimizer container in which the optimizers of sharded models are sharded as well.
 
-    Each of them is a :class:`layerzero.ShardedOptimizer`. `optimizer_name` may name any optimizer class of
-    ``torch.optim``: use "Muon" instead of torchtitan's "DistMuon".
+    The container then contains instances of :class:`layerzero.ShardedOptimizer`. `optimizer_name` may be the name of
+    any optimizer class of ``torch.optim``. Use "Muon" instead of torchtitan's "DistMuon".
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -222,16 +230,16 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
 
     def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
         if config.implementation == "fused_opt_states_bf16":
-            raise ValueError("optimizer.implementation 'fused_opt_states_bf16' is for torchtitan alone: use 'fused'")
+            raise ValueError("optimizer.implementation 'fused_opt_states_bf16' is not supported. Use 'fused'")
         super().__init__(config, model_parts=model_parts)
         self.optimizers: list[torch.optim.Optimizer] = [self._shard(each) for each in self.optimizers]
 
     def _post_init(self, all_params: list[nn.Parameter]) -> None:
         super()._post_init(all_params)
-        self.param_groups.clear()  # the contained optimizers hold and step the parameters
+        self.param_groups.clear()  # the contained optimizers step the parameters
 
     def _shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        # Each optimizer belongs to one model part, and a part is sharded completely: one parameter decides.
+        # Each optimizer belongs to one model part, which is sharded completely, so one parameter identifies the part.
         held = optimizer.param_groups[0]["params"][0]
         owner = next(
             (m for m in self.model_parts if is_sharded(m) and get_state(m).parameters.managed_param(held)), None
@@ -242,7 +250,9 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
     def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
         factory = getattr(torch.optim, name, None)
         if not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer)):
-            raise ValueError(f"optimizer_name {name!r} is no optimizer of torch.optim, such as 'AdamW' or 'Muon'")
+            raise ValueError(
+                f"optimizer_name {name!r} is not an optimizer of torch.optim. Use a name such as 'AdamW' or 'Muon'"
+            )
         return factory
 
 

@@ -1,8 +1,8 @@
 """Transformers: a ``Trainer`` for sharded models, and a mixin for subclasses of ``Trainer``, such as TRL's trainers.
 
 ``Trainer`` has no hook for the class of its accelerator. :meth:`LayerZeroMixin.create_accelerator_and_postprocess`
-therefore replaces the accelerator with a LayerZeroAccelerator that has the same arguments. Other methods are
-overridden; no class is patched.
+therefore replaces the accelerator with a LayerZeroAccelerator with the same arguments. Other methods are overridden.
+No class is patched.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LayerZeroArguments:
 
     layerzero_config: str | None = field(default=None, metadata={"help": "YAML file with layerzero's settings."})
     zero3_size: int | None = field(
-        default=None, metadata={"help": "Ranks that share the compute weights; by default those of a node."}
+        default=None, metadata={"help": "Number of ranks that share the compute weights. Default: ranks per node."}
     )
 
 
@@ -89,7 +89,7 @@ class LayerZeroMixin:
         self.gather_function = self.accelerator.gather_for_metrics
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Do nothing: the full model may not fit on the device, and sharding moves the shards to the device."""
+        """Do nothing, because the full model may not fit on the device, and sharding moves the shards there."""
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the trainer's prediction step, with ``synced_gpus`` if the step generates.
@@ -174,8 +174,8 @@ def _adapter_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, d
         saved = get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=adapter)
         if computed := [key for key, value in saved.items() if id(value) not in name_of]:
             raise ValueError(
-                f"adapter {adapter!r} saves {computed[0]!r}, which PEFT computes and the model does not hold: save and "
-                "load it inside layerzero.unsharded(model)"
+                f"adapter {adapter!r} saves {computed[0]!r}, which PEFT computes and the state dict of the model does "
+                "not contain. Save and load the adapter inside layerzero.unsharded(model)"
             )
         names[adapter] = {key: name_of[id(value)] for key, value in saved.items()}
     return names
@@ -202,7 +202,7 @@ def _load_adapters(model: nn.Module, folder: str) -> None:
         saved = load_file(path)
         if saved.keys() != names.keys():
             odd = sorted(saved.keys() ^ names.keys())
-            raise ValueError(f"{path} does not fit adapter {adapter!r}: {', '.join(odd)} are only in one of them")
+            raise ValueError(f"{path} does not match adapter {adapter!r}: {', '.join(odd)} are only in one of them")
         state |= {names[key]: value for key, value in saved.items()}
     load_full_state_dict(model, state, strict=False)
 

@@ -255,13 +255,13 @@ def _owners(
     Among the ranks whose load allows it, a slot goes to the rank with most of its rows. Along a model-parallel axis, a
     joined parameter goes to the least loaded rank.
     """
-    of_node: list[list[tuple[FlatLayout, Slot]]] = [[] for _ in range(replicas)]
+    of_replica: list[list[tuple[FlatLayout, Slot]]] = [[] for _ in range(replicas)]
     for layout, names in zip(layouts, owned, strict=True):
         for slot in layout.slots:
             if slot.name in names:
-                of_node[_holders(layout, slot)[0] % replicas].append((layout, slot))
+                of_replica[_holders(layout, slot)[0] % replicas].append((layout, slot))
     owners = {}
-    for r, slots in enumerate(of_node):
+    for r, slots in enumerate(of_replica):
         numel = max(1, sum(slot.numel for _, slot in slots))
         work = max(1, sum(_work(join_axes_of, slot) for _, slot in slots))
         loads = [_OwnerLoad()] * zero3_size

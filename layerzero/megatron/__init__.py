@@ -1,6 +1,6 @@
 """Megatron-Core integration: process groups, sharded model chunks, and an optimizer for Megatron's training loop.
 
-No other package of layerzero imports this one. Megatron is imported only when a function here is called.
+No other package of layerzero imports this package. Megatron is imported only when a function of this package is called.
 
 >>> import layerzero.megatron
 >>> chunks = layerzero.megatron.wrap(chunks, config, zero3_size=8)                          # doctest: +SKIP

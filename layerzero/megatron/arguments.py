@@ -27,7 +27,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     group = parser.add_argument_group("layerzero")
     group.add_argument("--layerzero-config", metavar="FILE", help="YAML with the settings of layerzero.LayerZeroConfig")
     group.add_argument(
-        "--layerzero-ema-decay", type=float, metavar="DECAY", help="keep an average of the weights, for checkpoints"
+        "--layerzero-ema-decay", type=float, metavar="DECAY", help="compute an average of the weights for checkpoints"
     )
     return parser
 
@@ -37,8 +37,8 @@ class ParsedArguments(NamedTuple):
 
     Attributes:
         wrap: keyword arguments of :func:`layerzero.megatron.wrap`.
-        units: names of modules or classes that are units in addition to the default ones.
-        ema_decay: decay of the exponential moving average (EMA) of the weights. None: no average is kept.
+        units: names of modules or classes that are units in addition to the default units.
+        ema_decay: decay of the exponential moving average (EMA) of the weights. None: no average is computed.
     """
 
     wrap: dict[str, Any]
@@ -76,12 +76,15 @@ def chosen_of(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
 def _translated(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
     if not hasattr(args, "layerzero_config"):
         raise ValueError(
-            "layerzero's flags are not there: pretrain(extra_args_provider=layerzero.megatron.add_arguments)"
+            "the flags of layerzero are missing. Call pretrain(extra_args_provider=layerzero.megatron.add_arguments)"
         )
     config = LayerZeroConfig() if args.layerzero_config is None else LayerZeroConfig.from_yaml(args.layerzero_config)
     settings = config.arguments()
     if settings.pop("gradient_divide_factor") is not None:
-        raise ValueError("--layerzero-config: gradient_divide_factor; --calculate-per-token-loss decides that here")
+        raise ValueError(
+            "gradient_divide_factor in --layerzero-config is not supported, because --calculate-per-token-loss "
+            "determines it. Remove the setting"
+        )
     units = settings.pop("units") or ()
     size = settings.pop("zero3_size")
     if size is None:
@@ -90,8 +93,8 @@ def _translated(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
         size = _of_mindspeed(size, args.tensor_model_parallel_size, len(data_parallel))
     if args.gradient_accumulation_fusion and size > 1 and settings["accumulation"] == "sharded":
         raise ValueError(
-            "gradient accumulation fusion, which is on by default, adds to whole gradients between micro-batches: add "
-            "--no-gradient-accumulation-fusion, or give accumulation: full or zero3_size: 1 in --layerzero-config"
+            "gradient accumulation fusion, which is on by default, adds to full gradients between micro-batches. Add "
+            "--no-gradient-accumulation-fusion, or set accumulation: full or zero3_size: 1 in --layerzero-config"
         )
     policy = _policy(settings.pop("mp_policy"), args)
     if policy is not None:
@@ -110,9 +113,9 @@ def _translated(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
 
 
 def _connections_warning(args: Namespace) -> str | None:
-    """Return a warning if CUDA_DEVICE_MAX_CONNECTIONS serialises streams; otherwise None.
+    """Return a warning if CUDA_DEVICE_MAX_CONNECTIONS serializes streams; otherwise None.
 
-    The warning also says whether tensor or context parallelism, which may need that setting, is enabled in `args`.
+    The warning also states whether `args` enable tensor or context parallelism, which may need that setting.
     """
     warning = connections_warning(default_device_type())
     if warning is None:
@@ -123,7 +126,7 @@ def _connections_warning(args: Namespace) -> str | None:
     }
     asking = [f"{flag} {size}" for flag, size in sizes.items() if size > 1]
     if not asking:
-        return f"{warning}. These flags have neither: unset it"
+        return f"{warning}. These flags enable neither. Unset the variable"
     return f"{warning}. These flags have {' and '.join(asking)}"
 
 
@@ -131,7 +134,8 @@ def _of_a_node(data_parallel: list[int]) -> int:
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not said.isdigit() or int(said) == 0:
         raise ValueError(
-            "without zero3_size in --layerzero-config, torchrun must say in LOCAL_WORLD_SIZE what a node is"
+            "the number of ranks per node is unknown, because LOCAL_WORLD_SIZE is not set. Start with torchrun, or set "
+            "zero3_size in --layerzero-config"
         )
     here = dist.get_rank() // int(said)
     return sum(rank // int(said) == here for rank in data_parallel)
@@ -144,14 +148,14 @@ def _of_mindspeed(size: int, tensor: int, data_parallel: int) -> int:
     """
     if size % tensor:
         raise ValueError(
-            f"zero3_size={size} counts tensor-parallel ranks in a file with MindSpeed's names, of which there are "
-            f"{tensor}: give a multiple"
+            f"zero3_size={size} is not a multiple of the tensor-parallel size {tensor}. In a file with MindSpeed's "
+            "names, zero3_size includes tensor-parallel ranks. Use a multiple"
         )
     found = min(size // tensor, data_parallel)
     if found != size and dist.get_rank() == 0:
         _log.warning(
-            "zero3_size=%d of a file with MindSpeed's names counts tensor-parallel ranks: with %d of them, and %d "
-            "data-parallel ones, it is zero3_size=%d here",
+            "zero3_size=%d in a file with MindSpeed's names includes tensor-parallel ranks. With %d tensor-parallel "
+            "and %d data-parallel ranks, layerzero uses zero3_size=%d",
             *(size, tensor, data_parallel, found),
         )
     return found
@@ -166,8 +170,8 @@ def _policy(policy: Any, args: Namespace) -> MixedPrecisionPolicy | None:
         return None
     if policy.param_dtype not in (None, args.params_dtype):
         raise ValueError(
-            f"--layerzero-config: param_dtype is {policy.param_dtype}, but Megatron computes in {args.params_dtype}; "
-            "--bf16, --fp16 or neither decide that here"
+            f"param_dtype in --layerzero-config is {policy.param_dtype}, but Megatron computes in {args.params_dtype}. "
+            "Remove param_dtype, and set the compute dtype with --bf16 or --fp16"
         )
     return MixedPrecisionPolicy(args.params_dtype, policy.reduce_dtype, cast_forward_inputs=False)
 
@@ -188,62 +192,66 @@ def _saves(args: Namespace) -> bool:
     return bool(args.save or args.load)
 
 
-_WRAPPER = "is another sharding of the model; leave it out"
-_HOOKS = "looks for the output layer inside Megatron's own wrapper; leave it out"
+_WRAPPER = "shards the model as well; leave it out"
+_HOOKS = "searches the output layer inside Megatron's own wrapper; leave it out"
 _REMAT = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
-_OFFLOAD = "is of Megatron's optimizer; see offload_optimizer and offload_grads of --layerzero-config"
+_OFFLOAD = "configures Megatron's optimizer; use offload_optimizer and offload_grads of --layerzero-config"
 _RULES: dict[str, _Rule] = {
     "--use-torch-fsdp2": _Rule(_is_set("use_torch_fsdp2"), _WRAPPER),
     "--use-megatron-fsdp": _Rule(_is_set("use_megatron_fsdp"), _WRAPPER),
     "--optimizer": _Rule(
         lambda args: args.optimizer not in ("adam", "sgd"),
-        "has not been tried in Megatron's loop; use adam or sgd",
+        "is not tested in Megatron's loop; use adam or sgd",
     ),
     "--use-distributed-optimizer": _Rule(
         lambda args: _saves(args) and args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable,
         "saves buffers that layerzero does not have; add --dist-ckpt-optim-fully-reshardable",
     ),
     "--ckpt-format": _Rule(
-        lambda args: _saves(args) and args.ckpt_format != "torch_dist", "has no place for shards; use torch_dist"
+        lambda args: _saves(args) and args.ckpt_format != "torch_dist", "cannot store shards; use torch_dist"
     ),
-    "--ckpt-convert-format": _Rule(
-        _is_set("ckpt_convert_format"), "has no place for shards; convert without layerzero"
-    ),
+    "--ckpt-convert-format": _Rule(_is_set("ckpt_convert_format"), "cannot store shards; convert without layerzero"),
     "--non-persistent-ckpt-type": _Rule(
         lambda args: args.non_persistent_ckpt_type in ("local", "in_memory"),
-        "keeps what a node has in a format of its own; use global",
+        "stores the state of a node in a separate format; use global",
     ),
     "--overlap-param-gather-with-optimizer-step": _Rule(
-        _is_set("overlap_param_gather_with_optimizer_step"), "is how Megatron's optimizer steps; leave it out"
+        _is_set("overlap_param_gather_with_optimizer_step"), "configures Megatron's optimizer; leave it out"
     ),
     "--num-distributed-optimizer-instances": _Rule(
         lambda args: args.num_distributed_optimizer_instances > 1,
-        "is what zero3_size of --layerzero-config is for; leave it out",
+        "is replaced by zero3_size of --layerzero-config; leave it out",
     ),
     "--optimizer-cpu-offload": _Rule(_is_set("optimizer_cpu_offload"), _OFFLOAD),
     "--use-precision-aware-optimizer": _Rule(
-        _is_set("use_precision_aware_optimizer"), "rounds optimizer states, which layerzero keeps in fp32; leave it out"
+        _is_set("use_precision_aware_optimizer"),
+        "rounds optimizer states, which layerzero stores in fp32; leave it out",
     ),
     "--grad-reduce-in-bf16": _Rule(
-        _is_set("grad_reduce_in_bf16"), "is reduce_dtype and replica_reduce_dtype of --layerzero-config; leave it out"
+        _is_set("grad_reduce_in_bf16"),
+        "is replaced by reduce_dtype and replica_reduce_dtype of --layerzero-config; leave it out",
     ),
     "--check-for-large-grads": _Rule(
-        _is_set("check_for_large_grads"), "looks into buffers of Megatron's wrapper; leave it out"
+        _is_set("check_for_large_grads"), "reads buffers of Megatron's wrapper; leave it out"
     ),
-    "--qk-clip": _Rule(_is_set("qk_clip"), "scales whole weights after the step; leave it out"),
+    "--qk-clip": _Rule(_is_set("qk_clip"), "scales full weights after the step; leave it out"),
     "--dump-param-to-param-group-map": _Rule(
-        _is_set("dump_param_to_param_group_map"), "is of Megatron's optimizer; leave it out"
+        _is_set("dump_param_to_param_group_map"), "reads Megatron's optimizer; leave it out"
     ),
-    "--moe-use-upcycling": _Rule(_is_set("moe_use_upcycling"), "copies whole weights; do it without layerzero first"),
-    "--perform-rl-step": _Rule(_is_set("perform_rl_step"), "swaps whole weights; leave it out"),
-    "--mtp-num-layers": _Rule(_is_set("mtp_num_layers"), "holds further copies of the embeddings"),
-    "--moe-router-enable-expert-bias": _Rule(_is_set("moe_router_enable_expert_bias"), "is updated with the gradients"),
-    "--delay-wgrad-compute": _Rule(_is_set("delay_wgrad_compute"), "computes gradients after a layer's backward"),
+    "--moe-use-upcycling": _Rule(_is_set("moe_use_upcycling"), "copies full weights; convert without layerzero first"),
+    "--perform-rl-step": _Rule(_is_set("perform_rl_step"), "swaps full weights; leave it out"),
+    "--mtp-num-layers": _Rule(_is_set("mtp_num_layers"), "adds copies of the embeddings; leave it out"),
+    "--moe-router-enable-expert-bias": _Rule(
+        _is_set("moe_router_enable_expert_bias"), "updates a bias together with the gradients; leave it out"
+    ),
+    "--delay-wgrad-compute": _Rule(
+        _is_set("delay_wgrad_compute"), "computes gradients after a layer's backward; leave it out"
+    ),
     "--defer-embedding-wgrad-compute": _Rule(
-        _is_set("defer_embedding_wgrad_compute"), "computes gradients after the last backward"
+        _is_set("defer_embedding_wgrad_compute"), "computes gradients after the last backward; leave it out"
     ),
     "--overlap-moe-expert-parallel-comm": _Rule(
-        _is_set("overlap_moe_expert_parallel_comm"), "calls parts of layers by themselves"
+        _is_set("overlap_moe_expert_parallel_comm"), "calls parts of layers separately; leave it out"
     ),
     "--gtp-weight-remat-size": _Rule(
         lambda args: max(getattr(args, name, 1) or 1 for name in _REMAT) > 1,
@@ -251,24 +259,25 @@ _RULES: dict[str, _Rule] = {
         "it out, and use zero3_size of --layerzero-config",
     ),
     "--moe-expert-rank-capacity-factor": _Rule(
-        _is_set("moe_expert_rank_capacity_factor"), "runs a step again when experts get too many tokens; leave it out"
+        _is_set("moe_expert_rank_capacity_factor"), "repeats a step if experts get too many tokens; leave it out"
     ),
     "--moe-router-load-balancing-type quantile_balancing": _Rule(
         lambda args: "quantile_balancing" in (getattr(args, "moe_router_load_balancing_type", None) or ()),
-        "updates a bias of the routers with the gradients; use aux_loss or sinkhorn",
+        "updates a bias of the routers together with the gradients; use aux_loss or sinkhorn",
     ),
     "--optimizer-cuda-graph": _Rule(
         _is_set("optimizer_cuda_graph"), "replays a step without its collectives; leave it out"
     ),
     "--save-params-interval": _Rule(
-        _is_set("save_params_interval"), "reads full weights, and a rank has some rows only; use --save-interval"
+        _is_set("save_params_interval"), "reads full weights, but a rank stores only some rows; use --save-interval"
     ),
     "--logits-save-dir": _Rule(_is_set("logits_save_dir"), _HOOKS),
     "--logits-load-dir": _Rule(_is_set("logits_load_dir"), _HOOKS),
-    "--fp8-format": _Rule(_is_set("fp8"), "would quantise gathered weights in each forward"),
-    "--fp4-format": _Rule(_is_set("fp4"), "would quantise gathered weights in each forward"),
+    "--fp8-format": _Rule(_is_set("fp8"), "would quantize gathered weights in each forward; leave it out"),
+    "--fp4-format": _Rule(_is_set("fp4"), "would quantize gathered weights in each forward; leave it out"),
     "--cuda-graph-impl": _Rule(
-        lambda args: args.cuda_graph_impl != "none", "keeps the addresses of weights, which come and go; use none"
+        lambda args: args.cuda_graph_impl != "none",
+        "records the addresses of weights, which layerzero frees and allocates again; use none",
     ),
 }
 

@@ -48,8 +48,8 @@ class ShardedChunk(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name == "ddp_config":  # read by Megatron's finalize_model_grads
             raise AttributeError(
-                "a ShardedChunk has no ddp_config: Megatron's own functions cannot finish sharded gradients. Leave "
-                "config.finalize_model_grads_func as layerzero.megatron.wrap has set it"
+                "a ShardedChunk has no ddp_config, because Megatron's functions cannot finalize sharded gradients. Do "
+                "not change config.finalize_model_grads_func after layerzero.megatron.wrap"
             )
         return super().__getattr__(name)
 
@@ -95,8 +95,8 @@ class ShardedChunk(nn.Module):
     def show_whole_gradients(self) -> None:
         """Set each parameter's ``main_grad`` to its full final gradient, for ``--save-wgrads-interval``.
 
-        Only the first data-parallel rank writes the file. On that rank ``main_grad`` is in host memory; on the other
-        ranks it is None. :meth:`zero_grad_buffer` removes it. All data-parallel ranks must call this.
+        Only the first data-parallel rank writes the file. On that rank, ``main_grad`` is in host memory. On the other
+        ranks, it is None. :meth:`zero_grad_buffer` removes the attribute. All data-parallel ranks must call this.
         """
         keeps = dist.get_rank(self.groups.zero1) == 0
         self._shows_whole_gradients = True
@@ -117,7 +117,7 @@ class ShardedChunk(nn.Module):
         get_state(self).refreshes.launch_edited()
 
     def broadcast_params(self) -> None:
-        """Do nothing: :func:`~layerzero.megatron.wrap` has already broadcast the first rank's parameters."""
+        """Do nothing, because :func:`~layerzero.megatron.wrap` has already broadcast the first rank's parameters."""
 
     def set_is_first_microbatch(self) -> None:
         if hasattr(self.module, "set_is_first_microbatch"):
@@ -129,13 +129,13 @@ class ShardedChunk(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Always raise an error: Megatron calls this method on some ranks only, and no rank has full parameters.
+        """Raise an error, because Megatron calls this method on some ranks only, and no rank has full parameters.
 
         Raises:
             NotImplementedError: always. The message names the alternatives.
         """
         raise NotImplementedError(
-            "the parameters of this chunk are sharded; save with layerzero.megatron.save or in the format torch_dist, "
+            "the parameters of this chunk are sharded. Save with layerzero.megatron.save or in the format torch_dist, "
             "or call layerzero.full_state_dict(chunk) on every data-parallel rank"
         )
 
@@ -144,8 +144,8 @@ class ShardedChunk(nn.Module):
     ) -> dict[str, Any]:
         """Return this rank's rows of each parameter, in compute dtype, for ``megatron.core.dist_checkpointing``.
 
-        The rows are copies. The format is Megatron's own: Megatron and layerzero can load each other's checkpoints in
-        any parallel layout. To load a checkpoint, pass the loaded state dict to :meth:`load_state_dict`.
+        The rows are copies. The format is that of Megatron, so Megatron and layerzero can load each other's checkpoints
+        in any parallel layout. To load a checkpoint, pass the loaded state dict to :meth:`load_state_dict`.
 
         Raises:
             NotImplementedError: Megatron stores a parameter in pieces that are not contiguous ranges of its rows.
@@ -172,7 +172,7 @@ class ShardedChunk(nn.Module):
             ValueError: `assign` is True.
         """
         if assign:
-            raise ValueError("assign=True would take the sharded parameters out of the model; leave it False")
+            raise ValueError("assign=True would replace the sharded parameters of the model. Leave it False")
         if any(value is NOT_FOUND or isinstance(value, RowShardedTensor) for value in state_dict.values()):
             found = {name: value for name, value in state_dict.items() if value is not NOT_FOUND}
             return self.module.load_state_dict(found, strict=strict)

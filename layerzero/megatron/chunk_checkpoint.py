@@ -1,9 +1,9 @@
 """Checkpoints of all pipeline stages and tensor ranks: a folder with one layerzero checkpoint per model chunk.
 
-[Note: When a Megatron checkpoint exists]
+[Note: Publication of a Megatron checkpoint]
 Every chunk's part is written into one hidden folder, ``.NAME.TOKEN.partial``. Once all parts exist, a marker file that
-contains the token is added, and the folder is renamed to ``NAME``. Each save draws a new token, which is the same on
-all ranks. Therefore no job writes into or removes another job's folder; see [Note: Concurrent saves to one path] in
+contains the token is added, and the folder is renamed to ``NAME``. Each save draws a new token, which is equal on all
+ranks. Therefore no job writes into or removes another job's folder; see [Note: Concurrent saves to one path] in
 ``checkpoint/atomic_files.py``.
 """
 
@@ -57,7 +57,7 @@ def save(
         extra: as for ``layerzero.checkpoint.save``: iteration, ``scheduler.state_dict()``, ...
 
     Raises:
-        FileExistsError: `path` exists already, or another job has created it during the save.
+        FileExistsError: `path` already exists, or another job has created it during the save.
         CheckpointError: a rank could not write; the message gives the cause. `path` is not created.
         TypeError, ValueError: as raised by ``layerzero.checkpoint.save``. Ranks of other stages raise RuntimeError.
     """
@@ -102,16 +102,19 @@ def load(
 
     Raises:
         FileNotFoundError, CheckpointError, ValueError: `path` has no complete checkpoint of this layout, or on some
-            stage a part of the checkpoint is damaged or does not match the model. No model has been changed.
+            stage a part of the checkpoint is damaged or does not match the model. All models are unchanged.
     """
     folder, groups = Path(path), model_chunks[0].groups
     experts = _experts("load", groups, model_chunks)
     failure: Exception | None = None
     parts = [folder / _part(groups, index) for index in range(len(model_chunks))]
     if not (folder / _MARKER).exists():
-        failure = FileNotFoundError(f"{folder} holds no complete checkpoint of layerzero.megatron.save")
+        failure = FileNotFoundError(f"{folder} contains no complete checkpoint written by layerzero.megatron.save")
     elif missing := [part.name for part in parts if not part.exists()]:
-        failure = FileNotFoundError(f"{folder} was saved with other tensor or pipeline ranks: it has no {missing}")
+        failure = FileNotFoundError(
+            f"{folder} has no {missing}, because it was saved with another tensor or pipeline layout. Use the layout "
+            "of the save"
+        )
     _raise_on_all("load", groups, failure)
     prepared: list[PreparedLoad] = []
     try:
@@ -168,11 +171,14 @@ def _make_room(folder: Path, partial: Path) -> Exception | None:
     """Create the partial folder of a checkpoint. Return the error if that fails, otherwise None."""
     try:
         if folder.name.startswith("."):
-            raise ValueError(f"the name of a checkpoint must not start with a dot, got {folder.name!r}")
+            raise ValueError(
+                f"the checkpoint name {folder.name!r} starts with a dot, which marks incomplete checkpoints. Use "
+                "another name"
+            )
         if os.path.lexists(folder):
             whole = (folder / _MARKER).exists()
             raise FileExistsError(
-                f"{PathTakenError.at(folder)}" + ("" if whole else ". (It holds none that is complete.)")
+                f"{PathTakenError.at(folder)}" + ("" if whole else ". (It contains no complete checkpoint.)")
             )
         make_folder(folder.parent)
         partial.mkdir()
@@ -192,7 +198,9 @@ def _publish(partial: Path, folder: Path, written: set[str], token: str) -> Exce
 
     try:
         if missing := sorted(part for part in written if not (partial / part).is_dir()):
-            raise CheckpointError(f"{partial} lacks {missing}, seen from the first rank: do all ranks share it?")
+            raise CheckpointError(
+                f"{partial} lacks {missing}, seen from the first rank. Save to a file system that all ranks share"
+            )
         write_file(partial / _MARKER, [token.encode()])
         claim_path(partial, folder, is_there)
     except (OSError, CheckpointError) as error:
@@ -200,7 +208,10 @@ def _publish(partial: Path, folder: Path, written: set[str], token: str) -> Exce
     try:
         clear_leftovers(folder / _MARKER)
     except OSError as error:  # only a warning: the new checkpoint has been published
-        warnings.warn(f"what a dead save has left in {folder.parent} could not be removed: {error}", stacklevel=3)
+        warnings.warn(
+            f"leftovers of a dead save in {folder.parent} could not be removed: {error}. Remove them manually",
+            stacklevel=3,
+        )
     return None
 
 

@@ -36,7 +36,7 @@ def default_units(module: nn.Module, *, pipeline_size: int) -> IsUnit:
     """Return a predicate ``is_unit(name, module)`` that selects the default units of a chunk.
 
     Units are the transformer and Mamba layers, the word embeddings and the output layer. With a single pipeline stage
-    and tied embeddings, the embeddings and the output layer are not units: the output layer reads the embedding's
+    and tied embeddings, the embeddings and the output layer are not units. The output layer then reads the embedding's
     weight, which must therefore stay gathered during the entire forward.
     """
     from megatron.core.ssm.mamba_layer import MambaLayer  # noqa: PLC0415
@@ -86,7 +86,7 @@ def named(name: str, module: nn.Module, names: Sequence[str]) -> set[str]:
 
 
 def warn_of_layers_without_units(chunk: nn.Module, units: set[int]) -> None:
-    """Warn if a chunk has layers that are not units: all of these layers are gathered and freed together.
+    """Warn if a chunk has layers that are not units, because these layers are gathered and freed together.
 
     Args:
         units: ids of the modules that are units.
@@ -98,9 +98,9 @@ def warn_of_layers_without_units(chunk: nn.Module, units: set[int]) -> None:
     kinds = ", ".join(sorted({type(layer).__name__ for layer in lost}))
     nbytes = sum(p.numel() * p.element_size() for p in parameters)
     warnings.warn(
-        f"layerzero.megatron.wrap: {len(lost)} layers of class {kinds} are no units, so that the whole of them "
-        f"({nbytes / 2**20:,.1f} MiB on this rank) is gathered at once, for all of a forward and a backward: name "
-        "their class in units",
+        f"layerzero.megatron.wrap: {len(lost)} layers of class {kinds} are not units. All of them "
+        f"({nbytes / 2**20:,.1f} MiB on this rank) are gathered at once for the entire forward and backward. Add "
+        "their class to units",
         stacklevel=3,
     )
 

@@ -14,8 +14,8 @@ from layerzero.megatron.global_layout import module_name
 
 __all__ = ["experts_of"]
 
-# Names inside a layer's experts: local_experts.3.linear_fc1.weight, or linear_fc1.weight3. A weight1 without a module
-# name before it belongs to all experts.
+# Names inside a layer's experts: local_experts.3.linear_fc1.weight, or linear_fc1.weight3. A weight1 without a
+# preceding module name belongs to all experts.
 _NUMBER = re.compile(r"^(local_experts\.|(?:\w+\.)+(?:weight|bias))(\d+)(?=\.|$)")
 
 
@@ -61,8 +61,9 @@ def experts_of(chunk: ShardedChunk) -> RankLocalNames:
     for member in get_state(chunk).members.values():
         if member.spec.holders < groups.zero1.size() and split(plain_name(member.name)) is None:
             raise ValueError(
-                f"layerzero.megatron.save and load: the name of {member.name!r} does not say which of the experts it "
-                "is of: use Megatron's own format, torch_dist, with sharded_state_dict of chunks and optimizer"
+                f"layerzero.megatron.save and load do not support {member.name!r}, because its name does not contain "
+                "the index of its expert. Use Megatron's format torch_dist, with sharded_state_dict of chunks and "
+                "optimizer"
             )
     return RankLocalNames(
         stored, lambda name: split(name) is not None, is_elsewhere, dist.get_rank(groups.expert_zero1) == 0

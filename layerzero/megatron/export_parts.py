@@ -23,7 +23,7 @@ __all__ = ["export_parts", "is_megatron_checkpoint"]
 
 _MARKER = "complete"
 
-_MOST_CHUNKS = 1000  # upper bound for the chunks of a rank in an untrusted checkpoint
+_MOST_CHUNKS = 1000  # maximum number of chunks of a rank in an untrusted checkpoint
 
 
 def is_megatron_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -78,9 +78,7 @@ class _FullTensor:
             whole[region] = rows.to(self.dtype)
             filled += rows.numel()
         if filled != math.prod(self.shape):
-            raise CheckpointError(
-                f"parts hold {filled} elements of a tensor of {math.prod(self.shape)}: some are missing"
-            )
+            raise CheckpointError(f"the parts contain only {filled} of {math.prod(self.shape)} elements of a tensor")
         return whole
 
 
@@ -110,7 +108,7 @@ def export_parts(
     """
     target = Path(out).absolute()
     if os.path.lexists(target):
-        raise FileExistsError(f"{target} exists already")
+        raise FileExistsError(f"{target} already exists. Use another path")
     found: dict[str, _FullTensor] = {}
     for part in _parts(Path(path)):
         _add(found, part, dtype, averages=averages)
@@ -127,10 +125,10 @@ def export_parts(
 def _parts(folder: Path) -> Iterator[Path]:
     parts = sorted(folder.glob("layout-*"))
     if not parts:
-        raise FileNotFoundError(f"{folder} has no parts of a checkpoint of layerzero.megatron.save")
+        raise FileNotFoundError(f"{folder} contains no parts of a checkpoint written by layerzero.megatron.save")
     for part in parts:
         if part.name.partition("-tensor-")[0] != parts[0].name.partition("-tensor-")[0]:
-            raise CheckpointError(f"{folder} holds parts of two layouts: {parts[0].name} and {part.name}")
+            raise CheckpointError(f"{folder} contains parts of two layouts: {parts[0].name} and {part.name}")
     tensor, stages = (int(size) for size in parts[0].name.split("-")[1:3])
     missing = [
         f"tensor-{rank:03d}-stage-{stage:03d}"
@@ -152,20 +150,20 @@ def _add(found: dict[str, _FullTensor], part: Path, dtype: torch.dtype | None, *
         raise ValueError(f"{part} was not saved by layerzero.megatron.save")
     stem, count = part.name.rpartition("-")[0], extra.get("chunks", 0)
     if not isinstance(count, int) or not 0 <= count < _MOST_CHUNKS:
-        raise CheckpointError(f"{part} says that it has {count!r} chunks")
+        raise CheckpointError(f"{part} has the invalid number of chunks {count!r}")
     chunks = [part.with_name(f"{stem}-{chunk:03d}") for chunk in range(count)]
     if missing := [chunk.name for chunk in chunks if not chunk.is_dir()]:
         raise CheckpointError(f"{part.parent} lacks {', '.join(missing)}")
     places = extra.get("places", {"because": "it was saved by an older version"})
     if "because" in places:
-        raise ValueError(f"{part} does not say where its parameters belong in the whole model: {places['because']}")
+        raise ValueError(f"{part} lacks the positions of its parameters in the full model: {places['because']}")
     renamed = {layer_of(name): layer_of(place["name"]) for name, place in places.items() if layer_of(name)}
     for name, key in model_keys(contents, averages=averages).items():
         tensor = contents.tensors[key]
         own = module_name(name)
         stored = _Stored(manifest, tensor, key)
         layer = layer_of(own)
-        # Buffers have no entry in `places`: they are the same on all tensor ranks.
+        # Buffers have no entry in `places`, because they are equal on all tensor ranks.
         place = places.get(own) or {
             "name": renamed.get(layer, layer) + own.removeprefix(layer),
             "shape": tensor.shape,
@@ -175,6 +173,8 @@ def _add(found: dict[str, _FullTensor], part: Path, dtype: torch.dtype | None, *
         cast = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
         whole = found.setdefault(whole_name, _FullTensor(tuple(shape), cast))
         if whole.shape != tuple(shape):
-            raise CheckpointError(f"{part}: {own} is a part of {list(shape)}, other parts say {list(whole.shape)}")
+            raise CheckpointError(
+                f"{part}: {own} is a part of a tensor of shape {list(shape)}, but of {list(whole.shape)} in other parts"
+            )
         for first, stop, offset in rows:
             whole.pieces.setdefault(tuple(offset), (stored, first, stop))

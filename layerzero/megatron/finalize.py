@@ -21,7 +21,7 @@ __all__ = ["FinalizeGradients", "tied_weight"]
 class FinalizeGradients:
     """Callable that completes the data-parallel reduction, then sums gradients over model-parallel ranks.
 
-    The sums over model-parallel ranks use gradient shards. Over D data-parallel ranks, each rank therefore sends 1/D of
+    Gradient shards are reduced over model-parallel ranks. With D data-parallel ranks, each rank therefore sends 1/D of
     the bytes that it sends in Megatron.
     """
 
@@ -128,8 +128,8 @@ def tied_weight(model: Sequence[ShardedChunk], groups: ProcessGroups) -> nn.Para
     holder = next((handle for handle in runtime.handles if member in handle.members), None)
     if member is None or holder is None or len(holder.members) > 1:
         raise ValueError(
-            "the word embedding that the first and the last pipeline stage share must be a unit of its own on both: "
-            "make embedding.word_embeddings and output_layer units"
+            "the word embedding that the first and the last pipeline stage share must be the only parameter of its "
+            "unit on both stages. Make embedding.word_embeddings and output_layer units"
         )
     return weight
 

@@ -36,7 +36,6 @@ def refuse(chunks: Iterable[Any], groups: ProcessGroups) -> None:
         return
     found = nonfinite_text([text for own, _ in told for text in own], [name for _, final in told for name in final])
     raise RuntimeError(
-        f"layerzero.megatron: gradients that are not finite, and nothing has been stepped: {found}. To skip "
-        "this batch, call zero_grad_buffer() of all chunks and go on; wrap(check_for_nan_in_grad=False) steps such "
-        "gradients"
+        f"layerzero.megatron: gradients are not finite, and no parameter has been updated: {found}. To skip this "
+        "batch, call zero_grad_buffer() of all chunks. To disable the check, pass check_for_nan_in_grad=False to wrap"
     )

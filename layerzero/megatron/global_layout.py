@@ -31,13 +31,13 @@ def global_layout_of(chunk: ShardedChunk, apart: RankLocalNames) -> dict[str, An
 
     Returns:
         ``{name: {"name": ..., "shape": [...], "pieces": [[first, stop, [offset, ...]], ...]}}``, as plain data that is
-        the same on all data-parallel ranks, except for rank-local experts. Rows ``first:stop`` of the parameter start
-        at ``offset`` in the full tensor. If the modules do not provide the positions: ``{"because": reason}``.
+        equal on all data-parallel ranks, except for rank-local experts. Rows ``first:stop`` of the parameter start at
+        ``offset`` in the full tensor. If the modules do not provide the positions: ``{"because": reason}``.
     """
     if not hasattr(chunk.module, "sharded_state_dict"):
-        return {"because": f"{type(chunk.module).__name__} has no sharded_state_dict that would say it"}
+        return {"because": f"{type(chunk.module).__name__} has no sharded_state_dict, which returns the positions"}
     members = get_state(chunk).members.values()
-    # Store each layer under a key of its own, which has the number of the layer in the full model.
+    # Store each layer under a separate key, which has the number of the layer in the full model.
     metadata = {"non_homogeneous_layers": True}
     try:
         from layerzero.megatron.sharded_model_state import global_params  # noqa: PLC0415
@@ -49,7 +49,7 @@ def global_layout_of(chunk: ShardedChunk, apart: RankLocalNames) -> dict[str, An
     own: dict[str, Any] = {}
     for member in members:
         if member.name not in found:
-            return {"because": f"its modules do not say where {member.name!r} belongs"}
+            return {"because": f"its modules do not return the position of {member.name!r}"}
         where, dims = found[member.name], len(member.spec.shape)
         stored = apart.stored(member.name)
         name = module_name(stored)

@@ -1,6 +1,6 @@
 """Integration with Megatron-LM's ``pretrain``, from the user's script and without changes to Megatron's files.
 
-[Note: What is replaced in Megatron-LM]
+[Note: Replaced names of Megatron-LM]
 ``pretrain`` has no hook for the wrapper around the model, the optimizer, or functions that read full weights.
 Therefore only these names of ``megatron.training.training`` are replaced:
 
@@ -40,13 +40,13 @@ def install() -> None:
     """Make Megatron-LM's ``pretrain`` train with layerzero. Call this in the pretraining script, before ``pretrain``.
 
     The supported versions of ``megatron.training`` are those of Megatron-LM core_v0.16.1 and core_v0.19.0; see
-    [Note: What is replaced in Megatron-LM]. A second call has no effect. If a flag is unsupported, ``pretrain`` raises
+    [Note: Replaced names of Megatron-LM]. A second call has no effect. If a flag is unsupported, ``pretrain`` raises
     on all ranks before it builds the model.
 
     Raises:
         ImportError: ``megatron.training`` cannot be imported; the megatron-core 0.16 package does not contain it.
         RuntimeError: the version of Megatron-Core or ``megatron.training`` is not supported; the message names the
-            installed version and the supported ones.
+            installed version and the supported versions.
 
     Example::
 
@@ -61,7 +61,7 @@ def install() -> None:
     replaced = [*_REPLACED, "finalize_model_grads" if release < _BUILDERS else "setup_model_and_optimizer"]
     if missing := [name for name in replaced if not hasattr(training, name)]:
         raise RuntimeError(
-            f"{training.__file__} has no {', '.join(missing)}, which layerzero replaces: it does not belong to "
+            f"{training.__file__} has no {', '.join(missing)}, which layerzero replaces, so it does not belong to "
             f"megatron-core {'.'.join(map(str, release))}. Use Megatron-LM at {SUPPORTED[release][1]}"
         )
     build = _GetModel(training.get_model, training, release)
@@ -77,7 +77,7 @@ def install() -> None:
 
 
 _REPLACED = ("get_model", "get_megatron_optimizer", "calc_params_l2_norm", "check_param_hashes_across_dp_replicas")
-_BUILDERS = (0, 19)  # since this release models are also built from a configuration
+_BUILDERS = (0, 19)  # since this release, models are also built from a configuration
 
 
 class _GetModel:
@@ -158,4 +158,6 @@ def _require_all(units: tuple[str, ...], chunks: list[ShardedChunk]) -> None:
     here = {found for name, module in modules for found in named(name, module, units)}
     known = {found for told in all_gather_object(chunks[0].groups, here) for found in told}
     if lost := sorted(set(units) - known):
-        raise ValueError(f"units of --layerzero-config names {', '.join(lost)}, of which there is nothing in the model")
+        raise ValueError(
+            f"units of --layerzero-config contains {', '.join(lost)}, but no module of the model has this name or class"
+        )

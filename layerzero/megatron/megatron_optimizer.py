@@ -41,14 +41,14 @@ class ShardedMegatronOptimizer:
         make_optimizer: function that makes the inner optimizer from parameter groups, instead of the optimizer that
             `config` names.
         ema_decay: decay of an exponential moving average (EMA) of the weights. Each step that is not skipped updates
-            the average, and all checkpoints contain it. None: no average.
+            the average, and all checkpoints contain the average. None: no average.
 
     Attributes:
         sharded: ShardedOptimizer of each chunk; None for chunks without trainable parameters.
         emas: EMA of each chunk; None for chunks without an EMA.
         is_stub_optimizer: True if no rank of the model has trainable parameters. Megatron-LM reads this attribute. On a
-            stage without trainable parameters it is False if another stage has some, because all ranks must take part
-            in the collectives of a step.
+            stage without trainable parameters, it is False if another stage has trainable parameters, because all ranks
+            must take part in the collectives of a step.
 
     Raises:
         ValueError: arguments contradict each other; `config` lacks a learning rate or names an unsupported optimizer;
@@ -68,9 +68,9 @@ class ShardedMegatronOptimizer:
         ema_decay: float | None = None,
     ) -> None:
         if no_weight_decay_cond is not None and config_overrides is not None:
-            raise ValueError("give either no_weight_decay_cond or config_overrides")
+            raise ValueError("no_weight_decay_cond and config_overrides exclude each other. Pass one of them")
         if config.lr is None:
-            raise ValueError("config.lr is None; give the OptimizerConfig a learning rate")
+            raise ValueError("config.lr is None. Set a learning rate in the OptimizerConfig")
         self.config = config
         self.model_chunks = list(model_chunks)
         self.groups = self.model_chunks[0].groups
@@ -87,8 +87,8 @@ class ShardedMegatronOptimizer:
             inner = (make_optimizer or self._make)(groups) if groups else None
             if inner is not None and kinds_that_need_full_params(inner, get_state(chunk).mesh_info.device):
                 raise ValueError(
-                    f"{type(inner).__name__} needs whole parameters, which is not supported inside Megatron: let "
-                    "make_optimizer return an element-wise optimizer, such as layerzero.optimizers.adamw"
+                    f"{type(inner).__name__} needs full parameters, which is not supported inside Megatron. Return an "
+                    "element-wise optimizer from make_optimizer, such as layerzero.optimizers.adamw"
                 )
             self.sharded.append(None if inner is None else shard_optimizer(inner, chunk))
         self.emas: list[EMA | None] = [
@@ -112,7 +112,9 @@ class ShardedMegatronOptimizer:
         if config.optimizer == "sgd":
             return sgd(groups, **settings, momentum=config.sgd_momentum)
         if config.optimizer != "adam":
-            raise ValueError(f"config.optimizer={config.optimizer!r}; use 'adam' or 'sgd', or give make_optimizer")
+            raise ValueError(
+                f"config.optimizer={config.optimizer!r} is not supported. Use 'adam' or 'sgd', or pass make_optimizer"
+            )
         betas = (config.adam_beta1, config.adam_beta2)
         if not config.decoupled_weight_decay:
             return torch.optim.Adam(groups, **settings, betas=betas, eps=config.adam_eps)
@@ -299,7 +301,9 @@ class ShardedMegatronOptimizer:
             if state_dict is not None:
                 name = "model" if len(self.model_chunks) == 1 else f"model{index}"
                 if name not in state_dict:
-                    raise ValueError(f"reload_model_params: the state dict has no {name!r} but {sorted(state_dict)}")
+                    raise ValueError(
+                        f"reload_model_params: the state dict has no key {name!r}. Its keys are {sorted(state_dict)}"
+                    )
                 chunk.load_state_dict(state_dict[name])
             refresh(chunk)
 
@@ -324,7 +328,7 @@ class ShardedMegatronOptimizer:
                 model first.
 
         Raises:
-            ValueError: the state does not fit the optimizer.
+            ValueError: the state does not match the optimizer.
         """
         saved = state_dict.get("optimizer")
         if not isinstance(saved, list):
@@ -334,7 +338,10 @@ class ShardedMegatronOptimizer:
             self.load_scale(state_dict.get(0, state_dict).get("grad_scaler"))
             return
         if len(saved) != len(self.sharded):
-            raise ValueError(f"the state has {len(saved)} model chunks, the optimizer {len(self.sharded)}")
+            raise ValueError(
+                f"the state has {len(saved)} model chunks, but the optimizer has {len(self.sharded)}. Use the pipeline "
+                "layout of the save"
+            )
         for optimizer, values in zip(self.sharded, saved, strict=True):
             if optimizer is not None:
                 optimizer.load_state_dict(values)
@@ -384,7 +391,7 @@ class ShardedMegatronOptimizer:
         return [ChunkOptimizer(chunk, optimizer, ema) for chunk, optimizer, ema in parts if optimizer is not None]
 
 
-_ZERO = torch.zeros(1)  # keeps the lists of gradients non-empty
+_ZERO = torch.zeros(1)  # first entry of the lists of gradients, which must not be empty
 
 
 def _grad_scaler(config: Any) -> Any:

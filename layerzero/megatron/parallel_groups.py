@@ -15,7 +15,7 @@ from layerzero.megatron.versions import unsupported_version, version
 
 __all__ = ["NOT_FOUND", "ProcessGroups", "all_gather_object", "process_groups", "raise_on_all"]
 
-NOT_FOUND = object()  # stands for a tensor that a non-strict load has not found in a Megatron checkpoint
+NOT_FOUND = object()  # value for a tensor that a non-strict load has not found in a Megatron checkpoint
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
         ValueError: `zero3_size` does not divide the data-parallel size; `zero3_size` is neither a multiple nor a
             divisor of the expert-parallel size; some ranks that hold the same experts as this rank are not among its
             data-parallel ranks; or the arguments differ between ranks.
-        RuntimeError: the version of Megatron-Core is not supported; the message names the supported ones.
+        RuntimeError: the version of Megatron-Core is not supported; the message names the supported versions.
     """
     if pg_collection is None:
         from megatron.core import parallel_state  # noqa: PLC0415
@@ -147,20 +147,20 @@ def _failure(zero3_size: object, ranks: Sequence[int], alike: Sequence[int]) -> 
     if not {*alike} <= {*ranks}:
         return ValueError(
             f"the ranks {list(alike)} hold the same experts, but are not all among the data-parallel ranks "
-            f"{list(ranks)} of this pipeline stage and tensor rank: use expert_tensor_parallel_size as "
+            f"{list(ranks)} of this pipeline stage and tensor rank. Set expert_tensor_parallel_size to "
             "tensor_model_parallel_size"
         )
     world, apart = len(ranks), len(ranks) // len(alike)
     divisors = [d for d in range(1, world + 1) if world % d == 0]
     if zero3_size < 1 or world % zero3_size:
         return ValueError(
-            f"zero3_size={zero3_size} does not divide the {world} data-parallel ranks (times context-parallel ones) of "
-            f"this pipeline stage and tensor rank; use one of {divisors}"
+            f"zero3_size={zero3_size} does not divide the {world} data-parallel ranks (including context-parallel "
+            f"ranks) of this pipeline stage and tensor rank. Use one of {divisors}"
         )
     if zero3_size % apart and apart % zero3_size:
         fitting = [d for d in divisors if d % apart == 0 or apart % d == 0]
         return ValueError(
-            f"zero3_size={zero3_size} does not fit expert_model_parallel_size={apart}: some experts would be shared by "
-            f"more ranks of a ZeRO-3 group than others; use one of {fitting}"
+            f"zero3_size={zero3_size} is neither a multiple nor a divisor of expert_model_parallel_size={apart}, so "
+            f"more ranks of a ZeRO-3 group would share some experts than others. Use one of {fitting}"
         )
     return None

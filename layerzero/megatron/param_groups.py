@@ -46,9 +46,9 @@ def param_groups(
             own["is_expert_parallel"] = True
         if own.setdefault("optimizer", config.optimizer) != config.optimizer:
             raise ValueError(
-                f"config_overrides gives parameter {name!r} the optimizer {own['optimizer']!r}, and config.optimizer "
-                f"is {config.optimizer!r}: layerzero.megatron steps all parameters with one optimizer. Remove it from "
-                "config_overrides"
+                f"config_overrides sets the optimizer of parameter {name!r} to {own['optimizer']!r}, but "
+                f"config.optimizer is {config.optimizer!r}. layerzero.megatron steps all parameters with one "
+                "optimizer. Remove the optimizer from config_overrides"
             )
         del own["optimizer"]
         identity = tuple(sorted(own.items()))
@@ -83,7 +83,9 @@ def _standard(name: str, parameter: nn.Parameter, config: Any, no_decay: Conditi
 def _merge(own: dict[str, Any], override: Mapping[str, Any], name: str) -> None:
     for key, value in override.items():
         if own.setdefault(key, value) != value:
-            raise ValueError(f"config_overrides gives parameter {name!r} both {own[key]!r} and {value!r} as {key}")
+            raise ValueError(
+                f"config_overrides sets {key} of parameter {name!r} to both {own[key]!r} and {value!r}. Remove one"
+            )
 
 
 def _group(config: Any, own: Mapping[str, Any]) -> dict[str, Any]:

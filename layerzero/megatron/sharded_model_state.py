@@ -1,12 +1,12 @@
 """Sharded state dicts for ``megatron.core.dist_checkpointing``, with this rank's rows of each tensor.
 
-[Note: A model that describes its row numbers]
+[Note: Row numbers in place of parameters]
 ``sharded_state_dict`` of Megatron's modules returns the position of each parameter in the full model, and splits some
-parameters into several pieces. Before the call, each parameter is temporarily replaced by a tensor that contains its
-own row numbers, expanded from one column to save memory. The returned pieces therefore contain the numbers of their
-rows, and a rank selects the rows that it holds.
+parameters into several pieces. During the call, each parameter is replaced by a tensor of its row numbers, expanded
+from one column to save memory. The returned pieces therefore contain the numbers of their rows, and a rank selects its
+own rows.
 
-Keys, shapes and nesting are Megatron's, so Megatron and layerzero can load each other's checkpoints.
+Keys, shapes and nesting are those of Megatron, so Megatron and layerzero can load each other's checkpoints.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class GlobalParam:
             return LocalNonpersistentObject(sharded(rows, span, MutationTracker()))
 
         def build(key: str, rows: Tensor, replica: Any, flattened_range: Any) -> dict[str, Any]:
-            # A load removes pieces that the checkpoint lacks. The extra entry keeps the dict non-empty, so that merge
-            # is called in any case.
+            # A load removes pieces that the checkpoint lacks. With the extra entry, the dict is never empty, so that
+            # merge is always called.
             built: dict[str, Any] = {"merged": LocalNonpersistentObject(True)}
             for number, (own, piece) in enumerate(self.pieces):
                 built[str(number)] = replace(
@@ -99,7 +99,7 @@ def global_params(
         NotImplementedError: a parameter is stored in pieces that are not contiguous ranges of its rows.
     """
     found: dict[str, GlobalParam] = {}
-    # See [Note: A model that describes its row numbers].
+    # See [Note: Row numbers in place of parameters].
     with _row_numbers(members) as member_at:
         state: dict[str, Any] = module.sharded_state_dict(  # type: ignore[operator]
             prefix=prefix, sharded_offsets=sharded_offsets, metadata=metadata
@@ -196,13 +196,13 @@ def _own_part(piece: ShardedTensor, span: RowShardSpec, wanted: range) -> tuple[
         prepend_axis_num=0,
         global_offset=tuple(offset),
         axis_fragmentations=None,
-        # The last number is the data-parallel replica: no other data-parallel rank has these rows.
+        # The last number is that of the data-parallel replica. No other data-parallel rank has these rows.
         replica_id=0 if isinstance(piece.replica_id, int) else (*piece.replica_id[:-1], 0),
     )
 
 
 def _odd_pieces(span: RowShardSpec, key: str) -> str:
     return (
-        f"{span.name!r} is stored as {key!r} in pieces that are not runs of its rows, each row once; use "
+        f"{span.name!r} is stored as {key!r} in pieces that are not contiguous ranges of its rows. Use "
         "layerzero.megatron.save and load"
     )

@@ -1,6 +1,6 @@
 """Sharded state dict of an optimizer, in the formats of Megatron's own optimizers.
 
-[Note: Three forms]
+[Note: Formats of the optimizer state]
 - Weights in fp32: ``{"state", "param_groups"}``. The weights are the masters.
 - Weights in 16 bits: ``{"optimizer": {"state", "param_groups"}, "grad_scaler"}``, with the masters under
   ``fp32_param``.
@@ -63,7 +63,7 @@ class ChunkOptimizer(NamedTuple):
             member = runtime.parameters.managed_param(parameter)
             if member is None:
                 raise NotImplementedError(
-                    f"the optimizer steps {name!r}, which is not sharded; use layerzero.megatron.save and load"
+                    f"the optimizer steps {name!r}, which is not sharded. Use layerzero.megatron.save and load"
                 )
             yield member
 
@@ -118,8 +118,8 @@ def sharded_states(
     try:
         if kind not in (None, _RESHARDABLE):
             raise NotImplementedError(
-                f"distrib_optim_sharding_type={kind!r} is about the buffers of Megatron's own distributed optimizer; "
-                f"use {_RESHARDABLE!r}"
+                f"distrib_optim_sharding_type={kind!r} stores buffers of Megatron's distributed optimizer, which "
+                f"layerzero does not have. Use {_RESHARDABLE!r}"
             )
         for index, pair in enumerate(pairs):
             tensors |= _tensors(pair, index, metadata, kind, common.steps, is_loading=is_loading)
@@ -130,7 +130,7 @@ def sharded_states(
         failure = error
     raise_on_all("the optimizer's sharded_state_dict", groups, failure)
     common = _agreed(common, groups.model)
-    # See [Note: Three forms].
+    # See [Note: Formats of the optimizer state].
     inner: dict[str, Any] = {"param_groups": common.groups, "state": {}}
     for step in common.steps:  # at most one
         inner["state"] = {"common_step": torch.tensor(step)}
@@ -172,7 +172,7 @@ def _tensors(
                 rows = {key: torch.zeros_like(member.master, dtype=dtype) for key, dtype in dtypes.items()}
                 steps.add(0.0)
             else:
-                # Some optimizers keep no state, such as SGD without momentum.
+                # Some optimizers store no state, such as SGD without momentum.
                 rows = _rows_of_state(member, state.get(member.name, None if kept else {}), steps)
             if member.name in averages:
                 rows[_AVERAGE] = torch.empty_like(member.master) if is_loading else plain(averages[member.name])
@@ -189,8 +189,8 @@ def _tensors(
 def _rows_of_state(member: ManagedParam, state: Mapping[str, Any] | None, steps: set[float]) -> dict[str, Tensor]:
     if state is None:
         raise ValueError(
-            f"{member.name!r} has not been stepped yet, and Megatron's format has one count of steps for all; "
-            "save once all have been used, or use layerzero.megatron.save"
+            f"{member.name!r} has not been stepped yet, but Megatron's format has one step count for all parameters. "
+            "Save after all parameters have been stepped, or use layerzero.megatron.save"
         )
     rows = {}
     for key, value in state.items():
@@ -200,8 +200,8 @@ def _rows_of_state(member: ManagedParam, state: Mapping[str, Any] | None, steps:
             rows[key] = plain(value)
         elif value is not None:
             raise NotImplementedError(
-                f"optimizer state {key!r} of {member.name!r} is not of the parameter's shape, and Megatron's format "
-                "has no place for it; use layerzero.megatron.save and load"
+                f"optimizer state {key!r} of {member.name!r} does not have the parameter's shape, so Megatron's format "
+                "cannot store it. Use layerzero.megatron.save and load"
             )
     return rows
 
@@ -217,14 +217,14 @@ def _merged(lists: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]
         settings = {key: _number(value) for key, value in group.items() if key not in ("params", "step")}
         if found.setdefault(_identity(group), settings) != settings:
             raise ValueError(
-                f"two parameter groups with the same {', '.join(_IDENTITY)} have different settings, and Megatron's "
-                "format tells groups apart by these only; use layerzero.megatron.save and load"
+                f"two parameter groups with equal {', '.join(_IDENTITY)} have different settings, but Megatron's "
+                "format identifies groups only by these values. Use layerzero.megatron.save and load"
             )
     return list(found.values())
 
 
 def _agreed(common: _Common, group: dist.ProcessGroup) -> _Common:
-    """Return the merged unsharded state of all ranks in `group`. The result is the same on all ranks.
+    """Return the merged unsharded state of all ranks in `group`. The result is equal on all ranks.
 
     Raises:
         ValueError: parameters have different step counts.
@@ -234,8 +234,8 @@ def _agreed(common: _Common, group: dist.ProcessGroup) -> _Common:
     steps = {step for theirs in said for step in theirs.steps}
     if len(steps) > 1:
         raise ValueError(
-            f"parameters have been stepped {', '.join(f'{step:g}' for step in sorted(steps))} times, and Megatron's "
-            "format has one count for all; use layerzero.megatron.save and load"
+            f"parameters have been stepped {', '.join(f'{step:g}' for step in sorted(steps))} times, but Megatron's "
+            "format has one step count for all parameters. Use layerzero.megatron.save and load"
         )
     return _Common(_merged([theirs.groups for theirs in said]), steps, any(theirs.in_16_bits for theirs in said))
 
@@ -254,7 +254,7 @@ def load_states(pairs: Sequence[ChunkOptimizer], state: Mapping[Any, Any]) -> No
     saved, step = inner["param_groups"], _common_step(inner)
     plans = []
     for index, pair in enumerate(pairs):
-        tensors = state.get(_TENSORS, {})  # absent if the optimizer keeps no tensors
+        tensors = state.get(_TENSORS, {})  # absent if the optimizer stores no tensors
         values = {member.name: _found(member, tensors.get(_place(index, member), {})) for member in _all_members(pair)}
         settings = [_settings(group, saved) for group in pair.optimizer.param_groups]
         for group, found in zip(pair.optimizer.param_groups, settings, strict=True):
@@ -280,14 +280,17 @@ def load_states(pairs: Sequence[ChunkOptimizer], state: Mapping[Any, Any]) -> No
 
 
 def _unchained(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return the states of two chained optimizers merged into one; return the state of a single optimizer as is."""
+    """Return the merged state of two chained optimizers; return the state of a single optimizer unchanged."""
     if 0 not in state:
         return state
     parts = [state[index] for index in sorted(state)]
     inner = [part.get("optimizer", part) for part in parts]
     steps = {step for each in inner if (step := _common_step(each)) is not None}
     if len(steps) > 1:
-        raise ValueError(f"experts and other parameters were saved after different numbers of steps: {sorted(steps)}")
+        raise ValueError(
+            f"the checkpoint has different step counts for experts and other parameters, {sorted(steps)}, but "
+            "layerzero needs one step count"
+        )
     merged = {
         "state": {"common_step": steps.pop()} if steps else {},
         "param_groups": [group for each in inner for group in each["param_groups"]],
@@ -318,7 +321,7 @@ def _found(member: ManagedParam, values: Mapping[str, Any]) -> dict[str, Any]:
     values = {key: value for key, value in values.items() if key != _AVERAGE or value is not NOT_FOUND}
     if missing := sorted(key for key, value in values.items() if value is NOT_FOUND):
         raise ValueError(
-            f"the checkpoint has no {', '.join(missing)} of {member.name!r}; load it without the optimizer"
+            f"the checkpoint has no {', '.join(missing)} of {member.name!r}. Load it without the optimizer"
         )
     return dict(values)
 
@@ -328,7 +331,7 @@ def _refuse_lost_state(
 ) -> None:
     """Raise if the checkpoint's settings need state that `values` lacks, such as momentum buffers.
 
-    This happens if the optimizer was built with settings for which it does not keep that state.
+    This happens if the optimizer was built with settings for which it does not store that state.
     """
     kept = state_after_a_step(pair.optimizer.inner, {**group, **found}, _device(pair))[0]
     tensors = {key for key, value in kept.items() if isinstance(value, Tensor) and value.ndim}
@@ -336,8 +339,8 @@ def _refuse_lost_state(
         if lost := sorted(tensors - values[name].keys()):
             changed = {key: value for key, value in found.items() if group[key] != value}
             raise ValueError(
-                f"the checkpoint was saved with {', '.join(lost)} of {name!r}, which the optimizer does not keep with "
-                f"its own settings. Build it with those of the checkpoint, which differ in {changed}"
+                f"the settings of the checkpoint need {', '.join(lost)} of {name!r}, which the optimizer does not "
+                f"store with its current settings. Build the optimizer with the settings of the checkpoint: {changed}"
             )
 
 
@@ -346,7 +349,10 @@ def _common_step(inner: Mapping[str, Any]) -> float | None:
     if (common := inner.get("state", {}).get("common_step")) is not None:
         counts.add(float(common))
     if len(counts) > 1:
-        raise ValueError(f"parameter groups were saved after different numbers of steps: {sorted(counts)}")
+        raise ValueError(
+            f"the parameter groups of the checkpoint have different step counts, {sorted(counts)}, but layerzero needs "
+            "one step count"
+        )
     return next(iter(counts), None)
 
 
@@ -355,11 +361,11 @@ def _settings(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> d
     found = [other for other in saved if _identity(other) == _identity(group)]
     if not found:
         wanted = ", ".join(f"{key}={group.get(key)!r}" for key in _IDENTITY)
-        raise ValueError(f"the checkpoint has no parameter group with {wanted}")
+        raise ValueError(f"the checkpoint has no parameter group with {wanted}. Build the optimizer as for the save")
     return {key: value for key, value in found[0].items() if key in group and key not in ("params", "step", *_HOW)}
 
 
-_HOW = ("foreach", "fused", "capturable")  # settings of the implementation, which a load keeps
+_HOW = ("foreach", "fused", "capturable")  # settings of the implementation, which a load does not change
 
 
 def _as(like: Any, step: float) -> Any:

@@ -22,8 +22,8 @@ __all__ = ["counts", "params_norm", "replicas_agree"]
 def counts(parameter: Tensor, groups: ProcessGroups) -> bool:
     """Return whether this rank's rows of a parameter count in sums over all ranks of the model.
 
-    Copies that another rank counts do not: word embeddings shared with another pipeline stage, and, except on the first
-    tensor rank, parameters that are replicated over tensor ranks.
+    Copies that another rank counts are excluded: word embeddings shared with another pipeline stage, and, except on the
+    first tensor rank, parameters that are replicated over tensor ranks.
     """
     if getattr(parameter, "shared", False):
         return False
@@ -50,7 +50,7 @@ def replicas_agree(model: Sequence[ShardedChunk], cross_check: bool = False) -> 
     """Return whether the compute weights of all replicas are bitwise equal. All ranks must call this.
 
     This implements ``--check-weight-hash-across-dp-replicas-interval``. Each rank hashes its ZeRO-3 shards. Ranks of
-    different replicas that hold the same shard must have the same hash.
+    different replicas with the same shard must have equal hashes.
     """
     groups, device = model[0].groups, get_state(model[0]).mesh_info.device
     digests: dict[tuple[Any, ...], Any] = {}  # by chunk number, ranks of the mesh, and ZeRO-3 rank
@@ -59,7 +59,7 @@ def replicas_agree(model: Sequence[ShardedChunk], cross_check: bool = False) -> 
         for handle in get_state(chunk).handles:
             shard = (number, handle.mesh_info.ranks, handle.mesh_info.grid.zero3_rank)
             digest = digests.setdefault(shard, hashlib.sha1(usedforsecurity=False))
-            digest.update(handle.read_zero3().cpu().view(torch.uint8).numpy().tobytes())
+            digest.update(handle.weights.read_zero3().cpu().view(torch.uint8).numpy().tobytes())
     mine = {(shard, digest.hexdigest()) for shard, digest in digests.items()}
     said: list[Any] = [None] * groups.zero1.size()
     dist.all_gather_object(said, mine, group=groups.zero1)

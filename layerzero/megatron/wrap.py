@@ -52,7 +52,7 @@ def wrap(
     Args:
         model_chunks: Megatron's models, one for each chunk that this rank holds; ``Float16Module`` is optional.
         config: TransformerConfig of the chunks.
-        zero3_size: S, see :func:`process_groups`; give either this or `groups`.
+        zero3_size: S, see :func:`process_groups`. Pass either this or `groups`.
         groups: from :func:`process_groups`.
         units: as in :func:`layerzero.shard_model`; names begin with ``module.``. None: transformer and Mamba layers,
             the word embeddings and the output layer; a warning lists the classes and bytes of layers that are not
@@ -60,8 +60,8 @@ def wrap(
         mp_policy: mixed-precision policy. None: compute in the 16-bit dtype of `config` and reduce gradients in fp32;
             without a 16-bit dtype, use the dtype of the parameters.
         accumulation: ``"full"`` or ``"sharded"``; `config.gradient_accumulation_fusion` needs ``"full"``.
-        align_grad_reduce: make all stages after the first reduce gradients at the same time, in the pipeline bubble,
-            instead of in their last backward.
+        align_grad_reduce: reduce gradients of all stages after the first at the same time, in the pipeline bubble,
+            instead of in the last backward of each stage.
         align_param_refresh: with interleaving, launch the refresh of every chunk except the first when the schedule
             reaches the chunk, on all stages at the same time, instead of in the optimizer's step.
         check_for_nan_in_grad: raise on all ranks before a step if a gradient is NaN or infinite; the error names the
@@ -78,7 +78,7 @@ def wrap(
     """
     modules = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     if (zero3_size is None) == (groups is None):
-        raise ValueError("give either zero3_size or groups")
+        raise ValueError("wrap requires either zero3_size or groups. Pass exactly one of them")
     for module in modules:
         _refuse_unsupported(module, config)
     if groups is None:
@@ -106,7 +106,7 @@ def wrap(
             chunk.own_gradients = LocalGradientCheck(get_state(chunk).handles)
         chunks.append(chunk)
         _let_output_layer_use_its_own(chunk)
-    tied_weight(chunks, groups)  # raises now if its gradients could not be summed later
+    tied_weight(chunks, groups)  # raises here if the gradients of the tied weight could not be summed later
     _set(config, chunks, groups, align_grad_reduce=align_grad_reduce, align_param_refresh=align_param_refresh)
     return chunks
 
@@ -130,8 +130,8 @@ def _with_experts(units: Units, chunk: ShardedChunk, groups: ProcessGroups) -> U
         return units
     if groups.expert_zero1 is None:
         raise ValueError(
-            f"the experts of {next(iter(experts))!r} are others on other data-parallel ranks, and groups does not say "
-            "on which: make it with layerzero.megatron.process_groups after Megatron's own groups"
+            f"the experts of {next(iter(experts))!r} differ between data-parallel ranks, but groups has no groups for "
+            "experts. Create groups with layerzero.megatron.process_groups after Megatron's own groups"
         )
     if isinstance(units, (str, type)) or (isinstance(units, Iterable) and not callable(units)):
         return [*([units] if isinstance(units, (str, type)) else units), *experts]
@@ -186,19 +186,19 @@ def _let_output_layer_use_its_own(chunk: ShardedChunk) -> None:
 
 
 _REFUSED = {
-    "mtp_num_layers": "multi-token prediction holds further copies of the embeddings",
-    "has_cond_embedder": "conditional embedders are summed over all pipeline stages",
-    "defer_embedding_wgrad_compute": "gradients of the output layer come after the last backward",
-    "overlap_moe_expert_parallel_comm": "its schedule calls parts of layers by themselves",
-    "moe_router_enable_expert_bias": "the bias of routers is updated with the gradients",
-    "delay_wgrad_compute": "gradients of weights come after the backward of their layer",
-    "fp8": "weights would be gathered in 16 bits and quantised in each forward",
-    "fp4": "weights would be gathered in 16 bits and quantised in each forward",
+    "mtp_num_layers": "multi-token prediction adds copies of the embeddings",
+    "has_cond_embedder": "gradients of conditional embedders are summed over all pipeline stages",
+    "defer_embedding_wgrad_compute": "gradients of the output layer are computed after the last backward",
+    "overlap_moe_expert_parallel_comm": "its schedule calls parts of layers separately",
+    "moe_router_enable_expert_bias": "the bias of routers is updated together with the gradients",
+    "delay_wgrad_compute": "gradients of weights are computed after the backward of their layer",
+    "fp8": "weights would be gathered in 16 bits and quantized in each forward",
+    "fp4": "weights would be gathered in 16 bits and quantized in each forward",
     # since Megatron-Core 0.19
-    "overlap_dispatch_backward_with_experts_wgrad": "gradients of experts come after the backward of their layer",
-    "moe_single_grouped_weight": "the experts of a rank are one tensor of Transformer Engine's",
-    "moe_single_grouped_bias": "the experts of a rank are one tensor of Transformer Engine's",
-    "moe_expert_rank_capacity_factor": "a step is run again when experts get too many tokens",
+    "overlap_dispatch_backward_with_experts_wgrad": "gradients of experts are computed after their layer's backward",
+    "moe_single_grouped_weight": "the experts of a rank are one tensor of Transformer Engine",
+    "moe_single_grouped_bias": "the experts of a rank are one tensor of Transformer Engine",
+    "moe_expert_rank_capacity_factor": "a step is repeated if experts get too many tokens",
     "flextron": "gradients of its routers are summed over pipeline stages",
 }
 
@@ -210,30 +210,34 @@ def _refuse_unsupported(module: nn.Module, config: Any) -> None:
                 f"config.{name}={getattr(config, name)!r} is not supported by layerzero.megatron: {reason}"
             )
     if getattr(config, "cuda_graph_impl", "none") not in ("none", None):
-        raise ValueError("config.cuda_graph_impl: graphs keep the addresses of weights, which come and go; use 'none'")
+        raise ValueError(
+            "config.cuda_graph_impl is not supported, because graphs record the addresses of weights, which layerzero "
+            "frees and allocates again. Use 'none'"
+        )
     for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):  # since Megatron-Core 0.19
         if getattr(config, name, 1) > 1:
             raise ValueError(
-                f"config.{name}={getattr(config, name)}: Megatron would shard the weights, too. Use 1, and zero3_size"
+                f"config.{name}={getattr(config, name)} is not supported, because Megatron would shard the weights as "
+                "well. Use 1, and set zero3_size"
             )
     if "quantile_balancing" in (getattr(config, "moe_router_load_balancing_type", None) or ()):
         raise ValueError(
             "config.moe_router_load_balancing_type='quantile_balancing' is not supported by layerzero.megatron: the "
-            "bias of routers is updated with the gradients. Use 'aux_loss' or 'sinkhorn'"
+            "bias of routers is updated together with the gradients. Use 'aux_loss' or 'sinkhorn'"
         )
     if getattr(config, "num_moe_experts", None):
         size, tensor_size = config.expert_tensor_parallel_size, config.tensor_model_parallel_size
         if size not in (None, tensor_size):  # Megatron 0.16 does not mark such parameters, and their copies diverge
             raise ValueError(
-                f"config.expert_tensor_parallel_size={size}: the data-parallel group of experts is another one than "
-                f"the other parameters'. Use {tensor_size}, as tensor_model_parallel_size"
+                f"config.expert_tensor_parallel_size={size} is not supported, because experts would have other "
+                f"data-parallel ranks than the other parameters. Use {tensor_size}, as tensor_model_parallel_size"
             )
     held = {id(parameter) for part in module.modules() if only_experts(part) for parameter in part.parameters()}
     for name, parameter in module.named_parameters():
         if is_expert_parallel(parameter) and id(parameter) not in held:
             raise ValueError(
-                f"parameter {name!r} is expert parallel, and its module has others that are not: put experts into a "
-                "module of their own"
+                f"parameter {name!r} is expert parallel, but its module has parameters that are not. Put the experts "
+                "into a separate module"
             )
 
 
@@ -242,11 +246,11 @@ def _refuse_fusion(config: Any, zero3_size: int, accumulation: Accumulation, off
         return
     if zero3_size > 1 and accumulation == "sharded":
         raise ValueError(
-            'gradient_accumulation_fusion adds to whole gradients between micro-batches: use accumulation="full", or '
-            "zero3_size=1, or turn it off"
+            'gradient_accumulation_fusion adds to full gradients between micro-batches. Use accumulation="full" or '
+            "zero3_size=1, or disable the fusion"
         )
     if offload_grads:
         raise ValueError(
-            "gradient_accumulation_fusion keeps main_grad from the forward to the backward, with offload_grads=True it "
-            "may be elsewhere by then; turn one of them off"
+            "gradient_accumulation_fusion and offload_grads=True exclude each other, because the fusion uses main_grad "
+            "from the forward to the backward, and offloading may move it. Disable one of them"
         )

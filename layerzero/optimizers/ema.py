@@ -86,7 +86,7 @@ class EMA:
             )
         for handle in self._runtime.handles:
             if handle.trainable and handle not in self._handles:
-                average = handle.master.clone()
+                average = handle.weights.master.clone()
                 self._handles.append(handle)
                 self._layouts.append(handle.layout)
                 self._averages.append(average)
@@ -106,7 +106,7 @@ class EMA:
                 "context"
             )
         self._follow()
-        masters = [handle.master for handle in self._handles]
+        masters = [handle.weights.master for handle in self._handles]
         if self.n_averaged == 0:
             torch._foreach_copy_(self._averages, masters)
         else:
@@ -142,7 +142,7 @@ class EMA:
                 "swapped() was called inside swapped(), where the model already has the averages. Leave the other "
                 "context first"
             )
-        masters = [handle.master.clone() for handle in self._handles]
+        masters = [handle.weights.master.clone() for handle in self._handles]
         try:
             with viewing(runtime.status.active_views, ParamView.EMA):
                 self._write_masters(self._averages)
@@ -154,7 +154,7 @@ class EMA:
     def _write_masters(self, values: list[Tensor]) -> None:
         self._runtime.refreshes.before_master_write(self._handles)
         for handle, value in zip(self._handles, values, strict=True):
-            handle.master.copy_(value)
+            handle.weights.master.copy_(value)
         self._runtime.refreshes.launch(self._handles)
 
     def state_dict(self) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def owner_group_across(mesh_info: MeshInfo, axis: int, places: Mapping[int, tupl
     ranks = sorted(places)
     kind = mesh_info.mesh.device_type
     group = mesh_info.groups.new(ranks, like=mesh_info.zero3_gather_comm.group, device_type=kind)
-    comm = Communicator.over("owners", "across", group, mesh_info.counters, kind)
+    comm = Communicator.over("owners", "model_parallel", group, mesh_info.counters, kind)
     return OwnerGroup(mesh_info, axis, comm, tuple(places[rank] for rank in ranks))
 
 

@@ -185,7 +185,7 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
         runtime.refreshes.launch_deferred()
         runtime.refreshes.launch_edited()
     for handle in moved:
-        handle.finish_refresh()
+        handle.weights.finish_refresh()
         handle.recut(plan[handle])
     runtime.owners = owners
     runtime.buffers.scratch.expected = _scratch_buffers(runtime)

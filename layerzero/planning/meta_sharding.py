@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from layerzero.comm.transport.selection import process_group_traits
 from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import bytes_of_buffers
 from layerzero.estimates.memory_estimate import MemoryEstimate, estimate_memory
@@ -39,7 +40,11 @@ def where_of(
     """
     grid = ShardGrid.of_rank(rank, data_parallel=ranks, zero3_size=zero3_size)
     return RankTraits(
-        grid, adds_hop1=not on_device, adds_hop2=not on_device, on_device=on_device, weights_in_host=offload_params
+        grid,
+        process_group_traits(sums_locally=not on_device),
+        adds_hop2=not on_device,
+        on_device=on_device,
+        weights_in_host=offload_params,
     )
 
 

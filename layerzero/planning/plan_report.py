@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def why(self) -> str:
-        """Text of the recommendation with its reason; if no settings fit, text about the closest ones."""
+        """Text of the recommendation with its reason; if no settings fit, text about the closest settings."""
         best = self.best
         if best is None:
             closest = min(self.rows, key=lambda row: row.excess + row.host_excess)

@@ -44,12 +44,10 @@ __all__ = [
 
 What = tuple[str, str]  # phase and unit
 
-_FIRST = ("hop1", "node_sum")  # reductions inside a ZeRO-3 group: by collectives, or in shared memory
-
 
 @dataclass(frozen=True)
 class SimCollective:
-    kind: str  # "gather", "hop1", "hop2", "refresh", "agree", ...
+    kind: str  # "gather", "hop1", "hop2", "refresh", "metadata", ...
     unit: str
     axis: str  # "zero3", "replica" or "control"
     comm: str  # communicator, whose collectives run one after the other
@@ -132,7 +130,7 @@ def read_recording(path: str | PathLike[str]) -> Recording:
 def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
     """Return the program that the recorded events describe, with the recorded computation times."""
     reductions = _reductions(events)
-    in_reduction = {event.number for event in events if event.collective in (*_FIRST, "hop2")}
+    in_reduction = {event.number for event in events if event.collective in ("hop1", "hop2")}
     launched = {event.number for event in events if event.kind == "launch"}
     program: list[Operation] = []
     spans: list[tuple[str, str, int]] = []  # phase, name, number
@@ -177,9 +175,9 @@ def _reductions(events: Sequence[TraceEvent]) -> dict[int, StartReduction]:
     found: dict[int, StartReduction] = {}
     added = -1  # last hop 1 with a finished addition, until its hop 2 is launched
     for event in events:
-        if event.collective in _FIRST and event.kind == "add":
+        if event.collective == "hop1" and event.kind == "add":
             added = event.number
-        elif event.collective in (*_FIRST, "hop2") and event.kind == "launch":
+        elif event.collective in ("hop1", "hop2") and event.kind == "launch":
             collective, what = _exchange(event), ("add", f"{event.collective} {event.name}")
             addition = SimCompute(additions.get(event.number, 0.0), what, event.number)
             before = found.get(added)

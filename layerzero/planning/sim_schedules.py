@@ -108,11 +108,11 @@ class _Rank:
         for number in self._agreement:
             yield SimWait(number)
         self._agreement = []
-        for axis, ranks in (("node", how.zero3_size), ("replica", how.replicas)):
+        for axis, ranks in (("zero3", how.zero3_size), ("replica", how.replicas)):
             if ranks > 1:
                 self._agreement.append(self._take())
                 yield SimLaunch(
-                    SimCollective("agree", "", "control", f"{axis} control", ranks, 0.0), self._agreement[-1]
+                    SimCollective("metadata", "", "control", f"{axis} control", ranks, 0.0), self._agreement[-1]
                 )
         yield from self._update()
         yield StepEnd()

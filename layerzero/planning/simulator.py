@@ -36,7 +36,7 @@ from layerzero.planning.sim_program import (
 
 __all__ = ["SimMachine", "SimResult", "SimSpan", "simulate"]
 
-_ALL_REDUCES = ("all-reduce", "norm")
+_ALL_REDUCES = ("all-reduce", "scalar_reduce")
 _IN_FLIGHT = dict(enumerate(IN_FLIGHT))  # by place of a collective in its reduction; later places have no limit
 
 

@@ -100,7 +100,9 @@ def guard_corruption(
     if on_found not in ("raise", "log"):
         raise ValueError(f'on_found must be "raise" or "log", got {on_found!r}')
     if not optimizers or not all(isinstance(optimizer, ShardedOptimizer) for optimizer in optimizers):
-        raise TypeError("guard_corruption requires optimizers. Pass the ones that layerzero.shard_optimizer returned")
+        raise TypeError(
+            "guard_corruption requires the optimizers that layerzero.shard_optimizer returned. Pass at least one"
+        )
     runtime = get_state(model)
     if not all(optimizer in runtime.optimizers for optimizer in optimizers):
         raise ValueError("an optimizer belongs to another model. Create a guard for each model")

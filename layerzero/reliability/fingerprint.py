@@ -112,9 +112,7 @@ def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[s
     """
     handles = runtime.handles
     for handle in handles:
-        handle.finish_refresh()
-        if handle.shared is not None:
-            handle.shared.wait(handle.label)
+        handle.weights.finish_refresh(of_peers=True)
     sums = torch.stack([_sum(handle) for handle in handles]) if handles else torch.zeros(0, dtype=torch.int64)
     suspect = torch.zeros(len(handles), dtype=torch.bool, device=sums.device)
     for mesh_info in {id(handle.mesh_info): handle.mesh_info for handle in handles}.values():
@@ -125,7 +123,7 @@ def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[s
             all_gather(mesh_info.replica_comm, Collective.METADATA, copies.view(-1), own_sums).wait()
         flags = (copies != own_sums).any(dim=0)
         for place, handle in enumerate(handles[index] for index in places):
-            if not handle.shares_master and not _is_due(handle):
+            if not handle.weights.shares_master and not _is_due(handle):
                 flags[place] |= (as_integers(_cast(handle)) != as_integers(_own_part(handle))).any()
         flags = flags.to(torch.int32)
         # Reduce over replicas only, because ranks along model-parallel axes may have different handles.
@@ -156,17 +154,17 @@ def _sum(handle: Handle) -> Tensor:
 
     The result is 0 if the shard shares memory with the masters, and the masters were changed but not refreshed yet.
     """
-    whole = sum64(handle.read_zero3())
-    return torch.zeros_like(whole) if handle.shares_master and _is_due(handle) else whole
+    whole = sum64(handle.weights.read_zero3())
+    return torch.zeros_like(whole) if handle.weights.shares_master and _is_due(handle) else whole
 
 
 def _own_part(handle: Handle) -> Tensor:
     """Return the part of a handle's ZeRO-3 shard to which this rank's masters are copied."""
-    return handle.read_zero3()[handle.mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)]
+    return handle.weights.read_zero3()[handle.mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)]
 
 
 def _cast(handle: Handle) -> Tensor:
-    return handle.master.to(device=handle.mesh_info.device, dtype=handle.precision.compute)
+    return handle.weights.master.to(device=handle.mesh_info.device, dtype=handle.precision.compute)
 
 
 def _locate(handle: Handle, mesh_info: MeshInfo, sound: Mapping[str, bool]) -> list[Corruption]:
@@ -174,7 +172,7 @@ def _locate(handle: Handle, mesh_info: MeshInfo, sound: Mapping[str, bool]) -> l
 
     All ranks of the replica group must call this, and get the same result.
     """
-    zero3 = handle.read_zero3()
+    zero3 = handle.weights.read_zero3()
     replicas, shard = mesh_info.replicas, as_integers(zero3).view(torch.uint8)  # backends support few integer dtypes
     copies_of_replicas = shard.expand(replicas, -1).contiguous()
     truth: Tensor | None = None
@@ -184,7 +182,7 @@ def _locate(handle: Handle, mesh_info: MeshInfo, sound: Mapping[str, bool]) -> l
             mesh_info.replica_comm, Collective.UNSHARD, copies_of_replicas.view(-1), shard, name=handle.label
         ).wait()
     copies = copies_of_replicas.view(as_integers(zero3).dtype)
-    if not handle.shares_master:
+    if not handle.weights.shares_master:
         whole = torch.empty_like(zero3)
         own = whole[mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)].copy_(_cast(handle))
         if replicas > 1:

@@ -72,7 +72,9 @@ def guard_steps(
     if not isinstance(skips, int) or skips < 1:
         raise ValueError(f"skips must be a positive int, got {skips!r}")
     if not optimizers or not all(isinstance(optimizer, ShardedOptimizer) for optimizer in optimizers):
-        raise TypeError("guard_steps requires optimizers. Pass the ones that layerzero.shard_optimizer returned")
+        raise TypeError(
+            "guard_steps requires the optimizers that layerzero.shard_optimizer returned. Pass at least one"
+        )
     runtime = get_state(model)
     if not all(optimizer in runtime.optimizers for optimizer in optimizers):
         raise ValueError("an optimizer belongs to another model. Create a guard for each model")

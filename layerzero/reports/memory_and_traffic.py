@@ -52,13 +52,13 @@ class MemoryReport:
         predicted_peak: predicted maximum of bytes on the device during a step, including the measured optimizer state.
         measured_peak: maximum of bytes on the device so far, as counted by the model's own pools. Activations and
             temporary allocations of torch or the optimizer are not included.
-        node: bytes of the shared memory of the ZeRO-3 group, as counted by the operating system: the parts of all ranks
-            and the pages of counters. Each rank reports the same number. 0 if memory is not shared.
+        shared_segment: bytes of the shared memory of the ZeRO-3 group, as counted by the operating system: parts of all
+            ranks and the pages of counters. Each rank reports the same number. 0 if memory is not shared.
     """
 
     predicted: dict[str, int]
     measured: dict[str, int]
-    node: int = 0
+    shared_segment: int = 0
     predicted_peak: int = 0
     measured_peak: int = 0
 
@@ -76,8 +76,8 @@ class MemoryReport:
         ]
         rows.append(("on the device", "", size(self.total)))
         rows.append(("peak of a step", size(self.predicted_peak), size(self.measured_peak)))
-        if self.node:
-            rows.append(("shared by the ZeRO-3 group", "", size(self.node)))
+        if self.shared_segment:
+            rows.append(("shared by the ZeRO-3 group", "", size(self.shared_segment)))
         return table(("memory of this rank", "predicted", "measured"), rows)
 
 
@@ -87,23 +87,25 @@ class TrafficReport:
 
     Attributes:
         calls: number of calls by collective: ``gather``, ``regather`` (for a backward, among the number of ranks set by
-            `reshard_after_forward`), ``hop1``, ``hop2``, ``refresh``, ``agree`` (one byte per parameter), ``order`` (16
-            bytes whenever units are called in a new order), ``norm``, ``unshard``, ``broadcast``, ``collect`` and
-            ``hand_back`` (full parameters to their owners and back, inside the ZeRO-3 group). If the ranks of a ZeRO-3
-            group share memory, ``node_sum`` replaces ``hop1``, there are no gathers, and ``hand_over`` counts the
-            refreshes.
-        bytes: bytes sent, by collective. For ``node_sum``, bytes that this rank has read from other ranks' memory.
+            `reshard_after_forward`), ``hop1``, ``hop2``, ``refresh``, ``metadata`` (one byte per parameter),
+            ``gather_order`` (16 bytes whenever units are called in a new order), ``scalar_reduce`` (norms),
+            ``unshard``, ``broadcast``, ``owner_gather`` and ``owner_scatter`` (full parameters to their owners and
+            back, inside the ZeRO-3 group). With shared memory, a ``gather`` sends nothing.
+        bytes: bytes sent, by collective. With shared memory, ``hop1`` counts the bytes that this rank has read from
+            other ranks' memory.
         bytes_by_axis: bytes sent, by axis: ``zero3`` (inside the ZeRO-3 group), ``replica`` (between replicas),
-            ``control`` (the bytes of ``agree`` and ``order``, on the CPU), ``across`` (model-parallel axes, such as the
+            ``control`` (the bytes of ``metadata`` and ``gather_order``, on the CPU), ``model_parallel`` (such as the
             tensor-parallel axis).
         predicted: predicted bytes of gathers, reductions and refreshes, by collective, for the same number of calls.
             Collectives whose handles were called unequally often are omitted.
+        transport: name of the transport inside the ZeRO-3 group: ``"process_group"`` or ``"shared_memory"``.
     """
 
     calls: dict[str, int]
     bytes: dict[str, int]
     bytes_by_axis: dict[str, int]
     predicted: dict[str, int] = field(default_factory=dict)
+    transport: str = ""
 
     def __str__(self) -> str:
         rows = [
@@ -117,6 +119,7 @@ class TrafficReport:
             for sent in (self.bytes.get(collective, 0),)
         ]
         rows += [(f"axis {axis}", "", "", size(sent)) for axis, sent in self.bytes_by_axis.items()]
+        rows += [("transport", self.transport, "", "")] if self.transport else []
         return table(("sent by this rank", "calls", "predicted", "measured"), rows)
 
 
@@ -138,7 +141,7 @@ def memory(model: nn.Module) -> MemoryReport:
     return MemoryReport(
         predicted=_total(report.predicted for report in reports),
         measured=_total(report.measured for report in reports),
-        node=sum(report.node for report in reports),
+        shared_segment=sum(report.shared_segment for report in reports),
         predicted_peak=sum(report.predicted_peak for report in reports),
         measured_peak=sum(report.measured_peak for report in reports),
     )
@@ -157,11 +160,10 @@ def _memory(runtime: LayerZeroState) -> MemoryReport:
     scratch = sum(pool.predicted_bytes for pool in _pools(runtime))
     predicted = estimate_memory(specs_of(runtime.units), runtime.config, scratch=scratch)
     measured = measure(runtime)
-    shared = next((handle.shared for handle in runtime.handles if handle.shared), None)
     return MemoryReport(
         predicted=predicted.kinds,
         measured=measured,
-        node=0 if shared is None else shared.barrier.memory.held_bytes,
+        shared_segment=sum(transport.shared_bytes for transport in runtime.transports),
         predicted_peak=predicted.peak + measured["optimizer"],
         measured_peak=on_device(measured)
         - measured["idle_buffer"]
@@ -187,6 +189,7 @@ def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
         bytes=_total(report.bytes for report in reports),
         bytes_by_axis=_total(report.bytes_by_axis for report in reports),
         predicted={collective: count for collective, count in _total(predicted).items() if collective not in unknown},
+        transport=", ".join(sorted({report.transport for report in reports})),
     )
 
 
@@ -198,7 +201,9 @@ def _traffic(runtime: LayerZeroState, *, reset: bool) -> TrafficReport:
         by_collective[collective] += sent
         by_axis[axis] += sent
     predicted = _formulas(runtime, counters.calls)
-    report = TrafficReport(dict(counters.calls), dict(by_collective), dict(by_axis), predicted)
+    report = TrafficReport(
+        dict(counters.calls), dict(by_collective), dict(by_axis), predicted, runtime.transports[0].traits.name
+    )
     if reset:
         counters.reset()
     return report
@@ -207,7 +212,7 @@ def _traffic(runtime: LayerZeroState, *, reset: bool) -> TrafficReport:
 def _formulas(runtime: LayerZeroState, calls: Mapping[str, int]) -> dict[str, int]:
     """Return the predicted bytes of each collective in `calls` whose handles have all called it equally often."""
     found: dict[str, int] = {}
-    for collective, places in predicted_traffic(specs_of(runtime.units)).items():
+    for collective, places in predicted_traffic(specs_of(runtime.units), runtime.config).items():
         rounds, rest = divmod(calls.get(collective, 0), len(places))
         if rounds and not rest:
             found[collective] = rounds * sum(places)
@@ -218,11 +223,12 @@ def measure(runtime: LayerZeroState) -> dict[str, int]:
     measured = Counter(dict.fromkeys(("zero1_shard", "zero3_shard", "full_buffer", "gradient_shard", "optimizer"), 0))
     buffers = runtime.buffers
     for handle in runtime.handles:
-        weights = "host_zero3_shard" if handle.in_host is not None else "zero3_shard"
-        measured[weights] += _bytes(handle.zero3_shard) if handle.shared is None else handle.zero3_shard.nbytes
-        where = "host_" if handle.to_host is not None else ""
-        measured[f"{where}zero1_shard"] += 0 if handle.shares_master else _bytes(handle.master)
-        measured["full_buffer"] += handle.full_bytes + handle.whole.nbytes
+        weights = handle.weights
+        kind = "host_zero3_shard" if weights.host_shard is not None else "zero3_shard"
+        measured[kind] += weights.zero3_shard.nbytes
+        where = "host_" if weights.to_host is not None else ""
+        measured[f"{where}zero1_shard"] += 0 if weights.shares_master else _bytes(weights.master)
+        measured["full_buffer"] += handle.gathered_bytes
         if handle.gradients is not None:
             final = handle.gradients.final.storage
             measured[f"{where}gradient_shard"] += final.host_bytes if where else final.nbytes
@@ -244,9 +250,9 @@ def measure(runtime: LayerZeroState) -> dict[str, int]:
 
 
 def _pools(runtime: LayerZeroState) -> list[BufferPool]:
-    """Return the pool of scratch buffers and, if it is a different pool, the pool of the buffers that hop 1 sends."""
-    buffers = runtime.buffers
-    return [buffers.scratch] if buffers.outgoing is buffers.scratch else [buffers.scratch, buffers.outgoing]
+    """Return the pool of scratch buffers and, if they are different, the pools of buffers that hop 1 sends."""
+    sent = (transport.send_buffers for transport in runtime.transports)
+    return list(dict.fromkeys((runtime.buffers.scratch, *sent)))
 
 
 def _bytes(tensor: Tensor | None) -> int:

@@ -20,7 +20,7 @@ __all__ = ["metrics"]
 
 _SHOWN = 3  # number of stragglers that are reported
 _ALONG = {  # collectives by the axis that runs them
-    "zero3": (*GATHERS, Collective.HOP1, Collective.NODE_SUM, Collective.HAND_OVER),
+    "zero3": (*GATHERS, Collective.HOP1),
     "replica": (Collective.HOP2, Collective.REFRESH),
 }
 
@@ -44,11 +44,10 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
 
     - ``layerzero/memory/KIND``: currently allocated bytes, by the kinds of :class:`layerzero.MemoryReport`.
     - ``layerzero/bytes/AXIS``: bytes sent on ``zero3`` (inside the ZeRO-3 group), ``replica`` (between replicas),
-      ``control``, and ``across`` (model-parallel axes).
+      ``control``, and ``model_parallel`` (such as the tensor-parallel axis).
     - ``layerzero/wait_seconds/COLLECTIVE``: seconds that the host has waited for ``gather``, ``regather``, ``hop1``,
       ``hop2``, ``refresh``, ... They are close to zero on devices, where streams wait instead. With shared memory,
-      ``hand_over`` replaces ``gather`` and ``refresh``. It is the wait until the other ranks have read the old weights
-      and written the new weights.
+      ``gather`` is the wait until the other ranks have read the old weights and written the new weights.
     - ``layerzero/steps/taken``, ``layerzero/steps/skipped``: steps of the model's optimizers. A step counts as skipped
       if gradients are discarded without a step, for example if a ``GradScaler`` skips the step.
 

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from layerzero.comm.agreement import require_equal
-from layerzero.comm.transport.process_group import GatherOptions, coded_bytes, coded_sizes, travels_coded
+from layerzero.comm.codecs import encoded_bytes, encoded_sizes, is_encoded
+from layerzero.comm.transport.base import GatherOptions
 from layerzero.config import LayerZeroConfig
 from layerzero.device.accelerator import device_module
-from layerzero.device.gradient_offload import ModelPools
 from layerzero.dtensor.extensions import Extension, GatheredBytes, has_extension
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec, local_part
 from layerzero.dtensor.ops_data import carry_over
@@ -23,11 +23,11 @@ from layerzero.engine.buffers import CastBuffer, keep_dtypes_in_state
 from layerzero.engine.gathered_params import keeps_order
 from layerzero.engine.handle import Handle
 from layerzero.engine.reduction_spec import ReductionSpec
+from layerzero.engine.resources import MeshResources
 from layerzero.engine.unit import Unit
 from layerzero.estimates.specs import HandleSpec, RankTraits
 from layerzero.layout.flat_layout import FlatLayout, Slot, plan_layouts
 from layerzero.sharding.meta_init import UninitializedTensor, fill_sentinel, has_sentinel
-from layerzero.sharding.shared_segment import Node
 from layerzero.sharding.unit_meshes import UnitMesh
 from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition, is_plain_storage, storage_kind
 
@@ -119,7 +119,7 @@ def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> Non
         for plan in plans
         for found in plan.parameters
     }
-    if config.gather_codec is not None and computes and not any(map(travels_coded, computes)):
+    if config.gather_codec is not None and computes and not any(map(is_encoded, computes)):
         raise ValueError(
             f"gather_codec encodes weights in bf16 and fp16, but the model computes in {computes}. Set param_dtype in "
             "mp_policy, or leave gather_codec out"
@@ -135,7 +135,7 @@ def agree_on_codec(
     size = site.mesh_info.zero3_size
     told = {
         f"bytes of gather_codec for unit {plan.name!r}": [
-            coded_sizes(config.gather_codec, each.layout, size, each.precision.compute) for each in unit
+            encoded_sizes(config.gather_codec, each.layout, size, each.precision.compute) for each in unit
         ]
         for plan, unit in zip(plans, handles, strict=True)
     }
@@ -206,7 +206,7 @@ def plan_handles(
             precision,
             accumulation=accumulation,
             divide_factor=factor,
-            adds_hop1=where.adds_hop1,
+            adds_hop1=where.transport.sums_locally,
             adds_hop2=where.adds_hop2,
         )
         layouts = plan_layouts(
@@ -224,7 +224,7 @@ def plan_handles(
         }
         for layout in layouts:
             own_strides = tuple(strided[slot.name] for slot in layout.slots if slot.name in strided)
-            coded = coded_bytes(coded_sizes(config.gather_codec, layout, where.grid.zero3_size, precision.compute))
+            coded = encoded_bytes(encoded_sizes(config.gather_codec, layout, where.grid.zero3_size, precision.compute))
             planned.append(
                 HandleSpec(plan.name, kind, trainable, precision, layout, route, in_host, own_strides, coded)
             )
@@ -240,7 +240,7 @@ def plan_handles(
             precision,
             accumulation=accumulation,
             divide_factor=factor,
-            adds_hop1=where.adds_hop1,
+            adds_hop1=where.transport.sums_locally,
             adds_hop2=where.adds_hop2,
         )
         planned.append(
@@ -264,8 +264,7 @@ def build_unit(
     planned: Sequence[HandleSpec],
     config: LayerZeroConfig,
     site: UnitMesh,
-    buffers: ModelPools,
-    node: Node | None,
+    mesh: MeshResources,
     param_init_fn: InitFn | None,
 ) -> tuple[Unit, list[UninitializedTensor]]:
     """Build a unit and replace its parameters in the model. Return the unit and its uninitialized tensors.
@@ -284,10 +283,9 @@ def build_unit(
     by_name = {found.name: found for found in plan.parameters}
     reshards = config.reshards(plan.name, plan.called[0], mesh_info.zero3_size)
     root_stays_gathered = not plan.name and device_module(mesh_info.device) is not None
-    # Created even with shared memory. Other ZeRO-3 groups may have none, and all ranks must create the same groups.
+    # Created for any transport. ZeRO-3 groups may have different transports, and all ranks must create the same groups.
     keeping = None if root_stays_gathered or isinstance(reshards, bool) else mesh_info.subgroup_comm(reshards)
-    needs_gather = RankTraits.of(mesh_info, in_node=node is not None, offload_params=config.offload_params).needs_gather
-    gather_options = GatherOptions(config.gather_codec, keeping) if needs_gather else GatherOptions()
+    options = GatherOptions(config.gather_codec, keeping)
     handles = [
         Handle(
             f"unit {plan.name!r}, {each.kind}",
@@ -295,13 +293,9 @@ def build_unit(
             [_original(by_name[slot.name], site) for slot in each.layout.slots],
             label=plan.name or "the root",
             precision=each.precision,
-            route=each.reduction_spec,
-            mesh_info=mesh_info,
-            buffers=buffers,
-            shared=None
-            if node is None or each.extension is not None
-            else node.weights.share(each.layout.numel, each.precision.compute),
-            gather_options=GatherOptions() if each.extension is not None else gather_options,
+            reduction_spec=each.reduction_spec,
+            mesh=mesh,
+            options=options,
             extension=None if each.extension is None else extensions[each.layout.slots[0].name],
         )
         for each in planned
@@ -315,7 +309,7 @@ def build_unit(
             found.parameter.data = nothing
         found.parameter.grad = None
     unit = Unit(
-        plan.name, plan.called, tuple(handles), mesh_info, policy=policy, reshards=reshards, cast_buffers=cast_buffers
+        plan.name, plan.called, tuple(handles), mesh, policy=policy, reshards=reshards, cast_buffers=cast_buffers
     )
     unit.show_sharded()
     return unit, unwritten

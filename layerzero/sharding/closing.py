@@ -6,7 +6,7 @@ from torch import nn
 
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.process_groups import drop_released_groups, groups_to_release
-from layerzero.dtensor.outside import in_backward
+from layerzero.engine.call_context import in_backward
 from layerzero.engine.hooks import get_state, is_closed, remove_hooks
 
 __all__ = ["close"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from layerzero.dtensor.outside import call_with_hooks
+from layerzero.engine.call_context import call_with_hooks
 from layerzero.engine.hooks import forward_hooks, get_state, get_states, units_within
 from layerzero.engine.state import LayerZeroState
 from layerzero.engine.unit import Unit

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from layerzero.comm.agreement import has_peers, require_equal
 from layerzero.comm.codecs import GatherCodec
 from layerzero.comm.collectives import timeout_of
-from layerzero.comm.mesh_info import AXES, as_data_parallel
+from layerzero.comm.mesh_info import AXES, MeshInfo, as_data_parallel
 from layerzero.comm.process_groups import (
     ModelGroups,
     drop_released_groups,
@@ -24,17 +24,20 @@ from layerzero.comm.process_groups import (
     groups_to_release,
     settle_releases,
 )
+from layerzero.comm.transport.base import BufferDemand, TransportTraits
+from layerzero.comm.transport.selection import process_group_traits, select_transports
 from layerzero.comm.watchdog import Watchdog, default_limit, new_scope
 from layerzero.config import OFFLOADS, Accumulation, LayerZeroConfig, Policy, Reshards, Units
 from layerzero.device.accelerator import CurrentStream, HostDeviceCopies
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool
-from layerzero.device.gradient_offload import AccumulatorAllocator, ModelPools
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.dtensor.warning_filter import filter_mesh_warnings
+from layerzero.engine.gradient_offload import AccumulatorAllocator
 from layerzero.engine.hooks import register_hooks
+from layerzero.engine.resources import MeshResources, ModelPools
 from layerzero.engine.state import LayerZeroState
 from layerzero.estimates.memory_estimate import held_bytes
-from layerzero.estimates.scratch_buffers import ScratchBuffers, plan_scratch
+from layerzero.estimates.scratch_buffers import ScratchBuffers, buffer_demand, plan_scratch
 from layerzero.estimates.specs import RankTraits, specs_of
 from layerzero.sharding.build_units import (
     agree_on_codec,
@@ -51,7 +54,6 @@ from layerzero.sharding.launchers import connections_warning, restart_warning
 from layerzero.sharding.meta_init import UninitializedTensor, initialization_check
 from layerzero.sharding.module_methods import bind_methods, show_units_in_repr
 from layerzero.sharding.optimizer_hook import guard_optimizers
-from layerzero.sharding.shared_segment import Node, share_node
 from layerzero.sharding.unit_meshes import (
     Further,
     MeshOf,
@@ -268,29 +270,39 @@ def _build(
         plan_handles(plan, config, where, averaged=averaged, has_model_parallel=site.has_model_parallel)
         for plan in plans
         for site in (sites[plan.mesh],)
-        for where in (RankTraits.of(site.mesh_info, in_node=False, offload_params=config.offload_params),)
+        for where in (_planned_traits(site.mesh_info, config),)
     ]
     for shared_over, site in sites.items():
         here = [index for index, plan in enumerate(plans) if plan.mesh == shared_over]
         agree_on_codec([plans[index] for index in here], [handles[index] for index in here], config, site)
-    node = share_node([each for unit in handles for each in unit], config, mesh_info) if len(sites) == 1 else None
+    pools = _model_pools(mesh_info.device, config)
+
+    def demand(traits: TransportTraits) -> BufferDemand:
+        where = RankTraits.of(mesh_info, traits, offload_params=False)
+        return buffer_demand([each for unit in handles for each in unit], config, where)
+
+    meshes = [site.mesh_info for site in sites.values()]
+    transports = select_transports(meshes, demand, pools.scratch, pools.full, setting=config.shared_memory)
     scratch = ScratchBuffers(Counter(), Counter())
     for shared_over, site in sites.items():
         planned = [each for plan, unit in zip(plans, handles, strict=True) if plan.mesh == shared_over for each in unit]
-        where = RankTraits.of(site.mesh_info, in_node=node is not None, offload_params=config.offload_params)
+        traits = transports[site.mesh_info].traits
+        where = RankTraits.of(site.mesh_info, traits, offload_params=config.offload_params)
         scratch = scratch.plus(plan_scratch(planned, config, where))
-    buffers = _buffers(BufferPool(mesh_info.device, scratch.scratch), node, config)
+    pools.scratch.expected = scratch.scratch
+    resources = {each: MeshResources(each, transport, pools) for each, transport in transports.items()}
     origins: list[tuple[nn.Parameter, str]] = []
     units_built = []
     unwritten: list[UninitializedTensor] = []
     was_on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     for plan, planned in zip(plans, handles, strict=True):
         origins += [(found.parameter, found.name) for found in plan.parameters]
-        unit, left = build_unit(plan, planned, config, sites[plan.mesh], buffers, node, param_init_fn)
+        site = sites[plan.mesh]
+        unit, left = build_unit(plan, planned, config, site, resources[site.mesh_info], param_init_fn)
         units_built.append(unit)
         unwritten += left
     ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
-    runtime = LayerZeroState(model, units_built, config, model_ranks, buffers, ignored)
+    runtime = LayerZeroState(model, units_built, config, model_ranks, pools, ignored)
     runtime.parameters.remember_origins(origins)
     # Without sync_module_states, different tensors may be uninitialized on each rank, so all ranks must check.
     if unwritten or (was_on_meta and not config.sync_module_states):
@@ -342,8 +354,13 @@ def _watch(runtime: LayerZeroState) -> None:
     runtime.on_close.append(watchdog.close)
 
 
-def _buffers(scratch: BufferPool, node: Node | None, config: LayerZeroConfig) -> ModelPools:
-    device, full = scratch.device, FullBufferPool(scratch.device)
+def _planned_traits(mesh_info: MeshInfo, config: LayerZeroConfig) -> RankTraits:
+    """Return the traits for planning handles, before the transport is selected: handles do not depend on it."""
+    traits = process_group_traits(sums_locally=mesh_info.zero3_reduce_comm.is_gloo)
+    return RankTraits.of(mesh_info, traits, offload_params=config.offload_params)
+
+
+def _model_pools(device: torch.device, config: LayerZeroConfig) -> ModelPools:
     asked = [name for name in OFFLOADS if getattr(config, name)]
     transfers = HostDeviceCopies(device, pin_memory=config.pin_memory) if asked else None
     if transfers is not None and not transfers.pins:
@@ -354,8 +371,10 @@ def _buffers(scratch: BufferPool, node: Node | None, config: LayerZeroConfig) ->
         )
         warnings.warn(said, stacklevel=4)
     of_grads = transfers if config.offload_grads else None
-    outgoing, keep = (scratch, None) if node is None else (node.outgoing, node.keep)
-    accumulators = AccumulatorAllocator(device, of_grads, keep)
-    of_masters = transfers if config.offload_optimizer else None
-    of_weights = transfers if config.offload_params else None
-    return ModelPools(scratch, outgoing, full, accumulators, of_masters, of_weights)
+    return ModelPools(
+        BufferPool(device),
+        FullBufferPool(device),
+        AccumulatorAllocator(device, of_grads),
+        transfers if config.offload_optimizer else None,
+        transfers if config.offload_params else None,
+    )

@@ -125,7 +125,7 @@ class ReferenceRun:
 
 
 def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, rank: int) -> ReferenceRun:
-    """Train without layerzero. See [Note: What the plain run is].
+    """Train without layerzero. See [Note: Plain run].
 
     Args:
         task: the training to run.

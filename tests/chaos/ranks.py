@@ -201,8 +201,8 @@ def _flip(plan: dict[str, Any], model: Any, optimizer: Any) -> None:
     member = draw.choice([each for each in runtime.members.values() if each.master.numel()])
     if plan["flip"] == "compute weights":
         handle = next(each for each in runtime.handles if member in each.members)
-        own = handle.zero3_shard[handle.mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)]
-        start = (member.master.data_ptr() - handle.master.data_ptr()) // member.master.element_size()
+        own = handle.weights.zero3_shard[handle.mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)]
+        start = (member.master.data_ptr() - handle.weights.master.data_ptr()) // member.master.element_size()
         flip(own, start + draw.randrange(member.master.numel()), draw.randrange(16))
         return
     tensor = {

@@ -130,7 +130,7 @@ def _resumed_in_parts(rank: int, folder: str, tp: int) -> bool:
     state = optimizer.state_dict()["state"]["blocks.0.down.weight"]["exp_avg"].to_local()
     if state.numel():
         flip(state, 0, 3)
-    with pytest.raises(checkpoint.CheckpointError, match=r"'optimizer state of blocks\.0\.down\.weight'$"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"'optimizer state of blocks\.0\.down\.weight'\. Load"):
         chain.resume(extra["chain"])
     return found
 

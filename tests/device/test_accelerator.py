@@ -106,7 +106,7 @@ def test_one_hardware_queue_for_all_streams_is_warned_of() -> None:
 @pytest.mark.parametrize(
     "tensor, context, ending",
     [
-        (1, 1, ". These flags have neither: unset it"),
+        (1, 1, ". These flags enable neither. Unset the variable"),
         (2, 1, ". These flags have --tensor-model-parallel-size 2"),
         (2, 4, ". These flags have --tensor-model-parallel-size 2 and --context-parallel-size 4"),
     ],

@@ -196,7 +196,7 @@ def _waits_of_steps(model: nn.Module, *, uses_all: bool) -> _Waits:
                 layerzero.clip_grad_norm_(model, 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-    made_in_all = layerzero.traffic(model).calls["agree"]
+    made_in_all = layerzero.traffic(model).calls["metadata"]
     return _Waits(reads.count, synchronize.call_count, backwards, len(fresh) - backwards, len(old), made_in_all)
 
 

@@ -72,7 +72,7 @@ def _trains(rank: int, case: str, size: int, accumulation: str) -> list[list[str
     assert layerzero.fingerprint(model).ok
     if size == 1:
         if rank == 3:
-            get_state(model).handles[-1].zero3_shard[0] += 1
+            get_state(model).handles[-1].weights.zero3_shard[0] += 1
         found = layerzero.fingerprint(model).corruptions
         assert found and all(3 in corruption.ranks for corruption in found), found
     return _orders(model)

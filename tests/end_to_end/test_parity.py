@@ -62,19 +62,21 @@ def assert_replicas_agree(model: nn.Module, case: str) -> None:
     """Assert that each ZeRO-3 shard equals the cast masters of all replicas bitwise, hence is the same on all."""
     rank = dist.get_rank()
     for handle in get_state(model).handles:
-        zero3_size = handle.layout.numel // handle.zero3_shard.numel()
-        handle.finish_refresh()
-        masters = [torch.empty_like(handle.master) for _ in range(dist.get_world_size())]
-        dist.all_gather(masters, handle.master)
+        zero3_size = handle.layout.numel // handle.weights.zero3_shard.numel()
+        handle.weights.finish_refresh()
+        masters = [torch.empty_like(handle.weights.master) for _ in range(dist.get_world_size())]
+        dist.all_gather(masters, handle.weights.master)
         inside = masters[rank % zero3_size :: zero3_size]  # of all replicas, in flat order
-        assert handle.zero3_shard.equal(torch.cat(inside).to(handle.zero3_shard.dtype)), f"{case}: {handle.name}"
+        assert handle.weights.zero3_shard.equal(torch.cat(inside).to(handle.weights.zero3_shard.dtype)), (
+            f"{case}: {handle.name}"
+        )
 
 
 def assert_nothing_is_gathered(model: nn.Module, case: str) -> None:
     assert layerzero.memory(model).measured["full_buffer"] == 0, case
     for handle in get_state(model).handles:
-        if handle.gathers:
-            assert handle.full_buffer.untyped_storage().nbytes() == 0, f"{case}: {handle.name}"
+        if handle.weights.gathers:
+            assert handle.weights.full_buffer.untyped_storage().nbytes() == 0, f"{case}: {handle.name}"
             leaves = [member.gathered.untyped_storage().nbytes() for member in handle.members]
             assert not any(leaves), f"{case}: {handle.name} {leaves}"
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
-from layerzero.engine.handle import ShardState
 from layerzero.engine.hooks import get_state
 from layerzero.engine.passes import ForwardPass, UnitCall
+from layerzero.engine.weight_storage import ShardState
 from tests.support.graphs import (
     IN_FLIGHT,
     MODES,
@@ -336,7 +336,7 @@ def _count_gathered_units(rank: int) -> None:
         gathered: list[int] = []
 
         def watch(gradient: Tensor, model: nn.Module = model, gathered: list[int] = gathered) -> None:
-            states = [handle.state for handle in get_state(model).handles]
+            states = [handle.weights.state for handle in get_state(model).handles]
             gathered.append(sum(state is not ShardState.SHARDED for state in states))
 
         def attach(module: nn.Module, args: Any, output: Tensor, watch: Callable[[Tensor], None] = watch) -> None:

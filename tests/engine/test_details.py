@@ -121,7 +121,7 @@ def _repeat_for_long(rank: int) -> int:
     order = GatherOrderCheck(["a", "b", "c"], [comm], range(comm.size))
     for place in range(30_000):
         order.check((0, 1, 2, 1, 0)[place % 5])
-    return comm.counters.calls["order"]
+    return comm.counters.calls["gather_order"]
 
 
 def test_a_loop_stays_foreseen_however_long_it_runs() -> None:

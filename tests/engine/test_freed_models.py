@@ -41,7 +41,11 @@ def _train(net: Callable[[], nn.Module], rank: int, passes: Any, **settings: Any
     runtime = get_state(model)
     handle = runtime.handles[-1]
     kept = {"model": model, "runtime": runtime, "optimizer": optimizer, "average": average, "handle": handle}
-    tensors = {"master": handle.master, "ZeRO-3 shard": handle.zero3_shard, "full buffer": handle.full_buffer}
+    tensors = {
+        "master": handle.weights.master,
+        "ZeRO-3 shard": handle.weights.zero3_shard,
+        "full buffer": handle.weights.full_buffer,
+    }
     return {name: weakref.ref(each) for name, each in (kept | tensors).items()}
 
 

@@ -140,7 +140,7 @@ def _count(rank: int) -> None:
             replicas = WORLD // size
             sent = {"replica": (replicas - 1) * unit // WORLD, "zero3": (size - 1) * unit // size}
             assert traffic.bytes["unshard"] == layers * sum(sent.values()), (size, prefetch)
-            assert traffic.bytes.get("gather", 0) == 0 and traffic.calls.get("order", 0) == 0
+            assert traffic.bytes.get("gather", 0) == 0 and traffic.calls.get("gather_order", 0) == 0
             assert {axis: traffic.bytes_by_axis.get(axis, 0) for axis in sent} == {
                 k: layers * v for k, v in sent.items()
             }

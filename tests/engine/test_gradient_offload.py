@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero.device.gradient_offload import AccumulatorAllocator, _Slabs
+from layerzero.engine.gradient_offload import AccumulatorAllocator, _Slabs
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import (
     IN_FLIGHT,

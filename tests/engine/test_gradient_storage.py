@@ -1,4 +1,4 @@
-"""The final gradient stays in the accumulator, apart from later contributions; see device/gradient_storage.py."""
+"""The final gradient stays in the accumulator, apart from later contributions; see engine/gradient_storage.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import layerzero
-from layerzero.device.gradient_storage import AliasedStorage
+from layerzero.engine.gradient_storage import AliasedStorage
 from tests.support.accumulating import MODES, WORLD, alone, answer_of, assert_step, backward, gradients_of, prepare
 from tests.support.models import (
     Step,

@@ -103,7 +103,7 @@ def _alike(rank: int) -> dict[str, int]:
         assert not _step(model, optimizer, rank, step)
         calls = layerzero.traffic(model).calls
         axes = len(get_state(model).ranks.control_comms)
-        assert calls["agree"] - before.get("agree", 0) == axes or step == 0, "no exchange of its own"
+        assert calls["metadata"] - before.get("metadata", 0) == axes or step == 0, "no exchange of its own"
         scheduler.step()
     return dict(layerzero.traffic(model).calls)
 

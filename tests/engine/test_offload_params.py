@@ -17,7 +17,7 @@ from torch import nn
 import layerzero
 from layerzero import checkpoint
 from layerzero.device.accelerator import HostDeviceCopies
-from layerzero.device.host_storage import HostShard
+from layerzero.device.host_shard import HostShard
 from layerzero.engine.hooks import get_state
 from tests.optimizers.test_offload_optimizer import LOW, MODES, WORLD, _shard, _train
 from tests.support.late_device import NAME, Device, register
@@ -110,7 +110,7 @@ def _where(rank: int) -> None:
         (transfers,) = LateTransfers.made
         _trained(model, rank, range(1))
         handles = get_state(model).handles
-        assert all(handle.zero3_shard.data_ptr() in transfers._host for handle in handles)
+        assert all(handle.weights.zero3_shard.data_ptr() in transfers._host for handle in handles)
         report = layerzero.memory(model)
         elements = sum(handle.layout.numel // size * handle.precision.compute.itemsize for handle in handles)
         assert report.measured["host_zero3_shard"] == report.predicted["host_zero3_shard"] == elements
@@ -158,7 +158,7 @@ def _goes_on_elsewhere(rank: int, folder: Path) -> None:
     layerzero.refresh(offloaded[0])
     assert not different(layerzero.full_state_dict(offloaded[0], rank0_only=False), whole)
     for handle in get_state(offloaded[0]).handles:
-        handle.read_zero3()[0] += 1 if get_state(offloaded[0]).mesh_info.grid.replica_rank else 0
+        handle.weights.read_zero3()[0] += 1 if get_state(offloaded[0]).mesh_info.grid.replica_rank else 0
     assert layerzero.fingerprint(offloaded[0]).corruptions, "replicas that differ in the host are noticed"
 
 
@@ -185,7 +185,7 @@ def _shared(rank: int) -> None:
     expected = _trained(_shard(2), rank, range(2))
     with pytest.warns(UserWarning, match=r"^offload_params=True on cpu: .*do not change.*$"):
         model = _shard(2, offload_params=True)
-    assert all(handle.in_host is None for handle in get_state(model).handles)
+    assert all(handle.weights.host_shard is None for handle in get_state(model).handles)
     _assert_same(_trained(model, rank, range(2)), expected, "shared memory")
     report = layerzero.memory(model)
     assert "host_zero3_shard" not in report.measured and "host_zero3_shard" not in report.predicted

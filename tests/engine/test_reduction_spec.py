@@ -13,16 +13,17 @@ from torch import Tensor
 
 from layerzero.comm.collectives import Collective, Communicator, LaunchedCollective, PendingCollective, PendingReduction
 from layerzero.comm.traffic_counters import TrafficCounters
+from layerzero.comm.transport.base import SendBuffer
 from layerzero.config import Precision
 from layerzero.device.buffer_pools import BufferPool
-from layerzero.device.gradient_storage import (
+from layerzero.engine.gradient_buffer import GradientBuffer, SlotState
+from layerzero.engine.gradient_storage import (
     AliasedStorage,
     AliasState,
     GradientStorage,
     PersistentStorage,
     PooledStorage,
 )
-from layerzero.engine.gradient_buffer import GradientBuffer, SlotState
 from layerzero.engine.handle_gradients import PendingSlots
 from layerzero.engine.reduction_spec import ReductionSpec, ReductionStage
 from layerzero.layout.flat_layout import FlatLayout, plan_layouts
@@ -226,7 +227,7 @@ def make_rank(grid: ShardGrid, route: ReductionSpec, layout: FlatLayout, pool: B
     sums: dict[Extent, GradientBuffer] = {}
     for extent in (WHOLE, NODE, RANK):
         numel = grid.numel(layout, extent)
-        place: GradientStorage = PersistentStorage(numel, torch.float32, CPU)
+        place: GradientStorage = PersistentStorage(SendBuffer(numel, torch.float32, CPU))
         if extent is route.incoming_extent and route.accumulator_is_reduced:
             place = PooledStorage(numel, torch.float32, pool)
         if extent is RANK and route.accumulator_extent is NODE:
@@ -331,7 +332,7 @@ def follow(program: str, layout: FlatLayout, all_grids: list[ShardGrid], mode: s
 
 def one_sum() -> tuple[GradientBuffer, FlatLayout]:
     (layout,) = plan_layouts([("a", (2, 2)), ("b", (3,))], num_shards=1, align=1)
-    place = PersistentStorage(layout.numel, torch.float32, CPU)
+    place = PersistentStorage(SendBuffer(layout.numel, torch.float32, CPU))
     place.open(keep=False).fill_(torch.nan)
     return GradientBuffer(layout, ShardGrid(1, 1, 0, 0), WHOLE, place), layout
 
@@ -379,7 +380,7 @@ def test_what_is_offered_counts_when_it_is_taken_and_is_refused_otherwise() -> N
 
 def test_a_lent_place_is_leased_until_the_exchange_ends() -> None:
     pool = BufferPool(CPU)
-    kept = PersistentStorage(4, torch.float32, CPU)
+    kept = PersistentStorage(SendBuffer(4, torch.float32, CPU))
     in_place, copied = kept.lend_send_buffer(torch.float32, pool), kept.lend_send_buffer(torch.bfloat16, pool)
     assert kept.leased and in_place.tensor.data_ptr() == kept.open(keep=True).data_ptr()
     assert copied.tensor.dtype == torch.bfloat16
@@ -396,7 +397,7 @@ def test_a_lent_place_is_leased_until_the_exchange_ends() -> None:
 
 
 def test_a_final_gradient_leaves_its_home_only_where_it_is_wanted() -> None:
-    around = PersistentStorage(4, torch.float32, CPU)
+    around = PersistentStorage(SendBuffer(4, torch.float32, CPU))
     inside = AliasedStorage(around, slice(1, 3))
     inside.set_aside(keep=False)
     assert inside.state is AliasState.VACATED and not inside.nbytes, "nothing is moved"

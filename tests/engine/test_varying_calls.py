@@ -119,7 +119,7 @@ def _count_order(rank: int, evaluates: bool) -> list[int]:
                 model(torch.ones(1, WIDTH, dtype=torch.float64))
         optimizer.step()
         optimizer.zero_grad()
-        counts.append(layerzero.traffic(model).calls.get("order", 0))
+        counts.append(layerzero.traffic(model).calls.get("gather_order", 0))
     return counts
 
 

@@ -21,8 +21,9 @@ import layerzero
 from layerzero.comm.collectives import PendingReduction
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool, Size
 from layerzero.engine import reduction_queue
-from layerzero.engine.handle import Handle, ShardState
+from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
+from layerzero.engine.weight_storage import ShardState
 from tests.support.graphs import WIDTH, Chain, batch, blocks, loss_of, sgd, shard
 from tests.support.late_device import NAME, Device, register
 from tests.support.models import TiedTransformer
@@ -347,10 +348,10 @@ def _addresses(rank: int) -> None:
     seen: list[list[int]] = []  # by pass: address of each unit in order of gathering, forward and then backward
 
     def wait(handle: Handle) -> None:
-        comes = handle.state is ShardState.GATHERING
+        comes = handle.weights.state is ShardState.GATHERING
         whole(handle)
         if comes and handle.label != "the root":
-            seen[-1].append(handle.full_buffer.data_ptr())
+            seen[-1].append(handle.weights.full_buffer.data_ptr())
 
     for prefetch in (1, 2):
         model = shard(_seeded(5), size=2, prefetch=prefetch)

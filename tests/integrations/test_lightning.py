@@ -134,7 +134,7 @@ def _from_ddp(rank: int, folder: str) -> None:
         assert_like(ours.lightning_module.losses, theirs.lightning_module.losses)
         with pytest.raises(ValueError, match="find_unused_parameters"):
             LayerZeroStrategy(2, find_unused_parameters=True)
-        with pytest.raises(ValueError, match="precision='16-true' has no counterpart"):
+        with pytest.raises(ValueError, match="precision='16-true' is not supported"):
             fit(LayerZeroStrategy(2), folder, precision="16-true")
 
 

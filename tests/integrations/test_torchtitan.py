@@ -278,7 +278,7 @@ def _refused(rank: int, folder: str, section: str, field: str, value: Any, messa
         ("parallelism", "pipeline_parallel_degree", 2, "docs/pipelines.md"),
         ("parallelism", "context_parallel_degree", 2, "tensor_parallel_degree"),
         ("training", "disable_cuda_graphs", False, "--training.disable_cuda_graphs"),
-        ("optimizer", "implementation", "fused_opt_states_bf16", "use 'fused'"),
+        ("optimizer", "implementation", "fused_opt_states_bf16", "Use 'fused'"),
     ],
 )
 def test_settings_without_a_counterpart_are_refused(
@@ -293,8 +293,8 @@ def test_what_torchtitan_says_itself_is_not_given_twice(tmp_path: Path) -> None:
     for given, message in {
         ("config_file", str(tmp_path / "layerzero.yaml")): "zero3_size.*data_parallel_shard_degree",
         ("mp_policy", torch.distributed.fsdp.MixedPrecisionPolicy()): "mixed_precision_param",
-        ("units", ("Attention",)): "each layer is a unit",
-        ("ignored_modules", ("norm",)): "averages no gradients",
+        ("units", ("Attention",)): "the units are the layers",
+        ("ignored_modules", ("norm",)): "does not average gradients",
         ("reshard_after_forward", False): "fsdp_reshard_after_forward",
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -85,7 +85,7 @@ def _others(rank: int) -> None:
     with megatron(CASE):
         config = make_config(CASE)
         size = 2 * (HIDDEN * HIDDEN + HIDDEN) * 4 / 2**20
-        said = rf"2 layers of class Linear are no units, .*\({size:,.1f} MiB on this rank\).* name their class in units"
+        said = rf"2 layers of class Linear are not units.*\({size:,.1f} MiB on this rank\).*Add their class to units"
         with pytest.warns(UserWarning, match=said):
             (chunk,) = layerzero.megatron.wrap(
                 Stack([nn.Linear(HIDDEN, HIDDEN) for _ in range(2)]), config, zero3_size=2

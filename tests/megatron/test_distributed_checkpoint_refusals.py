@@ -105,7 +105,7 @@ def _refuses(rank: int, path: str) -> None:
         if rank == 3:
             states[0]["average"] = torch.zeros(1, 1, 7)
         with pytest.raises(
-            (NotImplementedError, RuntimeError), match=r"'average' of .* is not of the parameter's shape"
+            (NotImplementedError, RuntimeError), match=r"'average' of .* does not have the parameter's shape"
         ):
             optimizer.sharded_state_dict({})
         states[0].pop("average", None)

@@ -125,7 +125,7 @@ def _stop_as_megatron(rank: int, cases: list[Case], value: float) -> None:
             step(case, ours, optimizer, 0)
             before = whole_weights(ours[0])
             poison.armed = True
-            with pytest.raises(RuntimeError, match="not finite, and nothing has been stepped") as raised:
+            with pytest.raises(RuntimeError, match="not finite, and no parameter has been updated") as raised:
                 step(case, ours, optimizer, 1)
             poison.armed = False
             text = str(raised.value)

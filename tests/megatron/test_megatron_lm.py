@@ -177,7 +177,7 @@ def test_a_file_of_mindspeed_counts_tensor_ranks(tmp_path: Path) -> None:
             assert settings["units"] == 2, "layers; the tied embedding is the chunk's"
             policy = settings["mp_policy"]
             assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
-            assert [f"it is zero3_size={expected} here" in text for text in said] == [True] * (rank == 0)
+            assert [f"layerzero uses zero3_size={expected}" in text for text in said] == [True] * (rank == 0)
 
 
 def _refused_files(rank: int, folder: str) -> list[str]:
@@ -195,7 +195,7 @@ def _refused_files(rank: int, folder: str) -> list[str]:
             ours(rank, [*arguments, "--layerzero-config", str(file)])
         texts.append(str(raised.value))
     fused = "--no-gradient-accumulation-fusion"
-    with pytest.raises(ValueError, match=f"add {fused}, or give accumulation: full or zero3_size: 1"):
+    with pytest.raises(ValueError, match=f"Add {fused}, or set accumulation: full or zero3_size: 1"):
         ours(rank, [], without=fused)
     return texts
 
@@ -203,11 +203,11 @@ def _refused_files(rank: int, folder: str) -> list[str]:
 def test_a_file_that_cannot_be_is_refused_on_all_ranks(tmp_path: Path) -> None:
     for texts in run_ranks(_refused_files, str(tmp_path), world_size=2, timeout=400):
         said = [
-            "zero3_size=3 counts tensor-parallel ranks",
-            "param_dtype is torch.bfloat16, but Megatron computes in torch.float16",
+            "zero3_size=3 is not a multiple of the tensor-parallel size",
+            "param_dtype in --layerzero-config is torch.bfloat16, but Megatron computes in torch.float16",
             "prefetch",
-            "units of --layerzero-config names Nowhere",
-            "gradient_divide_factor; --calculate-per-token-loss decides that here",
+            "units of --layerzero-config contains Nowhere",
+            "gradient_divide_factor in --layerzero-config is not supported, because --calculate-per-token-loss",
         ]
         for expected, text in zip(said, texts, strict=True):
             assert expected in text

@@ -240,9 +240,12 @@ def _beside_megatrons_loop(rank: int) -> None:
         experts = [handle for handle in get_state(chunks[0]).handles if handle.mesh_info.data_parallel == 2]
         assert len(experts) == case.layers
         if rank == 2:
-            experts[0].zero3_shard.view(torch.int32)[0] ^= 1
+            experts[0].weights.zero3_shard.view(torch.int32)[0] ^= 1
         assert not replicas_agree(chunks)
-        with pytest.raises(ValueError, match=r"does not fit expert_model_parallel_size=4.*use one of \[1, 2, 4, 12\]"):
+        with pytest.raises(
+            ValueError,
+            match=r"is neither a multiple nor a divisor of expert_model_parallel_size=4.*Use one of \[1, 2, 4, 12\]",
+        ):
             raise _failure(3, range(12), range(0, 12, 4)) or AssertionError
 
 

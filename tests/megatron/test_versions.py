@@ -70,12 +70,12 @@ def test_wrapping_in_another_release_is_refused_on_all_ranks() -> None:
 
 
 REFUSED = {
-    "gtp_weight_remat_size": (2, "Megatron would shard the weights, too"),
-    "expert_gtp_weight_remat_size": (2, "Megatron would shard the weights, too"),
+    "gtp_weight_remat_size": (2, "Megatron would shard the weights as well"),
+    "expert_gtp_weight_remat_size": (2, "Megatron would shard the weights as well"),
     "moe_router_load_balancing_type": (["aux_loss", "quantile_balancing"], "the bias of routers is updated"),
     "overlap_dispatch_backward_with_experts_wgrad": (True, "after the backward of their layer"),
-    "moe_expert_rank_capacity_factor": (1.5, "a step is run again"),
-    "fp4": ("e2m1", "quantised in each forward"),
+    "moe_expert_rank_capacity_factor": (1.5, "a step is repeated"),
+    "fp4": ("e2m1", "quantized in each forward"),
 }
 
 
@@ -92,7 +92,7 @@ def _refuses(rank: int) -> None:
     with megatron(DATA):
         chunks, optimizer = make_ours(DATA.but(zero3_size=1))
         key = mock.Mock(matches=lambda parameter, name: name.endswith("linear_fc1.weight"))
-        with pytest.raises(ValueError, match=r"the optimizer 'muon', and config\.optimizer is 'adam'"):
+        with pytest.raises(ValueError, match=r"to 'muon', but config\.optimizer is 'adam'"):
             layerzero.megatron.ShardedMegatronOptimizer(
                 chunks, optimizer.config, config_overrides={key: {"optimizer": "muon"}}
             )

@@ -49,7 +49,7 @@ def _damaged(rank: int, case: Case, dtype: str) -> None:
         optimizer.step()
         assert replicas_agree(chunks, cross_check=True)
         if rank == 3:
-            get_state(chunks[0]).handles[-1].zero3_shard[0] += 1
+            get_state(chunks[0]).handles[-1].weights.zero3_shard[0] += 1
         assert not replicas_agree(chunks), "told on all ranks of the model"
 
 

@@ -121,7 +121,7 @@ def _follows_torch(rank: int, elementwise: bool | None) -> None:
                     assert_same_bits(model, net, name)
                 else:
                     assert_close(full_parameters(model), dict(net.named_parameters()), name)
-                assert "collect" not in layerzero.traffic(model).calls, "rows are updated where they are"
+                assert "owner_gather" not in layerzero.traffic(model).calls, "rows are updated where they are"
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

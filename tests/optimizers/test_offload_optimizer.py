@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from layerzero import checkpoint
-from layerzero.device.host_storage import HostStorage
+from layerzero.engine.gradient_storage import HostStorage
 from layerzero.engine.hooks import get_state
 from tests.optimizers import test_grad_scaler
 from tests.support.graphs import (
@@ -127,7 +127,7 @@ def _where(rank: int) -> None:
         handles = get_state(model).handles
         assert transfers.stores == transfers.fetches == len(handles), "a gradient down, fresh rows up, once a step"
         for handle in handles:
-            assert handle.master.data_ptr() in transfers._host
+            assert handle.weights.master.data_ptr() in transfers._host
             assert handle.gradients.final.storage.home().data_ptr() in transfers._host
     for parameter in model.parameters():
         owned = {parameter.to_local().data_ptr()} - {0}

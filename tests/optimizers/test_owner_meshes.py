@@ -542,9 +542,9 @@ def _held(rank: int, size: int) -> int:
             owner.axis is None or model_parallel.place_on(owner.axis) == owner.t
         )
         whole = math.prod(member.spec.shape if owner.axis is None else model_parallel.shape)
-        sent["collect"] += 2 * 4 * own if owner.r == grid.replica_rank and not is_mine else 0
-        sent["hand_back"] += 4 * (whole - own) if is_mine else 0
-    for name in ("collect", "hand_back"):
+        sent["owner_gather"] += 2 * 4 * own if owner.r == grid.replica_rank and not is_mine else 0
+        sent["owner_scatter"] += 4 * (whole - own) if is_mine else 0
+    for name in ("owner_gather", "owner_scatter"):
         assert counted.bytes.get(name, 0) == sent[name], name
     return report.measured["optimizer"]
 

@@ -86,11 +86,11 @@ def _count(rank: int, zero3_size: int) -> tuple[int, int]:
             for member in runtime.members.values():
                 owner, mine = runtime.owners[member.name], member.master.numel()
                 if owner.r == grid.replica_rank and owner.s != grid.zero3_rank:
-                    sent["collect"] += 2 * 4 * mine
+                    sent["owner_gather"] += 2 * 4 * mine
                 elif owner[:2] == (grid.replica_rank, grid.zero3_rank):
-                    sent["hand_back"] += 4 * (math.prod(member.spec.shape) - mine)
+                    sent["owner_scatter"] += 4 * (math.prod(member.spec.shape) - mine)
         for counted in counts:
-            for name in ("hop2", "refresh", "collect", "hand_back"):
+            for name in ("hop2", "refresh", "owner_gather", "owner_scatter"):
                 assert counted.bytes.get(name, 0) == sent[name], f"{name} elementwise={elementwise}"
         assert counts[0].bytes_by_axis.get("replica", 0) == counts[1].bytes_by_axis.get("replica", 0), "A plays no part"
         on_replicas.append(counts[0].bytes_by_axis.get("replica", 0))

@@ -214,7 +214,7 @@ def _printed(rank: int, folder: str) -> tuple[str, str, str]:
     report, traffic = layerzero.memory(model), layerzero.traffic(model)
     for collective in ("hop1", "hop2", "refresh"):
         assert traffic.predicted[collective] == traffic.bytes[collective], collective
-    assert "agree" not in traffic.predicted
+    assert "metadata" not in traffic.predicted
     rows = {line.split("  ")[0]: line.split()[-4:] for line in str(report).splitlines()}
     for kind in ("zero3_shard", "accumulator", "reduce_buffer"):
         predicted, measured = " ".join(rows[kind][:2]), " ".join(rows[kind][2:])

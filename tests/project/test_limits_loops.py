@@ -282,7 +282,7 @@ def _surprise(rank: int) -> None:
     model.order = (1, 0, 2)
     one_pass(model, rank, 3)
     sent = layerzero.traffic(model)
-    assert sent.calls["order"] > 0 and sent.bytes["order"] == 16 * sent.calls["order"], sent
+    assert sent.calls["gather_order"] > 0 and sent.bytes["gather_order"] == 16 * sent.calls["gather_order"], sent
 
 
 def test_a_surprise_in_the_order_of_units_costs_16_bytes() -> None:

@@ -119,13 +119,13 @@ def _hit(what: str, handles: list[Handle], optimizer: Any, number: int, *, low: 
     handle = chosen.choice(able)
     if what == "compute weights":
         element, parameter = chosen.choice(places(handle, Extent.ZERO3))
-        tensor, bit = handle.zero3_shard, chosen.randrange(8 * handle.zero3_shard.element_size())
+        tensor, bit = handle.weights.zero3_shard, chosen.randrange(8 * handle.weights.zero3_shard.element_size())
         own = handle.mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)
         is_master = not low and own.start <= element < own.stop
         kind = "masters" if is_master else "compute weights"
     elif what in ("masters", "low bits of masters"):
         element, parameter = chosen.choice(places(handle, Extent.ZERO1))
-        tensor, bit = handle.master, chosen.randrange(16, 32) if what == "masters" else chosen.randrange(16)
+        tensor, bit = handle.weights.master, chosen.randrange(16, 32) if what == "masters" else chosen.randrange(16)
         kind = "masters"
     else:
         members = [m for m in handle.members if m.master.numel()]
@@ -206,15 +206,15 @@ def _now_and_then(rank: int) -> None:
         _step(model, optimizer, rank, step)
     assert guard.looked == 1
     if rank == 2:
-        flip(handles[0].master, places(handles[0], Extent.ZERO1)[0][0], 3)
+        flip(handles[0].weights.master, places(handles[0], Extent.ZERO1)[0][0], 3)
     _backward(model, rank, 5)
-    before = [handle.master.clone() for handle in handles]
+    before = [handle.weights.master.clone() for handle in handles]
     with pytest.raises(
         layerzero.SilentDataCorruption, match=r"masters of .* on rank 2: the sum of its bits has changed"
     ) as raised:
         optimizer.step()
     assert [each.ranks for each in raised.value.corruptions] == [(2,)]
-    assert all(torch.equal(handle.master, was) for handle, was in zip(handles, before, strict=True)), (
+    assert all(torch.equal(handle.weights.master, was) for handle, was in zip(handles, before, strict=True)), (
         "nothing is stepped"
     )
     with pytest.raises(ValueError, match="every must be"):

@@ -69,7 +69,9 @@ class _Run:
     def flip(self, what: str, number: int) -> bool:
         """Flip a bit of some handle, experts included; return whether this rank has any."""
         if what == "compute weights":
-            able = [(handle.zero3_shard, at) for handle in self.handles for at, _ in places(handle, Extent.ZERO3)]
+            able = [
+                (handle.weights.zero3_shard, at) for handle in self.handles for at, _ in places(handle, Extent.ZERO3)
+            ]
         else:
             members = [member for handle in self.handles for member in handle.members if member.master.numel()]
             tensors = [plain(m.sharded.grad) for m in members if m.sharded.grad is not None]

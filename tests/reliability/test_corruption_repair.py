@@ -57,7 +57,7 @@ class _Run:
             own = handle.mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)
             all_of_it = [element for element, _ in places(handle, Extent.ZERO3)]
             able = [each for each in all_of_it if not own.start <= each < own.stop] or all_of_it  # other ranks' first
-            flip(handle.zero3_shard, able[at % len(able)], 12)
+            flip(handle.weights.zero3_shard, able[at % len(able)], 12)
         elif what == "masters":
             flip(member.master, at, 20)
         elif what == "moments":
@@ -147,7 +147,7 @@ def _persistent(rank: int) -> None:
     def damaged(*given: object) -> None:
         launch(*given)
         for handle in run.handles:
-            handle.finish_refresh()
+            handle.weights.finish_refresh()
         if rank == victim:
             run.flip("compute weights")
 
@@ -208,7 +208,7 @@ def _frozen(rank: int, every: int) -> None:
         optimizer.zero_grad()
     handle = next(each for each in get_state(model).handles if not each.may_be_updated)
     if rank == 2:
-        flip(handle.zero3_shard, places(handle, Extent.ZERO3)[0][0], 12)
+        flip(handle.weights.zero3_shard, places(handle, Extent.ZERO3)[0][0], 12)
     integer_loss(model, integer_batch(step=9, rank=rank)).backward()
     with pytest.raises(layerzero.SilentDataCorruption, match="compute weights of 'first") as raised:
         optimizer.step()
@@ -239,7 +239,7 @@ def _scaled(rank: int) -> None:
         handle = next(each for each in get_state(model).handles if each.members)
         for step in range(4):
             if faulty and step == 2 and rank == 0:
-                flip(handle.zero3_shard, places(handle, Extent.ZERO3)[0][0], 3)
+                flip(handle.weights.zero3_shard, places(handle, Extent.ZERO3)[0][0], 3)
             for _ in range(2 if faulty and step == 2 else 1):
                 scaler.scale(integer_loss(model, integer_batch(step=step, rank=rank))).backward()
                 try:

@@ -185,7 +185,7 @@ def _alone(rank: int) -> None:
     model, optimizers = _net(1)
     layerzero.guard_steps(model, *optimizers, nonfinite="raise")
     _pass(model, rank, 0, spoil={0: math.nan})
-    with pytest.raises(layerzero.NonFiniteGradients, match=r"nothing has been stepped: 'second\.weight"):
+    with pytest.raises(layerzero.NonFiniteGradients, match=r"no parameter has been updated: 'second\.weight"):
         optimizers[0].step()
 
 

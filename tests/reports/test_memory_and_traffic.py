@@ -116,17 +116,17 @@ def _count(rank: int, zero3_size: int) -> None:
             }
             assert {name: traffic.bytes.get(name, 0) for name in expected_bytes} == expected_bytes, case
             assert {name: traffic.calls.get(name, 0) for name in expected_calls} == expected_calls, case
-            assert set(traffic.calls) - set(expected_calls) <= {"agree", "order"}, f"{case}: {traffic}"
+            assert set(traffic.calls) - set(expected_calls) <= {"metadata", "gather_order"}, f"{case}: {traffic}"
             by_axis = {axis: traffic.bytes_by_axis.get(axis, 0) for axis in ("zero3", "replica")}
             assert by_axis == {
                 "zero3": expected_bytes["gather"] + expected_bytes["hop1"],
                 "replica": expected_bytes["hop2"] + expected_bytes["refresh"],
             }, case
             used = sum(1 for _ in model.parameters()) + DIGEST_BYTES
-            few = (zero3_size - 1 + replicas - 1) * used + traffic.bytes.get("order", 0)
+            few = (zero3_size - 1 + replicas - 1) * used + traffic.bytes.get("gather_order", 0)
             assert traffic.bytes_by_axis.get("control", 0) == few, f"{case}: a byte a parameter, a digest of settings"
         again = traffic_of_a_step(model, optimizer, rank, 4)
-        assert "order" not in again.calls, f"{case}: a loop that repeats itself is foreseen"
+        assert "gather_order" not in again.calls, f"{case}: a loop that repeats itself is foreseen"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_bytes_between_nodes_do_not_depend_on_the_number_of_micro_batches() -> N
 
 def calls_of(traffic: layerzero.TrafficReport) -> dict[str, int]:
     """Return nonzero call counts except "order", which a first pass needs because its gather order is unknown."""
-    return {name: calls for name, calls in traffic.calls.items() if calls and name != "order"}
+    return {name: calls for name, calls in traffic.calls.items() if calls and name != "gather_order"}
 
 
 def _count_inside_no_sync(rank: int) -> None:
@@ -170,7 +170,7 @@ def _count_inside_no_sync(rank: int) -> None:
         traffic = layerzero.traffic(model, reset=True)
         expected = {"gather": 6 * handles} | ({"hop1": 3 * handles} if mode == "sharded" else {})
         assert calls_of(traffic) == expected, f"{mode}: {traffic}"
-        assert not traffic.bytes_by_axis.get("replica", 0) and not traffic.bytes.get("agree", 0), mode
+        assert not traffic.bytes_by_axis.get("replica", 0) and not traffic.bytes.get("metadata", 0), mode
         optimizer.step()
         traffic = layerzero.traffic(model)
         counted = {name: traffic.calls.get(name, 0) for name in ("gather", "hop1", "hop2", "refresh")}
@@ -283,7 +283,7 @@ def _full_at_once(rank: int) -> None:
         seen: list[int] = []
 
         def look(*_: object, units=units, seen=seen) -> None:
-            seen.append(sum(handle.full_buffer.untyped_storage().nbytes() > 0 for handle in units.values()))
+            seen.append(sum(handle.weights.full_buffer.untyped_storage().nbytes() > 0 for handle in units.values()))
 
         for unit in model.blocks:
             unit.register_forward_hook(look)
@@ -323,7 +323,9 @@ def _frozen_and_low(rank: int) -> None:
         optimizer.zero_grad()
     traffic = layerzero.traffic(model)
     assert (traffic.calls["hop1"], traffic.calls["hop2"], traffic.calls["refresh"]) == (2, 2, 2), "not the frozen one"
-    in_fp32, in_bf16 = ([h.layout.numel for h in trainable if h.zero3_shard.dtype == dtype] for dtype in (FP32, BF16))
+    in_fp32, in_bf16 = (
+        [h.layout.numel for h in trainable if h.weights.zero3_shard.dtype == dtype] for dtype in (FP32, BF16)
+    )
     assert traffic.bytes["refresh"] == sent(in_fp32, 2, FP32, share=2) + sent(in_bf16, 2, BF16, share=2)
     report = layerzero.memory(model)
     assert {kind: report.measured[kind] for kind in report.predicted} == report.predicted

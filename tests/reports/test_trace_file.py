@@ -95,8 +95,8 @@ def _schedule(rank: int, folder: str) -> list[tuple[str, str, str, int]]:
     # The next step's gathers wait for refreshes. A rank that used every parameter does not wait for an agreement. Sums
     # that are complete when they are needed need no wait.
     never = {launched[number].collective for number in unwaited}
-    assert {"refresh", "agree"} <= never <= {"refresh", "agree", "hop1", "hop2"}
-    assert {event.collective for event in waits} >= {"gather", "norm"}
+    assert {"refresh", "metadata"} <= never <= {"refresh", "metadata", "hop1", "hop2"}
+    assert {event.collective for event in waits} >= {"gather", "scalar_reduce"}
     assert not any(wait.beside for wait in waits)
 
     inner = [f"blocks.{index}" for index in range(2)]
@@ -141,7 +141,7 @@ def _check_file(trace: layerzero.Trace, rank: int) -> None:
     assert sorted(bar["name"] for bar in sums if bar["name"].startswith("add hop2")) == [
         f"add hop2 {name}" for name in sorted(UNITS)
     ]
-    assert set(bars) <= {"zero3 gather", "zero3 reduce", "replica", "node control", "replica control"}
+    assert set(bars) <= {"zero3 gather", "zero3 reduce", "replica", "zero3 control", "replica control"}
     assert sum(map(len, bars.values())) == len(of_kind(trace.events, "launch"))
     for row, on_lane in bars.items():
         ordered = sorted(on_lane, key=lambda bar: (bar["ts"], bar["dur"]))
@@ -152,7 +152,7 @@ def _check_file(trace: layerzero.Trace, rank: int) -> None:
 
 def test_a_trace_holds_every_exchange_and_span_of_a_step_in_the_order_of_the_program(tmp_path: Path) -> None:
     by_rank = run_ranks(_schedule, str(tmp_path), shared_memory="off")
-    for comm in ("zero3 gather", "zero3 reduce", "replica", "node control", "replica control"):
+    for comm in ("zero3 gather", "zero3 reduce", "replica", "zero3 control", "replica control"):
         sequences = [[event for event in events if event[0] == comm] for events in by_rank]
         assert sequences[0] and all(sequence == sequences[0] for sequence in sequences), f"ranks differ on {comm}"
 

@@ -44,7 +44,7 @@ CLOSED = "the model was closed"
 
 
 BESIDE = {
-    f"layerzero {name}" for name in ("node", "replica", "control", "refresh", "watchdog")
+    f"layerzero {name}" for name in ("zero3", "replica", "control", "refresh", "watchdog")
 }  # threads that end by themselves
 
 

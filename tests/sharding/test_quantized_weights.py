@@ -295,7 +295,7 @@ def _odd_factor(rank: int, folder: Path) -> None:
         del layer.scale
     layerzero.checkpoint.save(folder / "plain", shard(plain, ignored_params="unsupported"))
     for kind, text in (
-        (Int8, "a Int8 does not say"),
+        (Int8, "a Int8, a tensor subclass, does not expose"),
         (Flat, "expected .*Flat of .* but the checkpoint has another kind of entry"),
     ):
         with pytest.raises(ValueError, match=rf"layers.0.weight: {text}"):

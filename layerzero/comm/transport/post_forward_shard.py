@@ -7,9 +7,10 @@ from torch import Tensor
 
 from layerzero.comm.collectives import Communicator, PendingCollective, all_gather
 from layerzero.comm.traffic_counters import Collective
+from layerzero.comm.transport.base import post_forward_bytes
 from layerzero.device.buffer_pools import FullBufferPool
 
-__all__ = ["PostForwardShard", "kept_bytes"]
+__all__ = ["PostForwardShard"]
 
 
 class PostForwardShard:
@@ -30,7 +31,7 @@ class PostForwardShard:
         self._full = full
         self._comm = comm
         self._storages = storages
-        numel = 0 if comm is None else kept_bytes(full.numel(), 1, comm.size)
+        numel = 0 if comm is None else post_forward_bytes(full.numel(), 1, comm.size)
         self._shard = torch.empty(numel, dtype=full.dtype, device=full.device)  # 1-D [G / k]
         self._storage = self._shard.untyped_storage()
         self.size = self._storage.nbytes()  # bytes while it is allocated
@@ -57,14 +58,3 @@ class PostForwardShard:
     def drop(self) -> None:
         if self.nbytes:
             self._storages.free(self._storage)
-
-
-def kept_bytes(numel: int, element: int, ranks: int) -> int:
-    """Return the size in bytes of one rank's post-forward shard.
-
-    Args:
-        numel: elements of the full buffer.
-        element: bytes per element.
-        ranks: number of ranks that keep the full buffer together.
-    """
-    return numel // ranks * element

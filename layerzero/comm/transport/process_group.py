@@ -1,4 +1,4 @@
-"""All-gather of ZeRO-3 shards into full buffers.
+"""Transport over process groups: all-gathers and reduce-scatters.
 
 [Note: Encoded gathers]
 Each rank encodes its ZeRO-3 shard, and the bytes are gathered. Each rank decodes all of them into its full buffer, its
@@ -8,127 +8,160 @@ gather (S = 1, shared memory) nothing is encoded. Post-forward shards hold decod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from layerzero.comm.codecs import GatherCodec, RowBlock
-from layerzero.comm.collectives import Collective, Communicator, PendingCollective, all_gather
+from layerzero.comm.codecs import encoded_bytes, encoded_sizes, row_blocks
+from layerzero.comm.collectives import Collective, PendingCollective, PendingReduction, all_gather, reduce_scatter
+from layerzero.comm.mesh_info import MeshInfo
+from layerzero.comm.transport.base import (
+    FullBuffer,
+    GatherOptions,
+    LocalBuffer,
+    SendBuffer,
+    Transport,
+    TransportTraits,
+)
 from layerzero.comm.transport.post_forward_shard import PostForwardShard
-from layerzero.device.buffer_pools import FullBufferPool
+from layerzero.device.buffer_pools import BufferPool, FullBufferPool
+from layerzero.device.host_shard import Fetch
 from layerzero.layout.flat_layout import FlatLayout
-from layerzero.layout.shard_grid import overlap
+from layerzero.layout.shard_grid import Extent
 
-__all__ = ["GatherOptions", "GatheredFullBuffer", "coded_bytes", "coded_sizes", "gathers_of", "travels_coded"]
-
-_ALIGNED = 16  # bytes: alignment of each rank's part
+__all__ = ["GatheredFullBuffer", "ProcessGroupTransport", "traits_of"]
 
 
-class GatherOptions(NamedTuple):
-    """Options for the gathers of a handle."""
-
-    codec: GatherCodec | None = None  # None: weights are not encoded
-    keeping: Communicator | None = None  # ranks that keep post-forward shards; None: nothing is kept
-
-
-def travels_coded(dtype: torch.dtype) -> bool:
-    """Return whether weights of a dtype are encoded."""
-    return dtype in (torch.bfloat16, torch.float16)
-
-
-def coded_sizes(codec: GatherCodec | None, layout: FlatLayout, zero3_size: int, dtype: torch.dtype) -> list[int]:
-    """Return the size in bytes of each rank's encoded shard; an empty list if nothing is encoded.
-
-    Raises:
-        TypeError: ``codec.nbytes`` does not return a number of bytes.
-    """
-    if codec is None or zero3_size == 1 or not travels_coded(dtype):
-        return []
-    sizes = [codec.nbytes(blocks, dtype) if blocks else 0 for blocks in _blocks(layout, zero3_size)]
-    if wrong := [size for size in sizes if not isinstance(size, int) or size < 0]:
-        raise TypeError(f"{type(codec).__name__}.nbytes must return a number of bytes, got {wrong[0]!r}")
-    return sizes
-
-
-def coded_bytes(sizes: Sequence[int]) -> int:
-    """Return the size in bytes of the buffer that receives encoded shards of these sizes, all padded to equal size."""
-    return -(-max(sizes, default=0) // _ALIGNED) * _ALIGNED * len(sizes)
-
-
-def _blocks(layout: FlatLayout, zero3_size: int) -> list[list[RowBlock]]:
-    """Return the row blocks of each ZeRO-3 shard, by ZeRO-3 rank."""
-    found: list[list[RowBlock]] = []
-    for s in range(zero3_size):
-        shard, blocks = layout.zero3_range(s, zero3_size), []
-        for slot in layout.slots:
-            place, rows = overlap(slot, shard).of_range, len(layout.rows_in(slot, shard))
-            if place.stop > place.start:
-                blocks.append(RowBlock(place.start, rows, slot.row_numel))
-        found.append(blocks)
-    return found
-
-
-class GatheredFullBuffer:
-    """Full buffer of one handle, filled by all-gathers; see [Note: Encoded gathers].
+def traits_of(*, sums_locally: bool) -> TransportTraits:
+    """Return the traits of process groups.
 
     Args:
-        codec: None: weights are not encoded.
-        full: 1-D [G], the full buffer.
-        shard: 1-D [G / S], this rank's ZeRO-3 shard.
-        comm: communicator of the gathers.
-        storages: pool that provides the memory for encoded shards.
+        sums_locally: see [Note: Reductions add in fp32] in comm/collectives.py.
+    """
+    return TransportTraits(
+        "process_group",
+        full_buffer_resident=False,
+        sums_locally=sums_locally,
+        receives_copies=True,
+        rounds_on_read=False,
+    )
+
+
+class ProcessGroupTransport(Transport):
+    """Transport over the process groups of a mesh.
+
+    Args:
+        scratch: pool of buffers that collectives send from and receive into.
+        full: pool of the memory of full buffers.
+    """
+
+    def __init__(self, mesh_info: MeshInfo, scratch: BufferPool, full: FullBufferPool) -> None:
+        self.traits = traits_of(sums_locally=mesh_info.zero3_reduce_comm.is_gloo)
+        self.send_buffers = scratch
+        self._mesh_info = mesh_info
+        self._pool = full
+
+    def full_buffer(self, layout: FlatLayout, dtype: torch.dtype, options: GatherOptions) -> FullBuffer:
+        grid, device = self._mesh_info.grid, self._mesh_info.device
+        if grid.same_elements(Extent.ZERO3, Extent.FULL) and options.host_shard is None:
+            return LocalBuffer(torch.zeros(grid.numel(layout, Extent.ZERO3), dtype=dtype, device=device))
+        return GatheredFullBuffer(layout, dtype, options, self._mesh_info, self._pool)
+
+    def send_buffer(self, numel: int, dtype: torch.dtype) -> SendBuffer:
+        return SendBuffer(numel, dtype, self._mesh_info.device)
+
+    def reduce_scatter(self, flat: Tensor, wire_dtype: torch.dtype, *, name: str) -> PendingReduction:
+        comm = self._mesh_info.zero3_reduce_comm
+        return reduce_scatter(comm, Collective.HOP1, flat, self.send_buffers, wire=wire_dtype, name=name)
+
+
+class GatheredFullBuffer(FullBuffer):
+    """Full buffer that all-gathers fill; see [Note: Encoded gathers].
+
+    The memory of `full` is allocated until the first :meth:`free`, so that the caller can create views of it.
+
+    Args:
+        pool: provides the memory of `full`, of encoded shards and of the post-forward shard.
     """
 
     def __init__(
-        self,
-        codec: GatherCodec | None,
-        layout: FlatLayout,
-        full: Tensor,
-        shard: Tensor,
-        comm: Communicator,
-        storages: FullBufferPool,
+        self, layout: FlatLayout, dtype: torch.dtype, options: GatherOptions, mesh_info: MeshInfo, pool: FullBufferPool
     ) -> None:
-        self._codec = codec
-        self._full = full
-        self._shard = shard
-        self._comm = comm
-        self._storages = storages
-        self._sizes = coded_sizes(codec, layout, comm.size, full.dtype)
-        self._blocks = _blocks(layout, comm.size) if self._sizes else []
-        self._bytes = torch.empty(coded_bytes(self._sizes), dtype=torch.uint8, device=full.device)  # 1-D [S * part]
-        self._storage = self._bytes.untyped_storage()
-        self.size = self._storage.nbytes()  # bytes during a gather
-        storages.free(self._storage)
+        grid, device = mesh_info.grid, mesh_info.device
+        full = torch.empty(layout.numel, dtype=dtype, device=device)  # 1-D [G]
+        own = full[grid.slice_within(layout, Extent.ZERO3, Extent.FULL)]  # 1-D [G / S]
+        host = options.host_shard
+        shard = torch.zeros(own.numel(), dtype=dtype, device=device) if host is None else host.tensor
+        self._post_forward = PostForwardShard(full, options.post_forward_comm, pool)
+        self._comm = mesh_info.zero3_gather_comm
+        self._codec = options.codec
+        self._sizes = encoded_sizes(options.codec, layout, self._comm.size, dtype)
+        self._blocks = row_blocks(layout, self._comm.size) if self._sizes else []
+        self._encoded = torch.empty(encoded_bytes(self._sizes), dtype=torch.uint8, device=device)  # 1-D [S * part]
+        super().__init__(
+            full,
+            shard,
+            full_bytes=full.untyped_storage().nbytes(),
+            encoded_bytes=self._encoded.nbytes,
+            post_forward_bytes=self._post_forward.size,
+        )
+        self._host_shard = host
+        self._input = shard if host is None else own  # of gathers
+        self._pool = pool
+        pool.free(self._encoded.untyped_storage())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of encoded shards that are allocated now."""
-        return self._storage.nbytes()
+        storages = (self.full.untyped_storage(), self._encoded.untyped_storage())
+        return sum(storage.nbytes() for storage in storages) + self._post_forward.nbytes
+
+    @property
+    def has_post_forward_shard(self) -> bool:
+        return self._post_forward.nbytes > 0
+
+    def gather(self, *, name: str) -> PendingCollective | PendingDecode | Fetch:
+        self._pool.allocate(self.full.untyped_storage(), self.full_bytes)
+        return self._post_forward.gather(name=name) or self._gather_shards(name)
+
+    def _gather_shards(self, name: str) -> PendingCollective | PendingDecode | Fetch:
+        if self._host_shard is None:
+            return self._all_gather(name)
+        if self._comm.size == 1:
+            return self._host_shard.start_fetch(self._input)
+        with self._host_shard.fetched(self._input, beside=self._codec is None):
+            return self._all_gather(name)
 
     @torch.no_grad()
-    def gather(self, *, name: str) -> PendingCollective | PendingDecode:
-        """Start gathering the shards of all ranks into the full buffer."""
-        if self._codec is None or not self.size:
-            return all_gather(self._comm, Collective.GATHER, self._full, self._shard, name=name)
-        self._storages.allocate(self._storage, self.size)
+    def _all_gather(self, name: str) -> PendingCollective | PendingDecode:
+        if self._codec is None or not self.encoded_bytes:
+            return all_gather(self._comm, Collective.GATHER, self.full, self._input, name=name)
+        self._pool.allocate(self._encoded.untyped_storage(), self.encoded_bytes)
         rank = self._comm.rank
-        own = self._bytes.chunk(self._comm.size)[rank]
+        own = self._encoded.chunk(self._comm.size)[rank]
         if self._blocks[rank]:  # a shard may consist of padding only
-            self._codec.encode(self._shard, self._blocks[rank], own[: self._sizes[rank]])
-        works = all_gather(self._comm, Collective.GATHER, self._bytes, own, name=name)
+            self._codec.encode(self._input, self._blocks[rank], own[: self._sizes[rank]])
+        works = all_gather(self._comm, Collective.GATHER, self._encoded, own, name=name)
         return PendingDecode(works, self)
 
     @torch.no_grad()
     def decode(self) -> None:
+        """Decode the shards that the last gather has received, and free the encoded bytes."""
         assert self._codec is not None
-        parts, outs = self._bytes.chunk(self._comm.size), self._full.chunk(self._comm.size)
+        parts, outs = self._encoded.chunk(self._comm.size), self.full.chunk(self._comm.size)
         for part, size, blocks, out in zip(parts, self._sizes, self._blocks, outs, strict=True):
             if blocks:
                 self._codec.decode(part[:size], blocks, out)
-        self._storages.free(self._storage)
+        self._pool.free(self._encoded.untyped_storage())
+
+    def free(self) -> None:
+        self._pool.free(self.full.untyped_storage())
+
+    def keep_post_forward(self) -> None:
+        self._post_forward.keep()
+
+    def drop_post_forward(self) -> None:
+        self._post_forward.drop()
 
 
 @dataclass(frozen=True)
@@ -136,21 +169,8 @@ class PendingDecode:
     """Gather in flight of encoded shards, which :meth:`wait` decodes."""
 
     works: PendingCollective
-    code: GatheredFullBuffer
+    buffer: GatheredFullBuffer
 
     def wait(self) -> None:
         self.works.wait()
-        self.code.decode()
-
-
-def gathers_of(
-    layout: FlatLayout,
-    full: Tensor,
-    shard: Tensor,
-    comm: Communicator,
-    transfer: GatherOptions,
-    storages: FullBufferPool,
-) -> tuple[PostForwardShard, GatheredFullBuffer]:
-    """Return the post-forward shard and the gathered full buffer of a handle."""
-    kept = PostForwardShard(full, transfer.keeping, storages)
-    return kept, GatheredFullBuffer(transfer.codec, layout, full, shard, comm, storages)
+        self.buffer.decode()

@@ -1,9 +1,9 @@
-"""Compute weights in shared memory, and the synchronization of their reads and writes.
+"""Transport over memory that all ranks of a ZeRO-3 group map, if they are processes of one machine.
 
-[Note: Rounds of writing]
+[Note: Weights in shared memory]
 The full buffer of a handle is one mapping for all ranks of a ZeRO-3 group. Each rank writes its own ZeRO-3 shard and
-reads the full buffer. Writes come in rounds, which are the same on all ranks: a round is one call of
-`WeightRefresher.launch`. A rank that arrives at a round publishes this (COME): its earlier passes no longer read the
+reads the full buffer. Writes come in rounds, see [Note: Rounds of writing] in base.py; a round is one call of
+`WeightRefresher.launch`. A rank that arrives at a round publishes this (ARRIVED): its earlier passes no longer read the
 weights, and its next pass comes after the round. No rank writes before all ranks have arrived. If the shared memory
 holds the master itself (fp32), the first write is the update of the optimizer or a write of the user. The rank then
 arrives at the round before that write.
@@ -23,38 +23,148 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from layerzero.comm.collectives import Collective, Communicator, PendingCollective, collective_error
-from layerzero.comm.transport.shm_buffers import FIRST_FREE_WORD
-from layerzero.comm.transport.shm_segment import SharedSegment
+from layerzero.comm.collectives import (
+    Collective,
+    Communicator,
+    PendingCollective,
+    PendingReduction,
+    collective_error,
+    launching,
+)
+from layerzero.comm.mesh_info import MeshInfo
+from layerzero.comm.transport.base import BufferDemand, FullBuffer, GatherOptions, Transport, TransportTraits
+from layerzero.comm.transport.shm_buffers import (
+    FIRST_FREE_WORD,
+    RING_BYTES,
+    SharedBufferPool,
+    SharedSendBuffer,
+    aligned_bytes,
+    aligned_bytes_of_all,
+)
+from layerzero.comm.transport.shm_rendezvous import map_shared_segment
+from layerzero.comm.transport.shm_segment import SegmentSizes, SharedSegment
+from layerzero.device.buffer_pools import Size
 from layerzero.device.streams import ThreadStream
+from layerzero.layout.flat_layout import FlatLayout
+from layerzero.layout.shard_grid import Extent
 
-__all__ = ["SharedFullBuffer", "WriteBarrier", "num_counters"]
+__all__ = ["TRAITS", "SharedFullBuffer", "SharedMemoryTransport", "WriteBarrier", "segment_sizes"]
 
+TRAITS = TransportTraits(
+    "shared_memory", full_buffer_resident=True, sums_locally=True, receives_copies=False, rounds_on_read=True
+)
 _SLICE = timedelta(seconds=0.5)
-_COME = FIRST_FREE_WORD
-_FIRST_HANDLE = _COME + 1
+_ARRIVED = FIRST_FREE_WORD
+_FIRST_HANDLE = _ARRIVED + 1
+_MORE = 5  # address space reserved for each handle beyond the predicted buffers, in full gradients
 
 
-def num_counters(handles: int) -> int:
-    """Return the number of counters per rank for a model with this many handles."""
-    return _FIRST_HANDLE + handles
+def segment_sizes(demand: BufferDemand) -> SegmentSizes:
+    """Return the sizes of the segment in which a model finds the buffers that it demands."""
+    gradients = sum(aligned_bytes(_bytes(each)) for each in demand.gradients)
+    accumulators = sum(aligned_bytes(_bytes(each)) for each in demand.accumulators)
+    predicted = RING_BYTES + aligned_bytes_of_all(demand.send_buffers) + accumulators
+    return SegmentSizes(
+        words=_FIRST_HANDLE + len(demand.full_buffers),
+        common=sum(_common_bytes(*each) for each in demand.full_buffers),
+        part=predicted + gradients * _MORE,
+        predicted=predicted,
+    )
+
+
+def _bytes(size: Size) -> int:
+    numel, dtype = size
+    return numel * dtype.itemsize
+
+
+def _common_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a full buffer in the common part, rounded up to 64."""
+    return -(-numel * dtype.itemsize // 64) * 64
+
+
+class SharedMemoryTransport(Transport):
+    """Transport through a segment that the ranks of a ZeRO-3 group share.
+
+    Args:
+        segment: mapped by all ranks of the group.
+        send_buffers: number of scratch buffers of each size that hop 1 uses at once.
+    """
+
+    traits = TRAITS
+
+    def __init__(self, segment: SharedSegment, mesh_info: MeshInfo, send_buffers: Mapping[Size, int]) -> None:
+        explain = partial(collective_error, mesh_info.zero3_reduce_comm, Collective.HOP1, "")
+        self.send_buffers: SharedBufferPool = SharedBufferPool(segment, explain, send_buffers)
+        self.barrier = WriteBarrier(segment, mesh_info.zero3_gather_comm)
+        self._mesh_info = mesh_info
+
+    @classmethod
+    def connect(cls, mesh_info: MeshInfo, demand: BufferDemand) -> SharedMemoryTransport | None:
+        """Map a segment on all ranks of the ZeRO-3 group, which must all call this.
+
+        Return None on all of them if one of them cannot map it.
+        """
+        segment = map_shared_segment(mesh_info.zero3_control_comm, segment_sizes(demand))
+        return None if segment is None else cls(segment, mesh_info, demand.send_buffers)
+
+    def full_buffer(self, layout: FlatLayout, dtype: torch.dtype, options: GatherOptions) -> SharedFullBuffer:
+        own = self._mesh_info.grid.slice_within(layout, Extent.ZERO3, Extent.FULL)
+        return self.barrier.share(layout.numel, dtype, own)
+
+    def send_buffer(self, numel: int, dtype: torch.dtype) -> SharedSendBuffer:
+        return SharedSendBuffer(numel, dtype, self.send_buffers)
+
+    def reduce_scatter(self, flat: Tensor, wire_dtype: torch.dtype, *, name: str) -> PendingReduction:
+        """Start hop 1, in which each rank reads its pieces in the memory of the others.
+
+        See [Note: When a buffer is written again] in shm_buffers.py.
+        """
+        comm, pool = self._mesh_info.zero3_reduce_comm, self.send_buffers
+        numel = flat.numel() // comm.size
+        with launching(comm, Collective.HOP1, name, (comm.size - 1) * numel * flat.element_size()) as issued:
+            shown = flat if pool.holds(flat) else pool.acquire(flat.numel(), flat.dtype).copy_(flat)
+            number = pool.publish(shown)
+
+            def give_back() -> None:
+                pool.mark_consumed(number)
+                if shown is not flat:
+                    pool.release(shown)
+
+            # The reader rounds to `wire_dtype`: the same bits as sending rounded values, without memory for them.
+            parts = partial(pool.parts, number, numel, flat.dtype)
+            return PendingReduction(issued.carried_by(pool.peers_ready(number)), flat, parts, wire_dtype, give_back)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.barrier.memory.held_bytes
+
+    def begin_write(self) -> None:
+        self.barrier.arrive()
+
+    def end_write(self) -> None:
+        self.barrier.end_round()
+
+    def close(self) -> None:
+        self.barrier.close()
 
 
 class WriteBarrier:
-    """Barrier of one model before each round of writes to shared weights; see [Note: Rounds of writing]."""
+    """Barrier of one model before each round of writes to shared weights; see [Note: Weights in shared memory]."""
 
     def __init__(self, memory: SharedSegment, comm: Communicator) -> None:
         self.memory = memory
         self._comm = comm
         self._rounds = 0
-        self._come = 0
+        self._arrived = 0
         self._handles = 0
         self._used = 0  # bytes of the common part
         self._landings = ThreadStream("refresh")
@@ -65,27 +175,30 @@ class WriteBarrier:
         self._landings.thread.end()
         self.memory.close()
 
-    def share(self, numel: int, dtype: torch.dtype) -> SharedFullBuffer:
-        """Return the full buffer of the next handle. All ranks must call this with the same arguments."""
+    def share(self, numel: int, dtype: torch.dtype, own: slice) -> SharedFullBuffer:
+        """Return the full buffer of the next handle. All ranks must call this with the same `numel` and `dtype`.
+
+        Args:
+            own: this rank's ZeRO-3 shard in the full buffer.
+        """
         tensor = self.memory.common(numel, dtype, self._used)
-        self._used += shared_weight_bytes(numel, dtype)
+        self._used += _common_bytes(numel, dtype)
         self._handles += 1
-        return SharedFullBuffer(self, tensor, _FIRST_HANDLE + self._handles - 1)
+        return SharedFullBuffer(self, tensor, own, _FIRST_HANDLE + self._handles - 1)
 
     def arrive(self) -> None:
         """Wait until all ranks have arrived at this round, so that no rank still reads the weights.
 
         Weights that are written afterwards must be refreshed.
         """
-        if self._come == self._rounds:
-            self._come += 1
-            self.memory.signals.increment(_COME)
-        self.wait(_COME, self._come, "")
+        if self._arrived == self._rounds:
+            self._arrived += 1
+            self.memory.signals.increment(_ARRIVED)
+        self.wait(_ARRIVED, self._arrived, "")
 
     def end_round(self) -> None:
         """End the round, after all of its refreshes have been launched."""
-        self._comm.counters.record(Collective.HAND_OVER, self._comm.axis, 0)
-        self._rounds = self._come
+        self._rounds = self._arrived
 
     def publish_shard(self, works: PendingCollective | None, word: int) -> None:
         """Increment counter `word` when `works` have completed, or at once if `works` is None."""
@@ -94,14 +207,20 @@ class WriteBarrier:
         else:
             self._landings.run(partial(_land, works, self.memory, word))
 
+    def count_gather(self, name: str) -> None:
+        """Count a gather, which sends nothing."""
+        self._comm.counters.record(Collective.GATHER, self._comm.axis, 0, name)
+
     def wait(self, word: int, target: int, name: str) -> None:
+        """Wait until counter `word` of all ranks is at least `target`. The time counts as a wait for gathers."""
         began = time.perf_counter()
         try:
             self.memory.signals.wait(word, target)
         except RuntimeError as error:
-            raise collective_error(self._comm, Collective.HAND_OVER, name, error) from error
+            # A refresh and not a gather: ranks that share memory may gather in different orders.
+            raise collective_error(self._comm, Collective.REFRESH, name, error) from error
         finally:
-            self._comm.counters.waited[Collective.HAND_OVER.value] += time.perf_counter() - began
+            self._comm.counters.waited[Collective.GATHER.value] += time.perf_counter() - began
 
 
 def _land(works: PendingCollective, memory: SharedSegment, word: int) -> None:
@@ -116,32 +235,44 @@ def _land(works: PendingCollective, memory: SharedSegment, word: int) -> None:
         memory.signals.increment(word)
 
 
-class SharedFullBuffer:
+class SharedFullBuffer(FullBuffer):
     """Full buffer of one handle in shared memory. This rank writes its ZeRO-3 shard.
 
-    Attributes:
+    Args:
         full: 1-D [G], compute dtype.
+        own: this rank's ZeRO-3 shard in `full`.
+        word: counter of the refreshes of the shard.
     """
 
-    def __init__(self, hand_over: WriteBarrier, full: Tensor, word: int) -> None:
-        self.barrier = hand_over
-        self.full = full
+    read_by_peers = True
+
+    def __init__(self, barrier: WriteBarrier, full: Tensor, own: slice, word: int) -> None:
+        super().__init__(full, full[own])
+        self._barrier = barrier
         self._word = word
         self._launched = 0
         self._read = 0  # number of refreshes that all ranks are known to have completed
 
-    def publish_shard(self, works: PendingCollective | None) -> None:
-        """Publish the next refresh of this rank's shard when `works` have completed, or at once if `works` is None."""
-        self._launched += 1
-        self.barrier.publish_shard(works, self._word)
+    def gather(self, *, name: str) -> PendingShards:
+        self._barrier.count_gather(name)
+        return PendingShards(self, name)
 
-    def wait(self, name: str) -> None:
-        """Wait until all ranks have completed as many refreshes as this rank has launched."""
+    def publish(self, pending: PendingCollective | None) -> None:
+        self._launched += 1
+        self._barrier.publish_shard(pending, self._word)
+
+    def wait_published(self, name: str) -> None:
         if self._read < self._launched:
-            self.barrier.wait(self._word, self._launched, name)
+            self._barrier.wait(self._word, self._launched, name)
             self._read = self._launched
 
 
-def shared_weight_bytes(numel: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a handle's weights in the common part, rounded up to 64."""
-    return -(-numel * dtype.itemsize // 64) * 64
+@dataclass(frozen=True)
+class PendingShards:
+    """Gather in shared memory, which is complete when all ranks have published their shards."""
+
+    buffer: SharedFullBuffer
+    name: str  # of the unit
+
+    def wait(self) -> None:
+        self.buffer.wait_published(self.name)

@@ -1,14 +1,14 @@
 """Gradient buffers in shared memory that the other ranks of a ZeRO-3 group read in place.
 
 [Note: When a buffer is written again]
-A rank sends a full gradient by publishing the offset of the gradient in the rank's part (counter SENT). The other ranks
-read and add it in place (counter ADDED). All ranks send and add in the same order, so gradient n of one rank
-corresponds to gradient n of every other rank. A buffer that was last sent as gradient n is reused once ADDED of all
+A rank sends a full gradient by publishing the offset of the gradient in the rank's part (counter PUBLISHED). The other
+ranks read and add it in place (counter CONSUMED). All ranks send and add in the same order, so gradient n of one rank
+corresponds to gradient n of every other rank. A buffer that was last sent as gradient n is reused once CONSUMED of all
 ranks is at least n. Then no rank reads it any more, since later gradients have their own offsets. Offsets are published
-in a ring of 64 entries. Gradient n + 64 overwrites the entry of gradient n, after ADDED of all ranks has reached n.
+in a ring of 64 entries. Gradient n + 64 overwrites the entry of gradient n, after CONSUMED of all ranks has reached n.
 
-An accumulator in mode "full" has a permanent buffer (:class:`NodePlace`). The same condition holds for it: a rank that
-opens it waits until all ranks have added the gradient that was last sent from it.
+An accumulator in mode "full" has a permanent buffer (:class:`SharedSendBuffer`). The same condition holds for it: a
+rank that opens it waits until all ranks have added the gradient that was last sent from it.
 
 There is no deadlock. A rank that waits for the buffer of gradient n has itself added all gradients up to n, because
 buffers are released, and gradients accepted, only then. It waits for the other ranks to add gradient n. For this they
@@ -26,14 +26,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from layerzero.comm.transport.base import SendBuffer
 from layerzero.comm.transport.shm_counters import LINE
 from layerzero.comm.transport.shm_segment import SharedSegment
 from layerzero.device.buffer_pools import BufferPool, Size
-from layerzero.device.gradient_storage import GradientStorage, SendLease
 
-__all__ = ["RING_BYTES", "NodePlace", "PeersReady", "SharedBufferPool", "aligned_bytes", "aligned_bytes_of_all"]
+__all__ = ["RING_BYTES", "PeersReady", "SharedBufferPool", "SharedSendBuffer", "aligned_bytes", "aligned_bytes_of_all"]
 
-SENT, ADDED = 1, 2  # counters in the shared memory
+PUBLISHED, CONSUMED = 1, 2  # counters in the shared memory
 FIRST_FREE_WORD = 3
 _RING = 64
 _USUAL = 4  # buffers of an unexpected size that are created before one is reused
@@ -115,7 +115,7 @@ class SharedBufferPool(BufferPool):
 
     def wait_consumed(self, buffer: Tensor) -> None:
         """Wait until a buffer may be written: all ranks have added the gradient that was last sent from it."""
-        self._wait(ADDED, self._sent_as.get(buffer.data_ptr(), 0))
+        self._wait(CONSUMED, self._sent_as.get(buffer.data_ptr(), 0))
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor begins at one of these buffers."""
@@ -127,8 +127,8 @@ class SharedBufferPool(BufferPool):
             self._memory.mark_committed(self._used + nbytes)
         except OSError as error:
             raise RuntimeError(
-                f"no room for {nbytes} more bytes of gradients in the memory that the ranks of a node share ({error}): "
-                'give the node more, or pass shared_memory="off"'
+                f"no room for {nbytes} more bytes of gradients in the memory that the ranks of a ZeRO-3 group share: "
+                f'{error}. Give the machine or its container more memory, or pass shared_memory="off" to shard_model'
             ) from error
         buffer = self._memory.part_of(self._memory.rank, numel, dtype, self._used)
         self._offsets[buffer.data_ptr()] = self._used
@@ -144,12 +144,12 @@ class SharedBufferPool(BufferPool):
         The buffer must not be written before :meth:`wait_consumed` returns.
         """
         number = self._sent + 1
-        self._wait(ADDED, max(0, number - _RING))
+        self._wait(CONSUMED, max(0, number - _RING))
         place = 2 * (number % _RING)
         mine = self._rings[self._memory.rank]
         mine[place], mine[place + 1] = self._offsets[buffer.data_ptr()], buffer.nbytes
         self._sent_as[buffer.data_ptr()] = self._sent = number
-        self._signals.increment(SENT)
+        self._signals.increment(PUBLISHED)
         return number
 
     def parts(self, number: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -161,26 +161,29 @@ class SharedBufferPool(BufferPool):
         parts = []
         for rank, ring in enumerate(self._rings):
             if ring[place + 1] != nbytes:
-                raise RuntimeError(f"a rank of the node reduces something else: {ring[place + 1]} bytes, not {nbytes}")
+                raise RuntimeError(
+                    f"rank {rank} of the ZeRO-3 group reduces something else: hop 1 number {number} has "
+                    f"{ring[place + 1]} bytes there and {nbytes} here. Run the same backwards on all ranks of the group"
+                )
             offset = ring[place] + self._memory.rank * numel * dtype.itemsize
             parts.append(self._memory.part_of(rank, numel, dtype, offset))
         return tuple(parts)
 
     def mark_consumed(self, number: int) -> None:
         """Publish that this rank has added its piece of gradient `number`."""
-        assert number == self._added + 1, "sums are added in the order in which they are sent"
+        assert number == self._added + 1, "gradients are added in the order in which they are sent"
         self._added = number
-        self._signals.increment(ADDED)
+        self._signals.increment(CONSUMED)
 
     def peers_ready(self, number: int) -> PeersReady:
         return PeersReady(self, number)
 
     def is_published(self, number: int) -> bool:
         """Return whether all ranks have sent gradient `number`."""
-        return not self._signals.ranks_below(SENT, number)
+        return not self._signals.ranks_below(PUBLISHED, number)
 
     def wait_published(self, number: int) -> None:
-        self._signals.wait(SENT, number)
+        self._signals.wait(PUBLISHED, number)
 
     def _wait(self, word: int, target: int) -> None:
         if not self._signals.ranks_below(word, target):
@@ -191,28 +194,21 @@ class SharedBufferPool(BufferPool):
             raise self._explain(error) from error
 
 
-class NodePlace(GradientStorage):
-    """Memory of one full gradient that the other ranks of the ZeRO-3 group read in place; allocated at first use."""
+class SharedSendBuffer(SendBuffer):
+    """Accumulator in shared memory, which the peers read in place."""
+
+    read_in_place = True
 
     def __init__(self, numel: int, dtype: torch.dtype, pool: SharedBufferPool) -> None:
-        super().__init__(numel, dtype)
+        super().__init__(numel, dtype, pool.device)
         self._pool = pool
-        self._tensor: Tensor | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return 0 if self._tensor is None else self._tensor.nbytes
+    def wait_until_writable(self) -> None:
+        if self._tensor is not None:
+            self._pool.wait_consumed(self._tensor)
 
-    def open(self, *, keep: bool) -> Tensor:
-        if self._tensor is None:
-            self._tensor = self._pool.keep(self.numel, self.dtype)
-        self._pool.wait_consumed(self._tensor)
-        return self._tensor
-
-    def lend_send_buffer(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
-        """Lend the memory itself, in its own dtype: the ranks that read it round to `wire`."""
-        self._leases += 1
-        return SendLease(self._end_loan, self.open(keep=True))
+    def _allocate(self) -> Tensor:
+        return self._pool.keep(self.numel, self.dtype)
 
 
 class PeersReady:
@@ -229,4 +225,7 @@ class PeersReady:
         self._pool.wait_published(self._number)
 
     def get_future(self) -> NoReturn:
-        raise RuntimeError("nobody is told of the end of it")
+        raise RuntimeError(
+            "get_future() is not supported by a wait for shared memory, because no thread observes its completion. "
+            "Call wait()"
+        )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,11 +12,12 @@ from layerzero.comm.agreement import has_peers, require_equal
 from layerzero.comm.collectives import Collective, Communicator, broadcast, timeout_of
 from layerzero.comm.transport.shm_counters import refuse_platform
 from layerzero.comm.transport.shm_segment import SegmentDescriptor, SegmentSizes, SharedSegment
+from layerzero.utils.machine import boot_id
 
-__all__ = ["boot_id", "map_shared_segment"]
+__all__ = ["map_shared_segment"]
 
 _LOG = logging.getLogger("layerzero")
-_SUBJECT = "the memory of the node"
+_SUBJECT = "shared memory of the ZeRO-3 group"
 
 
 def map_shared_segment(comm: Communicator, region: SegmentSizes) -> SharedSegment | None:
@@ -70,11 +69,3 @@ def _objection(fields: dict[str, object], ranks: list[int], problem: str | None)
     except ValueError as error:
         return str(error)
     return problem
-
-
-def boot_id() -> str:
-    """Return the identifier of the current boot of this machine."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return f"unknown ({os.name})"

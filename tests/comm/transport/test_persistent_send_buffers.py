@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero.comm.collectives import _sum_in_node
-from layerzero.comm.transport.shm_buffers import RING_BYTES, NodePlace, SharedBufferPool, aligned_bytes
+from layerzero.comm.transport.shm_buffers import RING_BYTES, SharedBufferPool, aligned_bytes
+from layerzero.engine.gradient_storage import PersistentStorage
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.models import (
@@ -31,7 +31,7 @@ from tests.support.models import (
     full_parameters,
     integer_net,
 )
-from tests.support.node import node_pool, numbered
+from tests.support.node import numbered, shared_transport
 from tests.support.ranks import run_sharing as run_ranks
 
 pytestmark = pytest.mark.slow
@@ -47,15 +47,15 @@ POLICIES = (
 
 def _kept(rank: int, seed: int, breaks: bool) -> list[int]:
     """Reduce many sums from one reused buffer, with random delays; return the indices of wrong ones."""
-    comm, pool = node_pool()
+    transport, pool = shared_transport()
     world, naps = dist.get_world_size(), random.Random(10 * seed + rank)
-    place, wrong = NodePlace(NUMEL, torch.float32, pool), []
+    place, wrong = PersistentStorage(transport.send_buffer(NUMEL, torch.float32)), []
     if breaks:
         pool.wait_consumed = lambda buffer: None  # type: ignore[method-assign]
     for number in range(1, ROUNDS + 1):
         place.open(keep=False).copy_(numbered(rank, number))
         loan = place.lend_send_buffer(torch.bfloat16, pool)
-        pending = _sum_in_node(comm, loan.tensor, pool, torch.bfloat16, "x")
+        pending = transport.reduce_scatter(loan.tensor, torch.bfloat16, name="x")
         pending.wait()
         if naps.random() < 0.3:
             time.sleep(naps.uniform(0, 0.02))
@@ -173,7 +173,7 @@ def _offloaded(rank: int) -> None:
         model = shard(_seeded(2), size=2, accumulation="full", offload_grads=True)
     ours = _backwards_without_a_step(model, rank, random.Random(0))
     theirs = _backwards_without_a_step(shard(_seeded(2), size=2, shared_memory="off"), rank, random.Random(0))
-    assert get_state(model).buffers.outgoing.kept_bytes == 0
+    assert get_state(model).transports[0].send_buffers.kept_bytes == 0
     for one, other in zip(ours, theirs, strict=True):
         assert_close(one, other, "offloaded")
 

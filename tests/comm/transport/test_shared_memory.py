@@ -48,8 +48,9 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 def _shares(model: nn.Module) -> bool:
     """Return whether all handles of a model use shared memory; it must be all or none."""
-    shared = {handle.shared is not None for handle in get_state(model).handles}
+    shared = {handle.weights.buffer.read_by_peers for handle in get_state(model).handles}
     assert len(shared) == 1, shared
+    assert (layerzero.traffic(model).transport == "shared_memory") is (shared == {True})
     return shared.pop()
 
 
@@ -62,10 +63,10 @@ def _who_shares(rank: int) -> None:
         assert _shares(model) is shares, (size, memory)
         layerzero.traffic(model, reset=True)
         one_pass(model, rank, 0)
-        calls = layerzero.traffic(model).calls
-        exchanged = not shares and size > 1
-        assert (calls.get("gather", 0) > 0) is exchanged and (calls.get("hop1", 0) > 0) is exchanged, (size, calls)
-        assert (calls.get("node_sum", 0) > 0) is shares, (size, calls)
+        traffic = layerzero.traffic(model)
+        for collective in ("gather", "hop1"):
+            assert (traffic.calls.get(collective, 0) > 0) is (size > 1), (size, traffic)
+        assert (traffic.bytes.get("gather", 0) > 0) is (size > 1 and not shares), (size, traffic)
 
 
 def test_the_ranks_of_a_zero3_group_share_memory_unless_they_are_told_not_to() -> None:
@@ -94,10 +95,10 @@ def _count(rank: int) -> None:
             traffic = layerzero.traffic(model)
             # (size - 1) / size of each sum is read from other ranks' memory.
             expected = sums * sum(numel * itemsize * (size - 1) // size for numel in numels)
-            counted = (traffic.bytes["node_sum"], traffic.calls["node_sum"])
+            counted = (traffic.bytes["hop1"], traffic.calls["hop1"])
             assert counted == (expected, sums * len(handles)), (counted, expected, accumulation)
-            assert (traffic.calls["hand_over"], traffic.bytes["hand_over"]) == (1, 0)
-            assert traffic.bytes_by_axis["zero3"] == expected and "gather" not in traffic.calls, traffic
+            assert traffic.predicted["hop1"] == expected and traffic.predicted["gather"] == 0, traffic
+            assert traffic.bytes_by_axis["zero3"] == expected and traffic.bytes["gather"] == 0, traffic
 
 
 def test_what_is_read_in_the_memory_of_others_is_counted_by_formula() -> None:
@@ -112,16 +113,15 @@ def _weigh(rank: int) -> None:
         report = layerzero.memory(model)
         assert {kind: report.measured[kind] for kind in report.predicted} == report.predicted, report
         runtime = get_state(model)
-        whole = sum(handle.layout.numel * handle.zero3_shard.itemsize for handle in runtime.handles)
+        whole = sum(handle.layout.numel * handle.weights.zero3_shard.itemsize for handle in runtime.handles)
         assert report.measured["zero3_shard"] == whole // size, "a rank's own part, as with exchanges"
         assert report.measured["full_buffer"] == report.measured["idle_buffer"] == 0
         # Once per node: the weights, the buffers that other ranks read, and pages for signals.
-        memory = runtime.handles[0].shared.barrier.memory
-        assert all(handle.shared.barrier.memory is memory for handle in runtime.handles)
-        parts = torch.tensor([runtime.buffers.outgoing.allocated_bytes])
+        (transport,) = runtime.transports
+        parts = torch.tensor([transport.send_buffers.allocated_bytes])
         dist.all_reduce(parts, group=runtime.mesh_info.zero3_control_comm.group)
         page = os.sysconf("SC_PAGE_SIZE")
-        shared = report.node - int(parts)
+        shared = report.shared_segment - int(parts)
         assert whole <= shared <= whole + 64 * len(runtime.handles) + 8 * page, (report, parts)
 
 
@@ -381,8 +381,8 @@ def end_while_a_refresh_flies(rank: int, folder: str) -> nn.Module:
     if rank >= 2:  # the other node never arrives
         time.sleep(60)
     layerzero.refresh(model)
-    handle = get_state(model).handles[0]
-    assert handle._refreshing is not None and not handle._refreshing.done()
+    pending = get_state(model).handles[0].weights._refreshing
+    assert pending is not None and not pending.done()
     assert "layerzero refresh" in {thread.name for thread in threading.enumerate()}
     return model
 
@@ -441,4 +441,4 @@ def _step_alone(rank: int, policy: MixedPrecisionPolicy) -> str:
 @pytest.mark.parametrize("policy", [BF16, MixedPrecisionPolicy()])
 def test_a_refresh_on_one_rank_only_is_an_error_within_the_timeout(policy: MixedPrecisionPolicy) -> None:
     message, _ = run_ranks(_step_alone, policy, world_size=2, pg_timeout=3.0)
-    assert "hand-over of weights" in message and "rank 1 did not take part within 3 s" in message, message
+    assert "refresh" in message and "rank 1 did not take part within 3 s" in message, message

@@ -161,20 +161,20 @@ def _read_early(rank: int, honest: bool) -> bool:
     with torch.no_grad():
         model(torch.zeros(2))  # all ranks enter a first forward together
     (handle,) = get_state(model).handles
-    own = handle.zero3_shard
-    land = SharedFullBuffer.publish_shard
+    own = handle.weights.zero3_shard
+    publish = SharedFullBuffer.publish
 
     def late(self: SharedFullBuffer, works: Any) -> None:
         value = own.clone()
         own.fill_(torch.nan)
         time.sleep(LATE if honest else VERY_LATE)
         own.copy_(value)
-        land(self, works)
+        publish(self, works)
 
     if rank == 1:
-        handle.shared.publish_shard = late.__get__(handle.shared)
+        handle.weights.buffer.publish = late.__get__(handle.weights.buffer)
     if not honest:
-        handle.shared.wait = lambda name: None
+        handle.weights.buffer.wait_published = lambda name: None
     _write_by_step(model, optimizer, 0)
     with torch.no_grad():
         model(torch.zeros(2))
@@ -250,8 +250,8 @@ def _orders(rank: int) -> None:
             if step % 3 == rank % 3:  # on some ranks only
                 with torch.no_grad():
                     model(x)
-        calls = layerzero.traffic(model).calls
-        assert "order" not in calls and "gather" not in calls, calls
+        traffic = layerzero.traffic(model)
+        assert "gather_order" not in traffic.calls and traffic.bytes["gather"] == 0, traffic
 
 
 def _integers(step: int, rank: int) -> tuple[Tensor, Tensor]:

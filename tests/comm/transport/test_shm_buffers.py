@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero.comm.collectives import PendingReduction, _sum_in_node
+from layerzero.comm.collectives import PendingReduction
 from layerzero.comm.transport.shm_buffers import RING_BYTES, SharedBufferPool, aligned_bytes
 from layerzero.comm.transport.shm_counters import LINE, SharedCounters
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.models import IntegerNet, assert_same_bits, exact_sgd, in_lockstep, integer_net
-from tests.support.node import node_pool, numbered
+from tests.support.node import numbered, shared_transport
 from tests.support.ranks import run_sharing as run_ranks
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ def _sums(rank: int, seed: int, breaks: str, buffers: int) -> list[int]:
 
     A reader pauses between parts, so that it would notice a buffer that is overwritten too early.
     """
-    comm, pool = node_pool()
+    transport, pool = shared_transport()
     pool.expected = {(NUMEL, torch.float32): buffers}  # with fewer than the usual four, ranks must wait for readers
     world = dist.get_world_size()
     naps = random.Random(10 * seed + rank)
@@ -76,7 +76,7 @@ def _sums(rank: int, seed: int, breaks: str, buffers: int) -> list[int]:
             if naps.random() < 0.3:
                 time.sleep(naps.uniform(0, 0.02))
             flat.copy_(numbered(rank, number))
-            flying.append((number, _sum_in_node(comm, flat, pool, flat.dtype, "x"), flat))
+            flying.append((number, transport.reduce_scatter(flat, flat.dtype, name="x"), flat))
             if len(flying) > 1:
                 land(*flying.pop(0))
         land(*flying.pop(0))
@@ -96,15 +96,15 @@ def test_the_test_notices_a_buffer_that_is_written_or_read_too_early(breaks: str
         try:
             return any(run_ranks(_sums, seed, breaks, 2, world_size=4))
         except AssertionError as error:
-            return "a rank of the node reduces something else" in str(error)
+            return "of the ZeRO-3 group reduces something else" in str(error)
 
     assert any(noticed(seed) for seed in range(3))
 
 
 def _different_sums(rank: int) -> str:
-    comm, pool = node_pool()
+    transport, pool = shared_transport()
     flat = pool.acquire(NUMEL * (1 + rank), torch.float32)
-    pending = _sum_in_node(comm, flat, pool, flat.dtype, "x")
+    pending = transport.reduce_scatter(flat, flat.dtype, name="x")
     pending.wait()
     try:
         pending.parts()
@@ -117,11 +117,11 @@ def _different_sums(rank: int) -> str:
 
 def test_ranks_that_reduce_different_things_are_told() -> None:
     for message in run_ranks(_different_sums, world_size=2):
-        assert "a rank of the node reduces something else" in message
+        assert "of the ZeRO-3 group reduces something else" in message
 
 
 def _no_room(rank: int) -> str:
-    _, pool = node_pool(part=1 << 40)
+    _, pool = shared_transport(part=1 << 40)
     try:
         pool.acquire(1 << 36, torch.float32)
     except RuntimeError as error:
@@ -155,12 +155,12 @@ def test_numbers_are_compared_across_their_wrap() -> None:
 
 def _waits(rank: int) -> float:
     """Return the CPU seconds that a wait of two seconds takes."""
-    comm, pool = node_pool()
+    transport, pool = shared_transport()
     dist.barrier()
     if rank == 1:
         time.sleep(2.0)
     used = time.thread_time()
-    _sum_in_node(comm, pool.acquire(NUMEL, torch.float32), pool, torch.float32, "x").wait()
+    transport.reduce_scatter(pool.acquire(NUMEL, torch.float32), torch.float32, name="x").wait()
     used = time.thread_time() - used
     dist.barrier()
     return used
@@ -211,7 +211,7 @@ def _scratch(rank: int) -> None:
     for settings in ({}, {"mp_policy": low}, {"mp_policy": low, "accumulation": "full"}, {"accumulation": "full"}):
         model = shard(blocks(12).float(), size=4, **settings)
         optimizer = layerzero.shard_optimizer(sgd(model), model)
-        pool = get_state(model).buffers.outgoing
+        pool = get_state(model).transports[0].send_buffers
         held = []
         for step in range(8):
             for micro_batch in range(2):

@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from layerzero.comm.transport.base import SendBuffer
 from layerzero.device.accelerator import HostDeviceCopies, StreamEvent, TouchedBy
-from layerzero.device.buffer_pools import BufferPool, FullBufferPool
-from layerzero.device.gradient_storage import GradientStorage, PersistentStorage
+from layerzero.engine.gradient_storage import GradientStorage, PersistentStorage
 
-__all__ = ["AccumulatorAllocator", "ModelPools", "accumulator_bytes"]
+__all__ = ["AccumulatorAllocator", "OffloadedStorage", "accumulator_bytes"]
 
 _SLABS = 2
 
@@ -36,17 +35,10 @@ class AccumulatorAllocator:
     Args:
         device: device on which they are used.
         transfers: copies to and from the host; None: accumulators stay on the device.
-        in_node: creates a storage in shared memory, if hop 1 reads accumulators there.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        transfers: HostDeviceCopies | None = None,
-        in_node: Callable[[int, torch.dtype], GradientStorage] | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, transfers: HostDeviceCopies | None = None) -> None:
         self._device = device
-        self._in_node = in_node
         self._slabs = None if transfers is None else _Slabs(transfers)
         self._made: list[GradientStorage] = []
 
@@ -61,19 +53,25 @@ class AccumulatorAllocator:
         """Bytes of accumulators in host memory now."""
         return sum(each.host_bytes for each in self._made if isinstance(each, OffloadedStorage))
 
-    def make(self, unit: Hashable, numel: int, dtype: torch.dtype, *, sent_in_node: bool = False) -> GradientStorage:
+    def make(
+        self,
+        unit: Hashable,
+        numel: int,
+        dtype: torch.dtype,
+        send_buffer: Callable[[int, torch.dtype], SendBuffer] | None = None,
+    ) -> GradientStorage:
         """Return a storage of `numel` elements for a handle of `unit`.
 
         Args:
-            sent_in_node: True if hop 1, where there is one, sends the accumulator.
+            send_buffer: creates the memory if hop 1 sends the accumulator; None: no transport uses it.
         """
         made: GradientStorage
         if self._slabs is not None:
             made = OffloadedStorage(self._slabs, unit, numel, dtype)
-        elif sent_in_node and self._in_node is not None:
-            made = self._in_node(numel, dtype)
+        elif send_buffer is not None:
+            made = PersistentStorage(send_buffer(numel, dtype))
         else:
-            made = PersistentStorage(numel, dtype, self._device)
+            made = PersistentStorage(SendBuffer(numel, dtype, self._device))
         self._made.append(made)
         return made
 
@@ -89,18 +87,6 @@ def accumulator_bytes(sizes: Sequence[Sequence[int]], *, offloaded: bool) -> tup
         return total, 0
     units = sorted(sum(map(_aligned, unit)) for unit in sizes if any(unit))
     return (min(_SLABS, len(units)) * units[-1] if units else 0), total
-
-
-@dataclass(frozen=True)
-class ModelPools:
-    """Memory pools and host copies that the handles of a model share."""
-
-    scratch: BufferPool  # for collectives
-    outgoing: BufferPool  # for gradients that hop 1 sends: the same pool, or shared memory
-    full: FullBufferPool
-    accumulators: AccumulatorAllocator
-    to_host: HostDeviceCopies | None = None  # copies of masters and final gradients, if the optimizer runs on the host
-    weights_to_host: HostDeviceCopies | None = None  # copies of compute weights, if these are in host memory
 
 
 def _aligned(nbytes: int) -> int:

@@ -1,6 +1,8 @@
-"""Memory of a gradient buffer: persistent, from a pool, or a part of another buffer. For slabs see gradient_offload.py.
+"""Memory of a gradient buffer: persistent, from a pool, a part of another buffer, or on the host.
 
-[Note: The final gradient rests in the node sum]
+For slabs see gradient_offload.py.
+
+[Note: The final gradient inside the ZeRO-3 gradient shard]
 Once hop 2 has sent the ZeRO-3 gradient shard, its contents are not needed until the next backward. So the final
 gradient needs no separate memory: it is stored in this rank's part of the ZeRO-3 gradient shard, and ``.grad`` shows
 that part.
@@ -15,6 +17,13 @@ sets gradients to None before the next backward copies nothing.
 The final gradient has memory of its own if the accumulators are in slabs, which have no persistent memory on the
 device, or if full gradients are accumulated, since kernels may write these (``main_grad``) while ``.grad`` is read. The
 same holds if no ZeRO-3 gradient shard waits between backwards.
+
+[Note: The host updates]
+With `offload_optimizer` masters and the final gradients that ``.grad`` shows are in pinned host memory. The optimizer
+runs on the CPU and keeps its state there. A final gradient is accumulated in scratch on the device, and copied to the
+host when it is complete. A refresh copies updated rows to the ZeRO-3 shard on the device and casts them. Both copies
+overlap with other work, and streams wait for them. The host waits before it reads a gradient that has just been copied.
+It may write a master that is still being copied to the device: another refresh follows each write.
 """
 
 from __future__ import annotations
@@ -28,9 +37,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from layerzero.comm.transport.base import SendBuffer
+from layerzero.device.accelerator import HostDeviceCopies, StreamEvent, TouchedBy
 from layerzero.device.buffer_pools import BufferPool
 
-__all__ = ["AliasedStorage", "GradientStorage", "Lease", "PersistentStorage", "PooledStorage", "SendLease"]
+__all__ = [
+    "AliasedStorage",
+    "GradientStorage",
+    "HostStorage",
+    "Lease",
+    "PersistentStorage",
+    "PooledStorage",
+    "SendLease",
+]
 
 
 class GradientStorage(ABC):
@@ -152,23 +171,29 @@ class SendLease(Lease):
 
 
 class PersistentStorage(GradientStorage):
-    """Storage with memory of its own, which is allocated at first use and filled with zeros."""
+    """Storage with memory of its own: a send buffer of the transport, or plain memory of the device."""
 
-    fixed = True
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(numel, dtype)
-        self._device = device
-        self._tensor: Tensor | None = None
+    def __init__(self, buffer: SendBuffer) -> None:
+        super().__init__(buffer.numel, buffer.dtype)
+        self.fixed = not buffer.read_in_place  # otherwise each write may have to wait
+        self._buffer = buffer
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._tensor is None else self._tensor.untyped_storage().nbytes()
+        return self._buffer.nbytes
 
     def open(self, *, keep: bool) -> Tensor:
-        if self._tensor is None:
-            self._tensor = torch.zeros(self.numel, dtype=self.dtype, device=self._device)
-        return self._tensor
+        return self._buffer.open()
+
+    def lend_send_buffer(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
+        """Return a lease as described in the base class.
+
+        If peers read the memory in place, lend it in its own dtype: they round to `wire`.
+        """
+        if not self._buffer.read_in_place:
+            return super().lend_send_buffer(wire, pool, copies=copies)
+        self._leases += 1
+        return SendLease(self._end_loan, self.open(keep=True))
 
 
 class PooledStorage(GradientStorage):
@@ -215,7 +240,7 @@ class AliasState(enum.Enum):
 class AliasedStorage(GradientStorage):
     """Storage that is a part of another storage, with separate memory while other gradients are accumulated there.
 
-    See [Note: The final gradient rests in the node sum].
+    See [Note: The final gradient inside the ZeRO-3 gradient shard].
     """
 
     def __init__(self, around: GradientStorage, part: slice) -> None:
@@ -257,3 +282,57 @@ class AliasedStorage(GradientStorage):
             assert self._aside is not None
             self.home().copy_(self._aside)
         self.state = AliasState.IN_PLACE
+
+
+class HostStorage(GradientStorage):
+    """Storage of a gradient that is kept in host memory and computed on the device; see [Note: The host updates]."""
+
+    lasting = False
+
+    def __init__(self, numel: int, dtype: torch.dtype, transfers: HostDeviceCopies, pool: BufferPool) -> None:
+        super().__init__(numel, dtype)
+        self._transfers = transfers
+        self._pool = pool  # provides scratch on the device
+        self._host: Tensor | None = None
+        self._stored: StreamEvent = None  # event of the last copy to the host
+        self._device: Tensor | None = None  # scratch while it is open
+        self._touched = TouchedBy(transfers.order)
+
+    @property
+    def own_numel(self) -> int:
+        return 0  # memory on the device belongs to the pool
+
+    @property
+    def host_bytes(self) -> int:
+        return 0 if self._host is None else self._host.untyped_storage().nbytes()
+
+    def home(self) -> Tensor:
+        if self._host is None:
+            self._host = self._transfers.host_buffer(self.numel, self.dtype)
+        return self._host
+
+    def open(self, *, keep: bool) -> Tensor:
+        if self._device is None:
+            self._device = self._pool.acquire(self.numel, self.dtype)
+            if keep:
+                fetched = self._transfers.copy(self._device, self.home(), to_host=False, after=(self._stored,))
+                self._transfers.wait(fetched)
+        self._touched.note()
+        return self._device
+
+    def close(self, *, keep: bool) -> None:
+        if self._device is None:
+            return
+        device, self._device = self._device, None
+        uses = self._touched.marks()
+        if keep:
+            self._stored = self._transfers.copy(self.home(), device, to_host=True, after=uses)
+            self._transfers.wait(self._stored)  # the next user of the scratch comes after the copy
+        else:
+            for mark in uses:
+                self._transfers.wait(mark)
+        self._pool.release(device)
+
+    def wait_for_host(self) -> None:
+        stored, self._stored = self._stored, None
+        self._transfers.finish(stored)

@@ -1,0 +1,238 @@
+"""Interface of transports: how the ranks of one ZeRO-3 group move weights and gradients.
+
+A :class:`Transport` provides three kinds of memory:
+
+- a :class:`FullBuffer` for the compute weights of each handle, with this rank's ZeRO-3 shard
+- `send_buffers`, a pool of scratch from which hop 1 sends
+- a :class:`SendBuffer` for each accumulator that hop 1 sends
+
+and the reduce-scatter of hop 1. :mod:`layerzero.comm.transport.selection` chooses the transport of each mesh. The
+replica axis always uses process groups. Formulas for memory and traffic read :class:`TransportTraits` only.
+
+[Note: Rounds of writing]
+A transport may keep the shards of all ranks in memory that the peers read at any time. Then a shard is written in
+rounds, which are the same on all ranks. :meth:`Transport.begin_write` begins a round, or does nothing inside one. Each
+write ends with :meth:`FullBuffer.publish`. :meth:`Transport.end_write` ends the round. A round belongs to the transport
+and not to a full buffer, because a user may write to the masters of one handle on one rank before the other ranks do.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from layerzero.comm.codecs import GatherCodec
+from layerzero.comm.collectives import Communicator, PendingCollective, PendingReduction
+from layerzero.device.buffer_pools import BufferPool, Size
+from layerzero.device.host_shard import HostShard
+from layerzero.device.streams import Waitable
+from layerzero.layout.flat_layout import FlatLayout
+
+__all__ = [
+    "BufferDemand",
+    "FullBuffer",
+    "GatherOptions",
+    "LocalBuffer",
+    "SendBuffer",
+    "Transport",
+    "TransportTraits",
+    "post_forward_bytes",
+]
+
+
+@dataclass(frozen=True)
+class TransportTraits:
+    """Properties of a transport that determine memory and traffic."""
+
+    name: str  # for reports
+    full_buffer_resident: bool  # full buffers always hold the shards of all ranks; nothing is gathered or freed
+    sums_locally: bool  # in hop 1, each rank adds the parts of all ranks in fp32; otherwise the backend adds them
+    receives_copies: bool  # hop 1 receives into scratch; otherwise peers read the send buffers in place
+    rounds_on_read: bool  # send buffers keep their own dtype, and the receiver rounds to the wire dtype
+
+
+class GatherOptions(NamedTuple):
+    """Options for the gathers of a handle. A transport whose full buffers are resident ignores them."""
+
+    codec: GatherCodec | None = None  # None: weights are not encoded
+    post_forward_comm: Communicator | None = None  # ranks that keep post-forward shards; None: nothing is kept
+    host_shard: HostShard | None = None  # ZeRO-3 shard in host memory; None: the shard is on the device
+
+
+@dataclass(frozen=True)
+class BufferDemand:
+    """Sizes of the buffers that a model requests from a transport. They are equal on all ranks of the ZeRO-3 group."""
+
+    full_buffers: tuple[Size, ...]
+    send_buffers: Mapping[Size, int]  # number of scratch buffers in use at once, by size
+    accumulators: tuple[Size, ...]  # of handles whose accumulator hop 1 sends
+    gradients: tuple[Size, ...]  # full gradients in master dtype, of all handles
+
+
+class FullBuffer(ABC):
+    """Full buffer of one handle, and the ZeRO-3 shard of this rank.
+
+    Attributes:
+        full: 1-D [G], compute dtype. Its storage is empty while it is freed.
+        shard: 1-D [G / S], compute dtype: target of refreshes. It may be in host memory; see `GatherOptions`.
+        read_by_peers: True if peers read `shard` in place, so that it is written in rounds only.
+        full_bytes: bytes of `full` while it is gathered; 0 if it has no memory apart from the shard.
+        encoded_bytes: bytes of encoded shards during a gather.
+        post_forward_bytes: bytes of the post-forward shard while it is kept.
+    """
+
+    read_by_peers = False
+
+    def __init__(
+        self, full: Tensor, shard: Tensor, *, full_bytes: int = 0, encoded_bytes: int = 0, post_forward_bytes: int = 0
+    ) -> None:
+        self.full = full
+        self.shard = shard
+        self.full_bytes = full_bytes
+        self.encoded_bytes = encoded_bytes
+        self.post_forward_bytes = post_forward_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated now, in addition to the shard."""
+        return 0
+
+    @property
+    def has_post_forward_shard(self) -> bool:
+        """True if the next gather uses post-forward shards."""
+        return False
+
+    @abstractmethod
+    def gather(self, *, name: str) -> Waitable | None:
+        """Start filling `full` with the shards of all ranks; return None if there is nothing to wait for.
+
+        Args:
+            name: name of the unit, for messages and traces.
+        """
+
+    def free(self) -> None:  # noqa: B027 - a resident buffer frees nothing
+        """Free the memory of `full`."""
+
+    def keep_post_forward(self) -> None:  # noqa: B027
+        """Keep a post-forward shard of the gathered buffer, if the options ask for one."""
+
+    def drop_post_forward(self) -> None:  # noqa: B027
+        """Free the post-forward shard."""
+
+    def publish(self, pending: PendingCollective | None) -> None:  # noqa: B027
+        """Make the new contents of `shard` visible to the peers when `pending` completes; None: at once.
+
+        See [Note: Rounds of writing].
+        """
+
+    def wait_published(self, name: str) -> None:  # noqa: B027
+        """Wait until all ranks have published as often as this rank."""
+
+
+class LocalBuffer(FullBuffer):
+    """ZeRO-3 shard that no transport gathers.
+
+    Either the shard is the full buffer (S = 1), or an all-gather extension gathers it.
+    """
+
+    def __init__(self, shard: Tensor) -> None:
+        super().__init__(shard, shard)
+
+    def gather(self, *, name: str) -> None:
+        return None
+
+
+class SendBuffer:
+    """Persistent memory of a gradient buffer, 1-D [numel]. It is allocated at first use and filled with zeros.
+
+    Attributes:
+        read_in_place: True if peers read this memory after hop 1 was launched from it. They round it to the wire dtype.
+    """
+
+    read_in_place = False
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.numel = numel
+        self.dtype = dtype
+        self._device = device
+        self._tensor: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated now."""
+        return 0 if self._tensor is None else self._tensor.nbytes
+
+    def open(self) -> Tensor:
+        """Return the memory, after :meth:`wait_until_writable`."""
+        if self._tensor is None:
+            self._tensor = self._allocate()
+        self.wait_until_writable()
+        return self._tensor
+
+    def wait_until_writable(self) -> None:
+        """Wait until all peers have read what was last sent from the buffer."""
+
+    def _allocate(self) -> Tensor:
+        return torch.zeros(self.numel, dtype=self.dtype, device=self._device)
+
+
+class Transport(ABC):
+    """Movement of weights and gradients between the ranks of one ZeRO-3 group.
+
+    Attributes:
+        traits: properties that planners read.
+        send_buffers: pool of the memory that hop 1 sends from.
+    """
+
+    traits: TransportTraits
+    send_buffers: BufferPool
+
+    @abstractmethod
+    def full_buffer(self, layout: FlatLayout, dtype: torch.dtype, options: GatherOptions) -> FullBuffer:
+        """Return a new full buffer for a handle. All ranks must call this with equal arguments, in the same order."""
+
+    @abstractmethod
+    def send_buffer(self, numel: int, dtype: torch.dtype) -> SendBuffer:
+        """Return memory for an accumulator that hop 1 sends."""
+
+    @abstractmethod
+    def reduce_scatter(self, flat: Tensor, wire_dtype: torch.dtype, *, name: str) -> PendingReduction:
+        """Start hop 1: rank i receives the sum of the pieces i of `flat`, 1-D [G], of all ranks.
+
+        Args:
+            flat: in `wire_dtype`. If `traits.rounds_on_read`, another dtype is allowed.
+            name: name of the unit, for messages and traces.
+        """
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the memory that all ranks of the ZeRO-3 group hold together, as the system counts them."""
+        return 0
+
+    def begin_write(self) -> None:  # noqa: B027
+        """Wait until no peer reads full buffers that this rank will write; see [Note: Rounds of writing].
+
+        Shards that are written afterwards must be published.
+        """
+
+    def end_write(self) -> None:  # noqa: B027
+        """End a round of writes, after the last :meth:`FullBuffer.publish`."""
+
+    def close(self) -> None:  # noqa: B027
+        """Release the threads and the memory of the transport."""
+
+
+def post_forward_bytes(numel: int, element: int, ranks: int) -> int:
+    """Return the size in bytes of one rank's post-forward shard.
+
+    Args:
+        numel: elements of the full buffer.
+        element: bytes per element.
+        ranks: number of ranks that keep the full buffer together.
+    """
+    return numel // ranks * element

@@ -1,0 +1,52 @@
+"""Choice of the transport of each mesh. Only this module names a concrete transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from layerzero.comm.mesh_info import MeshInfo
+from layerzero.comm.transport import process_group, shared_memory
+from layerzero.comm.transport.base import BufferDemand, Transport, TransportTraits
+from layerzero.comm.transport.process_group import ProcessGroupTransport
+from layerzero.comm.transport.shared_memory import SharedMemoryTransport
+from layerzero.device.buffer_pools import BufferPool, FullBufferPool
+
+__all__ = ["may_share_memory", "process_group_traits", "select_transports", "shared_memory_traits"]
+
+process_group_traits = process_group.traits_of
+shared_memory_traits = shared_memory.TRAITS
+
+
+def may_share_memory(mesh_info: MeshInfo, setting: str) -> bool:
+    """Return whether the ranks of a ZeRO-3 group try to share memory: on the CPU, over gloo.
+
+    Args:
+        setting: ``shard_model(shared_memory=...)``.
+    """
+    on_cpu = mesh_info.device.type == "cpu" and mesh_info.zero3_reduce_comm.is_gloo
+    return setting != "off" and mesh_info.zero3_size > 1 and on_cpu
+
+
+def select_transports(
+    meshes: Iterable[MeshInfo],
+    demand: Callable[[TransportTraits], BufferDemand],
+    scratch: BufferPool,
+    full: FullBufferPool,
+    *,
+    setting: str,
+) -> dict[MeshInfo, Transport]:
+    """Return the transport of each mesh of a model. All ranks of the model must call this.
+
+    A model on several meshes uses process groups. So does a ZeRO-3 group of which any rank cannot share memory.
+
+    Args:
+        demand: returns the buffers that the model requests from a transport with these traits.
+        scratch, full: pools of the model for process groups.
+        setting: ``shard_model(shared_memory=...)``.
+    """
+    meshes = tuple(meshes)
+    if len(meshes) == 1 and may_share_memory(meshes[0], setting):
+        shared = SharedMemoryTransport.connect(meshes[0], demand(shared_memory_traits))
+        if shared is not None:
+            return {meshes[0]: shared}
+    return {mesh_info: ProcessGroupTransport(mesh_info, scratch, full) for mesh_info in meshes}

@@ -1,0 +1,33 @@
+"""Resources that the handles of a model share: memory pools of the model, and the transport of each mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from layerzero.comm.mesh_info import MeshInfo
+from layerzero.comm.transport.base import Transport
+from layerzero.device.accelerator import HostDeviceCopies
+from layerzero.device.buffer_pools import BufferPool, FullBufferPool
+from layerzero.engine.gradient_offload import AccumulatorAllocator
+
+__all__ = ["MeshResources", "ModelPools"]
+
+
+@dataclass(frozen=True)
+class ModelPools:
+    """Memory pools and host copies of a model, for all of its meshes."""
+
+    scratch: BufferPool  # for collectives
+    full: FullBufferPool
+    accumulators: AccumulatorAllocator
+    to_host: HostDeviceCopies | None = None  # copies of masters and final gradients, if the optimizer runs on the host
+    weights_to_host: HostDeviceCopies | None = None  # copies of compute weights, if these are in host memory
+
+
+@dataclass(frozen=True, eq=False)
+class MeshResources:
+    """Communicators, transport and pools for the handles on one mesh."""
+
+    mesh_info: MeshInfo
+    transport: Transport
+    pools: ModelPools

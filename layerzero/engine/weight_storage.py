@@ -1,0 +1,260 @@
+"""Weights of one handle: master, ZeRO-3 shard and full buffer, with the copies between these three.
+
+[Note: One storage for equal shards]
+The ZeRO-1 shard is a part of the ZeRO-3 shard. If both have the same dtype, the master is a view of that part and needs
+no extra memory. If S = 1, the ZeRO-3 shard is the full buffer, and nothing is gathered or freed. The same holds for a
+transport whose full buffers are resident: its memory contains the ZeRO-3 shards of all ranks in order, which form the
+full buffer of each rank. [Note: Rounds of writing] in comm/transport/base.py defines when it may be written and read.
+
+[Note: Version counters]
+Collectives write to the full buffer. `compute` is an alias of it with its own version counter, and the gathered
+parameters are views of `compute`. The alias is needed because gloo bumps the counter of its output from another thread,
+which autograd would report as an in-place change. All gathered parameters share the counter of `compute`, except those
+with custom strides and DTensors, which have one each. Comparing the counter shows whether a forward has changed
+gathered weights; such a change would be lost. Incrementing it makes autograd refuse a graph that outlived an optimizer
+step.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from layerzero.comm.collectives import Collective, PendingCollective, all_gather
+from layerzero.comm.transport.base import FullBuffer, GatherOptions, LocalBuffer
+from layerzero.config import Precision
+from layerzero.device.host_shard import HostShard
+from layerzero.device.streams import Waitable
+from layerzero.engine.resources import MeshResources
+from layerzero.layout.flat_layout import FlatLayout
+from layerzero.layout.shard_grid import Extent, overlap
+
+__all__ = ["ShardState", "WeightStorage"]
+
+
+class ShardState(enum.Enum):
+    """State of a full buffer: SHARDED -> GATHERING -> GATHERED -> SHARDED."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+_NEXT = {
+    ShardState.SHARDED: ShardState.GATHERING,
+    ShardState.GATHERING: ShardState.GATHERED,
+    ShardState.GATHERED: ShardState.SHARDED,
+}
+
+
+class WeightStorage:
+    """Master, ZeRO-3 shard and full buffer of one handle.
+
+    Args:
+        layout: positions of the parameters in the flat order.
+        precision: dtypes of masters and compute weights.
+        mesh: transport and pools.
+        options: encoding of gathers, and size of the post-forward shard.
+        label: name of the unit, for traces.
+        updated_on_host: the optimizer updates the master in host memory, if the pools say so.
+        has_extension: an all-gather extension gathers the shard; there is then no full buffer.
+
+    Attributes:
+        master: 1-D [L], the ZeRO-1 shard.
+        buffer: full buffer of the transport, with the ZeRO-3 shard.
+        compute: 1-D [G], alias of the full buffer; see [Note: Version counters].
+        to_host: copies of the master, if the optimizer runs on the host; see gradient_storage.py.
+        host_shard: ZeRO-3 shard in host memory; see device/host_shard.py. None: it is on the device.
+        state: state of the full buffer.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        precision: Precision,
+        mesh: MeshResources,
+        options: GatherOptions,
+        *,
+        label: str,
+        updated_on_host: bool,
+        has_extension: bool,
+    ) -> None:
+        self.layout = layout
+        self.precision = precision
+        self.mesh_info = mesh.mesh_info
+        self.pool = mesh.pools.full
+        self.state = ShardState.SHARDED
+        self.to_host = mesh.pools.to_host if updated_on_host else None
+        self.host_shard: HostShard | None = None
+        self.label = label
+        self._gathering: Waitable | None = None
+        self._refreshing: PendingCollective | None = None
+
+        grid, dtype = self.mesh_info.grid, precision.compute
+        numel, copies = grid.numel(layout, Extent.ZERO3), mesh.pools.weights_to_host
+        if copies is not None and not mesh.transport.traits.full_buffer_resident:
+            self.host_shard = HostShard(numel, dtype, copies, mesh.pools.scratch)
+        self.buffer: FullBuffer
+        if has_extension:
+            self.buffer = LocalBuffer(torch.zeros(numel, dtype=dtype, device=self.mesh_info.device))
+        else:
+            self.buffer = mesh.transport.full_buffer(layout, dtype, options._replace(host_shard=self.host_shard))
+        self._own_part = self.zero3_shard[grid.slice_within(layout, Extent.ZERO1, Extent.ZERO3)]
+        self.master = self._new_master()
+        self.compute = self.buffer.full.data
+
+    # Memory
+
+    @property
+    def zero3_shard(self) -> Tensor:
+        """Compute weights of this rank, 1-D [G / S]."""
+        return self.buffer.shard
+
+    @property
+    def full_buffer(self) -> Tensor:
+        """Full buffer, 1-D [G]. Its storage is empty while it is freed."""
+        return self.buffer.full
+
+    @cached_property
+    def shares_master(self) -> bool:
+        """True if the master is a view of the ZeRO-3 shard; see [Note: One storage for equal shards]."""
+        return self.precision.master == self.precision.compute and self.to_host is None and self.host_shard is None
+
+    @property
+    def peers_read_master(self) -> bool:
+        """True if other ranks read the master in place, so that it is written in rounds only."""
+        return self.shares_master and self.buffer.read_by_peers
+
+    @cached_property
+    def needs_gather(self) -> bool:
+        """True if weights are gathered, or copied from host memory, before a unit computes."""
+        if self.host_shard is not None:
+            return True
+        return not self.buffer.read_by_peers and not self.mesh_info.grid.same_elements(Extent.ZERO3, Extent.FULL)
+
+    def _new_master(self) -> Tensor:
+        """Return memory for the master, 1-D [L]; see [Note: One storage for equal shards]."""
+        if self.shares_master:
+            return self._own_part.data
+        numel = self.mesh_info.grid.numel(self.layout, Extent.ZERO1)
+        if self.to_host is not None:
+            return self.to_host.host_buffer(numel, self.precision.master).zero_()
+        return torch.zeros(numel, dtype=self.precision.master, device=self.mesh_info.device)
+
+    @torch.no_grad()
+    def set_values(self, parameters: Sequence[Tensor]) -> None:
+        """Copy this rank's rows of the full `parameters`, one per slot, and publish them."""
+        grid, layout = self.mesh_info.grid, self.layout
+        for slot, parameter in zip(layout.slots, parameters, strict=True):
+            values = parameter.detach().contiguous().view(-1)
+            for extent, target in ((Extent.ZERO3, self.zero3_shard), (Extent.ZERO1, self.master)):
+                common = overlap(slot, grid.range_of(layout, extent))
+                target[common.of_range] = values[common.of_slot]
+        self.buffer.publish(None)
+
+    @torch.no_grad()
+    def recut(self, layout: FlatLayout) -> None:
+        """Change to the ZeRO-1 shards of `layout`, which has the same flat order but other cuts.
+
+        All ranks must call this between passes.
+        """
+        mesh_info, old = self.mesh_info, self.layout
+        place = mesh_info.grid.slice_within(layout, Extent.ZERO1, Extent.ZERO3)
+        self.layout = layout
+        self._own_part = self.zero3_shard[place]  # after a refresh it has the values of all replicas
+        if self.shares_master:
+            self.master = self._new_master()
+            return
+        self.finish_refresh()
+        all_masters = torch.empty(len(self.zero3_shard), dtype=self.precision.master, device=mesh_info.device)
+        own = self.master.to(mesh_info.device)
+        parts = mesh_info.grid.replica_part_sizes(old)
+        pending = all_gather(mesh_info.replica_comm, Collective.UNSHARD, all_masters, own, name=self.label, parts=parts)
+        pending.wait()
+        self.master = self._new_master().copy_(all_masters[place])
+
+    # Gather and reshard
+
+    def launch_gather(self) -> Waitable | None:
+        """Launch the gather of the full buffer, for :meth:`start_gather`."""
+        if self.needs_gather:
+            self.finish_refresh()
+        return self.buffer.gather(name=self.label)
+
+    def start_gather(self, pending: Waitable | None) -> None:
+        """Record that `pending` fills the full buffer, or other memory from which the unit computes."""
+        self._move_to(ShardState.GATHERING)
+        self._gathering = pending
+
+    def wait_gather(self) -> None:
+        """Wait for the gather. The state changes with :meth:`end_gather`."""
+        if self._gathering is not None:
+            gathering, self._gathering = self._gathering, None  # reset before wait(), which may raise
+            gathering.wait()
+
+    def end_gather(self) -> None:
+        """Record that the gathered parameters hold their values."""
+        self._move_to(ShardState.GATHERED)
+
+    def end_use(self) -> None:
+        """Record that the unit no longer computes from the gathered parameters, whose memory was freed."""
+        self._move_to(ShardState.SHARDED)
+
+    def free_full(self) -> None:
+        """Free the full buffer. The next gather refills the storage of views that autograd has saved."""
+        self.buffer.free()
+
+    def _move_to(self, state: ShardState) -> None:
+        assert _NEXT[self.state] is state, f"{self.label}: {self.state} -> {state}"
+        self.state = state
+
+    # Refresh
+
+    @torch.no_grad()
+    def launch_refresh(self) -> None:
+        """Copy the master to the ZeRO-3 shard, and launch the all-gather of the parts of all replicas into it."""
+        assert self.state is ShardState.SHARDED
+        self.finish_refresh()
+        zero3, own = self.zero3_shard, self._own_part
+        if self.host_shard is not None:
+            zero3 = self.host_shard.borrow()
+            own = zero3[self.mesh_info.grid.slice_within(self.layout, Extent.ZERO1, Extent.ZERO3)]
+        if self.to_host is not None:
+            self.to_host.wait(self.to_host.copy(own, self.master, to_host=False))
+        elif not self.shares_master:
+            own.copy_(self.master)
+        replica = self.mesh_info.replica_comm
+        if replica.size > 1:
+            self._refreshing = all_gather(
+                replica,
+                Collective.REFRESH,
+                zero3,
+                own,
+                name=self.label,
+                only_reads_shard=self.shares_master,
+                parts=self.mesh_info.grid.replica_part_sizes(self.layout),
+            )
+        if self.host_shard is not None:
+            self.finish_refresh()
+            self.host_shard.store(zero3)
+        self.buffer.publish(self._refreshing)
+
+    def finish_refresh(self, *, of_peers: bool = False) -> None:
+        """Wait for the last refresh of this rank's shard; with `of_peers`, also for those of the ZeRO-3 group."""
+        if self._refreshing is not None:
+            self._refreshing.wait()
+            self._refreshing = None
+        if of_peers:
+            self.buffer.wait_published(self.label)
+
+    def read_zero3(self) -> Tensor:
+        """Return the ZeRO-3 shard after the last refresh, 1-D [G / S], on the device.
+
+        A shard in host memory is copied.
+        """
+        self.finish_refresh()
+        return self.zero3_shard if self.host_shard is None else self.host_shard.arrive().to(self.mesh_info.device)

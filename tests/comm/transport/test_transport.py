@@ -1,0 +1,337 @@
+"""Contract of transports: each test runs on process groups and on shared memory, with ranks of one ZeRO-3 group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from layerzero.comm.collectives import PendingReduction
+from layerzero.comm.mesh_info import MeshInfo
+from layerzero.comm.transport.base import BufferDemand, FullBuffer, GatherOptions, Transport
+from layerzero.comm.transport.selection import may_share_memory, select_transports
+from layerzero.device.buffer_pools import BufferPool, FullBufferPool
+from layerzero.layout.flat_layout import FlatLayout, plan_layouts
+from tests.support.ranks import mesh_of, run_ranks
+
+pytestmark = pytest.mark.parametrize("name", ["process_group", "shared_memory"])
+
+CPU = torch.device("cpu")
+BF16, FP32 = torch.bfloat16, torch.float32
+NUMEL = 1024  # of a full gradient
+LATE = 0.3  # seconds
+MANY = 2  # handles
+
+
+def layout_of(world: int) -> FlatLayout:
+    (layout,) = plan_layouts([("a", (40, 3)), ("b", (9,))], num_shards=world, align=8)
+    return layout
+
+
+@contextmanager
+def transport_of(name: str) -> Iterator[tuple[Transport, MeshInfo]]:
+    """Context manager of the transport of all ranks, which is selected as for a model."""
+    world = dist.get_world_size()
+    mesh_info = MeshInfo.from_mesh(mesh_of(world))
+    demand = BufferDemand(
+        full_buffers=((layout_of(world).numel, BF16),) * MANY,
+        send_buffers={(NUMEL, FP32): 3},
+        accumulators=((NUMEL, FP32),),
+        gradients=((NUMEL, FP32),) * MANY,
+    )
+    setting = "auto" if name == "shared_memory" else "off"
+    assert may_share_memory(mesh_info, setting) is (setting == "auto")
+    pools = BufferPool(CPU), FullBufferPool(CPU)
+    transport = select_transports([mesh_info], lambda traits: demand, *pools, setting=setting)[mesh_info]
+    assert transport.traits.name == name
+    try:
+        yield transport, mesh_info
+    finally:
+        dist.barrier()  # peers may still read
+        transport.close()
+        mesh_info.groups.release()
+
+
+def shard_of(rank: int, version: int, numel: int) -> Tensor:
+    """Return the shard of a rank, bf16 [numel]; elements differ between ranks and versions."""
+    generator = torch.Generator().manual_seed(100 * version + rank)
+    return torch.randn(numel, generator=generator).to(BF16)
+
+
+def full_of(version: int, layout: FlatLayout, world: int) -> Tensor:
+    return torch.cat([shard_of(rank, version, layout.numel // world) for rank in range(world)])
+
+
+def write(transport: Transport, buffer: FullBuffer, rank: int, version: int, *, wait: bool = True) -> None:
+    """Write this rank's shard as a refresh does. Before the first read, no write has to wait."""
+    if wait:
+        transport.begin_write()
+    buffer.shard.copy_(shard_of(rank, version, buffer.shard.numel()))
+    buffer.publish(None)
+    transport.end_write()
+
+
+def gather(buffer: FullBuffer, name: str = "unit") -> Tensor:
+    pending = buffer.gather(name=name)
+    if pending is not None:
+        pending.wait()
+    return buffer.full
+
+
+# --- full buffers ---
+
+
+def _gather(rank: int, name: str) -> None:
+    world = dist.get_world_size()
+    layout = layout_of(world)
+    with transport_of(name) as (transport, mesh_info):
+        buffers = [transport.full_buffer(layout, BF16, GatherOptions()) for _ in range(MANY)]
+        counters = mesh_info.counters
+        resident = transport.traits.full_buffer_resident
+        for version, buffer in enumerate(buffers):
+            buffer.free()
+            assert buffer.read_by_peers is resident
+            assert buffer.full.numel() == layout.numel and buffer.shard.numel() == layout.numel // world
+            write(transport, buffer, rank, version, wait=False)
+        for round_ in range(3):
+            counters.reset()
+            for version, buffer in enumerate(buffers):
+                assert torch.equal(gather(buffer), full_of(version + 10 * round_, layout, world))
+            assert counters.calls == {"gather": MANY}
+            sent = 0 if resident else MANY * (world - 1) * buffers[0].shard.nbytes
+            assert counters.bytes == {("gather", "zero3"): sent}
+            assert counters.waited.keys() <= {"gather"}
+            for buffer in buffers:
+                assert buffer.nbytes == buffer.full_bytes == (0 if resident else buffer.full.nbytes)
+                buffer.free()
+                assert buffer.nbytes == 0
+                assert (buffer.full.untyped_storage().nbytes() > 0) is resident
+            transport.begin_write()
+            for version, buffer in enumerate(buffers):
+                buffer.shard.copy_(shard_of(rank, version + 10 * (round_ + 1), buffer.shard.numel()))
+                buffer.publish(None)
+            transport.end_write()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_gather_delivers_the_shards_of_all_ranks_bit_for_bit(name: str, world: int) -> None:
+    run_ranks(_gather, name, world_size=world)
+
+
+def _read_late_shard(rank: int, name: str) -> None:
+    """Let rank 1 publish its new shard late: the others wait for it in the gather."""
+    world = dist.get_world_size()
+    layout = layout_of(world)
+    with transport_of(name) as (transport, _):
+        buffer = transport.full_buffer(layout, BF16, GatherOptions())
+        write(transport, buffer, rank, 0, wait=False)
+        gather(buffer)
+        transport.begin_write()
+        if rank == 1:
+            time.sleep(LATE)
+        buffer.shard.copy_(shard_of(rank, 1, buffer.shard.numel()))
+        buffer.publish(None)
+        transport.end_write()
+        assert torch.equal(gather(buffer), full_of(1, layout, world))
+
+
+def test_a_gather_waits_for_shards_that_are_published_late(name: str) -> None:
+    run_ranks(_read_late_shard, name, world_size=2)
+
+
+def _write_while_read(rank: int, name: str) -> tuple[float, float]:
+    """Let rank 1 read for a while; return when each rank began to write and ended to read."""
+    world = dist.get_world_size()
+    layout = layout_of(world)
+    with transport_of(name) as (transport, _):
+        buffer = transport.full_buffer(layout, BF16, GatherOptions())
+        write(transport, buffer, rank, 0, wait=False)
+        before = gather(buffer).clone()
+        dist.barrier()
+        if rank == 1:
+            time.sleep(LATE)
+            assert torch.equal(buffer.full, before), "written while it is read"
+        ended = time.monotonic()
+        transport.begin_write()
+        began = time.monotonic()
+        transport.begin_write()  # inside a round this does nothing
+        write(transport, buffer, rank, 1)
+        assert torch.equal(gather(buffer), full_of(1, layout, world))
+        return began, ended
+
+
+def test_a_write_waits_for_peers_only_if_they_read_the_shard_itself(name: str) -> None:
+    (began, _), (_, ended) = run_ranks(_write_while_read, name, world_size=2)
+    assert (began >= ended) is (name == "shared_memory")
+
+
+def _post_forward(rank: int, name: str) -> None:
+    world = dist.get_world_size()
+    layout = layout_of(world)
+    with transport_of(name) as (transport, mesh_info):
+        options = GatherOptions(post_forward_comm=mesh_info.subgroup_comm(2))
+        buffer = transport.full_buffer(layout, BF16, options)
+        buffer.free()
+        kept = not transport.traits.full_buffer_resident
+        assert buffer.post_forward_bytes == (layout.numel if kept else 0), "a half, two bytes per element"
+        write(transport, buffer, rank, 0, wait=False)
+        for again in range(2):
+            gather(buffer)
+            mesh_info.counters.reset()
+            buffer.keep_post_forward()
+            buffer.free()
+            assert buffer.has_post_forward_shard is kept and buffer.nbytes == buffer.post_forward_bytes
+            if again:
+                buffer.drop_post_forward()
+                assert not buffer.has_post_forward_shard and buffer.nbytes == 0
+            assert torch.equal(gather(buffer), full_of(0, layout, world))
+            assert mesh_info.counters.calls == {"regather" if kept and not again else "gather": 1}
+            buffer.drop_post_forward()
+            buffer.free()
+
+
+def test_a_post_forward_shard_is_regathered_until_it_is_dropped(name: str) -> None:
+    run_ranks(_post_forward, name, world_size=4)
+
+
+# --- hop 1 ---
+
+
+def part_of(rank: int, number: int) -> Tensor:
+    """Return a rank's full gradient, fp32 [NUMEL], of values whose sum depends on the order of additions."""
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    return torch.randn(NUMEL, generator=generator) * 10.0 ** torch.randint(-3, 4, (NUMEL,), generator=generator)
+
+
+def sum_of(ranks: range, number: int, wire: torch.dtype) -> Tensor:
+    """Return the fp32 sum of all ranks' gradients, each rounded to `wire`, in the order of `ranks`."""
+    total = torch.zeros(NUMEL)
+    for rank in ranks:
+        total += part_of(rank, number).to(wire)
+    return total
+
+
+def hop1(transport: Transport, flat: Tensor, wire: torch.dtype) -> PendingReduction:
+    """Start hop 1; round first if the transport does not."""
+    sent = flat if transport.traits.rounds_on_read else flat.to(wire)
+    return transport.reduce_scatter(sent, wire, name="unit")
+
+
+def land(pending: PendingReduction, world: int, scale: float = 1.0) -> Tensor:
+    pending.wait()
+    target = torch.full((NUMEL // world,), torch.nan)
+    pending.add_to(target, overwrite=True, scale=scale)
+    return target
+
+
+def _reduce(rank: int, name: str) -> None:
+    world = dist.get_world_size()
+    own = slice(rank * NUMEL // world, (rank + 1) * NUMEL // world)
+    with transport_of(name) as (transport, mesh_info):
+        assert transport.traits.sums_locally
+        for number, wire in enumerate((FP32, BF16, FP32, BF16)):
+            mesh_info.counters.reset()
+            flat = transport.send_buffers.acquire(NUMEL, FP32).copy_(part_of(rank, number))
+            pending = hop1(transport, flat, wire)
+            expected = sum_of(range(world), number, wire)
+            assert torch.equal(land(pending, world), expected[own])
+            transport.send_buffers.release(flat)
+            assert not torch.equal(expected, sum_of(range(world)[::-1], number, wire)), "the order matters"
+            itemsize = FP32.itemsize if transport.traits.rounds_on_read else wire.itemsize
+            assert mesh_info.counters.calls == {"hop1": 1}
+            assert mesh_info.counters.bytes == {("hop1", "zero3"): (world - 1) * NUMEL // world * itemsize}
+            assert mesh_info.counters.waited.keys() == {"hop1"}
+
+
+def test_hop_1_adds_in_rank_order_what_is_rounded_to_the_wire_dtype(name: str) -> None:
+    run_ranks(_reduce, name, world_size=4)
+
+
+def _overwrite(rank: int, name: str, persistent: bool) -> None:
+    """Write new values to the memory that was sent, while rank 1 has not read the old ones yet."""
+    world = dist.get_world_size()
+    own = slice(rank * NUMEL // world, (rank + 1) * NUMEL // world)
+    with transport_of(name) as (transport, _):
+        accumulator = transport.send_buffer(NUMEL, FP32)
+        assert accumulator.nbytes == 0 and accumulator.read_in_place is not transport.traits.receives_copies
+        if persistent:
+            assert not accumulator.open().any() and accumulator.nbytes == 4 * NUMEL
+
+        def memory() -> Tensor:
+            return accumulator.open() if persistent else transport.send_buffers.acquire(NUMEL, FP32)
+
+        for number in range(8):
+            flat = memory().copy_(part_of(rank, number))
+            pending = transport.reduce_scatter(flat, FP32, name="unit")
+            pending.wait()
+            if rank == 1:
+                time.sleep(LATE / 4)
+            assert torch.equal(land(pending, world), sum_of(range(world), number, FP32)[own]), number
+            if not persistent:
+                transport.send_buffers.release(flat)
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["pooled", "persistent"])
+def test_memory_that_was_sent_is_writable_when_all_peers_have_read_it(name: str, persistent: bool) -> None:
+    run_ranks(_overwrite, name, persistent, world_size=2)
+
+
+def _when_writable(rank: int, name: str) -> tuple[float, float]:
+    """Let rank 1 read late; return when each rank's accumulator became writable and when its read had ended."""
+    world = dist.get_world_size()
+    with transport_of(name) as (transport, _):
+        accumulator = transport.send_buffer(NUMEL, FP32)
+        pending = transport.reduce_scatter(accumulator.open(), FP32, name="unit")
+        pending.wait()
+        if rank == 1:
+            time.sleep(LATE)
+        land(pending, world)
+        read = time.monotonic()
+        accumulator.wait_until_writable()
+        return time.monotonic(), read
+
+
+def test_an_accumulator_waits_for_readers_only_if_they_read_it_in_place(name: str) -> None:
+    (writable, _), (_, read) = run_ranks(_when_writable, name, world_size=2)
+    assert (writable >= read - 0.01) is (name == "shared_memory")
+
+
+# --- one rank is missing ---
+
+
+def _lost(rank: int, name: str, act: Callable[[Transport, FullBuffer], Any]) -> str:
+    with transport_of(name) as (transport, _):
+        buffer = transport.full_buffer(layout_of(2), BF16, GatherOptions())
+        buffer.publish(None)
+        gather(buffer)
+        message = ""
+        if rank == 0:
+            try:
+                act(transport, buffer)
+            except RuntimeError as error:
+                message = str(error)
+        else:
+            time.sleep(4)
+        return message
+
+
+def _gather_alone(transport: Transport, buffer: FullBuffer) -> None:
+    buffer.shard.zero_()
+    buffer.publish(None)
+    gather(buffer, "blocks.0")
+
+
+def _reduce_alone(transport: Transport, buffer: FullBuffer) -> None:
+    transport.reduce_scatter(torch.ones(NUMEL), FP32, name="blocks.0").wait()
+
+
+@pytest.mark.parametrize("act", [_gather_alone, _reduce_alone])
+def test_the_error_names_the_rank_that_did_not_take_part(name: str, act: Callable[..., Any]) -> None:
+    message, _ = run_ranks(_lost, name, act, world_size=2, pg_timeout=2)
+    assert "'blocks.0' failed on rank 0: rank 1 did not take part within 2 s" in message, message
