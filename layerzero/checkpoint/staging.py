@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -80,9 +80,14 @@ def _padded(tensor: Tensor) -> int:
 
 
 def staging_of(runtime: LayerZeroState) -> Staging:
-    if runtime.staging is None:
-        runtime.staging = Staging(runtime.mesh_info)
-    return cast("Staging", runtime.staging)
+    """Return the staging buffers of a model, which are created at first use."""
+
+    def make() -> Staging:
+        staging = Staging(runtime.mesh_info)
+        runtime.on_close.append(staging.finish)
+        return staging
+
+    return runtime.extension(Staging, make)
 
 
 def finish_pending(runtime: LayerZeroState) -> None:

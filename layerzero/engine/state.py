@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,15 +20,10 @@ from layerzero.engine.resources import ModelPools
 from layerzero.engine.scheduler import Scheduler
 from layerzero.engine.unit import Unit
 from layerzero.engine.weight_refresh import WeightRefresher
-from layerzero.layout.owner_layout import ParamOwner
 
 __all__ = ["LayerZeroState"]
 
-
-class Staging(Protocol):
-    """Checkpoint save that runs in the background."""
-
-    def finish(self) -> None: ...
+_T = TypeVar("_T")
 
 
 class LayerZeroState(Closable):
@@ -56,15 +51,13 @@ class LayerZeroState(Closable):
         self.mesh_info = mesh_info = model_ranks.mesh_info
         self.buffers = buffers
         self.observer = mesh_info.counters.observer
-        self.staging: Staging | None = None  # a save of layerzero.checkpoint in the background
+        self._extensions: dict[type, Any] = {}  # by class, see extension()
         self.on_close: list[Callable[[], object]] = []  # idempotent callbacks that end snapshots, watchdogs and so on
         member_of = {id(m.sharded): m for handle in self.handles for m in handle.members}
         # By name, in the order of the model. The order of the handles may differ between ranks.
         self.members = {m.name: m for parameter in model.parameters() if (m := member_of.get(id(parameter)))}
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # from shard_optimizer
         self.parameters = ParamRegistry(self.members, ignored)
-        self.owners: dict[str, ParamOwner] = {}  # by parameter name, if the optimizer needs the full parameter
-        self.owner_groups: dict[Any, Any] = {}  # owner groups by mesh and axis, for layerzero.optimizers
         self.status = ModelStatus(StructureCheck(model, self.members.values()))
         uses: list[GatheredUse] = []
         self.gradients = GradientReducer(self.handles, model_ranks)
@@ -83,6 +76,16 @@ class LayerZeroState(Closable):
             )
         return model
 
+    def extension(self, kind: type[_T], make: Callable[[], _T]) -> _T:
+        """Return the object of class `kind` that another package has attached to this model.
+
+        The first call creates the object with `make`. It is released with the model.
+        """
+        if kind not in self._extensions:
+            self._extensions[kind] = make()
+        found: _T = self._extensions[kind]
+        return found
+
     def close(self) -> None:
         """Finish background work, and release all resources of the model except its parameters.
 
@@ -90,8 +93,6 @@ class LayerZeroState(Closable):
         """
         try:
             self.scheduler.recover_interrupted_pass()
-            if self.staging is not None:
-                self.staging.finish()
             while self.on_close:
                 self.on_close.pop()()
             self.observer.end_all()

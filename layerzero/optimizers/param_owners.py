@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,14 +23,38 @@ from layerzero.estimates.specs import specs_of
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.owner_layout import JoinAxis, ParamOwner, plan_owners
 from layerzero.optimizers.compatibility_trial import group_kind, steps_matrices_separately
-from layerzero.optimizers.owner_groups import join_axis, owner_group_across, owner_group_of, positions_across
+from layerzero.optimizers.owner_groups import (
+    OwnerGroup,
+    join_axis,
+    owner_group_across,
+    owner_group_of,
+    positions_across,
+)
 from layerzero.optimizers.owner_state import with_other_owners_state
 from layerzero.optimizers.owner_step import OwnedParam, buffers_of_rounds, step_owned
 from layerzero.optimizers.torch_state_dict import asked_by_torch
 
-__all__ = ["OwnerTable"]
+__all__ = ["ModelOwners", "OwnerTable", "owners_of"]
 
 _Key = tuple[MeshInfo, int | None]  # owner group: its mesh, and the model-parallel axis that is joined
+
+
+@dataclass
+class ModelOwners:
+    """Owners of the parameters of one model that any of its optimizers needs in full.
+
+    Attributes:
+        owners: by parameter name.
+        groups: owner groups, by mesh and joined axis.
+    """
+
+    owners: dict[str, ParamOwner] = field(default_factory=dict)
+    groups: dict[_Key, OwnerGroup] = field(default_factory=dict)
+
+
+def owners_of(runtime: LayerZeroState) -> ModelOwners:
+    """Return the owners of the parameters of a model."""
+    return runtime.extension(ModelOwners, ModelOwners)
 
 
 class OwnerTable:
@@ -49,6 +73,7 @@ class OwnerTable:
     def __init__(self, runtime: LayerZeroState, inner: Optimizer, full_param_kinds: Collection[str] = ()) -> None:
         self.owned: dict[int, OwnedParam] = {}
         self._runtime = runtime
+        self._model_owners = owners_of(runtime)
         self._inner = inner
         self._full_param_kinds = frozenset(full_param_kinds)
         self._known_kinds = {group_kind(group) for group in inner.param_groups}
@@ -71,8 +96,8 @@ class OwnerTable:
             return
         self._find_requests([member for member, _ in members if member.name not in self._examined])
         for member, master in members:
-            owner = self._runtime.owners[member.name]
-            owner_group = self._runtime.owner_groups[member.spec.mesh_info, owner.axis]
+            owner = self._model_owners.owners[member.name]
+            owner_group = self._model_owners.groups[member.spec.mesh_info, owner.axis]
             self.owned[id(member.sharded)] = OwnedParam(member, owner, owner_group, group, master)
         self._reserve_buffers()
 
@@ -83,7 +108,7 @@ class OwnerTable:
 
     def follow(self) -> None:
         """Update owners and owner groups after a change of layout."""
-        owners, owner_groups = self._runtime.owners, self._runtime.owner_groups
+        owners, owner_groups = self._model_owners.owners, self._model_owners.groups
         for key, each in self.owned.items():
             owner = owners[each.member.name]
             owner_group = owner_groups[each.member.spec.mesh_info, owner.axis]
@@ -144,9 +169,9 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
         RuntimeError: gradients, optimizer state or views refer to rows that must move. Owners and rows are not changed.
         ValueError: parameters or axes to join differ between ranks, or parts on model-parallel axes cannot be joined.
     """
-    names = {*runtime.owners, *(member.name for member in members)}
-    to_ask = [member for member in members if _may_be_a_part(member, runtime.owners.get(member.name))]
-    if names == set(runtime.owners) and not to_ask:
+    names = {*owners_of(runtime).owners, *(member.name for member in members)}
+    to_ask = [member for member in members if _may_be_a_part(member, owners_of(runtime).owners.get(member.name))]
+    if names == set(owners_of(runtime).owners) and not to_ask:
         return
     plan: dict[Handle, FlatLayout] = {}
     owners: dict[str, ParamOwner] = {}
@@ -157,13 +182,13 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
     try:
         before = _join_axes(runtime)
         join_axes = before | _requested_join_axes(to_ask, optimizer, runtime.mesh_info.device)
-        changes = names != set(runtime.owners) or join_axes != before
+        changes = names != set(owners_of(runtime).owners) or join_axes != before
         if changes:
             plan, owners = _plan(runtime, names, join_axes)
             moved = [handle for handle in runtime.handles if handle.layout != plan[handle]]
             runtime.scheduler.recover_interrupted_pass()
             runtime.gradients.apply_user_grads()
-            _require_untouched(runtime, moved or runtime.handles, {n for n in names if n in runtime.owners})
+            _require_untouched(runtime, moved or runtime.handles, {n for n in names if n in owners_of(runtime).owners})
         new_owner_groups = _new_owner_groups(runtime, owners)
     except (RuntimeError, ValueError) as error:
         failure = error
@@ -177,7 +202,7 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
     )
     if not changes:
         return
-    runtime.owner_groups |= {
+    owners_of(runtime).groups |= {
         (mesh_info, axis): owner_group_of(mesh_info) if axis is None else owner_group_across(mesh_info, axis, places)
         for (mesh_info, axis), places in new_owner_groups.items()
     }
@@ -187,7 +212,7 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
     for handle in moved:
         handle.weights.finish_refresh()
         handle.recut(plan[handle])
-    runtime.owners = owners
+    owners_of(runtime).owners = owners
     runtime.buffers.scratch.expected = _scratch_buffers(runtime)
     for each in runtime.optimizers:
         each.on_layout_change()  # type: ignore[attr-defined]
@@ -226,7 +251,7 @@ def _may_be_a_part(member: ManagedParam, owner: ParamOwner | None) -> bool:
 def _join_axes(runtime: LayerZeroState) -> dict[str, JoinAxis]:
     """Return the model-parallel axis along which each owned parameter is joined, by name. Omit parameters without."""
     found: dict[str, JoinAxis] = {}
-    for name, owner in runtime.owners.items():
+    for name, owner in owners_of(runtime).owners.items():
         model_parallel = runtime.members[name].spec.model_parallel
         if model_parallel is not None and owner.axis is not None:
             found[name] = JoinAxis(
@@ -271,7 +296,7 @@ def _new_owner_groups(
             runtime.members[name].spec.model_parallel,
             owner.axis,
         )
-        if (mesh_info, axis) not in {*runtime.owner_groups, *found}:
+        if (mesh_info, axis) not in {*owners_of(runtime).groups, *found}:
             found[mesh_info, axis] = (
                 {} if model_parallel is None or axis is None else positions_across(mesh_info, model_parallel, axis)
             )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from layerzero import checkpoint
 from layerzero.checkpoint import atomic_files, safetensors_writer
+from layerzero.checkpoint.staging import staging_of
 from layerzero.engine.hooks import get_state
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import different
@@ -59,7 +60,7 @@ def _staged(rank: int, folder: str) -> None:
         train(model, optimizer, range(step, step + 1))
         states.append(everything(model, optimizer))
         pending = checkpoint.save_async(f"{folder}/step-{step}", model, optimizer, {"step": step})
-        buffers.append(get_state(model).staging._memory.data_ptr())
+        buffers.append(staging_of(get_state(model))._memory.data_ptr())
     pending.wait()
     assert buffers[1] == buffers[2], "host memory is taken again"
     for step, expected in enumerate(states):
@@ -117,15 +118,15 @@ def test_an_error_surfaces_in_wait_and_is_told_by_the_next_call_which_goes_on(tm
 def _lost_by_one(rank: int, folder: str) -> None:
     model, optimizer = sharded_net(2)
     checkpoint.save_async(f"{folder}/one", model, optimizer).wait()
-    group = get_state(model).staging.group
+    group = staging_of(get_state(model)).group
     for name, loser in (("two", 1), ("three", 0)):
         if rank == loser:
-            get_state(model).staging.group = None  # as after an agreement that failed on this rank only
+            staging_of(get_state(model)).group = None  # as after an agreement that failed on this rank only
         checkpoint.save_async(f"{folder}/{name}", model, optimizer).wait()
-        assert get_state(model).staging.group is not group, "all have made another one"
-        group = get_state(model).staging.group
+        assert staging_of(get_state(model)).group is not group, "all have made another one"
+        group = staging_of(get_state(model)).group
     checkpoint.save_async(f"{folder}/four", model, optimizer).wait()
-    assert get_state(model).staging.group is group, "which is kept"
+    assert staging_of(get_state(model)).group is group, "which is kept"
     dist.barrier()
     assert len(list(Path(folder).iterdir())) == 4
 

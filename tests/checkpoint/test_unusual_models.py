@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import atomic_files, run_folder, whole_model_files
-from layerzero.checkpoint.staging import Staging
+from layerzero.checkpoint.staging import Staging, staging_of
 from layerzero.engine.hooks import get_state
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.models import IntegerNet, different, exact_sgd, full_parameters, integer_net
@@ -231,7 +231,7 @@ def _no_memory(rank: int, folder: str) -> None:
             checkpoint.save_async(f"{folder}/one", model, optimizer)
     finally:
         Staging.copy = copy
-    staging = get_state(model).staging
+    staging = staging_of(get_state(model))
     broken = staging.group
     checkpoint.save_async(f"{folder}/two", model, optimizer).wait()
     staging.group = None  # as after a lost peer

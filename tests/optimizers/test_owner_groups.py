@@ -17,6 +17,7 @@ from layerzero.comm.mesh_info import mesh_of_ranks
 from layerzero.engine.hooks import get_state
 from layerzero.optimizers import param_owners
 from layerzero.optimizers.compatibility_trial import steps_matrices_separately
+from layerzero.optimizers.param_owners import owners_of
 from tests.optimizers.test_owner_meshes import (
     OPTIMIZERS,
     STACKS,
@@ -44,7 +45,9 @@ def _second(rank: int, names: tuple[str, str]) -> None:
     model, net = mixture(2, 2, expert_size=2, dtensor=True, kind=Linearly), Linearly()
     ours = [layerzero.shard_optimizer(STACKS[name](model), model) for name in names]
     theirs = [STACKS[name](net) for name in names]
-    assert get_state(model).owners["layers.0.experts.weight"].axis == 0, "one of them takes norms over whole stacks"
+    assert owners_of(get_state(model)).owners["layers.0.experts.weight"].axis == 0, (
+        "one of them takes norms over whole stacks"
+    )
     for step in range(3):
         for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
             batches = [integer_batch(step=step, micro_batch=index, rank=r) for r in range(4)]
@@ -71,7 +74,7 @@ def _too_late(rank: int) -> None:
     again = layerzero.shard_optimizer(STACKS["each matrix"](model), model)  # needs no more than exists
     with pytest.raises(RuntimeError, match=r"another optimizer already has state for 'layers.\d.experts.weight'"):
         layerzero.shard_optimizer(STACKS["whole stack"](model), model)
-    assert get_state(model).owners["layers.0.experts.weight"].axis is None
+    assert owners_of(get_state(model)).owners["layers.0.experts.weight"].axis is None
     assert not different(full_parameters(model), before)
     stacks_step(model, again, rank, 1)
 
@@ -87,7 +90,7 @@ def _unlike_trials(rank: int) -> None:
             patch.setattr(param_owners, "steps_matrices_separately", lambda *_: False)
         with pytest.raises(ValueError, match=r"put together along further axes is .* on rank"):
             layerzero.shard_optimizer(STACKS["each matrix"](model), model)
-    assert not get_state(model).owners
+    assert not owners_of(get_state(model)).owners
     stacks_step(model, layerzero.shard_optimizer(STACKS["each matrix"](model), model), rank, 0)
 
 

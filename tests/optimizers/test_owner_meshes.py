@@ -25,6 +25,7 @@ from layerzero import checkpoint
 from layerzero.comm.mesh_info import mesh_of_ranks
 from layerzero.engine.hooks import get_state
 from layerzero.optimizers.compatibility_trial import steps_matrices_separately
+from layerzero.optimizers.param_owners import owners_of
 from tests.dtensor.test_tensor_parallel import Net as Uneven
 from tests.dtensor.test_tensor_parallel import parallel as uneven
 from tests.estimates.test_memory_estimate import needs_parking
@@ -443,7 +444,7 @@ def expect_stacks(model: nn.Module, optimizer: Any, name: str, steps: int) -> No
 def _saves_stacks(rank: int, path: str, name: str) -> list[dict[str, int]]:
     model = mixture(2, 2, expert_size=2, dtensor=True, kind=Linearly)
     optimizer = layerzero.shard_optimizer(STACKS[name](model), model)
-    owner = get_state(model).owners["layers.0.experts.weight"]
+    owner = owners_of(get_state(model)).owners["layers.0.experts.weight"]
     assert (owner.axis is None) is (name == "each matrix"), "nothing crosses the ep axis where nothing has to"
     for step in range(2):
         stacks_step(model, optimizer, rank, step)
@@ -537,7 +538,11 @@ def _held(rank: int, size: int) -> int:
     runtime, sent = get_state(model), Counter[str]()
     grid = runtime.mesh_info.grid
     for member in runtime.members.values():
-        owner, model_parallel, own = runtime.owners[member.name], member.spec.model_parallel, member.master.numel()
+        owner, model_parallel, own = (
+            owners_of(runtime).owners[member.name],
+            member.spec.model_parallel,
+            member.master.numel(),
+        )
         is_mine = owner[:2] == (grid.replica_rank, grid.zero3_rank) and (
             owner.axis is None or model_parallel.place_on(owner.axis) == owner.t
         )

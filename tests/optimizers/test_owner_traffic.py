@@ -21,6 +21,7 @@ import layerzero
 from layerzero.device.buffer_pools import BufferPool
 from layerzero.engine.hooks import get_state
 from layerzero.layout.shard_grid import Extent
+from layerzero.optimizers.param_owners import owners_of
 from tests.optimizers.test_owner_step import Wide, matrices, others, owned_sgd, rows, step_of, used_in
 from tests.support.late_backend import NAME, register
 from tests.support.models import LayerwiseScaling, different, exact_sgd, full_parameters
@@ -84,7 +85,7 @@ def _count(rank: int, zero3_size: int) -> tuple[int, int]:
             sent["refresh"] += 2 * (replicas - 1) * own
         if not elementwise:
             for member in runtime.members.values():
-                owner, mine = runtime.owners[member.name], member.master.numel()
+                owner, mine = owners_of(runtime).owners[member.name], member.master.numel()
                 if owner.r == grid.replica_rank and owner.s != grid.zero3_rank:
                     sent["owner_gather"] += 2 * 4 * mine
                 elif owner[:2] == (grid.replica_rank, grid.zero3_rank):
@@ -124,7 +125,9 @@ def _hold(rank: int, zero3_size: int) -> None:
         with mock.patch.object(BufferPool, "acquire", spy):
             optimizer.step()
         whole = [
-            m for m in runtime.members.values() if runtime.owners[m.name][:2] == (grid.replica_rank, grid.zero3_rank)
+            m
+            for m in runtime.members.values()
+            if owners_of(runtime).owners[m.name][:2] == (grid.replica_rank, grid.zero3_rank)
         ]
         away = [4 * math.prod(m.spec.shape) for m in whole if len(m.spec.rows) < m.spec.shape[0]]
         largest = 4 * max(math.prod(member.spec.shape) for member in runtime.members.values())
