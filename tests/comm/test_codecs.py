@@ -306,7 +306,7 @@ def _without_gathers(rank: int) -> None:
         for model in (plain, coded):
             train(model, rank)
         assert not different(full_parameters(coded), full_parameters(plain))
-        assert not layerzero.traffic(coded).calls.get("gather")
+        assert not layerzero.traffic(coded).bytes.get("gather")
 
 
 def test_where_nothing_is_gathered_it_has_no_effect() -> None:

@@ -258,10 +258,10 @@ def _reported(rank: int) -> None:
             others = plain.weights.full_buffer.nbytes if plain.weights.gathers else 0
             assert layer.gathered_memory.nbytes == rows * WIDTH + rows * 8 + others, "int8 rows and fp64 scales"
             assert extended.weights.gathers == (size > 1) and not extended.weights.buffer.read_by_peers
-            if size > 1 and sharing == "off":
+            if size > 1:
                 assert traffic.predicted["gather"] == traffic.bytes["gather"]
             # In each forward and backward of a layer: the two inputs, and the plain parameters in the gathered dtype.
-            assert traffic.calls.get("gather", 0) == 12 * (0 if size == 1 else 3 if plain.gathers else 2)
+            assert traffic.calls.get("gather", 0) == 12 * (0 if size == 1 else 3)
 
 
 def test_what_it_takes_and_sends_is_counted() -> None:

@@ -256,7 +256,8 @@ def _shared(rank: int) -> None:
     assert not different(*found)
     model = shard(blocks(), reshard_after_forward=2)
     loss_of(model(batch(rank, 0))).backward()
-    assert not layerzero.traffic(model).calls.get("gather") and not layerzero.traffic(model).calls.get("regather")
+    traffic = layerzero.traffic(model)
+    assert traffic.bytes["gather"] == 0 and "regather" not in traffic.calls, traffic
     report = layerzero.memory(model)
     assert not report.measured["full_buffer"] and not report.measured["idle_buffer"]
 
