@@ -334,7 +334,7 @@ def _from_environment(rank: int, path: str) -> None:
         train(acc, (model, optimizer, loader, scheduler))
         calls = layerzero.traffic(model).calls
         assert calls["hop1"] == calls["hop2"] == 4 * 4  # "full": one each a step, of three units and the root
-        with pytest.raises(ValueError, match="zero3_size given twice"):
+        with pytest.raises(ValueError, match="zero3_size is set both as an argument and in"):
             LayerZeroPlugin(zero3_size=4)
 
 

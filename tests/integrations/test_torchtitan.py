@@ -274,7 +274,7 @@ def _refused(rank: int, folder: str, section: str, field: str, value: Any, messa
     [
         ("parallelism", "spmd_backend", "spmd_types", "--parallelism.spmd_backend partial_dtensor"),
         ("training", "enable_cpu_offload", True, "offload_optimizer=True"),
-        ("parallelism", "enable_fsdp_symm_mem", True, "leave it out"),
+        ("parallelism", "enable_fsdp_symm_mem", True, "Leave it out"),
         ("parallelism", "pipeline_parallel_degree", 2, "docs/pipelines.md"),
         ("parallelism", "context_parallel_degree", 2, "tensor_parallel_degree"),
         ("training", "disable_cuda_graphs", False, "--training.disable_cuda_graphs"),
