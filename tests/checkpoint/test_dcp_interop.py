@@ -100,7 +100,7 @@ def _ours_saves(rank: int, path: str, name: str, plainly: bool) -> dict[str, Ten
     model, optimizer = ours(name, 2)
     train(model, optimizer, range(2))
     if plainly:
-        dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+        dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict_by_name()}, checkpoint_id=path)
     else:
         checkpoint.save(path, model, optimizer)
     return everything(model, optimizer)
@@ -131,7 +131,7 @@ def test_a_checkpoint_of_ours_loads_into_fsdp2(tmp_path: Path, name: str, plainl
 def _plain_round_trip(rank: int, path: str, name: str) -> dict[str, dict[str, Tensor]]:
     model, optimizer = ours(name, 1, seed=1)
     train(model, optimizer, range(3, 4))  # so that there is a state to load into
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict_by_name()}
     dcp.load(state, checkpoint_id=path)
     optimizer.load_state_dict(state["optimizer"])
     fresh, its_optimizer = ours(name, 1, seed=1)

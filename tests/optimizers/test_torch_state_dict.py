@@ -76,7 +76,7 @@ def _whole(value: Any) -> Tensor:
 
 def _everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     found = {f"model.{name}": _whole(parameter) for name, parameter in model.named_parameters()}
-    for name, values in optimizer.state_dict()["state"].items():
+    for name, values in optimizer.state_dict_by_name()["state"].items():
         found |= {f"optimizer.{name}.{key}": _whole(value) for key, value in values.items()}
     found |= {f"lr.{i}": torch.tensor(group["lr"]) for i, group in enumerate(optimizer.param_groups)}
     return found
@@ -96,7 +96,7 @@ def _save(rank: int, path: str, kind: str, flat: bool) -> dict[str, dict[str, Te
         listed = [name for group in optimizer_state["param_groups"] for name in group["params"]]
         assert sorted(listed) == sorted(name for name, _ in model.named_parameters())
     assert names == trained, names
-    assert optimizer.state_dict()["state"].keys() == trained, "ours are by name, too"
+    assert optimizer.state_dict_by_name()["state"].keys() == trained, "ours are by name, too"
     dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=path)
     _train(model, optimizer, range(2, 4))
     return {"saved": saved, "continued": _everything(model, optimizer)}
@@ -278,17 +278,17 @@ def _other_names(rank: int) -> None:
         values["exp_avg"].fill_(index)
     set_optimizer_state_dict(model, optimizer, state)
     expected = {name: index for index, name in enumerate(state["state"])}
-    own = optimizer.state_dict()["state"]
+    own = optimizer.state_dict_by_name()["state"]
     for name, value in expected.items():
         moments = own[name.replace("head.", "head._orig_mod.")]["exp_avg"]
         assert moments.full_tensor().eq(value).all(), name
-    renamed = optimizer.state_dict()
+    renamed = optimizer.state_dict_by_name()
     renamed["state"]["second.weight"] = renamed["state"].pop("first.weight")
     for group in renamed["param_groups"]:
         group["params"] = ["second.weight" if name == "first.weight" else name for name in group["params"]]
     optimizer.state.clear()
     optimizer.load_state_dict(renamed)
-    assert optimizer.state_dict()["state"]["first.weight"]["exp_avg"].full_tensor().eq(expected["first.weight"]).all()
+    assert optimizer.state_dict_by_name()["state"]["first.weight"]["exp_avg"].full_tensor().eq(expected["first.weight"]).all()
 
 
 def test_parameters_are_found_by_every_name_that_they_have() -> None:
