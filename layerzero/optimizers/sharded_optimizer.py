@@ -561,6 +561,11 @@ class ShardedOptimizer(OptimizerProxy):
             )
         return found or {}
 
+    @property
+    def has_owners(self) -> bool:
+        """Whether the optimizer needs some parameters in full, so that their state is on their owners."""
+        return bool(self._owner_table.owned)
+
     def parameter_names(self, group: Mapping[str, Any]) -> list[str]:
         """Return the names of the parameters of a group in :meth:`state_dict_by_name`."""
         return [self._name(parameter) for parameter in group["params"]]

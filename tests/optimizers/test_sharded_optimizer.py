@@ -194,7 +194,7 @@ def _save_and_load(rank: int) -> None:
         optimizer = layerzero.shard_optimizer(factory(model.parameters()), model)
         train(model, optimizer, rank, range(2))
         optimizer.param_groups[0]["lr"] /= 2
-        saved = optimizer.state_dict()
+        saved = optimizer.state_dict_by_name()
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         assert saved["state"].keys() == shapes.keys() == set(saved["param_groups"][0]["params"]), name
         whole: dict[str, dict[str, Any]] = {}
@@ -218,7 +218,7 @@ def _save_and_load(rank: int) -> None:
         assert_close(other_sharding, expected, f"{name}: continued in another sharding")
 
 
-def test_state_dict_is_keyed_by_name_and_training_continues_from_it() -> None:
+def test_state_by_name_is_keyed_by_name_and_training_continues_from_it() -> None:
     run_ranks(_save_and_load)
 
 
@@ -226,7 +226,7 @@ def _load_nonsense(rank: int) -> None:
     model = shard()
     optimizer = layerzero.shard_optimizer(OPTIMIZERS["Adam fused"](model.parameters()), model)
     train(model, optimizer, rank, [0])
-    saved = optimizer.state_dict()
+    saved = optimizer.state_dict_by_name()
     before = {n: v["exp_avg"].to_local().clone() for n, v in saved["state"].items()}
     (group,), weight = saved["param_groups"], saved["state"]["first.weight"]
     for bad, culprit in (
