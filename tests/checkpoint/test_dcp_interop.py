@@ -96,6 +96,27 @@ def test_a_checkpoint_of_fsdp2_or_ddp_loads_into_a_sharded_model(tmp_path: Path,
         assert not (wrong := different(found, saved)), f"{world_size, zero3_size}: {wrong}"
 
 
+def _torch_loads(rank: int, path: str, name: str) -> dict[str, Tensor]:
+    model, optimizer = ours(name, 2, seed=1)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optim": optimizer_state}
+    with pytest.raises(dcp.api.CheckpointException, match="Missing key in checkpoint state_dict: .*param_names"):
+        dcp.load(state, checkpoint_id=path)
+    for group in optimizer_state["param_groups"]:
+        del group["param_names"]  # FSDP2's optimizer was built without names
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_torchs_own_load_reads_a_checkpoint_of_fsdp2_without_names_in_its_groups(tmp_path: Path, name: str) -> None:
+    path = str(tmp_path / "dcp")
+    saved = run_ranks(_they_save, path, name, "nested", world_size=2)[0]
+    found = run_ranks(_torch_loads, path, name, world_size=2)[0]
+    assert not (wrong := different(found, saved)), wrong
+
+
 def _ours_saves(rank: int, path: str, name: str, plainly: bool) -> dict[str, Tensor]:
     model, optimizer = ours(name, 2)
     train(model, optimizer, range(2))
