@@ -100,7 +100,7 @@ def _torch_loads(rank: int, path: str, name: str) -> dict[str, Tensor]:
     model, optimizer = ours(name, 2, seed=1)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optim": optimizer_state}
-    with pytest.raises(dcp.api.CheckpointException, match="Missing key in checkpoint state_dict: .*param_names"):
+    with pytest.raises(dcp.api.CheckpointException, match=r"Missing key in checkpoint state_dict: .*param_names"):
         dcp.load(state, checkpoint_id=path)
     for group in optimizer_state["param_groups"]:
         del group["param_names"]  # FSDP2's optimizer was built without names
