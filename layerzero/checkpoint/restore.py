@@ -375,7 +375,9 @@ class RestorePlan:
             {**group, **self._decoder.decode(found), "params": optimizer.parameter_names(group)}
             for group, found in zip(optimizer.param_groups, settings, strict=True)
         ]
-        state = optimizer.state_dict()["state"] if self.problems else {}  # strict=False keeps entries without a match
+        state = (
+            optimizer.state_dict_by_name()["state"] if self.problems else {}
+        )  # strict=False keeps entries without a match
         for name, values in self._optimizer_state.items():
             kept, loaded = self._kept[name], self._decoder.decode(values)
             state[name] = {entry: as_kept(value, kept.get(entry)) for entry, value in loaded.items()}

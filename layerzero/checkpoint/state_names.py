@@ -156,7 +156,7 @@ def encode_all(
     encoder = Encoder(rank, names.of_rows, names.apart.is_rank_local, names.apart.tells)
     stepped: dict[str, Any] | None = None
     if optimizer is not None:
-        state, groups = _renamed(optimizer.state_dict(), names.to_stored)
+        state, groups = _renamed(optimizer.state_dict_by_name(), names.to_stored)
         _check_state(names, state)
         groups = [{**group, "params": names.apart.joint_names(group["params"])} for group in groups]
         stepped = {"class": type(optimizer.inner).__name__, "state": names.apart.joint(state), "param_groups": groups}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,13 +18,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torchtitan import trainer
 from torchtitan.components import optimizer as optimizers
 from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.components.optimizer.utils import get_flat_optim_state_dict, init_optim_state
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import apply_compile
 
 from layerzero.engine.hooks import get_state
 from layerzero.integrations.loop_settings import Settings, is_sharded
-from layerzero.optimizers.sharded_optimizer import shard_optimizer
+from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
 from layerzero.sharding.module_methods import no_sync
 
 __all__ = ["OptimizersContainer", "Trainer", "parallelize", "with_layerzero"]
@@ -246,6 +248,32 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
         )
         return optimizer if owner is None else shard_optimizer(optimizer, owner)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return torchtitan's flat state dict, with sharded tensors. All ranks must call this.
+
+        An optimizer without state returns its initial state. If it needs full parameters (Muon), it first makes a step
+        with zero gradients and learning rate 0, as in torchtitan.
+        """
+        flat: dict[str, Any] = {}
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, ShardedOptimizer) and optimizer.has_owners:
+                _create_owned_state(optimizer)
+                flat |= get_flat_optim_state_dict(SimpleNamespace(state_dict=optimizer.state_dict_by_name))
+            else:
+                init_optim_state(optimizer)
+                flat |= get_flat_optim_state_dict(optimizer)
+        return flat
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the result of :meth:`state_dict`. All ranks must call this."""
+        for optimizer in self.optimizers:  # torchtitan loads only the entries of states that are stored
+            if isinstance(optimizer, ShardedOptimizer):
+                if optimizer.has_owners:
+                    _create_owned_state(optimizer)
+                else:
+                    optimizer.adopt_state_dict(optimizer.state_dict())
+        super().load_state_dict(state_dict)
+
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
         factory = getattr(torch.optim, name, None)
@@ -254,6 +282,16 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
                 f"optimizer_name {name!r} is not an optimizer of torch.optim. Use a name such as 'AdamW' or 'Muon'"
             )
         return factory
+
+
+def _create_owned_state(optimizer: ShardedOptimizer) -> None:
+    """Call torchtitan's ``init_optim_state`` if no rank has state.
+
+    That function does nothing if ``optimizer.state`` is true, which it always is for a sharded optimizer.
+    """
+    if not optimizer.state_dict_by_name()["state"]:
+        groups, step, zero_grad = optimizer.param_groups, optimizer.step, optimizer.zero_grad
+        init_optim_state(SimpleNamespace(state={}, param_groups=groups, step=step, zero_grad=zero_grad))
 
 
 class Trainer(trainer.Trainer):  # type: ignore[misc]

@@ -312,7 +312,7 @@ class ShardedMegatronOptimizer:
 
         The optimizer state is ordered by chunk, then keyed by parameter name.
         """
-        state: dict[str, Any] = {"optimizer": [o and o.state_dict() for o in self.sharded]}
+        state: dict[str, Any] = {"optimizer": [o and o.state_dict_by_name() for o in self.sharded]}
         if self.grad_scaler is not None:
             state["grad_scaler"] = self.grad_scaler.state_dict()
         if any(self.emas):

@@ -156,7 +156,7 @@ def _tensors(
     The keys combine the chunk's index and the parameter's name.
     """
     _, described = global_params(pair.chunk.module, get_state(pair.chunk).members.values(), metadata)
-    state = pair.optimizer.state_dict()["state"]
+    state = pair.optimizer.state_dict_by_name()["state"]
     averages = {} if pair.ema is None else pair.ema.state_dict()["averages"]
     result: dict[str, Any] = {}
     for group in pair.groups:

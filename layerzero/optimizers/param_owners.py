@@ -32,7 +32,6 @@ from layerzero.optimizers.owner_groups import (
 )
 from layerzero.optimizers.owner_state import with_other_owners_state
 from layerzero.optimizers.owner_step import OwnedParam, buffers_of_rounds, step_owned
-from layerzero.optimizers.torch_state_dict import asked_by_torch
 
 __all__ = ["ModelOwners", "OwnerTable", "owners_of"]
 
@@ -138,13 +137,17 @@ class OwnerTable:
         """
         if not self.owned:
             return dict(state)
-        if asked_by_torch():
-            raise NotImplementedError(
-                f"torch.distributed.checkpoint.state_dict cannot read the state of {type(self._inner).__name__}, which "
-                "is on the owners of full parameters. Use layerzero.checkpoint.save, or optimizer.state_dict() on "
-                "every rank"
-            )
         return with_other_owners_state(state, list(self.owned.values()), self._runtime.ranks)
+
+    def refuse_numbered_state(self) -> None:
+        """Raise NotImplementedError if the optimizer has owned parameters."""
+        if self.owned:
+            raise NotImplementedError(
+                f"state_dict() of {type(self._inner).__name__} is not supported, and neither is "
+                "torch.distributed.checkpoint.state_dict: the optimizer needs full parameters, whose state is on their "
+                "owners, and torch would take this rank's part for the full state. Call "
+                "optimizer.state_dict_by_name() on every rank, or use layerzero.checkpoint.save"
+            )
 
     def refuse(self, method: str) -> None:
         """Raise RuntimeError if the optimizer has owned parameters, because `method` would see only their rows."""

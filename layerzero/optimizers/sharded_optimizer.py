@@ -48,7 +48,7 @@ from layerzero.optimizers.param_owners import OwnerTable
 from layerzero.optimizers.pipelined_step import update
 from layerzero.optimizers.placeholders import Placeholders
 from layerzero.optimizers.state_view import ParamKeyedState
-from layerzero.optimizers.torch_state_dict import asked_by_torch, by_own_names, first_state, numbered
+from layerzero.optimizers.torch_state_dict import by_own_names, first_state, first_states, numbered
 from layerzero.optimizers.wrapped_optimizer import (
     MasterKeyedState,
     OptimizerProxy,
@@ -152,7 +152,7 @@ class ShardedOptimizer(OptimizerProxy):
             inner.param_groups, inner.state = old_groups, old_state
             raise
         self.param_groups = inner.param_groups
-        self.state = ParamKeyedState(inner, self._master_of)  # type: ignore[assignment]
+        self.state = ParamKeyedState(inner, self._master_of, self._owner_table.owned)  # type: ignore[assignment]
         for group, old, masters in zip(self.param_groups, old_parameters, self._masters, strict=True):
             for parameter, master in zip(old, masters, strict=True):
                 if parameter in old_state:
@@ -329,38 +329,103 @@ class ShardedOptimizer(OptimizerProxy):
         self._member_at[key] = member
         return master
 
-    # State by name
+    # State dicts
 
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the state and the groups, with parameters identified by name.
+        """Return the state and the groups in the form of ``torch.optim``, with sharded tensors.
 
-        If parameters have owners, every rank must call this method.
+        Parameters are numbered in the order of the groups. Trainable parameters that the optimizer has not stepped yet
+        have their initial state, so that ``torch.distributed.checkpoint`` has tensors to load into. Initial states are
+        created for the call and are not stored. Parameters whose state is empty are left out.
+
+        Returns:
+            ``{"state": {number: {key: value}}, "param_groups": [{"params": [number, ...], "param_names": [name, ...],
+            "lr": ..., ...}]}``. Tensors of a parameter's shape are sharded tensors of the global shape that share
+            memory with the optimizer's state. ``"param_names"`` are the names in the model, or the names that you
+            passed to the optimizer.
+
+        Raises:
+            NotImplementedError: parameters have owners (Muon). Use :meth:`state_dict_by_name`.
+
+        Example::
+
+            from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+            model_state, optimizer_state = get_state_dict(model, optimizer)  # calls this method
+            state = {"model": model_state, "optim": optimizer_state}
+            torch.distributed.checkpoint.load(state, checkpoint_id=path)
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        """
+        self._owner_table.refuse_numbered_state()
+
+        def with_numbers() -> dict[str, Any]:
+            state: dict[str, dict[str, Any]] = {}
+            for group, names in self._named_groups():
+                held = [(name, p, self._master_of[id(p)]) for name, p in zip(names, group["params"], strict=True)]
+                unstepped = [master for _, p, master in held if p.requires_grad and not self.inner.state.get(master)]
+                initial = first_states(self.inner, group, unstepped)
+                for name, parameter, master in held:
+                    values = self.inner.state.get(master) or (next(initial) if parameter.requires_grad else {})
+                    if values:
+                        state[name] = self._shown_state(parameter, values)
+            groups = [{"param_names": names, **group, "params": names} for group, names in self._named_groups()]
+            return numbered({"state": state, "param_groups": groups})
+
+        return self._with_hooks(with_numbers)
+
+    def state_dict_by_name(self) -> dict[str, Any]:
+        """Return the state and the groups, with parameters identified by their names in the model.
+
+        The result contains only states that the optimizer has stored. If parameters have owners (Muon), every rank must
+        call this method, and the result contains the states of all owners.
 
         Returns:
             ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], "lr": ..., ...}]}``. Tensors of
-            a parameter's shape are sharded tensors that share memory with the optimizer's state. State tensors of owned
-            parameters are sharded tensors whose rows are all on the owner. If
-            ``torch.distributed.checkpoint.state_dict`` is among the callers, parameters are numbered instead. See
-            [Note: torch's get_state_dict].
+            a parameter's shape are sharded tensors of the global shape that share memory with the optimizer's state.
+            State tensors of owned parameters are sharded tensors whose rows are all on the owner.
+
+        Raises:
+            TypeError: the state of an owned parameter has a value that the owner cannot send. All ranks raise.
+
+        Example::
+
+            state = optimizer.state_dict_by_name()
+            momentum = state["state"]["head.weight"]["exp_avg"].full_tensor()  # on every rank
+            optimizer.load_state_dict(state)
         """
+
+        def with_names() -> dict[str, Any]:
+            stored = ((p, self.inner.state[self._master_of[id(p)]]) for p in self.state)
+            state = {self._name(p): self._shown_state(p, values) for p, values in stored}
+            groups = [{**group, "params": names} for group, names in self._named_groups()]
+            return {"state": self._owner_table.with_other_owners_state(state), "param_groups": groups}
+
+        return self._with_hooks(with_names)
+
+    def _with_hooks(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the state dict that `make` returns, and run the hooks for state dicts before and after it."""
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        by_number, state = asked_by_torch(), {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter in self.state or (by_number and parameter.requires_grad):
-                    holder = self._holder_of(parameter)
-                    values = {key: show(value, holder) for key, value in self.state[parameter].items()}
-                    if values or not by_number:
-                        state[self._name(parameter)] = values
-        state = self._owner_table.with_other_owners_state(state)
-        groups = [{**group, "params": self.parameter_names(group)} for group in self.param_groups]
-        result: dict[str, Any] = {"state": state, "param_groups": groups}
-        result = numbered(result) if by_number else result
+        result = make()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, result)
             result = result if changed is None else changed
         return result
+
+    def _shown_state(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
+        holder = self._holder_of(parameter)
+        return {key: show(value, holder) for key, value in values.items()}
+
+    def _named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
+        """Return each group with the names of its parameters."""
+        return [(group, self.parameter_names(group)) for group in self.param_groups]
+
+    def _by_own_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        given: dict[str, str] = {}  # by name that the user passed
+        for group, names in self._named_groups():
+            given |= zip(group.get("param_names", names), names, strict=True)
+        return by_own_names(state_dict, [names for _, names in self._named_groups()], self._model, given)
 
     @torch.no_grad()
     def full_state_dict(self, *, cpu: bool = True, rank0_only: bool = True) -> dict[str, Any]:
@@ -399,21 +464,31 @@ class ShardedOptimizer(OptimizerProxy):
             copy = value.detach().clone()
             return copy.cpu() if cpu else copy
 
-        named = by_own_names(self.state_dict(), self, self._model)
+        named = self._by_own_names(self.state_dict_by_name())
         state = {name: tree_map(gathered, dict(named["state"][name])) for name in sorted(named["state"])}
         return numbered({**named, "state": state}) if keeps else {}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Load the result of :meth:`state_dict`. Full plain tensors are also accepted.
+        """Load the result of :meth:`state_dict` or :meth:`state_dict_by_name`, or the state of an unsharded optimizer.
 
-        Parameters may be identified by any of their tied names, or by number, as in the state of an unsharded
-        optimizer. Each group gets the hyperparameters of the saved groups that contain its parameters. The settings
-        `foreach`, `fused` and `capturable` do not affect the results and are not loaded.
+        Each group gets the hyperparameters of the saved groups that contain its parameters. The settings `foreach`,
+        `fused` and `capturable` do not affect the results and are not loaded.
+
+        Args:
+            state_dict: state with sharded tensors, or with full plain tensors of the global shape. Parameters may be
+                identified by any of their tied names, or by number. Numbers are matched by ``"param_names"`` if all
+                groups have them, so that the groups may differ. Otherwise the groups must have the same order and
+                sizes as those of this optimizer.
 
         Raises:
-            ValueError: names are missing or unexpected, a shape is wrong, or a group's parameters were saved with
-                different hyperparameters. The optimizer is not changed in this case.
+            ValueError: names are missing or unexpected, group sizes differ, a shape is wrong, or a group's parameters
+                were saved with different hyperparameters. The optimizer is not changed in this case.
+
+        Example::
+
+            state = torch.load("plain.pt")  # plain_optimizer.state_dict() of one process
+            optimizer.load_state_dict(state)  # on every rank
         """
         self._load(state_dict, copy=True)
 
@@ -427,7 +502,7 @@ class ShardedOptimizer(OptimizerProxy):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, loaded)
             loaded = loaded if changed is None else changed
-        loaded = by_own_names(loaded, self, self._model)
+        loaded = self._by_own_names(loaded)
         groups = [self.saved_group(group, loaded["param_groups"]) for group in self.param_groups]
         place = {self._name(p): (p, group) for group in self.param_groups for p in group["params"]}
         if unexpected := sorted(set(loaded["state"]) - set(place)):
@@ -486,16 +561,21 @@ class ShardedOptimizer(OptimizerProxy):
             )
         return found or {}
 
+    @property
+    def has_owners(self) -> bool:
+        """Whether the optimizer needs some parameters in full, so that their state is on their owners."""
+        return bool(self._owner_table.owned)
+
     def parameter_names(self, group: Mapping[str, Any]) -> list[str]:
-        """Return the names of the parameters of a group in :meth:`state_dict`."""
+        """Return the names of the parameters of a group in :meth:`state_dict_by_name`."""
         return [self._name(parameter) for parameter in group["params"]]
 
     def state_by_name(self) -> dict[str, Mapping[str, Any]]:
-        """Return the wrapped optimizer's state without a copy, by the parameter names of :meth:`state_dict`."""
-        return {self._name(parameter): self.state[parameter] for parameter in self.state}
+        """Return the wrapped optimizer's state without a copy, by the parameter names of :meth:`state_dict_by_name`."""
+        return {self._name(p): self.inner.state[self._master_of[id(p)]] for p in self.state}
 
     def owned(self, name: str) -> OwnedParam | None:
-        """Return the owned parameter whose name in :meth:`state_dict` is `name`, or None if it has no owner."""
+        """Return the owned parameter whose name in :meth:`state_dict_by_name` is `name`, or None if it has no owner."""
         return next((each for each in self._owner_table.owned.values() if each.member.name == name), None)
 
     def span_of_state(self, name: str, shape: Sequence[int]) -> RowShardSpec | None:

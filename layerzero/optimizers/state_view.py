@@ -2,34 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.optimizers.torch_state_dict import asked_by_torch, first_state
+from layerzero.optimizers.torch_state_dict import first_state
 
 __all__ = ["ParamKeyedState"]
 
 
-class ParamKeyedState(MutableMapping[Tensor, dict[str, Any]]):
-    """View of the inner optimizer's state, keyed by the sharded parameters that the groups list between steps."""
+class ParamKeyedState(MutableMapping[Tensor, Any]):
+    """View of the inner optimizer's state, keyed by the sharded parameters that the groups list between steps.
 
-    def __init__(self, inner: torch.optim.Optimizer, master_of: Mapping[int, Tensor]) -> None:
+    Iteration, ``len`` and ``in`` refer to parameters that have state. A lookup of a trainable parameter that the
+    optimizer has not stepped yet returns a read-only mapping with its initial state, as in
+    ``ShardedOptimizer.state_dict``.
+
+    Args:
+        inner: the wrapped optimizer.
+        master_of: maps the id of a sharded parameter to its master.
+        owned: ids of the parameters whose state is on the owner.
+    """
+
+    def __init__(
+        self, inner: torch.optim.Optimizer, master_of: Mapping[int, Tensor], owned: Collection[int] = ()
+    ) -> None:
         self._inner = inner
         self._master_of = master_of
+        self._owned = owned
 
     def _master(self, parameter: Tensor) -> Tensor:
         return self._master_of[id(parameter)]
 
-    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
-        inner, master = self._inner, self._master(parameter)
-        if master not in inner.state and asked_by_torch():  # see [Note: torch's get_state_dict]
-            group = next(g for g in inner.param_groups if any(parameter is other for other in g["params"]))
-            return first_state(inner, group, master)
-        values: dict[str, Any] = inner.state[master]
-        return values
+    def __getitem__(self, parameter: Tensor) -> Any:
+        master = self._master(parameter)
+        if self._inner.state.get(master) or not parameter.requires_grad:
+            return self._inner.state[master]
+        if id(parameter) in self._owned:
+            raise KeyError(
+                f"the optimizer has no state for a parameter of shape {list(parameter.shape)} on this rank, because "
+                "the state of a full parameter is on its owner. Call optimizer.state_dict_by_name() on every rank"
+            )
+        groups = self._inner.param_groups
+        group = next(group for group in groups if any(parameter is other for other in group["params"]))
+        # torch's set_state_dict reads the names of the state's entries here, to load a flattened state. Read-only,
+        # because a write to a mapping that is not stored would be lost without an error.
+        return MappingProxyType(first_state(self._inner, group, master))
 
     def __setitem__(self, parameter: Tensor, values: dict[str, Any]) -> None:
         self._inner.state[self._master(parameter)] = values
@@ -48,6 +69,6 @@ class ParamKeyedState(MutableMapping[Tensor, dict[str, Any]]):
         return sum(1 for _ in self)
 
     def __bool__(self) -> bool:
-        return (
-            len(self) > 0 or asked_by_torch()
-        )  # torch steps the optimizer if the state is empty; see [Note: torch's get_state_dict]
+        # Hazard: if this were false before the first step, torch's get_state_dict and set_state_dict would step the
+        # optimizer with zero gradients. See [Note: torch's get_state_dict].
+        return True

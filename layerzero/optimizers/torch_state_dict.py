@@ -1,50 +1,45 @@
-"""Optimizer state in the form that ``torch.distributed.checkpoint.state_dict`` expects.
+"""Numbered optimizer state dicts, as in ``torch.optim``, and parameter names in state dicts.
 
 [Note: torch's get_state_dict]
-torch's ``get_state_dict`` and ``set_state_dict`` expect parameters to be numbered in the order of the groups, and
-replace the numbers by names. If an optimizer has no state, these functions step it once with zero gradients and a zero
-learning rate, to create tensors to load into. Such a step would increment step counts. Therefore, if these functions
-are among the callers, state dicts are numbered, and parameters without state get an initial state. The initial state is
-created for the call and is not stored.
+``torch.distributed.checkpoint.state_dict`` reads ``optimizer.state_dict()``, and replaces the numbers of parameters by
+names. If ``optimizer.state`` is false, it first steps the optimizer with zero gradients and a zero learning rate, to
+create tensors to load into. Such a step would increment step counts and decay momenta. Therefore ``optimizer.state`` is
+always true, and the numbered state dict contains an initial state for parameters that the optimizer has not stepped
+yet. The initial state is created for the call and is not stored.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from layerzero.optimizers.compatibility import state_after_a_step
+from layerzero.optimizers.optimizer_state import shortened
 
-if TYPE_CHECKING:
-    from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
+__all__ = ["by_own_names", "first_state", "first_states", "numbered"]
 
-__all__ = ["asked_by_torch", "by_own_names", "first_state", "numbered"]
-
-_CALLER = "torch.distributed.checkpoint.state_dict"
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _BEFORE_A_STEP = {"step": 0.0, "mu_product": 1.0}  # initial values of scalars that each step increments or multiplies
 
 
-def asked_by_torch() -> bool:
-    """Return whether ``torch.distributed.checkpoint.state_dict`` is among the callers."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _CALLER:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
 def first_state(inner: Optimizer, group: Mapping[str, Any], master: Tensor) -> dict[str, Any]:
     """Return the initial state of a parameter that `inner` has not stepped yet."""
-    # Pass the group without its parameters, because their state would be copied.
-    found, _ = state_after_a_step(inner, {**group, "params": []}, master.device, gradient=0.0)
-    return {key: _begun(key, value, master) for key, value in found.items()}
+    return next(first_states(inner, group, [master]))
+
+
+def first_states(inner: Optimizer, group: Mapping[str, Any], masters: Iterable[Tensor]) -> Iterator[dict[str, Any]]:
+    """Yield the initial state of each master of a group. One trial step per device serves all of them."""
+    trials: dict[torch.device, dict[str, Any]] = {}
+    for master in masters:
+        if master.device not in trials:
+            # Pass the group without its parameters, because their state would be copied.
+            trials[master.device], _ = state_after_a_step(inner, {**group, "params": []}, master.device, gradient=0.0)
+        yield {key: _begun(key, value, master) for key, value in trials[master.device].items()}
 
 
 def _begun(key: str, value: Any, master: Tensor) -> Any:
@@ -52,7 +47,7 @@ def _begun(key: str, value: Any, master: Tensor) -> Any:
         dtype = master.dtype if value.dtype is torch.float32 else value.dtype  # the trial's parameter was fp32
         return torch.full_like(master, float(value.flatten()[0]), dtype=dtype, requires_grad=False)
     if key not in _BEFORE_A_STEP:
-        return value
+        return copy.deepcopy(value)  # each parameter has its own tensor, because torch.distributed.checkpoint writes it
     start = _BEFORE_A_STEP[key]
     return torch.full_like(value, start) if isinstance(value, Tensor) else type(value)(start)
 
@@ -65,35 +60,58 @@ def numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": {number[name]: values for name, values in state_dict["state"].items()}, "param_groups": groups}
 
 
-def by_own_names(state_dict: Mapping[str, Any], optimizer: ShardedOptimizer, model: nn.Module) -> dict[str, Any]:
-    """Return a state dict in which each parameter has the name that `optimizer` uses.
+def by_own_names(
+    state_dict: Mapping[str, Any],
+    own: Sequence[Sequence[str]],
+    model: nn.Module,
+    given: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Return a state dict in which each parameter has the name that the optimizer uses.
 
     Args:
         state_dict: state dict keyed by any name of a parameter in the model, with or without the prefixes of wrappers,
-            or by number, as for an unsharded optimizer.
+            or by number. Numbered groups that all have ``"param_names"`` are matched by these names. Other numbered
+            groups must have the order and the sizes of the optimizer's groups, as for an unsharded optimizer.
+        own: names that the optimizer uses, by group.
+        given: maps a name that the user passed to the optimizer to the name that the optimizer uses. Used for
+            ``"param_names"`` only.
 
     Raises:
-        ValueError: the state dict is numbered, and its group sizes differ from those of the optimizer.
+        ValueError: the state dict is numbered, and its names or group sizes differ from those of the optimizer.
     """
     groups = state_dict["param_groups"]
-    own = [optimizer.parameter_names(group) for group in optimizer.param_groups]
-    rename: dict[Any, str] = {}
+    rename: dict[Any, str] = _aliases(model, {name for names in own for name in names})
     if any(isinstance(key, int) for group in groups for key in group["params"]):
-        theirs, ours = [len(group["params"]) for group in groups], [len(names) for names in own]
-        if theirs != ours:
-            raise ValueError(
-                f"the state identifies parameters by number, but its groups have {theirs} parameters and those of the "
-                f"optimizer have {ours}. Save states by name"
-            )
-        numbers = (number for group in groups for number in group["params"])
-        rename = dict(zip(numbers, (name for names in own for name in names), strict=True))
-    else:
-        rename = _aliases(model, {name for names in own for name in names})
+        rename = _names_of_numbers(groups, own, {**rename, **(given or {})})
     return {
         **state_dict,
         "state": {rename.get(key, key): values for key, values in state_dict.get("state", {}).items()},
         "param_groups": [{**group, "params": [rename.get(key, key) for key in group["params"]]} for group in groups],
     }
+
+
+def _names_of_numbers(
+    groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]], aliases: Mapping[str, str]
+) -> dict[Any, str]:
+    """Return the optimizer's name of each parameter number in `groups`."""
+    if all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
+        pairs = (zip(group["params"], group["param_names"], strict=True) for group in groups)
+        names = {number: name for group in pairs for number, name in group}
+        if unknown := sorted({name for name in names.values() if name not in aliases}):
+            raise ValueError(
+                f"the param_names in the state contain {shortened(unknown)}, which the optimizer does not have. Load "
+                "the state of an optimizer with the same parameters. To load by number, remove param_names from the "
+                "groups of the state"
+            )
+        return {number: aliases[name] for number, name in names.items()}
+    theirs, ours = [len(group["params"]) for group in groups], [len(names) for names in own]
+    if theirs != ours:
+        raise ValueError(
+            f"the state identifies parameters by number, but its groups have {theirs} parameters and those of the "
+            f"optimizer have {ours}. Use the same groups, or load a state whose groups have param_names"
+        )
+    numbers = (number for group in groups for number in group["params"])
+    return dict(zip(numbers, (name for names in own for name in names), strict=True))
 
 
 def _aliases(model: nn.Module, own: Iterable[str]) -> dict[str, str]:

@@ -96,11 +96,32 @@ def test_a_checkpoint_of_fsdp2_or_ddp_loads_into_a_sharded_model(tmp_path: Path,
         assert not (wrong := different(found, saved)), f"{world_size, zero3_size}: {wrong}"
 
 
+def _torch_loads(rank: int, path: str, name: str) -> dict[str, Tensor]:
+    model, optimizer = ours(name, 2, seed=1)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optim": optimizer_state}
+    with pytest.raises(dcp.api.CheckpointException, match=r"Missing key in checkpoint state_dict: .*param_names"):
+        dcp.load(state, checkpoint_id=path)
+    for group in optimizer_state["param_groups"]:
+        del group["param_names"]  # FSDP2's optimizer was built without names
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_torchs_own_load_reads_a_checkpoint_of_fsdp2_without_names_in_its_groups(tmp_path: Path, name: str) -> None:
+    path = str(tmp_path / "dcp")
+    saved = run_ranks(_they_save, path, name, "nested", world_size=2)[0]
+    found = run_ranks(_torch_loads, path, name, world_size=2)[0]
+    assert not (wrong := different(found, saved)), wrong
+
+
 def _ours_saves(rank: int, path: str, name: str, plainly: bool) -> dict[str, Tensor]:
     model, optimizer = ours(name, 2)
     train(model, optimizer, range(2))
     if plainly:
-        dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+        dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict_by_name()}, checkpoint_id=path)
     else:
         checkpoint.save(path, model, optimizer)
     return everything(model, optimizer)
@@ -131,7 +152,7 @@ def test_a_checkpoint_of_ours_loads_into_fsdp2(tmp_path: Path, name: str, plainl
 def _plain_round_trip(rank: int, path: str, name: str) -> dict[str, dict[str, Tensor]]:
     model, optimizer = ours(name, 1, seed=1)
     train(model, optimizer, range(3, 4))  # so that there is a state to load into
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict_by_name()}
     dcp.load(state, checkpoint_id=path)
     optimizer.load_state_dict(state["optimizer"])
     fresh, its_optimizer = ours(name, 1, seed=1)

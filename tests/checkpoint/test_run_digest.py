@@ -66,7 +66,7 @@ def _broken(rank: int, folder: str, world: int) -> None:
         assert chain.resume(extra["chain"])
     else:
         assert not chain.resume(extra["chain"]), "of as many ranks as made it alone random numbers are the same"
-    state = optimizer.state_dict()["state"]["first.bias"]["exp_avg"].to_local()
+    state = optimizer.state_dict_by_name()["state"]["first.bias"]["exp_avg"].to_local()
     last = dict(model.named_parameters())["head.weight"].detach().to_local()
     for rows, what in ((state, "'optimizer state of first.bias'"), (last, "'head.weight'")):
         for turn in range(2):
@@ -127,7 +127,7 @@ def _resumed_in_parts(rank: int, folder: str, tp: int) -> bool:
     checkpoint.set_random_states(extra["random"])
     chain = checkpoint.Chain(model, optimizer)
     found = chain.resume(extra["chain"])
-    state = optimizer.state_dict()["state"]["blocks.0.down.weight"]["exp_avg"].to_local()
+    state = optimizer.state_dict_by_name()["state"]["blocks.0.down.weight"]["exp_avg"].to_local()
     if state.numel():
         flip(state, 0, 3)
     with pytest.raises(checkpoint.CheckpointError, match=r"'optimizer state of blocks\.0\.down\.weight'\. Load"):

@@ -268,7 +268,7 @@ def _not_finite(rank: int, folder: str) -> None:
     checkpoint.save(f"{folder}/bad-1", model, optimizer, keep_last=2)
     checkpoint.save(f"{folder}/good", model, optimizer, keep_last=2)
     assert _shown(folder) == ["bad-1", "good"], "then it may go"
-    state = optimizer.state_dict()["state"]["first.weight"]["momentum_buffer"].to_local()
+    state = optimizer.state_dict_by_name()["state"]["first.weight"]["momentum_buffer"].to_local()
     if rank == 1:
         state.view(-1)[0] = math.inf
     with pytest.raises(checkpoint.CheckpointError, match="momentum_buffer' on rank 1"):

@@ -328,7 +328,7 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _state(optimizer: Optimizer) -> dict[str, Tensor]:
-    state = optimizer.state_dict()["state"]
+    state = optimizer.state_dict_by_name()["state"]
     return {f"{name}.{key}": _whole(value) for name, values in state.items() for key, value in values.items()}
 
 

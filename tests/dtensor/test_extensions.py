@@ -381,7 +381,10 @@ class Odd(Rounded):
 def _refused(rank: int) -> None:
     for kind, text in (
         (OneHook, "a OneHook, which has only one of fsdp_pre_all_gather and fsdp_post_all_gather"),
-        (Two, r"a Two, whose values are in values \[6, 6\] torch.float64, scale \[1, 6\] torch.float32.*one inner tensor"),
+        (
+            Two,
+            r"a Two, whose values are in values \[6, 6\] torch.float64, scale \[1, 6\] torch.float32.*one inner tensor",
+        ),
     ):
         model = nn.Sequential(Layer(kind))
         with pytest.raises(ValueError, match=rf"parameter '0.weight' is {text}"):

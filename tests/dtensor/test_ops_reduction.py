@@ -140,7 +140,7 @@ def _read(rank: int) -> None:
     (model(inputs) * targets).sum().backward()
     optimizer.step()
     parameter = model.first.weight
-    for tensor in (parameter, parameter.grad, optimizer.state_dict()["state"]["first.weight"]["exp_avg_sq"]):
+    for tensor in (parameter, parameter.grad, optimizer.state_dict_by_name()["state"]["first.weight"]["exp_avg_sq"]):
         for name, read in READS.items():
             if rank == 0:  # as for logging; nothing is waited for
                 with pytest.raises(RuntimeError, match=r"first\.weight.*full_tensor\(\)"):

@@ -213,7 +213,7 @@ def _steps(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
 
 def _everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     found = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
-    for name, values in optimizer.state_dict()["state"].items():
+    for name, values in optimizer.state_dict_by_name()["state"].items():
         for key, value in values.items():
             found[f"{name}.{key}"] = value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
     return found

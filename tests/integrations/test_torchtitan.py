@@ -172,9 +172,19 @@ def test_losses_norms_and_weights_are_those_of_its_fsdp(ways: list[str], tmp_pat
     run_ranks(_same, str(tmp_path), ways, timeout=300)
 
 
-def _resumed(rank: int, folder: str) -> None:
+def _use_muon(config: Trainer.Config) -> None:
+    matrices = r"layers\..*(wqkv|wo|w[123])\.weight"
+    config.optimizer.param_groups = [
+        ParamGroupConfig(pattern=matrices, optimizer_name="Muon", optimizer_kwargs={"lr": 0.02}),
+        ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 3e-3}),
+    ]
+
+
+def _resumed(rank: int, folder: str, muon: bool) -> None:
     def config(folder: str, steps: int) -> Trainer.Config:
         made = tiny(folder, steps=steps)
+        if muon:
+            _use_muon(made)
         made.checkpoint.enable, made.checkpoint.interval, made.checkpoint.last_save_model_only = True, 2, False
         return with_layerzero(made)
 
@@ -187,8 +197,9 @@ def _resumed(rank: int, folder: str) -> None:
         assert torch.equal(again[2][name], value), name
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    run_ranks(_resumed, str(tmp_path), timeout=300)
+@pytest.mark.parametrize("muon", [False, True], ids=["AdamW", "Muon"])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, muon: bool) -> None:
+    run_ranks(_resumed, str(tmp_path), muon, timeout=300)
 
 
 def _drawn(rank: int, folder: str) -> None:
@@ -244,11 +255,7 @@ def test_its_export_for_transformers_is_that_of_its_fsdp(tmp_path: Path) -> None
 
 def _muon(rank: int, folder: str) -> list[float]:
     config = with_layerzero(tiny(folder, steps=6))
-    matrices = r"layers\..*(wqkv|wo|w[123])\.weight"
-    config.optimizer.param_groups = [
-        ParamGroupConfig(pattern=matrices, optimizer_name="Muon", optimizer_kwargs={"lr": 0.02}),
-        ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 3e-3}),
-    ]
+    _use_muon(config)
     config.dataloader = type(config.dataloader)(dataset="one batch")
     losses, _, _, trainer = train(config)
     assert [type(each.inner).__name__ for each in trainer.optimizers] == ["Muon", "AdamW"]

@@ -117,7 +117,7 @@ def _all_of(chunks: list[Any], optimizer: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for index, (chunk, stepped, ema) in enumerate(zip(chunks, optimizer.sharded, optimizer.emas, strict=True)):
         values = {f"{index} {name}": weight for name, weight in chunk.named_parameters()}
-        for name, state in stepped.state_dict()["state"].items():
+        for name, state in stepped.state_dict_by_name()["state"].items():
             values |= {f"{index} {name} {key}": torch.as_tensor(value) for key, value in state.items()}
         if ema is not None:
             averages = ema.state_dict()["averages"]

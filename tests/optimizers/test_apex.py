@@ -265,7 +265,7 @@ def _checkpoints(rank: int, path: Path, saves: bool) -> None:
                 backward(model, rank, step)
                 optimizer.step()
                 optimizer.zero_grad()
-            for values in optimizer.state_dict()["state"].values():
+            for values in optimizer.state_dict_by_name()["state"].values():
                 assert all(value.full_tensor().any() for value in values.values())
             checkpoint.save(path / name, model, optimizer)
             continue
@@ -463,7 +463,7 @@ def _without_empty_tensors(rank: int, path: Path, saves: bool) -> None:
     if not saves:
         checkpoint.load(path, model, optimizer)
     assert_same_bits(model, net, "trained" if saves else "loaded")
-    for name, values in optimizer.state_dict()["state"].items():
+    for name, values in optimizer.state_dict_by_name()["state"].items():
         assert values["step"] == (2 if name.startswith("late") else 3), "also where there are no rows"
         momentum = alone.state[net.get_parameter(name)]["momentum_buffer"]
         assert torch.equal(values["momentum"].full_tensor(), momentum), name

@@ -159,7 +159,7 @@ def assert_rows(tensors: dict[str, DTensor], expected: dict[str, Tensor], case: 
 
 
 def momentum_of(optimizer: Optimizer) -> dict[str, DTensor]:
-    return {name: values["momentum_buffer"] for name, values in optimizer.state_dict()["state"].items()}
+    return {name: values["momentum_buffer"] for name, values in optimizer.state_dict_by_name()["state"].items()}
 
 
 def follow(

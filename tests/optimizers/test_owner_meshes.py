@@ -324,7 +324,7 @@ def _saves(rank: int, path: str, tp: int, size: int, name: str) -> list[dict[str
     model, optimizers, batches = trained(tp, size, name, range(2))
     expect(model, optimizers, name, 2, "trained")
     digested = digests(model, optimizers)
-    kept = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    kept = [copy.deepcopy(optimizer.state_dict_by_name()) for optimizer in optimizers]
     for index, optimizer in enumerate(optimizers):
         checkpoint.save(f"{path}-{index}", model, optimizer)
     parameters = {key: value.detach().clone() for key, value in model.named_parameters()}
@@ -449,7 +449,7 @@ def _saves_stacks(rank: int, path: str, name: str) -> list[dict[str, int]]:
     for step in range(2):
         stacks_step(model, optimizer, rank, step)
     expect_stacks(model, optimizer, name, 2)
-    kept = copy.deepcopy(optimizer.state_dict())
+    kept = copy.deepcopy(optimizer.state_dict_by_name())
     optimizer.load_state_dict(kept)
     checkpoint.save(path, model, optimizer)
     return digests(model, [optimizer])

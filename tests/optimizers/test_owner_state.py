@@ -83,7 +83,7 @@ def flat(key: str, value: Any) -> dict[str, Tensor]:
 def whole_state(optimizer: layerzero.ShardedOptimizer) -> dict[str, Tensor]:
     """Return all full states by name, on every rank."""
     found = {}
-    for name, values in optimizer.state_dict()["state"].items():
+    for name, values in optimizer.state_dict_by_name()["state"].items():
         for key, value in values.items():
             found |= flat(f"{name} {key}", value)
     return found
@@ -156,7 +156,7 @@ def _states(rank: int, zero3_size: int) -> None:
     for name in NAMES:
         model, optimizers = sharded(name, zero3_size)
         train(model, optimizers, range(2))
-        kept = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+        kept = [copy.deepcopy(optimizer.state_dict_by_name()) for optimizer in optimizers]
         parameters = {key: value.detach().clone() for key, value in model.named_parameters()}
         train(model, optimizers, range(2, 4))
         expect(model, optimizers, name, 4, name)
@@ -211,7 +211,7 @@ def _tables(rank: int, path: str) -> None:
     optimizer = layerzero.shard_optimizer(Keeping(model.parameters()), model, elementwise=False)
     train(model, [optimizer], range(2))
     with pytest.raises(TypeError, match=r"optimizer.state.[a-z.]*.factors.1 is a dict"):
-        optimizer.state_dict()
+        optimizer.state_dict_by_name()
     with pytest.raises((TypeError, RuntimeError), match=r"factors.1 is a dict"):
         checkpoint.save(path, model, optimizer)
 

@@ -120,7 +120,7 @@ def _same(rank: int, size: int, settings: dict[str, Any]) -> None:
                 optimizer.zero_grad()
             assert len(looked) == (3 if at_once else 0)
             assert {int(state["step"]) for state in inner.state.values() if "step" in state} <= {3}
-            weights.append((layerzero.full_state_dict(model), optimizer.state_dict()["state"]))
+            weights.append((layerzero.full_state_dict(model), optimizer.state_dict_by_name()["state"]))
         (whole, state), (expected, expected_state) = weights
         if rank == 0:
             assert not different(whole, expected)

@@ -127,7 +127,7 @@ def _continue_gathered_state(rank: int) -> None:
             stepper.zero_grad()
         model = shard(source)
         optimizer = layerzero.shard_optimizer(gathered, model)
-        for parameter, values in optimizer.state_dict()["state"].items():
+        for parameter, values in optimizer.state_dict_by_name()["state"].items():
             for key, expected in theirs.state[net.get_parameter(parameter)].items():
                 value = values[key].full_tensor() if torch.is_tensor(expected) and expected.ndim else values[key]
                 assert torch.equal(torch.as_tensor(value), torch.as_tensor(expected)), f"{name} {parameter} {key}"
@@ -194,7 +194,7 @@ def _save_and_load(rank: int) -> None:
         optimizer = layerzero.shard_optimizer(factory(model.parameters()), model)
         train(model, optimizer, rank, range(2))
         optimizer.param_groups[0]["lr"] /= 2
-        saved = optimizer.state_dict()
+        saved = optimizer.state_dict_by_name()
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         assert saved["state"].keys() == shapes.keys() == set(saved["param_groups"][0]["params"]), name
         whole: dict[str, dict[str, Any]] = {}
@@ -218,7 +218,7 @@ def _save_and_load(rank: int) -> None:
         assert_close(other_sharding, expected, f"{name}: continued in another sharding")
 
 
-def test_state_dict_is_keyed_by_name_and_training_continues_from_it() -> None:
+def test_state_by_name_is_keyed_by_name_and_training_continues_from_it() -> None:
     run_ranks(_save_and_load)
 
 
@@ -226,7 +226,7 @@ def _load_nonsense(rank: int) -> None:
     model = shard()
     optimizer = layerzero.shard_optimizer(OPTIMIZERS["Adam fused"](model.parameters()), model)
     train(model, optimizer, rank, [0])
-    saved = optimizer.state_dict()
+    saved = optimizer.state_dict_by_name()
     before = {n: v["exp_avg"].to_local().clone() for n, v in saved["state"].items()}
     (group,), weight = saved["param_groups"], saved["state"]["first.weight"]
     for bad, culprit in (
@@ -237,7 +237,7 @@ def _load_nonsense(rank: int) -> None:
         with pytest.raises(ValueError, match=culprit):
             optimizer.load_state_dict(bad)
         assert optimizer.param_groups[0]["lr"] == group["lr"], culprit
-        after = optimizer.state_dict()["state"]
+        after = optimizer.state_dict_by_name()["state"]
         assert all(after[n]["exp_avg"].to_local().equal(v) for n, v in before.items()), culprit
 
 
@@ -280,7 +280,7 @@ def _state_by_parameter(rank: int) -> None:
         assert values["step"].item() == 1
         assert torch.allclose(values["exp_avg"], 0.1 * parameter.grad.to_local()), "the moment of this very parameter"
     optimizer.state[model.first.weight]["exp_avg"].fill_(7.0)
-    assert optimizer.state_dict()["state"]["first.weight"]["exp_avg"].full_tensor().eq(7.0).all()
+    assert optimizer.state_dict_by_name()["state"]["first.weight"]["exp_avg"].full_tensor().eq(7.0).all()
     with pytest.raises(KeyError):
         optimizer.state[torch.zeros(1)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import layerzero
+from layerzero.engine.hooks import get_state
 from tests.support.models import IntegerNet, assert_same_bits, different, integer_batch, integer_net
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -76,7 +80,7 @@ def _whole(value: Any) -> Tensor:
 
 def _everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     found = {f"model.{name}": _whole(parameter) for name, parameter in model.named_parameters()}
-    for name, values in optimizer.state_dict()["state"].items():
+    for name, values in optimizer.state_dict_by_name()["state"].items():
         found |= {f"optimizer.{name}.{key}": _whole(value) for key, value in values.items()}
     found |= {f"lr.{i}": torch.tensor(group["lr"]) for i, group in enumerate(optimizer.param_groups)}
     return found
@@ -96,7 +100,7 @@ def _save(rank: int, path: str, kind: str, flat: bool) -> dict[str, dict[str, Te
         listed = [name for group in optimizer_state["param_groups"] for name in group["params"]]
         assert sorted(listed) == sorted(name for name, _ in model.named_parameters())
     assert names == trained, names
-    assert optimizer.state_dict()["state"].keys() == trained, "ours are by name, too"
+    assert optimizer.state_dict_by_name()["state"].keys() == trained, "ours are by name, too"
     dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=path)
     _train(model, optimizer, range(2, 4))
     return {"saved": saved, "continued": _everything(model, optimizer)}
@@ -266,6 +270,196 @@ def test_the_numbered_state_of_an_optimizer_that_is_not_sharded_loads() -> None:
     run_ranks(_numbered, world_size=2)
 
 
+def _as_torch(rank: int, kind: str) -> None:
+    """Compare ``state_dict()`` with that of one process, before the first step and after two steps."""
+    alone = _net()
+    model = layerzero.shard_model(_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, ignored_params=[])
+    theirs = OPTIMIZERS[kind](_groups(alone))
+    optimizer = layerzero.shard_optimizer(OPTIMIZERS[kind](_groups(model)), model)
+    names = [[name for name, p in alone.named_parameters() if any(p is q for q in g["params"])] for g in _groups(alone)]
+    fresh = optimizer.state_dict()
+    numbers = {
+        number for number, p in enumerate(p for g in theirs.param_groups for p in g["params"]) if p.requires_grad
+    }
+    assert fresh["state"].keys() == numbers
+    assert all(not _whole(value).any() for values in fresh["state"].values() for value in values.values())
+    assert len(optimizer.state) == 0, "initial states are not stored"
+    for step in range(2):
+        inputs, targets = integer_batch(step=step)  # the same on all ranks
+        for net, its_optimizer in ((alone, theirs), (model, optimizer)):
+            (net(inputs) * targets).sum().backward()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+    state, expected = optimizer.state_dict(), theirs.state_dict()
+    assert state.keys() == expected.keys() and state["state"].keys() == expected["state"].keys() == numbers
+    for number, values in expected["state"].items():
+        assert state["state"][number].keys() == values.keys() == fresh["state"][number].keys()
+        for key, value in values.items():
+            found = state["state"][number][key]
+            assert value.ndim == 0 or isinstance(found, DTensor), "tensors stay sharded"
+            assert found.shape == value.shape == fresh["state"][number][key].shape
+            assert torch.equal(_whole(found), value) if kind == "SGD" else torch.allclose(_whole(found), value), key
+    assert [group.pop("param_names") for group in state["param_groups"]] == names
+    assert state["param_groups"] == expected["param_groups"]
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_the_state_dict_is_that_of_one_process_with_sharded_tensors(kind: str) -> None:
+    run_ranks(_as_torch, kind)
+
+
+def _both_forms(rank: int) -> None:
+    model, optimizer = _sharded("AdamW", 2)
+    _train(model, optimizer, range(2))
+    expected = _everything(model, optimizer)
+    lrs = {name: group["lr"] for group in optimizer.param_groups for name in optimizer.parameter_names(group)}
+    by_number, by_name = copy.deepcopy((optimizer.state_dict(), optimizer.state_dict_by_name()))
+    without = {**by_number, "param_groups": [{**g} for g in by_number["param_groups"]]}
+    for group in without["param_groups"]:
+        del group["param_names"]
+
+    def fresh(order: int, numbered: bool = False) -> tuple[nn.Module, Any]:
+        net = _net()
+        net.load_state_dict({name: _whole(value) for name, value in model.state_dict().items()})
+        net.second.weight = net.first.weight
+        ignored = {"ignored_params": [net.shift]}
+        other = layerzero.shard_model(net, mesh=mesh_of(2), units=IntegerNet.UNITS, **ignored)
+        groups = _groups(other, lr=1.0)[::order]
+        for group in groups:
+            group["params"] = group["params"][::order]
+        return other, layerzero.shard_optimizer(OPTIMIZERS["AdamW"](groups), other)
+
+    for case, order, state in (
+        ("numbers and names", 1, by_number),
+        ("numbers", 1, without),
+        ("names", 1, by_name),
+        ("numbers and names in another order", -1, by_number),
+        ("names in another order", -1, by_name),
+    ):
+        other, its_optimizer = fresh(order)
+        its_optimizer.load_state_dict(state)
+        found = _everything(other, its_optimizer)
+        found = {key: value for key, value in found.items() if not key.startswith("lr.")}
+        assert not (wrong := different(found, {key: expected[key] for key in found})), f"{case}: {wrong}"
+        assert len(found) == len(expected) - 2, case
+        for group in its_optimizer.param_groups:
+            assert {lrs[name] for name in its_optimizer.parameter_names(group)} == {group["lr"]}, case
+    other, its_optimizer = fresh(-1)
+    before = _everything(other, its_optimizer)
+    with pytest.raises(ValueError, match=r"groups have \[\d, \d\] parameters.*param_names"):
+        its_optimizer.load_state_dict(without)
+    strange = copy.deepcopy(by_number)
+    strange["param_groups"][0]["param_names"][0] = "stranger"
+    with pytest.raises(ValueError, match=r"param_names in the state contain stranger.*To load by number, remove"):
+        its_optimizer.load_state_dict(strange)
+    assert not different(_everything(other, its_optimizer), before), "a refused state changes nothing"
+
+
+def test_states_by_number_and_by_name_load_in_any_order_of_named_groups() -> None:
+    run_ranks(_both_forms)
+
+
+def _given_names(rank: int) -> None:
+    """Build the optimizer with names, as torch's documentation shows, here with a prefix."""
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
+    named = [(f"module.{name}", parameter) for name, parameter in model.named_parameters()]
+    optimizer: Any = layerzero.shard_optimizer(torch.optim.SGD(named, lr=0.5, momentum=0.5), model)
+    inputs, targets = integer_batch(rank=rank)
+    (model(inputs) * targets).sum().backward()
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    assert state["param_groups"][0]["param_names"] == [name for name, _ in named]
+    turned = layerzero.shard_optimizer(torch.optim.SGD(named[::-1], lr=0.5, momentum=0.5), model)
+    turned.load_state_dict(state)
+    for name, values in optimizer.state_dict_by_name()["state"].items():
+        found = turned.state_dict_by_name()["state"][name]["momentum_buffer"]
+        assert torch.equal(_whole(found), _whole(values["momentum_buffer"])), name
+
+
+def test_names_that_the_optimizer_was_given_are_kept() -> None:
+    run_ranks(_given_names, world_size=2)
+
+
+def _changes_nothing(rank: int) -> None:
+    """Compare a run that asks a new optimizer for its state, and loads the state of a longer run, with that run."""
+    model, optimizer = _sharded("AdamW", 2)
+    _train(model, optimizer, range(2))
+    saved = copy.deepcopy(get_state_dict(model, optimizer))
+    _train(model, optimizer, range(2, 4))
+    uninterrupted = _everything(model, optimizer)
+
+    other, its_optimizer = _sharded("AdamW", 2, seed=1)
+    before = _everything(other, its_optimizer)
+    steps, traffic = get_state(other).mesh_info.counters.steps, layerzero.traffic(other)
+    for _ in range(2):
+        get_state_dict(other, its_optimizer)
+    assert layerzero.traffic(other) == traffic
+    assert not different(_everything(other, its_optimizer), before)
+    assert len(its_optimizer.state) == 0 and all(parameter.grad is None for parameter in other.parameters())
+    set_state_dict(other, its_optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
+    assert not steps, "torch makes no step of its own"
+    _train(other, its_optimizer, range(2, 4))
+    assert not (wrong := different(_everything(other, its_optimizer), uninterrupted)), wrong
+
+
+def test_a_new_optimizer_that_torch_fills_continues_like_an_uninterrupted_run() -> None:
+    run_ranks(_changes_nothing)
+
+
+def _unstepped(rank: int) -> None:
+    model, optimizer = _sharded("AdamW", 2)
+    weight, frozen = model.first.weight, model.head.bias
+    assert optimizer.state and weight not in optimizer.state and len(optimizer.state) == 0
+    assert set(optimizer.state[weight]) == {"step", "exp_avg", "exp_avg_sq"} and not optimizer.state[frozen]
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        optimizer.state[weight]["exp_avg"] = torch.zeros(1)
+    assert weight not in optimizer.state
+
+
+def test_the_state_of_a_parameter_before_its_first_step_cannot_be_written() -> None:
+    run_ranks(_unstepped, world_size=2)
+
+
+def _owners(rank: int) -> None:
+    """Ask an optimizer with full parameters for the numbered form."""
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS)
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    optimizer: Any = layerzero.shard_optimizer(torch.optim.Muon(matrices, lr=0.5), model)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    full = StateDictOptions(full_state_dict=True)
+    for step in range(2):
+        stored = optimizer.state_dict_by_name()
+        assert len(stored["state"]) == (len(matrices) if step else 0)
+        refusal = r"state_dict\(\) of Muon is not supported.*on their owners.*state_dict_by_name\(\) on every rank"
+        for ask in (
+            optimizer.state_dict,
+            lambda: get_state_dict(model, optimizer),
+            lambda: get_optimizer_state_dict(model, optimizer, options=full),
+            partial(set_optimizer_state_dict, model, optimizer, stored, options=full),
+        ):
+            with pytest.raises(NotImplementedError, match=refusal):
+                ask()
+        if step == 0:
+            groups = {
+                f"param_groups.{n}.{k}": v for n in stored["param_groups"][0]["params"] for k, v in _settings(stored)
+            }
+            with pytest.raises(KeyError, match="the state of a full parameter is on its owner"):
+                set_optimizer_state_dict(model, optimizer, groups, options=flat)
+        optimizer.load_state_dict(stored)
+        inputs, targets = integer_batch(step=step, rank=rank)
+        (model(inputs) * targets).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _settings(stored: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(key, value) for key, value in stored["param_groups"][0].items() if key != "params"]
+
+
+def test_an_optimizer_with_full_parameters_has_no_numbered_state() -> None:
+    run_ranks(_owners)
+
+
 def _other_names(rank: int) -> None:
     """Use names without wrapper parts, and another name of a tied parameter, as torch may."""
     net = _net()
@@ -278,17 +472,22 @@ def _other_names(rank: int) -> None:
         values["exp_avg"].fill_(index)
     set_optimizer_state_dict(model, optimizer, state)
     expected = {name: index for index, name in enumerate(state["state"])}
-    own = optimizer.state_dict()["state"]
+    own = optimizer.state_dict_by_name()["state"]
     for name, value in expected.items():
         moments = own[name.replace("head.", "head._orig_mod.")]["exp_avg"]
         assert moments.full_tensor().eq(value).all(), name
-    renamed = optimizer.state_dict()
+    renamed = optimizer.state_dict_by_name()
     renamed["state"]["second.weight"] = renamed["state"].pop("first.weight")
     for group in renamed["param_groups"]:
         group["params"] = ["second.weight" if name == "first.weight" else name for name in group["params"]]
     optimizer.state.clear()
     optimizer.load_state_dict(renamed)
-    assert optimizer.state_dict()["state"]["first.weight"]["exp_avg"].full_tensor().eq(expected["first.weight"]).all()
+    assert (
+        optimizer.state_dict_by_name()["state"]["first.weight"]["exp_avg"]
+        .full_tensor()
+        .eq(expected["first.weight"])
+        .all()
+    )
 
 
 def test_parameters_are_found_by_every_name_that_they_have() -> None:

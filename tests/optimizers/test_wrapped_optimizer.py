@@ -240,7 +240,7 @@ def _foreign(rank: int) -> None:
         values = {name: p.full_tensor() for name, p in model.named_parameters()}
         assert not different(values, {name: p.detach() for name, p in alone.named_parameters()}), case
         made[case] = sharded
-    state = made["together"].state_dict()
+    state = made["together"].state_dict_by_name()
     buffer = state["state"]["scale"]["momentum_buffer"]
     assert isinstance(buffer, DTensor) and buffer.to_local().any()
     made["together"].load_state_dict(state)

@@ -114,7 +114,7 @@ def _measured(rank: int) -> list[tuple[dict[str, int], int, int]]:
         # Offloaded tensors have host memory from the first time on that they wait between micro-batches.
         optimizer = _train(model, 2 if settings.get("offload_grads") else 1 + index % 3)
         report = layerzero.memory(model)
-        assert optimizer.state, "it is there, so that its state is counted"
+        assert len(optimizer.state), "it is there, so that its state is counted"
         found.append((report.measured, report.measured_peak, report.predicted_peak))
     return found
 

@@ -290,6 +290,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     "With full parameters: the optimizer's own methods": (
         "optimizers/test_owner_traffic.py::test_what_would_lose_or_misplace_rows_is_refused",
         "optimizers/test_owner_state.py::test_a_checkpoint_of_whole_parameters_loads_on_any_topology",
+        "optimizers/test_torch_state_dict.py::test_an_optimizer_with_full_parameters_has_no_numbered_state",
         "optimizers/test_owner_state.py::test_tables_in_the_state_of_whole_parameters_are_refused_by_name",
     ),
     "Setting `.grad` of a full parameter": (

@@ -46,7 +46,7 @@ def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return parameters, buffers and optimizer state as full tensors."""
     found = {f"model.{name}": value for name, value in full_parameters(model).items()}
     found |= {f"buffer.{name}": value.clone() for name, value in model.named_buffers()}
-    for name, values in optimizer.state_dict()["state"].items():
+    for name, values in optimizer.state_dict_by_name()["state"].items():
         for key, value in values.items():
             whole = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
             found[f"optimizer.{name}.{key}"] = whole.clone()
