@@ -75,7 +75,7 @@ def assert_replicas_agree(model: nn.Module, case: str) -> None:
 def assert_nothing_is_gathered(model: nn.Module, case: str) -> None:
     assert layerzero.memory(model).measured["full_buffer"] == 0, case
     for handle in get_state(model).handles:
-        if handle.weights.gathers:
+        if handle.weights.needs_gather:
             assert handle.weights.full_buffer.untyped_storage().nbytes() == 0, f"{case}: {handle.name}"
             leaves = [member.gathered.untyped_storage().nbytes() for member in handle.members]
             assert not any(leaves), f"{case}: {handle.name} {leaves}"

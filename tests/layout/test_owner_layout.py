@@ -150,7 +150,7 @@ def test_owners_are_balanced_over_the_places_of_a_further_axis(replicas: int, ze
     layouts = [layout for each in parts for layout in plan_layouts(each, num_shards=replicas * zero3_size, align=4)]
     owned = [{slot.name for slot in layout.slots if len(slot.shape) > 1} for layout in layouts]
     across = {name: JoinAxis(0, places, shape) for name, shape in whole.items() if len(shape) > 1}
-    plan = plan_owners(layouts, owned, replicas=replicas, zero3_size=zero3_size, across=across)
+    plan = plan_owners(layouts, owned, replicas=replicas, zero3_size=zero3_size, join_axes_of=across)
     check(layouts, owned, plan, replicas, zero3_size)
     work: Counter[ParamOwner] = Counter()
     for name, owner in plan.owners.items():

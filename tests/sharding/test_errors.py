@@ -281,7 +281,7 @@ CASES: dict[str, Case] = {
         partial(_shard, reshard_after_forward="2"), TypeError, ("reshard_after_forward", "2", "bool", "number of ranks")
     ),
     "reshard_after_forward of no divisor": Case(
-        partial(_shard, reshard_after_forward=3), ValueError, ("reshard_after_forward", "3", "zero3_size", "use one of")
+        partial(_shard, reshard_after_forward=3), ValueError, ("reshard_after_forward", "3", "zero3_size", "Use one of")
     ),
     "state assigned": Case(
         lambda: _shard().load_state_dict(integer_net().state_dict(), assign=True),

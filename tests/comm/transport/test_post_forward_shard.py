@@ -382,7 +382,7 @@ def test_units_inside_reentrant_checkpoints_are_not_kept() -> None:
 
 def _refused(rank: int) -> None:
     refused: list[tuple[Any, type[Exception], str]] = [
-        (3, ValueError, r"reshard_after_forward is 3.*zero3_size=4.*unit ''.*use one of \[1, 2, 4\]"),
+        (3, ValueError, r"reshard_after_forward is 3.*zero3_size=4.*unit ''.*Use one of \[1, 2, 4\]"),
         (8, ValueError, "reshard_after_forward is 8, which does not divide the zero3_size=4"),
         (0, ValueError, "reshard_after_forward is 0, which is not positive. Use a divisor of zero3_size"),
         (-2, ValueError, "reshard_after_forward is -2, which is not positive. Use a divisor"),
