@@ -172,13 +172,14 @@ def state_after_a_step(
     shape: tuple[int, ...] = (2, 3),
     *,
     gradient: float = 1.0,
+    value: float = 1.0,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state of a parameter of `group` after one step, and the settings of the group after that step.
 
-    A copy of the optimizer steps a parameter of shape `shape` that is filled with ones. All elements of its gradient
-    are `gradient`. State tensors of the parameter's shape have shape `shape`.
+    A copy of the optimizer steps a parameter of shape `shape`. All elements of the parameter are `value`, and all
+    elements of its gradient are `gradient`. State tensors of the parameter's shape have shape `shape`.
     """
-    parameter = torch.nn.Parameter(torch.ones(shape, device=device))
+    parameter = torch.nn.Parameter(torch.full(shape, value, device=device))
     parameter.grad = torch.full(shape, gradient, device=device)
     optimizer_copy = copy_optimizer(optimizer, [(group, [parameter])])
     prepared(optimizer_copy, partial(unhooked(type(optimizer_copy).step), optimizer_copy))()

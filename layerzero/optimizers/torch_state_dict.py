@@ -33,23 +33,32 @@ def first_state(inner: Optimizer, group: Mapping[str, Any], master: Tensor) -> d
 
 
 def first_states(inner: Optimizer, group: Mapping[str, Any], masters: Iterable[Tensor]) -> Iterator[dict[str, Any]]:
-    """Yield the initial state of each master of a group. One trial step per device serves all of them."""
-    trials: dict[torch.device, dict[str, Any]] = {}
+    """Yield the initial state of each master of a group. Two trial steps per device serve all of them."""
+    # Pass the group without its parameters, because their state would be copied. Without weight decay, because SGD's
+    # would add a part of the parameter to the momentum.
+    settings = {**group, "params": [], **({"weight_decay": 0.0} if "weight_decay" in group else {})}
+    trials: dict[torch.device, list[dict[str, Any]]] = {}
     for master in masters:
-        if master.device not in trials:
-            # Pass the group without its parameters, because their state would be copied.
-            trials[master.device], _ = state_after_a_step(inner, {**group, "params": []}, master.device, gradient=0.0)
-        yield {key: _begun(key, value, master) for key, value in trials[master.device].items()}
+        device = master.device
+        if device not in trials:
+            steps = (state_after_a_step(inner, settings, device, gradient=0.0, value=value) for value in (0.0, 1.0))
+            trials[device] = [state for state, _ in steps]
+        of_zeros, of_ones = trials[device]
+        yield {key: _begun(key, value, of_ones.get(key), master) for key, value in of_zeros.items()}
 
 
-def _begun(key: str, value: Any, master: Tensor) -> Any:
+def _begun(key: str, value: Any, of_ones: Any, master: Tensor) -> Any:
+    """Return the initial value of an entry from its values after steps of parameters of zeros and of ones."""
     if isinstance(value, Tensor) and value.ndim:
         dtype = master.dtype if value.dtype is torch.float32 else value.dtype  # the trial's parameter was fp32
-        return torch.full_like(master, float(value.flatten()[0]), dtype=dtype, requires_grad=False)
+        start = float(value.flatten()[0])
+        if float(of_ones.flatten()[0]) - start == 1.0:  # a copy of the parameter, as in schedule-free optimizers
+            return master.detach().to(dtype, copy=True)
+        return torch.full_like(master, start, dtype=dtype, requires_grad=False)
     if key not in _BEFORE_A_STEP:
         return copy.deepcopy(value)  # each parameter has its own tensor, because torch.distributed.checkpoint writes it
-    start = _BEFORE_A_STEP[key]
-    return torch.full_like(value, start) if isinstance(value, Tensor) else type(value)(start)
+    initial = _BEFORE_A_STEP[key]
+    return torch.full_like(value, initial) if isinstance(value, Tensor) else type(value)(initial)
 
 
 def numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:

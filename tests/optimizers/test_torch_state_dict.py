@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero.engine.hooks import get_state
+from layerzero.optimizers.torch_state_dict import first_state
 from tests.support.models import IntegerNet, assert_same_bits, different, integer_batch, integer_net
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -306,6 +307,25 @@ def _as_torch(rank: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
 def test_the_state_dict_is_that_of_one_process_with_sharded_tensors(kind: str) -> None:
     run_ranks(_as_torch, kind)
+
+
+class KeepsCopy(torch.optim.SGD):
+    """Keeps a copy of each parameter from before the first step, as schedule-free optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("z", parameter.clone())
+        super().step(closure)
+
+
+def test_initial_state_has_no_weight_decay_and_copies_what_starts_as_the_parameter() -> None:
+    master = nn.Parameter(torch.arange(6.0).view(3, 2))
+    optimizer = KeepsCopy([master], lr=0.5, momentum=0.5, weight_decay=0.25)
+    values = first_state(optimizer, optimizer.param_groups[0], master)
+    assert torch.equal(values["z"], master) and values["z"].data_ptr() != master.data_ptr()
+    assert torch.equal(values["momentum_buffer"], torch.zeros(3, 2))
+    assert not optimizer.state and master.grad is None and not any(value.requires_grad for value in values.values())
 
 
 def _both_forms(rank: int) -> None:
