@@ -3,7 +3,7 @@
 Collectives abort or hang when ranks disagree about sizes and dtypes. The store has neither problem: every rank
 publishes what it is about to do, the first rank compares the entries, and every rank reads the verdict.
 
-[Note: What is kept in the store]
+[Note: Lifetime of store keys]
 Only the first rank reads the entries of all ranks, before it publishes its verdict. So a rank that has read the verdict
 deletes its own entry. The ranks read the verdict at different times. Once all ranks take part in the next agreement,
 all of them have read the previous verdict, so the first rank deletes it. After a failed agreement, only the verdict
@@ -95,7 +95,7 @@ def _exchange(
     failure: Exception | None,
     timeout: timedelta | None,
 ) -> str:
-    """Publish the fields of this rank and return the verdict. See [Note: What is kept in the store]."""
+    """Publish the fields of this rank and return the verdict. See [Note: Lifetime of store keys]."""
     store = _get_default_store()
     timeout = timeout or store.timeout  # type: ignore[attr-defined]
     rank = dist.get_rank()

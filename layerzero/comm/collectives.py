@@ -3,14 +3,14 @@
 This is the only file of the package that calls a collective. Other files choose a :class:`Collective` (gather, hop 1,
 hop 2, refresh, ...) and a communicator. A transport without a backend launches through :func:`launching`.
 
-[Note: Reductions add in fp32]
+[Note: Reductions in fp32]
 On gloo, a reduce-scatter is an all-to-all of the pieces followed by local additions in rank order. It moves the same
 bytes, adds in the accumulator's precision regardless of the wire dtype, and gives bitwise identical results on every
 run. It is also faster than gloo's own reduce-scatter. On other backends the backend's reduce-scatter is used, which
 adds in the wire dtype. Ranks that share memory read the pieces in place and add them in the same order, so the result
 is bitwise identical; see comm/transport/shared_memory.py.
 
-[Note: Gathers in place]
+[Note: In-place gathers]
 gloo's all-gather is a ring that builds the result in its own buffer and copies it out, this rank's piece included.
 Between two ranks, one broadcast from each rank, directly into the output, sends the same number of bytes with a third
 less work. Between more ranks, the ring is used, because its messages cross node boundaries less often than those of
@@ -75,7 +75,7 @@ class Communicator:
     counters: TrafficCounters
     size: int
     rank: int
-    is_gloo: bool  # see [Note: Reductions add in fp32] and [Note: Gathers in place]
+    is_gloo: bool  # see [Note: Reductions in fp32] and [Note: In-place gathers]
 
     @classmethod
     def over(
@@ -285,7 +285,7 @@ def all_gather(
     with launching(comm, collective, name, sent) as issued:
         pieces = out.chunk(comm.size) if parts is None else torch.split(out, list(parts))
         if parts is None and (not comm.is_gloo or (comm.size > 2 and not only_reads_shard)):
-            # see [Note: Gathers in place]
+            # see [Note: In-place gathers]
             return issued.carried_by(_all_gather_flat(out, shard, group=comm.group, async_op=True))
         if not comm.is_gloo:
             return issued.carried_by(dist.all_gather(list(pieces), shard, group=comm.group, async_op=True))

@@ -1,6 +1,6 @@
 """Status of each rank in the store, for error messages that name the ranks that did not take part in a collective.
 
-[Note: Word is left where something is wrong or rare]
+[Note: Published rank status]
 A busy rank cannot answer a query about its state. So each rank publishes its status in the store, under one key of its
 own. It does so before an agreement, before an unexpected comparison of gather orders, and when one of its collectives
 fails. Steady-state training publishes nothing. A rank whose collective fails publishes its status first, and then waits

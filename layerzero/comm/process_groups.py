@@ -1,6 +1,6 @@
 """Creation and release of process groups.
 
-[Note: Groups of their members alone]
+[Note: Group creation by members only]
 Only the members of a group create it: a model may be on some of the ranks, and the other ranks need not call anything.
 After ``init_process_group(device_id=...)`` torch would split the world's communicator for each new group. All ranks of
 the world must take part in a split, so it would hang if only the members called it. Therefore the world is not bound to
@@ -240,7 +240,7 @@ def new_group_like(
 ) -> dist.ProcessGroup:
     """Create a group with the backend and timeout of `like`. torch keeps it until ``destroy_process_group()``.
 
-    Only the members call this, all in the same order. See [Note: Groups of their members alone].
+    Only the members call this, all in the same order. See [Note: Group creation by members only].
     """
     return _make(ranks, like=like, device_type=device_type, backend=backend)[0]
 

@@ -3,7 +3,7 @@
 The engine reports its operations to a :class:`TraceDispatcher`. While a trace (:func:`layerzero.trace`) or torch's
 profiler is active, the dispatcher passes them on to the recorder of the trace, and to the profiler as named ranges.
 
-[Note: Spans are a stack]
+[Note: Nesting of spans]
 The forward or backward of a unit begins in one hook and ends in another. The second hook may never run: inputs may need
 no gradient, and a pass may raise. An open span ends with its enclosing span, at the latest with the pass. In a
 backward, the hook that begins a unit runs just before the hook that ends the previous unit, because both hooks are on
@@ -163,7 +163,7 @@ class TraceDispatcher:
 
     def __init__(self) -> None:
         self.recorder: TraceRecorder | None = None
-        self._open: list[_OpenSpan] = []  # see [Note: Spans are a stack]
+        self._open: list[_OpenSpan] = []  # see [Note: Nesting of spans]
 
     @property
     def listens(self) -> bool:

@@ -1,6 +1,6 @@
 """Watchdog that names the ranks that have not joined a late collective.
 
-[Note: How absent ranks are found]
+[Note: Detection of absent ranks]
 All ranks of a group launch the same collectives in the same order, and each rank counts its launches. If the count of a
 rank is less than the number of the late collective, the rank has not joined it. A rank that waits in a collective
 cannot answer, so each rank has a thread that does. The thread periodically reads a number in the store. A rank with a
@@ -8,7 +8,7 @@ late collective increments this number, and then each rank publishes its state. 
 dead, or cut off from the store. If this rank is cut off, its own request gets no answer and cannot be cancelled. A
 second thread therefore measures how long requests take.
 
-[Note: Watching a device]
+[Note: Completion on a device]
 On NCCL the host's `wait` never raises. If a rank is absent, torch's own watchdog kills the process at the timeout of
 the group, without naming the rank. So a watchdog runs by default there.
 
@@ -94,7 +94,7 @@ def new_scope(ranks: tuple[int, ...]) -> Scope:
 
 
 class Launch:
-    """Launched collective, tracked until it completes. See [Note: Watching a device]."""
+    """Launched collective, tracked until it completes. See [Note: Completion on a device]."""
 
     __slots__ = (
         "_mark",

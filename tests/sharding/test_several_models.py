@@ -81,7 +81,7 @@ def _refused(rank: int) -> None:
     }
     for name, call in calls.items():
         with pytest.raises(
-            ValueError, match=r"not sharded, but holds sharded models.*'parts\.generator', 'parts\.critic'"
+            ValueError, match=r"not sharded, but contains sharded models.*'parts\.generator', 'parts\.critic'"
         ) as caught:
             call(gan)
         assert "each one" in str(caught.value), name

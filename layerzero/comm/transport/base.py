@@ -9,7 +9,7 @@ A :class:`Transport` provides three kinds of memory:
 and the reduce-scatter of hop 1. :mod:`layerzero.comm.transport.selection` chooses the transport of each mesh. The
 replica axis always uses process groups. Formulas for memory and traffic read :class:`TransportTraits` only.
 
-[Note: Rounds of writing]
+[Note: Write rounds]
 A transport may keep the shards of all ranks in memory that the peers read at any time. Then a shard is written in
 rounds, which are the same on all ranks. :meth:`Transport.begin_write` begins a round, or does nothing inside one. Each
 write ends with :meth:`FullBuffer.publish`. :meth:`Transport.end_write` ends the round. A round belongs to the transport
@@ -127,7 +127,7 @@ class FullBuffer(ABC):
     def publish(self, pending: PendingCollective | None) -> None:  # noqa: B027
         """Make the new contents of `shard` visible to the peers when `pending` completes; None: at once.
 
-        See [Note: Rounds of writing].
+        See [Note: Write rounds].
         """
 
     def wait_published(self, name: str) -> None:  # noqa: B027
@@ -215,7 +215,7 @@ class Transport(ABC):
         return 0
 
     def begin_write(self) -> None:  # noqa: B027
-        """Wait until no peer reads full buffers that this rank will write; see [Note: Rounds of writing].
+        """Wait until no peer reads full buffers that this rank will write; see [Note: Write rounds].
 
         Shards that are written afterwards must be published.
         """

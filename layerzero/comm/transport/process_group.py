@@ -37,7 +37,7 @@ def traits_of(*, sums_locally: bool) -> TransportTraits:
     """Return the traits of process groups.
 
     Args:
-        sums_locally: see [Note: Reductions add in fp32] in comm/collectives.py.
+        sums_locally: see [Note: Reductions in fp32] in comm/collectives.py.
     """
     return TransportTraits(
         "process_group",

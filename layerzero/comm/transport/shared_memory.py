@@ -2,7 +2,7 @@
 
 [Note: Weights in shared memory]
 The full buffer of a handle is one mapping for all ranks of a ZeRO-3 group. Each rank writes its own ZeRO-3 shard and
-reads the full buffer. Writes come in rounds, see [Note: Rounds of writing] in base.py; a round is one call of
+reads the full buffer. Writes come in rounds, see [Note: Write rounds] in base.py; a round is one call of
 `WeightRefresher.launch`. A rank that arrives at a round publishes this (ARRIVED): its earlier passes no longer read the
 weights, and its next pass comes after the round. No rank writes before all ranks have arrived. If the shared memory
 holds the master itself (fp32), the first write is the update of the optimizer or a write of the user. The rank then
@@ -126,7 +126,7 @@ class SharedMemoryTransport(Transport):
     def reduce_scatter(self, flat: Tensor, wire_dtype: torch.dtype, *, name: str) -> PendingReduction:
         """Start hop 1, in which each rank reads its pieces in the memory of the others.
 
-        See [Note: When a buffer is written again] in shm_buffers.py.
+        See [Note: Reuse of send buffers] in shm_buffers.py.
         """
         comm, pool = self._mesh_info.zero3_reduce_comm, self.send_buffers
         numel = flat.numel() // comm.size

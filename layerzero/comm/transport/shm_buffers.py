@@ -1,6 +1,6 @@
 """Gradient buffers in shared memory that the other ranks of a ZeRO-3 group read in place.
 
-[Note: When a buffer is written again]
+[Note: Reuse of send buffers]
 A rank sends a full gradient by publishing the offset of the gradient in the rank's part (counter PUBLISHED). The other
 ranks read and add it in place (counter CONSUMED). All ranks send and add in the same order, so gradient n of one rank
 corresponds to gradient n of every other rank. A buffer that was last sent as gradient n is reused once CONSUMED of all
@@ -51,7 +51,7 @@ def aligned_bytes_of_all(buffers: Mapping[Size, int]) -> int:
 
 
 class SharedBufferPool(BufferPool):
-    """Buffers in this rank's part of the shared memory; see [Note: When a buffer is written again].
+    """Buffers in this rank's part of the shared memory; see [Note: Reuse of send buffers].
 
     Args:
         memory: mapping of the ZeRO-3 group.

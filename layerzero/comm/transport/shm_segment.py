@@ -1,12 +1,12 @@
 """Memory segment that the ranks of one machine share.
 
-[Note: No name]
+[Note: Anonymous shared memory]
 The memory is a file without a name (``memfd_create``), which the other ranks open through ``/proc``. It exists as long
 as a process has it open or mapped, so nothing is left behind however a rank ends. It is not in /dev/shm, which is 64 MB
 in many containers, and only the same user can open it. Its pages are allocated before any rank touches them. If there
 is not enough memory, the allocation raises an error; a later access would raise a signal instead.
 
-[Note: Parts]
+[Note: Layout of a segment]
 The segment begins with the counters. Then comes the common part of all ranks (weights), and then one part per rank, all
 of equal length. A part has the maximum length that a rank may ever need; only committed bytes take memory.
 """
