@@ -113,7 +113,7 @@ class SettingsCheck:
         ]
         more = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
         raise RuntimeError(
-            f"the ranks have used different optimizer settings for one model: {'; '.join(lines[:4])}{more}. Rows of one "
-            "parameter were updated with different settings. Use the same settings on all ranks (average the loss over "
-            "the ranks before you pass it to ReduceLROnPlateau), and load the last checkpoint"
+            f"the ranks have used different optimizer settings for one model: {'; '.join(lines[:4])}{more}. Rows of "
+            "one parameter were updated with different settings. Use the same settings on all ranks (average the loss "
+            "over the ranks before you pass it to ReduceLROnPlateau), and load the last checkpoint"
         )
