@@ -146,8 +146,8 @@ def get_state(model: nn.Module) -> LayerZeroState:
     refuse_closed(model)
     if inside := ", ".join(repr(path) for path in _models_in(model)):
         raise ValueError(
-            f"this {type(model).__name__} is not sharded, but contains sharded models: {inside}. Call this for each of "
-            "them"
+            f"this {type(model).__name__} is not sharded, but contains sharded models: {inside}. Call this function "
+            "for each of these models"
         )
     raise ValueError("the model is not sharded. Call layerzero.shard_model first")
 
