@@ -1,9 +1,10 @@
 """Transport over process groups: all-gathers and reduce-scatters.
 
 [Note: Encoded gathers]
-Each rank encodes its ZeRO-3 shard, and the bytes are gathered. Each rank decodes all of them into its full buffer, its
-own shard included, so that all ranks compute with the same weights. Masters and ZeRO-3 shards stay exact. Without a
-gather (S = 1, shared memory) nothing is encoded. Post-forward shards hold decoded weights.
+Each rank encodes its ZeRO-3 shard, and the encoded bytes are gathered. Each rank decodes the bytes of all ranks into
+its full buffer, including its own shard, so that all ranks compute with the same weights. Masters and ZeRO-3 shards
+stay exact. Without a gather (S = 1, shared memory), weights are not encoded. Post-forward shards contain decoded
+weights.
 """
 
 from __future__ import annotations
