@@ -1,12 +1,12 @@
 """Agreement between ranks through the store, reached before operations that could hang.
 
-Collectives abort or hang when ranks disagree about sizes and dtypes. The store has neither problem: every rank
-publishes what it is about to do, the first rank compares the entries, and every rank reads the verdict.
+Collectives abort or hang if sizes or dtypes differ between ranks. The store does not: every rank publishes its next
+operation, the first rank compares the entries, and every rank reads the verdict.
 
-[Note: What is kept in the store]
-Only the first rank reads the entries of all ranks, before it publishes its verdict. So a rank that has read the verdict
-deletes its own entry. The ranks read the verdict at different times. Once all ranks take part in the next agreement,
-all of them have read the previous verdict, so the first rank deletes it. After a failed agreement, only the verdict
+[Note: Lifetime of store keys]
+Only the first rank reads the entries of all ranks, before it publishes its verdict. Each rank deletes its entry after
+it has read the verdict. The ranks read the verdict at different times. When all ranks take part in the next agreement,
+all of them have read the previous verdict, and the first rank deletes it. After a failed agreement, only the verdict
 with the reason remains.
 """
 
@@ -29,8 +29,8 @@ _AGREED = "agreed"
 _COMPARE = "compare"
 _ALL = ""  # name of the group of all ranks
 _CALL_ON_ALL = (
-    "All ranks must call it. Look for `if rank == 0:` around the call, and in the output of each rank for an error, a "
-    "signal or a slow step"
+    "All ranks must make this call. Look for `if rank == 0:` around the call, and for an error, a signal or a slow "
+    "step in the output of each rank"
 )
 
 
@@ -62,11 +62,11 @@ def require_equal(
         groups: additional fields by group name. They must be equal on all ranks that publish fields for that group.
         failure: error to raise on this rank. The other ranks raise an error that reports it.
         timeout: time to wait for the other ranks; by default the timeout of the store.
-        advice: sentence that says what to do, appended to the message about a difference. It is not a part of
-            `subject`, because messages of other ranks quote the subject.
+        advice: advice for the user, appended to the message about a difference. It is not a part of `subject`, because
+            messages of other ranks quote the subject.
 
     Raises:
-        ValueError: the ranks disagree. The message names each differing field, its values and the ranks that hold them.
+        ValueError: the ranks disagree. The message names each differing field, its values and their ranks.
         RuntimeError: another rank did not take part, or it failed while this rank did not.
     """
     if not has_peers(ranks):
@@ -95,13 +95,13 @@ def _exchange(
     failure: Exception | None,
     timeout: timedelta | None,
 ) -> str:
-    """Publish the fields of this rank and return the verdict. See [Note: What is kept in the store]."""
+    """Publish the fields of this rank and return the verdict. See [Note: Lifetime of store keys]."""
     store = _get_default_store()
     timeout = timeout or store.timeout  # type: ignore[attr-defined]
     rank = dist.get_rank()
     scope = "layerzero/" + hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
     try:
-        # The store counts the calls of this rank, so that the process keeps no counter.
+        # The store counts the calls of this rank, so that the process needs no counter.
         turn = store.add(f"{scope}/turn/{rank}", 1)
         here = f"{scope}/{turn}"
         publish_status(RankStatus(subject, answer=f"{here}/first"))
@@ -127,8 +127,8 @@ def _exchange(
             _forget(store, f"{here}/full/{rank}")
     except dist.DistNetworkError as error:
         raise RuntimeError(
-            f"layerzero: {subject}: the store that the ranks meet in is gone: the process that served it has died or "
-            "ended. That is rank 0, unless a launcher serves it: see what it printed last"
+            f"layerzero: {subject}: the rendezvous store does not exist any more, because the process that served it "
+            "has died or ended. This process is rank 0 or the launcher. Read its last output"
         ) from error
     return verdict
 
@@ -160,7 +160,7 @@ def _collect(store: Store, prefix: str, ranks: Sequence[int], timeout: timedelta
 
 def _format_wait(missing: Sequence[int], timeout: timedelta) -> str:
     """Return a phrase with the timeout and the last known status of each rank in `missing`."""
-    last = [f"rank {rank} last left word at: {word}" for rank, word in read_statuses(missing).items()]
+    last = [f"rank {rank} last published status: {word}" for rank, word in read_statuses(missing).items()]
     return f"{timeout.total_seconds():g} s" + (f" ({'; '.join(last)})" if last else "")
 
 
@@ -179,7 +179,7 @@ def _digest(told: object) -> str:
 
 def _read(store: Store, key: str, timeout: timedelta, subject: str, first: int) -> str:
     try:
-        # The first rank may itself wait for a full timeout for another rank.
+        # The first rank may wait for another rank for a full timeout.
         store.wait([key], 2 * timeout)
     except dist.DistNetworkError:
         raise
@@ -198,7 +198,7 @@ def _describe_difference(subject: str, texts: Mapping[int, str]) -> str:
         return f"layerzero: {subject}: " + "; ".join(f"rank {rank} failed with {e}" for rank, e in failed.items())
     subjects = _by_value({rank: entry["subject"] for rank, entry in entries.items()})
     if len(subjects) > 1:
-        return "ranks disagree on what they are doing: " + _format(subjects)
+        return "ranks disagree on the operation: " + _format(subjects)
     lines = []
     for group in sorted({group for entry in entries.values() for group in entry["groups"]}):
         fields = {rank: entry["groups"][group] for rank, entry in entries.items() if group in entry["groups"]}

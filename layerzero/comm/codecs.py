@@ -67,14 +67,14 @@ def encoded_sizes(codec: GatherCodec | None, layout: FlatLayout, zero3_size: int
     sizes = [codec.nbytes(blocks, dtype) if blocks else 0 for blocks in row_blocks(layout, zero3_size)]
     if wrong := [size for size in sizes if not isinstance(size, int) or size < 0]:
         raise TypeError(
-            f"{type(codec).__name__}.nbytes must return a number of bytes, got {wrong[0]!r} for a shard in {dtype}: "
-            "the buffers of a gather are allocated from it. Return an int that is not negative"
+            f"{type(codec).__name__}.nbytes must return a number of bytes, got {wrong[0]!r} for a shard in {dtype}. "
+            "The buffers of a gather have this size. Return a non-negative int"
         )
     return sizes
 
 
 def encoded_bytes(sizes: Sequence[int]) -> int:
-    """Return the size in bytes of the buffer that receives encoded shards of these sizes, all padded to equal size."""
+    """Return the size in bytes of the receive buffer for encoded shards of these sizes, padded to equal size."""
     return -(-max(sizes, default=0) // _ALIGNED) * _ALIGNED * len(sizes)
 
 
@@ -117,7 +117,7 @@ class Float8Rows:
             if scales is None:
                 numbers.copy_(rows)
                 continue
-            # A weight that is not finite makes its row NaN, so that the error stays visible.
+            # A non-finite weight turns its row into NaN, so that the error stays visible.
             torch.clamp_min(rows.abs().amax(1, keepdim=True).float() / self._MOST, self._LEAST_SCALE, out=scales)
             numbers.copy_(rows / scales)
 

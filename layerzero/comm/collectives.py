@@ -3,19 +3,19 @@
 This is the only file of the package that calls a collective. Other files choose a :class:`Collective` (gather, hop 1,
 hop 2, refresh, ...) and a communicator. A transport without a backend launches through :func:`launching`.
 
-[Note: Reductions add in fp32]
-On gloo, a reduce-scatter is an all-to-all of the pieces followed by local additions in rank order. It moves the same
-bytes, adds in the accumulator's precision regardless of the wire dtype, and gives bitwise identical results on every
-run. It is also faster than gloo's own reduce-scatter. On other backends the backend's reduce-scatter is used, which
-adds in the wire dtype. Ranks that share memory read the pieces in place and add them in the same order, so the result
-is bitwise identical; see comm/transport/shared_memory.py.
+[Note: Reductions in fp32]
+On gloo, a reduce-scatter is an all-to-all of the pieces followed by local additions in rank order. It sends the same
+number of bytes as a reduce-scatter, adds in the accumulator's precision regardless of the wire dtype, and returns
+bitwise identical results on every run. It is also faster than gloo's reduce-scatter. Other backends use their own
+reduce-scatter, which adds in the wire dtype. Ranks with shared memory read the pieces in place and add them in the same
+order, so that the result is bitwise identical; see comm/transport/shared_memory.py.
 
-[Note: Gathers in place]
-gloo's all-gather is a ring that builds the result in its own buffer and copies it out, this rank's piece included.
-Between two ranks, one broadcast from each rank, directly into the output, sends the same number of bytes with a third
-less work. Between more ranks, the ring is used, because its messages cross node boundaries less often than those of
-broadcast trees. The exception is a shard that is a master: the user may write to it during the collective, which must
-only read it. Then broadcasts are used between any number of ranks.
+[Note: In-place gathers]
+gloo's all-gather is a ring that assembles the result in an internal buffer and copies it to the output, including this
+rank's piece. Between two ranks, one broadcast from each rank directly into the output sends the same number of bytes
+with a third less work. Between more ranks, the ring is used, because its messages cross node boundaries less often than
+the messages of broadcast trees. A shard that is a master is an exception: the user may write to the master during the
+collective, which must only read it. In this case, broadcasts are used between any number of ranks.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Communicator:
     counters: TrafficCounters
     size: int
     rank: int
-    is_gloo: bool  # see [Note: Reductions add in fp32] and [Note: Gathers in place]
+    is_gloo: bool  # see [Note: Reductions in fp32] and [Note: In-place gathers]
 
     @classmethod
     def over(
@@ -99,7 +99,7 @@ class Communicator:
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
-    """Return the backend of `group` for a device type: a group may have one per type, as in "cpu:gloo,cuda:nccl"."""
+    """Return the backend of `group` for a device type; "cpu:gloo,cuda:nccl" has one backend per type."""
     config: str = dist.get_backend_config(group)
     return dict(entry.split(":") for entry in config.split(","))[device_type]
 
@@ -118,7 +118,7 @@ class LaunchedCollective:
 
     communicator: Communicator
     collective: Collective
-    name: str  # for example that of the unit
+    name: str  # for example the name of the unit
     trace: CollectiveTrace | None  # None: neither a trace nor the profiler is active
 
     def carried_by(self, *each: Transfer) -> PendingCollective:
@@ -142,9 +142,9 @@ class LaunchedCollective:
     def failed(self, error: Exception) -> RuntimeError:
         """Convert `error`, raised by the wait, into an error that names the ranks that did not take part."""
         counters, word = self.communicator.counters, self.status
-        if counters.failure:  # after a first failure, the status of other ranks explains nothing
+        if counters.failure:  # after a first failure, the statuses of other ranks do not explain this failure
             return RuntimeError(
-                f"layerzero: {word.doing} failed after another exchange of the model: {counters.failure}"
+                f"layerzero: {word.doing} failed after another collective of the model: {counters.failure}"
             )
         ranks = dist.get_process_group_ranks(self.communicator.group)
         collective_error = diagnose(word, error, ranks=ranks, timeout=timeout_of(self.communicator.group))
@@ -162,7 +162,7 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 @dataclass(frozen=True)
 class PendingCollective:
-    """Transfers in flight that form one collective and are waited for together."""
+    """Transfers in flight that form one collective and have one common wait."""
 
     each: tuple[Transfer, ...]
     issued: LaunchedCollective
@@ -182,7 +182,7 @@ class PendingCollective:
             beside: True if a background thread waits, not the program. The waiting time is then not counted.
 
         Raises:
-            CollectiveError: a rank did not take part, or has ended.
+            CollectiveError: a rank did not take part, or its process has ended.
             RuntimeError: a previous collective of the model has failed.
             DeferredCollectiveError: one of these errors occurred, and `beside` is True.
         """
@@ -240,7 +240,7 @@ _reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist
 
 @contextmanager
 def launching(comm: Communicator, collective: Collective, name: str, sent: int) -> Iterator[LaunchedCollective]:
-    """Count and trace the collective launched inside this context, and name it in the error if the launch fails."""
+    """Context manager that counts and traces the collective launched inside, and names it if the launch fails."""
     comm.held_group.require_open()
     if comm.held_group.reserved is not None:
         comm.held_group.reserved.wait()
@@ -285,7 +285,7 @@ def all_gather(
     with launching(comm, collective, name, sent) as issued:
         pieces = out.chunk(comm.size) if parts is None else torch.split(out, list(parts))
         if parts is None and (not comm.is_gloo or (comm.size > 2 and not only_reads_shard)):
-            # see [Note: Gathers in place]
+            # see [Note: In-place gathers]
             return issued.carried_by(_all_gather_flat(out, shard, group=comm.group, async_op=True))
         if not comm.is_gloo:
             return issued.carried_by(dist.all_gather(list(pieces), shard, group=comm.group, async_op=True))
@@ -380,7 +380,7 @@ def send_recv(
 
 
 def collective_error(comm: Communicator, collective: Collective, name: str, error: Exception) -> RuntimeError:
-    """Return the error to raise after a wait for other ranks that uses no backend has failed with `error`."""
+    """Return the error to raise for `error`, raised by a wait for other ranks that uses no backend."""
     return LaunchedCollective(comm, collective, name, None).failed(error)
 
 
@@ -409,8 +409,8 @@ class PendingSmallGather:
 def all_gather_small(comm: Communicator, collective: Collective, tensor: Tensor) -> PendingSmallGather:
     """Start an all-gather of `tensor`, a few numbers, 1-D [n].
 
-    Each rank sends to all others at once. A ring, which gloo uses for a reduction, would send fewer bytes, but would
-    take 2 (size - 1) times as long as a single message.
+    Each rank sends to all other ranks concurrently. A ring, which gloo uses for a reduction, would send fewer bytes,
+    but would take 2 (size - 1) times as long as a single message.
     """
     with launching(comm, collective, "", (comm.size - 1) * tensor.numel() * tensor.element_size()) as issued:
         sent = tensor.repeat(comm.size)
@@ -422,8 +422,8 @@ def all_gather_small(comm: Communicator, collective: Collective, tensor: Tensor)
 def connect(comm: Communicator, device: torch.device) -> None:
     """Connect a communicator with a tiny gather and a tiny reduction, if its backend connects at first use.
 
-    ``ncclCommInit`` blocks the host until all ranks have called it, and allocates memory. So it must not run in the
-    first backward, near the peak of memory usage. All ranks of the communicator must call this.
+    ``ncclCommInit`` blocks the host until all ranks have called it, and allocates memory. Therefore it must not run in
+    the first backward, near the peak of memory usage. All ranks of the communicator must call this.
     """
     if comm.size == 1 or comm.held_group.is_local:  # gloo connects when the group is created
         return

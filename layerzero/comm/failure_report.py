@@ -1,12 +1,12 @@
 """Status of each rank in the store, for error messages that name the ranks that did not take part in a collective.
 
-[Note: Word is left where something is wrong or rare]
-A busy rank cannot answer a query about its state. So each rank publishes its status in the store, under one key of its
-own. It does so before an agreement, before an unexpected comparison of gather orders, and when one of its collectives
-fails. Steady-state training publishes nothing. A rank whose collective fails publishes its status first, and then waits
-briefly for the statuses of the other ranks. Ranks that wait in the same collective fail as well and report the same
-collective. A rank that reports another collective was waiting in that one. A rank that reports nothing has not reached
-the collective, or has died.
+[Note: Published rank status]
+A busy rank cannot answer a query about its state. Therefore each rank publishes its status in the store, under one key
+per rank: before an agreement, before an unexpected comparison of gather orders, and when one of its collectives fails.
+In the steady state, no status is published. A rank whose collective fails publishes its status before it waits briefly
+for the statuses of the other ranks. Ranks that wait in the same collective also fail, and report the same collective. A
+rank that reports another collective was waiting in that collective. A rank without a report has not reached the
+collective, or has died.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = ["CollectiveError", "RankStatus", "diagnose", "publish_status", "read_
 _PAUSE = 0.05  # seconds between two reads of the statuses of other ranks
 _TO_ANSWER = 5.0  # seconds that a busy store may need to answer
 _TIMED_OUT, _LOST = "timed out", "lost a connection"
-_SILENT = "the store that the ranks meet in does not answer: its machine is stopped, or this one is cut off from it"
+_SILENT = "the rendezvous store does not answer: its machine has stopped, or this machine cannot reach it"
 _HINT = (
-    "Look for what not all ranks do (`if rank == 0: evaluate(model)`, one batch less), for the output of a rank that "
-    "raised or was killed, and for one that needs longer than the timeout of the process group"
+    "Look for calls that only some ranks make (`if rank == 0: evaluate(model)`, one batch less), for the output of a "
+    "rank that raised or was killed, and for a rank that needs longer than the timeout of the process group"
 )
 
 
@@ -40,7 +40,7 @@ class RankStatus:
 
     doing: str  # for example "gather of 'layers.3'"
     failed: str = ""  # kind of failure; empty: no failure
-    passed: bool = False  # the rank has continued since
+    passed: bool = False  # the rank has continued since then
     answer: str = ""  # key of the store that exists once the rank can continue
     gathers: tuple[str, ...] = ()  # for a gather: the last gathered units, up to this one
 
@@ -98,10 +98,10 @@ def diagnose(word: RankStatus, error: Exception, *, ranks: Sequence[int], timeou
     words, no_store = _asked(word, others, seconds=min(5.0, max(1.0, timeout / 10)))
     told, elsewhere = _tell(word, others, words, timeout)
     told += [text for text in (no_store, "" if kind else str(error)) if text]
-    why = "; ".join(told) or "all ranks came to it"
-    # Publish without `why`, which the message of another rank would report as the cause of its own failure.
+    why = "; ".join(told) or "all ranks joined the collective"
+    # Publish without `why`. Otherwise another rank would report it as the cause of its failure.
     if not no_store and not _within(_TO_ANSWER, lambda: _leave_if_there(word)):
-        why += f"; {_SILENT}"  # the store has stopped answering meanwhile
+        why += f"; {_SILENT}"  # the store stopped answering in the meantime
     message = f"layerzero: {word.doing} failed on rank {dist.get_rank()}: {why}. {_HINT}"
     return CollectiveError(message, word, elsewhere)
 
@@ -116,8 +116,8 @@ def _kind(text: str) -> str:
 def _within(seconds: float, do: Callable[[], None]) -> bool:
     """Run a request to the store in a thread; return whether it completed within `seconds`.
 
-    A store on a machine that cannot be reached never answers, and a pending request cannot be cancelled. A pending
-    request also blocks the store's client, so that even requests that need no answer wait.
+    A store on an unreachable machine never answers, and a pending request cannot be cancelled. A pending request also
+    blocks the store's client, so that even requests without an answer wait.
     """
     doing = threading.Thread(target=do, name="layerzero whereabouts", daemon=True)
     doing.start()
@@ -142,7 +142,7 @@ def _asked(word: RankStatus, others: Sequence[int], *, seconds: float) -> tuple[
             told[0] = ""  # the store answers
             _hear(others, words, seconds=seconds)
         except Exception:
-            told[0] = "the store that the ranks meet in is gone, with the process that served it"
+            told[0] = "the rendezvous store does not exist any more, because the process that served it has ended"
 
     _within(seconds + _TO_ANSWER, ask)
     return dict(words), told[0]
@@ -170,23 +170,23 @@ def _tell(
     same = {rank: said for rank, said in there.items() if rank not in elsewhere}
     gave_up = [rank for rank, said in same.items() if said.failed.startswith(_TIMED_OUT)]
     lost = word.failed == _LOST and not gave_up  # otherwise the ranks that timed out have closed the connection
-    # A rank that joined the same collective has failed by now as well, unless it is dead.
+    # A rank that joined the same collective has also failed by now, unless it is dead.
     missing = [rank for rank in others if rank not in there or (lost and rank in same and not same[rank].failed)]
     told = []
     for rank in missing:
         if lost and len(missing) == 1:
-            text = f"rank {rank} has died or has ended, its connection was closed"
+            text = f"rank {rank} has died or has ended, because its connection was closed"
         elif lost:
-            text = f"rank {rank} is not heard of"
+            text = f"rank {rank} has not reported a status"
         else:
             text = f"rank {rank} did not take part within {timeout:g} s"
-        told.append(text + (f" (it last left word at: {words[rank].doing})" if rank in words else ""))
+        told.append(text + (f" (it last published status: {words[rank].doing})" if rank in words else ""))
     if lost and len(missing) > 1:
-        told.append("at least one of them has died or has ended, its connection was closed")
-    how = "waited in vain, too, in" if missing else "was elsewhere: in"
+        told.append("at least one of them has died or has ended, because its connection was closed")
+    how = "also waited without success in" if missing else "was in another operation:"
     told += [f"rank {rank} {how} {said}" for rank, said in elsewhere.items()]
     if gave_up and word.failed == _LOST and not missing and not elsewhere:
-        told.append(f"rank {gave_up[0]} had waited for it so long that it gave up")
+        told.append(f"rank {gave_up[0]} waited until its timeout and closed the connection")
     return told, {} if missing else elsewhere
 
 

@@ -5,11 +5,11 @@ the shard lies inside ZeRO-3 shard s and every collective runs along one axis.
 
 [Note: One process group per communicator]
 A backend matches the collectives of a group by their order. The groups of a mesh may be shared by the user's
-collectives (for example token dispatch to experts), by several meshes and by several models. The position of
-layerzero's collectives among those may depend on timing and on the parameters that a rank has used. So each
-communicator has a process group of its own. Communicators along model-parallel axes are an exception: their collectives
-run between passes, at points that the program fixes. A group of the mesh that nothing else uses is connected only on
-gloo; other backends connect at first use.
+collectives (for example token dispatch to experts), by several meshes and by several models. The order of layerzero's
+collectives relative to these may depend on timing and on the parameters that a rank has used. Therefore each
+communicator has a separate process group. Communicators along model-parallel axes are an exception: their collectives
+run between passes, at fixed points of the program. An unused group of the mesh is connected only on gloo, because other
+backends connect at first use.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class MeshInfo:
     device: torch.device
     counters: TrafficCounters
     groups: ModelGroups  # owner of the communicators' process groups, and of other groups of the model
-    # Gathers and reductions use separate communicators, so that neither waits for the other. Their order on each one
-    # depends on the program only; see "Training step" in docs/architecture.md.
+    # Gathers and reductions use separate communicators, so that neither waits for the other. Their order on each
+    # communicator depends only on the program; see "Training step" in docs/architecture.md.
     zero3_gather_comm: Communicator
     zero3_reduce_comm: Communicator
     replica_comm: Communicator
@@ -153,8 +153,8 @@ def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> 
     """Create a mesh of all ranks with axes ``("replica", "zero3")``.
 
     Args:
-        zero3_size: number S of consecutive ranks that share the compute weights, usually the ranks of one node. 1 gives
-            ZeRO-1, the world size gives ZeRO-3. It must divide the world size. None: the number of ranks of a node,
+        zero3_size: number S of consecutive ranks that share the compute weights, usually the ranks of one node. 1 is
+            ZeRO-1, and the world size is ZeRO-3. S must divide the world size. None: the number of ranks of a node,
             which torchrun sets as ``LOCAL_WORLD_SIZE``.
         device_type: ``"cuda"``, ``"cpu"``, ...; by default the accelerator if there is one, else the CPU.
 
@@ -171,7 +171,7 @@ def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> 
         model = layerzero.shard_model(model, mesh=mesh, units={Block})
     """
     if not dist.is_initialized():
-        raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group() first")
+        raise RuntimeError("torch.distributed is not initialised. Call torch.distributed.init_process_group() first")
     return mesh_of_ranks(range(dist.get_world_size()), zero3_size, device_type or default_device_type())
 
 
@@ -198,9 +198,9 @@ def _checked_size(zero3_size: int | None, world: int) -> int:
         said = os.environ.get("LOCAL_WORLD_SIZE", "")
         if not said.isdigit() or int(said) == 0 or world % int(said):
             raise ValueError(
-                "without zero3_size and mesh, S is the number of ranks of a node, which torchrun says in "
-                f"LOCAL_WORLD_SIZE; that is {said or 'not set'} here, with {world} ranks. Give zero3_size, one of "
-                f"{_divisors(world)}"
+                "neither zero3_size nor mesh is set, so zero3_size is the number of ranks of a node. torchrun sets "
+                f"this number in LOCAL_WORLD_SIZE, which is {said or 'not set'} here, with {world} ranks. Set zero3_size to "
+                f"one of {_divisors(world)}"
             )
         return int(said)
     if not isinstance(zero3_size, int) or isinstance(zero3_size, bool):
@@ -229,7 +229,7 @@ def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGr
     failure: Exception | None = None
     if world % size:
         failure = ValueError(
-            f"zero3_group {block} has {size} ranks, which do not divide the {world} of zero1_group {ranks}"
+            f"zero3_group {block} has {size} ranks, which do not divide the {world} ranks of zero1_group {ranks}"
         )
     elif not set(block) <= set(ranks):
         failure = ValueError(f"zero3_group {block} is not a part of zero1_group {ranks}")
@@ -285,28 +285,28 @@ def as_data_parallel(mesh: DeviceMesh) -> DeviceMesh:
 def check_mesh(mesh: DeviceMesh) -> None:
     """Raise TypeError or ValueError unless `mesh` is a DeviceMesh of data-parallel ranks only, in ascending order."""
     if not isinstance(mesh, DeviceMesh):
-        way_out = "make it with layerzero.init_mesh, layerzero.mesh_from_groups or torch's init_device_mesh"
+        way_out = "create it with layerzero.init_mesh, layerzero.mesh_from_groups or torch's init_device_mesh"
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}; {way_out}")
     names, shape = mesh.mesh_dim_names, tuple(mesh.shape)
     others = sorted({*(names or ())} & _NOT_DATA_PARALLEL)
     if mesh.ndim > 2 or others:
         raise ValueError(
-            f"mesh has axes {names} of {shape}{f', of which {others} are not data-parallel' if others else ''}; give "
-            'the axes over which batches differ: one, mesh["dp"], or two, mesh["dp_replicate", "dp_shard"]'
+            f"mesh has axes {names} of {shape}{f', of which {others} are not data-parallel' if others else ''}. Pass "
+            'the axes along which batches differ: one axis, mesh["dp"], or two, mesh["dp_replicate", "dp_shard"]'
         )
     if names == AXES[::-1]:
-        raise ValueError(f"mesh has axes {names}; the first one is of replicas: expected {AXES}")
+        raise ValueError(f"mesh has axes {names}, but the first axis must be the replica axis: expected {AXES}")
     ranks = mesh.mesh.flatten()
     if (ranks.diff() <= 0).any():
         blocks = sorted(ranks.tolist())
         raise ValueError(
-            f"mesh has the ranks {mesh.mesh.tolist()}, which do not ascend row by row. The layout of rows needs "
-            "this: ranks of a ZeRO-3 group must be neighbours among the data-parallel ranks. Use "
+            f"mesh has the ranks {mesh.mesh.tolist()}, which do not ascend row by row. The layout of rows requires "
+            "this order: ranks of a ZeRO-3 group must be neighbours among the data-parallel ranks. Use "
             f"{[blocks[i : i + shape[-1]] for i in range(0, len(blocks), shape[-1])]}, as layerzero.init_mesh makes it"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"mesh has the ranks {mesh.mesh.tolist()}, and rank {dist.get_rank()} is none of them, so it cannot hold a "
+            f"mesh has the ranks {mesh.mesh.tolist()} without rank {dist.get_rank()}, which therefore cannot store a "
             "part of the model. Pass a mesh with this rank, or call shard_model on the ranks of the mesh only"
         )
 

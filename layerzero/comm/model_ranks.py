@@ -2,10 +2,10 @@
 
 [Note: Control messages]
 A few bytes that the host of each rank must read are sent over gloo, along one axis after the other: to the ranks of the
-ZeRO-3 group, then to the other replicas, then along model-parallel axes. So a rank has S + R sockets and sends S + R
-messages. gloo connects all ranks of a group with each other when the group is created. A group of all D ranks would
-need D sockets on each rank and reach the common limit of file descriptors at D = 1024. Only checkpoints need such a
-group, for ``torch.distributed.checkpoint``; it is created at the first save or load.
+ZeRO-3 group, then to the other replicas, then along model-parallel axes. Therefore a rank has S + R sockets and sends
+S + R messages. gloo connects all pairs of ranks when a group is created. A group of all D ranks would need D sockets on
+each rank and reach the usual limit of file descriptors at D = 1024. Only checkpoints need a group of all ranks, for
+``torch.distributed.checkpoint``. This group is created at the first save or load.
 
 A message along the second axis depends on the messages received along the first. If a rank must not wait for these,
 :class:`LateMaximum` uses the messages of the previous round instead.
@@ -37,7 +37,7 @@ class ModelRanks:
 
     mesh_info: MeshInfo  # of the root's parameters
     ranks: tuple[int, ...]  # global ranks, ascending
-    control_comms: tuple[Communicator, ...]  # used in turn, they reach all ranks; see [Note: Control messages]
+    control_comms: tuple[Communicator, ...]  # used one after the other; see [Note: Control messages]
     model_parallel: tuple[Communicator, ...]  # of this rank: one for each model-parallel axis
     _control_group: list[HeldGroup] = field(default_factory=list)  # of all ranks; empty until it is needed
 
@@ -61,8 +61,8 @@ class ModelRanks:
         ranks = sorted({rank for text in told for rank in json.loads(text)})
         if len(ranks) != mesh_info.data_parallel * further.size():
             raise ValueError(
-                f"parameters are DTensors on the ranks {places}, whose data-parallel ranks are {told}: these must be "
-                f"{further.size()} groups that have no rank in common"
+                f"parameters are DTensors on the ranks {places}, whose data-parallel ranks are {told}. These must "
+                f"form {further.size()} disjoint groups"
             )
         comms = (*mesh_info.control_comms, beside)
         return cls(mesh_info, tuple(ranks), comms, _comms_along(further, mesh_info))._known()
@@ -161,8 +161,8 @@ class ModelParallelAxes:
 class LateMaximum:
     """Elementwise maximum of a few bytes over all ranks, computed without waiting for messages of the current round.
 
-    Each round sends the maximum along one more axis. So with K axes, each round completes the maximum of the inputs of
-    K - 1 rounds earlier, in the same round on all ranks. See [Note: Control messages].
+    Each round sends the maximum along one more axis. With K axes, each round therefore completes the maximum of the
+    inputs of K - 1 rounds earlier, in the same round on all ranks. See [Note: Control messages].
 
     Args:
         axes: number of communicators along which messages are sent.
@@ -188,14 +188,14 @@ def reduce_over(
     op: dist.ReduceOp.RedOpType,
     collective: Collective = Collective.SCALAR_REDUCE,
 ) -> None:
-    """Reduce a small tensor in place along each communicator in turn."""
+    """Reduce a small tensor in place along one communicator after the other."""
     for comm in comms:
         if comm.size > 1:
             all_reduce(comm, collective, number, op).wait()
 
 
 def broadcast_over(comms: Sequence[Communicator], tensor: Tensor) -> None:
-    """Broadcast a tensor from the first rank along each communicator in turn."""
+    """Broadcast a tensor from the first rank along one communicator after the other."""
     for comm in comms if tensor.numel() else ():
         if comm.size > 1:
             broadcast(comm, Collective.BROADCAST, tensor)

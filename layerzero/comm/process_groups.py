@@ -1,28 +1,28 @@
 """Creation and release of process groups.
 
-[Note: Groups of their members alone]
-Only the members of a group create it: a model may be on some of the ranks, and the other ranks need not call anything.
-After ``init_process_group(device_id=...)`` torch would split the world's communicator for each new group. All ranks of
-the world must take part in a split, so it would hang if only the members called it. Therefore the world is not bound to
-a device while a group is created here.
+[Note: Group creation by members only]
+Only the members of a group create the group. A model may be on some of the ranks, without calls on the other ranks.
+After ``init_process_group(device_id=...)``, torch would split the world's communicator for each new group. A split
+needs all ranks of the world, and would hang if only the members called it. Therefore the world is not bound to a device
+while this module creates a group.
 
 [Note: Names of groups]
-torch derives the name of such a group from its ranks and from the number of groups that the process is in. That number
-falls when groups are released. A name could then be reused while its keys are still in the store, or while another
-group has this name. Ranks that collect garbage at different times would also use different names for one group, and
-deadlock. So layerzero names a group after its ranks and the number of groups of these ranks that have been created.
-Local groups of a model are also removed from torch's tables (see the next note), so that the names that torch gives to
-other groups do not depend on the number of live models.
+torch derives the name of such a group from its ranks and from the number of groups of the process. That number
+decreases when groups are released. torch could then reuse a name while its keys are still in the store, or while
+another group has this name. Ranks that collect garbage at different times would also use different names for one group,
+and deadlock. Therefore layerzero names a group after its ranks and the number of groups created for these ranks so far.
+Local groups of a model are also removed from torch's tables (see the next note). The names of torch's other groups
+therefore do not depend on the number of live models.
 
 [Note: Release of groups]
-A model's groups belong to its :class:`ModelGroups`, which lives as long as anything that could use them: the model, or
-a sharded parameter that user code has kept. The groups are released when this object is garbage collected, or by
-``layerzero.close``.
+A model's groups belong to its :class:`ModelGroups`, which exists as long as the model or a sharded parameter that user
+code refers to. The groups are released when this object is garbage collected, or by ``layerzero.close``.
 
-A gloo group is released locally: its threads and sockets end with the last reference to it. But its destructor waits
-for collectives in flight, and the garbage collector runs in any thread, at any point, at different times on each rank.
-So the finalizer only passes the groups to a thread, which drops each group once nothing is in flight on it. When one
-rank has dropped a group, collectives of other ranks on it fail instead of waiting, so there is no deadlock.
+A gloo group is released locally: its threads and sockets end with the last reference to the group. However, its
+destructor waits for collectives in flight, and the garbage collector runs in any thread, at any point, at different
+times on each rank. Therefore the finalizer only passes the groups to a thread, which drops each group when no
+collective is in flight on it. After a rank has dropped a group, collectives of other ranks on the group fail instead of
+waiting, so that ranks do not deadlock.
 
 On other backends, destroying a communicator may be a collective (``ncclCommAbort`` was one). There the groups of a
 collected model are kept until the next ``shard_model`` or ``close`` on all of their ranks. That call finds the groups
@@ -78,7 +78,7 @@ __all__ = [
 
 CLOSED = (
     "the model was closed: layerzero.close has released its process groups, threads and memory. Close a model after "
-    "its last use, or shard a new one"
+    "its last use, or shard a new model"
 )
 _PATIENCE = 5.0  # seconds
 _PERIOD = 0.02  # seconds between two checks of the work in flight
@@ -155,7 +155,7 @@ class HeldGroup:
         self.in_flight[id(ending)] = ending
 
     def forget_done(self) -> None:
-        """Drop completed work for which nothing has waited. This releases its tensors."""
+        """Drop completed work without a wait. This releases its tensors."""
         for key, each in list(self.in_flight.items()):
             if each.done():
                 self.in_flight.pop(key, None)
@@ -182,7 +182,7 @@ class HeldGroup:
             return
         for table in (world.pg_group_ranks, world.pg_backend_config):
             table.pop(group, None)
-        # After a new init_process_group on the same store, the key may belong to another group.
+        # After another init_process_group on the same store, the key may belong to another group.
         if self._store is not None and dist.group.WORLD is self._world():
             with suppress(RuntimeError):  # the process that served the store has ended
                 self._store.delete_key(f"cpu//0/{group.rank()}")  # the address of this rank in gloo
@@ -195,7 +195,7 @@ class ModelGroups:
         self._held: list[HeldGroup] = []
         _RELEASES.expect()
         self._finalizer = weakref.finalize(self, _hand_over, self._held)
-        self._finalizer.atexit = False  # the end of the process frees everything
+        self._finalizer.atexit = False  # the end of the process releases all groups
 
     def new(self, ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str, backend: str = "") -> HeldGroup:
         """Create a group that is released with the model. All of its members must call this, in the same order."""
@@ -240,7 +240,7 @@ def new_group_like(
 ) -> dist.ProcessGroup:
     """Create a group with the backend and timeout of `like`. torch keeps it until ``destroy_process_group()``.
 
-    Only the members call this, all in the same order. See [Note: Groups of their members alone].
+    Only the members call this, all in the same order. See [Note: Group creation by members only].
     """
     return _make(ranks, like=like, device_type=device_type, backend=backend)[0]
 
@@ -252,7 +252,7 @@ def groups_so_far(*members: Sequence[int]) -> dict[str, dict[str, object]]:
     """
     names = _names()
     return {
-        f"groups of the ranks {list(ranks)}": {"number of process groups made so far": names[tuple(sorted(ranks))]}
+        f"groups of the ranks {list(ranks)}": {"number of process groups created so far": names[tuple(sorted(ranks))]}
         for ranks in members
     }
 

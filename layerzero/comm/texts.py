@@ -41,5 +41,5 @@ def need_numpy(what: str) -> None:
     """
     if find_spec("numpy") is None:
         raise ModuleNotFoundError(
-            f"{what} needs numpy, with which torch sends objects between ranks: pip install numpy"
+            f"{what} needs numpy, because torch sends objects between ranks as numpy arrays. Run pip install numpy"
         )

@@ -1,14 +1,15 @@
 """Trace and profiler events for the computation of units and for collectives.
 
 The engine reports its operations to a :class:`TraceDispatcher`. While a trace (:func:`layerzero.trace`) or torch's
-profiler is active, the dispatcher passes them on to the recorder of the trace, and to the profiler as named ranges.
+profiler is active, the dispatcher forwards the operations to the recorder of the trace, and to the profiler as named
+ranges.
 
-[Note: Spans are a stack]
-The forward or backward of a unit begins in one hook and ends in another. The second hook may never run: inputs may need
-no gradient, and a pass may raise. An open span ends with its enclosing span, at the latest with the pass. In a
-backward, the hook that begins a unit runs just before the hook that ends the previous unit, because both hooks are on
-the same tensor. So the new span ends the previous one, and spans are always nested. If autograd alternates between
-parallel units, the rest of the first unit is attributed to the enclosing span.
+[Note: Nesting of spans]
+The forward or backward of a unit begins in one hook and ends in another hook. The second hook does not run if the
+inputs need no gradient or if the pass raises. An open span ends with its enclosing span, at the latest with the pass.
+In a backward, the hook that begins a unit runs just before the hook that ends the previous unit, because both hooks are
+on the same tensor. Therefore the new span ends the previous span, and spans are always nested. If autograd alternates
+between parallel units, the rest of the first unit is attributed to the enclosing span.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class TraceMark:
     ended: Any
     phase: str = ""  # of "begin" and "end": "forward", "backward" or "update"
     trace: CollectiveTrace | None = None  # of "launch", "wait" and "add"
-    in_background: bool = False  # done by a background thread of the engine
+    in_background: bool = False  # run by a background thread of the engine
 
 
 class TraceRecorder:
@@ -163,7 +164,7 @@ class TraceDispatcher:
 
     def __init__(self) -> None:
         self.recorder: TraceRecorder | None = None
-        self._open: list[_OpenSpan] = []  # see [Note: Spans are a stack]
+        self._open: list[_OpenSpan] = []  # see [Note: Nesting of spans]
 
     @property
     def listens(self) -> bool:

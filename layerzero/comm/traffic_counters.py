@@ -19,18 +19,18 @@ __all__ = ["GATHERS", "Collective", "TrafficCounters", "Watched", "Watching", "d
 class Collective(enum.Enum):
     """Purpose of a collective; the value is its name in :class:`layerzero.TrafficReport`."""
 
-    GATHER = "gather"  # ZeRO-3 shards -> full buffer; with shared memory, sends nothing
+    GATHER = "gather"  # ZeRO-3 shards -> full buffer; counts no bytes with shared memory
     REGATHER = "regather"  # post-forward shards of a few ranks -> full buffer
     HOP1 = "hop1"  # gradients, inside the ZeRO-3 group; with shared memory, counts the bytes that were read
     HOP2 = "hop2"  # gradients, across replicas
     REFRESH = "refresh"  # ZeRO-1 shards -> ZeRO-3 shard
     METADATA = "metadata"  # used parameters, one byte each, and other control messages
-    GATHER_ORDER = "gather_order"  # unit that is gathered next, if it was not predicted
+    GATHER_ORDER = "gather_order"  # next unit to gather, if it was not predicted
     SCALAR_REDUCE = "scalar_reduce"  # gradient norms
     UNSHARD = "unshard"  # parameters in full precision for users and checkpoints
     BROADCAST = "broadcast"  # initial weights
     OWNER_GATHER = "owner_gather"  # rows of a parameter and its gradient -> their owner, inside the ZeRO-3 group
-    OWNER_SCATTER = "owner_scatter"  # updated rows of the owner -> the ranks that hold them
+    OWNER_SCATTER = "owner_scatter"  # updated rows of the owner -> the ranks that store them
     SNAPSHOT = "snapshot"  # one rank's part of a checkpoint -> host memory of another node
 
 
@@ -45,7 +45,7 @@ _SPELLED = {  # for messages
     Collective.SCALAR_REDUCE: "norm of gradients",
     Collective.UNSHARD: "gather in full precision",
     Collective.BROADCAST: "broadcast of initial values",
-    Collective.OWNER_GATHER: "collection of whole parameters on their owners",
+    Collective.OWNER_GATHER: "gather of full parameters on their owners",
     Collective.OWNER_SCATTER: "return of updated rows by the owners",
 }
 
@@ -87,7 +87,7 @@ class TrafficCounters:
     Attributes:
         calls: number of calls by collective.
         bytes: bytes that this rank sent, by (collective, axis).
-        waited: seconds that the program has waited, by collective. Close to zero if device streams wait instead.
+        waited: seconds that the host has waited, by collective. Close to zero if device streams wait instead.
         steps: ``"taken"``: steps of optimizers; ``"skipped"``: steps whose gradients were discarded instead.
     """
 
@@ -99,7 +99,7 @@ class TrafficCounters:
     gathered: deque[str] = field(default_factory=lambda: deque(maxlen=4 * _SHOWN))  # names of the last gathers
     failure: str = ""  # message of the first collective that failed
     on_launch: Watching | None = None  # watchdog that records each launch and the end of its wait
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # background threads launch collectives, too
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # background threads also launch collectives
 
     def record(self, collective: Collective, axis: str, sent: int, name: str = "") -> None:
         with self._lock:

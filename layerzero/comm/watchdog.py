@@ -1,25 +1,25 @@
 """Watchdog that names the ranks that have not joined a late collective.
 
-[Note: How absent ranks are found]
+[Note: Detection of absent ranks]
 All ranks of a group launch the same collectives in the same order, and each rank counts its launches. If the count of a
-rank is less than the number of the late collective, the rank has not joined it. A rank that waits in a collective
-cannot answer, so each rank has a thread that does. The thread periodically reads a number in the store. A rank with a
-late collective increments this number, and then each rank publishes its state. A rank that does not answer is stopped,
-dead, or cut off from the store. If this rank is cut off, its own request gets no answer and cannot be cancelled. A
-second thread therefore measures how long requests take.
+rank is less than the number of the late collective, the rank has not joined the collective. A rank that waits in a
+collective cannot answer, so each rank has a thread that answers. The thread periodically reads a number in the store. A
+rank with a late collective increments this number, and then each rank publishes its state. A rank that does not answer
+has stopped, has died, or cannot reach the store. If this rank cannot reach the store, its request remains unanswered
+and cannot be cancelled. Therefore a second thread measures the duration of requests.
 
-[Note: Watching a device]
-On NCCL the host's `wait` never raises. If a rank is absent, torch's own watchdog kills the process at the timeout of
-the group, without naming the rank. So a watchdog runs by default there.
+[Note: Completion on a device]
+With NCCL, the host's `wait` never raises. If a rank is absent, torch's watchdog kills the process at the timeout of the
+group, without naming the rank. Therefore layerzero starts its watchdog by default on devices.
 
-A collective completes on the device some time after `wait` has returned to the host. The work object of a collective
-holds its outputs, so the watchdog holds only weak references to works. After `wait` it holds an event of the waiting
-stream instead, which holds no memory.
+A collective completes on the device after `wait` has returned to the host. The work object of a collective keeps its
+outputs alive, so the watchdog stores only weak references to works. After `wait`, the watchdog stores an event of the
+waiting stream instead, which keeps no memory alive.
 
-A query of an event or a work is cheap, but a query from another thread may invalidate a CUDA graph that is being
-captured. So the watchdog's thread queries a launch only if it is older than the limit, or if another rank reports a
-late collective. Until then, the thread that launches collectives removes the oldest completed ones, once there are more
-than `_MOST`. The results only remove entries: no launch depends on them.
+A query of an event or a work is cheap, but a query from another thread may invalidate a CUDA graph during its capture.
+Therefore the watchdog's thread queries a launch only if it is older than the limit, or if another rank reports a late
+collective. Otherwise the thread that launches collectives removes the oldest completed launches if there are more than
+`_MOST`. The results only remove entries and do not affect launches.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = ["Scope", "Watchdog", "default_limit", "new_scope"]
 _T = TypeVar("_T")
 _LOG = logging.getLogger("layerzero")
 _SILENT = 3.5  # seconds after which the store does not answer
-_MOST = 1024  # launches that are kept before the oldest are queried
+_MOST = 1024  # number of launches above which the oldest are queried
 _SCOPE = "layerzero/late"
 
 
@@ -94,7 +94,7 @@ def new_scope(ranks: tuple[int, ...]) -> Scope:
 
 
 class Launch:
-    """Launched collective, tracked until it completes. See [Note: Watching a device]."""
+    """Launched collective, tracked until it completes. See [Note: Completion on a device]."""
 
     __slots__ = (
         "_mark",
@@ -187,7 +187,7 @@ class Watchdog:
         self._counters, self._order = mesh_info.counters, CurrentStream.of(mesh_info.device)
         self._rank, self._ranks = dist.get_rank(), scope.ranks
         self._world = weakref.ref(dist.group.WORLD)
-        # A separate connection: a request that waits on the default connection blocks other threads.
+        # A separate connection, because a pending request on the default connection blocks other threads.
         self._store: Store = _get_default_store().clone()  # type: ignore[attr-defined]
         self._scope = scope.prefix
         self._alarms = self._reported = self._store.add(f"{self._scope}/alarms", 0)
@@ -255,9 +255,9 @@ class Watchdog:
         except (dist.DistNetworkError, dist.DistStoreError):  # the process that served the store has ended
             pass
         except Exception:
-            _LOG.exception("layerzero: the watchdog of rank %d has failed: it watches no more", self._rank)
+            _LOG.exception("layerzero: the watchdog of rank %d has failed and has stopped", self._rank)
         finally:
-            self._ended.set()  # ends the other thread, too
+            self._ended.set()  # also ends the other thread
             self._forget()
             del self._store  # closes the connection
 
@@ -288,9 +288,9 @@ class Watchdog:
                 continue
             self._silences.add((late.group, late.number))
             self._tell(
-                f"{late.doing}, step {late.step}, is waited for by rank {self._rank}: the store has not answered for "
-                f"{silent:.1f} s: the machine that serves it, rank 0's or the launcher's, is stopped, or this one is "
-                "cut off from it",
+                f"{late.doing}, step {late.step}, is pending on rank {self._rank}: the store has not answered for "
+                f"{silent:.1f} s. The machine that serves it (of rank 0 or of the launcher) has stopped, or this "
+                "machine cannot reach it",
                 time.monotonic() - late.since,
             )
 
@@ -401,19 +401,19 @@ def _raised(answers: Mapping[int, _Answer], limit: float) -> tuple[str, float]:
         absent = missing[doing, step]
         who = (
             "; ".join(_where(rank, answers.get(rank)) for rank in absent)
-            or "all of its ranks have come to it: the link is slow, or a device of theirs"
+            or "all of its ranks have joined: the link is slow, or one of their devices"
         )
-        told.append(f"{doing}, step {step}, is waited for by rank{'s' * (len(waiting) > 1)} {_format(waiting)}: {who}")
+        told.append(f"{doing}, step {step}, is pending on rank{'s' * (len(waiting) > 1)} {_format(waiting)}: {who}")
     return " | ".join(told), longest
 
 
 def _where(rank: int, answer: _Answer | None) -> str:
     if answer is None:
-        return f"rank {rank} has not come and does not answer: it is stopped, dead, or cut off"
+        return f"rank {rank} has not joined and does not answer: it has stopped, has died, or cannot reach the store"
     if answer.late is not None:
-        return f"rank {rank} has not come: it waits in {answer.late[0]}, step {answer.step}"
+        return f"rank {rank} has not joined: it waits in {answer.late[0]}, step {answer.step}"
     return (
-        f"rank {rank} has not come: it waits for nothing; at step {answer.step}, {round(answer.ago)} s ago, it "
+        f"rank {rank} has not joined, and waits in no collective: at step {answer.step}, {round(answer.ago)} s ago, it "
         f"launched {answer.last}"
     )
 

@@ -1,6 +1,6 @@
 """Addition of tensors to an accumulator.
 
-[Note: Adding in pieces]
+[Note: Chunked accumulation]
 On a CPU, torch adds a tensor of another dtype by first copying all of it to the dtype of the sum. Pieces that fit into
 a core's cache keep this copy in the cache, and also the sum while several tensors are added to it. Each element is
 rounded as in one addition of the full tensors, so the result is bitwise the same. On a device an addition is one

@@ -1,6 +1,6 @@
 """ZeRO-3 shards in host memory.
 
-[Note: Weights in the host]
+[Note: Weights in host memory]
 With `offload_params` ZeRO-3 shards are in host memory. A gather first copies the shard into this rank's slice of the
 full buffer, on the stream for such copies, and is launched from that stream. So the computation waits for neither the
 copy nor the gather until it needs the weights. A refresh writes to scratch on the device, which is then copied to the
@@ -35,7 +35,7 @@ class Fetch:
 
 
 class HostShard:
-    """ZeRO-3 shard in host memory; see [Note: Weights in the host].
+    """ZeRO-3 shard in host memory; see [Note: Weights in host memory].
 
     Attributes:
         tensor: 1-D [numel], initially zeros.

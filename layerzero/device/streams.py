@@ -11,7 +11,7 @@ calling thread. So with gloo, worker threads act as streams (:class:`ThreadStrea
 a result. Other backends on the CPU may require one order over all their groups, so with them each operation runs as
 soon as it is enqueued.
 
-[Note: Threads and what they share]
+[Note: State shared by threads]
 The buffers of a reduction belong to its handle, and the host does not use them until the last event has completed. So
 threads and host share only pools, slabs and records of operations. Each of these has a lock, or one writer per entry.
 The host launches the first collective of a reduction, in program order, because accumulators in slabs are copied in for
@@ -265,7 +265,7 @@ class ThreadStream(Stream):
 
 
 class ThreadStreams(ReductionStreams):
-    """Streams that are threads; see [Note: Threads and what they share]."""
+    """Streams that are threads; see [Note: State shared by threads]."""
 
     off_main_thread = True
 

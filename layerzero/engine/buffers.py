@@ -1,9 +1,9 @@
 """Buffers that ``shard_model(buffer_dtype=...)`` has cast, and their original dtypes.
 
 [Note: Dtype of saved buffers]
-A state dict holds each buffer in its original dtype, as in FSDP1, so that it loads into an unsharded model. The values
-are those of the cast buffer, so they keep its rounding. Updates during a forward, such as those of a running mean, are
-also rounded. With ``keep_vars=True`` the state dict holds the cast buffers themselves.
+A state dict contains each buffer in its original dtype, as in FSDP1, so that an unsharded model can load the state
+dict. The values are copied from the cast buffer and are therefore rounded. Updates during a forward, such as updates of
+a running mean, are also rounded. With ``keep_vars=True`` the state dict contains the cast buffers themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["CastBuffer", "in_original_dtype", "keep_dtypes_in_state", "original_
 class CastBuffer:
     """Buffer of a module that was cast to another dtype."""
 
-    module: weakref.ref[nn.Module]  # see [Note: Who keeps whom] in hooks.py
+    module: weakref.ref[nn.Module]  # see [Note: References between model and state] in hooks.py
     name: str  # in the module
     dtype: torch.dtype  # before the cast
 
@@ -47,9 +47,9 @@ def original_dtypes(buffers: Iterable[CastBuffer]) -> dict[int, torch.dtype]:
 
 @contextmanager
 def in_original_dtype(buffers: Iterable[CastBuffer]) -> Iterator[None]:
-    """Context manager in which the buffers have their original dtypes.
+    """Context manager that casts the buffers to their original dtypes.
 
-    On exit they are cast back, including values written inside the context.
+    On exit, the buffers are cast back. Values written inside the context are preserved.
     """
     shown: list[tuple[CastBuffer, Tensor, Tensor]] = []
     with torch.inference_mode(False), torch.no_grad():  # the tensors are used in training afterwards
@@ -65,7 +65,7 @@ def in_original_dtype(buffers: Iterable[CastBuffer]) -> Iterator[None]:
         with torch.inference_mode(False), torch.no_grad():
             for each, cast, original in shown:
                 now = each.tensor
-                if now is original:  # always copy: batch-norm writes without a new version
+                if now is original:  # always copy: batch norm does not bump the version
                     cast.data.copy_(original)
                     each.show(cast)
                 elif now is not None:  # the user has replaced the buffer

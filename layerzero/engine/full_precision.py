@@ -3,8 +3,8 @@
 [Note: Full-precision gathers]
 Compute weights are casts of the masters, so full precision must be gathered from the ZeRO-1 shards. The first
 all-gather runs along the replica axis, into this rank's slice of the full buffer. The second runs along the zero3 axis.
-All data-parallel ranks take part, even if they share memory or need no gather otherwise. Handles whose compute dtype
-represents the masters exactly are gathered as usual.
+All data-parallel ranks take part, even if they share memory or need no gather of compute weights. A handle is gathered
+as usual if its compute dtype represents the masters exactly.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class FullPrecision:
     """Full buffer of one handle in master dtype, and the parameters that are views of it.
 
     Attributes:
-        parameters: for each managed parameter, the parameter that the module computes with. It has the shape and
-            strides of `ManagedParam.gathered`.
+        parameters: for each managed parameter, the parameter that the module uses. It has the shape and strides of
+            `ManagedParam.gathered`.
     """
 
     def __init__(self, weights: WeightStorage, members: Sequence[ManagedParam]) -> None:
@@ -87,7 +87,7 @@ class FullPrecision:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait for the first all-gather, run the second, and fill the parameters that have their own memory."""
+        """Wait for the first all-gather, run the second, and fill the parameters that have separate memory."""
         if (first := self._first) is not None:
             self._first = None
             first.wait()
@@ -98,7 +98,7 @@ class FullPrecision:
         self._leaves.fill(self._storages)
 
     def free(self) -> None:
-        """Free the full buffer and the parameters that have their own memory."""
+        """Free the full buffer and the parameters that have separate memory."""
         self._version = self._leaves.version
         self._leaves.free(self._storages)
         self._storages.free(self._full.untyped_storage())

@@ -1,13 +1,13 @@
 """Check that all ranks of a ZeRO-3 group gather the same units in the same order.
 
-[Note: Surprises are announced]
-A gather takes a part of its result from each rank of the ZeRO-3 group. If one rank gathers unit A where another gathers
-unit B, the result is garbage of the right size, or the backend aborts. Comparing before each gather would cost a round
-trip per gather. Instead, each rank predicts its next gather from its history of gathers: it finds the most recent
-position with the longest matching context, and takes the gather that followed. Equal histories give equal predictions.
-So when two ranks differ, the prediction of at least one of them is wrong. A rank with a wrong or missing prediction
-compares with the other ranks before it gathers. A training loop that repeats itself needs no comparison after its first
-step.
+[Note: Predicted gathers]
+Each rank of the ZeRO-3 group contributes a part to the result of a gather. If one rank gathers unit A while another
+rank gathers unit B, the result has the right size but wrong contents, or the backend aborts. A comparison before each
+gather would cost one round trip per gather. Instead, each rank predicts its next gather from its history of gathers:
+the rank finds the most recent position with the longest matching context, and predicts the gather that followed there.
+Equal histories lead to equal predictions. If two ranks gather different units, the prediction of at least one rank is
+therefore wrong. A rank whose prediction is wrong or missing compares its next gather with the other ranks before it
+gathers. A loop with identical steps needs no comparison after the first step.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _REMEMBERED = 4096  # length of the history that is searched for a repetition
 _CONTEXT = 64  # maximum length of a matching context
 _SHOWN = 6  # gathers that an error message lists for each rank
 _KEPT = (
-    ". '(kept)' is gathered among the few ranks of reshard_after_forward; others, which gather it among all, have run "
-    "their last forward without gradients, or a pass of theirs has failed: let all do the same, or use "
-    "reshard_after_forward=True"
+    ". A unit marked '(kept)' is gathered among the ranks of reshard_after_forward=k only. The other ranks gather this "
+    "unit in the full ZeRO-3 group, because their last forward ran without gradients or one of their passes failed. "
+    "Run the same passes on every rank, or use reshard_after_forward=True"
 )
 
 
@@ -40,9 +40,9 @@ class GatherOrderCheck:
 
     Args:
         names: names of the units, by index.
-        comms: communicators that together reach all `ranks`. All-gathers over these, one after the other, give results
-            in the order of `ranks`.
-        ranks: global ranks that gather together.
+        comms: communicators that together reach all `ranks`. Consecutive all-gathers over these communicators return
+            results in the order of `ranks`.
+        ranks: global ranks of the gathers.
         note: text appended to error messages.
     """
 
@@ -62,7 +62,7 @@ class GatherOrderCheck:
         """Raise if another rank gathers a different unit next. Call this before each gather.
 
         Raises:
-            RuntimeError: the orders differ; the message lists them by rank.
+            RuntimeError: the orders differ. The message lists the order of each rank.
         """
         if not self._compares:
             return
@@ -81,7 +81,8 @@ class GatherOrderCheck:
     def explain_failure(self, error: CollectiveError) -> CollectiveError | RuntimeError:
         """Return the error to raise for a failed gather or comparison.
 
-        If the other ranks have published their gather orders, the error lists these orders; otherwise return `error`.
+        If the other ranks have published their gather orders, the returned error lists these orders. Otherwise return
+        `error`.
         """
         orders = {rank: word.gathers for rank, word in error.elsewhere.items()}
         if not orders or not all(orders.values()):
@@ -120,7 +121,7 @@ class GatherOrderCheck:
         return " -> ".join(repr(self._names[unit]) for unit in units)
 
     def _call_site(self) -> int:
-        """Return the index of the gather after the longest, most recent match of the current context; -1 if none."""
+        """Return the index of the gather after the longest, most recent match of the current context, or -1."""
         history, end = self._history, len(self._history)
         best, longest = -1, 0
         for place in range(end - 1, 0, -1):  # history[place - 1] is compared with the latest gather
@@ -144,8 +145,8 @@ def _difference(orders: dict[int, str]) -> str:
     told = "; ".join(f"rank {rank}: {order}" for rank, order in sorted(orders.items()))
     return (
         f"layerzero: the ranks of a ZeRO-3 group gather units in different orders: {told}. Every rank of the group "
-        "must call the same units in the same order. If which one is called depends on data (experts, early exits, a "
-        "random depth with a seed of each rank), make the module that chooses the unit instead, or use zero3_size=1. "
-        "What one rank does alone (`if rank == 0: evaluate(model)`) is such a difference, too: let all of them do it"
+        "must call the same units in the same order. If the called units depend on data (experts, early exits, random "
+        "depth with a different seed on each rank), shard the module that selects them as one unit, or use "
+        "zero3_size=1. If only some ranks run a call (`if rank == 0: evaluate(model)`), run the call on every rank"
         + (_KEPT if "(kept)" in told else "")
     )

@@ -1,11 +1,11 @@
-"""Gathered parameters of a handle: the autograd leaves that modules compute with, and their ``main_grad``.
+"""Gathered parameters of a handle: the autograd leaves that modules use, and their ``main_grad``.
 
 [Note: main_grad]
-Kernels may accumulate weight gradients in fp32 themselves. The protocol is the one of Megatron-LM's gradient
-accumulation fusion, which NVIDIA Apex's ``fused_weight_gradient_mlp_cuda`` and Transformer Engine follow. The kernel
-adds to ``weight.main_grad``, sets ``weight.grad_added_to_main_grad = True``, and returns a gradient with arbitrary
-values, which only triggers autograd's gradient accumulation. If the weight has ``zero_out_wgrad = True`` (a weight that
-is also used elsewhere), the returned gradient is added as well.
+Kernels may accumulate weight gradients in fp32 themselves, with the protocol of Megatron-LM's gradient accumulation
+fusion. NVIDIA Apex's ``fused_weight_gradient_mlp_cuda`` and Transformer Engine use the same protocol. The kernel adds
+to ``weight.main_grad``, sets ``weight.grad_added_to_main_grad = True``, and returns a gradient with arbitrary values.
+The returned gradient only triggers autograd's gradient accumulation. If the weight has ``zero_out_wgrad = True``
+(a weight with other uses), the returned gradient is added as well.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ FLAG = "grad_added_to_main_grad"
 
 
 class MainGradParameter(nn.Parameter):
-    """Gathered parameter with ``main_grad``: its full gradient is kept between the backwards of a step."""
+    """Gathered parameter with ``main_grad``, its full gradient accumulated over the backwards of a step."""
 
     grad_added_to_main_grad: bool
     open_main_grad: Callable[[], Tensor | None] | None
 
     def offer(self, open_main_grad: Callable[[], Tensor | None]) -> None:
-        """Provide ``main_grad`` through `open_main_grad`. If this callable returns None, there is no ``main_grad``."""
+        """Register the callable that returns ``main_grad``, or None if the parameter has no ``main_grad``."""
         self.open_main_grad = open_main_grad
         self.grad_added_to_main_grad = False
 
@@ -51,7 +51,10 @@ class MainGradParameter(nn.Parameter):
     def main_grad(self, kept: Tensor) -> None:
         # Megatron's linear layers save main_grad in forward and set it again in backward.
         if kept.data_ptr() != self.main_grad.data_ptr():
-            raise AttributeError("main_grad of a gathered parameter is layerzero's; add to it instead of replacing it")
+            raise AttributeError(
+                "main_grad of a gathered parameter cannot be replaced, because layerzero reads it. Add to main_grad in "
+                "place"
+            )
 
 
 def take_flag(leaf: Tensor) -> bool:
@@ -70,8 +73,8 @@ def keeps_order(parameter: Tensor) -> bool:
 class StridedParam:
     """Gathered parameter that is copied to memory with the strides of the original parameter.
 
-    Shards consist of rows, so the full buffer is row-major. Kernels may be faster with the original strides, and other
-    strides change the last bits of the results. So each gather copies the parameter once.
+    Shards consist of rows, so the full buffer is row-major. Kernels may be faster with the original strides, and
+    different strides change the last bits of the results. Therefore each gather copies the parameter once.
     """
 
     def __init__(self, source: Tensor, like: Tensor) -> None:
@@ -97,7 +100,7 @@ class GatheredParams:
     """Gathered parameters of one handle, in the memory of `compute`, a 1-D alias of the full buffer.
 
     Most parameters are views of `compute` and share its version counter. Parameters with non-contiguous strides and
-    DTensors have their own version counters.
+    DTensors have separate version counters.
     """
 
     def __init__(self, compute: Tensor) -> None:
@@ -121,7 +124,7 @@ class GatheredParams:
         return leaf
 
     def fill(self, storages: FullBufferPool) -> None:
-        """Copy values from the full buffer to the parameters that have their own memory."""
+        """Copy values from the full buffer to the parameters that have separate memory."""
         for strided in self._strided:
             strided.fill(storages)
 
@@ -131,7 +134,7 @@ class GatheredParams:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Size in bytes of each allocation, other than the full buffer, that exists while the unit computes."""
+        """Size in bytes of each allocation, besides the full buffer, that exists while the unit computes."""
         return tuple(strided.gathered_bytes for strided in self._strided)
 
     @property
@@ -145,5 +148,5 @@ class GatheredParams:
         return sum(tensor._version for tensor in self._counters)
 
     def bump_version(self) -> None:
-        """Make autograd reject graphs that have saved a gathered parameter."""
+        """Bump the version counters, so that autograd rejects graphs that have saved a gathered parameter."""
         increment_version(self._counters)

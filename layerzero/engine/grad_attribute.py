@@ -24,15 +24,15 @@ class GradAttribute:
         self.gradients = gradients
         self._watches = [MutationTracker() for _ in members]
         self._shown: dict[int, RowShardedTensor] = {}  # by slot
-        # By slot, during a backward: whether there was a .grad, and the reason why it could not be read.
+        # By slot, during a backward: whether the parameter had a .grad, and the error for reads of it.
         self._withheld: list[tuple[bool, str | None]] = []
 
     def publish(self, *, agreed: bool) -> None:
         """Set the ``.grad`` of each used sharded parameter to a view of the final gradient.
 
         Access to ``.grad`` raises while contributions are unreduced, or while the ranks have not `agreed` on the used
-        parameters. Until the ranks agree, a parameter that only another rank may have used also gets a ``.grad``. This
-        rank may hold rows of that gradient, and must detect zero_grad().
+        parameters. Until the ranks agree, a ``.grad`` is also set on a parameter that only another rank may have used:
+        this rank may store rows of that gradient, and must detect zero_grad().
         """
         usage = self.gradients.usage
         self.gradients.final.storage.wait_for_host()
@@ -55,7 +55,7 @@ class GradAttribute:
         return isinstance(gradient, RowShardedTensor) and gradient._local_tensor.tracker is self._watches[slot]
 
     def apply_user_grads(self) -> None:
-        """Apply changes that the user made to ``.grad`` after it was published: set to None, zeroed early, or replaced.
+        """Apply the user's changes of published ``.grad`` attributes: set to None, zeroed early, or replaced.
 
         Raises:
             RuntimeError: a ``.grad`` was replaced while contributions to it are unreduced.
@@ -90,10 +90,10 @@ class GradAttribute:
             member.sharded.grad = self._gradient_of(slot)
 
     def hide(self) -> None:
-        """Remove the ``.grad`` of all parameters until the end of a backward, because that memory may be reused.
+        """Remove the ``.grad`` of all parameters until the end of a backward, because its memory may be reused.
 
-        If ``.grad`` stayed set, autograd could add to it: a loss may use ``p.to_local()``, this rank's rows, for
-        example in a penalty.
+        Otherwise autograd could add to ``.grad``: a loss may use ``p.to_local()``, this rank's rows, for example in a
+        penalty.
         """
         assert not self._withheld
         for member, watch in zip(self.members, self._watches, strict=True):
@@ -115,7 +115,7 @@ class GradAttribute:
     def unlock(self) -> None:
         """Allow access to all published gradients.
 
-        Their values are final, although it may not be known yet which other parameters have a gradient.
+        Their values are final, even if the ranks have not agreed yet on which other parameters have a gradient.
         """
         self.gradients.final.storage.wait_for_host()
         for watch in self._watches:
@@ -137,7 +137,8 @@ class GradAttribute:
 
 
 _UNREDUCED = (
-    "gradients of a backward inside no_sync are not reduced yet: run the last backward outside no_sync, or call "
-    "layerzero.clip_grad_norm_, optimizer.step() or optimizer.zero_grad() (under a GradScaler only the first helps)"
+    "gradients of a backward inside no_sync are not reduced yet. Run the last backward outside no_sync, or call "
+    "layerzero.clip_grad_norm_, optimizer.step() or optimizer.zero_grad(). With a GradScaler, run the last backward "
+    "outside no_sync"
 )
-_IN_BACKWARD = "gradients are not final while a backward runs; read them after it"
+_IN_BACKWARD = "gradients are not final while a backward runs. Read .grad after the backward"

@@ -1,8 +1,8 @@
-"""Memory in which the gradients of one handle are accumulated, and the state of each slot in it.
+"""Memory in which the gradients of one handle are accumulated, and the state of each slot.
 
-[Note: Three rules of a sum]
-The first write overwrites. Later writes add. When the buffer is sealed, slots without a write are filled with zeros.
-Only this module applies these rules, so memory is never cleared in advance.
+[Note: Write rules of gradient buffers]
+The first write to a slot overwrites, and later writes add. Sealing the buffer fills unwritten slots with zeros.
+Therefore memory needs no clearing in advance. Only this module applies these rules.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class SlotState(enum.IntEnum):
     """
 
     EMPTY = 0  # unspecified contents
-    EXPOSED = 1  # zeros, to which a kernel may have added without reporting it
+    EXPOSED = 1  # zeros, or gradients that a kernel has added without a report
     WRITTEN = 2
 
 
 class GradientBuffer:
-    """Accumulated gradients of one handle over one extent; see [Note: Three rules of a sum].
+    """Accumulated gradients of one handle over one extent; see [Note: Write rules of gradient buffers].
 
     Args:
         extent: ZERO1, ZERO3 or FULL, which selects the elements of `layout` that the buffer covers on this rank.
@@ -72,7 +72,7 @@ class GradientBuffer:
         return not any(self._states)
 
     def part(self, slot: int) -> Tensor:
-        """Return a view of the rows of one slot, ``[rows, *rest]``, in the memory that holds them between passes."""
+        """Return a view of the rows of one slot, ``[rows, *rest]``, in the memory that stores them between passes."""
         return self._parts_of(self.storage.home())[slot]
 
     def filled_parts(self) -> list[tuple[int, Tensor]]:
@@ -135,13 +135,13 @@ class GradientBuffer:
         """
         if self._states[slot] == SlotState.EMPTY:
             raise RuntimeError(
-                f"main_grad of {self._names[slot]!r} was kept from a forward, and its contents were "
-                "reduced or zeroed since; take it in the backward"
+                f"main_grad of {self._names[slot]!r} was read in a forward, but its contents have been reduced or "
+                "zeroed since then. Read main_grad in the backward"
             )
         self._states[slot] = SlotState.WRITTEN
 
     def withdraw(self, slots: Iterable[int]) -> None:
-        """Mark the exposed ones of `slots` as empty, which discards anything that kernels have added."""
+        """Mark each exposed slot in `slots` as empty, which discards gradients that kernels have added."""
         for slot in slots:
             if self._states[slot] == SlotState.EXPOSED:
                 self._states[slot] = SlotState.EMPTY
@@ -177,7 +177,7 @@ class GradientBuffer:
     # Buffers whose memory aliases another buffer; see gradient_storage.py
 
     def vacate(self) -> None:
-        """Move the contents out of the aliased memory before that memory is reused."""
+        """Move the contents to separate memory before the aliased memory is reused."""
         if not self.storage.fixed:
             self.storage.set_aside(keep=not self.empty)
             self._opened = None
@@ -192,8 +192,8 @@ class GradientBuffer:
         for slot, holding in enumerate(self._states):
             if holding == SlotState.EXPOSED and parts[slot].any():
                 raise RuntimeError(
-                    f"main_grad of {self._names[slot]!r} was written to, but its gradient never came: the kernel "
-                    "must set grad_added_to_main_grad and return a gradient, of any contents"
+                    f"main_grad of {self._names[slot]!r} was written, but autograd received no gradient. The kernel "
+                    "must set grad_added_to_main_grad and return a gradient with arbitrary values"
                 )
 
     def _fill_holes(self, parts: list[Tensor]) -> None:

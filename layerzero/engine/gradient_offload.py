@@ -1,15 +1,15 @@
 """Gradient accumulators that are kept in pinned host memory between the backwards of a step.
 
 [Note: Two slabs]
-With `offload_grads` accumulators are in pinned host memory. During the backward of a unit, its accumulators are in a
-slab: device memory that is large enough for the accumulators of any unit. There are two slabs: one for the unit whose
-backward runs, and one for a neighbour whose accumulators are copied to or from the host meanwhile. A unit that needs a
-slab takes the least recently used one. Contents of the slab that the host does not have yet are copied to the host
-first. A copy runs after the work enqueued so far on the current stream, after uses of the slab on other streams, and
-after earlier copies from and to the slab. Streams wait for copies; the host does not.
+With `offload_grads`, accumulators are in pinned host memory. During the backward of a unit, its accumulators are in a
+slab: device memory that is large enough for the accumulators of any unit. One of the two slabs serves the unit whose
+backward runs. The other slab serves a neighbouring unit, whose accumulators are copied to or from the host meanwhile.
+A unit without a slab is assigned the least recently used slab. Contents that the host does not have yet are copied to
+the host first. A copy runs after all work enqueued so far on the current stream, after uses of the slab on other
+streams, and after earlier copies from and to the slab. Streams wait for copies, but the host does not wait.
 
-On the CPU, threads finish collectives that read slabs, while the program takes slabs for other units. Both hold a lock
-during an operation, so that a slab stays with a unit until the unit's next collective has been launched.
+On the CPU, threads finish collectives that read slabs, while the main thread assigns slabs to other units. A thread
+acquires a lock for each operation, so that a slab remains assigned until the unit's next collective has been launched.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AccumulatorAllocator:
     """Allocator of storages for the accumulators of a model.
 
     Args:
-        device: device on which they are used.
+        device: device on which accumulators are used.
         transfers: copies to and from the host; None: accumulators stay on the device.
     """
 
@@ -107,7 +107,7 @@ class OffloadedStorage(GradientStorage):
         self._place = self._tenant.add(self, numel * dtype.itemsize)  # byte range in a slab
         self._host: Tensor | None = None  # [numel], allocated at the first copy to the host
         self._device: Tensor | None = None  # [numel], view of a slab while the unit has one
-        self._newer = False  # the slab holds contents that the host does not have
+        self._newer = False  # the slab has contents that the host does not have
         self._stored: StreamEvent = None  # event of the last copy to the host
 
     @property
@@ -148,7 +148,7 @@ class OffloadedStorage(GradientStorage):
         self._newer = False
 
     def leave(self) -> None:
-        """Copy the contents to the host, because another unit takes the slab."""
+        """Copy the contents to the host before the slab is assigned to another unit."""
         self._close(keep=True)
         self._device = None
 
@@ -157,7 +157,7 @@ class OffloadedStorage(GradientStorage):
         if self._device is None:
             self._device = slab.memory[self._place].view(self.dtype)
             if keep:
-                assert self._host is not None, "contents to keep that were never stored"
+                assert self._host is not None, "contents must be kept, but were never stored"
                 self._slabs.copy(slab, self._device, self._host, to_host=False, after=self._stored)
         return self._device
 
@@ -176,7 +176,7 @@ class _Tenant:
 
     def add(self, place: OffloadedStorage, nbytes: int) -> slice:
         """Reserve `nbytes` for an accumulator; return its byte range in a slab."""
-        assert self.slab is None, "a unit grows while it has a slab"
+        assert self.slab is None, "an accumulator is added to a unit that has a slab"
         self._places.append(place)
         own = slice(self.nbytes, self.nbytes + nbytes)
         self.nbytes += _aligned(nbytes)
@@ -192,13 +192,13 @@ class _Slab:
     def __init__(self, touched: TouchedBy) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.tenant: _Tenant | None = None
-        self.copied: StreamEvent = None  # event of the last copy from or to it
-        self.touched = touched  # streams that have opened it since, and not closed it yet
-        self.used: list[StreamEvent] = []  # events after the uses since
+        self.copied: StreamEvent = None  # event of the last copy from or to the slab
+        self.touched = touched  # streams that have opened the slab since that copy, and not closed it yet
+        self.used: list[StreamEvent] = []  # events after the uses since that copy
 
     def end_uses(self) -> None:
         """Make the next copy wait for work so far on the current stream and on streams that have opened the slab."""
-        self.touched.note()  # a collective that reads the slab ends on another stream than the one that launched it
+        self.touched.note()  # a collective that reads the slab ends on another stream than its launch
         self.used += self.touched.marks()
 
 
@@ -217,7 +217,7 @@ class _Slabs:
 
     def tenant_of(self, unit: Hashable) -> _Tenant:
         tenant = self._tenants.setdefault(unit, _Tenant())
-        if tenant.slab is not None:  # the unit is about to get another accumulator
+        if tenant.slab is not None:  # another accumulator will be added to the unit
             tenant.slab.tenant = None
             tenant.leave()
         return tenant
@@ -230,9 +230,9 @@ class _Slabs:
         return None
 
     def admit(self, tenant: _Tenant) -> _Slab:
-        """Return the slab of a unit; assign one first if the unit has none."""
+        """Return the slab of a unit. Assign a slab first if the unit has none."""
         slab = tenant.slab or self.free_slab()
-        assert slab is not None, "exchanges read both slabs"
+        assert slab is not None, "collectives read both slabs"
         if slab.tenant is not tenant:
             if slab.tenant is not None:
                 slab.tenant.leave()

@@ -36,13 +36,13 @@ class GradientReducer:
     """Reduces the gradients of all handles, in the same order on all ranks, and publishes them as ``.grad``.
 
     A backward calls :meth:`begin`, starts the reductions of `queue` as handles complete, and calls :meth:`finish` at
-    its end. If it raises, :meth:`abandon` is called instead.
+    its end. If the backward raises, :meth:`abandon` is called instead.
 
     Attributes:
         backwards: number of backwards begun so far.
         queue: reductions of the handles, in the order that all ranks share.
         settings: comparison of optimizer settings between ranks.
-        due: resolver of ``.grad``; pending while it is unknown which parameters other ranks have used.
+        due: resolver of ``.grad``; pending until the ranks have agreed on the used parameters.
     """
 
     def __init__(self, handles: Sequence[Handle], model_ranks: ModelRanks) -> None:
@@ -60,8 +60,8 @@ class GradientReducer:
         self._order: list[Handle] = []  # handles in the order of the queue
         self._requeue()
         self.settings = SettingsCheck(model_ranks)
-        self._last_use: PendingUse | None = None  # the latest exchange of used parameters
-        self._pending_use: PendingUse | None = None  # the same exchange, until it has been waited for
+        self._last_use: PendingUse | None = None  # the latest reduction of used parameters
+        self._pending_use: PendingUse | None = None  # the same reduction, until the wait for it
         self._updated: list[ManagedParam] = []  # final gradient is new, and hooks have not run
         self._members = tuple(member for handle in handles for member in handle.members)
         self.due = LazyGrad(self._show)
@@ -70,7 +70,7 @@ class GradientReducer:
 
     def _requeue(self) -> None:
         """Rebuild the queue in backward order, last unit first. The order is the same on all ranks."""
-        # After no_sync the used parameters of other ranks are unknown, so all handles must take part.
+        # After no_sync, this rank does not know which parameters other ranks have used, so all handles must take part.
         left = self._status is not GradientStatus.FINAL
         self._follow(
             [
@@ -99,7 +99,7 @@ class GradientReducer:
     def _shown(self) -> list[GradAttribute]:
         return [handle.grads for handle in self._handles if handle.grads is not None]
 
-    # One backward; gradient recording is already off in it
+    # One backward, in which gradient recording is disabled
 
     def begin(self) -> None:
         """Begin a backward: apply the user's changes of ``.grad``, then hide ``.grad`` until the backward ends."""
@@ -121,8 +121,9 @@ class GradientReducer:
         if not in_backward:
             if not gradients.incoming.storage.lasting:
                 raise RuntimeError(
-                    f"main_grad of {handle.members[slot].name!r} was asked for outside of its backward, but with "
-                    "offload_grads=True (or offload_optimizer) it may be elsewhere by then; take it in the backward"
+                    f"main_grad of {handle.members[slot].name!r} was read outside of the backward. With "
+                    "offload_grads=True or offload_optimizer=True its memory may move before the backward. Read "
+                    "main_grad in the backward"
                 )
             if self._status is GradientStatus.INVALID:
                 self.apply_user_grads()
@@ -159,13 +160,13 @@ class GradientReducer:
             self._agree_on_order(arrived)
 
     def _show(self) -> None:
-        """Wait until it is known which parameters other ranks have used, then publish each ``.grad``.
+        """Wait until the ranks have agreed on the used parameters, then publish each ``.grad``.
 
-        If this method is interrupted, it may be called again.
+        This method may be called again after an interrupt.
         """
         if self._pending_use is not None:
             for shown in self._shown:
-                shown.collect_local_grads()  # of a backward that ran through no unit
+                shown.collect_local_grads()  # from a backward that ran through no unit
             self._publish(self._pending_use)
         self._updated.clear()  # no parameter has hooks; see finish()
 
@@ -184,7 +185,7 @@ class GradientReducer:
     def close(self) -> None:
         """Stop the reduction threads and drop all references.
 
-        Other objects, such as a step guard, may keep this one alive.
+        Other objects, such as a step guard, may keep the reducer alive.
         """
         self._streams.close()
         self._used_params.close()
@@ -193,15 +194,15 @@ class GradientReducer:
     # Between backwards
 
     def complete(self) -> bool:
-        """Make every ``.grad`` final by reducing what backwards inside no_sync have accumulated.
+        """Make every ``.grad`` final by reducing the gradients that backwards inside no_sync have accumulated.
 
         Returns:
-            True if there were gradients to reduce.
+            True if any gradients were reduced.
         """
         self.apply_user_grads()
         owed = (
             self._status is GradientStatus.UNREDUCED
-        )  # even if this rank has accumulated nothing: another replica may have
+        )  # even if this rank has no accumulated gradients: another replica may have some
         if owed:
             with torch.no_grad():
                 used = self._agree_on_use()
@@ -231,8 +232,8 @@ class GradientReducer:
         if self._status is GradientStatus.INVALID:
             if left := [member.name for member in self._members if member.sharded.grad is not None]:
                 raise RuntimeError(
-                    "the last backward raised an exception and left incomplete gradients; call zero_grad() of all "
-                    f"optimizers, or model.zero_grad() (parameters with a gradient: {', '.join(left[:3])}, ...)"
+                    "the last backward raised an exception, and its gradients are incomplete. Call zero_grad() of all "
+                    f"optimizers, or model.zero_grad(). Parameters with a gradient: {', '.join(left[:3])}, ..."
                 )
             self.drop()
 
@@ -242,7 +243,7 @@ class GradientReducer:
             changed = [m for m in self._members if m.sharded.requires_grad is not m.gathered.requires_grad]
         if not changed:
             return
-        subject, advice = "requires_grad of parameters that were frozen or unfrozen", "Do the same on every rank"
+        subject, advice = "requires_grad of parameters that were frozen or unfrozen", "Set equal values on every rank"
         failure = next((error for handle in self._handles if (error := handle.requires_grad_error)), None)
         said = {m.name: m.sharded.requires_grad for m in changed}
         require_equal(subject, said, ranks=self._model_ranks.ranks, failure=failure, advice=advice)
@@ -267,13 +268,13 @@ class GradientReducer:
     # Agreement
 
     def _agree_on_use(self) -> bytes | PendingUse:
-        """Start the exchange of used parameters between all ranks.
+        """Start the reduction of used parameters over all ranks.
 
-        A rank that has used every parameter already knows the result. Such a rank still sends its bytes, but does not
-        wait for those of other ranks.
+        If this rank has used every parameter, the result is known in advance. The rank still sends its bytes, but does
+        not wait for the bytes of other ranks.
 
         Returns:
-            One :class:`GradUsage` byte per parameter if the result is known, otherwise the pending exchange.
+            One :class:`GradUsage` byte per parameter if the result is known, otherwise the pending reduction.
         """
         local = bytearray().join(gradients.usage for gradients in self.queue.order)
         if self._model_ranks.size == 1 or not local:
@@ -312,7 +313,7 @@ class GradientReducer:
             start = stop
 
     def _agree_on_order(self, arrived: Sequence[Handle]) -> None:
-        """Use the order in which gradients arrived on the first rank for all later reductions."""
+        """Set the order of later reductions to the order in which gradients arrived on the first rank."""
         seen = [*arrived, *(handle for handle in self._order if handle not in arrived)]
         places = self._used_params.from_first_rank(
             {m.name: place for place, each in enumerate(seen) for m in each.members}

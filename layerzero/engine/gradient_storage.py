@@ -1,29 +1,29 @@
 """Memory of a gradient buffer: persistent, from a pool, a part of another buffer, or on the host.
 
-For slabs see gradient_offload.py.
+See gradient_offload.py for slabs.
 
 [Note: The final gradient inside the ZeRO-3 gradient shard]
-Once hop 2 has sent the ZeRO-3 gradient shard, its contents are not needed until the next backward. So the final
-gradient needs no separate memory: it is stored in this rank's part of the ZeRO-3 gradient shard, and ``.grad`` shows
-that part.
+Once hop 2 has sent the ZeRO-3 gradient shard, its contents are not needed until the next backward. Therefore the final
+gradient needs no separate memory: it is stored in this rank's part of the ZeRO-3 gradient shard, and ``.grad`` is a
+view of that part.
 
-Before new gradients are added there, a final gradient that is still needed (no zero_grad since) must be set aside: it
-is already a mean over all ranks, and the new gradients are not. It is copied to separate memory, and copied back when
-the ZeRO-3 gradient shard has been sent. That memory is allocated at the first such copy and kept, so that the memory of
-a model depends on the program and not on timing. ``.grad`` always shows the part of the ZeRO-3 gradient shard. It
-cannot be read while that part holds other gradients: during backwards, and after a backward inside no_sync. A loop that
-sets gradients to None before the next backward copies nothing.
+A final gradient is still needed if zero_grad has not been called. It is a mean over all ranks, but new gradients are
+not. Before new gradients are added to the same memory, the final gradient is copied to separate memory. It is copied
+back when the ZeRO-3 gradient shard has been sent. The separate memory is allocated at the first copy and never freed,
+so that the memory of a model depends on the program and not on timing. ``.grad`` is always a view of the part of the
+ZeRO-3 gradient shard. Reads of ``.grad`` raise while that part contains other gradients: during backwards, and after a
+backward inside no_sync. A loop that sets gradients to None before the next backward needs no copies.
 
-The final gradient has memory of its own if the accumulators are in slabs, which have no persistent memory on the
-device, or if full gradients are accumulated, since kernels may write these (``main_grad``) while ``.grad`` is read. The
-same holds if no ZeRO-3 gradient shard waits between backwards.
+The final gradient has separate memory in three cases: the accumulators are in slabs, which are not persistent; full
+gradients are accumulated, which kernels may write (``main_grad``) while ``.grad`` is read; or no ZeRO-3 gradient shard
+exists between backwards.
 
-[Note: The host updates]
-With `offload_optimizer` masters and the final gradients that ``.grad`` shows are in pinned host memory. The optimizer
-runs on the CPU and keeps its state there. A final gradient is accumulated in scratch on the device, and copied to the
+[Note: Optimizer on the host]
+With `offload_optimizer`, masters and final gradients (``.grad``) are in pinned host memory. The optimizer runs on the
+CPU, and its state is in host memory. A final gradient is accumulated in scratch memory on the device, and copied to the
 host when it is complete. A refresh copies updated rows to the ZeRO-3 shard on the device and casts them. Both copies
-overlap with other work, and streams wait for them. The host waits before it reads a gradient that has just been copied.
-It may write a master that is still being copied to the device: another refresh follows each write.
+overlap with other work, and streams wait for them. The host waits for the copy before it reads a gradient. The host may
+write a master during its copy to the device, because another refresh follows each write.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class GradientStorage(ABC):
     Attributes:
         lasting: True if an opened tensor stays valid when other storages are opened.
         fixed: True if :meth:`open` always returns the same tensor.
-        guard: lock to hold while no other storage may take the memory.
+        guard: lock that prevents other storages from reusing the memory.
     """
 
     lasting = True
@@ -82,7 +82,7 @@ class GradientStorage(ABC):
 
     @property
     def leased(self) -> bool:
-        """True while the memory must not move: a collective reads it, or will be added to it."""
+        """True while the memory must not move: a collective reads it, or its result will be added to it."""
         return self._leases > 0
 
     @property
@@ -91,17 +91,17 @@ class GradientStorage(ABC):
         return False
 
     def lease(self) -> Lease:
-        """Return a lease that keeps the memory in place while a collective is in flight. The collective ends it."""
+        """Return a lease that keeps the memory in place while a collective is in flight."""
         self._leases += 1
         return Lease(self._end_lease)
 
     def lend_send_buffer(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
-        """Return a lease of the contents, in the dtype `wire`, to a collective that is their last use.
+        """Return a lease of the contents, in the dtype `wire`, for a collective that is their last use.
 
         Args:
-            wire: dtype in which they are sent.
-            pool: provides scratch if the dtypes differ.
-            copies: use scratch even if the dtypes are equal.
+            wire: dtype in which the contents are sent.
+            pool: pool of scratch buffers, used if the dtypes differ.
+            copies: use a scratch buffer even if the dtypes are equal.
         """
         tensor = self.open(keep=True)
         if tensor.dtype != wire or copies:
@@ -123,7 +123,7 @@ class GradientStorage(ABC):
         """Return the memory for reads and writes from now on. Without `keep` its contents are unspecified."""
 
     def home(self) -> Tensor:
-        """Return the memory that holds the contents between passes."""
+        """Return the memory that stores the contents between passes."""
         return self.open(keep=True)
 
     @property
@@ -135,7 +135,7 @@ class GradientStorage(ABC):
         """Wait until the host can read the contents of the last :meth:`close`."""
 
     def prefetch(self, *, keep: bool) -> None:  # noqa: B027 - most storages need no preparation
-        """Prepare for an :meth:`open` that will follow soon."""
+        """Prepare the memory for an :meth:`open` that follows soon."""
 
     def close(self, *, keep: bool) -> None:  # noqa: B027
         """End the use of the opened memory. Its contents are preserved only with `keep`."""
@@ -144,7 +144,7 @@ class GradientStorage(ABC):
         """Vacate memory that is shared with another storage. The contents are preserved only with `keep`."""
 
     def restore(self, *, keep: bool) -> None:  # noqa: B027
-        """Use the shared memory again, which is now free. The contents are preserved only with `keep`."""
+        """Move back to the memory that is shared with another storage. The contents are preserved only with `keep`."""
 
 
 class Lease:
@@ -171,7 +171,7 @@ class SendLease(Lease):
 
 
 class PersistentStorage(GradientStorage):
-    """Storage with memory of its own: a send buffer of the transport, or plain memory of the device."""
+    """Storage with separate memory: a send buffer of the transport, or plain memory of the device."""
 
     def __init__(self, buffer: SendBuffer) -> None:
         super().__init__(buffer.numel, buffer.dtype)
@@ -188,7 +188,7 @@ class PersistentStorage(GradientStorage):
     def lend_send_buffer(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
         """Return a lease as described in the base class.
 
-        If peers read the memory in place, lend it in its own dtype: they round to `wire`.
+        If peers read the memory in place, the tensor keeps the dtype of the storage, and the peers round to `wire`.
         """
         if not self._buffer.read_in_place:
             return super().lend_send_buffer(wire, pool, copies=copies)
@@ -217,7 +217,7 @@ class PooledStorage(GradientStorage):
         if self.dtype != wire:
             return super().lend_send_buffer(wire, pool)
         tensor = self.open(keep=True)
-        self._tensor = None  # gradients that arrive during the collective get another buffer
+        self._tensor = None  # gradients that arrive during the collective are written to another buffer
         return SendLease(partial(self._pool.release, tensor), tensor)
 
     def close(self, *, keep: bool) -> None:
@@ -238,7 +238,7 @@ class AliasState(enum.Enum):
 
 
 class AliasedStorage(GradientStorage):
-    """Storage that is a part of another storage, with separate memory while other gradients are accumulated there.
+    """Storage that is a part of another storage. Its contents are in separate memory while that storage accumulates.
 
     See [Note: The final gradient inside the ZeRO-3 gradient shard].
     """
@@ -285,7 +285,7 @@ class AliasedStorage(GradientStorage):
 
 
 class HostStorage(GradientStorage):
-    """Storage of a gradient that is kept in host memory and computed on the device; see [Note: The host updates]."""
+    """Gradient that is accumulated on the device and stored on the host; see [Note: Optimizer on the host]."""
 
     lasting = False
 

@@ -39,10 +39,10 @@ class Handle:
     A handle owns one :class:`WeightStorage`, one :class:`HandleGradients` and one :class:`GradAttribute`.
 
     Args:
-        name: name of the unit and kind of the parameters, for messages.
+        name: name of the unit and kind of parameters, for messages.
         layout: positions of the parameters in the flat order.
-        originals: for each slot of `layout`, the part of a parameter that is sharded here, the (module, attribute)
-            pairs that hold it, and its model-parallel spec. Values are copied; the original storage is not kept.
+        originals: for each slot of `layout`, the part of a parameter that this handle shards, its (module, attribute)
+            pairs, and its model-parallel spec. Values are copied, and the original storage is released.
         label: name of the unit, for traces. Handles of one unit share a slab; see gradient_offload.py.
         precision: dtypes of masters, compute weights and gradients.
         reduction_spec: stages of the gradient reduction.
@@ -53,7 +53,7 @@ class Handle:
 
     Attributes:
         full_precision: full buffer in master dtype inside ``layerzero.full_precision``.
-        refresh_due: a step has changed the masters; their refresh is not launched yet.
+        refresh_due: True if a step has changed the masters and their refresh has not been launched.
     """
 
     def __init__(
@@ -118,16 +118,17 @@ class Handle:
     def trainable(self) -> bool:
         """True if any gathered parameter requires a gradient.
 
-        Changes of ``requires_grad`` by the user count from the next backward, or forward with gradients enabled.
+        Changes of ``requires_grad`` by the user apply from the next backward, or the next forward with gradients
+        enabled.
         """
         return any(member.gathered.requires_grad for member in self.members)
 
     def holding_ranks(self, model_ranks: ModelRanks) -> tuple[int, ...]:
-        """Return the ranks that hold the parameters of this handle, or parts of these parameters."""
+        """Return the ranks that store the parameters of this handle, or parts of these parameters."""
         return self.mesh_info.ranks if self._is_rank_local(model_ranks) else model_ranks.ranks
 
     def comms_to_holding_ranks(self, model_ranks: ModelRanks) -> tuple[Communicator, ...]:
-        """Return the control communicators that reach the ranks of :meth:`holding_ranks`."""
+        """Return the control communicators that connect the ranks of :meth:`holding_ranks`."""
         return self.mesh_info.control_comms if self._is_rank_local(model_ranks) else model_ranks.control_comms
 
     def _is_rank_local(self, model_ranks: ModelRanks) -> bool:
@@ -136,14 +137,14 @@ class Handle:
     @property
     def may_be_updated(self) -> bool:
         """True if an optimizer step or the user may have changed the masters. The value is the same on all ranks."""
-        # A parameter frozen after the backward still has a gradient, and is stepped.
+        # A parameter frozen after the backward still has a gradient, so the optimizer updates it.
         graded = any(member.sharded.grad is not None for member in self.members)
         return self.trainable or self.tracker.dirty or graded
 
     def close(self) -> None:
-        """Free all memory except the masters, which remain the values of the sharded parameters."""
+        """Free all memory except the masters, which store the values of the sharded parameters."""
         for member in self.members:
-            # A view would keep the memory that peers map.
+            # A view would keep the memory alive that peers map.
             master = member.master.clone() if self.weights.peers_read_master else member.master
             member.recut(master, member.spec, member.shard_slice, MutationTracker())
             member.close()
@@ -190,10 +191,10 @@ class Handle:
 
     @torch.no_grad()
     def recut(self, layout: FlatLayout) -> None:
-        """Change to the ZeRO-1 shards of `layout`, which has the same flat order but other cuts.
+        """Change to the ZeRO-1 shards of `layout`, which has the same flat order but different shard boundaries.
 
-        All ranks must call this between passes, while there are no gradients. The sharded parameters remain the same
-        objects, but their rows on this rank change.
+        All ranks must call this between passes, without gradients. The sharded parameters remain the same objects, but
+        their rows on this rank change.
         """
         self.layout = layout
         self.weights.recut(layout)
@@ -251,12 +252,12 @@ class Handle:
         if edited:
             self.weights.buffer.drop_post_forward()
             raise RuntimeError(
-                f"a parameter of {self.name} was changed in place while it was gathered (by a forward or a hook, or an "
-                "embedding's max_norm); the change would be lost"
+                f"a parameter of {self.name} was changed in place while it was gathered (by a forward, a hook, or an "
+                "embedding with max_norm). The change would be lost"
                 + (
                     ""
                     if self.weights.needs_gather or self._is_extended or self.full_precision
-                    else ", or has damaged the compute weights: load them again"
+                    else ", or has corrupted the compute weights. Load the weights again"
                 )
                 + ". Change the sharded parameter between steps instead"
             )
@@ -283,22 +284,22 @@ class Handle:
 
     @property
     def gathered_sizes(self) -> tuple[int, ...]:
-        """Sizes in bytes of what is allocated while the unit computes.
+        """Sizes in bytes of the full buffer and of the copies of parameters with custom strides.
 
-        These are the full buffer and the copies of parameters with custom strides.
+        These allocations exist while the unit computes.
         """
         return (self.weights.buffer.full_bytes, *self._gathered_params.sizes)
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes that gathers have allocated now, including encoded shards and the post-forward shard."""
+        """Number of bytes that gathers currently use, including encoded shards and the post-forward shard."""
         evaluated = 0 if self.full_precision is None else self.full_precision.nbytes
         return self.weights.buffer.nbytes + self._gathered_params.nbytes + evaluated
 
     # Refresh
 
     def order_writes(self) -> None:
-        """Make user writes to masters that peers read in place wait until no peer reads them."""
+        """Register a wait before user writes to masters that peers read in place."""
         if self.weights.peers_read_master:
             self.tracker.before_write = self._mesh.transport.begin_write
 
@@ -316,7 +317,7 @@ class Handle:
         self._refuse_old_graphs()
 
     def _refuse_old_graphs(self) -> None:
-        self.weights.buffer.drop_post_forward()  # it has the old weights
+        self.weights.buffer.drop_post_forward()  # it contains the old weights
         self._gathered_params.bump_version()
         self._version = self._gathered_params.version
 
@@ -336,7 +337,7 @@ class Handle:
 
     @property
     def inspect(self) -> Inspect | None:
-        """Callback that receives the gradients of this rank by slot, before they are sent."""
+        """Callback that is called with the gradients of this rank by slot, before they are sent."""
         return self._inspect
 
     @inspect.setter

@@ -37,7 +37,7 @@ class HandleGradients:
     """Gradient buffers of one trainable handle, and the usage of its parameters.
 
     A backward calls :meth:`receive` for each parameter. When all gradients have arrived, or the pass ends,
-    :meth:`start_reduction` reduces them as far as the pass requires.
+    :meth:`start_reduction` returns the stages that the pass requires.
 
     Args:
         spec: stages of the reduction.
@@ -48,7 +48,7 @@ class HandleGradients:
 
     Attributes:
         incoming: buffer to which autograd's gradients are added.
-        accumulator: buffer that keeps gradients between backwards.
+        accumulator: buffer that stores gradients between backwards.
         final: buffer of the final gradient.
         reduction: event that completes with the reduction in flight; None if no reduction is in flight.
     """
@@ -84,15 +84,15 @@ class HandleGradients:
         self.pending_slots = PendingSlots(len(layout.slots))
         self.usage = bytearray(len(layout.slots))  # a GradUsage for each slot
         self.reduction: Waitable | None = None
-        self.inspect: Inspect | None = None  # receives incoming gradients by slot, before they are sent
+        self.inspect: Inspect | None = None  # called with incoming gradients by slot, before they are sent
 
     @property
     def parts(self) -> tuple[int, ...] | None:
-        """Number of elements that each replica receives in hop 2; None if all are equal."""
+        """Number of elements that each replica receives in hop 2; None if all replicas receive equal parts."""
         return self.mesh_info.grid.replica_part_sizes(self._layout)
 
     def recut(self, layout: FlatLayout) -> None:
-        """Change to the ZeRO-1 shards of `layout`. There must be no gradients, and more than one replica."""
+        """Change to the ZeRO-1 shards of `layout`. Requires more than one replica, and no gradients."""
         assert layout.slots == self._layout.slots and self.accumulator is not self.final
         self._layout = layout
         storage = self._final_storage(self.final.storage.dtype)
@@ -121,12 +121,12 @@ class HandleGradients:
 
     @property
     def unreduced(self) -> bool:
-        """True if the accumulator has contributions that are not reduced into the final gradient."""
+        """True if the accumulator has contributions that have not been reduced into the final gradient."""
         return self.accumulator is not self.final and not self.accumulator.empty
 
     @property
     def has_peer_contributions(self) -> bool:
-        """True if a buffer may hold contributions of other ranks of the ZeRO-3 group whose usage is not known yet."""
+        """True if a buffer may include contributions of ZeRO-3 group peers whose usage is not known yet."""
         return self.spec.accumulator_is_reduced and not (self.accumulator.empty and self.final.empty)
 
     @property
@@ -170,7 +170,7 @@ class HandleGradients:
         self.incoming.add(slot, gradient, self.spec.incoming_scale)
 
     def take(self, slot: int) -> None:
-        """Record that a kernel has added the gradient of one parameter to the memory exposed for it."""
+        """Record that a kernel has added the gradient of one parameter to its exposed memory."""
         self.incoming.mark_written(slot)
         self.pending_slots.mark_arrived(slot)
         self.usage[slot] = GradUsage.NEW
@@ -180,16 +180,15 @@ class HandleGradients:
         return self.incoming is self.accumulator and self.spec.incoming_scale == 1.0
 
     def prefetch(self) -> None:
-        """Prefetch the memory of the accumulator if autograd's gradients, expected soon, are added to it directly."""
+        """Prefetch the memory of the accumulator if the next gradients from autograd are added to it directly."""
         if self.incoming is self.accumulator:
             self.incoming.storage.prefetch(keep=not self.incoming.untouched)
 
     def start_reduction(self, *, across_replicas: bool) -> HandleReduction | None:
-        """Return the reduction that ends this pass; None if no collective is needed.
+        """Return the last reduction of this pass; None if the pass needs no collective.
 
         If `across_replicas` is True, incoming gradients are reduced into the final gradient, otherwise into the
-        accumulator. No more gradients of this pass are expected afterwards. The caller submits the reduction to
-        streams.
+        accumulator. The pass must not add gradients afterwards. The caller submits the reduction to streams.
         """
         self.pending_slots.end()
         return self._new_reduction(self.spec.stages if across_replicas else self._accumulating)
@@ -216,7 +215,7 @@ class HandleGradients:
     # Gradients that are set or dropped by the user
 
     def add_rows(self, slot: int, rows: Tensor) -> None:
-        """Add this rank's rows of a gradient that needs no reduction. `rows` has the shape of the master."""
+        """Add this rank's rows of a gradient without a reduction. `rows` has the shape of the master."""
         if self.reduction is not None:
             self.reduction.wait()
         self.final.add(slot, rows)
@@ -224,7 +223,7 @@ class HandleGradients:
         self.usage[slot] = GradUsage.NEW
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Drop all contributions to the parameters at `slots`, which then have no gradient."""
+        """Drop all contributions to the parameters at `slots`, whose gradients become None."""
         for slot in slots:
             self.usage[slot] = GradUsage.NONE
         slots = slots if any(self.usage) else range(len(self.usage))
@@ -254,7 +253,7 @@ class HandleGradients:
 class PendingSlots:
     """Slots of one handle whose gradients are expected or have arrived in one backward.
 
-    The reduction of the handle may be launched when the slots are `ready`; see [Note: One order on all ranks] in
+    The reduction of the handle may be launched when `ready` is True; see [Note: Launch order of reductions] in
     reduction_queue.py.
     """
 
@@ -279,7 +278,7 @@ class PendingSlots:
     def close(self, is_coming: Callable[[int], bool]) -> None:
         """Record that the backward has passed all calls of the unit.
 
-        From then on, gradients are expected only for slots for which `is_coming` returns True.
+        Afterwards, only slots for which `is_coming` returns True expect a gradient.
         """
         self._closed = True
         if self._missing:
@@ -322,8 +321,8 @@ class HandleReduction:
     def submit(self, streams: ReductionStreams) -> None:
         """Submit the complete reduction to the streams. Call this once. See [Note: Streams] in device/streams.py.
 
-        After no_sync, only handles with "full" accumulation still have a hop 1. A reduction that begins with hop 2 then
-        waits for the hop 1 of earlier reductions. Otherwise timing would decide the order of hop 2 on the replica axis.
+        After no_sync, only handles with "full" accumulation still need hop 1. A reduction that begins with hop 2 then
+        waits for hop 1 of earlier reductions. Otherwise the order of hop 2 on the replica axis would depend on timing.
         """
         self._streams = streams
         counters, label = self.gradients.mesh_info.counters, self.gradients.label
@@ -355,7 +354,7 @@ class HandleReduction:
                 raise
 
     def _launch_next(self, stage: ReductionStage, following: ReductionStage | None) -> None:
-        """Add the result of a collective and launch the next one. Meanwhile no other buffer can take the slab."""
+        """Add the result of a collective, and launch the next collective, without releasing the slab in between."""
         if self._pending is not None:  # None after a failure
             pending, self._pending = self._pending, None
             with self.gradients.accumulator.storage.guard:
@@ -366,14 +365,14 @@ class HandleReduction:
     def _launch(self, stage: ReductionStage, *, is_first: bool) -> None:
         gradients = self.gradients
         if stage.collective is Collective.HOP2 and self._streams.failed:
-            return  # a hop 2 was skipped, and this one would match it on other ranks
+            return  # a hop 2 was skipped, and other ranks would match this hop 2 with the skipped one
         source, target = gradients.buffers[stage.source], gradients.buffers[stage.target]
         if stage.source is Extent.ZERO3:
             gradients.final.vacate()
         source.seal()
         is_hop1 = stage.collective is Collective.HOP1
         pool = gradients.transport.send_buffers if is_hop1 else gradients.pool
-        # Copy for a second collective: it is waited for later, and others may need the slab until then.
+        # Copy for a second collective: its wait comes later, and other handles may need the slab before then.
         sent = source.storage.lend_send_buffer(
             stage.wire_dtype, pool, copies=not is_first and not source.storage.lasting
         )

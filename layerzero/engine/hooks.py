@@ -1,18 +1,19 @@
-"""Hooks through which a model calls its `LayerZeroState`, and through which the state is found.
+"""Hooks through which a model calls its `LayerZeroState`, and from which :func:`get_state` reads the state.
 
-Nothing else is attached to the user's modules.
+The hooks are the only objects that layerzero attaches to the user's modules.
 
-[Note: A closed model]
+[Note: Closed models]
 ``layerzero.close`` clears the attributes of the state, because a sharded optimizer, an EMA or the graph of a loss may
-still refer to it. Every later use raises the same error, and the module hooks are replaced by hooks that raise it. The
-parameters remain, with this rank's rows. Rows of other ranks can no longer be gathered.
+still refer to the state. The module hooks are replaced by hooks that raise the error of a closed model, and every other
+use of the state raises the same error. The parameters keep this rank's rows. Rows of other ranks can no longer be
+gathered.
 """
 
-# [Note: Who keeps whom]
-# The hooks of the root module hold the state, which holds the units, the handles and their memory. Only the user holds
-# the root. The state and all objects that it refers to hold modules weakly, or hold their dicts of parameters. The
-# hooks of other units hold the state weakly. So the memory of a model is freed with the last reference to it, without
-# waiting for Python's garbage collector.
+# [Note: References between model and state]
+# The hooks of the root module own the state, and the state owns the units, the handles and their memory. Only the user
+# owns the root module. The state and its objects refer to modules through weak references, or through the modules'
+# dicts of parameters. The hooks of other units refer to the state weakly. Therefore the last reference to the model
+# frees its memory, without Python's garbage collector.
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def register_hooks(runtime: LayerZeroState) -> None:
     _RUNTIMES.add(runtime)
     runtime.model.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
     for unit in runtime.units:
-        # First before the forward and last after it, so that the user's own hooks see gathered parameters.
+        # The first pre-hook and the last hook of a forward, so that the user's hooks see gathered parameters.
         for module in unit.modules:
             module.register_forward_pre_hook(_BeforeForward(runtime, unit), prepend=True, with_kwargs=True)
             module.register_forward_hook(_AfterForward(runtime, unit), always_call=True)
@@ -64,7 +65,7 @@ def register_hooks(runtime: LayerZeroState) -> None:
                 requires_grad = member.gathered.requires_grad
                 member.gathered.requires_grad_(
                     True
-                )  # torch refuses the hook otherwise; a frozen parameter may be unfrozen later
+                )  # otherwise torch rejects the hook; a frozen parameter may be unfrozen later
                 member.gathered.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 member.gathered.requires_grad_(requires_grad)
                 if isinstance(member.gathered, MainGradParameter):
@@ -72,7 +73,7 @@ def register_hooks(runtime: LayerZeroState) -> None:
 
 
 def remove_hooks(model: nn.Module) -> None:
-    """Replace the module hooks of a closed model; see [Note: A closed model]."""
+    """Replace the module hooks of a closed model; see [Note: Closed models]."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
@@ -104,9 +105,9 @@ class _ClosedAfter:
 def _prepare_load(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
 ) -> None:
-    """Complete the names of tied parameters in a state dict, before torch copies its tensors into the parameters.
+    """Add missing names of tied parameters to a state dict, before torch copies its tensors into the parameters.
 
-    Each sharded parameter later copies its rows from the full tensor.
+    Each sharded parameter then copies its rows from the full tensor.
 
     Raises:
         RuntimeError: ``load_state_dict(assign=True)`` would replace a sharded parameter.
@@ -119,8 +120,8 @@ def _prepare_load(
         found = [name for name in tied if name in state_dict]
         if found and local_metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
-                f"load_state_dict(assign=True) would take {found[0]!r}, which is sharded, out of the model; leave "
-                "assign False, or use layerzero.load_full_state_dict(model, state_dict)"
+                f"load_state_dict(assign=True) would replace the sharded parameter {found[0]!r} of the model. Use "
+                "assign=False, or layerzero.load_full_state_dict(model, state_dict)"
             )
         for name in tied if found else ():  # one name of a tied parameter is enough
             state_dict.setdefault(name, state_dict[found[-1]])
@@ -140,14 +141,15 @@ def get_state(model: nn.Module) -> LayerZeroState:
             raise RuntimeError(CLOSED)
         if isinstance(hook, _BeforeForward):
             if not hook.is_roots:
-                raise ValueError(f"this is unit {hook.unit.name!r} of a sharded model; pass the whole model")
+                raise ValueError(f"this is unit {hook.unit.name!r} of a sharded model. Pass the root model")
             return hook.runtime
     refuse_closed(model)
     if inside := ", ".join(repr(path) for path in _models_in(model)):
         raise ValueError(
-            f"this {type(model).__name__} is not sharded, but holds sharded models: {inside}. Call this for each one"
+            f"this {type(model).__name__} is not sharded, but contains sharded models: {inside}. Call this function "
+            "for each of these models"
         )
-    raise ValueError("the model is not sharded; call layerzero.shard_model first")
+    raise ValueError("the model is not sharded. Call layerzero.shard_model first")
 
 
 def get_states(model: nn.Module) -> dict[str, LayerZeroState]:
@@ -174,8 +176,7 @@ def managed_params_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedPar
     """Return the sharded parameters inside `module`, keyed by state.
 
     `module` is a sharded model, a part of one, or a module that contains one. States and parameters are in the order of
-    the modules, which is the same on all ranks. A tied parameter is included if any module that holds it is inside
-    `module`.
+    the modules, which is the same on all ranks. A tied parameter is included if any of its modules is inside `module`.
 
     Raises:
         TypeError, ValueError: `module` is not a module, or nothing inside it is sharded.
@@ -202,8 +203,8 @@ def managed_params_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedPar
                 not isinstance(hook, _BeforeForward) or hook.runtime
             )  # `hook.runtime` raises if the model was collected
         raise ValueError(
-            f"this {type(module).__name__} holds no parameter that layerzero.shard_model has sharded; call shard_model "
-            "first, on the whole model"
+            f"this {type(module).__name__} has no parameter that layerzero.shard_model has sharded. Call shard_model "
+            "on the full model first"
         )
     return found
 
@@ -219,16 +220,17 @@ def forward_hooks(module: nn.Module) -> tuple[_BeforeForward, _AfterForward]:
     if before is None or after is None:
         refuse_closed(module)
         raise ValueError(
-            f"this {type(module).__name__} is neither a model that layerzero.shard_model has sharded nor a unit of one"
+            f"this {type(module).__name__} is neither a model that layerzero.shard_model has sharded nor a unit of a "
+            "sharded model"
         )
     return before, after
 
 
 def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
-    """Return the units that hold the parameters of `module`, keyed by state, in the order of the model.
+    """Return the units that own the parameters of `module`, keyed by state, in the order of the model.
 
-    Units inside `module` are not included. Ignored parameters belong to no unit. Inside ``layerzero.unsharded`` no
-    parameter does.
+    Units inside `module` are not included. Ignored parameters belong to no unit. Inside ``layerzero.unsharded``, no
+    parameter belongs to a unit.
 
     Raises:
         ValueError: all parameters of `module` are in units inside it.
@@ -240,7 +242,7 @@ def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
         each = left.pop()
         for parameter in each._parameters.values():
             has_own |= parameter is not None
-            leaf = getattr(parameter, "gathered", parameter)  # inside a forward the module holds the gathered one
+            leaf = getattr(parameter, "gathered", parameter)  # inside a forward, the module has the gathered parameter
             for hook in () if leaf is None else accumulate_hooks(leaf):
                 if isinstance(hook, _OnGradient) and (runtime := hook.runtime()) is not None:
                     found.setdefault(runtime, set()).add(hook.unit)
@@ -250,8 +252,8 @@ def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
             left += [] if child is None or is_unit else [child]
     if inside and not has_own:
         raise ValueError(
-            f"this {type(module).__name__} has no parameters outside of the units inside it, which are gathered one by "
-            "one. Pass a unit, or a module inside one"
+            f"all parameters of this {type(module).__name__} are in units inside it, which are gathered one by one. "
+            "Pass a unit, or a module inside a unit"
         )
     return {runtime: [unit for unit in runtime.units if unit in units] for runtime, units in found.items()}
 
@@ -259,8 +261,8 @@ def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
 class _OnGradient:
     """Post-accumulate-grad hook of a gathered parameter, which passes the gradient to the state.
 
-    References are weak: Python's garbage collector does not visit the hooks of a tensor, and could not free a cycle
-    through them.
+    References are weak, because Python's garbage collector does not visit the hooks of a tensor and cannot free a
+    cycle through them.
     """
 
     def __init__(self, runtime: LayerZeroState, unit: Unit, handle: Handle, slot: int) -> None:
@@ -291,12 +293,12 @@ def _main_grad(runtime: LayerZeroState, handle: Handle, slot: int) -> Callable[[
 
 
 class _Hook:
-    """Module hook with a reference to the state. It cannot be copied: a copy would use the storage of the original."""
+    """Module hook with a reference to the state. Copies raise, because a copy would use the storage of the original."""
 
     def __init__(self, runtime: LayerZeroState, unit: Unit) -> None:
         self.unit = unit
         self._weak = weakref.ref(runtime)
-        self._kept = runtime if unit is runtime.units[0] else None  # see [Note: Who keeps whom]
+        self._kept = runtime if unit is runtime.units[0] else None  # see [Note: References between model and state]
 
     @property
     def is_roots(self) -> bool:
@@ -308,29 +310,29 @@ class _Hook:
         runtime = self._weak()
         if runtime is None:
             raise RuntimeError(
-                f"unit {self.unit.name!r} is a part of a sharded model that is gone; keep a reference to the model "
-                "that was sharded as long as its parts are in use"
+                f"unit {self.unit.name!r} is a part of a sharded model that was garbage collected. Keep a reference to "
+                "the sharded model while its parts are in use"
             )
         return runtime
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
-            "deepcopy of a model sharded by layerzero is not supported: copy the model before shard_model, "
-            "or load layerzero.full_state_dict(model) into a new one; layerzero.EMA(model) averages its weights"
+            "deepcopy of a model sharded by layerzero is not supported. Copy the model before shard_model, or load "
+            "layerzero.full_state_dict(model) into a new model. layerzero.EMA(model) averages its weights"
         )
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("pickling a model sharded by layerzero is not supported: save layerzero.full_state_dict(model)")
+        raise TypeError("pickling a model sharded by layerzero is not supported. Save layerzero.full_state_dict(model)")
 
     @property
     def __name__(self) -> str:
         raise AttributeError(  # torch.jit.script reads it, to compile the hook
-            "a hook of layerzero has no name. If torch.jit.script asked: it cannot compile a sharded model; load "
-            "layerzero.full_state_dict(model) into an unsharded one and script that"
+            "hooks of layerzero have no name. torch.jit.script reads it, but cannot compile a sharded model. Load "
+            "layerzero.full_state_dict(model) into an unsharded model, and script that model"
         )
 
 
-# torch.compile may compile the forward of a unit, but must not trace the hooks, which run collectives and keep state.
+# torch.compile may compile the forward of a unit, but must not trace the hooks, which run collectives and have state.
 
 
 class _BeforeForward(_Hook):

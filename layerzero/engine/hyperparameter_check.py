@@ -1,12 +1,13 @@
 """Comparison of optimizer settings, such as learning rates, between all ranks without an additional collective.
 
-[Note: A digest travels with the used parameters]
-Each reducing backward sends one byte for each parameter, along one mesh axis after the other. Sixteen more bytes hold a
-digest of the settings of the optimizers that have stepped, and its complement. The digests differ if the maxima of both
-over all ranks are not complements of each other. Ranks read the bytes at the end of the next reducing backward, and
-then send the maximum over the first axis along the second one. By then the bytes have arrived, so no rank waits, and
-all ranks get the same result at the same point of the program. The next optimizer step raises. Therefore one to three
-steps use unequal settings before the error: one for each axis, and perhaps one more.
+[Note: Digest of optimizer settings]
+Each reducing backward sends one byte for each parameter, along one mesh axis after the other. The message has sixteen
+more bytes: a digest of the settings of the optimizers that have stepped, and its complement. The digests differ if
+their maximum over all ranks is not the complement of the maximum of the complements. Ranks read the bytes at the end of
+the next reducing backward, and then send the maximum over the first axis along the second axis. The bytes have arrived
+by then, so ranks do not wait, and all ranks compute the same result at the same point of the program. The next
+optimizer step raises. Therefore one to three steps use unequal settings before the error: one step per axis, and
+possibly one more.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Settings = list[list[tuple[str, Any]]]  # by group: names and values
 
 
 class SettingsCheck:
-    """Compares the settings of optimizers between all ranks; see [Note: A digest travels with the used parameters]."""
+    """Compares the settings of optimizers between all ranks; see [Note: Digest of optimizer settings]."""
 
     def __init__(self, model_ranks: ModelRanks) -> None:
         self._model_ranks = model_ranks
@@ -40,7 +41,7 @@ class SettingsCheck:
         self._digest = bytes(DIGEST_BYTES)
         axes = len(model_ranks.control_comms)
         self._late = LateMaximum(axes, DIGEST_BYTES)
-        self._sent: deque[list[Settings]] = deque(maxlen=max(1, axes))  # settings of the digests under way
+        self._sent: deque[list[Settings]] = deque(maxlen=max(1, axes))  # settings of the digests in flight
         self._differ = False
         self._compared: list[Settings] = []  # settings of the digests that differed
 
@@ -63,7 +64,7 @@ class SettingsCheck:
         """Compare the digests of all ranks, and record whether any of them differ.
 
         Args:
-            messages: the bytes received along each axis, uint8 [ranks, DIGEST_BYTES].
+            messages: bytes received along each axis, uint8 [ranks, DIGEST_BYTES].
         """
         largest = self._late.receive(messages).tolist()
         half = DIGEST_BYTES // 2
@@ -74,7 +75,7 @@ class SettingsCheck:
     def _digest_now(self) -> bytes:
         """Return the current digest and its complement.
 
-        Return zeros if no optimizer has stepped, or if one that has stepped was garbage collected.
+        Return zeros if no optimizer has stepped, or if an optimizer that has stepped was garbage collected.
         """
         self._is_told = True
         methods = [method() for method in self._stepped]
@@ -91,7 +92,7 @@ class SettingsCheck:
     def require_equal(self) -> None:
         """Raise RuntimeError on all ranks if any digests differed.
 
-        All ranks must call this. They communicate only if digests differed.
+        All ranks must call this. The ranks communicate only if digests differed.
         """
         if not self._differ:
             return
@@ -112,7 +113,7 @@ class SettingsCheck:
         ]
         more = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
         raise RuntimeError(
-            f"ranks have stepped one model with different settings: {'; '.join(lines[:4])}{more}. Rows of one "
-            "parameter were updated with different settings. Use the same settings on all ranks (average the loss over "
-            "the ranks before you pass it to ReduceLROnPlateau), and load the last checkpoint"
+            f"the ranks have used different optimizer settings for one model: {'; '.join(lines[:4])}{more}. Rows of "
+            "one parameter were updated with different settings. Use the same settings on all ranks (average the loss "
+            "over the ranks before you pass it to ReduceLROnPlateau), and load the last checkpoint"
         )

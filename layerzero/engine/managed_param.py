@@ -1,4 +1,4 @@
-"""Parameter of a handle in its gathered and sharded forms, and lookup of it by parameter object."""
+"""Parameter of a handle in its gathered and sharded forms, and a lookup by parameter object."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["ManagedParam", "ParamRegistry"]
 
 @dataclass(eq=False)
 class ManagedParam:
-    """One parameter of a handle: the modules that hold it, and its gathered, sharded and master forms."""
+    """One parameter of a handle: its modules, and its gathered, sharded and master forms."""
 
     name: str  # fully qualified, the first of its names
     module_refs: tuple[tuple[dict[str, Any], str], ...]  # (module._parameters, attribute); several if tied
     gathered: nn.Parameter  # the full parameter, compute dtype; a view of the full buffer
     sharded: nn.Parameter  # the sharded parameter that the user sees, a RowShardedTensor
-    master: Tensor  # this rank's rows, plain, master dtype: what the optimizer updates
+    master: Tensor  # this rank's rows, a plain tensor in master dtype, updated by the optimizer
     spec: RowShardSpec
     shard_slice: slice  # this rank's elements inside the ZeRO-1 shard
     accumulate_grad: Node  # autograd node that accumulates the gradient of `gathered`
@@ -40,7 +40,7 @@ class ManagedParam:
         self.sharded._local_tensor = LocalShard(master, span, watch)
 
     def close(self) -> None:
-        """Drop the gathered parameter, which would otherwise live as long as an optimizer refers to the sharded one."""
+        """Drop the gathered parameter, which a reference to the sharded parameter would otherwise keep alive."""
         self.gathered = nn.Parameter(torch.empty(0), requires_grad=False)
         del self.accumulate_grad
         assert isinstance(self.sharded, RowShardedTensor)
@@ -55,7 +55,7 @@ class ManagedParam:
 
 
 class ParamRegistry:
-    """Lookup of managed parameters by parameter object, for example one that an optimizer holds.
+    """Lookup of managed parameters by parameter object, for example a parameter of an optimizer.
 
     Args:
         members: managed parameters of the model, by name.
@@ -69,17 +69,17 @@ class ParamRegistry:
         self._ignored = WeakIdKeyDictionary(dict.fromkeys(ignored))
 
     def remember_origins(self, origins: Iterable[tuple[nn.Parameter, str]]) -> None:
-        """Register (original parameter, name) pairs, because an optimizer may hold parameters from before sharding."""
+        """Register (original parameter, name) pairs, because an optimizer may refer to unsharded parameters."""
         for parameter, name in origins:
             self._origins[parameter] = self._members[name]
 
     def managed_param(self, parameter: Tensor) -> ManagedParam | None:
-        """Return the managed parameter that `parameter`, sharded or original, belongs to; None if there is none."""
+        """Return the managed parameter of `parameter`, which is sharded or original; None if it is not managed."""
         member: ManagedParam | None = self._member_of.get(parameter)  # type: ignore[no-untyped-call]
         if member is None:
             member = self._origins.get(parameter)  # type: ignore[no-untyped-call]
         return member
 
     def is_ignored(self, parameter: Tensor) -> bool:
-        """Return whether `parameter` was in the model when it was sharded, but was ignored by shard_model."""
+        """Return whether `parameter` is one of the model's parameters that shard_model ignored."""
         return parameter in self._ignored

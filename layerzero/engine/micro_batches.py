@@ -1,12 +1,12 @@
-"""Hint for training loops that reduce gradients in every micro-batch, although one reduction per step is enough.
+"""Log message for training loops that reduce gradients in every micro-batch instead of once per step.
 
-[Note: Who is told]
-Frameworks have their own names for `no_sync`, and some never call it on a model class that they do not know. The
-result is correct, but each micro-batch pays for a reduction over the slow link. So rank 0 logs a hint, once. It is a
-log message and not a warning, because a correct loop must not fail where warnings are errors. There is no hint after
-any backward inside `no_sync`, or if `no_sync` would save nothing. Gradients that are zeroed before a step do not count,
-such as those that the loss of a generator gives to a discriminator. Several backwards in the step of a discriminator
-count, because all but the last may run inside `no_sync`.
+[Note: Conditions of the hint]
+Frameworks use different names for `no_sync`, and some do not call `no_sync` on unknown model classes. The result is
+correct, but each micro-batch runs a reduction over the slow link. Therefore rank 0 logs a hint once. The hint is a log
+message and not a warning, because a correct loop must not fail if warnings are errors. No hint is logged after a
+backward inside `no_sync`, or if `no_sync` would not save a collective. Gradients that are zeroed before a step do not
+count, for example gradients of a discriminator from the loss of a generator. Several backwards in the step of a
+discriminator count, because all but the last may run inside `no_sync`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ _LOG = logging.getLogger("layerzero")
 
 
 class NoSyncHint:
-    """Counter of reducing backwards per step, which logs a hint if there are several; see [Note: Who is told]."""
+    """Counter of reducing backwards per step, which logs a hint if a step has several.
+
+    See [Note: Conditions of the hint].
+    """
 
     def __init__(self, *, would_save: bool) -> None:
         self.listens = would_save and dist.get_rank() == 0
-        self._backwards = 0  # reducing ones since the last step, or since there was no gradient
-        self._steps = 0  # consecutive ones that each followed several backwards
+        self._backwards = 0  # reducing backwards since the last step, or since the model had no gradients
+        self._steps = 0  # consecutive steps after several backwards each
 
     def note_backward(self, *, reduces: bool, is_first: bool) -> None:
         """Record the start of a backward. `is_first` is True if the model has no gradients yet."""
@@ -41,10 +44,11 @@ class NoSyncHint:
         if self.listens and self._steps == _ENOUGH:
             self.listens = False
             _LOG.warning(
-                "layerzero: optimizer.step() came after %d backwards, each of which exchanged all gradients; one "
-                "exchange a step is enough. Run all but the last inside `with layerzero.no_sync(model):`, or "
-                "model.no_sync(), or after model.set_requires_gradient_sync(False); if the last one is not known, run "
-                "all of them so: step() reduces what is left. Only if you read .grad between them, leave it as it is",
+                "layerzero: optimizer.step() followed %d backwards, and each backward reduced all gradients. One "
+                "reduction per step is enough. Run all backwards but the last inside `with layerzero.no_sync(model):` "
+                "or model.no_sync(), or after model.set_requires_gradient_sync(False). If the last backward is not "
+                "known in advance, run all backwards inside no_sync: step() reduces the remaining gradients. Ignore "
+                "this message if you read .grad between the backwards",
                 self._backwards,
             )
         self._backwards = 0

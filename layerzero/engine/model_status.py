@@ -1,4 +1,4 @@
-"""Conditions that the passes of a sharded model check before they compute."""
+"""Conditions under which the passes of a sharded model may compute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Closable", "ModelStatus"]
 
 
 class Closable:
-    """Base class of parts of a sharded model. After :meth:`clear` an object has no attributes, and every use raises."""
+    """Base class of parts of a sharded model. :meth:`clear` deletes all attributes, so that every later use raises."""
 
     def clear(self) -> None:
         self.__dict__.clear()
@@ -41,11 +41,11 @@ class ModelStatus:
 
     Attributes:
         active_views: contexts that are currently active, outermost first.
-        unsharded: parameters that are unsharded inside :func:`layerzero.unsharded`, each with True if it is full on
-            this rank.
-        load_error: error message after a load that failed halfway; otherwise None.
-        first_forward_checks: functions called once, before the first forward. A function that raises is called again
-            later.
+        unsharded: parameters that are unsharded inside :func:`layerzero.unsharded`. The value is True if the parameter
+            is full on this rank.
+        load_error: error message after a load that failed partway; otherwise None.
+        first_forward_checks: functions that are called once, before the first forward. A function that raises is called
+            again before the next forward.
     """
 
     def __init__(self, structure: StructureCheck) -> None:

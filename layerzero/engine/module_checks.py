@@ -1,7 +1,7 @@
 """Check for changes of the modules and parameters of a sharded model.
 
-Only parameters that were in the model when it was sharded are reduced over the ranks and stepped. Parameters added
-later would silently be trained on each rank independently.
+Gradients are reduced, and parameters are updated, only for parameters that were in the model when it was sharded.
+Each rank would silently train parameters added later on its own.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class StructureCheck:
     """
 
     def __init__(self, model: nn.Module, members: Iterable[ManagedParam]) -> None:
-        self._model = weakref.ref(model)  # see [Note: Who keeps whom] in hooks.py
+        self._model = weakref.ref(model)  # see [Note: References between model and state] in hooks.py
         self._sharded = {id(member.sharded): member for member in members}
         self._born = [module._parameters for module in model.modules()]  # kept alive, so that their ids stay unique
-        # (dict, attribute) of parameters that are sharded, or ignored and trained by the user.
+        # (dict, attribute) of parameters that are sharded, or that are ignored and trained by the user.
         self._places = {
             (id(held), attribute)
             for held in self._born
             for attribute, parameter in held.items()
             if parameter is not None
         }
-        self._added_frozen_params: list[nn.Parameter] = []  # need no reduction and no step unless unfrozen
+        self._added_frozen_params: list[nn.Parameter] = []  # need no reduction and no step while frozen
         self._remember()
 
     @property
@@ -56,7 +56,7 @@ class StructureCheck:
             self._remember()
 
     def _has_changed(self) -> bool:
-        # Runs in every forward, so it avoids Python loops. Units themselves check for replaced parameters.
+        # Runs in every forward, so it avoids Python loops. Units check for replaced parameters.
         return (
             [*map(len, self._parameters)] != self._counts
             or any(self._childless)
@@ -92,8 +92,8 @@ class StructureCheck:
                 full_name = f"{name}.{attribute}" if name else attribute
                 if tied := self._sharded.get(id(parameter)):
                     raise RuntimeError(
-                        f"parameter {full_name!r} was tied to {tied.name!r} after shard_model, and would not be whole "
-                        "there; tie parameters before shard_model"
+                        f"parameter {full_name!r} was tied to {tied.name!r} after shard_model, and would not be "
+                        "gathered in that module. Tie parameters before shard_model"
                     )
                 if isinstance(parameter, RowShardedTensor):  # of another sharded model, which manages it
                     continue
@@ -103,9 +103,9 @@ class StructureCheck:
                     frozen.append(parameter)
         if late:
             raise RuntimeError(
-                f"{_listed(late)} came to the model after shard_model: gradients would not be averaged over the ranks, "
-                "and no sharded optimizer would step them. Add modules and parameters before shard_model (in "
-                "ignored_modules or ignored_params, if they are to stay whole on every rank), or freeze them with "
+                f"{_listed(late)} joined the model after shard_model. Gradients would not be averaged over the ranks, "
+                "and no sharded optimizer would update the parameters. Add modules and parameters before shard_model "
+                "(in ignored_modules or ignored_params, to keep them unsharded), or freeze them with "
                 "requires_grad_(False)"
             )
         self._added_frozen_params = frozen
@@ -115,9 +115,8 @@ def replaced(member: ManagedParam) -> RuntimeError:
     """Return the error for a managed parameter that was replaced in its module."""
     return RuntimeError(
         f"parameter {member.name!r} was replaced in the sharded model, by an assignment, "
-        "load_state_dict(assign=True), functional_call or a parametrization; copy new values into the "
-        "parameter or use layerzero.load_full_state_dict, and make such changes of structure before "
-        "shard_model"
+        "load_state_dict(assign=True), functional_call or a parametrization. To change values, copy "
+        "them into the parameter, or use layerzero.load_full_state_dict. Replace parameters before shard_model"
     )
 
 

@@ -17,7 +17,7 @@ __all__ = ["ParamView", "refuse_gradients", "refuse_sharded", "viewing"]
 class ParamView(enum.Enum):
     """Context that replaces the parameters of a model.
 
-    Only two kinds can be nested: EMA, and UNSHARDED if it is entered for other parameters.
+    Only EMA contexts can be nested, and UNSHARDED contexts for different parameters.
     """
 
     UNSHARDED = "layerzero.unsharded"  # full parameters: no gathers, and no gradients
@@ -29,8 +29,8 @@ def refuse_gradients(label: str, view: ParamView = ParamView.UNSHARDED) -> None:
     """Raise RuntimeError if gradients are enabled in a forward inside `view`."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"forward of {label} inside {view.value}, where nothing takes gradients: run it under "
-            "torch.no_grad(), or leave the context to train"
+            f"forward of {label} inside {view.value}, where gradients are not supported. Run the forward under "
+            "torch.no_grad(), or train outside of the context"
         )
 
 
@@ -40,7 +40,7 @@ def refuse_sharded(unit: Unit, unsharded: Mapping[ManagedParam, bool]) -> None:
         raise RuntimeError(
             f"forward of {unit.label} inside layerzero.unsharded, where its parameter {absent!r} is sharded on this "
             "rank and is not gathered. The context was entered for other modules, or with rank0_only=True. Pass a "
-            "module to unsharded that contains this one, or call it outside the context"
+            "module to unsharded that contains this module, or run the forward outside of the context"
         )
 
 

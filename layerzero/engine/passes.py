@@ -1,10 +1,10 @@
-"""Objects for forward and backward passes in progress. Each object lives as long as its pass.
+"""Objects for active forward and backward passes. Each object lives as long as its pass.
 
-[Note: Gathers ahead, by mesh]
+[Note: Prefetch on several meshes]
 If units are on several meshes, a rank may call units of another mesh that other ranks of its group do not call, such as
-experts without tokens. So only a call of a unit on the same mesh prefetches a gather. Then all ranks that take part
-launch it at the same point of the program. A gather that was not predicted waits for these ranks. At any other point,
-these ranks might be waiting for this rank in a collective of the user.
+experts without tokens. Therefore only a call of a unit on the same mesh prefetches a gather. All ranks of the gather
+then launch it at the same point of the program. An unpredicted gather waits for the other ranks. At any other point of
+the program, the other ranks might be waiting for this rank in a collective of the user.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["BackwardPass", "ForwardPass", "GatheredUse", "UnitCall"]
 
 
 class UnitCall:
-    """One call of a unit. The autograd graph of the forward holds it, so each backward finds the calls of its graph."""
+    """One call of a unit. The autograd graph refers to its calls, so that a backward finds the calls of its graph."""
 
     __slots__ = ("__weakref__", "_position", "callers", "ends_with_input_grad", "forward", "unit")
 
     def __init__(self, unit: Unit, around: tuple[UnitCall, ...]) -> None:
         self.unit = unit
-        self.callers = around  # the calls that make this one, outermost first
-        self.ends_with_input_grad = False  # its backward ends when its input has a gradient
+        self.callers = around  # enclosing calls, outermost first
+        self.ends_with_input_grad = False  # the backward of the call ends when its input has a gradient
         self.forward: ForwardPass | None = None  # forward that records this call in `returned`
         self._position = 0
 
@@ -40,12 +40,12 @@ class UnitCall:
 
     @property
     def _order(self) -> list[weakref.ref[UnitCall]]:
-        """All calls of the forward, in order of return; the graph keeps them alive."""
+        """All calls of the forward, in order of return. The graph keeps them alive."""
         return self.forward.returned if self.forward is not None else []
 
     @property
     def next_call(self) -> UnitCall | None:
-        """Call that returned next after this one, of those in an autograd graph; None if this call is the last.
+        """Next call in an autograd graph that returned after this call; None if this call is the last.
 
         The backward of the next call runs before the backward of this one.
         """
@@ -59,9 +59,9 @@ class UnitCall:
     def ended_handles(self) -> Iterator[Handle]:
         """Yield the handles whose units receive no more gradients once the backward of this call begins.
 
-        Autograd runs three kinds of nodes before those of this call: nodes of the next call, of the callers of the next
-        call, and of uses outside of forwards between the two calls. The last call in the graph also yields the handles
-        of units that the forward did not call, if units are on several meshes.
+        Autograd runs three kinds of nodes before the nodes of this call: nodes of the next call, of the callers of the
+        next call, and of uses outside of forwards between the two calls. If units are on several meshes, the last call
+        in the graph also yields the handles of units that the forward did not call.
         """
         forward, follower = self.forward, self.next_call
         for place, units in () if forward is None else forward.uses:
@@ -85,12 +85,12 @@ class UnitCall:
         return not self.forward.is_called_soon(self.unit, calls=self._position, uses=self._position)
 
     def preceding(self, count: int | None) -> Sequence[UnitCall]:
-        """Return the last `count` calls before this one of units on the same mesh, latest first; None returns all."""
+        """Return the last `count` calls on the same mesh before this call, latest first; None returns all calls."""
         return list(islice((each for each in self._earlier() if each.unit.mesh_info is self.unit.mesh_info), count))
 
     @property
     def previous(self) -> UnitCall | None:
-        """Last call that returned before this one, of a unit on any mesh; None if there is none."""
+        """Last call that returned before this call, on any mesh; None if this call is the first."""
         return next(self._earlier(), None)
 
     def _earlier(self) -> Iterator[UnitCall]:
@@ -99,13 +99,13 @@ class UnitCall:
 
 
 class ForwardPass:
-    """Forward of the root, or of a unit called on its own.
+    """Forward of the root, or of a unit that is called directly.
 
     Args:
         entry: the outermost unit.
         units: all units of the model if they are on several meshes, so that other ranks may call units that this rank
             does not call; otherwise empty.
-        expected: units called by the last forward with the same entry, in order.
+        expected: units that the last forward with the same entry called, in order.
 
     Attributes:
         called: units in order of call.
@@ -122,7 +122,9 @@ class ForwardPass:
         self.still_gathered: Unit | None = (
             None  # unit of the last call, if the next call is expected to be of the same unit
         )
-        self.uses: list[tuple[int, Sequence[Unit]]] = []  # of weights outside of calls: (position in `returned`, units)
+        self.uses: list[
+            tuple[int, Sequence[Unit]]
+        ] = []  # uses of weights outside of calls: (position in `returned`, units)
         self._expected = expected
         self._units = units
 
@@ -133,7 +135,7 @@ class ForwardPass:
         return [unit for unit in self._units if unit not in called]
 
     def is_called_soon(self, unit: Unit, *, calls: int, uses: int) -> bool:
-        """Return whether `unit` is among the first `calls` calls, or in a use up to position `uses`."""
+        """Return whether `unit` is in one of the first `calls` calls, or in a use up to position `uses`."""
         if any(place <= uses and unit in units for place, units in self.uses):
             return True
         if self.first.get(unit, calls) >= calls:
@@ -143,7 +145,7 @@ class ForwardPass:
     def next_units(self, count: int) -> list[Unit]:
         """Return the next `count` units on the mesh of the last called unit, predicted from the last forward.
 
-        The list is empty once this forward has called other units. See [Note: Gathers ahead, by mesh].
+        The list is empty once this forward deviates from the prediction. See [Note: Prefetch on several meshes].
         """
         here = len(self.called)
         # `called` is empty if the first call raised in its pre-hook.
@@ -158,8 +160,8 @@ class GatheredUse:
 
     Args:
         units: units that are gathered for the use.
-        forward: the latest forward. The use has a position in the order of its calls. The graph of the forward may be
-            freed before the use.
+        forward: latest forward, in whose order of calls the use has a position. The graph of the forward may be freed
+            before the use.
     """
 
     __slots__ = ("_forward", "awaits_backward", "place", "units")
@@ -167,7 +169,7 @@ class GatheredUse:
     def __init__(self, units: Sequence[Unit], forward: ForwardPass | None) -> None:
         self.units = units
         self.place = 0 if forward is None else len(forward.returned)  # number of calls that returned before the use
-        self.awaits_backward = False  # a graph was recorded, and its backward has not run
+        self.awaits_backward = False  # a graph was recorded whose backward has not run
         self._forward = None if forward is None else weakref.ref(forward)
         if forward is not None:
             forward.uses.append((self.place, units))
@@ -186,14 +188,14 @@ class BackwardPass:
     """State of one backward.
 
     Attributes:
-        requires_gradient_sync: the backward runs outside no_sync.
+        requires_gradient_sync: True if the backward runs outside no_sync.
         task: id of the autograd graph task of this backward.
         observer: receiver of trace events; None if no events are recorded.
         nested: calls whose backward runs in a nested backward of a reentrant checkpoint, keyed by graph task.
-        completed_handles: handles that are ready to be reduced, in order of arrival.
+        completed_handles: handles that are ready for reduction, in order of arrival.
         gathered_calls: calls whose units have been gathered for this backward.
-        active_calls: calls whose backward has begun and not ended.
-        uses: uses of weights outside of forwards whose backward is running.
+        active_calls: calls whose backward is active.
+        uses: uses of weights outside of forwards whose backward is active.
     """
 
     def __init__(self, *, reduces: bool, task: int, observer: TraceDispatcher | None) -> None:
@@ -211,7 +213,7 @@ class BackwardPass:
         return any(call.unit is unit for call in self.active_calls) or any(unit in use.units for use in self.uses)
 
     def next_call_holds_buffer(self, call: UnitCall) -> bool:
-        """Return whether the call after `call` still holds its full buffer when the backward of `call` begins.
+        """Return whether the call after `call` still has its full buffer when the backward of `call` begins.
 
         The backward of the later call ends at this point, but the hook that ends it runs second.
         """

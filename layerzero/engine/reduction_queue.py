@@ -1,19 +1,19 @@
 """Order of gradient reductions, and the reductions in flight.
 
-[Note: One order on all ranks]
-All ranks must launch collectives in the same order, over all communicators together. Otherwise backends that run one
+[Note: Launch order of reductions]
+All ranks must launch collectives in the same order across all communicators. Otherwise backends that run one
 collective at a time deadlock. The time at which the last gradient of a handle arrives may differ between ranks (unused
-parameters, data-dependent paths). Two rules make the order independent of it:
+parameters, data-dependent paths). Two rules make the launch order independent of this time:
 
 - Reductions are launched in one fixed order of handles. In each backward that reduces, every handle is launched
-  exactly once, with zeros for gradients that never arrived.
-- Reductions are launched only between the backwards of two unit calls, before the gather for the next one. They are
-  those of handles whose units have no remaining call. The rest are launched at the end of the backward. The arrival of
-  a gradient launches nothing.
+  exactly once, with zeros for missing gradients.
+- Reductions are launched only between the backwards of two unit calls, before the gather for the next call. At this
+  point, the handles whose units have no remaining call are launched. The other handles are launched at the end of the
+  backward. The arrival of a gradient does not trigger a launch.
 
-When a handle is started, its complete reduction is submitted to the streams: hop 1, accumulation, hop 2, accumulation.
-So each communicator has one order of launches, independent of when gradients arrive and how long collectives take. The
-communicators overlap. On a device all launches have one order: hop 1 and hop 2 of each handle in turn.
+A launch submits the complete reduction of a handle to the streams: hop 1, accumulation, hop 2, accumulation. Therefore
+each communicator has one order of launches, independent of arrival times of gradients and durations of collectives.
+Communicators overlap. On a device, all launches have one order: hop 1 and hop 2 alternate, handle by handle.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from layerzero.engine.handle_gradients import HandleGradients, HandleReduction
 
 __all__ = ["IN_FLIGHT", "ReductionQueue"]
 
-# Maximum number of reductions in their first and in their second collective; the host then waits for the oldest. Each
-# holds the gradients of a unit: full for the first and a ZeRO-3 shard for the second, and twice that on gloo.
-# With more than one first collective, ranks with both slabs in use (gradient_offload.py) could launch in another order.
+# Maximum number of reductions in their first and in their second collective. At the maximum, the host waits for the
+# oldest. Each reduction keeps the gradients of a unit in memory: full gradients in the first collective, a ZeRO-3
+# gradient shard in the second, and twice that amount on gloo. With more than one first collective in flight, ranks that
+# use both slabs (gradient_offload.py) could launch in a different order.
 IN_FLIGHT = (1, 2)
 
 
@@ -39,7 +40,7 @@ class ReductionQueue:
     def __init__(self, order: Sequence[HandleGradients], streams: ReductionStreams) -> None:
         self.order = list(order)
         self.streams = streams
-        self._next = 0  # index in order of the first handle not started in this pass
+        self._next = 0  # index in `order` of the first handle that this pass has not started
         self._in_flight_reduction: list[HandleGradients] = []  # started in this pass
         self._landings: list[deque[Waitable]] = [
             deque() for _ in IN_FLIGHT
@@ -60,7 +61,9 @@ class ReductionQueue:
         if any(gradients.pending_slots.has_begun for gradients in self.order):
             # A reentrant checkpoint produces the gradient of a shared parameter in several parts.
             self.finish(across_replicas=across_replicas)
-        for gradients in self.order:  # a call that ended after its reduction was launched has closed the next one
+        for (
+            gradients
+        ) in self.order:  # a call that ended after the launch of its reduction has closed the next reduction
             gradients.pending_slots.end()
 
     def finish_accumulated(self) -> None:
@@ -76,7 +79,7 @@ class ReductionQueue:
         try:
             self.streams.synchronize(self._landings)
         finally:
-            if not any(self._landings):  # otherwise the wait was interrupted, and reductions are still in flight
+            if not any(self._landings):  # otherwise an interrupt ended the wait, and reductions are still in flight
                 while self._in_flight_reduction:
                     self._in_flight_reduction.pop().reduction = None
 
@@ -85,16 +88,16 @@ class ReductionQueue:
         if gradients.reduction is not None:
             gradients.reduction.wait()
             gradients.reduction = None
-        for landings in self._landings:  # of other handles, which may hold the memory that this one needs
+        for landings in self._landings:  # of other handles, which may use the memory that this handle needs
             while gradients.is_blocked and landings:
                 landings.popleft().wait()
 
     def abandon(self) -> None:
         """End the pass of a failed backward, and make later work wait for the gradients that have arrived.
 
-        Reductions that were started are completed. Their progress depends on timing and differs between ranks, but all
-        ranks must launch the same collectives. Further errors are suppressed, because they either follow from the first
-        error or are raised by the next collective.
+        Reductions that were started are completed. Their progress differs between ranks, but all ranks must launch the
+        same collectives. Further errors are suppressed, because they either follow from the first error or recur in the
+        next collective.
         """
         with suppress(Exception):
             self.settle()
@@ -102,7 +105,7 @@ class ReductionQueue:
         self._next = 0
 
     def _next_reduction(self, *, across_replicas: bool) -> HandleReduction | None:
-        """Return the reduction of the next handle; None if it needs no collective."""
+        """Return the reduction of the next handle; None if the handle needs no collective."""
         gradients = self.order[self._next]
         self._next += 1
         self.wait_until_writable(gradients)

@@ -1,8 +1,8 @@
 """Static description of the gradient reduction of a handle: its buffers, and the collectives between them.
 
-This module uses no tensors and no processes. See [Note: The ladder] in layout/shard_grid.py.
+This module needs neither tensors nor processes. See [Note: Three extents] in layout/shard_grid.py.
 
-[Note: Six routes]
+[Note: Reduction stages]
     case                     incoming  accumulator  stages
     D = 1                    ZERO1     ZERO1        none
     S = 1, R > 1             FULL      FULL         hop 2
@@ -15,22 +15,21 @@ This module uses no tensors and no processes. See [Note: The ladder] in layout/s
 into the accumulator. Any other backward reduces them into the final gradient (ZERO1). A step after no_sync reduces the
 accumulator into the final gradient.
 
-[Note: What lands as it is]
-Autograd produces gradients in the compute dtype. If the receiving rank adds the parts of hop 1 in fp32 (on gloo, or by
-reading shared memory), and incoming gradients are sent at once ("sharded"), the full gradient keeps the compute dtype.
-The sum has the same bits as with fp32 messages, and takes half the memory and half the traffic. A backend that adds the
-messages itself gets them in the dtype of the addition. If a gradient arrives in several parts, as with reentrant
-checkpoints, the parts are then added in the compute dtype. Autograd does the same for a parameter that is used several
-times.
+[Note: Dtype of full gradients]
+Autograd produces gradients in the compute dtype. The full gradient keeps the compute dtype if the receiving rank adds
+the parts of hop 1 in fp32 (on gloo, or in shared memory) and each backward sends its gradients ("sharded"). The sum is
+bitwise identical to a sum of fp32 messages, with half the memory and half the traffic. Messages that the backend adds
+are sent in the dtype of the addition. A gradient may arrive in several parts, as with reentrant checkpoints. The parts
+are then added in the compute dtype. Autograd does the same for a parameter with several uses.
 
-[Note: Where the mean is taken]
-Contributions are summed and divided once, by D or by the user's factor, when they enter the final gradient. fp16 has a
-range of 6e-8 to 65504, so for fp16 the division is split to keep messages about as large as the gradient of one rank.
-The factor is the product of one factor per hop. If hop 2 sends fp16, the factor of hop 1 is divided out before it: the
-ZeRO-3 gradient shards are scaled in fp32, and sent as means. A backend that adds in the dtype of the messages produces
-large sums. There about the square root of the factor of a hop is divided out before that hop, and the rest after it, as
-in FSDP. All scales but the last are powers of two, and so exact outside fp16. Without collectives, gradients are
-divided when they arrive.
+[Note: Division of gradients]
+Contributions are summed, and divided once by D or by the user's factor, when they are added to the final gradient. The
+range of fp16 is 6e-8 to 65504. For fp16 the division is therefore split, so that messages are about as large as the
+gradient of one rank. The factor is the product of one factor per hop. If hop 2 sends fp16, the ZeRO-3 gradient shards
+are divided in fp32 by the factor of hop 1 before hop 2, and sent as means. If a backend adds in the dtype of the
+messages, its sums are large. Gradients are then divided by about the square root of the factor of a hop before that
+hop, and by the rest after that hop, as in FSDP. All scales except the last are powers of two, and are therefore exact
+outside of fp16. Without collectives, gradients are divided when they arrive.
 """
 
 from __future__ import annotations
@@ -60,13 +59,13 @@ class ReductionStage:
 
 @dataclass(frozen=True)
 class ReductionSpec:
-    """Extents, dtypes and stages of the gradient reduction of one handle; see [Note: Six routes]."""
+    """Extents, dtypes and stages of the gradient reduction of one handle; see [Note: Reduction stages]."""
 
     incoming_extent: Extent
     accumulator_extent: Extent
     stages: tuple[ReductionStage, ...]
     incoming_dtype: torch.dtype
-    incoming_scale: float  # factor applied to incoming gradients; see [Note: Where the mean is taken]
+    incoming_scale: float  # factor applied to incoming gradients; see [Note: Division of gradients]
 
     @classmethod
     def plan(
@@ -84,15 +83,15 @@ class ReductionSpec:
         Args:
             accumulation: ``"sharded"`` or ``"full"``.
             divide_factor: divisor of the sum over all ranks.
-            adds_hop1: hop 1 receives the parts of all ranks and adds them in fp32; otherwise the backend adds, in the
-                dtype of the messages.
+            adds_hop1: each rank receives the parts of all ranks in hop 1 and adds them in fp32. Otherwise the backend
+                adds in the dtype of the messages.
             adds_hop2: the same for hop 2.
         """
         if grid.data_parallel == 1:
             return cls(Extent.ZERO1, Extent.ZERO1, (), precision.master, 1.0 / divide_factor)
         sharded, landing = accumulation == "sharded" and grid.zero3_size > 1, precision.reduce
         if sharded and adds_hop1 and precision.compute.itemsize < landing.itemsize:
-            landing = precision.compute  # see [Note: What lands as it is]
+            landing = precision.compute  # see [Note: Dtype of full gradients]
         factor1, factor2 = _factors(grid, divide_factor)
         first, second = (
             _before(factor1, landing, adds=adds_hop1),
@@ -125,12 +124,12 @@ class ReductionSpec:
 
     @property
     def accumulator_is_reduced(self) -> bool:
-        """True if the accumulator already holds contributions of other ranks of the ZeRO-3 group."""
+        """True if the accumulator includes contributions of other ranks of the ZeRO-3 group."""
         return self.accumulator_extent is not self.incoming_extent
 
 
 def _factors(grid: ShardGrid, divide_factor: float) -> tuple[float, float]:
-    """Return the divisors of hop 1 and hop 2: the factor by which each hop is expected to increase a sum."""
+    """Return the divisors of hop 1 and hop 2: the factors by which the hops are expected to increase a sum."""
     if grid.replicas == 1:
         return divide_factor, 1.0
     factor1 = min(float(grid.zero3_size), max(1.0, divide_factor))
@@ -138,10 +137,10 @@ def _factors(grid: ShardGrid, divide_factor: float) -> tuple[float, float]:
 
 
 def _before(factor: float, wire: torch.dtype, *, adds: bool) -> float:
-    """Return the part of a hop's factor that is divided out before it; see [Note: Where the mean is taken]."""
+    """Return the divisor of gradients before a hop, a part of the hop's factor; see [Note: Division of gradients]."""
     return 1.0 if adds or wire is not torch.float16 else _power_of_two(math.sqrt(max(1.0, factor)))
 
 
 def _power_of_two(least: float) -> float:
-    """Return the smallest power of two, 1 included, that is not less than `least`."""
+    """Return the smallest power of two (at least 1) that is not less than `least`."""
     return 2.0 ** math.ceil(math.log2(max(1.0, least)))

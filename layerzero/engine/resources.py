@@ -15,13 +15,13 @@ __all__ = ["MeshResources", "ModelPools"]
 
 @dataclass(frozen=True)
 class ModelPools:
-    """Memory pools and host copies of a model, for all of its meshes."""
+    """Memory pools and host copies of a model, shared by all of its meshes."""
 
     scratch: BufferPool  # for collectives
     full: FullBufferPool
     accumulators: AccumulatorAllocator
     to_host: HostDeviceCopies | None = None  # copies of masters and final gradients, if the optimizer runs on the host
-    weights_to_host: HostDeviceCopies | None = None  # copies of compute weights, if these are in host memory
+    weights_to_host: HostDeviceCopies | None = None  # copies of compute weights, if they are in host memory
 
 
 @dataclass(frozen=True, eq=False)

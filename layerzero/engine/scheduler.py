@@ -2,26 +2,26 @@
 
 Hooks of modules, tensors and parameters call the methods of :class:`Scheduler`.
 
-[Note: Who frees the full buffer]
-A forward frees the full buffer when it returns, with three exceptions: it runs inside a backward (recomputation of a
-checkpoint), the unit is kept gathered for a backward that will follow, or the next call is expected to be of the same
-unit. A backward frees the full buffer when the gradients of the inputs of a call are known. Autograd runs later nodes
-first, so all nodes of the call have run by then. Leaf inputs are an exception, because they receive gradients before
-later nodes run, and inputs without gradients run no hook. Such a call ends with the backward that contains it, which in
-a reentrant checkpoint is a nested one. Gradients of the unit's parameters cannot be used instead: parameters of nested
-units and tied weights may still be reached through its weights.
+[Note: Release of full buffers]
+A forward frees the full buffer when it returns, with three exceptions: the forward runs inside a backward
+(recomputation of a checkpoint), the unit stays gathered for the backward, or the next call is expected to be a call of
+the same unit. A backward frees the full buffer when the gradients of the inputs of a call are known. Autograd runs
+later nodes first, so all nodes of the call have run by then. Two kinds of inputs are exceptions: leaves receive
+gradients before later nodes run, and inputs without gradients run no hook. A call with such inputs ends with its
+enclosing backward, which is a nested backward in a reentrant checkpoint. Gradients of the unit's parameters are no
+criterion, because parameters of nested units and tied weights may still be reached through its weights.
 
 [Note: Forward order]
-The calls of each forward are recorded. The next forward prefetches along that record as long as it makes the same
-calls. A backward prefetches along the record of its own forward, which its hooks hold.
+Each forward records its calls. The next forward prefetches in the recorded order as long as it makes the same calls. A
+backward prefetches in the reverse order of its forward, whose record is referenced by the backward's hooks.
 
 [Note: Weights outside of forwards]
-The inputs and outputs of a computation inside `gathered` are unknown, so saved-tensor hooks of autograd are active
-there. When a backward unpacks the first tensor that was saved inside, the units are gathered again. Their modules then
-hold the gathered parameters, also for activation checkpoints that recompute. These hooks replace outer hooks and
-therefore call them. They also turn off autograd's comparison of versions, which is repeated here. Gradients arrive at
-the gathered parameters as in any other backward. The units are freed when the backward reaches a call that had returned
-before the use began.
+The inputs and outputs of a computation inside `gathered` are unknown. Therefore `gathered` installs saved-tensor hooks
+of autograd. When a backward unpacks the first tensor that was saved inside the context, the units are gathered again.
+Their modules then have the gathered parameters, including in recomputed activation checkpoints. These hooks replace
+outer hooks and therefore call the outer hooks. They also disable autograd's version check, which is repeated in
+`unpack`. Gradients arrive at the gathered parameters as in any other backward. The units are freed when the backward
+reaches a call that returned before the use began.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class Scheduler(Closable):
         pools: memory pools of the model.
         gradients: reduces the gradients of the handles.
         refresher: copies masters to compute weights.
-        uses: active uses of weights outside of forwards, outermost first. The refresher reads this list.
+        uses: active uses of weights outside of forwards, outermost first. The refresher shares this list.
         status: conditions under which passes may run.
 
     Attributes:
         prefetched_forward: by unit, the units that its forward prefetches instead of those that `prefetch` selects.
         prefetched_backward: the same for its backward.
         requires_gradient_sync: False inside ``no_sync``.
-        requires_all_reduce: if False, backwards do not reduce across replicas.
+        requires_all_reduce: False if backwards do not reduce across replicas.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class Scheduler(Closable):
         self._uses = uses
         self.status = status
         self._observer = mesh_info.counters.observer
-        self.staying: set[Unit] = set()  # stay gathered between a forward and its backward
+        self.staying: set[Unit] = set()  # units that stay gathered between a forward and its backward
         self.prefetched_forward: dict[Unit, Sequence[Unit]] = {}
         self.prefetched_backward: dict[Unit, Sequence[Unit]] = {}
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
         self._running: list[UnitCall] = []  # calls of units in progress, outermost first
-        self._ahead: set[Unit] = set()  # gathered by unshard() for a later forward
+        self._ahead: set[Unit] = set()  # units that unshard() has gathered for a later forward
         self._forward: ForwardPass | None = None
         self._last_forward: Callable[[], ForwardPass | None] = lambda: None  # weak: its graph keeps it alive
         self._backward: BackwardPass | None = None
@@ -123,7 +123,7 @@ class Scheduler(Closable):
         """Apply the units' settings for resharding and explicit prefetching."""
         self.staying = {unit for unit in self._units if not unit.reshard_after_forward}
         root = self._units[0]
-        if device_module(self._mesh_info.device) is not None and not root.is_told:  # its backward needs it at once
+        if device_module(self._mesh_info.device) is not None and not root.is_told:  # the backward needs the root first
             self.staying.add(root)
         lists = (*self.prefetched_forward.values(), *self.prefetched_backward.values())
         ahead = max([self._config.prefetch, *map(len, lists)])
@@ -150,8 +150,8 @@ class Scheduler(Closable):
             return
         if not self._is_idle(unit):
             raise RuntimeError(
-                f"reshard() of {unit.label} was called during its forward, its backward or layerzero.gathered of "
-                "it, which needs its weights. Call it afterwards"
+                f"reshard() of {unit.label} was called during the forward or backward of the unit, or inside "
+                "layerzero.gathered, which need its weights. Call reshard() afterwards"
             )
         self._ahead.discard(unit)
         unit.show_sharded()
@@ -195,7 +195,7 @@ class Scheduler(Closable):
         if ParamView.UNSHARDED in self.status.active_views:
             return unit.cast_output(output, computes_in=unit.master_dtypes)
         call = next((call for call in reversed(self._running) if call.unit is unit), None)
-        if call is None:  # pre_forward has raised at once
+        if call is None:  # pre_forward raised before it appended the call
             return output
         self._observer.end(call)
         self._running.remove(call)
@@ -250,7 +250,7 @@ class Scheduler(Closable):
     def _follow_user(self) -> None:
         """Check that the model may compute, and apply changes that the user has made since the last pass."""
         self.status.require_usable()
-        if torch.is_grad_enabled():  # adapters are off in a forward for reference, and on again in its backward
+        if torch.is_grad_enabled():  # reference forwards without gradients may freeze adapters temporarily
             self._gradients.apply_requires_grad()
         self._refresher.pre_forward()
 
@@ -269,9 +269,9 @@ class Scheduler(Closable):
                 unit.release() if torch.is_grad_enabled() and not awaits_backward else unit.reshard()
 
     def _hook_inputs(self, call: UnitCall, args: Any, kwargs: Any) -> None:
-        # A leaf's hook may run before later nodes of the call; see [Note: Who frees the full buffer].
+        # A leaf's hook may run before later nodes of the call; see [Note: Release of full buffers].
         inputs = [t for t in iter_tensors((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
-        call.ends_with_input_grad = len(inputs) == 1  # with several, it is not known where the backward ends
+        call.ends_with_input_grad = len(inputs) == 1  # with several inputs, the end of the backward is unknown
         if len(inputs) == 1:
             inputs[0].register_hook(functools.partial(self.post_backward, call))  # type: ignore[no-untyped-call]
         elif inputs:
@@ -329,15 +329,15 @@ class Scheduler(Closable):
             use.awaits_backward = True
             if around is not None:
                 return around[0](tensor)
-            saved = tensor.detach()  # an output with its graph would be a reference cycle
+            saved = tensor.detach()  # saving an output with its graph would create a reference cycle
             return saved, saved._version
 
         def unpack(packed: Any) -> Tensor:
             if around is None and packed[0]._version != packed[1]:
                 raise RuntimeError(
                     f"a tensor saved for the backward inside layerzero.gathered of {use.label} has been modified by an "
-                    f"inplace operation: it is at version {packed[0]._version}, expected version {packed[1]}. If it is "
-                    "a weight, optimizer.step() or a load has changed it. Run the forward again"
+                    f"inplace operation: the tensor is at version {packed[0]._version}, expected version {packed[1]}. "
+                    "If the tensor is a weight, optimizer.step() or a load has changed it. Run the forward again"
                 )
             self._before_backward_of(use)
             unpacked: Tensor = packed[0] if around is None else around[1](packed)
@@ -349,7 +349,7 @@ class Scheduler(Closable):
         if not in_backward():
             raise RuntimeError(
                 f"a tensor saved for the backward inside layerzero.gathered of {use.label} was read outside of a "
-                "backward, when weights may be freed. Read it inside the context"
+                "backward, when weights may have been freed. Read the tensor inside the context"
             )
         backward = self._enter_backward(use.label)
         if use in backward.uses:
@@ -400,7 +400,7 @@ class Scheduler(Closable):
         self._end_uses_after(backward, call)
         self._end_with_nested_backward(backward, call)
         self._reduce_ended(backward, call.ended_handles(), called=call.next_call is not None)
-        # Outermost first, whichever output the backward reaches first: that may differ between ranks.
+        # Gather the outermost call first, because the output that the backward reaches first may differ between ranks.
         for around in call.callers:
             if around not in backward.gathered_calls:
                 backward.gathered_calls.add(around)
@@ -417,10 +417,10 @@ class Scheduler(Closable):
             backward.observer.begin("backward", unit.label, call)
 
     def _reduce_ended(self, backward: BackwardPass, handles: Iterable[Handle], *, called: bool) -> None:
-        """Launch the reductions of handles that receive no more gradients. See [Note: One order on all ranks].
+        """Launch the reductions of handles that receive no more gradients. See [Note: Launch order of reductions].
 
         Args:
-            called: whether the forward has called their units. Only these handles are added to the order of arrival.
+            called: whether the forward has called their units. Only such handles are added to the order of arrival.
         """
         for handle in handles:
             gradients = handle.gradients
@@ -456,7 +456,7 @@ class Scheduler(Closable):
                 self._reduce_ended(backward, call.unit.handles, called=True)
         earlier = call.preceding(
             None if call.unit.has_post_forward_shard else 1
-        )  # any of them may use the post-forward shard
+        )  # any of the forwards may use the post-forward shard
         begun = earlier if backward is None else backward.gathered_calls
         coming = [each for each in earlier if each.unit is call.unit and each not in begun]
         if self._is_idle(call.unit) and not set(coming).intersection(earlier[:1]):
@@ -489,14 +489,14 @@ class Scheduler(Closable):
         gradient, leaf.grad = leaf.grad, None
         gradients = handle.gradients
         written = getattr(leaf, FLAG, False) and take_flag(leaf)
-        if gradient is None:  # frozen since its forward: torch drops the gradient, too
+        if gradient is None:  # frozen after its forward: torch also drops the gradient
             if written and gradients is not None:
                 gradients.incoming.withdraw([slot])
             return
         assert gradients is not None
         gradient = (member := handle.members[slot]).spec.local_grad(gradient)
         if gradient.layout is not torch.strided:
-            raise RuntimeError(f"parameter {member.name!r} got a sparse gradient; build its module with sparse=False")
+            raise RuntimeError(f"parameter {member.name!r} has a sparse gradient. Build its module with sparse=False")
         if gradients.incoming_is_blocked:
             self._gradients.queue.wait_until_writable(gradients)
         if written:
@@ -514,21 +514,21 @@ class Scheduler(Closable):
     def _enter_backward(self, name: str) -> BackwardPass:
         if torch.is_grad_enabled():  # inside a backward, the mode that the autograd engine sets
             raise RuntimeError(
-                f"backward or autograd.grad with create_graph=True through {name!r} is not supported: gradients of "
-                "gradients would need weights that are freed by then. Compute such a penalty on an unsharded model, or "
-                "by finite differences"
+                f"backward or autograd.grad with create_graph=True through {name!r} is not supported: gradients "
+                "of gradients need weights that have been freed. Compute the penalty on an unsharded model, or by "
+                "finite differences"
             )
         if self._backward is None:
             refuse_capture(self._mesh_info.device, f"the backward of {name}")
             if ParamView.FULL_PRECISION in self.status.active_views:
                 raise RuntimeError(
                     f"backward through {name!r} was called inside layerzero.full_precision, where the compute weights "
-                    "of its forward are not gathered. Run it before or after the context"
+                    "of its forward are not gathered. Run the backward before or after the context"
                 )
             if edited := [handle.name for handle in self._handles if handle.tracker.dirty]:
                 raise RuntimeError(
                     f"parameters of {', '.join(edited)} were changed between a forward and its backward, which needs "
-                    "them as they were; change them after the backward"
+                    "the old values. Change parameters after the backward"
                 )
             self._gradients.apply_requires_grad()
             self._gradients.begin()
@@ -558,7 +558,7 @@ class Scheduler(Closable):
             self._gradients.run_hooks()
 
     def recover_failed_backward(self) -> None:
-        """Recover from a failed backward, which has begun and not ended although no backward is running."""
+        """Recover from a failed backward: one that has begun and not ended, while no backward is running."""
         if self._backward is None or in_backward():
             return
         self._gradients.abandon()  # repeated if interrupted
@@ -593,7 +593,7 @@ class Scheduler(Closable):
                 unit.release()
 
     def complete_gradients(self) -> None:
-        """Make every ``.grad`` final by reducing what backwards inside no_sync have accumulated."""
+        """Make every ``.grad`` final by reducing the gradients that backwards inside no_sync have accumulated."""
         self.recover_interrupted_pass()
         if self._gradients.complete():
             self._gradients.run_hooks()

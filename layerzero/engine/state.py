@@ -1,4 +1,4 @@
-"""Root state of one sharded model, which is found through the hooks on the model's modules."""
+"""Root state of one sharded model, which the hooks on the model's modules refer to."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class LayerZeroState(Closable):
-    """Root state of one sharded model. The hooks on the root module hold it; see :mod:`layerzero.engine.hooks`.
+    """Root state of one sharded model, owned by the hooks of the root module; see :mod:`layerzero.engine.hooks`.
 
     The state builds and owns the scheduler, the gradient reducer and the weight refresher.
     """
@@ -41,7 +41,7 @@ class LayerZeroState(Closable):
         buffers: ModelPools,
         ignored: Sequence[nn.Parameter],
     ) -> None:
-        self._model = weakref.ref(model)  # see [Note: Who keeps whom] in hooks.py
+        self._model = weakref.ref(model)  # see [Note: References between model and state] in hooks.py
         self.units = tuple(units)
         self.handles = tuple(handle for unit in units for handle in unit.handles)
         self.transports = tuple(dict.fromkeys(unit.transport for unit in units))  # of each mesh, the root's first
@@ -71,8 +71,8 @@ class LayerZeroState(Closable):
         """Sharded model. Raises RuntimeError if it was garbage collected."""
         if (model := self._model()) is None:
             raise RuntimeError(
-                "the sharded model was garbage collected, because no reference to it was left. Keep a reference to the "
-                "model that you passed to shard_model"
+                "the sharded model was garbage collected because nothing referred to it. Keep a reference to the model "
+                "that you passed to shard_model"
             )
         return model
 
@@ -89,7 +89,7 @@ class LayerZeroState(Closable):
     def close(self) -> None:
         """Finish background work, and release all resources of the model except its parameters.
 
-        See [Note: A closed model] in hooks.py. If the process groups run on a device, all ranks must call this.
+        See [Note: Closed models] in hooks.py. If the process groups run on a device, all ranks must call this.
         """
         try:
             self.scheduler.recover_interrupted_pass()

@@ -29,8 +29,8 @@ __all__ = ["Unit", "gather_orders"]
 class Unit:
     """Handles of one or more modules that are gathered together.
 
-    Between passes the modules hold sharded parameters. During forward and backward they hold the gathered parameters.
-    The backward needs this for activation checkpoints inside the modules.
+    Between passes, the modules have sharded parameters. During forward and backward, the modules have gathered
+    parameters. In a backward, activation checkpoints inside the modules use them.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class Unit:
         cast_buffers: Sequence[CastBuffer] = (),
     ) -> None:
         self.name = name
-        self._modules = [weakref.ref(module) for module in modules]  # see [Note: Who keeps whom]
+        self._modules = [weakref.ref(module) for module in modules]  # see [Note: References between model and state]
         self.handles = handles
         self.mesh_info = mesh.mesh_info
         self.transport = mesh.transport
         self.cast_buffers = tuple(cast_buffers)
         self.reshard_after_forward = reshards  # an int: keep a post-forward shard on each of as many ranks
-        self.is_told = False  # set_reshard_after_forward was called; it then applies to the root on a device, too
+        self.is_told = False  # set_reshard_after_forward was called, and also applies to the root on a device
         self.reshard_after_backward = True
         self._kept_for: Callable[[], object] = lambda: None  # the last forward with a post-forward shard
         self.param_dtype, self._output_dtype = policy.param_dtype, policy.output_dtype
@@ -99,7 +99,7 @@ class Unit:
             handle.gather()
 
     def keep_post_forward(self, forward: object) -> None:
-        """Keep a post-forward shard for the backward of `forward`, if the unit uses one.
+        """Keep a post-forward shard for the backward of `forward`, if the unit uses post-forward shards.
 
         Call this before resharding.
         """
@@ -114,7 +114,7 @@ class Unit:
             handle.reshard()
 
     def prefetch_accumulators(self) -> None:
-        """Prefetch the memory of gradient accumulators, because gradients will arrive soon."""
+        """Prefetch the memory of gradient accumulators before gradients arrive."""
         for handle in self.handles:
             if handle.gradients is not None and handle.trainable:
                 handle.gradients.prefetch()
@@ -131,7 +131,7 @@ class Unit:
     def cast_inputs(self, args: Any, kwargs: Any, *, computes_in: set[torch.dtype] | None = None) -> tuple[Any, Any]:
         """Cast the inputs of a forward to the dtype of the parameters, if the policy requires it.
 
-        `computes_in` holds the dtypes of the parameters if the forward does not use the compute weights.
+        `computes_in` is the set of dtypes of the parameters if the forward does not use the compute weights.
         """
         dtype = self._input_dtype
         if computes_in is not None and dtype is not None:
@@ -147,9 +147,9 @@ class Unit:
         return cast_floating(output, dtype)
 
     def release(self, passed: Collection[object] | None = None) -> None:
-        """Put the sharded parameters into the modules, and free the full buffer and the post-forward shard.
+        """Install the sharded parameters in the modules, and free the full buffer and the post-forward shard.
 
-        For `passed` see :meth:`drop_post_forward`.
+        See :meth:`drop_post_forward` for `passed`.
         """
         self.show_sharded()
         self.reshard()
@@ -187,7 +187,7 @@ class Unit:
 def gather_orders(units: Sequence[Unit], *, full_precision: bool = False) -> dict[MeshInfo, GatherOrderCheck]:
     """Return the check of the gather order for each mesh. Unit indices count full gathers first, then regathers.
 
-    If `full_precision` is True, all data-parallel ranks gather together, otherwise only the ranks of a ZeRO-3 group.
+    If `full_precision` is True, gathers include all data-parallel ranks, otherwise the ranks of a ZeRO-3 group.
     """
     labels = [gather_name(collective, unit.label) for collective in GATHERS for unit in units]
     topologies = {unit.mesh_info for unit in units}
@@ -200,6 +200,6 @@ def gather_orders(units: Sequence[Unit], *, full_precision: bool = False) -> dic
 
 
 _FULL_PRECISION = (
-    ". Inside layerzero.full_precision weights are gathered from the masters of all data-parallel ranks. All of these "
-    "must call the same units in the same order, for any zero3_size, and also if they share memory"
+    ". Inside layerzero.full_precision, weights are gathered from the masters of all data-parallel ranks. All of these "
+    "ranks must call the same units in the same order, for any zero3_size, and with or without shared memory"
 )

@@ -1,16 +1,17 @@
 """Map of the parameters that any rank of a model has used, with one byte per parameter.
 
-[Note: One order for all]
-A model-parallel axis may cut a dim into parts of different sizes. Then the ranks along it lay out their parts in
-different orders, and in different numbers of handles. So messages list parameters by name, in sorted order, and each
-rank translates them to its own order.
+[Note: Order of names in messages]
+A model-parallel axis may split a dim into parts of different sizes. The ranks along the axis then have different
+parameter orders and different numbers of handles. Therefore messages list parameters by name, in sorted order, and each
+rank translates them to its local order.
 
-[Note: Bytes along one axis after the other]
-Each axis takes the maximum over the bytes of its ranks; see [Note: Control messages] in model_ranks.py. A rank that has
-used every parameter knows the result. It sends along all axes at once and waits for no rank. On other ranks a thread
-waits for the first axis and then sends along the second one, so that the main thread does not wait. Until then the
-communicators of the model-parallel axes are reserved: collectives that the main thread launches on them come after. So
-all ranks launch the same messages on each communicator in the same order, whichever parameters they have used.
+[Note: Reduction of used parameters by axis]
+The bytes are reduced to their maximum along each axis; see [Note: Control messages] in model_ranks.py. If a rank has
+used every parameter, it knows the result in advance. Such a rank sends along all axes immediately and does not wait. On
+other ranks, a thread waits for the first axis and then sends along the second axis, so that the main thread does not
+wait. Until then, the communicators of the model-parallel axes are reserved: the main thread launches its collectives on
+them afterwards. Therefore all ranks launch the same messages on each communicator in the same order, independent of the
+parameters that they have used.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ __all__ = ["PendingUse", "UsedParamMap"]
 
 
 class UsedParamMap:
-    """Exchange of used parameters between all ranks of a model; see [Note: One order for all].
+    """Reduction of used parameters over all ranks of a model; see [Note: Order of names in messages].
 
     Args:
         model_ranks: all ranks of the model.
-        comms: by parameter name, the communicators that reach the ranks with the same parameter or a part of it.
+        comms: communicators that connect the ranks with the same parameter or a part of it, by parameter name.
     """
 
     def __init__(self, model_ranks: ModelRanks, comms: Mapping[str, tuple[Communicator, ...]]) -> None:
@@ -51,12 +52,12 @@ class UsedParamMap:
         self._thread.thread.end()
 
     def add_names(self, names: Iterable[str]) -> None:
-        """Include these parameters in later exchanges. All ranks must pass the same names."""
+        """Include these parameters in later reductions. All ranks must pass the same names."""
         self._names = sorted({*self._names, *names})
         self.set_local_order(self._own)
 
     def set_local_order(self, own: Sequence[str]) -> None:
-        """Set the order of parameters in which this rank passes and receives bytes. It may differ between ranks."""
+        """Set this rank's order of the parameters in its bytes. The order may differ between ranks."""
         self._own = own
         by_comms: dict[tuple[Communicator, ...], list[str]] = {self._model_ranks.control_comms: []}
         for name in self._names:
@@ -64,17 +65,17 @@ class UsedParamMap:
         self._groups = [_Group(comms, names, own) for comms, names in by_comms.items()]
 
     def start_exchange(self, own: bytearray, further: Sequence[Tensor], *, is_known: bool) -> PendingUse:
-        """Start the exchange of one byte per parameter.
+        """Start the reduction of one byte per parameter.
 
         Args:
-            own: bytes of this rank, in its own order.
+            own: bytes of this rank, in its local order.
             further: additional bytes to send along each control communicator of the model, uint8 [n] each.
-            is_known: `own` is already the maximum over all ranks.
+            is_known: True if `own` is already the maximum over all ranks.
         """
         pending = PendingUse(self._groups, torch.frombuffer(own, dtype=torch.uint8), further, is_known=is_known)
         several_axes = any(len(group.comms) > 1 for group in self._groups)
         if several_axes:
-            self._thread.start()  # even if not needed yet, to keep the number of threads constant
+            self._thread.start()  # also if not needed yet, to keep the number of threads constant
         if several_axes and not is_known:
             pending.reserve()
             self._thread.run(pending.relay_in_background)
@@ -83,7 +84,7 @@ class UsedParamMap:
         return pending
 
     def from_first_rank(self, numbers: Mapping[str, int]) -> dict[str, int]:
-        """Return the number that the first rank assigns to each parameter; -1 if it assigns none."""
+        """Return the number that the first rank assigns to each parameter, or -1 without a number."""
         said = torch.tensor([numbers.get(name, -1) for name in self._names], dtype=torch.int64, device="cpu")
         self._model_ranks.broadcast_numbers(said)
         return dict(zip(self._names, said.tolist(), strict=True))
@@ -107,7 +108,7 @@ class _Group:
 
 
 class PendingUse:
-    """Exchange of used parameters in flight; see [Note: Bytes along one axis after the other]."""
+    """Reduction of used parameters in flight; see [Note: Reduction of used parameters by axis]."""
 
     def __init__(self, groups: Sequence[_Group], own: Tensor, further: Sequence[Tensor], *, is_known: bool) -> None:
         self._groups = groups
@@ -141,7 +142,7 @@ class PendingUse:
                 self._failure = error
 
     def relay(self) -> None:
-        """Send along the remaining axes, after waiting for the messages that they depend on."""
+        """Send along the remaining axes, after the wait for the messages of earlier axes."""
         for axis in range(1, max(len(group.comms) for group in self._groups)):
             self._send_along(axis)
 
@@ -188,6 +189,6 @@ class PendingUse:
             heard.append(all_gather_small(group.comms[axis], Collective.METADATA, message))
 
     def _take(self, place: int) -> None:
-        """Store the maximum over all ranks in the last message of a group. The message must have arrived."""
+        """Store the maximum over all ranks from the last message of a group, which must have arrived."""
         if heard := self._heard[place]:
             self._most[place] = heard[-1].said[:, : self._groups[place].numel].amax(dim=0)

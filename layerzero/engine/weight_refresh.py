@@ -15,22 +15,22 @@ from layerzero.engine.passes import GatheredUse
 __all__ = ["RefreshRound", "WeightRefresher"]
 
 _ALL_ALIKE = (
-    "Change them on every rank, to the same values (layerzero.load_full_state_dict sends the first rank's), or call "
-    "layerzero.refresh(model) on every rank afterwards"
+    "Change the parameters on every rank, to the same values (layerzero.load_full_state_dict sends the values of the "
+    "first rank), or call layerzero.refresh(model) on every rank afterwards"
 )
 
 
 class WeightRefresher:
-    """Launches the refresh of handles; each handle waits for it before its next gather.
+    """Launches the refresh of handles. Each handle waits for its refresh before its next gather.
 
     Args:
         handles: handles of the model.
         model_ranks: all ranks of the model.
         uses: active uses of weights outside of forwards, during which weights must not change.
-        transports: those of all meshes of the model.
+        transports: transports of all meshes of the model.
 
     Attributes:
-        deferred: if True, a step launches no refresh, and a pipeline schedule calls :meth:`launch_deferred`.
+        deferred: True if a step does not launch a refresh, because a pipeline schedule calls :meth:`launch_deferred`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class WeightRefresher:
     ) -> None:
         self.deferred = False
         self._uses = uses
-        self._precedes_forward = True  # before the first forward, no rank reads what others write
+        self._precedes_forward = True  # before the first forward, no rank reads weights that other ranks write
         self._steps = 0  # optimizer steps since the last forward
         self._expected_steps = 1  # steps between the previous two forwards
         self._handles = handles
@@ -68,10 +68,10 @@ class WeightRefresher:
                 handle.tracker.record_write()
 
     def refuse_uses(self, what: str) -> None:
-        """Raise RuntimeError inside :func:`layerzero.gathered`; `what` names the refused operation."""
+        """Raise RuntimeError inside :func:`layerzero.gathered`. `what` names the operation in the message."""
         if self._uses:
             raise RuntimeError(
-                f"{what} is not possible inside layerzero.gathered, which shows the current weights of "
+                f"{what} is not possible inside layerzero.gathered, because the context shows the current weights of "
                 f"{self._uses[0].label}. Leave the context first"
             )
 
@@ -82,8 +82,7 @@ class WeightRefresher:
         If several optimizers step before a forward, the last step launches one refresh for all of them.
 
         Yields:
-            The refresh round, which can launch handles as soon as they are updated; None if the refresh is launched
-                later.
+            Refresh round, which can launch handles as soon as they are updated; None if the refresh is launched later.
         """
         self.refuse_uses("optimizer.step()")
         self._steps += 1
@@ -96,8 +95,8 @@ class WeightRefresher:
             yield refresh
             done = True
         finally:
-            # Once begun, a refresh must be completed, because the other ranks take part in all of it. If the optimizer
-            # raised before, the masters that it has updated are refreshed before the next forward.
+            # A refresh that has begun must be completed, because the other ranks take part in all of its collectives.
+            # If the optimizer raised before the refresh, the updated masters are refreshed before the next forward.
             if refresh is not None and (done or refresh.left is not None):
                 refresh.end()
             else:
@@ -116,7 +115,7 @@ class WeightRefresher:
             self.launch(edited)
 
     def pre_forward(self) -> None:
-        """Launch all refreshes that are still due, before a forward."""
+        """Launch all pending refreshes before a forward."""
         self._expected_steps, self._steps = self._steps or self._expected_steps, 0
         self.launch_deferred()
         if self._precedes_forward:
@@ -137,9 +136,11 @@ class WeightRefresher:
             )
             fields = groups.setdefault(with_same, {})
             fields |= {
-                f"digest of the whole tensor for {name!r}": said for name, said in handle.tracker.loaded_digests.items()
+                f"digest of the full tensor for {name!r}": said for name, said in handle.tracker.loaded_digests.items()
             }
-            groups.setdefault(with_same_handle, {})[f"{handle.members[0].name!r} and what lies with it"] = "changed"
+            groups.setdefault(with_same_handle, {})[
+                f"{handle.members[0].name!r} and the other parameters of its handle"
+            ] = "changed"
         # A unit may have different numbers of handles on model-parallel ranks, so list each handle name only once.
         changed = list(dict.fromkeys(handle.name for handle in edited))
         require_equal(subject, {"changed": changed}, ranks=self._model_ranks.ranks, groups=groups, advice=_ALL_ALIKE)
@@ -148,15 +149,15 @@ class WeightRefresher:
 class RefreshRound:
     """One refresh of some handles, launched in their order, at once or in parts.
 
-    See [Note: Rounds of writing] in comm/transport/base.py.
+    See [Note: Write rounds] in comm/transport/base.py.
 
     Args:
         handles: handles to refresh, in order.
-        transports: those of all meshes of the model.
+        transports: transports of all meshes of the model.
         waits: whether to wait for peers that may still read the weights.
 
     Attributes:
-        left: handles that are not launched yet; None before the first launch.
+        left: handles that have not been launched; None before the first launch.
     """
 
     def __init__(self, handles: Sequence[Handle], transports: Sequence[Transport], *, waits: bool) -> None:

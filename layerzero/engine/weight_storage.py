@@ -1,18 +1,18 @@
 """Weights of one handle: master, ZeRO-3 shard and full buffer, with the copies between these three.
 
-[Note: One storage for equal shards]
+[Note: Shared storage of equal shards]
 The ZeRO-1 shard is a part of the ZeRO-3 shard. If both have the same dtype, the master is a view of that part and needs
-no extra memory. If S = 1, the ZeRO-3 shard is the full buffer, and nothing is gathered or freed. The same holds for a
-transport whose full buffers are resident: its memory contains the ZeRO-3 shards of all ranks in order, which form the
-full buffer of each rank. [Note: Rounds of writing] in comm/transport/base.py defines when it may be written and read.
+no extra memory. If S = 1, the ZeRO-3 shard is the full buffer, without gathers. The same holds for a transport with
+resident full buffers: its memory contains the ZeRO-3 shards of all ranks in order, which form the full buffer of each
+rank. [Note: Write rounds] in comm/transport/base.py defines when ranks may write and read this memory.
 
 [Note: Version counters]
-Collectives write to the full buffer. `compute` is an alias of it with its own version counter, and the gathered
-parameters are views of `compute`. The alias is needed because gloo bumps the counter of its output from another thread,
-which autograd would report as an in-place change. All gathered parameters share the counter of `compute`, except those
-with custom strides and DTensors, which have one each. Comparing the counter shows whether a forward has changed
-gathered weights; such a change would be lost. Incrementing it makes autograd refuse a graph that outlived an optimizer
-step.
+Collectives write to the full buffer. `compute` is an alias of the full buffer with a separate version counter, and the
+gathered parameters are views of `compute`. The alias is needed because gloo bumps the counter of its output from
+another thread, which autograd would report as an in-place change. All gathered parameters share the counter of
+`compute`, except DTensors and parameters with custom strides, which have separate counters. A changed counter shows
+that a forward has changed gathered weights, and the change would be lost. A bump of the counter makes autograd reject
+graphs from before an optimizer step.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class WeightStorage:
         mesh: transport and pools.
         options: encoding of gathers, and size of the post-forward shard.
         label: name of the unit, for traces.
-        updated_on_host: the optimizer updates the master in host memory, if the pools say so.
-        has_extension: an all-gather extension gathers the shard; there is then no full buffer.
+        updated_on_host: True if the optimizer updates the master in host memory, provided that the pools offload.
+        has_extension: True if an all-gather extension gathers the shard. The handle then has no full buffer.
 
     Attributes:
         master: 1-D [L], the ZeRO-1 shard.
         buffer: full buffer of the transport, with the ZeRO-3 shard.
         compute: 1-D [G], alias of the full buffer; see [Note: Version counters].
         to_host: copies of the master, if the optimizer runs on the host; see gradient_storage.py.
-        host_shard: ZeRO-3 shard in host memory; see device/host_shard.py. None: it is on the device.
+        host_shard: ZeRO-3 shard in host memory; see device/host_shard.py. None: the shard is on the device.
         state: state of the full buffer.
     """
 
@@ -116,17 +116,17 @@ class WeightStorage:
 
     @property
     def full_buffer(self) -> Tensor:
-        """Full buffer, 1-D [G]. Its storage is empty while it is freed."""
+        """Full buffer, 1-D [G]. Its storage is empty while the buffer is freed."""
         return self.buffer.full
 
     @cached_property
     def shares_master(self) -> bool:
-        """True if the master is a view of the ZeRO-3 shard; see [Note: One storage for equal shards]."""
+        """True if the master is a view of the ZeRO-3 shard; see [Note: Shared storage of equal shards]."""
         return self.precision.master == self.precision.compute and self.to_host is None and self.host_shard is None
 
     @property
     def peers_read_master(self) -> bool:
-        """True if other ranks read the master in place, so that it is written in rounds only."""
+        """True if other ranks read the master in place, so that it may be written only in rounds."""
         return self.shares_master and self.buffer.read_by_peers
 
     @cached_property
@@ -137,7 +137,7 @@ class WeightStorage:
         return not self.buffer.read_by_peers and not self.mesh_info.grid.same_elements(Extent.ZERO3, Extent.FULL)
 
     def _new_master(self) -> Tensor:
-        """Return memory for the master, 1-D [L]; see [Note: One storage for equal shards]."""
+        """Return memory for the master, 1-D [L]; see [Note: Shared storage of equal shards]."""
         if self.shares_master:
             return self._own_part.data
         numel = self.mesh_info.grid.numel(self.layout, Extent.ZERO1)
@@ -158,14 +158,14 @@ class WeightStorage:
 
     @torch.no_grad()
     def recut(self, layout: FlatLayout) -> None:
-        """Change to the ZeRO-1 shards of `layout`, which has the same flat order but other cuts.
+        """Change to the ZeRO-1 shards of `layout`, which has the same flat order but different shard boundaries.
 
         All ranks must call this between passes.
         """
         mesh_info, old = self.mesh_info, self.layout
         place = mesh_info.grid.slice_within(layout, Extent.ZERO1, Extent.ZERO3)
         self.layout = layout
-        self._own_part = self.zero3_shard[place]  # after a refresh it has the values of all replicas
+        self._own_part = self.zero3_shard[place]  # after a refresh, the shard has the values of all replicas
         if self.shares_master:
             self.master = self._new_master()
             return
@@ -191,17 +191,17 @@ class WeightStorage:
         self._gathering = pending
 
     def wait_gather(self) -> None:
-        """Wait for the gather. The state changes with :meth:`end_gather`."""
+        """Wait for the gather. The state changes in :meth:`end_gather`."""
         if self._gathering is not None:
             gathering, self._gathering = self._gathering, None  # reset before wait(), which may raise
             gathering.wait()
 
     def end_gather(self) -> None:
-        """Record that the gathered parameters hold their values."""
+        """Record that the gathered parameters contain the gathered values."""
         self._move_to(ShardState.GATHERED)
 
     def end_use(self) -> None:
-        """Record that the unit no longer computes from the gathered parameters, whose memory was freed."""
+        """Record that the unit no longer uses the gathered parameters and that their memory was freed."""
         self._move_to(ShardState.SHARDED)
 
     def free_full(self) -> None:
@@ -244,7 +244,7 @@ class WeightStorage:
         self.buffer.publish(self._refreshing)
 
     def finish_refresh(self, *, of_peers: bool = False) -> None:
-        """Wait for the last refresh of this rank's shard; with `of_peers`, also for those of the ZeRO-3 group."""
+        """Wait for the last refresh of this rank's shard; with `of_peers`, also for the shards of the ZeRO-3 group."""
         if self._refreshing is not None:
             self._refreshing.wait()
             self._refreshing = None

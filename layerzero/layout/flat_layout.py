@@ -10,7 +10,7 @@ other cuts of the same order see owner_layout.py.
     >>> [layout.rows_in(layout.slots[0], layout.shard_range(k)) for k in range(4)]
     [range(0, 2), range(2, 4), range(4, 6), range(6, 6)]
 
-[Note: How long a shard may be]
+[Note: Bound on the shard length]
 Let D be the number of shards, W the longest row of a layout in elements, and
 
     n = sum over the slots of numel rounded up to a whole multiple of lcm(row, align).
@@ -25,7 +25,7 @@ multiple of `align`, as is usual, the rounding in n adds nothing. Two facts foll
   places each slot at the earliest legal offset, which is never later. So a layout of a single row length always exists,
   and `plan_layouts` splits parameters by row length if necessary.
 
-[Note: Which parameters constrain the shard length]
+[Note: Constraints on the shard length]
 A slot that crosses two or more cuts requires L to be a multiple of its row. A slot longer than 2L always crosses two
 cuts. A slot that crosses one cut only needs a suitable start: (cut - offset) % row == 0, which costs a gap shorter than
 lcm(row, align). A slot between two cuts has no constraint. So the longest parameters of a unit determine which L are
@@ -174,7 +174,7 @@ class FlatLayout:
 def plan_layouts(
     params: Sequence[tuple[str, tuple[int, ...]]], *, num_shards: int, align: int
 ) -> tuple[FlatLayout, ...]:
-    """Plan as few layouts as possible that meet the bound in [Note: How long a shard may be].
+    """Plan as few layouts as possible that meet the bound in [Note: Bound on the shard length].
 
     The result depends only on the arguments, so that all ranks plan the same layouts.
 
@@ -242,7 +242,7 @@ def _join(groups: Sequence[Sequence[Slot]], num_shards: int, align: int) -> list
             layouts[i] = joint
         else:
             alone = _plan_one(group, num_shards, align, effort)
-            assert alone is not None  # see [Note: How long a shard may be]
+            assert alone is not None  # see [Note: Bound on the shard length]
             layouts.append(alone)
     return layouts
 
@@ -286,7 +286,7 @@ def _candidates(kinds: Sequence[_Kind], num_shards: int, unit: int, align: int) 
     least = sum(_round_up(kind.numel, align) * len(kind.slots) for kind in kinds)
     least -= max(_round_up(kind.numel, align) - kind.numel for kind in kinds)
     shard = max(_ceil_div(least, num_shards), longest_row)
-    # Do not step over the length that is proved to work for one row length; see [Note: How long a shard may be].
+    # Do not step over the length that is proved to work for one row length; see [Note: Bound on the shard length].
     n = sum(_round_up(kind.numel, lcm(kind.row, align)) * len(kind.slots) for kind in kinds)
     limit = n // num_shards + longest_row
     sure = _round_up(max(shard, _ceil_div(n, num_shards)), lcm(unit, *(kind.row for kind in kinds)))
@@ -300,7 +300,7 @@ def _candidates(kinds: Sequence[_Kind], num_shards: int, unit: int, align: int) 
 def _next_possible(kinds: Sequence[_Kind], shard: int, unit: int, limit: int) -> int | None:
     """Return the first length from `shard` up to `limit` that may be possible; None if there is none.
 
-    See [Note: Which parameters constrain the shard length].
+    See [Note: Constraints on the shard length].
     """
     while shard <= limit:
         multiple = unit

@@ -5,7 +5,7 @@ of its ZeRO-1 rows. The owner, one rank of this group, updates the parameter and
 model-parallel axis has cut the parameter, the parts are also joined along that axis. Each rank on the axis has an equal
 part, at the same position of an equal layout.
 
-[Note: Owned cuts]
+[Note: Shard boundaries with owners]
 The parts of a ZeRO-3 shard stay in the order of the replicas. A slot that reaches from one ZeRO-3 shard into the next
 is at the end of the first and at the start of the second. Such slots link ZeRO-3 shards into a chain. The replica
 indices of owned slots never decrease along a chain. So each replica has one run of the chain, perhaps an empty one, and
@@ -113,7 +113,7 @@ def _work(join_axes_of: Mapping[str, JoinAxis], slot: Slot) -> int:
 
 
 class _LinkedShards(NamedTuple):
-    """Chain of ZeRO-3 shards of one layout that owned slots link; see [Note: Owned cuts]."""
+    """Chain of ZeRO-3 shards of one layout that owned slots link; see [Note: Shard boundaries with owners]."""
 
     layout: int  # index of the layout
     shards: range  # of s

@@ -1,6 +1,6 @@
 """Coordinates of one rank among the data-parallel ranks, and its parts of a layout. Integers only.
 
-[Note: The ladder]
+[Note: Three extents]
 A tensor of a handle has one of three extents on a rank. Weights are copied from smaller to larger extents. Gradients
 are reduced from larger to smaller ones:
 
@@ -25,7 +25,7 @@ __all__ = ["Extent", "Overlap", "ShardGrid", "overlap"]
 
 
 class Extent(enum.IntEnum):
-    """Part of a handle that a tensor covers; see [Note: The ladder]."""
+    """Part of a handle that a tensor covers; see [Note: Three extents]."""
 
     ZERO1 = 0
     ZERO3 = 1

@@ -344,7 +344,7 @@ def _open(runtime: LayerZeroState, plans: Iterable[UnitDefinition]) -> None:
 
 
 def _watch(runtime: LayerZeroState) -> None:
-    """Start the watchdog that runs by default on a device. See [Note: Watching a device] in comm/watchdog.py."""
+    """Start the watchdog that runs by default on a device. See [Note: Completion on a device] in comm/watchdog.py."""
     mesh_info, ranks = runtime.mesh_info, runtime.ranks.ranks
     if CurrentStream.of(mesh_info.device) is None or not has_peers(ranks):
         return

@@ -45,15 +45,15 @@ def killed_node(run: Try, draw: random.Random) -> str:
 
 
 def stopped_rank(run: Try, draw: random.Random) -> str:
-    return _named(run, draw, "stop", "has not come and does not answer")
+    return _named(run, draw, "stop", "has not joined and does not answer")
 
 
 def late_rank(run: Try, draw: random.Random) -> str:
-    return _named(run, draw, "late", "has not come: it waits for nothing")
+    return _named(run, draw, "late", "has not joined, and waits in no collective")
 
 
 def skipped_collective(run: Try, draw: random.Random) -> str:
-    return _named(run, draw, "skip", "has not come")
+    return _named(run, draw, "skip", "has not joined")
 
 
 def _named(run: Try, draw: random.Random, what: str, said: str) -> str:

@@ -54,8 +54,8 @@ def cut_cable(run: Try, draw: random.Random) -> str:
             time.sleep(draw.uniform(0, 0.05))
             switch.cut(node)
             # The store is on node 0. Its ranks name those that do not answer; the others report that they are cut off.
-            run.logged(r"late by .*rank [23] has not come and does not answer", LIMIT + 5, 2, {0, 1})
-            run.logged(r"late by .*the store has not answered .* this one is cut off", LIMIT + 5, 2, {2, 3})
+            run.logged(r"late by .*rank [23] has not joined and does not answer", LIMIT + 5, 2, {0, 1})
+            run.logged(r"late by .*the store has not answered .* this machine cannot reach it", LIMIT + 5, 2, {2, 3})
             ended(ranks, 90, (1,))
         finally:
             kill(ranks)
@@ -73,7 +73,7 @@ def slow_cable(run: Try, draw: random.Random) -> str:
             _until(run, ranks, draw.randrange(1, STEPS - 2))
             node = draw.randrange(2)
             switch.limit(node, SLOW)
-            run.logged(said := r"late by ([\d.]+) s: .*all of its ranks have come to it: the link is slow", 60, RANKS)
+            run.logged(said := r"late by ([\d.]+) s: .*all of its ranks have joined: the link is slow", 60, RANKS)
             switch.limit(node, RATE)
             ended(ranks, 90)
         finally:

@@ -154,9 +154,9 @@ def _sleep(rank: int) -> str:
 def test_a_rank_that_comes_too_late_is_named_and_is_told_who_gave_up() -> None:
     waited, late = run_ranks(_sleep, world_size=2, pg_timeout=SECONDS)
     assert "gather of" in waited and "rank 1 did not take part within 3 s" in waited, waited
-    assert "last left word at: comparison of orders before the gather of 'units.0')" in waited, waited
+    assert "last published status: comparison of orders before the gather of 'units.0')" in waited, waited
     assert re.search("Timed out|timeout caused", waited), waited  # the message depends on the wait that ends first
-    assert "rank 0 had waited for it so long" in late, late
+    assert "rank 0 waited until its timeout" in late, late
     assert "different orders" not in waited + late
 
 
@@ -195,16 +195,18 @@ def _one_batch_less(rank: int, then: str, folder: Path) -> str:
 
 def test_one_batch_less_before_a_checkpoint_is_named_as_such(tmp_path: Path) -> None:
     long, short = run_ranks(_one_batch_less, "saves", tmp_path, world_size=2, pg_timeout=SECONDS)
-    assert "rank 1 was elsewhere: in checkpoint.save" in long, long
-    assert "did not take part" not in long.partition("was elsewhere")[2], "the failure of another rank, in this one's"
+    assert "rank 1 was in another operation: checkpoint.save" in long, long
+    assert "did not take part" not in long.partition("was in another operation")[2], (
+        "the failure of another rank, in this one's"
+    )
     assert "ranks [0] did not take part" in short or "rank 0 did not take part" in short, short
     assert "gather of 'the root'" in short and "imed out" in short, short
 
 
 def test_one_batch_less_before_a_step_is_named_as_such(tmp_path: Path) -> None:
     long, short = run_ranks(_one_batch_less, "steps", tmp_path, world_size=2, pg_timeout=SECONDS)
-    assert "hop 2" in long and "rank 1 was elsewhere: in norm of gradients" in long, (long, short)
-    assert "norm of gradients" in short and "rank 0 was elsewhere: in hop 2" in short, (long, short)
+    assert "hop 2" in long and "rank 1 was in another operation: norm of gradients" in long, (long, short)
+    assert "norm of gradients" in short and "rank 0 was in another operation: hop 2" in short, (long, short)
 
 
 def _save_on_rank_0(rank: int, folder: Path) -> str:
@@ -217,7 +219,7 @@ def _save_on_rank_0(rank: int, folder: Path) -> str:
 def test_a_save_on_rank_0_only_is_told_that_all_ranks_must_call_it(tmp_path: Path) -> None:
     message = run_ranks(_save_on_rank_0, tmp_path, world_size=2, pg_timeout=SECONDS)[0]
     assert "checkpoint.save: ranks [1] did not take part within 3 s" in message, message
-    assert "All ranks must call it. Look for `if rank == 0:` around the call" in message, message
+    assert "All ranks must make this call. Look for `if rank == 0:` around the call" in message, message
 
 
 def _leave_out_one_of_four(rank: int) -> str:

@@ -112,15 +112,15 @@ def _told(folder: Path, size: int, *, hears: bool = False) -> list[str]:
 def test_a_store_that_does_not_answer_is_told_and_not_waited_for(tmp_path: Path, size: int) -> None:
     told = _told(tmp_path, size)
     (late,) = [line for line in told if line.startswith("layerzero: late by")]
-    assert "is waited for by rank 0: the store has not answered for " in late, late
-    assert "is stopped, or this one is cut off from it" in late
+    assert "is pending on rank 0: the store has not answered for " in late, late
+    assert "has stopped, or this machine cannot reach it" in late
     doing = "gather of " if size == 2 else "hop 2 of "
     assert told[-1].startswith(f"raised: layerzero: {doing}"), told
-    assert f"rank 1 did not take part within {TIMEOUT} s; the store that the ranks meet in does not answer" in told[-1]
+    assert f"rank 1 did not take part within {TIMEOUT} s; the rendezvous store does not answer" in told[-1]
 
 
 def test_a_store_that_falls_silent_once_it_has_answered_is_not_waited_for(tmp_path: Path) -> None:
     """Silence the store while a query holds its only client, which publishing the final status would wait for."""
     told = _told(tmp_path, 2, hears=True)
     assert told[-1].startswith("raised: layerzero: gather of "), told
-    assert f"rank 1 did not take part within {TIMEOUT} s; the store that the ranks meet in does not answer" in told[-1]
+    assert f"rank 1 did not take part within {TIMEOUT} s; the rendezvous store does not answer" in told[-1]

@@ -53,10 +53,10 @@ def _sleeps(rank: int, victim: int) -> str:
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_rank_that_does_something_else_is_named_on_all_ranks(victim: int) -> None:
     for said in run_ranks(_sleeps, victim):
-        assert f"rank {victim} has not come: it waits for nothing; at step 0, " in said, said
-        assert "is waited for by rank" in said and "layerzero: late by" in said
+        assert f"rank {victim} has not joined, and waits in no collective: at step 0, " in said, said
+        assert "is pending on rank" in said and "layerzero: late by" in said
         others = [rank for rank in range(4) if rank != victim]
-        assert not any(f"rank {rank} has not come: it waits for nothing" in said for rank in others), said
+        assert not any(f"rank {rank} has not joined, and waits in no collective" in said for rank in others), said
         assert "does not answer" not in said and "step 0" in said
         assert any(name in said for name in ("gather of", "hop 2", "hop 1")), said
 
@@ -88,8 +88,8 @@ def _skips(rank: int) -> str:
 
 def test_a_skipped_exchange_is_named(tmp_path: Path) -> None:
     for said in run_ranks(_skips, pg_timeout=30):
-        assert "agreement on used parameters, step 0, is waited for by ranks" in said, said
-        assert "rank 2 has not come" in said, said
+        assert "agreement on used parameters, step 0, is pending on ranks" in said, said
+        assert "rank 2 has not joined" in said, said
 
 
 def _is_stopped(rank: int, folder: Path) -> str:
@@ -113,8 +113,10 @@ def _is_stopped(rank: int, folder: Path) -> str:
 def test_a_rank_that_is_stopped_does_not_answer(tmp_path: Path) -> None:
     said = run_ranks(_is_stopped, tmp_path, pg_timeout=60)
     for text in (said[0], said[2], said[3]):
-        assert "rank 1 has not come and does not answer: it is stopped, dead, or cut off" in text, text
-        assert text.count("does not answer") == text.count("rank 1 has not come and"), text
+        assert (
+            "rank 1 has not joined and does not answer: it has stopped, has died, or cannot reach the store" in text
+        ), text
+        assert text.count("does not answer") == text.count("rank 1 has not joined and"), text
 
 
 def _one_batch_less(rank: int) -> str:
@@ -131,7 +133,7 @@ def _one_batch_less(rank: int) -> str:
 
 def test_one_batch_less_is_named_with_the_step() -> None:
     for said in run_ranks(_one_batch_less):
-        assert "rank 3 has not come: it waits for nothing; at step 1" in said, said
+        assert "rank 3 has not joined, and waits in no collective: at step 1" in said, said
 
 
 def _in_time(rank: int) -> None:
@@ -177,7 +179,7 @@ def _two_models(rank: int) -> tuple[list[str], list[str]]:
 def test_two_watched_models_do_not_answer_for_each_other() -> None:
     for rank, (late, in_time) in enumerate(run_ranks(_two_models)):
         assert not in_time, (rank, in_time)
-        assert "rank 3 has not come: it waits for nothing; at step 2, " in "; ".join(late), late
+        assert "rank 3 has not joined, and waits in no collective: at step 2, " in "; ".join(late), late
         assert "launched nothing" not in "; ".join(late), late
 
 
@@ -198,4 +200,4 @@ def _fails(rank: int) -> list[str]:
 
 def test_a_watchdog_that_fails_says_so() -> None:
     for rank, lines in enumerate(run_ranks(_fails, world_size=2)):
-        assert f"layerzero: the watchdog of rank {rank} has failed: it watches no more" in lines
+        assert f"layerzero: the watchdog of rank {rank} has failed and has stopped" in lines

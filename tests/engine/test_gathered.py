@@ -418,7 +418,7 @@ def _refused(rank: int) -> None:
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*optimizer.step\(\) or a load"):
         loss.backward()
     optimizer.zero_grad()
-    with pytest.raises(ValueError, match="ModuleList has no parameters outside of the units inside it"):
+    with pytest.raises(ValueError, match="all parameters of this ModuleList are in units inside it"):
         layerzero.gathered(sharded(nn.Sequential(nn.ModuleList([nn.Linear(2, 2)])), units=["0.0"])[0]).__enter__()
     with pytest.raises(TypeError, match="got RowShardedTensor"):
         layerzero.gathered(model.head.weight).__enter__()

@@ -258,7 +258,7 @@ def _load_adapter(rank: int, folder: str) -> None:
             model.set_adapter("other", inference_mode=True)
             assert torch.equal(model(input_ids=tokens).logits, expected)
             model.set_requires_grad("other")
-            with pytest.raises(RuntimeError, match=r"lora_A.other.weight'.* came to the model after shard_model"):
+            with pytest.raises(RuntimeError, match=r"lora_A.other.weight'.* joined the model after shard_model"):
                 model(input_ids=tokens)
 
 

@@ -49,7 +49,7 @@ PARAMS = st.one_of(
 
 
 def longest_shard(layout: Any) -> int:
-    """Return the limit of [Note: How long a shard may be] in layerzero/layout/flat_layout.py, from shapes alone."""
+    """Return the limit of [Note: Bound on the shard length] in layerzero/layout/flat_layout.py, from shapes alone."""
     shapes = [slot.shape for slot in layout.slots if prod(slot.shape)]
     n = 0
     num_shards: int = layout.num_shards

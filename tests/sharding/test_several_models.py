@@ -81,10 +81,10 @@ def _refused(rank: int) -> None:
     }
     for name, call in calls.items():
         with pytest.raises(
-            ValueError, match=r"not sharded, but holds sharded models.*'parts\.generator', 'parts\.critic'"
+            ValueError, match=r"not sharded, but contains sharded models.*'parts\.generator', 'parts\.critic'"
         ) as caught:
             call(gan)
-        assert "each one" in str(caught.value), name
+        assert "each of these models" in str(caught.value), name
     gan.extra = nn.Linear(2, 2)
     gan.extra(torch.ones(1, 2)).sum().backward()
     with pytest.raises(ValueError, match=r"'extra\.weight'.*'parts\.generator'"):

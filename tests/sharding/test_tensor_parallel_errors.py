@@ -137,4 +137,4 @@ def _load(rank: int) -> list[str]:
 def test_different_values_that_tp_ranks_have_loaded_are_refused_at_the_next_forward(world_size: int) -> None:
     for messages in run_ranks(_load, world_size=world_size):
         for name, message in zip(("plain", "cut"), messages, strict=True):
-            assert re.search(rf"ranks disagree: digest of the whole tensor for '{name}' is .* on rank.* 1", message)
+            assert re.search(rf"ranks disagree: digest of the full tensor for '{name}' is .* on rank.* 1", message)

@@ -1,6 +1,6 @@
 """Random sequences of user operations on a sharded model, compared with a plain model in one process.
 
-[Note: Exact whatever is done]
+[Note: Exact arithmetic after any operation]
 The optimizers round weights to small integers after every step. Therefore activations and gradients are exact in fp32,
 bf16 and fp16, every order of additions gives the same bits, and the two models must be equal, not only close.
 """

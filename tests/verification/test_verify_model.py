@@ -254,7 +254,9 @@ def test_an_evaluation_on_one_rank_alone_is_found_out_on_a_cpu_too() -> None:
     # By default the ranks use shared memory, which allows such an evaluation.
     for said in run_ranks(_verify_an_evaluation_on_one_rank, world_size=2, shared_memory=None, pg_timeout=10):
         assert "the plain run works, but the sharded run with zero3_size=2 in float32 fails" in said, said
-        assert "rank 0 was elsewhere: in gather" in said or "gather of 'the root' failed on rank 0" in said, said
+        assert "rank 0 was in another operation: gather" in said or "gather of 'the root' failed on rank 0" in said, (
+            said
+        )
 
 
 def _allowed_in_shared_memory(rank: int) -> str:

@@ -6,14 +6,15 @@ A :class:`Transport` provides three kinds of memory:
 - `send_buffers`, a pool of scratch from which hop 1 sends
 - a :class:`SendBuffer` for each accumulator that hop 1 sends
 
-and the reduce-scatter of hop 1. :mod:`layerzero.comm.transport.selection` chooses the transport of each mesh. The
-replica axis always uses process groups. Formulas for memory and traffic read :class:`TransportTraits` only.
+A transport also runs the reduce-scatter of hop 1. :mod:`layerzero.comm.transport.selection` chooses the transport of each mesh.
+The replica axis always uses process groups. Formulas for memory and traffic depend on :class:`TransportTraits` only.
 
-[Note: Rounds of writing]
-A transport may keep the shards of all ranks in memory that the peers read at any time. Then a shard is written in
-rounds, which are the same on all ranks. :meth:`Transport.begin_write` begins a round, or does nothing inside one. Each
-write ends with :meth:`FullBuffer.publish`. :meth:`Transport.end_write` ends the round. A round belongs to the transport
-and not to a full buffer, because a user may write to the masters of one handle on one rank before the other ranks do.
+[Note: Write rounds]
+A transport may store the shards of all ranks in memory that the peers read at any time. Shards are then written in
+rounds, which are equal on all ranks. :meth:`Transport.begin_write` begins a round, and has no effect inside a round.
+Each write ends with :meth:`FullBuffer.publish`. :meth:`Transport.end_write` ends the round. A round belongs to the
+transport and not to a full buffer, because a user may write to the masters of one handle on one rank before the other
+ranks do.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class TransportTraits:
     """Properties of a transport that determine memory and traffic."""
 
     name: str  # for reports
-    full_buffer_resident: bool  # full buffers always hold the shards of all ranks; nothing is gathered or freed
+    full_buffer_resident: bool  # full buffers always contain the shards of all ranks; no gathers, no frees
     sums_locally: bool  # in hop 1, each rank adds the parts of all ranks in fp32; otherwise the backend adds them
     receives_copies: bool  # hop 1 receives into scratch; otherwise peers read the send buffers in place
     rounds_on_read: bool  # send buffers keep their own dtype, and the receiver rounds to the wire dtype
@@ -80,7 +81,7 @@ class FullBuffer(ABC):
     Attributes:
         full: 1-D [G], compute dtype. Its storage is empty while it is freed.
         shard: 1-D [G / S], compute dtype: target of refreshes. It may be in host memory; see `GatherOptions`.
-        read_by_peers: True if peers read `shard` in place, so that it is written in rounds only.
+        read_by_peers: True if peers read `shard` in place, so that it may be written only in rounds.
         full_bytes: bytes of `full` while it is gathered; 0 if it has no memory apart from the shard.
         encoded_bytes: bytes of encoded shards during a gather.
         post_forward_bytes: bytes of the post-forward shard while it is kept.
@@ -109,7 +110,7 @@ class FullBuffer(ABC):
 
     @abstractmethod
     def gather(self, *, name: str) -> Waitable | None:
-        """Start filling `full` with the shards of all ranks; return None if there is nothing to wait for.
+        """Start filling `full` with the shards of all ranks; return None if no wait is needed.
 
         Args:
             name: name of the unit, for messages and traces.
@@ -119,7 +120,7 @@ class FullBuffer(ABC):
         """Free the memory of `full`."""
 
     def keep_post_forward(self) -> None:  # noqa: B027
-        """Keep a post-forward shard of the gathered buffer, if the options ask for one."""
+        """Keep a post-forward shard of the gathered buffer, if the options enable it."""
 
     def drop_post_forward(self) -> None:  # noqa: B027
         """Free the post-forward shard."""
@@ -127,17 +128,17 @@ class FullBuffer(ABC):
     def publish(self, pending: PendingCollective | None) -> None:  # noqa: B027
         """Make the new contents of `shard` visible to the peers when `pending` completes; None: at once.
 
-        See [Note: Rounds of writing].
+        See [Note: Write rounds].
         """
 
     def wait_published(self, name: str) -> None:  # noqa: B027
-        """Wait until all ranks have published as often as this rank."""
+        """Wait until all ranks have published as many times as this rank."""
 
 
 class LocalBuffer(FullBuffer):
-    """ZeRO-3 shard that no transport gathers.
+    """ZeRO-3 shard without gathers by a transport.
 
-    Either the shard is the full buffer (S = 1), or an all-gather extension gathers it.
+    Either the shard is the full buffer (S = 1), or an all-gather extension gathers the shard.
     """
 
     def __init__(self, shard: Tensor) -> None:
@@ -151,7 +152,7 @@ class SendBuffer:
     """Persistent memory of a gradient buffer, 1-D [numel]. It is allocated at first use and filled with zeros.
 
     Attributes:
-        read_in_place: True if peers read this memory after hop 1 was launched from it. They round it to the wire dtype.
+        read_in_place: True if peers read this memory in hop 1 and round it to the wire dtype.
     """
 
     read_in_place = False
@@ -175,7 +176,7 @@ class SendBuffer:
         return self._tensor
 
     def wait_until_writable(self) -> None:
-        """Wait until all peers have read what was last sent from the buffer."""
+        """Wait until all peers have read the data that was last sent from the buffer."""
 
     def _allocate(self) -> Tensor:
         return torch.zeros(self.numel, dtype=self.dtype, device=self._device)
@@ -211,11 +212,11 @@ class Transport(ABC):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the memory that all ranks of the ZeRO-3 group hold together, as the system counts them."""
+        """Bytes of the memory that the ranks of the ZeRO-3 group share, as counted by the system."""
         return 0
 
     def begin_write(self) -> None:  # noqa: B027
-        """Wait until no peer reads full buffers that this rank will write; see [Note: Rounds of writing].
+        """Wait until no peer reads full buffers that this rank will write; see [Note: Write rounds].
 
         Shards that are written afterwards must be published.
         """

@@ -16,10 +16,10 @@ __all__ = ["PostForwardShard"]
 class PostForwardShard:
     """N/k elements of a full buffer on each of k neighbouring ranks: ``reshard_after_forward=k``.
 
-    The shard is allocated at the end of a forward that may have a backward. The backward of the last forward that has
-    kept the shard frees it at its end. A change of the weights also frees it. The shard is kept even for a forward
-    whose output is discarded: the lifetime of the graph depends on each rank's garbage collection, but all ranks must
-    act alike. While the shard is allocated, gathers run among the k ranks only.
+    The shard is allocated at the end of a forward that may have a backward. It is freed at the end of the backward of
+    the last forward that has kept it, or when the weights change. The shard is kept even for a forward whose output is
+    discarded, because the lifetime of the graph depends on each rank's garbage collection, and all ranks must launch
+    the same gathers. While the shard is allocated, gathers run among the k ranks only.
 
     Args:
         full: 1-D [G], the full buffer.

@@ -1,9 +1,10 @@
 """Transport over process groups: all-gathers and reduce-scatters.
 
 [Note: Encoded gathers]
-Each rank encodes its ZeRO-3 shard, and the bytes are gathered. Each rank decodes all of them into its full buffer, its
-own shard included, so that all ranks compute with the same weights. Masters and ZeRO-3 shards stay exact. Without a
-gather (S = 1, shared memory) nothing is encoded. Post-forward shards hold decoded weights.
+Each rank encodes its ZeRO-3 shard, and the encoded bytes are gathered. Each rank decodes the bytes of all ranks into
+its full buffer, including its own shard, so that all ranks compute with the same weights. Masters and ZeRO-3 shards
+stay exact. Without a gather (S = 1, shared memory), weights are not encoded. Post-forward shards contain decoded
+weights.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def traits_of(*, sums_locally: bool) -> TransportTraits:
     """Return the traits of process groups.
 
     Args:
-        sums_locally: see [Note: Reductions add in fp32] in comm/collectives.py.
+        sums_locally: see [Note: Reductions in fp32] in comm/collectives.py.
     """
     return TransportTraits(
         "process_group",

@@ -18,7 +18,7 @@ shared_memory_traits = shared_memory.TRAITS
 
 
 def may_share_memory(mesh_info: MeshInfo, setting: str) -> bool:
-    """Return whether the ranks of a ZeRO-3 group try to share memory: on the CPU, over gloo.
+    """Return whether the ranks of a ZeRO-3 group try to share memory: True on the CPU with gloo.
 
     Args:
         setting: ``shard_model(shared_memory=...)``.
@@ -37,7 +37,7 @@ def select_transports(
 ) -> dict[MeshInfo, Transport]:
     """Return the transport of each mesh of a model. All ranks of the model must call this.
 
-    A model on several meshes uses process groups. So does a ZeRO-3 group of which any rank cannot share memory.
+    Models on several meshes, and ZeRO-3 groups in which any rank cannot share memory, use process groups.
 
     Args:
         demand: returns the buffers that the model requests from a transport with these traits.

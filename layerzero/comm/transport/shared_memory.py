@@ -1,22 +1,22 @@
 """Transport over memory that all ranks of a ZeRO-3 group map, if they are processes of one machine.
 
 [Note: Weights in shared memory]
-The full buffer of a handle is one mapping for all ranks of a ZeRO-3 group. Each rank writes its own ZeRO-3 shard and
-reads the full buffer. Writes come in rounds, see [Note: Rounds of writing] in base.py; a round is one call of
-`WeightRefresher.launch`. A rank that arrives at a round publishes this (ARRIVED): its earlier passes no longer read the
-weights, and its next pass comes after the round. No rank writes before all ranks have arrived. If the shared memory
-holds the master itself (fp32), the first write is the update of the optimizer or a write of the user. The rank then
-arrives at the round before that write.
+The full buffer of a handle is one mapping for all ranks of a ZeRO-3 group. Each rank writes its ZeRO-3 shard and reads
+the full buffer. Writes are grouped in rounds, see [Note: Write rounds] in base.py. A round is one call of
+`WeightRefresher.launch`. A rank increments its counter ARRIVED when it arrives at a round: its earlier passes no longer
+read the weights, and its next pass follows the round. Ranks write only after all ranks have arrived. If the master
+itself is in shared memory (fp32), the first write is the update by the optimizer or a write by the user. In this case,
+the rank arrives at the round before that write.
 
-A rank that has arrived must not read before the round is over. Therefore it arrives only if it also marks the handles
-as written: a forward then begins with their refresh, and a backward raises.
+A rank that has arrived must not read weights before the end of the round. Therefore it also marks the handles as
+written when it arrives: a forward then begins with their refresh, and a backward raises.
 
 Each handle also has a counter of the completed refreshes of this rank's shard. A refresh completes when the parts of
-all replicas have been received, which overlaps with the next forward. A thread increments the counter, because the rank
-itself may be busy (in a unit that other ranks do not call, or waiting for them). Before a read, a rank waits until all
-ranks have completed as many refreshes as it has launched. So each rank may read any handle at any time, in any order,
-independently of the other ranks. Before the first forward, which all ranks start together, no rank reads, and writes
-need no wait.
+all replicas have been received, which overlaps with the next forward. A thread increments the counter, because the main
+thread may be busy (in a unit that other ranks do not call, or in a wait for them). Before a read, a rank waits until
+all ranks have completed as many refreshes as it has launched. Therefore each rank may read any handle at any time, in
+any order, independently of the other ranks. Before the first forward, which all ranks start together, ranks do not read
+weights, and writes need no wait.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _MORE = 5  # address space reserved for each handle beyond the predicted buffers
 
 
 def segment_sizes(demand: BufferDemand) -> SegmentSizes:
-    """Return the sizes of the segment in which a model finds the buffers that it demands."""
+    """Return the sizes of the segment that contains the buffers of `demand`."""
     gradients = sum(aligned_bytes(_bytes(each)) for each in demand.gradients)
     accumulators = sum(aligned_bytes(_bytes(each)) for each in demand.accumulators)
     predicted = RING_BYTES + aligned_bytes_of_all(demand.send_buffers) + accumulators
@@ -109,9 +109,9 @@ class SharedMemoryTransport(Transport):
 
     @classmethod
     def connect(cls, mesh_info: MeshInfo, demand: BufferDemand) -> SharedMemoryTransport | None:
-        """Map a segment on all ranks of the ZeRO-3 group, which must all call this.
+        """Map a segment on all ranks of the ZeRO-3 group. All of these ranks must call this.
 
-        Return None on all of them if one of them cannot map it.
+        Return None on all ranks if any rank cannot map the segment.
         """
         segment = map_shared_segment(mesh_info.zero3_control_comm, segment_sizes(demand))
         return None if segment is None else cls(segment, mesh_info, demand.send_buffers)
@@ -126,7 +126,7 @@ class SharedMemoryTransport(Transport):
     def reduce_scatter(self, flat: Tensor, wire_dtype: torch.dtype, *, name: str) -> PendingReduction:
         """Start hop 1, in which each rank reads its pieces in the memory of the others.
 
-        See [Note: When a buffer is written again] in shm_buffers.py.
+        See [Note: Reuse of send buffers] in shm_buffers.py.
         """
         comm, pool = self._mesh_info.zero3_reduce_comm, self.send_buffers
         numel = flat.numel() // comm.size
@@ -139,7 +139,7 @@ class SharedMemoryTransport(Transport):
                 if shown is not flat:
                     pool.release(shown)
 
-            # The reader rounds to `wire_dtype`: the same bits as sending rounded values, without memory for them.
+            # The reader rounds to `wire_dtype`, bitwise identical to sending rounded values, but without extra memory.
             parts = partial(pool.parts, number, numel, flat.dtype)
             return PendingReduction(issued.carried_by(pool.peers_ready(number)), flat, parts, wire_dtype, give_back)
 
@@ -187,7 +187,7 @@ class WriteBarrier:
         return SharedFullBuffer(self, tensor, own, _FIRST_HANDLE + self._handles - 1)
 
     def arrive(self) -> None:
-        """Wait until all ranks have arrived at this round, so that no rank still reads the weights.
+        """Wait until all ranks have arrived at this round and no longer read the weights.
 
         Weights that are written afterwards must be refreshed.
         """
@@ -208,7 +208,7 @@ class WriteBarrier:
             self._landings.run(partial(_land, works, self.memory, word))
 
     def count_gather(self, name: str) -> None:
-        """Count a gather, which sends nothing."""
+        """Count a gather of zero bytes."""
         self._comm.counters.record(Collective.GATHER, self._comm.axis, 0, name)
 
     def wait(self, word: int, target: int, name: str) -> None:
@@ -217,14 +217,14 @@ class WriteBarrier:
         try:
             self.memory.signals.wait(word, target)
         except RuntimeError as error:
-            # A refresh and not a gather: ranks that share memory may gather in different orders.
+            # Report a refresh and not a gather, because ranks that share memory may gather in different orders.
             raise collective_error(self._comm, Collective.REFRESH, name, error) from error
         finally:
             self._comm.counters.waited[Collective.GATHER.value] += time.perf_counter() - began
 
 
 def _land(works: PendingCollective, memory: SharedSegment, word: int) -> None:
-    with suppress(RuntimeError):  # the main thread raises it when it waits for the same works
+    with suppress(RuntimeError):  # the main thread raises the error when it waits for the same works
         for work in works.each:
             while not work.is_completed():
                 if not threading.main_thread().is_alive():  # no thread may be inside a backend when the process ends

@@ -1,19 +1,20 @@
 """Gradient buffers in shared memory that the other ranks of a ZeRO-3 group read in place.
 
-[Note: When a buffer is written again]
+[Note: Reuse of send buffers]
 A rank sends a full gradient by publishing the offset of the gradient in the rank's part (counter PUBLISHED). The other
-ranks read and add it in place (counter CONSUMED). All ranks send and add in the same order, so gradient n of one rank
-corresponds to gradient n of every other rank. A buffer that was last sent as gradient n is reused once CONSUMED of all
-ranks is at least n. Then no rank reads it any more, since later gradients have their own offsets. Offsets are published
-in a ring of 64 entries. Gradient n + 64 overwrites the entry of gradient n, after CONSUMED of all ranks has reached n.
+ranks read and add the gradient in place (counter CONSUMED). All ranks send and add in the same order, so gradient n of
+one rank corresponds to gradient n of every other rank. A buffer that was last sent as gradient n is reused once
+CONSUMED of all ranks is at least n. From then on, no rank reads the buffer, because later gradients have different
+offsets. Offsets are published in a ring of 64 entries. Gradient n + 64 overwrites the entry of gradient n after
+CONSUMED of all ranks has reached n.
 
-An accumulator in mode "full" has a permanent buffer (:class:`SharedSendBuffer`). The same condition holds for it: a
-rank that opens it waits until all ranks have added the gradient that was last sent from it.
+An accumulator with "full" accumulation has a permanent buffer (:class:`SharedSendBuffer`). The same condition applies:
+a rank that opens the buffer waits until all ranks have added the gradient that was last sent from it.
 
-There is no deadlock. A rank that waits for the buffer of gradient n has itself added all gradients up to n, because
-buffers are released, and gradients accepted, only then. It waits for the other ranks to add gradient n. For this they
-need only operations before gradient n + 2 in the common order, which use buffers of earlier gradients. So the rank that
-is furthest behind can always proceed.
+Ranks cannot deadlock. A rank that waits for the buffer of gradient n has added all gradients up to n, because buffers
+are released, and gradients accepted, only afterwards. The rank waits for the other ranks to add gradient n. These ranks
+need only operations before gradient n + 2 in the common order, which use buffers of earlier gradients. Therefore the
+rank with the least progress can always proceed.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ def aligned_bytes_of_all(buffers: Mapping[Size, int]) -> int:
 
 
 class SharedBufferPool(BufferPool):
-    """Buffers in this rank's part of the shared memory; see [Note: When a buffer is written again].
+    """Buffers in this rank's part of the shared memory; see [Note: Reuse of send buffers].
 
     Args:
         memory: mapping of the ZeRO-3 group.
-        explain: returns the error to raise when a wait for another rank has failed.
+        explain: returns the error to raise after a failed wait for another rank.
         predicted: number of buffers of each size that are created before one is reused.
     """
 
@@ -98,7 +99,7 @@ class SharedBufferPool(BufferPool):
             idle = self._idle[size]
             buffer = None
             if idle and self._made[size] >= self.expected.get(size, _USUAL):
-                buffer = idle.popleft()[0]  # the oldest: most likely read by all ranks already
+                buffer = idle.popleft()[0]  # the oldest, which all ranks have most likely read
             else:
                 self._made[size] += 1
         if buffer is None:
@@ -127,7 +128,7 @@ class SharedBufferPool(BufferPool):
             self._memory.mark_committed(self._used + nbytes)
         except OSError as error:
             raise RuntimeError(
-                f"no room for {nbytes} more bytes of gradients in the memory that the ranks of a ZeRO-3 group share: "
+                f"the shared memory of the ranks of a ZeRO-3 group cannot grow by {nbytes} bytes for gradients: "
                 f'{error}. Give the machine or its container more memory, or pass shared_memory="off" to shard_model'
             ) from error
         buffer = self._memory.part_of(self._memory.rank, numel, dtype, self._used)
@@ -162,7 +163,7 @@ class SharedBufferPool(BufferPool):
         for rank, ring in enumerate(self._rings):
             if ring[place + 1] != nbytes:
                 raise RuntimeError(
-                    f"rank {rank} of the ZeRO-3 group reduces something else: hop 1 number {number} has "
+                    f"rank {rank} of the ZeRO-3 group reduces different gradients: hop 1 number {number} has "
                     f"{ring[place + 1]} bytes there and {nbytes} here. Run the same backwards on all ranks of the group"
                 )
             offset = ring[place] + self._memory.rank * numel * dtype.itemsize

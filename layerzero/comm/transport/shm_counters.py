@@ -1,19 +1,20 @@
 """Counters in shared memory: one rank increments a counter, the other ranks wait for it.
 
-[Note: Signals]
-Each counter has one owner, the only rank that increments it, and its own cache line. The kernel increments it
-(``FUTEX_WAKE_OP``): the call adds with release semantics and wakes the waiting ranks. A rank that reads the new value
-sees all earlier writes of the owner. On x86-64 that is enough, because loads are not reordered there. On other machines
-the reader makes another such call before it reads the data: it adds 0 to a counter of its own, which is a full barrier.
+[Note: Futex counters]
+Each counter has a separate cache line and one owner, the only rank that increments it. The kernel increments the
+counter (``FUTEX_WAKE_OP``): the call adds with release semantics and wakes the waiting ranks. A rank that reads the new
+value sees all earlier writes of the owner. On x86-64 this is sufficient, because loads are not reordered. On other
+machines, the reader makes another call before it reads the data. The call adds 0 to a counter of the reader, which is a
+full barrier.
 
 A counter has 32 bits and may wrap around, so counters are compared by their difference. A waiting rank sleeps in the
-kernel for short slices of time. After each slice it checks that the owner is alive and that the timeout is not reached.
+kernel for short intervals. After each interval, it checks that the owner is alive and that the timeout is not reached.
 
-[Note: Life and death]
-From the rendezvous on, each rank holds a lock on its own byte of the shared file. The kernel releases it when the
-process ends for any reason, or when the file is closed. It is a record lock. A forked child, such as a data loader
-worker, does not inherit it, unlike a lock of an open file. So a worker that outlives its rank does not make the rank
-look alive.
+[Note: Detection of ended processes]
+From the rendezvous on, each rank holds a lock on one byte of the shared file. The kernel releases the lock when the
+process ends for any reason, or when the file is closed. It is a record lock, which a forked child, such as a data
+loader worker, does not inherit, unlike a lock of an open file. Therefore a worker that outlives its rank does not hold
+the lock.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class _Timespec(ctypes.Structure):
 
 
 def refuse_platform() -> str | None:
-    """Return the reason why this machine is not supported; None if it is supported."""
+    """Return the reason why this machine is not supported, or None if it is supported."""
     if sys.platform != "linux" or _SYSCALL is None:
-        return f"{sys.platform} on {platform.machine()} is not supported, Linux on x86-64 or aarch64 is"
+        return f"{sys.platform} on {platform.machine()} is not supported: Linux on x86-64 or aarch64 is required"
     return None
 
 
@@ -76,7 +77,7 @@ class SharedCounters:
         self._ranks = tuple(ranks)
         self._others = tuple(other for other in range(self.size) if other != rank)
         self._file = file
-        self._words = words + 1  # the last counter of each rank stays 0; see [Note: Signals]
+        self._words = words + 1  # the last counter of each rank stays 0; see [Note: Futex counters]
         self._timeout = timeout
         self._per_line = LINE // 4
         self._numbers = (ctypes.c_uint32 * (self.size * self._words * self._per_line)).from_buffer(mapping, start)
@@ -87,11 +88,11 @@ class SharedCounters:
         return ranks * (words + 1) * LINE
 
     def mark_alive(self) -> None:
-        """Lock the byte of this rank, which marks it as alive. See [Note: Life and death]."""
+        """Lock the byte of this rank, which marks it as alive. See [Note: Detection of ended processes]."""
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
 
     def increment(self, word: int) -> None:
-        """Increment a counter of this rank. See [Note: Signals]."""
+        """Increment a counter of this rank. See [Note: Futex counters]."""
         self._add(word, 1)
 
     def ranks_below(self, word: int, target: int) -> list[int]:

@@ -23,7 +23,7 @@ _SUBJECT = "shared memory of the ZeRO-3 group"
 def map_shared_segment(comm: Communicator, region: SegmentSizes) -> SharedSegment | None:
     """Map one shared memory segment on all ranks of a communicator, and test that they share it.
 
-    All ranks must call this. If one rank fails, all ranks return None. Return None also if there are no other ranks.
+    All ranks must call this. If any rank fails, or the communicator has only one rank, all ranks return None.
 
     Args:
         comm: communicator for CPU tensors.
@@ -58,12 +58,12 @@ def map_shared_segment(comm: Communicator, region: SegmentSizes) -> SharedSegmen
     if reason is None:
         return memory
     if comm.rank == 0:
-        _LOG.warning("layerzero: ranks %s use exchanges, not shared memory: %s", ranks, reason)
+        _LOG.warning("layerzero: ranks %s use collectives instead of shared memory: %s", ranks, reason)
     return None
 
 
 def _objection(fields: dict[str, object], ranks: list[int], problem: str | None) -> str | None:
-    """Return the reason why the ranks cannot share memory, which is the same on all of them; None if they can."""
+    """Return the reason why the ranks cannot share memory, equal on all ranks, or None if they can."""
     try:
         require_equal(_SUBJECT, fields, ranks=ranks)
     except ValueError as error:

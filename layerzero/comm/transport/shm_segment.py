@@ -1,14 +1,14 @@
 """Memory segment that the ranks of one machine share.
 
-[Note: No name]
-The memory is a file without a name (``memfd_create``), which the other ranks open through ``/proc``. It exists as long
-as a process has it open or mapped, so nothing is left behind however a rank ends. It is not in /dev/shm, which is 64 MB
-in many containers, and only the same user can open it. Its pages are allocated before any rank touches them. If there
-is not enough memory, the allocation raises an error; a later access would raise a signal instead.
+[Note: Anonymous shared memory]
+The memory is a file without a name (``memfd_create``), which the other ranks open through ``/proc``. The file exists as
+long as a process has it open or mapped, so it does not outlive the ranks. The file is not in /dev/shm, which is limited
+to 64 MB in many containers. Only the same user can open it. Its pages are allocated before any rank accesses them.
+Without enough memory, the allocation raises an error, while a later access would raise a signal.
 
-[Note: Parts]
-The segment begins with the counters. Then comes the common part of all ranks (weights), and then one part per rank, all
-of equal length. A part has the maximum length that a rank may ever need; only committed bytes take memory.
+[Note: Layout of a segment]
+The segment begins with the counters, followed by the common part of all ranks (weights) and one part per rank, all of
+equal length. A part has the maximum length that a rank may need. Only committed bytes use memory.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class SharedSegment:
         path = f"/proc/{call.process}/fd/{call.file}"
         found = os.readlink(path)
         if call.label not in found:
-            raise OSError(f"{path} is another file, {found}: the ranks do not see each other's processes")
+            raise OSError(f"{path} is a different file, {found}: the ranks cannot see each other's processes")
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def reserve(self) -> None:
@@ -140,7 +140,7 @@ class SharedSegment:
         All ranks must have called :meth:`reserve` before.
         """
         behind = self.signals.ranks_below(_PROOF, 1)
-        return f"what others wrote is not here (places {behind} in the node)" if behind else None
+        return f"writes of other ranks are not visible here (indices {behind} in the ZeRO-3 group)" if behind else None
 
     def mark_committed(self, nbytes: int) -> None:
         """Allocate the first `nbytes` of this rank's part.
@@ -149,7 +149,7 @@ class SharedSegment:
             OSError: there is not enough memory.
         """
         nbytes = pages(nbytes)
-        assert nbytes <= pages(self.region.part), "a part is longer than was thought possible"
+        assert nbytes <= pages(self.region.part), "a part exceeds its maximum length"
         if nbytes > self._committed:
             _require(nbytes - self._committed)
             start = self._parts_start + self.rank * pages(self.region.part)
@@ -163,7 +163,7 @@ class SharedSegment:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are allocated for the segment, by all ranks together."""
+        """Total bytes that all ranks have allocated for the segment."""
         return os.fstat(self._file).st_blocks * 512
 
     def common(self, numel: int, dtype: torch.dtype, offset: int) -> Tensor:
@@ -208,7 +208,7 @@ def _left_of_machine() -> float:
 def left_of_container(root: Path = Path("/sys/fs/cgroup")) -> float:
     """Return the bytes that the container of this process may still allocate.
 
-    File pages count as free, since they can be dropped.
+    File pages count as free, because the kernel can drop them.
     """
     left = math.inf
     for folder, limit, used in ((root, "memory.max", "memory.current"), (root / "memory", *_OLD_NAMES)):

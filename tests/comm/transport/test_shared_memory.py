@@ -216,7 +216,7 @@ def test_where_one_rank_cannot_share_its_node_exchanges_and_says_so_once(
     first = limited // 2 * 2
     assert [len(each) for each in lines] == [int(rank == first) for rank in range(4)], lines
     (line,) = lines[first]
-    assert f"ranks {[first, first + 1]} use exchanges, not shared memory" in line, line
+    assert f"ranks {[first, first + 1]} use collectives instead of shared memory" in line, line
     assert ("File too large" if limit is _too_small else "Too many open files") in line, line
 
 

@@ -316,7 +316,7 @@ class _InPlace(nn.Module):
 def _edit_in_forward(rank: int) -> None:
     model = layerzero.shard_model(_InPlace(), zero3_size=2)
     model.edits = True
-    damaged = r"changed in place while it was gathered .* or has damaged the compute weights"
+    damaged = r"changed in place while it was gathered .* or has corrupted the compute weights"
     with torch.no_grad(), pytest.raises(RuntimeError, match=damaged):
         model(torch.ones(2, WIDTH))
     model.edits = False
