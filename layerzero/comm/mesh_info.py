@@ -199,8 +199,8 @@ def _checked_size(zero3_size: int | None, world: int) -> int:
         if not said.isdigit() or int(said) == 0 or world % int(said):
             raise ValueError(
                 "neither zero3_size nor mesh is set, so zero3_size is the number of ranks of a node. torchrun sets "
-                f"this number in LOCAL_WORLD_SIZE, which is {said or 'not set'} here, with {world} ranks. Set zero3_size "
-                f"to one of {_divisors(world)}"
+                f"this number in LOCAL_WORLD_SIZE, which is {said or 'not set'} here, with {world} ranks. Set "
+                f"zero3_size to one of {_divisors(world)}"
             )
         return int(said)
     if not isinstance(zero3_size, int) or isinstance(zero3_size, bool):
