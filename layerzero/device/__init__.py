@@ -1,1 +1,1 @@
-"""Device memory, streams, buffer pools and storage of gradients."""
+"""Device memory, streams, buffer pools and host copies."""

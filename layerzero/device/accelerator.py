@@ -49,9 +49,9 @@ def refuse_capture(device: torch.device, what: str) -> None:
     if module is None or not module.is_current_stream_capturing():
         return
     raise RuntimeError(
-        f"{what} was called while a CUDA graph is being captured. A replay repeats its kernels, but not the gathers, "
+        f"{what} was called during the capture of a CUDA graph. A replay repeats its kernels, but not the gathers, "
         "reductions and state changes that layerzero launches from the host. Capture modules inside a unit (for "
-        "example torch.cuda.make_graphed_callables on an attention module), not the whole step"
+        "example torch.cuda.make_graphed_callables on an attention module), not the full step"
     )
 
 
@@ -74,7 +74,7 @@ def finish_copies(device: torch.device) -> None:
 
 
 class CurrentStream:
-    """Recorder of events on the current stream of a device, which can also make that stream wait."""
+    """Current stream of a device: records events on it, and makes it wait for events."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -86,7 +86,7 @@ class CurrentStream:
         return None if module is None else cls(module)
 
     def current(self) -> Any:
-        """Return the stream that is current now."""
+        """Return the current stream."""
         return self._module.current_stream()
 
     def record_event(self) -> StreamEvent:
@@ -103,7 +103,7 @@ class TouchedBy:
     """Streams that have read or written a buffer since its last copy.
 
     Gradients of leaves arrive on the stream that was current when their AccumulateGrad nodes were created. This stream
-    may differ from the one that is current at a copy.
+    may differ from the current stream of a copy.
     """
 
     def __init__(self, order: CurrentStream | None) -> None:
@@ -139,7 +139,7 @@ class HostDeviceCopies:
         self._side: Any = {to_host: self._module.Stream(device) for to_host in (False, True)} if self.pins else None
 
     def device_buffer(self, nbytes: int) -> Tensor:
-        """Return a 1-D uint8 tensor [nbytes] on the device. Its memory is not reused while a copy may use it."""
+        """Return a 1-D uint8 tensor [nbytes] on the device, whose memory is not reused while a copy may use it."""
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         if self._side is not None:
             for stream in self._side.values():
@@ -147,7 +147,7 @@ class HostDeviceCopies:
         return buffer
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a 1-D tensor [numel] in host memory, pinned if there is a device and `pin_memory` is set."""
+        """Return a 1-D tensor [numel] in host memory, pinned if the device is not the CPU and `pin_memory` is set."""
         if not self._pin_memory:
             return torch.empty(numel, dtype=dtype)
         return host_memory(numel, dtype, device=self.device)
@@ -179,7 +179,7 @@ class HostDeviceCopies:
         return side.record_event()
 
     def finish(self, mark: StreamEvent) -> None:
-        """Block the host until the copy is done. Then the host may use both tensors."""
+        """Block the host until the copy is done. Afterwards the host may use both tensors."""
         if mark is not None:
             mark.synchronize()
 

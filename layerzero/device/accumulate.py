@@ -1,10 +1,10 @@
 """Addition of tensors to an accumulator.
 
 [Note: Chunked accumulation]
-On a CPU, torch adds a tensor of another dtype by first copying all of it to the dtype of the sum. Pieces that fit into
-a core's cache keep this copy in the cache, and also the sum while several tensors are added to it. Each element is
-rounded as in one addition of the full tensors, so the result is bitwise the same. On a device an addition is one
-kernel.
+On a CPU, torch adds a tensor of another dtype by first copying the full tensor to the dtype of the accumulator. With
+chunks that fit into a core's cache, this copy stays in the cache, as does the accumulator while several tensors are
+added. Each element is rounded as in an addition of the full tensors, so the result is bitwise identical. On a device,
+an addition is one kernel.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _add(target: Tensor, parts: Sequence[Tensor], wire: torch.dtype | None, over
     for each in parts:
         part = each if wire is None else each.to(wire)
         if overwrite and scale != 1.0 and part.dtype.itemsize > target.dtype.itemsize:
-            torch.mul(part, scale, out=target)  # a value may fit the target only after it is scaled
+            torch.mul(part, scale, out=target)  # a value may be representable in the target dtype only after scaling
             overwrite = False
         elif overwrite:
             target.copy_(part)

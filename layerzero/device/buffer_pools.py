@@ -17,7 +17,7 @@ __all__ = ["BufferPool", "FullBufferPool", "Size", "UnitFootprint", "bytes_of_bu
 
 Size = tuple[int, torch.dtype]  # number of elements and dtype of a flat buffer
 
-_SLOTS = 3  # buffers of one size that a device uses in turn: one is filled, one is sent, one is added up
+_SLOTS = 3  # buffers of one size that a device rotates: one is filled, one is sent, one is accumulated
 
 
 def bytes_of_buffers(predicted: Mapping[Size, int], *, on_device: bool) -> int:
@@ -37,7 +37,7 @@ class UnitFootprint(NamedTuple):
 
     nbytes: int  # bytes of its full buffers
     reshards: bool | int  # true: the full buffers are freed after a forward
-    post_forward_ranks: Hashable  # mesh over which it is gathered
+    post_forward_ranks: Hashable  # mesh of its gathers
     kept: int = 0  # bytes of its post-forward shards
 
 
@@ -58,14 +58,14 @@ def max_gathered_bytes(units: Sequence[UnitFootprint], prefetch: int) -> int:
 class BufferPool:
     """Pool of flat buffers that are reused by size and dtype, so that the steady state allocates nothing.
 
-    A buffer that a collective uses is released only after the wait for the collective. On a device, a stream waits
-    instead of the host, so the host releases a buffer long before it is free. Once the pool has as many buffers as are
-    in use at a time, it therefore returns the buffer that was released first. The current stream waits for the event of
-    that release.
+    A buffer of a collective is released only after the wait for the collective. On a device, a stream waits instead of
+    the host, so the host releases a buffer long before its last use on the device. Once the pool has as many buffers as
+    are in use at a time, it therefore returns the buffer that was released first. The current stream waits for the
+    event of that release.
 
     Args:
-        predicted: number of buffers by size that may be in use at once. In host memory the pool allocates these
-            together, and reuses the one that was released last. Buffers that are never used then take address space
+        predicted: number of buffers by size that may be in use at once. In host memory, the pool allocates these
+            buffers together, and reuses the buffer that was released last. Unused buffers then occupy address space
             but no memory. The pool allocates more buffers if needed.
 
     Attributes:
@@ -78,7 +78,7 @@ class BufferPool:
         self._order = CurrentStream.of(device)
         self._idle: dict[tuple[int, torch.dtype], deque[tuple[Tensor, StreamEvent]]] = defaultdict(deque)
         self._made: Counter[tuple[int, torch.dtype]] = Counter()
-        self._lock = threading.Lock()  # background threads of reductions use the pool, too
+        self._lock = threading.Lock()  # background threads of reductions also use the pool
         self.allocated_bytes = 0
 
     @property
@@ -116,13 +116,13 @@ class BufferPool:
 
 
 class FullBufferPool:
-    """Pool of memory for the storages of full buffers, few of which are gathered at once.
+    """Pool of memory for the storages of full buffers, of which few are gathered at a time.
 
     Autograd saves views of a full buffer, so its storage must stay the same object while its memory is allocated and
-    freed. Freed memory is cached and reused for a storage of the same size. This avoids allocations, and page faults in
-    new memory. A storage gets its previous memory back if it is cached. Memory is cached only while the bytes in use
-    and the cached bytes stay within the limit. torch 2.11 cannot move memory between storages, so with that version
-    every gather allocates memory.
+    freed. Freed memory is cached and reused for storages of the same size. This avoids allocations, and page faults in
+    new memory. A storage reuses its previous memory if that memory is cached. Memory is cached only while the sum of
+    bytes in use and cached bytes stays within the limit. torch 2.11 cannot move memory between storages, so with that
+    version every gather allocates memory.
 
     Memory is freed on the stream that allocated it, after its last use on the current stream, because torch's caching
     allocator reuses it on that stream without further synchronization.
@@ -187,7 +187,7 @@ class FullBufferPool:
     def _choose(self, storage: UntypedStorage, parked: Sequence[tuple[UntypedStorage, StreamEvent]]) -> int:
         """Return the index of the storage's previous memory if it is cached, else -1.
 
-        So the full buffers of units keep their addresses from step to step.
+        The full buffers of units therefore keep their addresses from step to step.
         """
         home = self._homes.get(storage._cdata)
         return next((index for index, (source, _) in enumerate(parked) if source.data_ptr() == home), -1)

@@ -1,10 +1,10 @@
 """ZeRO-3 shards in host memory.
 
 [Note: Weights in host memory]
-With `offload_params` ZeRO-3 shards are in host memory. A gather first copies the shard into this rank's slice of the
-full buffer, on the stream for such copies, and is launched from that stream. So the computation waits for neither the
-copy nor the gather until it needs the weights. A refresh writes to scratch on the device, which is then copied to the
-host. The stream that launches the refresh waits for that copy, so that the next handle can use the same scratch.
+With `offload_params`, ZeRO-3 shards are in host memory. A gather first copies the shard into this rank's slice of the
+full buffer on a copy stream, and is launched from that stream. Therefore the computation waits for the copy and the
+gather only when it needs the weights. A refresh writes to a scratch buffer on the device, which is then copied to the
+host. The stream that launches the refresh waits for that copy, so that the next handle can reuse the scratch buffer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Fetch", "HostShard"]
 
 @dataclass(frozen=True)
 class Fetch:
-    """Copy to the device that no collective follows."""
+    """Copy to the device without a following collective."""
 
     transfers: HostDeviceCopies
     mark: StreamEvent
@@ -76,6 +76,6 @@ class HostShard:
         self._pool.release(fresh)
 
     def arrive(self) -> Tensor:
-        """Wait until the host may read the shard, and return it."""
+        """Wait until the host may read the shard, and return the shard."""
         self._transfers.finish(self._stored)
         return self.tensor

@@ -2,24 +2,24 @@
 
 [Note: Streams]
 A stream runs its operations in the order in which they were enqueued. Operations of different streams are ordered by
-events only: one stream waits for an event of another. All operations of a handle's reduction are enqueued at one point
-of the program. So the operations, and their order on each stream, depend on the program only. The speed of a collective
-affects only when they run.
+events only: one stream waits for an event of another stream. All operations of a handle's reduction are enqueued at one
+point of the program. Therefore the operations, and their order on each stream, depend only on the program. The speed of
+a collective affects only the times at which they run.
 
-On a device, the streams are streams of the device: the host enqueues and does not wait. gloo's `wait` blocks the
-calling thread. So with gloo, worker threads act as streams (:class:`ThreadStreams`), and the host waits where it needs
-a result. Other backends on the CPU may require one order over all their groups, so with them each operation runs as
-soon as it is enqueued.
+On a device, these are device streams: the host enqueues and does not wait. gloo's `wait` blocks the calling thread.
+With gloo, worker threads therefore act as streams (:class:`ThreadStreams`), and the host waits when it needs a result.
+Other CPU backends may require one order over all their groups, so with these backends each operation runs as soon as it
+is enqueued.
 
 [Note: State shared by threads]
-The buffers of a reduction belong to its handle, and the host does not use them until the last event has completed. So
-threads and host share only pools, slabs and records of operations. Each of these has a lock, or one writer per entry.
-The host launches the first collective of a reduction, in program order, because accumulators in slabs are copied in for
-it. A thread that did this later might take the slab to which the next gradients are being written. A failure in a
-thread is stored, and operations that depend on it do nothing. The host raises it at the end of the backward. The
-failure of a collective, after which training cannot continue, is raised where the host next enqueues work or waits for
-a thread. If the host waits for a gather meanwhile, the gather fails as well. The error of the gather is more
-informative: it names the ranks that are in another collective.
+The buffers of a reduction belong to its handle, and the host does not use them until the last event has completed.
+Therefore threads and host share only pools, slabs and records of operations. Each of these has a lock, or one writer
+per entry. The host launches the first collective of a reduction, in program order, because this collective needs the
+accumulators in a slab. If a thread copied them to a slab later, it might reuse the slab to which the next gradients are
+being written. A failure in a thread is stored, and dependent operations are skipped. The host raises the failure at the
+end of the backward. The failure of a collective, after which training cannot continue, is raised where the host next
+enqueues work or waits for a thread. If the host waits for a gather meanwhile, the gather also fails. The error of the
+gather is more informative, because it names the ranks that are in another collective.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Waitable(Protocol):
     """Collective or event that can be waited for."""
 
     def wait(self) -> None:
-        """Make subsequent work run after its completion."""
+        """Make subsequent work wait for the completion."""
 
 
 class Stream(ABC):
@@ -73,7 +73,7 @@ class Stream(ABC):
 
     @abstractmethod
     def wait_event(self, awaited: Waitable) -> None:
-        """Make operations that are enqueued from now on wait for `awaited`."""
+        """Make operations that are enqueued later wait for `awaited`."""
 
     @abstractmethod
     def record_event(self, waiting: Waiting = nullcontext) -> Waitable:
@@ -93,7 +93,7 @@ class ReductionStreams(ABC):
     launches: Stream
     zero3: Stream
     replica: Stream
-    off_main_thread = False  # background threads wait for collectives, not the program
+    off_main_thread = False  # True if background threads wait for collectives instead of the main thread
 
     @property
     def failed(self) -> bool:
@@ -102,7 +102,7 @@ class ReductionStreams(ABC):
 
     @abstractmethod
     def gradients_ready(self) -> Waitable:
-        """Record and return an event after the program's work so far, which has produced the gradients."""
+        """Record and return an event after the work that the program has enqueued so far, including gradients."""
 
     def limit_in_flight(self, marks: deque[Waitable], most: int) -> None:
         """Drop the oldest events in `marks` until at most `most` remain.
@@ -177,8 +177,8 @@ class _Failures:
     def check(self, *, settled: bool = False) -> None:
         """Raise the oldest error, if any, and discard the later errors, which follow from it.
 
-        Unless all operations have run (`settled`), raise only the error of a collective. Other errors may reach other
-        ranks at another point of the program, and a rank that stopped early would leave its communicators out of step.
+        Unless all operations have run (`settled`), raise only the error of a collective. Other ranks may raise other
+        errors at a different point of the program, and a rank that stops early would skip collectives.
         """
         if self._found and (settled or isinstance(self._found[0], DeferredCollectiveError)):
             first = self._found.popleft()
@@ -208,11 +208,11 @@ class StreamThread(threading.Thread):
                 del operation
 
     def stop(self) -> None:
-        """Make the thread end after its pending operations. Never waits, since finalizers may call this at any time."""
+        """End the thread after its pending operations. Do not wait, because finalizers may call this at any time."""
         self.given.put(None)
 
     def end(self) -> None:
-        """Stop the thread, and wait for its end, for at most a few seconds."""
+        """Stop the thread, and wait at most a few seconds for its end."""
         if self.is_alive():
             self.stop()
             if self is not threading.current_thread():
@@ -224,7 +224,7 @@ _STARTED: weakref.WeakSet[StreamThread] = weakref.WeakSet()
 
 @atexit.register
 def _end_threads() -> None:
-    """End all threads at the end of the process, when no thread may be inside a backend."""
+    """End all threads at process exit, when no thread may be inside a backend."""
     for thread in list(_STARTED):
         thread.end()
 
@@ -287,7 +287,7 @@ class ThreadStreams(ReductionStreams):
         return self._launcher.failed
 
     def gradients_ready(self) -> Waitable:
-        for stream in self._threads:  # start them before anything is in flight
+        for stream in self._threads:  # start the threads before any collective is in flight
             stream.start()
         return _NOTHING
 
@@ -318,7 +318,7 @@ class ThreadStreams(ReductionStreams):
         self._failures.check(settled=True)
 
 
-# Operations that run at once
+# Operations that run immediately
 
 
 class _ImmediateStream(Stream):
@@ -333,7 +333,7 @@ class _ImmediateStream(Stream):
 
 
 class ImmediateStreams(ReductionStreams):
-    """Streams that run each operation at once, so that nothing overlaps."""
+    """Streams that run each operation immediately, without overlap."""
 
     def __init__(self) -> None:
         self.launches = self.zero3 = self.replica = _ImmediateStream()

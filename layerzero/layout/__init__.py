@@ -1,1 +1,1 @@
-"""Flat layout of parameters over ranks. Integers only; uses neither torch nor processes."""
+"""Flat layout of parameters over ranks. Uses integers only, without torch and processes."""

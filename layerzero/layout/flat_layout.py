@@ -1,8 +1,8 @@
-"""Positions of the parameters of a handle in flat storage. Integers only; uses neither torch nor processes.
+"""Positions of the parameters of a handle in flat storage. Uses integers only, without torch and processes.
 
-The flat order of a handle is cut into `num_shards` equal ZeRO-1 shards. Parameters are ordered and padded so that no
-cut falls inside a dim-0 row. The shard of a parameter on each rank is therefore always a `[rows, *rest]` view. For
-other cuts of the same order see owner_layout.py.
+The flat order of a handle is divided into `num_shards` equal ZeRO-1 shards. Parameters are ordered and padded so that
+no shard boundary (cut) is inside a dim-0 row. The shard of a parameter on each rank is therefore always a `[rows,
+*rest]` view. See owner_layout.py for other cuts of the same order.
 
     >>> (layout,) = plan_layouts([("weight", (6, 4)), ("bias", (6,))], num_shards=4, align=2)
     >>> layout.shard_numel, [(slot.name, slot.offset) for slot in layout.slots]
@@ -13,23 +13,23 @@ other cuts of the same order see owner_layout.py.
 [Note: Bound on the shard length]
 Let D be the number of shards, W the longest row of a layout in elements, and
 
-    n = sum over the slots of numel rounded up to a whole multiple of lcm(row, align).
+    n = sum over the slots of numel rounded up to a multiple of lcm(row, align).
 
 Every planned layout has  shard_numel <= floor(n / D) + W  (and at least 1 if all slots are empty). If each row is a
 multiple of `align`, as is usual, the rounding in n adds nothing. Two facts follow.
 
 - Padding beyond n is at most W per shard. This is at most 1 % if a shard holds at least 100 of its longest rows.
-- The bound can always be met. Take one row length r and  L = r * ceil(n / (r * D)),  the first multiple of r for which
-  D shards hold n elements. Then L - r < n / D, so L <= floor(n / D) + r. Every cut is a multiple of r, so a slot may
-  start at any multiple of lcm(r, align). Slots laid end to end, each rounded up, take n <= D * L elements. `_pack`
-  places each slot at the earliest legal offset, which is never later. So a layout of a single row length always exists,
-  and `plan_layouts` splits parameters by row length if necessary.
+- The bound can always be met. For one row length r, let  L = r * ceil(n / (r * D)),  the first multiple of r for which
+  D shards contain n elements. Then L - r < n / D, so L <= floor(n / D) + r. Every cut is a multiple of r, so a slot may
+  start at any multiple of lcm(r, align). Adjacent slots, each rounded up, need n <= D * L elements. `_pack` places each
+  slot at the earliest legal offset, which is never later. Therefore a layout of a single row length always exists, and
+  `plan_layouts` splits parameters by row length if necessary.
 
 [Note: Constraints on the shard length]
 A slot that crosses two or more cuts requires L to be a multiple of its row. A slot longer than 2L always crosses two
-cuts. A slot that crosses one cut only needs a suitable start: (cut - offset) % row == 0, which costs a gap shorter than
-lcm(row, align). A slot between two cuts has no constraint. So the longest parameters of a unit determine which L are
-possible, and the shorter ones determine how much of a shard is left empty.
+cuts. A slot that crosses one cut needs only a suitable start: (cut - offset) % row == 0, which costs a gap shorter than
+lcm(row, align). A slot between two cuts has no constraint. Therefore the longest parameters of a unit determine the
+possible values of L, and the shorter parameters determine the amount of padding.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -86,7 +86,7 @@ class FlatLayout:
     bounds: tuple[int, ...] = ()  # D + 1 cuts; empty if all shards have equal length
 
     def __post_init__(self) -> None:
-        # Layouts are also read from checkpoints, so check here and not only in the planner.
+        # Layouts are also read from checkpoints. Therefore check here and not only in the planner.
         if min(self.shard_numel, self.num_shards, self.align) < 1:
             raise ValueError(
                 f"shard_numel={self.shard_numel}, num_shards={self.num_shards} and align={self.align} "
@@ -95,7 +95,7 @@ class FlatLayout:
         end = 0
         for slot in self.slots:
             if slot.offset < end or slot.end > self.numel:
-                raise ValueError(f"{slot} is not between the slot before it (end {end}) and {self.numel}")
+                raise ValueError(f"{slot} is not between the end of the previous slot, {end}, and {self.numel}")
             if slot.offset % self.align:
                 raise ValueError(f"{slot} does not start at a multiple of align={self.align}")
             if self._cuts_a_row(slot):
@@ -156,9 +156,9 @@ class FlatLayout:
     def rows_in(self, slot: Slot, flat: range) -> range:
         """Return the rows of `slot` inside `flat`, a range of flat elements.
 
-        If there are no such rows, return an empty range that starts at the number of rows that begin before `flat`. The
-        ranges of consecutive shards, put end to end, therefore form ``range(slot.rows)``. Rows without elements are all
-        in the range that contains the offset of the slot.
+        Without rows in `flat`, return an empty range that starts at the number of rows that begin before `flat`.
+        Therefore the ranges of consecutive shards are adjacent and form ``range(slot.rows)``. Rows without elements are
+        all in the range that contains the offset of the slot.
         """
         assert flat.step == 1, flat
         row = slot.row_numel
@@ -202,15 +202,15 @@ def _refuse_nonsense(params: Sequence[tuple[str, tuple[int, ...]]], num_shards: 
     if num_shards < 1 or align < 1:
         raise ValueError(f"num_shards={num_shards} and align={align} must be at least 1")
     if not params:
-        raise ValueError("there are no parameters to lay out; leave a unit without parameters unsharded")
+        raise ValueError("a layout needs at least one parameter. Do not shard a unit without parameters")
     seen = set()
     for name, shape in params:
         if len(shape) == 0:
-            raise ValueError(f"parameter {name!r} has no dims and so no rows; give it the shape (1,)")
+            raise ValueError(f"parameter {name!r} has no dims and therefore no rows. Use the shape (1,)")
         if min(shape) < 0:
             raise ValueError(f"parameter {name!r} has a negative size in its shape {tuple(shape)}")
         if name in seen:
-            raise ValueError(f"parameter {name!r} is given twice; a shared parameter has one slot")
+            raise ValueError(f"parameter {name!r} is listed twice. A shared parameter has only one slot")
         seen.add(name)
 
 
@@ -219,7 +219,7 @@ def _plan_split(slots: Sequence[Slot], num_shards: int, align: int) -> list[Flat
     by_row: dict[int, list[Slot]] = {}
     for slot in slots:
         by_row.setdefault(slot.row_numel, []).append(slot)
-    # Neither order is better for all models, and trying both costs about a millisecond.
+    # Neither order is better for all models. Trying both costs about a millisecond.
     by_length = [by_row[row] for row in sorted(by_row, reverse=True)]
     by_elements = sorted(by_length, key=lambda same_row: -sum(slot.numel for slot in same_row))
     plans = [_join(order, num_shards, align) for order in (by_length, by_elements)]
@@ -250,7 +250,7 @@ def _join(groups: Sequence[Sequence[Slot]], num_shards: int, align: int) -> list
 def _plan_one(slots: Sequence[Slot], num_shards: int, align: int, effort: int) -> FlatLayout | None:
     """Return one layout of all `slots` (not empty) with the shortest shard found; None if none is short enough."""
     kinds = _kinds(slots)
-    # Search aligned lengths thoroughly. Other lengths are for parameters that are too small or too odd for these.
+    # Search aligned lengths thoroughly. Other lengths are for parameters that are too small or irregular for these.
     for unit in dict.fromkeys((align, 1)):
         for shard in _candidates(kinds, num_shards, unit, align):
             placed = _pack(kinds, shard, num_shards, align, effort if unit == align else 0)
@@ -356,8 +356,8 @@ def _pack(
 def _best_order(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int, *, width: int) -> _PartialOrder | None:
     """Place the slots one by one, in a beam search of the given `width`; return the best order, or None if none fits.
 
-    Later slots depend on a partial order only through its end, and an earlier end is better. So among partial orders of
-    the same slots only the best is kept. Without a limit on `width` the search would be exact.
+    Later slots depend on a partial order only through its end, and an earlier end is better. Therefore only the best of
+    the partial orders of the same slots is kept. Without a limit on `width`, the search would be exact.
     """
     counts = tuple(len(kind.slots) for kind in kinds)
     spare = shard * num_shards - sum(kind.numel * len(kind.slots) for kind in kinds)
@@ -379,8 +379,9 @@ def _best_order(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int,
                     longer[after] = _PartialOrder(gaps, offset + kind.numel, i, offset, way)
                 if width == 1 and offset == start:
                     break
-        # A greedy search works best with the smallest gaps. A wider one may use all spare elements, and works best if
-        # it places the longest rows first (first in `left`). They are the hardest to place, and short rows fill gaps.
+        # A greedy search works best with the smallest gaps. A wider search may use all spare elements, and works best
+        # if it places the longest rows first (first in `left`): long rows are the hardest to place, and short rows fill
+        # gaps.
         ranked = sorted(longer.items(), key=lambda item: (item[1].gaps if width == 1 else 0, item[0]))
         ways = dict(ranked[:width])
     return next(iter(ways.values()), None)
@@ -406,7 +407,7 @@ def _earliest(kind: _Kind, start: int, shard: int, align: int) -> int | None:
 
 
 def _first_aligned(start: int, cut: int, row: int, align: int) -> int | None:
-    """Return the first multiple of `align` from `start` on that is whole rows away from `cut`; None if none exists."""
+    """Return the first multiple of `align` from `start` on that is full rows away from `cut`; None if none exists."""
     common = gcd(row, align)
     if (cut - start) % common:
         return None

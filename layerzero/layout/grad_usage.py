@@ -11,8 +11,8 @@ class GradUsage(enum.IntEnum):
     """Known state of the gradient of one parameter since the user last zeroed it.
 
     The ranks agree on the maximum of this byte over all ranks. A contribution moves NONE to NEW, publication of the
-    final gradient moves NEW to SEEN, and zero_grad() moves every state to NONE. MAYBE means that this rank does not
-    know whether other ranks have contributed; the next agreement resolves it.
+    final gradient moves NEW to SEEN, and zero_grad() moves every state to NONE. MAYBE means that contributions of other
+    ranks are unknown until the next agreement.
     """
 
     NONE = 0  # no contribution from any rank, as far as this rank knows

@@ -1,15 +1,15 @@
-"""Owners of parameters that an optimizer needs in full, and the resulting cuts of layouts. Integers only.
+"""Owners of parameters that an optimizer needs in full, and the resulting shard boundaries. Uses integers only.
 
-In every ZeRO-3 shard that it touches, an owned slot lies in the part of the same replica. So one ZeRO-3 group holds all
-of its ZeRO-1 rows. The owner, one rank of this group, updates the parameter and gathers its rows inside the group. If a
-model-parallel axis has cut the parameter, the parts are also joined along that axis. Each rank on the axis has an equal
-part, at the same position of an equal layout.
+In every ZeRO-3 shard that contains a part of an owned slot, this part belongs to the same replica. Therefore all ZeRO-1
+rows of the slot are in one ZeRO-3 group. The owner, one rank of this group, gathers the rows inside the group and
+updates the parameter. If the parameter is split along a model-parallel axis, the parts are also joined along that axis.
+Each rank on the axis has an equal part, at the same position of an equal layout.
 
 [Note: Shard boundaries with owners]
-The parts of a ZeRO-3 shard stay in the order of the replicas. A slot that reaches from one ZeRO-3 shard into the next
-is at the end of the first and at the start of the second. Such slots link ZeRO-3 shards into a chain. The replica
-indices of owned slots never decrease along a chain. So each replica has one run of the chain, perhaps an empty one, and
-the runs define the plan. Other slots may be cut at any of their rows.
+The parts of a ZeRO-3 shard are in the order of the replicas. A slot that extends from one ZeRO-3 shard into the next is
+at the end of the first and at the start of the second. Such slots link ZeRO-3 shards into a chain. The replica indices
+of owned slots never decrease along a chain. Therefore each replica has one run of the chain, which may be empty, and
+the runs define the plan. Other slots may be split at any row boundary.
 
 Runs are chosen to balance three loads by least squares: the elements of each replica, the elements of each rank, and
 the optimizer work of each replica. The choice is exact for one chain while the others are fixed. Several rounds over
@@ -55,7 +55,7 @@ class JoinAxis(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnerLayouts:
-    """Layouts with their new cuts, and the owner of each owned slot by name."""
+    """Layouts with their new shard boundaries, and the owner of each owned slot by name."""
 
     layouts: tuple[FlatLayout, ...]
     owners: dict[str, ParamOwner]
@@ -77,12 +77,12 @@ def plan_owners(
     zero3_size: int,
     join_axes_of: Mapping[str, JoinAxis] = MappingProxyType({}),
 ) -> OwnerLayouts:
-    """Cut `layouts` so that each owned slot lies on one replica.
+    """Set the shard boundaries of `layouts` so that each owned slot is on one replica.
 
-    Layouts without owned slots are cut evenly. The result depends only on the arguments.
+    Layouts without owned slots have equal shards. The result depends only on the arguments.
 
     Args:
-        layouts: layouts to cut.
+        layouts: layouts to change.
         owned: names of the owned slots of each layout.
         replicas: number of replicas, R.
         zero3_size: number of ranks in a ZeRO-3 group, S.
@@ -278,7 +278,7 @@ def _owners(
             after = [max(loads[s].plus(own)) for s in range(zero3_size)]
             allowed = max(
                 min(after), 1 / zero3_size
-            )  # up to its equal share, a rank may get slots whose rows it mostly holds
+            )  # up to an equal share, a rank may own slots of which it stores most rows
             s = min(range(zero3_size), key=lambda s: (after[s] > allowed, -rows[s], after[s], s))
             loads[s] = loads[s].plus(own)
             owners[slot.name] = ParamOwner(r, s)

@@ -1,4 +1,4 @@
-"""Coordinates of one rank among the data-parallel ranks, and its parts of a layout. Integers only.
+"""Coordinates of one rank among the data-parallel ranks, and its parts of a layout. Uses integers only.
 
 [Note: Three extents]
 A tensor of a handle has one of three extents on a rank. Weights are copied from smaller to larger extents. Gradients
@@ -67,7 +67,8 @@ class ShardGrid:
             raise ValueError(f"zero3_size={self.zero3_size} does not divide the {self.data_parallel} ranks")
         if not (0 <= self.zero3_rank < self.zero3_size and 0 <= self.replica_rank < self.replicas):
             raise ValueError(
-                f"there is no rank ({self.replica_rank}, {self.zero3_rank}) among {self.replicas} x {self.zero3_size}"
+                f"the coordinates ({self.replica_rank}, {self.zero3_rank}) are outside of the mesh of "
+                f"{self.replicas} x {self.zero3_size} ranks"
             )
 
     @classmethod
@@ -93,7 +94,7 @@ class ShardGrid:
         )
 
     def range_of(self, layout: FlatLayout, extent: Extent) -> range:
-        """Return the range of flat elements that tensors of `extent` hold on this rank."""
+        """Return the range of flat elements in this rank's tensors of `extent`."""
         if extent is Extent.ZERO1:
             return layout.shard_range(self.shard_index)
         if extent is Extent.ZERO3:

@@ -51,8 +51,8 @@ def sum64(tensor: Tensor) -> Tensor:
 def weighted_sum(tensor: Tensor, first: int, run: int = 1, pitch: int = 1) -> Tensor:
     """Return the sum of a tensor's elements, weighted by their positions in a full tensor, as 0-dim int64.
 
-    Positions are flat indices into the full tensor, of which `tensor` is a part. Over all parts of any partition, the
-    sums add up to the sum of the full tensor. The sum also changes if elements are moved.
+    Positions are flat indices into the full tensor, of which `tensor` is a part. The sums of all parts of any partition
+    add up to the sum of the full tensor. The sum also changes if elements are moved.
 
     Args:
         tensor: the part.
@@ -66,7 +66,7 @@ def weighted_sum(tensor: Tensor, first: int, run: int = 1, pitch: int = 1) -> Te
         piece = words[start : start + _PIECE].to(torch.int64)
         index = torch.arange(start, start + len(piece), device=words.device)
         places = first + index // run * pitch + index % run
-        # Multiplication by an odd factor loses no bit of a word. Because of the 1, zeros contribute to the sum.
+        # Multiplication by an odd factor preserves all bits of a word. The added 1 makes zeros contribute to the sum.
         total += ((piece + 1) * (2 * places + 1)).sum()
     return total
 

@@ -21,14 +21,12 @@ def load_named(target: str, what: str) -> Callable[..., Any]:
     """
     module_name, colon, path = target.partition(":")
     if not (module_name and colon and path):
-        raise ValueError(f"{what} must be given as package.module:name, got {target!r}")
+        raise ValueError(f"{what} must have the form package.module:name, got {target!r}")
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise ValueError(
-                f"{what} {target!r}: there is no module {error.name!r} here or among the installed packages"
-            ) from None
+            raise ValueError(f"{what} {target!r}: module {error.name!r} is not on the import path") from None
         raise ValueError(f"{what} {target!r}: importing {module_name!r} failed: {error}") from None
     except Exception as error:  # raised by the module's own code
         raise ValueError(

@@ -54,12 +54,12 @@ def _are_finite(tensors: list[Tensor]) -> Tensor:
 def magnitudes(tensors: list[Tensor]) -> list[Tensor]:
     """Return the largest magnitude in each tensor as a 0-dim tensor; NaN if the tensor contains a NaN.
 
-    The tensors must be non-empty and on one device. A sum of squares would not be suitable: it may overflow even if
-    every element is finite.
+    The tensors must be non-empty and on one device. A sum of squares is not used, because it may overflow even if every
+    element is finite.
     """
     if tensors[0].device.type != "cpu":
         return list(torch._foreach_norm(tensors, math.inf))
-    pairs = [torch.aminmax(tensor.detach()) for tensor in tensors]  # a twelfth of the time of the norm on a CPU
+    pairs = [torch.aminmax(tensor.detach()) for tensor in tensors]  # on a CPU, 12 times as fast as the norm
     return [torch.maximum(largest, -least) for least, largest in pairs]
 
 

@@ -172,7 +172,7 @@ def _misfits(rank: int, path: str) -> None:
     model, optimizer = ours("SGD", 2)
     dcp.save({"model": {"shift": torch.zeros(6)}, "optimizer": {"state": {}, "param_groups": []}}, checkpoint_id=path)
     before = everything(model, optimizer)
-    with pytest.raises(ValueError, match=r"missing: first.weight.*no saved parameter group holds"):
+    with pytest.raises(ValueError, match=r"missing: first.weight.*no saved parameter group contains"):
         checkpoint.load_dcp(path, model, optimizer)
     with pytest.raises(ValueError, match="missing: the optimizer"):
         checkpoint.load_dcp(path, model, optimizer, optimizer_key="optim")

@@ -61,7 +61,7 @@ def _capture(rank: int) -> None:
         model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
         optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
         device.captures = True
-        with pytest.raises(RuntimeError, match="forward of the root was called while a CUDA graph"):
+        with pytest.raises(RuntimeError, match="forward of the root was called during the capture of a CUDA graph"):
             integer_loss(model, integer_batch(rank=rank))
         device.captures = False
         loss = integer_loss(model, integer_batch(rank=rank))

@@ -186,7 +186,7 @@ def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path, monkey
     monkeypatch.setattr(sys, "path", [*sys.path])
     for arguments, said in (
         (["plan", "--nodes", "2"], "--layers is missing"),
-        (["plan", "missing:Net", "--nodes", "2"], "there is no module 'missing'"),
+        (["plan", "missing:Net", "--nodes", "2"], "module 'missing' is not on the import path"),
         (["plan", "config.json", "--nodes", "2"], "No such file"),
         (["plan", "mine:Net"], "the number of nodes is unknown"),
         (["plan", "x:y", "--layers", "2", "--nodes", "2"], "either a model or its sizes"),

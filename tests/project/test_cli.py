@@ -85,12 +85,12 @@ def test_a_bad_target_ends_with_2_and_one_sentence(folder: Path) -> None:
     ran = run(folder, "verify", "nowhere.to_be:found")
     assert ran.returncode == 2
     assert ran.stderr.splitlines() == [
-        "layerzero: the model 'nowhere.to_be:found': there is no module 'nowhere' here or among the installed packages"
+        "layerzero: the model 'nowhere.to_be:found': module 'nowhere' is not on the import path"
     ]
 
 
 USAGE = {
-    "no colon": (["mine"], "the model must be given as package.module:name, got 'mine'"),
+    "no colon": (["mine"], "the model must have the form package.module:name, got 'mine'"),
     "no attribute": (["mine:Nothing"], "the model 'mine:Nothing': 'mine' has no 'Nothing'"),
     "not callable": (["mine:three"], "the model 'mine:three' is not callable: its type is int"),
     "import": (["broken:x"], "importing 'broken' failed: No module named 'a_module_that_nobody_has'"),

@@ -7,8 +7,8 @@ A :class:`Transport` provides three kinds of memory:
 - a :class:`SendBuffer` for each accumulator that hop 1 sends
 
 A transport also runs the reduce-scatter of hop 1. :mod:`layerzero.comm.transport.selection` chooses the transport of
-each mesh. The replica axis always uses process groups. Formulas for memory and traffic depend only on
-:class:`TransportTraits`.
+each mesh. The replica axis always uses process groups. Formulas for memory and traffic depend on
+:class:`TransportTraits` only.
 
 [Note: Write rounds]
 A transport may store the shards of all ranks in memory that the peers read at any time. Shards are then written in

@@ -22,7 +22,7 @@ from layerzero.engine.hooks import get_state
 class Heard(logging.Handler):
     lines = 0
     def emit(self, record):
-        Heard.lines += "use exchanges, not shared memory" in record.getMessage()
+        Heard.lines += "use collectives instead of shared memory" in record.getMessage()
 
 logging.getLogger("layerzero").addHandler(Heard())
 torch.set_num_threads(1)
