@@ -293,7 +293,7 @@ class ReferenceModel:
             unit.refresh()
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Return all parameters as full fp32 tensors by name. All ranks must call this."""
+        """Return all parameters as full fp32 tensors by name. All ranks must call this method."""
         full: dict[str, Tensor] = {}
         for unit in self.units:
             flat = _all_gather(_all_gather(unit.master, unit.replica_group), unit.zero3_group)  # [N], fp32

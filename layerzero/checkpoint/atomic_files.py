@@ -2,22 +2,22 @@
 
 [Note: Atomic publication]
 All files of a checkpoint are written into ``.NAME.TOKEN.partial`` and flushed to the disk. The manifest is written
-last. It lists every other file with its size and checksums. The folder is then renamed to ``NAME``. If a process dies
-before the rename, it leaves a folder whose name starts with a dot. Such a folder is never read as a checkpoint, and
-neither is a folder without an intact manifest.
+last. The manifest lists every other file with its size and checksums. The folder is then renamed to ``NAME``. If a
+process dies before the rename, it leaves a folder whose name starts with a dot. Such a folder is never read as a
+checkpoint, and neither is a folder without an intact manifest.
 
 [Note: Concurrent saves to one path]
 A restarted job, or a node that rejoins, may save to a path that another job is saving to. The first rank draws a random
 token for each save and sends the token to the other ranks with the global plan. Therefore no job writes into or removes
-a folder that another job is writing. rename() decides which job gets the name: it fails, on NFS as well, if the target
-is a folder with files. (rename() replaces an empty folder, which loses no data.) A folder is renamed before it is
-removed. A job that tries to publish that folder then fails, instead of publishing a folder that is being deleted.
+a folder that another job is writing. rename() decides which job gets the name: the rename fails if the target is a
+folder with files, also on NFS. (rename() replaces an empty folder, which loses no data.) A folder is renamed before it
+is removed. A job that tries to publish that folder then fails, instead of publishing a folder that is being deleted.
 
 [Note: Replacement of a checkpoint]
-If the file system supports it, a single rename swaps an overwritten checkpoint with the new one. If not (NFS), the old
-checkpoint is first renamed to ``.NAME.TOKEN.replaced``. If publishing the new checkpoint then fails, the old one is
-renamed back. If a process dies between the two renames, ``NAME`` does not exist. While that name is free, the
-``.replaced`` folder counts as a checkpoint: loads find the folder, and it is not removed.
+If the file system supports it, a single rename swaps an overwritten checkpoint with the new one. Otherwise, as on NFS,
+the old checkpoint is first renamed to ``.NAME.TOKEN.replaced``. If publishing the new checkpoint then fails, the old
+checkpoint is renamed back. If a process dies between the two renames, ``NAME`` does not exist. While that name is free,
+the ``.replaced`` folder counts as a checkpoint. Loads find this folder, and other jobs do not remove it.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ __all__ = [
     "write_file",
 ]
 
-_PIECE = 1 << 20  # bytes of a tensor that are hashed and written while they are in the cache
-_AHEAD = 16 << 20  # bytes that are written before their flush to the disk is started
+_PIECE = 1 << 20  # size in bytes of the pieces that are hashed and written while they are in the cache
+_AHEAD = 16 << 20  # number of bytes that are written before their flush to the disk starts
 _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux only
 _HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|replaced)", re.DOTALL)
@@ -199,7 +199,7 @@ def claim_path(partial: Path, path: Path, is_there: Callable[[], bool], *, overw
     """Rename a complete checkpoint to `path` unless that name is taken; see [Note: Concurrent saves to one path].
 
     Args:
-        is_there: function that returns whether the contents of `partial` are now at `path`.
+        is_there: function that returns whether the contents of `partial` are at `path` after the rename.
         overwrite: replace an existing checkpoint at `path`.
 
     Raises:
@@ -265,7 +265,8 @@ def _put_back(replaced: Path | None, partial: Path, path: Path, ours: os.stat_re
     """Move the old checkpoint back to `path` after publishing the new one has failed.
 
     Args:
-        ours: stat result of the new checkpoint's folder. A different folder at `path`, from another job, is not moved.
+        ours: stat result of the new checkpoint's folder. If another job has created a different folder at `path`, this
+            folder is not moved.
     """
     with suppress(OSError):  # if this fails, loads find the old checkpoint under its current name
         if replaced != partial:

@@ -84,11 +84,11 @@ class Buddies:
     a checkpoint. Each rank writes its part into shared memory of its node and sends a copy to a rank of another node.
     The transfer runs in the background, spread over a quarter of the time between two snapshots. After a restart,
     :meth:`load` restores model and optimizer from the last complete snapshot without reading a disk. The restart may
-    use other nodes and another number of ranks.
+    use other nodes and a different number of ranks.
 
     With AdamW, snapshots use 48 N/D bytes of host memory per rank: two snapshots, each with this rank's part and its
-    partner's part. Snapshots remain after processes die. Call :meth:`close` at the regular end of a run to remove
-    the snapshots.
+    partner's part. Snapshots remain in memory after processes die. Call :meth:`close` at the regular end of a run to
+    remove the snapshots.
 
     Args:
         model: from :func:`layerzero.shard_model`.
@@ -148,9 +148,11 @@ class Buddies:
         self._hurries = threading.Event()  # set while a caller waits for the transfer in flight
 
     def snapshot(self, extra: object = None) -> None:
-        """Take a snapshot of the current state. All ranks must call this, between ``optimizer.step()`` and a backward.
+        """Take a snapshot of the current state.
 
-        The call first waits for the previous snapshot, and returns after this rank's part has been copied. The copy is
+        All ranks must call this method between ``optimizer.step()`` and a backward.
+
+        The call first waits for the previous snapshot and returns after this rank's part has been copied. The copy is
         sent in the background. If a snapshot fails, the next step warns, and the previous snapshot is kept.
 
         Args:
@@ -210,11 +212,14 @@ class Buddies:
             pending.wait()
 
     def close(self) -> None:
-        """Wait for the last snapshot and remove all snapshots of the run on all nodes. All ranks must call this."""
+        """Wait for the last snapshot and remove all snapshots of the run on all nodes.
+
+        All ranks must call this method.
+        """
         self._finish()
-        all_gather_text(self._comm, "")  # barrier: no rank uses the snapshots after this
+        all_gather_text(self._comm, "")  # barrier: no rank uses the snapshots after this line
         self._groups.release()
-        shutil.rmtree(self.folder, ignore_errors=True)  # other ranks of the node remove it at the same time
+        shutil.rmtree(self.folder, ignore_errors=True)  # other ranks of the node remove the folder at the same time
 
     def _finish(self) -> None:
         self._hurries.set()
@@ -245,7 +250,7 @@ class Buddies:
         return _SnapshotJob(here, record, chunks, state)
 
     def _exchange(self, job: _SnapshotJob) -> None:
-        """Exchange files with the partners and publish the snapshot. This runs in a background thread."""
+        """Exchange files with the partners and publish the snapshot. This method runs in a background thread."""
         comm, folder = self._comm, job.here.folder
         try:
             first = job.state.document if comm.rank == 0 else None
@@ -290,9 +295,9 @@ class Buddies:
     def load(self, *, strict: bool = True, newer_than: str | os.PathLike[str] | None = None) -> Resumed | None:
         """Load the last complete snapshot into model and optimizer; return None if no snapshot can be loaded.
 
-        All ranks must call this. Each rank reads its rows from the shared memory of its node and verifies their
-        checksums. Files that the node lacks are received from other nodes. If a snapshot is damaged, a warning is
-        logged and the previous snapshot is tried.
+        All ranks must call this method. Each rank reads its rows from the shared memory of its node and verifies their
+        checksums. Files that the node lacks are received from other nodes. If a snapshot is damaged, the method logs a
+        warning and tries the previous snapshot.
 
         Args:
             strict: as for :func:`load`.
@@ -347,7 +352,7 @@ class _SnapshotJob:
     """One snapshot in progress.
 
     Attributes:
-        chunks: for each tensor in this rank's file: key, dtype, full shape, offsets, sizes.
+        chunks: (key, dtype, full shape, offsets, sizes) of each tensor in this rank's file.
     """
 
     here: SnapshotPart
@@ -357,7 +362,8 @@ class _SnapshotJob:
 
 
 def _partners(nodes: Sequence[str], rank: int) -> tuple[int | None, int | None]:
-    """Return the rank that this rank sends its part to and the rank that it receives from; two None on a single node.
+    """Return the rank that this rank sends its part to and the rank that it receives from; two None values on a single
+    node.
 
     The ranks are sorted by node. The partner is n positions away in this order, where n is the number of ranks on the
     largest node. Therefore the partner is on another node, unless the largest node has more than half of the ranks.
@@ -383,7 +389,7 @@ def _document(told: Sequence[Sequence[Any]]) -> dict[str, Any]:
 
 
 def _table(records: Sequence[FileRecord], told: Sequence[Sequence[Any]]) -> dict[str, StoredTensor]:
-    """Return all tensors by key, with the files of their chunks. If a chunk has copies, the first copy is used."""
+    """Return all tensors by key, with the file of each chunk. If a chunk has several copies, use the first one."""
     found: dict[str, tuple[str, list[int], dict[tuple[int, ...], tuple[str, tuple[int, ...], tuple[int, ...]]]]] = {}
     for record, (_, chunks, *_) in zip(records, told, strict=True):
         for key, dtype, shape, offsets, sizes in chunks:

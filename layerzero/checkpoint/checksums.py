@@ -3,7 +3,8 @@
 [Note: Purpose of checksums]
 Disks, networks and truncated copies change bytes by accident. Any good 128-bit hash detects such changes. XXH3-128,
 from the package xxhash, is so fast that its cost is negligible compared with that of the disk. Checksums do not protect
-against an attacker, who can also replace the checksums. A cryptographic hash would not protect against that either.
+against an attacker, who can also replace the checksums. A cryptographic hash would not protect against such an attack
+either.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from layerzero.checkpoint.safe_json import CheckpointError
 
 __all__ = ["ByteRange", "ChecksumScheme", "ChunkHasher", "checksums_of", "read_pieces"]
 
-CHUNK = 8 << 20  # bytes that reading one row reads at least; a terabyte of files has 4 MB of checksums
+CHUNK = 8 << 20  # size of a chunk in bytes; a terabyte of files has 4 MB of checksums
 _SMALLEST = 1 << 20  # smallest chunk size that is accepted, because each chunk costs memory
-_STEP = 512 << 10  # bytes that are hashed while they are in the cache
+_STEP = 512 << 10  # size in bytes of the pieces that are hashed while they are in the cache
 _THREADS = 4  # threads that read and hash in parallel
 _XXH3, _SHA256 = "xxh3-128", "sha256"
 _WIDTHS = {_XXH3: 32, _SHA256: 64}  # hexadecimal digits of one checksum

@@ -1,4 +1,5 @@
-"""Collection of the state that a save writes (model, optimizer, the user's ``extra``), and agreement of all ranks."""
+"""Collection of the state that a save writes (model, optimizer and ``extra``), and a check that all ranks agree on
+it."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ class CollectedState(NamedTuple):
     """The state that one rank saves.
 
     Attributes:
-        document: nested values, equal on all ranks, except for entries that are read from the first rank only.
-        tensors: by key, the tensors that this rank writes: its shards, and the unsharded tensors that no other rank
-            writes.
+        document: nested values. They are equal on all ranks, except for entries that are read from the first rank only.
+        tensors: by key, the tensors that this rank writes. These are its shards and the unsharded tensors that no other
+            rank writes.
         own: this rank's :class:`PerRank` values, and its own entries of :class:`MergedValue`.
         digests: by path, digests of all values that must be equal on all ranks.
         bad: names of tensors with non-finite values.

@@ -24,7 +24,7 @@ __all__ = ["StoredTensor", "check_document", "check_tensors", "check_topology", 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One full tensor of a checkpoint and the chunks that it was cut into.
+    """One full tensor of a checkpoint and the chunks that it was split into.
 
     Attributes:
         chunks: (file, offsets, sizes) of every chunk.
@@ -36,7 +36,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full tensor."""
+        """Size of the full tensor in bytes."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
@@ -48,14 +48,16 @@ def check_topology(topology: Mapping[str, Any]) -> None:
 
 
 def num_saving_ranks(topology: Mapping[str, int]) -> int | None:
-    """Return the number of ranks that saved, including model-parallel ranks; None if it is unknown."""
+    """Return the number of ranks that saved, including model-parallel ranks, or None if the number is unknown."""
     return topology.get("ranks", topology.get("data_parallel"))
 
 
 def check_tensors(tensors: Mapping[str, StoredTensor], file_sizes: Mapping[str, int]) -> None:
-    """Check that the chunks of each tensor cover it without gaps, and that each file is large enough for its chunks.
+    """Check that the chunks of each tensor cover the tensor without gaps, and that each file is large enough for its
+    chunks.
 
-    Chunks are consecutive ranges of rows. A tensor may first be cut along one more dim, and each part then into rows.
+    Chunks are consecutive ranges of rows. A tensor may first be split along one more dim. Each part is then split into
+    rows.
 
     Raises:
         ValueError: a check fails; the message names the tensor or the file.
@@ -67,7 +69,7 @@ def check_tensors(tensors: Mapping[str, StoredTensor], file_sizes: Mapping[str, 
             raise ValueError(f"{key} has the invalid shape {list(shape)}")
         if not shape and len(tensor.chunks) != 1:
             raise ValueError(f"{key} is a scalar, but has {len(tensor.chunks)} chunks instead of one")
-        columns: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}  # rows so far
+        columns: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}  # number of rows so far
         for file, offsets, sizes in sorted(tensor.chunks, key=lambda chunk: chunk[1:]):
             if file not in file_sizes:
                 raise ValueError(f"{key} is in the file {file!r}, which is not in the manifest")

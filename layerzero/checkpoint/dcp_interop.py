@@ -119,7 +119,7 @@ class _DcpFiles:
 
 
 def _tree(source: FileSystemReader, metadata: Metadata, wanted: tuple[str, str]) -> dict[str, Any]:
-    """Return the values under the `wanted` keys, nested as in the checkpoint, with references in place of tensors."""
+    """Return the values under the `wanted` keys, nested as in the checkpoint. References replace the tensors."""
     paths = metadata.planner_data or {key: tuple(key.split(".", 1)) for key in metadata.state_dict_metadata}
     entries = {key: entry for key, entry in metadata.state_dict_metadata.items() if paths[key][0] in wanted}
     values: dict[str, Any] = {key: None for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)}
@@ -151,7 +151,7 @@ class _Placeholder(Tensor):
 
 
 def reader(path: str | os.PathLike[str], *, verify: bool = True) -> StorageReader:
-    """Return a ``StorageReader`` for ``torch.distributed.checkpoint.load``, for FSDP2 and for plain models.
+    """Return a ``StorageReader`` for ``torch.distributed.checkpoint.load`` into FSDP2 models and plain models.
 
     The names are those of ``{"model": model.state_dict(), "optimizer": optimizer_state, "extra": extra}``, flattened by
     torch. The optimizer state is keyed by parameter name, as in ``torch.distributed.checkpoint.state_dict``.

@@ -63,7 +63,7 @@ __all__ = [
 ]
 
 CONTENTS = "contents.json"
-_PIECE = 64 << 20  # bytes of a tensor that are in memory at once while it is read
+_PIECE = 64 << 20  # maximum number of bytes of a tensor that are in memory at once during a read
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class CheckpointContents:
     """Contents of ``contents.json``.
 
     Attributes:
-        topology: sizes of the run that saved: ``data_parallel``, ``zero3_size``, and ``ranks`` if there were more
-            ranks than ``data_parallel``.
+        topology: sizes of the run that saved. The keys are ``data_parallel`` and ``zero3_size``, and also ``ranks`` if
+            there were more ranks than ``data_parallel``.
         document: model, optimizer and ``extra``, as encoded by :class:`layerzero.checkpoint.json_codec.Encoder`.
         tensors: by key, the tensors that `document` refers to.
     """
@@ -161,7 +161,7 @@ class SafetensorsWriter(StorageWriter):
         self._document = document
         self._own = own
         self._sequence = sequence
-        self._finite = finite  # of this rank; on the first rank, of all ranks after the global plan
+        self._finite = finite  # for this rank; on the first rank, for all ranks after the global plan
         self._overwrite = overwrite
         self._reads_back = reads_back
 
@@ -190,7 +190,10 @@ class SafetensorsWriter(StorageWriter):
         return partial_path(self._path, self._token)
 
     def discard(self) -> None:
-        """Remove the files written so far. Call this on the first rank, after all ranks know that the save failed."""
+        """Remove the files written so far.
+
+        Call this method on the first rank, after all ranks know that the save failed.
+        """
         if self._token is not None:
             remove(self._partial)
 
@@ -245,7 +248,7 @@ class SafetensorsReader(StorageReader):
     """StorageReader of one verified checkpoint.
 
     Args:
-        names: key of each tensor, by flat name; None: the names equal the keys.
+        names: key of each tensor, by flat name. If it is None, the names equal the keys.
         values: values that are not tensors, by flat name, for loads through torch.distributed.checkpoint.
     """
 
@@ -343,7 +346,7 @@ def check_entry(
 def pieces(
     tensors: Any, key: str, shape: Sequence[int], dtype: torch.dtype, *, box: Sequence[slice] = ()
 ) -> Iterator[Tensor]:
-    """Yield a tensor of an opened file, or its region `box`, in row ranges of at most 64 MiB (or one row)."""
+    """Yield a tensor of an opened file, or its region `box`in row ranges of at most 64 MiB or one row."""
     if not shape:
         yield tensors.get_tensor(key)
         return

@@ -1,4 +1,4 @@
-"""Encoding of nested values as JSON and tensors, and decoding. Unlike unpickling, decoding executes no code.
+"""Encoding of nested values as JSON and tensors, and decoding. In contrast to unpickling, decoding executes no code.
 
 JSON has no tuples, integer keys or infinities. Such a value becomes an object with a key that starts with ``$``:
 
@@ -69,7 +69,7 @@ class PerRank:
 
 @dataclass(frozen=True)
 class MergedValue:
-    """A dict or list with common entries of all ranks and own entries of this rank.
+    """A dict or list that contains entries common to all ranks and own entries of this rank.
 
     The checkpoint contains the common entries and the own entries of all ranks.
     """
@@ -94,7 +94,7 @@ class Encoder:
     """
 
     rank: int
-    name_of: Callable[[LocalShard], str]  # name of the parameter whose sharding a tensor has
+    name_of: Callable[[LocalShard], str]  # function that returns the name of the parameter whose sharding a tensor has
     is_rank_local: Callable[[str], bool] = lambda name: False
     tells: bool = True
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class Encoder:
 
     def encode_tree(self, value: Any, path: str) -> Any:
         """Encode a user's value. Raises TypeError like :meth:`encode`, or if the value is nested too deeply to load."""
-        most = DEPTH // 2 - 2  # an own value can be nested as deeply again
+        most = DEPTH // 2 - 2  # each own value may add the same depth again
         try:
             encoded = self.encode(value, path)
             too_deep = any(is_deeper(tree, most) for tree in (encoded, *self.own))
@@ -255,7 +255,7 @@ class Decoder:
 
     Attributes:
         tensor: function that returns the tensor stored under a key.
-        rank: the rank whose :class:`PerRank` values are used; None: they are decoded as None.
+        rank: the rank whose :class:`PerRank` values are used. If it is None, these values are decoded as None.
     """
 
     tensor: Callable[[str], Tensor]

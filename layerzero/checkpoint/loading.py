@@ -37,13 +37,14 @@ def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = 
     """Load a checkpoint into a sharded model and optimizer.
 
     Each rank reads its own rows and verifies their checksums before it changes the model or the optimizer. All
-    data-parallel ranks must call this. The number of ranks, `zero3_size` and units may differ from those of the save.
+    data-parallel ranks must call this function. The number of ranks, `zero3_size` and units may differ from those of
+    the save.
 
     Args:
         path: path of a checkpoint of :func:`save` or :func:`save_async`, or the result of :func:`latest`.
-        optimizer: None skips the optimizer state in the checkpoint. Each parameter group loads the hyperparameters
-            that its parameters were saved with, even if the parameters were grouped differently.
-        strict: False loads the tensors that match and warns about the others.
+        optimizer: If it is None, the optimizer state in the checkpoint is skipped. Each parameter group loads the
+            hyperparameters that its parameters were saved with, even if the parameters were grouped differently.
+        strict: if False, load the tensors that match and warn about the others.
 
     Returns:
         The saved ``extra``. Its tensors are on the CPU. Its sharded tensors have the sharding of the current model.
@@ -52,7 +53,7 @@ def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = 
         FileNotFoundError: `path` does not exist.
         CheckpointError: the checkpoint is incomplete or damaged; the message names the file. The model and the
             optimizer are unchanged, unless a file was verified once but could not be read a second time. The message
-            then reports this, and model and optimizer cannot be used until a load succeeds.
+            then reports this failure, and the model and the optimizer cannot be used until a load succeeds.
         ValueError: names, shapes or dtypes do not match; the message lists or counts the mismatches. The model and the
             optimizer are unchanged.
 
@@ -72,12 +73,12 @@ def prepare_load(
     strict: bool = True,
     apart: RankLocalNames | None = None,
 ) -> PreparedLoad:
-    """Read and check a checkpoint for :func:`load`, without changing model or optimizer.
+    """Read and check a checkpoint for :func:`load`, without changing the model or the optimizer.
 
     The function raises unless the checks pass on all ranks.
 
     Args:
-        apart: the names passed to the save; None: all ranks have the same parameters.
+        apart: the names passed to the save. If it is None, all ranks have the same parameters.
     """
     path = Path(path)
 
@@ -100,7 +101,7 @@ class Source(Protocol):
     twice: bool
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
-        """Fill `tensors` except those in `in_place`, which :meth:`reread` fills. All ranks must call this."""
+        """Fill `tensors` except those in `in_place`, which :meth:`reread` fills. All ranks must call this method."""
 
     def reread(self) -> None:
         """Fill the tensors whose keys were in `in_place`."""
@@ -173,7 +174,10 @@ class PreparedLoad:
     path: str
 
     def commit(self) -> Any:
-        """Write the values into model and optimizer; return ``extra``. All data-parallel ranks must call this."""
+        """Write the values into the model and the optimizer; return ``extra``.
+
+        All data-parallel ranks must call this method.
+        """
         extra = _commit(self.runtime, self.optimizer, self.source, self.restore, self.path)
         if self.restore.problems and self.runtime.ranks.is_first:
             said = printable(self.restore.summary())
@@ -184,7 +188,10 @@ class PreparedLoad:
 def _commit(
     runtime: LayerZeroState, optimizer: ShardedOptimizer | None, source: Source, restore: RestorePlan, path: str
 ) -> Any:
-    """Write the values into model and optimizer; return ``extra``. After a failure, both may be partly loaded."""
+    """Write the values into the model and the optimizer; return ``extra``.
+
+    After a failure, either may be partly loaded.
+    """
     extra: Any = None
     failure: Exception | None = None
     try:

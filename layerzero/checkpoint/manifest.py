@@ -1,4 +1,5 @@
-"""Manifest of a checkpoint: names, sizes and checksums of its other files, and its position in the order of saves."""
+"""Manifest of a checkpoint: names, sizes and checksums of the other files, and the position of the checkpoint in the
+order of saves."""
 
 from __future__ import annotations
 
@@ -36,14 +37,14 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Records of all other files of a checkpoint, and its position in the order of saves.
+    """Records of all other files of a checkpoint, and the position of the checkpoint in the order of saves.
 
     Attributes:
         scheme: checksum scheme of all files.
         sequence: number that increases with every save into a folder. :func:`layerzero.checkpoint.latest` returns the
             checkpoint with the largest number.
         token: token of the save; see [Note: Concurrent saves to one path] in atomic_files.py.
-        finite: whether all trained tensors were finite; None if that was not checked.
+        finite: whether all trained tensors were finite, or None if the values were not checked.
     """
 
     folder: Path
@@ -55,10 +56,11 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str], *, parts: bool = False) -> Manifest:
-        """Read the manifest of the checkpoint at `folder`, and check that its other files exist with the right sizes.
+        """Read the manifest of the checkpoint at `folder`, and check that the other files exist and have the recorded
+        sizes.
 
         Args:
-            parts: do not check the other files, because `folder` may lack some of them.
+            parts: if True, do not check the other files, because `folder` may lack some of them.
 
         Raises:
             FileNotFoundError: `folder` does not exist.
@@ -150,7 +152,10 @@ class Manifest:
         read_pieces(path, record.size, record.sums, self.scheme, pieces)
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Verify every byte of the named files; None: of all files. Raises CheckpointError if a file is damaged."""
+        """Verify every byte of the named files, or of all files if `names` is None.
+
+        Raises CheckpointError if a file is damaged.
+        """
         for name in self.files if names is None else names:
             self.read_pieces(name, [ByteRange(0, self.files[name].size, None)])
 
@@ -167,7 +172,7 @@ def _optional(content: Mapping[str, Any]) -> tuple[str, ...]:
 def manifest_text(known: Mapping[str, Any]) -> bytes:
     """Return the contents of a manifest file with the entries `known`.
 
-    The contents are a unique function of the entries. Any different byte on the disk is therefore damage.
+    The contents are a unique function of the entries. Therefore any differing byte on the disk is damage.
     """
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
     return json.dumps({**known, "sha256": digest}, sort_keys=True, indent=1).encode() + b"\n"

@@ -1,11 +1,11 @@
-"""Check that an optimizer can continue from a checkpoint: settings of its groups and states of its parameters.
+"""Check that an optimizer can continue from the group settings and parameter states in a checkpoint.
 
 [Note: Trial of the optimizer state]
 Optimizer classes do not declare which state they store for a parameter, or which entries may be missing. A trial step
-determines this. It steps a small parameter with the settings of the checkpoint, because the state depends on settings
-such as ``amsgrad`` and ``momentum``. If an entry is a number or a tensor of the parameter's shape after the trial, the
-checkpoint must have the same kind of entry. An entry that is None or missing in the checkpoint is accepted if a step
-from such a state succeeds. Other entries of the checkpoint are not checked.
+determines these entries. The trial steps a small parameter with the settings of the checkpoint, because the state
+depends on settings such as ``amsgrad`` and ``momentum``. If an entry is a number or a tensor of the parameter's shape
+after the trial, the checkpoint must have the same kind of entry. An entry that is None or missing in the checkpoint is
+accepted if a step from such a state succeeds. Other entries of the checkpoint are not checked.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class GroupCompatibility:
             return self._state_after_a_step(self._inner, {**group, "params": []}, ndim), None
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-        try:  # with the parameters of the group, because some optimizers create the state in the constructor
+        try:  # pass the parameters of the group, because some optimizers create the state in the constructor
             return self._state_after_a_step(self._inner, {**group, "params": self._group["params"]}, ndim), None
         except Exception:
             return None, failure

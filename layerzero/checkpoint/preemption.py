@@ -1,8 +1,8 @@
-"""Clean exit after a preemption signal: all ranks stop after the same step, with a checkpoint, within a deadline.
+"""Clean exit after a preemption signal. All ranks save a checkpoint after the same step and stop before a deadline.
 
 [Note: Delayed agreement]
 A signal may arrive on some ranks only, and at any time. At each query, every rank sends whether it has received the
-signal, and reads the messages of the previous query, which have usually arrived. Ranks therefore rarely wait, and all
+signal and reads the messages of the previous query, which have usually arrived. Ranks therefore rarely wait, and all
 ranks get the same answer at the same point of the program. Messages are sent along one mesh axis after the other, and
 each axis needs one query (:class:`LateMaximum`).
 
@@ -14,8 +14,8 @@ later request uses the descriptor of an earlier request whose handler is still s
 
 [Note: Forked processes]
 A forked process inherits the handlers and the wakeup file descriptor, so a signal to a worker process would also affect
-its parent. Therefore requests are closed in a child right after the fork. This restores the previous handler in the
-child.
+its parent. Therefore requests are closed in a child right after the fork. Closing a request restores the previous
+handler in the child.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ __all__ = ["LeaveRequest", "on_signal"]
 def on_signal(
     signum: int, model: nn.Module, *, deadline: float | None = None, exit_code: int | None = None
 ) -> LeaveRequest:
-    """Set a handler with which a signal requests a clean exit instead of ending the process.
+    """Set a handler, so that a signal requests a clean exit instead of ending the process.
 
-    All data-parallel ranks must call this from the main thread, and then call :meth:`LeaveRequest.asked` at the same
-    points of the loop. A signal to a single rank suffices.
+    All data-parallel ranks must call this function from the main thread and then call :meth:`LeaveRequest.asked` at the
+    same points of the loop. A signal to a single rank suffices.
 
     Args:
         signum: signal number, such as ``signal.SIGTERM``, which launchers and schedulers send before ``SIGKILL``.
         model: from :func:`layerzero.shard_model`.
-        deadline: seconds from the signal until the process is ended, regardless of its state. None: no deadline.
+        deadline: seconds from the signal until the process is ended, regardless of its state. If it is None, there is
+            no deadline.
         exit_code: exit code of the process. Default: 128 + `signum`, as if the signal had ended the process.
 
     Example::
@@ -75,7 +76,7 @@ def on_signal(
 
 
 class LeaveRequest:
-    """Handler of one signal, created by :func:`on_signal`. It is a context manager that closes on exit."""
+    """Handler of one signal, created by :func:`on_signal`. The request is a context manager that closes on exit."""
 
     def __init__(self, signum: int, model: nn.Module, deadline: float | None, exit_code: int) -> None:
         self._runtime = get_state(model)
@@ -102,7 +103,7 @@ class LeaveRequest:
         os.register_at_fork(after_in_child=partial(_close_in_child, weakref.ref(self)))
 
     def asked(self) -> bool:
-        """Return whether any rank has received the signal. All ranks must call this and get the same answer.
+        """Return whether any rank has received the signal. All ranks must call this method and get the same answer.
 
         The third query after the signal returns True at the latest. If all ranks are in one ZeRO-3 group, or every
         ZeRO-3 group has one rank, the second query returns True. See [Note: Delayed agreement].
@@ -122,14 +123,17 @@ class LeaveRequest:
         return self._agreed
 
     def leave(self) -> NoReturn:
-        """Wait for a background save, then end the process with the exit code. Raises SystemExit."""
+        """Wait for a background save, then end the process and return the exit code to the launcher.
+
+        Raises SystemExit.
+        """
         self._start_deadline()
         self._settle()
         finish_pending(self._runtime)
         sys.exit(self._exit_code)
 
     def close(self) -> None:
-        """Restore the previous signal handler and cancel the deadline. All ranks must call this."""
+        """Restore the previous signal handler and cancel the deadline. All ranks must call this method."""
         self._release()
         self._in_time.set()
         self._settle()
@@ -138,7 +142,7 @@ class LeaveRequest:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._release()  # local, without other ranks; after an exception, a running deadline is not cancelled
+        self._release()  # no other ranks take part; after an exception, a running deadline is not cancelled
         if kind is None:
             self.close()
 
@@ -154,7 +158,7 @@ class LeaveRequest:
 
     @property
     def before(self) -> Any:
-        """Handler that was set before this one. Handlers of closed requests are skipped."""
+        """Handler that was set before this request's handler. Handlers of closed requests are skipped."""
         before = self._before
         request = getattr(before, "__self__", None)
         return request.before if isinstance(request, LeaveRequest) and not request._handles else before
@@ -165,7 +169,7 @@ class LeaveRequest:
 
     @property
     def wakeups(self) -> _Wakeups | None:
-        """Listener of the wakeup file descriptor while this request is open; None afterwards."""
+        """Listener of the wakeup file descriptor while this request is open; None after :meth:`close`."""
         return self._wakeups if self._handles else None
 
     def _settle(self) -> None:
@@ -178,7 +182,10 @@ class LeaveRequest:
         self._start_deadline()
 
     def handle_signal(self, signum: int) -> None:
-        """Start the deadline if `signum` is this request's signal. The thread that reads wakeup bytes calls this."""
+        """Start the deadline if `signum` is this request's signal.
+
+        The thread that reads wakeup bytes calls this method.
+        """
         if signum == self._signum:
             self._start_deadline()
 
@@ -242,7 +249,7 @@ class _Wakeups:
         self.requests.remove(request)
         if not self.requests:
             found = signal.set_wakeup_fd(-1)
-            if found != self._written.fileno():  # other code has set it since
+            if found != self._written.fileno():  # other code has set the descriptor since
                 signal.set_wakeup_fd(found)
             self._written.close()  # ends the thread
 

@@ -26,7 +26,7 @@ from layerzero.dtensor.local_shard import LocalShard, plain
 __all__ = ["find_safetensors", "load_safetensors"]
 
 _INDEX = ".safetensors.index.json"
-_SAMPLES, _SAMPLE = 16, 4096  # positions in a file, and bytes at each
+_SAMPLES, _SAMPLE = 16, 4096  # positions in a file, and number of bytes read at each position
 _DTYPE_NAMED = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -40,14 +40,14 @@ def load_safetensors(
     """Load the safetensors files of a full model into a sharded model, which may have been built on ``meta``.
 
     Each rank reads its own rows from the files. No data is sent, and no rank allocates the full model or a full sharded
-    tensor. All data-parallel ranks must call this with the same files. A tied parameter may be stored under only one of
-    its names. Files do not contain non-persistent buffers (rotary tables). `param_init_fn` of
+    tensor. All data-parallel ranks must call this function with the same files. A tied parameter may be stored under
+    only one of its names. Files do not contain non-persistent buffers, such as rotary tables. `param_init_fn` of
     :func:`layerzero.shard_model` must initialize these buffers.
 
     Args:
         source: a folder that has ``model.safetensors`` or an index of several files; an index file; or the safetensors
             files.
-        strict: False loads the tensors that match and warns about the others.
+        strict: if False, load the tensors that match and warn about the others.
         rename: maps a name in the files to the name in the model's ``state_dict()``.
 
     Raises:
@@ -117,7 +117,7 @@ class _FullFiles:
     twice = True
 
     def __init__(self, files: Sequence[Path], rename: Callable[[str], str] | None) -> None:
-        self._place: dict[str, tuple[Path, str]] = {}  # by key: the file, and the name in it
+        self._place: dict[str, tuple[Path, str]] = {}  # by key: the file, and the name in that file
         stored: dict[str, StoredTensor] = {}
         for path in files:
             with opened(path) as tensors:
@@ -163,7 +163,7 @@ class _FullFiles:
 def _sample(path: Path) -> tuple[int, str]:
     """Return the size of a file in bytes and a digest of samples of its contents.
 
-    The samples suffice to tell apart two training runs of the same model.
+    The samples suffice to distinguish two training runs of the same model.
     """
     size, digest = path.stat().st_size, hashlib.sha256()
     with open(path, "rb") as file:
@@ -174,7 +174,7 @@ def _sample(path: Path) -> tuple[int, str]:
 
 
 def _rows(file: Any, name: str, tensor: Tensor, stored: StoredTensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs: a part of this rank's memory of `tensor`, and the stored values of that part."""
+    """Yield (slice of this rank's rows of `tensor`, stored values for that slice) pairs."""
     memory = plain(tensor)
     local = tensor._local_tensor if isinstance(tensor, DTensor) else None
     if not memory.numel():  # for instance a sharded scalar on ranks that do not hold it

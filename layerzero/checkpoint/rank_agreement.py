@@ -1,4 +1,5 @@
-"""Checks and errors that saves and loads share: valid arguments, agreement of all ranks, and translation of errors."""
+"""Checks and errors shared by saves and loads: validity of arguments, agreement of all ranks, and translation of
+errors."""
 
 from __future__ import annotations
 

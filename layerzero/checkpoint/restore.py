@@ -1,15 +1,15 @@
-"""Plan and commit of a load: all checks come before the first read, and all reads before the first write.
+"""Plan and commit of a load. All checks precede the first read, and all reads precede the first write.
 
 [Note: Checks before changes]
 A load compares every name, shape and dtype with the table of the checkpoint. Then each rank reads every byte that it
-needs and verifies the checksums. Values that need new memory in any case are kept. All other values are read through a
-small buffer and discarded. The load changes the model and the optimizer only after this succeeds on all ranks. Masters
-and optimizer state with existing memory are then read a second time, directly into that memory and most likely from the
-page cache, and verified again. Reading into new memory first would be slower than this second read, and would need as
-much extra memory as the state.
+needs and verifies the checksums. Values that need new memory are kept. All other values are read through a small buffer
+and discarded. The load changes the model and the optimizer only after these reads succeed on all ranks. Masters and
+optimizer state with existing memory are then read and verified a second time. This second read writes directly into
+that memory and most likely reads from the page cache. Reading into new memory first would be slower than the second
+read and would need as much extra memory as the state.
 
-One failure remains possible: the second read of a file fails although the first succeeded. The changes can then not be
-undone. The load raises on all ranks, and model and optimizer cannot be used until a load succeeds.
+The second read of a file may still fail although the first read succeeded. The changes can then not be undone. The load
+raises on all ranks, and the model and the optimizer cannot be used until a load succeeds.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RestorePlan:
     """Changes that loading a checkpoint makes, determined before any tensor is read.
 
     Args:
-        rank: rank of this process if the same number of ranks saved the checkpoint; otherwise None.
+        rank: rank of this process if the same number of ranks saved the checkpoint, otherwise None.
         twice: whether the source can be read a second time, into memory of the model and the optimizer.
         apart: names under which other ranks have different parameters. The checkpoint has the parameters of all ranks.
 
@@ -79,7 +79,7 @@ class RestorePlan:
         apart: RankLocalNames | None = None,
     ) -> None:
         self.problems: list[str] = []
-        self._differ, self._count = 0, 0  # number of tensors of the model that do not match, and of all tensors
+        self._differ, self._count = 0, 0  # numbers of tensors: without a match, and in total
         self.tensors: dict[str, Tensor] = {}
         self._runtime = runtime
         self._optimizer = optimizer
@@ -90,7 +90,7 @@ class RestorePlan:
         self._rank = rank
         self._landings: list[_ReadTarget] = []
         self._uses: dict[str, list[RowShardSpec | None]] = {}  # by key: sharding of each use; None: full
-        self._homes: dict[str, Tensor] = {}  # by key: memory of this rank that its rows are loaded into
+        self._homes: dict[str, Tensor] = {}  # by key: memory of this rank that the rows are loaded into
         self._twins: list[tuple[str, str, str, str]] = []  # tied here, stored separately: names and keys of both
         self._parts: dict[int, tuple[str, str]] = {}  # by id, inner tensors of subclasses: name and key
         self._states: list[tuple[nn.Module, Any]] = []  # extra states, encoded
@@ -147,7 +147,7 @@ class RestorePlan:
         self.problems += [f"unexpected: {name}" for name in unexpected if not self._names.apart.is_elsewhere(name)]
 
     def _plan_parts(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
-        """Plan the load of an unsharded subclass tensor: all of its inner tensors, or none if one does not match."""
+        """Plan the load of all inner tensors of an unsharded subclass tensor, or of none if any does not match."""
         name, entry = names[0], stored[names[0]]
         if (told := flatten_subclass(name, target)) is None:
             self.problems.append(
@@ -298,7 +298,7 @@ class RestorePlan:
         """Record that this rank needs the stored tensor `key`.
 
         Args:
-            span: sharding of the rows that this rank needs; None: the full tensor.
+            span: sharding of the rows that this rank needs. If it is None, the rank needs the full tensor.
             home: existing memory that the rows can be loaded into.
         """
         self._uses.setdefault(key, []).append(span)
@@ -308,8 +308,8 @@ class RestorePlan:
     def _can_hold(self) -> frozenset[str]:
         """Return the keys of the tensors that can be read in place.
 
-        Such a tensor is used once, and the stored bytes can be read into its memory without conversion. The result is
-        empty if the memory of two such tensors overlaps.
+        The plan uses such a tensor once, and the stored bytes can be read into its memory without conversion. The
+        result is empty if the memory of two such tensors overlaps.
         """
         able: list[tuple[int, int, str]] = []  # start and end of its memory
         for key, home in self._homes.items():
@@ -321,7 +321,10 @@ class RestorePlan:
         return frozenset(key for _, _, key in able) if apart else frozenset()
 
     def _memory(self, key: str, spans: list[RowShardSpec | None]) -> Tensor:
-        """Return the tensor to read `key` into: sharded if all uses have the same sharding, otherwise full."""
+        """Return the tensor to read `key` into.
+
+        The tensor is sharded if all uses have the same sharding, otherwise full.
+        """
         stored, first = self._stored[key], spans[0]
         if first is None or not all(span is not None and span.same_sharding(first) for span in spans):
             return torch.empty(stored.shape, dtype=stored.dtype)
@@ -335,7 +338,10 @@ class RestorePlan:
         return self.tensors.get(key)
 
     def _rows(self, key: str, target: Tensor | ManagedParam) -> Tensor:
-        """Return the values that were read for `target`, as a plain tensor; this rank's rows if it is sharded."""
+        """Return the values that were read for `target` as a plain tensor.
+
+        If `target` is sharded, return this rank's rows.
+        """
         tensor = self.tensors[key]
         if isinstance(target, ManagedParam) and not isinstance(tensor, DTensor):
             return rows_of(tensor, target.spec)
@@ -359,7 +365,7 @@ class RestorePlan:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Write all tensors that were not read in place, and the optimizer state. All ranks must call this."""
+        """Write all tensors that were not read in place, and the optimizer state. All ranks must call this method."""
         for key in self.in_place:
             increment_version(self._homes[key])  # autograd graphs that saved it are invalid
         for landing in self._landings:

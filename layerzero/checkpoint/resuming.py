@@ -2,7 +2,7 @@
 
 [Note: Renaming of damaged checkpoints]
 If a damaged checkpoint has the name of a later save, every resumed run would fail at that save. Therefore the damaged
-checkpoint is renamed, to a name that is never read or removed. The rename happens only after an earlier checkpoint has
+checkpoint receives a new name, which is never read or removed. The rename happens only after an earlier checkpoint has
 been loaded. If no checkpoint can be loaded, another cause is more likely, such as the file system, and no checkpoint is
 renamed. A checkpoint that was skipped because of non-finite values is also renamed if it is newer than the loaded one.
 """
@@ -51,17 +51,17 @@ def load_latest(
 ) -> Resumed | None:
     """Load the newest valid checkpoint of a folder with :func:`load`.
 
-    All ranks try the same checkpoint. If it is damaged on any rank, all ranks try the previous checkpoint. After a
-    checkpoint has been loaded, damaged checkpoints are renamed, so that later saves can use their names. A warning is
-    logged, and no checkpoint is removed. Checkpoints with non-finite values are tried last. They are also renamed if an
-    older checkpoint is loaded.
+    All ranks try the same checkpoint. If that checkpoint is damaged on any rank, all ranks try the previous checkpoint.
+    After a checkpoint has been loaded, damaged checkpoints are renamed, so that later saves can use their names. The
+    function logs a warning and removes no checkpoint. Checkpoints with non-finite values are tried last. Such
+    checkpoints are also renamed if an older checkpoint is loaded.
 
     Args:
         folder: folder of one run, as for :func:`latest`.
         model, optimizer, strict: as for :func:`load`.
 
     Returns:
-        The loaded checkpoint; None if `folder` has no checkpoint, not even a damaged one.
+        The loaded checkpoint, or None if `folder` has no checkpoint, not even a damaged one.
 
     Raises:
         CheckpointError: there are checkpoints, but none can be loaded; the message has the reason for each. No
@@ -116,7 +116,7 @@ def _tried(
 ) -> tuple[Any, str | None]:
     """Try to load a checkpoint. Return (``extra``, None), or (None, reason) if the checkpoint is damaged.
 
-    The reason is equal on all ranks, and empty if the checkpoint no longer exists. Other errors are raised.
+    The reason is equal on all ranks. It is empty if the checkpoint no longer exists. Other errors are raised.
     """
     try:
         return prepare_load(path, model, optimizer, strict=strict).commit(), None
@@ -141,7 +141,7 @@ def _tried(
 
 
 def _put_aside(seen: RunFolderScan, damaged: dict[Path, str], *, loaded: Path) -> list[str]:
-    """Rename damaged checkpoints, and non-finite ones newer than the loaded one; return a sentence for each."""
+    """Rename damaged checkpoints, and non-finite checkpoints newer than the loaded one. Return a sentence for each."""
     known: dict[Path, Manifest | None] = {manifest.folder: manifest for manifest in seen.complete}
     since = next(manifest.sequence for manifest in seen.complete if manifest.folder == loaded)
     passed_over = {

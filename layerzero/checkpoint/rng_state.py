@@ -1,4 +1,4 @@
-"""Saving and restoring of random number generator states, also with a different number of ranks."""
+"""Saving and restoring of random number generator states, also if the number of ranks changes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def set_random_states(saved: dict[str, Any]) -> bool:
 
     Returns:
         True if this rank's own states were restored. False if a different number of ranks saved the states. In this
-        case, a warning is logged, and each rank's generators are seeded reproducibly from the seed of the run, the
+        case, the function logs a warning and seeds each rank's generators reproducibly from the seed of the run, the
         step, the number of ranks and the rank.
     """
     rank, ranks, states = dist.get_rank(), dist.get_world_size(), saved["states"]

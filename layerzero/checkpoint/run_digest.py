@@ -76,12 +76,12 @@ class Chain:
         Sample indices suffice.
 
         Raises:
-            TypeError: `data` has another type, whose text form may differ between processes.
+            TypeError: `data` has a different type, whose text form may differ between processes.
         """
         self._data.update(_text(data).encode())
 
     def link(self, step: int) -> dict[str, Any]:
-        """Return the next link, to be saved in ``extra``. All ranks must call this, and get the same link."""
+        """Return the next link, to be saved in ``extra``. All ranks must call this method and get the same link."""
         state, random = self._weights(), self._of_ranks(_random_digest())
         data = self._of_ranks(self._data.hexdigest())
         self._data = hashlib.sha256()
@@ -90,10 +90,12 @@ class Chain:
         return {"head": self._head, "step": step, "weights": state, "random": random, "data": data}
 
     def resume(self, link: dict[str, Any]) -> bool:
-        """Continue from a link after the checkpoint is loaded and the random states are set. All ranks must call this.
+        """Continue from a link after the checkpoint is loaded and the random states are set.
+
+        All ranks must call this method.
 
         Returns:
-            True if the same number of ranks created the link. Otherwise False; random states are then not compared.
+            True if the same number of ranks created the link. Otherwise False, and random states are not compared.
 
         Raises:
             CheckpointError: the loaded state differs from the saved one; the message names the differences.
@@ -164,7 +166,7 @@ class _Places(NamedTuple):
         first: index of the first element.
         run, pitch: see :func:`weighted_sum`.
         counts: whether this rank adds its rows. Of several ranks with copies of the rows, one adds them.
-        leads: whether this rank adds the scalars of the full parameter. One rank does.
+        leads: whether this rank adds the scalars of the full parameter. Exactly one rank adds them.
     """
 
     first: int
@@ -194,10 +196,12 @@ def _nothing() -> Tensor:
 
 
 def _sum_of(value: Any, places: _Places | None) -> Tensor:
-    """Return this rank's contribution to the sum of a state entry: its rows, or a scalar that only one rank adds.
+    """Return this rank's contribution to the sum of a state entry.
+
+    One rank alone adds a scalar; each rank adds its rows.
 
     Args:
-        places: positions of the rows; None: the entry is not sharded.
+        places: positions of the rows, or None if the entry is not sharded.
     """
     if isinstance(value, Tensor) and value.ndim and places is not None:
         return places.sum_of(value)

@@ -24,7 +24,7 @@ from layerzero.checkpoint.manifest import UnsupportedFormat
 __all__ = ["RunFolderScan", "clear_leftovers", "latest", "next_sequence", "put_aside", "rotate", "scan", "tidy"]
 
 
-_DEAD_AFTER = 24 * 3600.0  # seconds without a write
+_DEAD_AFTER = 24 * 3600.0  # number of seconds without a write
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -59,7 +59,7 @@ def tidy(path: Path, keep_last: int | None) -> None:
 def rotate(path: Path, keep_last: int) -> None:
     """Remove checkpoints in the folder of `path` that are older than `path`, except the last `keep_last` checkpoints.
 
-    The last checkpoint that is known to be finite is also kept.
+    The function also keeps the last checkpoint that is known to be finite.
     """
     found = _complete(path.parent)
     own = next((manifest.sequence for manifest in found if manifest.folder == path), None)
@@ -99,8 +99,8 @@ class RunFolderScan:
     """Checkpoints in the folder of a run that is to be resumed.
 
     Attributes:
-        complete: manifests of complete checkpoints in the order in which a load tries them: newest first, with
-            checkpoints that have non-finite values at the end.
+        complete: manifests of complete checkpoints in the order in which a load tries them. The newest is first, and
+            checkpoints that have non-finite values are last.
         broken: reason for each incomplete checkpoint, by path.
     """
 
@@ -124,8 +124,8 @@ def put_aside(path: Path, damaged: Manifest | None) -> Path | None:
     """Rename a damaged checkpoint and return the new path; None if another checkpoint has replaced it.
 
     Args:
-        damaged: manifest of the damaged checkpoint; None if it has no intact manifest. In that case, the folder must
-            contain only checkpoint files.
+        damaged: manifest of the damaged checkpoint, or None if the checkpoint has no intact manifest. In that case, the
+            folder must contain only checkpoint files.
 
     Raises:
         OSError: the checkpoint could not be renamed.

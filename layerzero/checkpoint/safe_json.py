@@ -1,11 +1,11 @@
 """Reading of untrusted files: limits on size and number of values, and escaping of their text in messages.
 
 [Note: Limits on JSON]
-A parsed value uses up to a hundred bytes, regardless of the length of its text. 60 MB of empty lists become gigabytes,
-and traversing them takes a minute. Therefore JSON is rejected if it is too large or may contain too many values. Both
-are known before it is parsed. layerzero does not write files that it would refuse to read. ``contents.json`` has more
-than four bytes per value, for any shapes. Two million more values are allowed for lists in ``extra``. Store longer
-lists as tensors.
+A parsed value uses up to a hundred bytes, regardless of the length of its text. For example, 60 MB of empty lists use
+gigabytes of memory when parsed, and traversing the lists takes a minute. Therefore JSON is rejected if its text is too
+large or may contain too many values. Both conditions are checked before parsing. layerzero does not write files that it
+would refuse to read. ``contents.json`` has more than four bytes per value, for any shapes. Lists in ``extra`` may add
+two million values. Store longer lists as tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CheckpointError(RuntimeError):
 
 
 def printable(text: str) -> str:
-    """Return `text` with unprintable characters escaped, such as terminal control sequences; newlines stay."""
+    """Return `text` with unprintable characters escaped, such as terminal control sequences; newlines are kept."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -122,7 +122,7 @@ def _columns(rows: Tensor, wanted: Sequence[tuple[int, int]], starts: Sequence[i
     """Return a view of some columns of `rows`.
 
     Args:
-        wanted: for each dim except the first, the (begin, end) of the columns in the full tensor.
+        wanted: for each dim except the first, the range (begin, end) of the columns in the full tensor.
         starts: for each dim except the first, the index in the full tensor of the first column of `rows`.
     """
     cut = (slice(begin - at, end - at) for (begin, end), at in zip(wanted, starts, strict=True))
@@ -131,18 +131,19 @@ def _columns(rows: Tensor, wanted: Sequence[tuple[int, int]], starts: Sequence[i
 
 
 def same_columns(box: Sequence[slice], at: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether a stored chunk has the same columns as `box`, so that its rows can be copied byte by byte."""
+    """Return whether a stored chunk has the same columns as `box`, so that the rows of the chunk can be copied byte by
+    byte."""
     return [(each.start, each.stop - each.start) for each in box[1:]] == list(zip(at[1:], sizes[1:], strict=True))
 
 
 class _Part(NamedTuple):
-    """Bytes of a tensor that are in one file.
+    """The bytes of a tensor that one file contains.
 
     Attributes:
         sizes: shape of the chunk in the file.
         offset: offset of the wanted bytes in the chunk, in bytes.
         into: uint8 destination of the read.
-        finish: copies the bytes from `into` to their destination.
+        finish: function that copies the bytes from `into` to their destination.
     """
 
     file: str

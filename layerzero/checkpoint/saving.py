@@ -38,7 +38,7 @@ __all__ = ["PendingSave", "per_rank", "save", "save_async", "save_with"]
 def per_rank(value: object) -> PerRank:
     """Mark a value in ``extra`` that differs between ranks, such as a random state.
 
-    :func:`load` returns each rank's own value if the number of ranks is equal, and otherwise None.
+    :func:`load` returns each rank's own value if the number of ranks is unchanged, and None otherwise.
 
     Example::
 
@@ -59,24 +59,25 @@ def save(
 ) -> None:
     """Write a checkpoint that loads with any number of ranks, any `zero3_size` and any units.
 
-    Each rank writes its own rows of masters and optimizer state, without a gather and without duplicates. The first
-    rank writes buffers and other unsharded values. All data-parallel ranks must call this, with a path on a shared file
-    system. Gradients are not saved, so call this between ``optimizer.step()`` and the next backward.
+    Each rank writes its own rows of masters and optimizer state, without gathering rows and without writing duplicates.
+    The first rank writes buffers and other unsharded values. All data-parallel ranks must call this function with a
+    path on a shared file system. Gradients are not saved, so call this function between ``optimizer.step()`` and the
+    next backward.
 
     Args:
         path: a folder that does not exist yet. It is created only after all its files are on the disk.
         model: from :func:`layerzero.shard_model`.
         optimizer: from :func:`layerzero.shard_optimizer`.
         extra: further state of the run, such as ``scheduler.state_dict()`` and the position in the data. It may contain
-            numbers, strings, bytes, None, tensors, NumPy arrays, sharded tensors of this model (``ema.state_dict()``),
-            and lists, tuples and dicts of these. It must be equal on all ranks, except for values marked by
-            :func:`per_rank`.
-        keep_last: after a successful save, remove older checkpoints from the parent folder of `path`, except this many
-            newest ones and the last finite one. The new checkpoint is read back and verified first.
+            numbers, strings, bytes, None, tensors, NumPy arrays, sharded tensors of this model (such as
+            ``ema.state_dict()``), and lists, tuples and dicts of these values. `extra` must be equal on all ranks,
+            except for values marked by :func:`per_rank`.
+        keep_last: after a successful save, remove older checkpoints from the parent folder of `path`, except the
+            `keep_last` newest checkpoints and the last finite one. The new checkpoint is read back and verified first.
         overwrite: replace an existing checkpoint at `path` after the new one is on the disk. The new checkpoint is read
             back and verified first.
-        require_finite: save nothing if a trained parameter or its optimizer state has a NaN or Inf. False: save anyway,
-            and record it in the manifest, for debugging.
+        require_finite: if True, save nothing if a trained parameter or its optimizer state has a NaN or Inf. If False,
+            save the state anyway for debugging, and record the non-finite values in the manifest.
 
     Raises:
         FileExistsError: `path` already exists.
@@ -98,10 +99,10 @@ def save(
 def save_with(
     apart: RankLocalNames | None, path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None, extra: object
 ) -> None:
-    """Save a model whose ranks have different parameters under the same names, and otherwise like :func:`save`.
+    """Save a model whose ranks have different parameters under the same names. Otherwise equal to :func:`save`.
 
     Args:
-        apart: names under which ranks have different parameters; None: all ranks have the same parameters.
+        apart: names under which ranks have different parameters. If it is None, all ranks have the same parameters.
     """
     runtime = get_state(model)
     how = _How(keep_last=None, overwrite=False, require_finite=True)
@@ -118,12 +119,13 @@ def save_async(
     overwrite: bool = False,
     require_finite: bool = True,
 ) -> PendingSave:
-    """Save in the background: copy to (pinned) host memory, return, and write while training continues.
+    """Copy the state to (pinned) host memory, return, and write the checkpoint while training continues.
 
-    The checkpoint contains the state at the time of the call. The next call reuses the host memory. Its size is that
-    of the data that this rank writes (pinned: up to twice that, because torch rounds up to a power of two). The next
-    save and :func:`load` wait for a save that is still being written. If a save fails, the next step, save or load
-    warns and then continues. Call ``wait()`` on the last save before ``destroy_process_group()``.
+    The checkpoint contains the state at the time of the call. The next call reuses the host memory. The host memory has
+    the size of the data that this rank writes. Pinned memory may have twice that size, because torch rounds up to a
+    power of two. The next save and :func:`load` wait for a save that is still being written. If a save fails, the next
+    step, save or load logs a warning and then continues. Call ``wait()`` on the last save before
+    ``destroy_process_group()``.
 
     Returns:
         A :class:`PendingSave`. Arguments and errors are those of :func:`save`.
@@ -178,12 +180,15 @@ class PendingSave:
             raise error
 
     def settle(self) -> None:
-        """Wait until the save ends. Warn if it failed and neither a warning nor :meth:`wait` has reported the error."""
+        """Wait until the save ends.
+
+        Warn if the save failed and neither a warning nor :meth:`wait` has reported the error.
+        """
         self._thread.join()
         self.warn_if_failed()
 
     def warn_if_failed(self, *_: object) -> None:
-        """Warn, once, if the save has failed and :meth:`wait` has not raised its error."""
+        """Warn once if the save has failed and :meth:`wait` has not raised its error."""
         if self._is_reported or not self.done():
             return
         self._is_reported = True
@@ -261,9 +266,10 @@ def _prepare(
 
 
 def _renew_group(runtime: LayerZeroState, staging: Staging) -> None:
-    """Create a process group for background saves on all ranks if any rank has none.
+    """Create a process group for background saves on all ranks if any rank has no such group.
 
-    A rank has none after its own collectives of the last save failed. The ranks first exchange whether they have one.
+    A rank has no such group after its own collectives of the last save failed. The ranks first exchange whether they
+    have a group.
     """
     model_ranks = runtime.ranks
     said = model_ranks.all_gather_text("lacks one" if staging.group is None else "has one")

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _NAME = re.compile(r"(\d{10}-[0-9a-f]{16})\.\d+")  # folder name of one rank's part of one snapshot
-CHUNK = 4 << 20  # bytes per message
+CHUNK = 4 << 20  # number of bytes per message
 
 
 @dataclass(frozen=True)
@@ -78,19 +78,22 @@ def opened_folder(folder: Path) -> str:
 
 
 def remove_views(folder: Path, ranks: int) -> None:
-    """Remove views of crashed loads by ranks that no longer exist. Their links keep memory in use."""
+    """Remove the views that crashed loads by ranks that no longer exist have left.
+
+    Links in such views keep memory in use.
+    """
     for view in folder.glob("view.*"):
         if not view.suffix[1:].isdigit() or int(view.suffix[1:]) >= ranks:
             shutil.rmtree(view, ignore_errors=True)
 
 
 def highest(folder: Path) -> int:
-    """Return the number of the newest snapshot, complete or not; -1 if there is none."""
+    """Return the number of the newest snapshot, complete or not, or -1 if there is none."""
     return max((int(piece.token[:10]) for piece in pieces_in(folder)), default=-1)
 
 
 def mapped(path: Path, size: int) -> Tensor:
-    """Map a full file as a uint8 tensor of shape [size], which must not be written to."""
+    """Map an entire file as a uint8 tensor of shape [size]. The tensor must not be written to."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     return torch.from_file(os.fspath(path), shared=False, size=size, dtype=torch.uint8)
@@ -99,7 +102,8 @@ def mapped(path: Path, size: int) -> Tensor:
 def allocate_file(path: Path, size: int) -> Tensor:
     """Create a file and map it as a writable uint8 tensor of shape [size].
 
-    The function reserves the space, so that it raises OSError if there is too little, instead of a later write.
+    The function reserves the space. If there is too little space, this function raises OSError instead of a later
+    write.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -118,9 +122,9 @@ def opened_to_write(path: Path, size: int) -> Tensor:
 
 
 def complete_snapshots(comm: Communicator, folder: Path) -> list[str]:
-    """Return the tokens of snapshots that were complete, newest first. All ranks must call this.
+    """Return the tokens of snapshots that were complete, newest first. All ranks must call this function.
 
-    All ranks get the same list. Files of a snapshot may have been lost since it was complete.
+    All ranks get the same list. Files of a snapshot may have been lost since the snapshot was complete.
     """
     found: dict[str, list[str]] = {}
     for piece in pieces_in(folder):
@@ -131,9 +135,9 @@ def complete_snapshots(comm: Communicator, folder: Path) -> list[str]:
 
 
 def gather_view(comm: Communicator, folder: Path, token: str, view: Path) -> None:
-    """Create a folder in which this rank can open a snapshot, with links to the files of its node.
+    """Create a folder in which this rank can open a snapshot. The folder contains links to the files of this node.
 
-    All ranks must call this.
+    All ranks must call this function.
 
     Raises:
         CheckpointError: on all ranks, if no rank has an intact manifest, or no rank has ``contents.json``.
@@ -183,7 +187,7 @@ def _all_succeeded(comm: Communicator, failure: str) -> None:
 
 
 def fetch(comm: Communicator, view: Path, records: Mapping[str, FileRecord], wanted: Set[str]) -> None:
-    """Receive the files that this rank needs and its node lacks. All ranks must call this.
+    """Receive the files that this rank needs and its node lacks. All ranks must call this function.
 
     Raises:
         CheckpointError: on all ranks, if no rank has a needed file, or a rank has too little memory for a file.

@@ -26,14 +26,14 @@ class _Pending(Protocol):
 
 
 class Staging:
-    """Host memory for the background saves of one model; each save reuses it.
+    """Host memory for the background saves of one model; each save reuses the memory.
 
     Args:
         mesh_info: mesh of the model. A reference to its process groups keeps them alive during a save.
 
     Attributes:
-        group: process group that only background saves use; None: the next save must create one.
-        pending: save that is reading the memory; None after :meth:`finish`.
+        group: process group that only background saves use. If it is None, the next save must create one.
+        pending: save that is reading the memory, or None after :meth:`finish`.
         listeners: optimizer hooks of the pending save.
     """
 
@@ -46,7 +46,7 @@ class Staging:
         self._memory = host_memory(0, torch.uint8, device=device)
 
     def finish(self) -> None:
-        """Wait for the background save, if any. Warn if it failed and its error was not raised."""
+        """Wait for the background save, if any. Warn if the save failed and its error was not raised."""
         while self.listeners:
             self.listeners.pop().remove()
         if self.pending is not None:
@@ -55,7 +55,10 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies in host memory, sharded like the originals; the copies are complete when this returns."""
+        """Return copies in host memory, sharded like the originals.
+
+        The copies are complete when this method returns.
+        """
         sources = {key: plain(tensor.detach()) for key, tensor in tensors.items()}
         ends = list(itertools.accumulate(_padded(source) for source in sources.values()))
         if ends and ends[-1] != self._memory.numel():
@@ -91,5 +94,5 @@ def staging_of(runtime: LayerZeroState) -> Staging:
 
 
 def finish_pending(runtime: LayerZeroState) -> None:
-    """Wait for the background save of a model, if any. Warn if it failed and its error was not raised."""
+    """Wait for the background save of a model, if any. Warn if the save failed and its error was not raised."""
     staging_of(runtime).finish()

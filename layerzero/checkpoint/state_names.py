@@ -1,6 +1,6 @@
 """State of a model and an optimizer under checkpoint names, and the encoding of the state as a document.
 
-References to tensors, and values other than tensors, become JSON; see json_codec.py.
+References to tensors and values other than tensors become JSON; see json_codec.py.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class StateNames:
         targets: by stored name: parameters, persistent buffers, and modules with an extra state.
         members: managed parameters, by stored name.
         dtypes: original dtypes of buffers that `buffer_dtype` has cast, by stored name. Files have these dtypes.
-        odd: names in the state dict that belong to none of these.
+        odd: names in the state dict that belong to none of the entries above.
     """
 
     def __init__(self, runtime: LayerZeroState, apart: RankLocalNames | None = None) -> None:

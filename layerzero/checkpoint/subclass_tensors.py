@@ -1,7 +1,7 @@
-"""Tensor subclasses (quantized weights), stored as the plain tensors that they consist of.
+"""Tensor subclasses, such as quantized weights, stored as the plain tensors that they consist of.
 
 The ``__tensor_flatten__`` of a class returns these tensors and the remaining metadata. A load constructs no subclass
-tensors. The model already has tensors of the same classes and settings, and the load fills their plain tensors.
+tensors. The model already has tensors of the same classes and settings. The load fills the plain tensors of these.
 Therefore no class is looked up by a name from a file.
 """
 
@@ -30,7 +30,7 @@ def has_inner_tensors(tensor: Tensor) -> bool:
 
 
 def flatten_subclass(name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]] | None:
-    """Return a description of a subclass tensor (class, shape and metadata), and its plain tensors by name.
+    """Return a description of a subclass tensor (class, shape and metadata) and its plain tensors by name.
 
     Args:
         name: name of the tensor in error messages.
@@ -69,7 +69,7 @@ def flatten_subclass(name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]]
 
 
 def _can_be_filled(value: Any, again: Any) -> bool:
-    """Return whether two reads of an attribute return a plain tensor with the same memory, not a temporary copy."""
+    """Return whether two reads of an attribute return a plain tensor on the same memory, not a temporary copy."""
     plain = isinstance(value, Tensor) and not isinstance(value, (DTensor, LocalShard)) and value.layout is torch.strided
     return plain and value.data_ptr() == again.data_ptr()
 

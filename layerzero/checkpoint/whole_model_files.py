@@ -86,11 +86,14 @@ def export_model(
     """Write the model of a checkpoint as one safetensors file with the names of the unsharded ``state_dict()``.
 
     Tied parameters are written under each of their names. Module states that are not tensors are omitted. At most 64
-    MiB (or one row) of a tensor is in memory at once, except for tensors that were saved in columns (tensor parallel).
+    MiB or one row of a tensor is in memory at once, except for tensors that were saved in columns, as in tensor
+    parallelism.
 
     Args:
-        dtype: dtype that floating-point tensors are cast to; None: keep the stored dtypes, fp32 for trained parameters.
-        averages: write the averages saved as ``extra={"ema": ema.state_dict()}`` in place of the averaged parameters.
+        dtype: dtype that floating-point tensors are cast to. If it is None, the stored dtypes are kept (fp32 for
+            trained parameters).
+        averages: if True, write the averages saved as ``extra={"ema": ema.state_dict()}`` instead of the averaged
+            parameters.
 
     Raises:
         FileExistsError: `out` already exists.
@@ -130,7 +133,7 @@ def export_model(
 
 
 def model_keys(contents: CheckpointContents, *, averages: bool) -> dict[str, str]:
-    """Return the key of each tensor of the model, or of its average, by name; see :func:`export_model`."""
+    """Return, by name, the key of each tensor of the model or of its average; see :func:`export_model`."""
     model = contents.document["model"]
     if classes := [name for name, entry in model.items() if is_table(entry) and not name.endswith("_extra_state")]:
         raise ValueError(
@@ -163,7 +166,7 @@ def _keys(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _whole(files: Mapping[str, Any], key: str, tensor: StoredTensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the values of a tensor in order: in pieces, or all at once if it was saved in columns."""
+    """Yield the values of a tensor in order, in pieces, or all at once if the tensor was saved in columns."""
     if any(sizes[1:] != tensor.shape[1:] for _, _, sizes in tensor.chunks):
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         for file, at, sizes in tensor.chunks:
@@ -182,8 +185,8 @@ def import_model(
 
     Args:
         files: files that together contain the model's ``state_dict()``, or folders or indexes of such files.
-        dtype: dtype that floating-point tensors are cast to. Training does not need it, because a load converts bf16
-            to fp32 masters.
+        dtype: dtype that floating-point tensors are cast to. Training does not need a cast, because a load converts
+            bf16 to fp32 masters.
 
     Raises:
         FileExistsError: `path` already exists.

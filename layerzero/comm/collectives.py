@@ -222,7 +222,7 @@ class PendingReduction:
         self.work.wait(beside=beside)
 
     def add_to(self, target: Tensor, *, overwrite: bool, scale: float) -> None:
-        """Add ``scale * sum(parts)`` to `target`, in the target's dtype. Call this once, after :meth:`wait`.
+        """Add ``scale * sum(parts)`` to `target`, in the target's dtype. Call this method once, after :meth:`wait`.
 
         With `overwrite`, the result replaces the contents of `target`.
         """
@@ -423,7 +423,7 @@ def connect(comm: Communicator, device: torch.device) -> None:
     """Connect a communicator with a tiny gather and a tiny reduction, if its backend connects at first use.
 
     ``ncclCommInit`` blocks the host until all ranks have called it, and allocates memory. Therefore it must not run in
-    the first backward, near the peak of memory usage. All ranks of the communicator must call this.
+    the first backward, near the peak of memory usage. All ranks of the communicator must call this function.
     """
     if comm.size == 1 or comm.held_group.is_local:  # gloo connects when the group is created
         return

@@ -110,7 +110,7 @@ class MeshInfo:
     def from_mesh(
         cls, mesh: DeviceMesh, counters: TrafficCounters | None = None, groups: ModelGroups | None = None
     ) -> MeshInfo:
-        """Create the communicators of a mesh. All ranks of the mesh must call this.
+        """Create the communicators of a mesh. All ranks of the mesh must call this method.
 
         Args:
             mesh: see :func:`as_data_parallel`.
@@ -176,7 +176,10 @@ def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> 
 
 
 def mesh_of_ranks(ranks: Sequence[int], zero3_size: int | None, device_type: str) -> DeviceMesh:
-    """Create the mesh of `ranks`, which must be ascending; see :func:`init_mesh`. All of these ranks must call this."""
+    """Create the mesh of `ranks`, which must be ascending; see :func:`init_mesh`.
+
+    All of these ranks must call this function.
+    """
     world = len(ranks)
     failure: Exception | None = None
     try:
@@ -213,7 +216,7 @@ def _checked_size(zero3_size: int | None, world: int) -> int:
 def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGroup) -> DeviceMesh:
     """Create a mesh from two existing process groups of a framework.
 
-    Every member of `zero1_group` must call this. One process group per replica axis is created.
+    Every member of `zero1_group` must call this function. One process group per replica axis is created.
 
     Args:
         zero1_group: group of all data-parallel ranks.

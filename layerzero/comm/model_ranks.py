@@ -43,7 +43,7 @@ class ModelRanks:
 
     @classmethod
     def around(cls, mesh_info: MeshInfo, further: DeviceMesh | None) -> ModelRanks:
-        """Find the ranks of a model, and create their communicators. All of these ranks must call this.
+        """Find the ranks of a model, and create their communicators. All of these ranks must call this method.
 
         Args:
             mesh_info: mesh of the root's data-parallel ranks.
@@ -93,15 +93,15 @@ class ModelRanks:
         return *self.model_parallel, self.mesh_info.replica_comm, self.mesh_info.zero3_gather_comm
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Broadcast a tensor from the first rank. All ranks must call this."""
+        """Broadcast a tensor from the first rank. All ranks must call this method."""
         broadcast_over(self.communicators, tensor)
 
     def reduce(self, number: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """Reduce a small tensor in place over all ranks. All ranks must call this."""
+        """Reduce a small tensor in place over all ranks. All ranks must call this method."""
         reduce_over(self.mesh_info.over_model, number, op)
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Return the text of each rank, in the order of `ranks`. All ranks must call this."""
+        """Return the text of each rank, in the order of `ranks`. All ranks must call this method."""
         known = {dist.get_rank(): text}
         for comm in self.control_comms:
             known = {
@@ -110,13 +110,13 @@ class ModelRanks:
         return [known[rank] for rank in self.ranks]
 
     def broadcast_numbers(self, tensor: Tensor) -> None:
-        """Broadcast a small CPU tensor from the first rank. All ranks must call this."""
+        """Broadcast a small CPU tensor from the first rank. All ranks must call this method."""
         for comm in reversed(self.control_comms):
             if tensor.numel():
                 broadcast(comm, Collective.METADATA, tensor)
 
     def control_group(self) -> dist.ProcessGroup:
-        """Return the gloo group of all ranks; the first call creates it. All ranks must call this."""
+        """Return the gloo group of all ranks; the first call creates it. All ranks must call this method."""
         if not self._control_group:
             require_equal(
                 "process group for torch.distributed.checkpoint", {}, ranks=self.ranks, groups=groups_so_far(self.ranks)
@@ -125,7 +125,7 @@ class ModelRanks:
         return self._control_group[0].group
 
     def new_control_group(self, groups: ModelGroups | None = None) -> HeldGroup:
-        """Create another gloo group of all ranks, for use by a separate thread. All ranks must call this.
+        """Create another gloo group of all ranks, for use by a separate thread. All ranks must call this method.
 
         Args:
             groups: owner of the new group; None: the model.
@@ -145,7 +145,7 @@ class ModelParallelAxes:
 
     @classmethod
     def of(cls, mesh_info: MeshInfo, further: DeviceMesh, model_ranks: ModelRanks) -> ModelParallelAxes:
-        """Create the model-parallel axes. All ranks of the model must call this, for the same parameters."""
+        """Create the model-parallel axes. All ranks of the model must call this method, for the same parameters."""
         flat, names = mesh_info.flat_mesh, further.mesh_dim_names
         told = dict(zip(model_ranks.ranks, model_ranks.all_gather_text(json.dumps(flat.mesh.tolist())), strict=True))
         table = torch.tensor([json.loads(told[rank]) for rank in further.mesh.flatten().tolist()])

@@ -169,7 +169,7 @@ class HeldGroup:
         self._store = None
 
     def drop(self) -> None:
-        """Release the process group. If it is not local, all of its ranks must call this."""
+        """Release the process group. If it is not local, all of its ranks must call this method."""
         self._closed = True
         group, self._group = self._group, None
         self.in_flight.clear()
@@ -198,7 +198,10 @@ class ModelGroups:
         self._finalizer.atexit = False  # the end of the process releases all groups
 
     def new(self, ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str, backend: str = "") -> HeldGroup:
-        """Create a group that is released with the model. All of its members must call this, in the same order."""
+        """Create a group that is released with the model.
+
+        All of its members must call this method, in the same order.
+        """
         group, store = _make(ranks, like=like, device_type=device_type, backend=backend)
         held = HeldGroup(group, store=store)
         self._held.append(held)
@@ -214,7 +217,7 @@ class ModelGroups:
         self._finalizer()
 
     def release(self) -> None:
-        """Release all groups. For groups that are not local, all of their ranks must call this."""
+        """Release all groups. For groups that are not local, all of their ranks must call this method."""
         if not self._finalizer.alive:
             return
         for held in self._held:
@@ -240,7 +243,7 @@ def new_group_like(
 ) -> dist.ProcessGroup:
     """Create a group with the backend and timeout of `like`. torch keeps it until ``destroy_process_group()``.
 
-    Only the members call this, all in the same order. See [Note: Group creation by members only].
+    Only the members call this function, all in the same order. See [Note: Group creation by members only].
     """
     return _make(ranks, like=like, device_type=device_type, backend=backend)[0]
 
@@ -258,7 +261,7 @@ def groups_so_far(*members: Sequence[int]) -> dict[str, dict[str, object]]:
 
 
 def drop_released_groups(told: Sequence[str], ranks: Sequence[int]) -> None:
-    """Drop the groups that all of their ranks have released. All `ranks` must call this, with the same `told`.
+    """Drop the groups that all of their ranks have released. All `ranks` must call this function, with the same `told`.
 
     Args:
         told: result of :func:`groups_to_release` on each rank.
@@ -389,7 +392,10 @@ class _Releases:
         self._thread: threading.Thread | None = None
 
     def expect(self) -> None:
-        """Count an owner whose groups will be passed to :meth:`put`. Takes a lock, so finalizers must not call this."""
+        """Count an owner whose groups will be passed to :meth:`put`.
+
+        Takes a lock, so finalizers must not call this method.
+        """
         with self._lock:
             self._owners += 1
             if self._thread is None or not self._thread.is_alive():  # threads do not survive a fork

@@ -12,7 +12,7 @@ __all__ = ["all_gather_text", "need_numpy"]
 
 
 def all_gather_text(comm: Communicator, text: str) -> list[str]:
-    """Return the texts of all ranks, in rank order. All ranks of the communicator must call this.
+    """Return the texts of all ranks, in rank order. All ranks of the communicator must call this function.
 
     Args:
         comm: communicator for CPU tensors.

@@ -87,7 +87,7 @@ class Scope:
 
 
 def new_scope(ranks: tuple[int, ...]) -> Scope:
-    """Return the scope of a new watchdog. All `ranks` must call this, in the same order."""
+    """Return the scope of a new watchdog. All `ranks` must call this function, in the same order."""
     prefix = f"{_SCOPE}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
     number = _get_default_store().add(f"{prefix}/turn/{dist.get_rank()}", 1)
     return Scope(f"{prefix}/{number}", ranks, number)

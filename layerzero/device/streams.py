@@ -208,7 +208,10 @@ class StreamThread(threading.Thread):
                 del operation
 
     def stop(self) -> None:
-        """End the thread after its pending operations. Do not wait, because finalizers may call this at any time."""
+        """End the thread after its pending operations.
+
+        Do not wait, because finalizers may call this method at any time.
+        """
         self.given.put(None)
 
     def end(self) -> None:

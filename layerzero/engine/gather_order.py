@@ -59,7 +59,7 @@ class GatherOrderCheck:
         self._compares = has_peers(self._ranks)
 
     def check(self, unit: int) -> None:
-        """Raise if another rank gathers a different unit next. Call this before each gather.
+        """Raise if another rank gathers a different unit next. Call this method before each gather.
 
         Raises:
             RuntimeError: the orders differ. The message lists the order of each rank.

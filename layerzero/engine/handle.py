@@ -193,8 +193,8 @@ class Handle:
     def recut(self, layout: FlatLayout) -> None:
         """Change to the ZeRO-1 shards of `layout`, which has the same flat order but different shard boundaries.
 
-        All ranks must call this between passes, without gradients. The sharded parameters remain the same objects, but
-        their rows on this rank change.
+        All ranks must call this method between passes, without gradients. The sharded parameters remain the same
+        objects, but their rows on this rank change.
         """
         self.layout = layout
         self.weights.recut(layout)

@@ -140,7 +140,7 @@ class HandleGradients:
     def record_usage(self, anywhere: bytes) -> None:
         """Record the usage that the ranks have agreed on, one GradUsage per slot.
 
-        Call this before the final gradient is published.
+        Call this method before the final gradient is published.
         """
         for slot, use in enumerate(anywhere):
             if use >= GradUsage.SEEN:
@@ -319,7 +319,9 @@ class HandleReduction:
         self._streams: ReductionStreams  # set by add_on()
 
     def submit(self, streams: ReductionStreams) -> None:
-        """Submit the complete reduction to the streams. Call this once. See [Note: Streams] in device/streams.py.
+        """Submit the complete reduction to the streams.
+
+        Call this method once. See [Note: Streams] in device/streams.py.
 
         After no_sync, only handles with "full" accumulation still need hop 1. A reduction that begins with hop 2 then
         waits for hop 1 of earlier reductions. Otherwise the order of hop 2 on the replica axis would depend on timing.

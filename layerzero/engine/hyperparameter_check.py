@@ -92,7 +92,7 @@ class SettingsCheck:
     def require_equal(self) -> None:
         """Raise RuntimeError on all ranks if any digests differed.
 
-        All ranks must call this. The ranks communicate only if digests differed.
+        All ranks must call this method. The ranks communicate only if digests differed.
         """
         if not self._differ:
             return

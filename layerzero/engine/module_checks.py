@@ -44,7 +44,7 @@ class StructureCheck:
         return model
 
     def check_for_changes(self) -> None:
-        """Check the modules and parameters of the model. Call this at the start of an outermost forward.
+        """Check the modules and parameters of the model. Call this method at the start of an outermost forward.
 
         Modules may be removed, wrapped in other modules, or added without trainable parameters.
 

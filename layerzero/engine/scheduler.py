@@ -575,7 +575,7 @@ class Scheduler(Closable):
     def evaluate_in_full_precision(self, enabled: bool) -> None:
         """Select whether later forwards compute with gathered masters or with compute weights.
 
-        Call this between passes.
+        Call this method between passes.
         """
         self.recover_interrupted_pass()
         for unit in self._units:

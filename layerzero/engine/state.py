@@ -89,7 +89,7 @@ class LayerZeroState(Closable):
     def close(self) -> None:
         """Finish background work, and release all resources of the model except its parameters.
 
-        See [Note: Closed models] in hooks.py. If the process groups run on a device, all ranks must call this.
+        See [Note: Closed models] in hooks.py. If the process groups run on a device, all ranks must call this method.
         """
         try:
             self.scheduler.recover_interrupted_pass()

@@ -101,7 +101,7 @@ class Unit:
     def keep_post_forward(self, forward: object) -> None:
         """Keep a post-forward shard for the backward of `forward`, if the unit uses post-forward shards.
 
-        Call this before resharding.
+        Call this method before resharding.
         """
         if isinstance(self.reshard_after_forward, bool):
             return

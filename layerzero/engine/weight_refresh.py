@@ -50,7 +50,7 @@ class WeightRefresher:
         self._model_ranks = model_ranks
 
     def launch(self, handles: Sequence[Handle] | None = None) -> None:
-        """Launch the refresh of `handles` (None: all). All ranks must call this."""
+        """Launch the refresh of `handles` (None: all). All ranks must call this method."""
         handles = self._handles if handles is None else handles
         if handles:
             self.refuse_uses("changing weights")
@@ -59,7 +59,7 @@ class WeightRefresher:
     def before_master_write(self, handles: Sequence[Handle] | None = None) -> None:
         """Prepare a write to the masters of `handles` (None: all).
 
-        All ranks must call this before the write, and :meth:`launch` after it.
+        All ranks must call this method before the write, and :meth:`launch` after it.
         """
         self.refuse_uses("changing weights")
         for handle in self._handles if handles is None else handles:

@@ -160,7 +160,7 @@ class WeightStorage:
     def recut(self, layout: FlatLayout) -> None:
         """Change to the ZeRO-1 shards of `layout`, which has the same flat order but different shard boundaries.
 
-        All ranks must call this between passes.
+        All ranks must call this method between passes.
         """
         mesh_info, old = self.mesh_info, self.layout
         place = mesh_info.grid.slice_within(layout, Extent.ZERO1, Extent.ZERO3)

@@ -200,7 +200,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
     # State dicts
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the state dict of a model. All ranks must call this.
+        """Return the state dict of a model. All ranks must call this method.
 
         For a sharded model, the first rank returns full tensors, and the other ranks return ``{}``.
         """

@@ -158,7 +158,7 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write a checkpoint folder. All ranks must call this."""
+        """Write a checkpoint folder. All ranks must call this method."""
         if not is_sharded(self._module):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return

@@ -26,7 +26,7 @@ def from_pretrained(kind: Any, folder: str | os.PathLike[str], *, config: Any = 
     """Load the model that ``kind.from_pretrained(folder)`` loads, but shard it before its weights are read.
 
     Each rank reads only its own rows from the files, and never allocates more than its rows and one full unit. All
-    ranks must call this.
+    ranks must call this function.
 
     Args:
         kind: a model class, or one of transformers' ``AutoModel...`` classes.

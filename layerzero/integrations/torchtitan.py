@@ -37,7 +37,9 @@ _EXPERTS = re.compile(r"layers\..+\.inner_experts")
 
 
 def with_layerzero(config: trainer.Trainer.Config, **settings: Any) -> Trainer.Config:
-    """Return a copy of a torchtitan config that trains with layerzero. Call this in a function of your config registry.
+    """Return a copy of a torchtitan config that trains with layerzero.
+
+    Call this function in a function of your config registry.
 
     Args:
         config: a config from one of torchtitan's registries, which is not changed. In the copy, `spmd_backend` is
@@ -249,7 +251,7 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
         return optimizer if owner is None else shard_optimizer(optimizer, owner)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torchtitan's flat state dict, with sharded tensors. All ranks must call this.
+        """Return torchtitan's flat state dict, with sharded tensors. All ranks must call this method.
 
         An optimizer without state returns its initial state. If it needs full parameters (Muon), it first makes a step
         with zero gradients and learning rate 0, as in torchtitan.
@@ -265,7 +267,7 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
         return flat
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`. All ranks must call this."""
+        """Load the result of :meth:`state_dict`. All ranks must call this method."""
         for optimizer in self.optimizers:  # torchtitan loads only the entries of states that are stored
             if isinstance(optimizer, ShardedOptimizer):
                 if optimizer.has_owners:

@@ -47,7 +47,7 @@ class ParsedArguments(NamedTuple):
 
 
 def chosen_of(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
-    """Return the layerzero settings for Megatron's arguments, or raise on all ranks. All ranks must call this.
+    """Return the layerzero settings for Megatron's arguments, or raise on all ranks. All ranks must call this function.
 
     Args:
         args: Megatron's validated arguments. This function sets ``args.overlap_param_gather`` to False; otherwise

@@ -58,7 +58,10 @@ class ShardedChunk(nn.Module):
     no_sync: Callable[[], AbstractContextManager[None]]  # bound by shard_model; backwards inside only accumulate
 
     def start_grad_sync(self, *unused: object) -> None:
-        """Reduce gradients that were accumulated inside :meth:`no_sync`. All data-parallel ranks must call this."""
+        """Reduce gradients that were accumulated inside :meth:`no_sync`.
+
+        All data-parallel ranks must call this method.
+        """
         get_state(self).scheduler.complete_gradients()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
@@ -96,7 +99,8 @@ class ShardedChunk(nn.Module):
         """Set each parameter's ``main_grad`` to its full final gradient, for ``--save-wgrads-interval``.
 
         Only the first data-parallel rank writes the file. On that rank, ``main_grad`` is in host memory. On the other
-        ranks, it is None. :meth:`zero_grad_buffer` removes the attribute. All data-parallel ranks must call this.
+        ranks, it is None. :meth:`zero_grad_buffer` removes the attribute. All data-parallel ranks must call this
+        method.
         """
         keeps = dist.get_rank(self.groups.zero1) == 0
         self._shows_whole_gradients = True
@@ -156,7 +160,7 @@ class ShardedChunk(nn.Module):
         return with_weights(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load full or sharded tensors into the chunk. All data-parallel ranks must call this.
+        """Load full or sharded tensors into the chunk. All data-parallel ranks must call this method.
 
         Full tensors must have the names and shapes of the unwrapped module's ``state_dict()``; every rank loads the
         values of the first data-parallel rank. Sharded tensors come from :meth:`state_dict`, or from

@@ -49,7 +49,7 @@ def save(
     optimizer: ShardedMegatronOptimizer | None = None,
     extra: object = None,
 ) -> None:
-    """Write a checkpoint of the full model. All ranks must call this, between a step and the next forward.
+    """Write a checkpoint of the full model. All ranks must call this function, between a step and the next forward.
 
     Args:
         path: a folder that does not exist yet, on a file system that all ranks share. The folder is published
@@ -95,7 +95,7 @@ def load(
     model_chunks: Sequence[ShardedChunk],
     optimizer: ShardedMegatronOptimizer | None = None,
 ) -> Any:
-    """Load a checkpoint written by :func:`save`, and return its `extra`. All ranks must call this.
+    """Load a checkpoint written by :func:`save`, and return its `extra`. All ranks must call this function.
 
     The tensor-parallel and pipeline-parallel layout must be that of the save. `zero3_size` and the numbers of
     data-parallel and expert-parallel ranks may differ.

@@ -18,7 +18,7 @@ __all__ = ["refuse"]
 def refuse(chunks: Iterable[Any], groups: ProcessGroups) -> None:
     """Raise on all ranks of the model if any rank has a final gradient that is NaN or infinite.
 
-    All ranks must call this.
+    All ranks must call this function.
 
     Raises:
         RuntimeError: a final gradient is not finite. The message names ranks and parameters.

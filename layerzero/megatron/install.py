@@ -37,7 +37,9 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Make Megatron-LM's ``pretrain`` train with layerzero. Call this in the pretraining script, before ``pretrain``.
+    """Make Megatron-LM's ``pretrain`` train with layerzero.
+
+    Call this function in the pretraining script, before ``pretrain``.
 
     The supported versions of ``megatron.training`` are those of Megatron-LM core_v0.16.1 and core_v0.19.0; see
     [Note: Replaced names of Megatron-LM]. A second call has no effect. If a flag is unsupported, ``pretrain`` raises

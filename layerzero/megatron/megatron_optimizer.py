@@ -164,7 +164,7 @@ class ShardedMegatronOptimizer:
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, float | None]:
-        """Unscale and clip gradients, update the masters and launch the refresh. All ranks must call this.
+        """Unscale and clip gradients, update the masters and launch the refresh. All ranks must call this method.
 
         Returns:
             ``(updated, norm, zeros)``. `updated` is False if a gradient overflowed on any rank of the model, or if the
@@ -361,7 +361,7 @@ class ShardedMegatronOptimizer:
         """Return this rank's rows of optimizer state and masters, for ``megatron.core.dist_checkpointing``.
 
         The format is that of Megatron's own optimizers, including the distributed optimizer. Megatron and layerzero can
-        load each other's checkpoints in any tensor, pipeline and data-parallel layout. All ranks must call this.
+        load each other's checkpoints in any tensor, pipeline and data-parallel layout. All ranks must call this method.
 
         Args:
             model_sharded_state_dict: unused; Megatron passes the sharded state dict of the chunks.

@@ -52,7 +52,9 @@ class ProcessGroups:
 
 
 def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGroups:
-    """Return the process groups of this rank. All ranks must call this, after Megatron has created its own groups.
+    """Return the process groups of this rank.
+
+    All ranks must call this function, after Megatron has created its own groups.
 
     Args:
         zero3_size: S, the number of consecutive data-parallel ranks that share the compute weights, as in MindSpeed.
@@ -105,7 +107,7 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
 
 
 def raise_on_all(what: str, groups: ProcessGroups, failure: Exception | None) -> None:
-    """Raise on all ranks of all copies of the model if any rank passes a failure. All ranks must call this.
+    """Raise on all ranks of all copies of the model if any rank passes a failure. All ranks must call this function.
 
     Args:
         what: name of the operation, for the message.
@@ -125,7 +127,10 @@ def raise_on_all(what: str, groups: ProcessGroups, failure: Exception | None) ->
 
 
 def all_gather_object(groups: ProcessGroups, fact: Any) -> list[Any]:
-    """Return the objects `fact` of all ranks of all copies of the model, ordered by rank. All ranks must call this."""
+    """Return the objects `fact` of all ranks of all copies of the model, ordered by rank.
+
+    All ranks must call this function.
+    """
     said: list[tuple[int, Any]] = [(dist.get_rank(), fact)]
     for group in (groups.zero1, groups.model):  # together these groups reach all ranks
         heard: list[Any] = [None] * group.size()

@@ -84,7 +84,7 @@ def chained_states(
 ) -> dict[Any, Any]:
     """Return the :func:`sharded_states` of two chained optimizers, of which the second steps the experts.
 
-    On a stage without experts, return those of the first optimizer alone. All ranks must call this.
+    On a stage without experts, return those of the first optimizer alone. All ranks must call this function.
     """
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # noqa: PLC0415
 
@@ -108,7 +108,7 @@ def sharded_states(
 ) -> dict[str, Any]:
     """Return the ``sharded_state_dict`` of the optimizer; if a rank fails, raise on all ranks.
 
-    All ranks must call this.
+    All ranks must call this function.
     """
     kind = (metadata or {}).get("distrib_optim_sharding_type")
     tensors: dict[str, Any] = {}

@@ -32,7 +32,10 @@ def counts(parameter: Tensor, groups: ProcessGroups) -> bool:
 
 @torch.no_grad()
 def params_norm(model: ShardedChunk | Sequence[ShardedChunk], force_create_fp32_copy: bool = False) -> float:
-    """Return the 2-norm of the masters of the full model, for ``--log-params-norm``. All ranks must call this."""
+    """Return the 2-norm of the masters of the full model, for ``--log-params-norm``.
+
+    All ranks must call this function.
+    """
     chunks = [model] if isinstance(model, ShardedChunk) else list(model)
     groups, device = chunks[0].groups, get_state(chunks[0]).mesh_info.device
     squares = torch.zeros((), dtype=torch.float32, device=device)
@@ -47,7 +50,7 @@ def params_norm(model: ShardedChunk | Sequence[ShardedChunk], force_create_fp32_
 
 @torch.no_grad()
 def replicas_agree(model: Sequence[ShardedChunk], cross_check: bool = False) -> bool:
-    """Return whether the compute weights of all replicas are bitwise equal. All ranks must call this.
+    """Return whether the compute weights of all replicas are bitwise equal. All ranks must call this function.
 
     This implements ``--check-weight-hash-across-dp-replicas-interval``. Each rank hashes its ZeRO-3 shards. Ranks of
     different replicas with the same shard must have equal hashes.

@@ -68,7 +68,10 @@ def positions_across(mesh_info: MeshInfo, model_parallel: ModelParallelSpec, axi
 
 
 def owner_group_across(mesh_info: MeshInfo, axis: int, places: Mapping[int, tuple[int, int]]) -> OwnerGroup:
-    """Create an owner group from the result of :func:`positions_across`. All ranks of the model must call this."""
+    """Create an owner group from the result of :func:`positions_across`.
+
+    All ranks of the model must call this function.
+    """
     ranks = sorted(places)
     kind = mesh_info.mesh.device_type
     group = mesh_info.groups.new(ranks, like=mesh_info.zero3_gather_comm.group, device_type=kind)

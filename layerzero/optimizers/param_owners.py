@@ -83,7 +83,7 @@ class OwnerTable:
         self._find_requests([member for p in held if (member := runtime.parameters.managed_param(p)) is not None])
 
     def add_group(self, group: MutableMapping[str, Any], members: Sequence[tuple[ManagedParam, Tensor]]) -> None:
-        """Add the parameters of a group if they need owners. Every rank must call this.
+        """Add the parameters of a group if they need owners. Every rank must call this method.
 
         A group whose kind was not part of the compatibility trial needs full parameters if any other kind needs them.
 
@@ -133,7 +133,7 @@ class OwnerTable:
     def with_other_owners_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return `state`, keyed by parameter name, with entries added for parameters that other ranks own.
 
-        If there are owned parameters, every rank must call this.
+        If there are owned parameters, every rank must call this method.
         """
         if not self.owned:
             return dict(state)
@@ -160,7 +160,7 @@ class OwnerTable:
 
 @torch.no_grad()
 def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Optimizer) -> None:
-    """Assign owners to `members` and reassign the owners of owned parameters. Every rank must call this.
+    """Assign owners to `members` and reassign the owners of owned parameters. Every rank must call this function.
 
     A parameter may already have an owner for another optimizer, which updates the matrices of a stack separately. If
     this optimizer needs the full stack, the parts are joined for both optimizers.

@@ -68,7 +68,7 @@ class SilentDataCorruption(RuntimeError):
 def guard_corruption(
     model: nn.Module, *optimizers: ShardedOptimizer, every: int = 100, on_found: Literal["raise", "log"] = "raise"
 ) -> CorruptionGuard:
-    """Check for flipped bits before each `every`-th step. All ranks must call this.
+    """Check for flipped bits before each `every`-th step. All ranks must call this function.
 
     Each check runs before the step updates any tensor. It compares the compute weights of all replicas with each other
     and with the masters (:func:`layerzero.fingerprint`). It also compares masters and optimizer state with their bits
@@ -174,10 +174,10 @@ class CorruptionGuard:
         self._hooks.clear()
 
     def recover(self) -> None:
-        """Recompute compute weights from masters, and clear gradients. All ranks must call this.
+        """Recompute compute weights from masters, and clear gradients. All ranks must call this method.
 
-        Call this after :class:`SilentDataCorruption`, then repeat the step with the same batches. The repeated step has
-        the correct bits if the loop draws no random numbers and the forwards change no buffers.
+        Call this method after :class:`SilentDataCorruption`, then repeat the step with the same batches. The repeated
+        step has the correct bits if the loop draws no random numbers and the forwards change no buffers.
 
         Raises:
             SilentDataCorruption: masters or optimizer state are wrong; weights that steps do not write may have been

@@ -42,9 +42,9 @@ def guard_steps(
 ) -> StepGuard:
     """Make ``step()`` skip the update, or raise, if a gradient is NaN or infinite on any rank.
 
-    All ranks must call this. Each step then reads this rank's final gradients once, and waits for an all-reduce of one
-    number. With `locate`, each reduction also reads the gradients that it sends once. A loss scaler checks gradients
-    before this guard, and skips steps independently.
+    All ranks must call this function. Each step then reads this rank's final gradients once, and waits for an
+    all-reduce of one number. With `locate`, each reduction also reads the gradients that it sends once. A loss scaler
+    checks gradients before this guard, and skips steps independently.
 
     Args:
         model: from :func:`layerzero.shard_model`.
@@ -143,7 +143,7 @@ class StepGuard:
         """Return whether the optimizer may step, because all gradients on all ranks are finite.
 
         If one optimizer of a round has skipped, the remaining optimizers of the round skip as well, without another
-        check. All ranks must call this.
+        check. All ranks must call this method.
         """
         if not self._asked or any(optimizer is other for other in self._asked):
             self._asked, self._refusing = [], False

@@ -12,7 +12,9 @@ __all__ = ["watchdog"]
 
 
 def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
-    """Log a message on every rank if a collective has not completed after `limit` seconds. All ranks must call this.
+    """Log a message on every rank if a collective has not completed after `limit` seconds.
+
+    All ranks must call this function.
 
     The message names the collective, its unit, the step, and the missing ranks with the last collective of each rank.
     It is logged within 5 s after the limit, or within a tenth of `limit` if that is longer. The watchdog does not abort

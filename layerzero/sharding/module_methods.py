@@ -113,7 +113,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
 
 def refresh(model: nn.Module) -> None:
-    """Refresh the compute weights of all replicas from the masters. All ranks must call this.
+    """Refresh the compute weights of all replicas from the masters. All ranks must call this function.
 
     Writes through a sharded parameter are detected, and the next forward refreshes its compute weights. Call this
     function after writes that cannot be detected, such as a write through a raw pointer.

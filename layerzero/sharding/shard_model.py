@@ -260,7 +260,10 @@ def _build(
     groups: ModelGroups,
     param_init_fn: Callable[[nn.Module], None] | None,
 ) -> LayerZeroState:
-    """Build the state, units and handles of the plans. All ranks of the model must call this with equal plans."""
+    """Build the state, units and handles of the plans.
+
+    All ranks of the model must call this function with equal plans.
+    """
     model_ranks, sites = meshes_of_units(further, groups)
     mesh_info = model_ranks.mesh_info
     if not mesh_info.zero3_reduce_comm.held_group.is_local:

@@ -205,7 +205,7 @@ class UnitMesh:
 def meshes_of_units(further: Further, groups: ModelGroups) -> tuple[ModelRanks, dict[DeviceMesh, UnitMesh]]:
     """Return the ranks of a model and the `UnitMesh` of each mesh. The root's mesh is first.
 
-    All ranks of the model must call this.
+    All ranks of the model must call this function.
     """
     root, *_ = further
     mesh_info = MeshInfo.from_mesh(root, groups=groups)

@@ -286,7 +286,10 @@ def _average_ignored(model: nn.Module) -> None:
 
 
 def _whole(tensor: Tensor, rank: int) -> Tensor:
-    """Return the full tensor in host memory on rank 0, and an empty tensor on other ranks. All ranks must call this."""
+    """Return the full tensor in host memory on rank 0, and an empty tensor on other ranks.
+
+    All ranks must call this function.
+    """
     whole = tensor.detach()
     if isinstance(whole, DTensor):
         whole = whole.full_tensor()

@@ -88,10 +88,10 @@ def verify(
     Use a small configuration of the model, because every rank allocates the full model, and rank 0 stores two copies
     per step in host memory.
 
-    If torch.distributed is initialized (under torchrun), every rank must call this, and the existing ranks and their
-    devices are used. Otherwise `world_size` processes are started on this machine's CPU. All functions must then be
-    picklable, so define them at the top level of a module. A script must also guard its entry point with
-    ``if __name__ == "__main__"``.
+    If torch.distributed is initialized (under torchrun), every rank must call this function, and the existing ranks and
+    their devices are used. Otherwise `world_size` processes are started on this machine's CPU. All functions must then
+    be picklable, so define them at the top level of a module. A script must also guard its entry point with ``if
+    __name__ == "__main__"``.
 
     Args:
         model_fn: function that builds the model, on any device. It is called many times, and must return a new model of
@@ -229,7 +229,7 @@ def _verify_locally(rank: int, arguments: Mapping[str, Any]) -> VerifyReport:
 
 
 def _verify(arguments: Mapping[str, Any], *, device_type: str, rank: int) -> VerifyReport:
-    """Run the comparison on this rank. All ranks must call this; the default group must be initialized."""
+    """Run the comparison on this rank. All ranks must call this function; the default group must be initialized."""
     given = dict(arguments)
     sizes, tolerance, settings = given.pop("zero3_sizes"), given.pop("tolerance"), given.pop("settings")
     task = TrainingTask(**given)
@@ -313,7 +313,7 @@ def _epsilon(dtype: torch.dtype) -> float:
 
 
 def _notes(plain: ReferenceRun, world: int) -> tuple[str, ...]:
-    """Return notes on the plain run. All ranks must call this, but only rank 0 returns all notes."""
+    """Return notes on the plain run. All ranks must call this function, but only rank 0 returns all notes."""
     notes = []
     if plain.edited:
         notes.append(

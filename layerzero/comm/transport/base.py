@@ -196,7 +196,10 @@ class Transport(ABC):
 
     @abstractmethod
     def full_buffer(self, layout: FlatLayout, dtype: torch.dtype, options: GatherOptions) -> FullBuffer:
-        """Return a new full buffer for a handle. All ranks must call this with equal arguments, in the same order."""
+        """Return a new full buffer for a handle.
+
+        All ranks must call this method with equal arguments, in the same order.
+        """
 
     @abstractmethod
     def send_buffer(self, numel: int, dtype: torch.dtype) -> SendBuffer:

@@ -35,7 +35,7 @@ def select_transports(
     *,
     setting: str,
 ) -> dict[MeshInfo, Transport]:
-    """Return the transport of each mesh of a model. All ranks of the model must call this.
+    """Return the transport of each mesh of a model. All ranks of the model must call this function.
 
     Models on several meshes, and ZeRO-3 groups in which any rank cannot share memory, use process groups.
 

@@ -109,7 +109,7 @@ class SharedMemoryTransport(Transport):
 
     @classmethod
     def connect(cls, mesh_info: MeshInfo, demand: BufferDemand) -> SharedMemoryTransport | None:
-        """Map a segment on all ranks of the ZeRO-3 group. All of these ranks must call this.
+        """Map a segment on all ranks of the ZeRO-3 group. All of these ranks must call this method.
 
         Return None on all ranks if any rank cannot map the segment.
         """
@@ -176,7 +176,7 @@ class WriteBarrier:
         self.memory.close()
 
     def share(self, numel: int, dtype: torch.dtype, own: slice) -> SharedFullBuffer:
-        """Return the full buffer of the next handle. All ranks must call this with the same `numel` and `dtype`.
+        """Return the full buffer of the next handle. All ranks must call this method with the same `numel` and `dtype`.
 
         Args:
             own: this rank's ZeRO-3 shard in the full buffer.

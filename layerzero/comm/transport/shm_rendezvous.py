@@ -23,7 +23,7 @@ _SUBJECT = "shared memory of the ZeRO-3 group"
 def map_shared_segment(comm: Communicator, region: SegmentSizes) -> SharedSegment | None:
     """Map one shared memory segment on all ranks of a communicator, and test that they share it.
 
-    All ranks must call this. If any rank fails, or the communicator has only one rank, all ranks return None.
+    All ranks must call this function. If any rank fails, or the communicator has only one rank, all ranks return None.
 
     Args:
         comm: communicator for CPU tensors.
