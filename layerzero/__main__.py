@@ -33,8 +33,10 @@ def main() -> None:
 
 
 def _commands() -> Iterator[tuple[str, str]]:
-    """Yield the names and first docstring lines of the commands, read from the source of the modules that need
-    typer."""
+    """Yield the names and first docstring lines of the commands.
+
+    The function reads the source of the modules, because importing the modules needs typer.
+    """
     package = Path(__file__).parent
     for path in (package / "cli.py", package / "cli_planning.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -32,8 +32,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 @app.callback()
 def _layerzero() -> None:
-    """Hybrid of ZeRO-1 and ZeRO-3: shards optimizer state over all ranks, and weights over a few ranks with fast
-    links."""
+    """Hybrid of ZeRO-1 and ZeRO-3: optimizer state sharded over all ranks, weights over a few ranks with fast links."""
 
 
 @app.command("verify")

@@ -166,7 +166,10 @@ def _simulate(
     inside_latency: Annotated[float, typer.Option(help="Microseconds of a step of a collective inside a node.")] = 0.0,
     between_latency: Annotated[float, typer.Option(help="Microseconds of such a step between nodes.")] = 0.0,
 ) -> None:
-    """Simulate the schedule of a trace on a machine with different links. Computations keep their recorded times."""
+    """Simulate the schedule of a trace on a machine with different links.
+
+    Computations keep their recorded durations.
+    """
     with _readable_failures():
         recording = read_recording(file)
         if min(gbit, inside) <= 0 or (node_size is not None and node_size < 1):

@@ -362,8 +362,9 @@ class _SnapshotJob:
 
 
 def _partners(nodes: Sequence[str], rank: int) -> tuple[int | None, int | None]:
-    """Return the rank that this rank sends its part to and the rank that it receives from; two None values on a single
-    node.
+    """Return the rank that this rank sends its part to, and the rank that it receives from.
+
+    On a single node, both values are None.
 
     The ranks are sorted by node. The partner is n positions away in this order, where n is the number of ranks on the
     largest node. Therefore the partner is on another node, unless the largest node has more than half of the ranks.

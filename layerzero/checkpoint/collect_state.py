@@ -1,5 +1,4 @@
-"""Collection of the state that a save writes (model, optimizer and ``extra``), and a check that all ranks agree on
-it."""
+"""Collection of the state that a save writes, and a check that all ranks agree on the state."""
 
 from __future__ import annotations
 

@@ -53,8 +53,7 @@ def num_saving_ranks(topology: Mapping[str, int]) -> int | None:
 
 
 def check_tensors(tensors: Mapping[str, StoredTensor], file_sizes: Mapping[str, int]) -> None:
-    """Check that the chunks of each tensor cover the tensor without gaps, and that each file is large enough for its
-    chunks.
+    """Check that chunks cover each tensor without gaps, and that each file is large enough for its chunks.
 
     Chunks are consecutive ranges of rows. A tensor may first be split along one more dim. Each part is then split into
     rows.

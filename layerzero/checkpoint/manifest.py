@@ -1,5 +1,4 @@
-"""Manifest of a checkpoint: names, sizes and checksums of the other files, and the position of the checkpoint in the
-order of saves."""
+"""Manifest of a checkpoint, with names, sizes and checksums of the other files, and the sequence number."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str], *, parts: bool = False) -> Manifest:
-        """Read the manifest of the checkpoint at `folder`, and check that the other files exist and have the recorded
-        sizes.
+        """Read the manifest of the checkpoint at `folder`, and check that the other files have the recorded sizes.
 
         Args:
             parts: if True, do not check the other files, because `folder` may lack some of them.

@@ -1,5 +1,4 @@
-"""Checks and errors shared by saves and loads: validity of arguments, agreement of all ranks, and translation of
-errors."""
+"""Checks of arguments, agreement of all ranks and translation of errors, for saves and loads."""
 
 from __future__ import annotations
 

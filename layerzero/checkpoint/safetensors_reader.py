@@ -131,8 +131,10 @@ def _columns(rows: Tensor, wanted: Sequence[tuple[int, int]], starts: Sequence[i
 
 
 def same_columns(box: Sequence[slice], at: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether a stored chunk has the same columns as `box`, so that the rows of the chunk can be copied byte by
-    byte."""
+    """Return whether a stored chunk has the same columns as `box`.
+
+    If so, the rows of the chunk can be copied byte by byte.
+    """
     return [(each.start, each.stop - each.start) for each in box[1:]] == list(zip(at[1:], sizes[1:], strict=True))
 
 

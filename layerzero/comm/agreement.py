@@ -1,7 +1,7 @@
 """Agreement between ranks through the store, reached before operations that could hang.
 
-Collectives abort or hang if sizes or dtypes differ between ranks. The store does not: every rank publishes its next
-operation, the first rank compares the entries, and every rank reads the verdict.
+Collectives abort or hang if sizes or dtypes differ between ranks. The store does not hang. Every rank publishes its
+next operation, the first rank compares the entries, and every rank reads the verdict.
 
 [Note: Lifetime of store keys]
 Only the first rank reads the entries of all ranks, before it publishes its verdict. Each rank deletes its entry after
@@ -55,15 +55,15 @@ def require_equal(
     """Raise on every rank unless all `ranks` publish equal `fields` for `subject` and none has failed.
 
     Args:
-        subject: subject of the agreement; starts the error message.
+        subject: subject of the agreement, with which the error message starts.
         fields: JSON-serialisable values by name.
         ranks: global ranks that call this function together, listed in the same order on each rank. Calls with the same
             `ranks` must be made in the same order on each of them.
         groups: additional fields by group name. They must be equal on all ranks that publish fields for that group.
-        failure: error to raise on this rank. The other ranks raise an error that reports it.
+        failure: error to raise on this rank. The other ranks raise an error that reports `failure`.
         timeout: time to wait for the other ranks; by default the timeout of the store.
-        advice: advice for the user, appended to the message about a difference. It is not a part of `subject`, because
-            messages of other ranks quote the subject.
+        advice: advice for the user, appended to the message about a difference. The advice is not a part of `subject`,
+            because messages of other ranks quote the subject.
 
     Raises:
         ValueError: the ranks disagree. The message names each differing field, its values and their ranks.
@@ -144,7 +144,7 @@ def _forget(store: Store, key: str) -> None:
 
 
 def _collect(store: Store, prefix: str, ranks: Sequence[int], timeout: timedelta, subject: str) -> dict[int, str] | str:
-    """Return the text published by each rank, or an error message that names the ranks that did not take part."""
+    """Return the text that each rank published, or an error message that names the ranks that did not take part."""
     keys = {rank: f"{prefix}/{rank}" for rank in ranks}
     try:
         store.wait(list(keys.values()), timeout)

@@ -20,9 +20,9 @@ _ALIGNED = 16  # bytes: alignment of each rank's encoded shard
 class RowBlock(NamedTuple):
     """Rows of one parameter in a ZeRO-3 shard."""
 
-    start: int  # first element in the shard
+    start: int  # index of the first element in the shard
     rows: int
-    length: int  # elements per row
+    length: int  # number of elements per row
 
     @property
     def numel(self) -> int:
@@ -36,13 +36,13 @@ class RowBlock(NamedTuple):
 class GatherCodec(Protocol):
     """Protocol of codecs that encode bf16 or fp16 ZeRO-3 shards for gathers: ``shard_model(gather_codec=...)``.
 
-    A codec has no state: decoded weights depend only on the encoded bytes, so that all ranks decode the same weights.
-    In each method, `blocks` lists the rows of each parameter in the shard, and ``block.of(shard)`` has shape
-    ``[rows, length]``. Elements between blocks are padding.
+    A codec has no state. Decoded weights depend only on the encoded bytes, so that all ranks decode the same weights.
+    In each method, `blocks` lists the rows of each parameter in the shard, and ``block.of(shard)`` has shape ``[rows,
+    length]``. Elements between blocks are padding.
     """
 
     def nbytes(self, blocks: Sequence[RowBlock], dtype: torch.dtype) -> int:
-        """Return the size of an encoded shard in bytes. It must not depend on the values of the weights."""
+        """Return the size of an encoded shard in bytes. The size must not depend on the values of the weights."""
 
     def encode(self, shard: Tensor, blocks: Sequence[RowBlock], out: Tensor) -> None:
         """Encode the 1-D `shard` into `out`, a uint8 tensor ``[nbytes]`` that is aligned to 16 bytes."""
@@ -97,7 +97,7 @@ class Float8Rows:
 
     An encoded gather sends about half the bytes of a bf16 gather. The error of a weight is at most 2^-4 times the
     largest absolute weight of its row and, except for the smallest weights, at most 2^-4 times the weight itself. Rows
-    of fewer than 16 elements (biases, norms) are not encoded.
+    of fewer than 16 elements, such as biases and norms, are not encoded.
 
     Example::
 
@@ -130,7 +130,9 @@ class Float8Rows:
     def _places(
         self, weights: Tensor, blocks: Sequence[RowBlock], encoded: Tensor
     ) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
-        """Yield (rows, scales ``[rows, 1]``, encoded values) for each chunk of rows; scales is None for short rows.
+        """Yield (rows, scales ``[rows, 1]``, encoded values) for each chunk of rows.
+
+        For short rows, the scales are None.
 
         An encoded shard consists of all scales, then the short rows, then the 8-bit values.
         """

@@ -4,18 +4,18 @@ This is the only file of the package that calls a collective. Other files choose
 hop 2, refresh, ...) and a communicator. A transport without a backend launches through :func:`launching`.
 
 [Note: Reductions in fp32]
-On gloo, a reduce-scatter is an all-to-all of the pieces followed by local additions in rank order. It sends the same
-number of bytes as a reduce-scatter, adds in the accumulator's precision regardless of the wire dtype, and returns
-bitwise identical results on every run. It is also faster than gloo's reduce-scatter. Other backends use their own
-reduce-scatter, which adds in the wire dtype. Ranks with shared memory read the pieces in place and add them in the same
-order, so that the result is bitwise identical; see comm/transport/shared_memory.py.
+On gloo, a reduce-scatter is an all-to-all of the pieces followed by local additions in rank order. This all-to-all
+sends the same number of bytes as a reduce-scatter, adds in the accumulator's precision regardless of the wire dtype,
+and returns bitwise identical results on every run. The all-to-all is also faster than gloo's reduce-scatter. Other
+backends use their own reduce-scatter, which adds in the wire dtype. Ranks with shared memory read the pieces in place
+and add them in the same order, so that the result is bitwise identical; see comm/transport/shared_memory.py.
 
 [Note: In-place gathers]
 gloo's all-gather is a ring that assembles the result in an internal buffer and copies it to the output, including this
 rank's piece. Between two ranks, one broadcast from each rank directly into the output sends the same number of bytes
-with a third less work. Between more ranks, the ring is used, because its messages cross node boundaries less often than
-the messages of broadcast trees. A shard that is a master is an exception: the user may write to the master during the
-collective, which must only read it. In this case, broadcasts are used between any number of ranks.
+and takes a third less work. Between more ranks, the ring is used, because its messages cross node boundaries less often
+than the messages of broadcast trees. A shard that is a master is an exception: the user may write to the master during
+the collective, which must only read it. In this case, broadcasts are used between any number of ranks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Communicator:
-    """Process group along one axis of the mesh, with its traffic counters.
+    """Process group along one axis of the mesh, and its traffic counters.
 
     Collectives on one communicator run in the order in which they were launched. Collectives on different communicators
     may overlap.
@@ -94,7 +94,7 @@ class Communicator:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group; raises RuntimeError after the model was closed."""
+        """The process group. Raises RuntimeError after the model was closed."""
         return self.held_group.group
 
 
@@ -105,7 +105,7 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
 
 
 class Transfer(Protocol):
-    """Data movement in flight: a work of a backend, or a wait for ranks that share memory."""
+    """Data movement in flight. It is a work of a backend, or a wait for ranks that share memory."""
 
     def is_completed(self) -> bool: ...
 
@@ -119,7 +119,7 @@ class LaunchedCollective:
     communicator: Communicator
     collective: Collective
     name: str  # for example the name of the unit
-    trace: CollectiveTrace | None  # None: neither a trace nor the profiler is active
+    trace: CollectiveTrace | None  # None if neither a trace nor the profiler is active
 
     def carried_by(self, *each: Transfer) -> PendingCollective:
         if self.trace is not None:
@@ -179,7 +179,7 @@ class PendingCollective:
         """Wait for all transfers.
 
         Args:
-            beside: True if a background thread waits, not the program. The waiting time is then not counted.
+            beside: True if a background thread waits instead of the program. The waiting time is then not counted.
 
         Raises:
             CollectiveError: a rank did not take part, or its process has ended.
@@ -210,7 +210,7 @@ class PendingCollective:
 
 @dataclass
 class PendingReduction:
-    """Reduce-scatter in flight; keeps its buffers alive until its result has been added to a target."""
+    """Reduce-scatter in flight. The object keeps the buffers alive until the result has been added to a target."""
 
     work: PendingCollective
     sent: Tensor  # 1-D [size * n]; must not be written before :meth:`add_to` returns
@@ -224,7 +224,7 @@ class PendingReduction:
     def add_to(self, target: Tensor, *, overwrite: bool, scale: float) -> None:
         """Add ``scale * sum(parts)`` to `target`, in the target's dtype. Call this method once, after :meth:`wait`.
 
-        With `overwrite`, the result replaces the contents of `target`.
+        If `overwrite` is True, the result replaces the contents of `target`.
         """
         try:
             with nullcontext() if self.work.flight is None else self.work.flight.adding():
@@ -275,10 +275,10 @@ def all_gather(
     """Start an all-gather of `shard` [n] into `out` [size * n]; the caller waits.
 
     Args:
-        shard: shard of this rank; may be this rank's slice of `out`.
+        shard: shard of this rank, which may be this rank's slice of `out`.
         name: name of the collective in messages and traces, for example the name of the unit. The functions below have
             the same argument.
-        only_reads_shard: do not write to `shard`, because the user may write to it during the collective.
+        only_reads_shard: if True, do not write to `shard`, because the user may write to `shard` during the collective.
         parts: number of elements on each rank, if they differ.
     """
     sent = (comm.size - 1) * shard.numel() * shard.element_size()
@@ -366,7 +366,7 @@ def all_to_all(
 def send_recv(
     comm: Communicator, *, sent: Tensor, to: int | None, received: Tensor, source: int | None, name: str
 ) -> PendingCollective:
-    """Start sending `sent` to rank `to` of the communicator, and receiving `received` from rank `source`.
+    """Start sending `sent` to rank `to` of the communicator and receiving `received` from rank `source`.
 
     Both tensors are in host memory. If a rank is None, that direction is skipped.
     """

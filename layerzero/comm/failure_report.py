@@ -5,8 +5,8 @@ A busy rank cannot answer a query about its state. Therefore each rank publishes
 per rank: before an agreement, before an unexpected comparison of gather orders, and when one of its collectives fails.
 In the steady state, no status is published. A rank whose collective fails publishes its status before it waits briefly
 for the statuses of the other ranks. Ranks that wait in the same collective also fail, and report the same collective. A
-rank that reports another collective was waiting in that collective. A rank without a report has not reached the
-collective, or has died.
+rank that reports a different collective was waiting in that collective. A rank without a report has not reached the
+collective or has died.
 """
 
 from __future__ import annotations
@@ -107,14 +107,14 @@ def diagnose(word: RankStatus, error: Exception, *, ranks: Sequence[int], timeou
 
 
 def _kind(text: str) -> str:
-    """Return the kind of failure that a backend's message describes; empty if the message is not recognized."""
+    """Return the kind of failure that a backend's message describes, or "" if the message is not recognized."""
     if re.search(r"time[ds]?[ -]?out", text, re.IGNORECASE):
         return _TIMED_OUT
     return _LOST if re.search(r"connection|broken pipe|closed", text, re.IGNORECASE) else ""
 
 
 def _within(seconds: float, do: Callable[[], None]) -> bool:
-    """Run a request to the store in a thread; return whether it completed within `seconds`.
+    """Run a request to the store in a thread; return whether the request completed within `seconds`.
 
     A store on an unreachable machine never answers, and a pending request cannot be cancelled. A pending request also
     blocks the store's client, so that even requests without an answer wait.
@@ -131,7 +131,7 @@ def _leave_if_there(word: RankStatus) -> None:
 
 
 def _asked(word: RankStatus, others: Sequence[int], *, seconds: float) -> tuple[dict[int, RankStatus], str]:
-    """Publish `word`; return the statuses of the other ranks and an error about the store (empty if it answers)."""
+    """Publish `word`; return the statuses of the other ranks and an error about the store ("" if the store answers)."""
     words: dict[int, RankStatus] = {}
     told = [_SILENT]
 

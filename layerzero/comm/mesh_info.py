@@ -96,7 +96,7 @@ class MeshInfo:
     def subgroup_comm(self, ranks: int) -> Communicator:
         """Return the communicator of this rank's block of `ranks` consecutive ranks in the ZeRO-3 group, for gathers.
 
-        The first call with a given number of ranks creates it. All ranks must make that call.
+        The first call with a given number of ranks creates the communicator. All ranks must make that call.
         """
         if ranks not in self._among:
             row, like = dist.get_process_group_ranks(self.zero3_gather_comm.group), self.zero3_gather_comm.group
@@ -153,9 +153,9 @@ def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> 
     """Create a mesh of all ranks with axes ``("replica", "zero3")``.
 
     Args:
-        zero3_size: number S of consecutive ranks that share the compute weights, usually the ranks of one node. 1 is
-            ZeRO-1, and the world size is ZeRO-3. S must divide the world size. None: the number of ranks of a node,
-            which torchrun sets as ``LOCAL_WORLD_SIZE``.
+        zero3_size: number S of consecutive ranks that share the compute weights, usually the ranks of one node. The
+            value 1 is ZeRO-1, and the world size is ZeRO-3. S must divide the world size. If it is None, S is the
+            number of ranks of a node, which torchrun sets as ``LOCAL_WORLD_SIZE``.
         device_type: ``"cuda"``, ``"cpu"``, ...; by default the accelerator if there is one, else the CPU.
 
     Raises:
@@ -267,10 +267,11 @@ def as_data_parallel(mesh: DeviceMesh) -> DeviceMesh:
 
     Args:
         mesh: result of :func:`init_mesh` or :func:`mesh_from_groups`, or a DeviceMesh with one or two axes of any
-            names. One axis: all ranks share the weights. Two axes: replicas, then the ranks that share the weights.
+            names. On a single axis, all ranks share the weights. Of two axes, the first is the replicas, and the ranks
+            of the second share the weights.
 
     Raises:
-        TypeError, ValueError: `mesh` is none of these. Raised on this rank only.
+        TypeError, ValueError: `mesh` is none of these objects. The error is raised on this rank only.
     """
     check_mesh(mesh)
     if mesh.mesh_dim_names == AXES:

@@ -1,14 +1,14 @@
 """Ranks that hold the parts of one model, along its data-parallel and model-parallel axes.
 
 [Note: Control messages]
-A few bytes that the host of each rank must read are sent over gloo, along one axis after the other: to the ranks of the
-ZeRO-3 group, then to the other replicas, then along model-parallel axes. Therefore a rank has S + R sockets and sends
-S + R messages. gloo connects all pairs of ranks when a group is created. A group of all D ranks would need D sockets on
-each rank and reach the usual limit of file descriptors at D = 1024. Only checkpoints need a group of all ranks, for
-``torch.distributed.checkpoint``. This group is created at the first save or load.
+Control messages are a few bytes that the host of each rank must read. They are sent over gloo along one axis after the
+other. The first axis is the ZeRO-3 group, then follow the replicas and the model-parallel axes. Therefore a rank has S
++ R sockets and sends S + R messages. gloo connects all pairs of ranks when a group is created. A group of all D ranks
+would need D sockets on each rank and reach the usual limit of file descriptors at D = 1024. Only checkpoints need a
+group of all ranks, for ``torch.distributed.checkpoint``. This group is created at the first save or load.
 
-A message along the second axis depends on the messages received along the first. If a rank must not wait for these,
-:class:`LateMaximum` uses the messages of the previous round instead.
+A message along the second axis depends on the messages received along the first. If a rank must not wait for the
+earlier messages, :class:`LateMaximum` uses the messages of the previous round instead.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class ModelRanks:
 
     @classmethod
     def around(cls, mesh_info: MeshInfo, further: DeviceMesh | None) -> ModelRanks:
-        """Find the ranks of a model, and create their communicators. All of these ranks must call this method.
+        """Find the ranks of a model and create their communicators. All of these ranks must call this method.
 
         Args:
             mesh_info: mesh of the root's data-parallel ranks.
-            further: mesh of the model-parallel axes; None if there are none.
+            further: mesh of the model-parallel axes, or None if there are no such axes.
 
         Raises:
             ValueError: data-parallel groups at different model-parallel coordinates share a rank.
@@ -128,7 +128,7 @@ class ModelRanks:
         """Create another gloo group of all ranks, for use by a separate thread. All ranks must call this method.
 
         Args:
-            groups: owner of the new group; None: the model.
+            groups: owner of the new group. If it is None, the model owns the group.
         """
         return _gloo(groups or self.mesh_info.groups, list(self.ranks), self.mesh_info.zero3_control_comm.group)
 

@@ -24,15 +24,15 @@ times on each rank. Therefore the finalizer only passes the groups to a thread, 
 collective is in flight on it. After a rank has dropped a group, collectives of other ranks on the group fail instead of
 waiting, so that ranks do not deadlock.
 
-On other backends, destroying a communicator may be a collective (``ncclCommAbort`` was one). There the groups of a
-collected model are kept until the next ``shard_model`` or ``close`` on all of their ranks. That call finds the groups
-that all of their ranks have released, and destroys these in the same order on all ranks. They stay in torch's tables
-until then, so that ``destroy_process_group()`` destroys the rest.
+On other backends, destroying a communicator may be a collective (as ``ncclCommAbort`` was). On such backends, the
+groups of a collected model are kept until the next ``shard_model`` or ``close`` on all of their ranks. That call finds
+the groups that all of their ranks have released and destroys these groups in the same order on all ranks. Until then,
+the groups stay in torch's tables, so that ``destroy_process_group()`` destroys the rest.
 
 [Note: Groups of meshes]
-The groups of a mesh are created once for each combination of ranks, backend and timeout. They stay until
-``destroy_process_group()``, like those of torch's ``init_device_mesh``. DTensor's caches compare meshes by their ranks
-and return specs with the mesh of an earlier model, so the groups of that mesh must still work.
+The groups of a mesh are created once for each combination of ranks, backend and timeout. These groups stay until
+``destroy_process_group()``, like the groups of torch's ``init_device_mesh``. DTensor's caches compare meshes by their
+ranks and return specs with the mesh of an earlier model, so the groups of that mesh must still work.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ class Ending(Protocol):
 
 
 class Reservation:
-    """Reservation of some groups by one thread. Other threads launch on these groups only after that thread has."""
+    """Reservation of some groups by one thread.
+
+    Other threads launch on these groups only after that thread has launched its collectives.
+    """
 
     def __init__(self) -> None:
         self._made = threading.Event()
@@ -117,7 +120,7 @@ class HeldGroup:
     """Handle to a process group that can be closed and released.
 
     Attributes:
-        reserved: launches that must precede all others on the group; None if there are none.
+        reserved: launches that must precede all others on the group, or None if there are no such launches.
         in_flight: work that must complete before the group may be dropped, by id.
     """
 
@@ -134,7 +137,7 @@ class HeldGroup:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group; raises RuntimeError after its release."""
+        """The process group. Raises RuntimeError after its release."""
         self.require_open()
         assert self._group is not None
         return self._group
@@ -155,13 +158,13 @@ class HeldGroup:
         self.in_flight[id(ending)] = ending
 
     def forget_done(self) -> None:
-        """Drop completed work without a wait. This releases its tensors."""
+        """Drop completed work without a wait. Dropping the work releases its tensors."""
         for key, each in list(self.in_flight.items()):
             if each.done():
                 self.in_flight.pop(key, None)
 
     def close(self) -> None:
-        """Mark the group as closed: further use raises RuntimeError."""
+        """Mark the group as closed, so that further use raises RuntimeError."""
         self._closed = True
 
     def forget_store(self) -> None:
@@ -169,7 +172,7 @@ class HeldGroup:
         self._store = None
 
     def drop(self) -> None:
-        """Release the process group. If it is not local, all of its ranks must call this method."""
+        """Release the process group. If the group is not local, all of its ranks must call this method."""
         self._closed = True
         group, self._group = self._group, None
         self.in_flight.clear()
@@ -251,7 +254,7 @@ def new_group_like(
 def groups_so_far(*members: Sequence[int]) -> dict[str, dict[str, object]]:
     """Return the number of groups created so far for each of `members`, as `groups` of :func:`require_equal`.
 
-    The members of a group must agree on this number before they create another one. See [Note: Names of groups].
+    The members of a group must agree on this number before they create another group. See [Note: Names of groups].
     """
     names = _names()
     return {
@@ -315,7 +318,7 @@ def _names() -> Counter[tuple[int, ...]]:
 def _make(
     ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str, backend: str
 ) -> tuple[dist.ProcessGroup, Store]:
-    """Create a group of `ranks`; return it and its part of the store."""
+    """Create a group of `ranks`; return the group and its part of the store."""
     members = sorted(ranks)
     names = _names()
     names[tuple(members)] += 1
@@ -375,7 +378,10 @@ def timeout_on(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
 
 
 def _hand_over(groups: list[HeldGroup]) -> None:
-    """Pass groups to the release thread. Takes no lock, since finalizers may call it in any thread at any time."""
+    """Pass groups to the release thread.
+
+    The function takes no lock, because finalizers may call it in any thread at any time.
+    """
     for held in groups:
         if held.is_local:
             held.forget_done()

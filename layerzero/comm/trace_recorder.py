@@ -44,7 +44,7 @@ class TraceMark:
     ended: Any
     phase: str = ""  # of "begin" and "end": "forward", "backward" or "update"
     trace: CollectiveTrace | None = None  # of "launch", "wait" and "add"
-    in_background: bool = False  # run by a background thread of the engine
+    in_background: bool = False  # True if a background thread of the engine ran the operation
 
 
 class TraceRecorder:
@@ -159,7 +159,7 @@ class _OpenSpan:
 class TraceDispatcher:
     """Dispatcher of the engine's operations to a trace and to torch's profiler.
 
-    While neither is active, the only overhead is reading two attributes.
+    While neither the trace nor the profiler is active, the only overhead is reading two attributes.
     """
 
     def __init__(self) -> None:
@@ -228,7 +228,8 @@ class TraceDispatcher:
         """Context manager that records the program's wait for a collective that another thread handles.
 
         Args:
-            flight: called after the wait; returns the trace of the collective, or None if it is not known.
+            flight: function that is called after the wait. It returns the trace of the collective, or None if the trace
+                is not known.
         """
         recorder = self.recorder
         began = None if recorder is None else recorder.clock.now()

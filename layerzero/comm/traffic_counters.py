@@ -87,7 +87,8 @@ class TrafficCounters:
     Attributes:
         calls: number of calls by collective.
         bytes: bytes that this rank sent, by (collective, axis).
-        waited: seconds that the host has waited, by collective. Close to zero if device streams wait instead.
+        waited: seconds that the host has waited, by collective. The values are close to zero if device streams wait
+            instead.
         steps: ``"taken"``: steps of optimizers; ``"skipped"``: steps whose gradients were discarded instead.
     """
 
@@ -109,7 +110,7 @@ class TrafficCounters:
             self.gathered.append(gather_name(collective, name))
 
     def gathers_up_to(self, collective: Collective, unit: str) -> tuple[str, ...]:
-        """Return the names of the last gathers, up to and including the gather of `unit`, without consecutive repeats.
+        """Return the names of the last gathers up to and including the gather of `unit`. Omit consecutive repeats.
 
         If `collective` is not a gather, `unit` is appended as the next one.
         """

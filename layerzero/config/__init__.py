@@ -74,7 +74,7 @@ class LayerZeroConfig:
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> LayerZeroConfig:
-        """Read the settings from a YAML file (needs ``pip install PyYAML``).
+        """Read the settings from a YAML file. This method requires PyYAML (``pip install PyYAML``).
 
         The names in the file are the field names of this class. Dtypes are ``bf16``, ``fp16``, ``fp32`` or torch's
         names. `mp_policy` maps the fields of a MixedPrecisionPolicy to values. `units` and `ignored_modules` are lists
@@ -236,7 +236,7 @@ class LayerZeroConfig:
 
 
 def _codec_text(codec: GatherCodec | None) -> str | None:
-    """Return text that identifies a codec and is equal in all processes. Return None if there is no codec.
+    """Return text that identifies a codec and is equal in all processes, or None if there is no codec.
 
     The text is the class name. For a dataclass, it also includes the fields that are numbers, strings or dtypes.
     """

@@ -1,4 +1,7 @@
-"""Settings from a YAML file, with the names of :class:`LayerZeroConfig` or those of MindSpeed's LayerZeRO."""
+"""Settings from a YAML file.
+
+The file uses the field names of :class:`LayerZeroConfig` or MindSpeed's LayerZeRO option names.
+"""
 
 from __future__ import annotations
 

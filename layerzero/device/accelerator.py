@@ -25,7 +25,7 @@ __all__ = [
     "refuse_capture",
 ]
 
-StreamEvent = Any  # event of the device; None on the CPU
+StreamEvent = Any  # event of the device, or None on the CPU
 
 
 def default_device_type() -> str:
@@ -68,20 +68,20 @@ def host_memory(numel: int, dtype: torch.dtype, *, device: torch.device) -> Tens
 
 
 def finish_copies(device: torch.device) -> None:
-    """Wait until all work in the current stream of a device is done, including copies to the host."""
+    """Wait until all work in the current stream of a device, including copies to the host, is done."""
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()
 
 
 class CurrentStream:
-    """Current stream of a device: records events on it, and makes it wait for events."""
+    """Current stream of a device. Methods record events on the stream and make the stream wait for events."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
 
     @classmethod
     def of(cls, device: torch.device) -> CurrentStream | None:
-        """Return the recorder for a device; None for the CPU, which has no streams."""
+        """Return the recorder for a device, or None for the CPU, which has no streams."""
         module = device_module(device)
         return None if module is None else cls(module)
 
@@ -122,12 +122,12 @@ class TouchedBy:
 
 
 class HostDeviceCopies:
-    """Copies between a device and host memory that overlap with the computation, with one stream per direction.
+    """Copies between a device and host memory that overlap with the computation. Each direction has one stream.
 
     On the CPU a copy is done when :meth:`copy` returns.
 
     Args:
-        pin_memory: pin the host memory. The host waits for copies of memory that is not pinned.
+        pin_memory: if True, pin the host memory. The host waits for copies of memory that is not pinned.
     """
 
     def __init__(self, device: torch.device, *, pin_memory: bool = True) -> None:
@@ -160,7 +160,7 @@ class HostDeviceCopies:
         return stream
 
     def copy(self, target: Tensor, source: Tensor, *, to_host: bool, after: Sequence[StreamEvent] = ()) -> StreamEvent:
-        """Start a copy, and return the event of its completion.
+        """Start a copy and return the event of its completion.
 
         The copy runs after the work enqueued so far on the current stream, after the events in `after`, and after
         earlier copies in the same direction. Until :meth:`wait` for its event, `target` must not be used and `source`
@@ -179,7 +179,7 @@ class HostDeviceCopies:
         return side.record_event()
 
     def finish(self, mark: StreamEvent) -> None:
-        """Block the host until the copy is done. Afterwards the host may use both tensors."""
+        """Block the host until the copy is done. Afterwards, the host may use both tensors."""
         if mark is not None:
             mark.synchronize()
 

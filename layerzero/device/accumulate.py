@@ -31,8 +31,8 @@ def accumulate_parts(
 
     Args:
         parts: tensors of the target's shape, of any floating dtype.
-        wire: dtype to which each part is rounded first; None: do not round.
-        overwrite: replace the contents of the target instead of adding to them.
+        wire: dtype to which each part is rounded first. If it is None, parts are not rounded.
+        overwrite: if True, replace the contents of the target instead of adding to them.
     """
     parts = tuple(parts)
     if _is_in_pieces(target, parts):

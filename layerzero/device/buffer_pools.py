@@ -28,7 +28,10 @@ def bytes_of_buffers(predicted: Mapping[Size, int], *, on_device: bool) -> int:
 
 
 def _slots(predicted: int) -> int:
-    """Return the number of buffers of one size in a device's pool: one if a single unit has that size (embeddings)."""
+    """Return the number of buffers of one size in a device's pool.
+
+    A single unit of that size, such as the embeddings, needs one buffer.
+    """
     return 1 if predicted == 1 else _SLOTS
 
 
@@ -36,7 +39,7 @@ class UnitFootprint(NamedTuple):
     """Memory of one gathered unit."""
 
     nbytes: int  # bytes of its full buffers
-    reshards: bool | int  # true: the full buffers are freed after a forward
+    reshards: bool | int  # True if the full buffers are freed after a forward
     post_forward_ranks: Hashable  # mesh of its gathers
     kept: int = 0  # bytes of its post-forward shards
 
@@ -65,8 +68,8 @@ class BufferPool:
 
     Args:
         predicted: number of buffers by size that may be in use at once. In host memory, the pool allocates these
-            buffers together, and reuses the buffer that was released last. Unused buffers then occupy address space
-            but no memory. The pool allocates more buffers if needed.
+            buffers together and reuses the buffer that was released last. Unused buffers then occupy address space but
+            no memory. The pool allocates more buffers if needed.
 
     Attributes:
         expected: the numbers given as `predicted`. They may be changed until the first buffer is allocated.
@@ -166,7 +169,7 @@ class FullBufferPool:
         self.most_bytes = max(self.most_bytes, self._lent_bytes + self.cached_bytes)
 
     def free(self, storage: UntypedStorage) -> None:
-        """Free the memory of a storage, which then has 0 bytes."""
+        """Free the memory of a storage. The size of the storage becomes 0 bytes."""
         nbytes = storage.nbytes()
         self._lent_bytes = max(0, self._lent_bytes - nbytes)  # the initial memory of a storage is not from the pool
         if self.can_cache and 0 < nbytes <= self.limit - self.cached_bytes - self._lent_bytes:
@@ -185,9 +188,9 @@ class FullBufferPool:
         storage.resize_(0)
 
     def _choose(self, storage: UntypedStorage, parked: Sequence[tuple[UntypedStorage, StreamEvent]]) -> int:
-        """Return the index of the storage's previous memory if it is cached, else -1.
+        """Return the index of the storage's previous memory if that memory is cached, else -1.
 
-        The full buffers of units therefore keep their addresses from step to step.
+        Therefore the full buffers of units keep their addresses from step to step.
         """
         home = self._homes.get(storage._cdata)
         return next((index for index, (source, _) in enumerate(parked) if source.data_ptr() == home), -1)

@@ -1,8 +1,8 @@
 """ZeRO-3 shards in host memory.
 
 [Note: Weights in host memory]
-With `offload_params`, ZeRO-3 shards are in host memory. A gather first copies the shard into this rank's slice of the
-full buffer on a copy stream, and is launched from that stream. Therefore the computation waits for the copy and the
+If `offload_params` is True, ZeRO-3 shards are in host memory. A gather first copies the shard into this rank's slice of
+the full buffer on a copy stream, and is launched from that stream. Therefore the computation waits for the copy and the
 gather only when it needs the weights. A refresh writes to a scratch buffer on the device, which is then copied to the
 host. The stream that launches the refresh waits for that copy, so that the next handle can reuse the scratch buffer.
 """
@@ -53,7 +53,8 @@ class HostShard:
         """Context manager that copies the shard to `target` [numel] on the device before work launched inside.
 
         Args:
-            beside: make the stream of the copy current inside, so that the computation does not wait for the copy.
+            beside: if True, make the stream of the copy current inside, so that the computation does not wait for the
+                copy.
         """
         fetch = self.start_fetch(target)
         with self._transfers.beside(to_host=False) if beside else nullcontext():
@@ -70,7 +71,7 @@ class HostShard:
         return self._pool.acquire(self.tensor.numel(), self.tensor.dtype)
 
     def store(self, fresh: Tensor) -> None:
-        """Copy borrowed scratch to the host, and release it to the pool."""
+        """Copy borrowed scratch to the host and release the scratch to the pool."""
         self._stored = self._transfers.copy(self.tensor, fresh, to_host=True, after=(self._fetched,))
         self._transfers.wait(self._stored)
         self._pool.release(fresh)

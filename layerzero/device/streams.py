@@ -2,24 +2,24 @@
 
 [Note: Streams]
 A stream runs its operations in the order in which they were enqueued. Operations of different streams are ordered by
-events only: one stream waits for an event of another stream. All operations of a handle's reduction are enqueued at one
+events only. One stream waits for an event of another stream. All operations of a handle's reduction are enqueued at one
 point of the program. Therefore the operations, and their order on each stream, depend only on the program. The speed of
 a collective affects only the times at which they run.
 
-On a device, these are device streams: the host enqueues and does not wait. gloo's `wait` blocks the calling thread.
-With gloo, worker threads therefore act as streams (:class:`ThreadStreams`), and the host waits when it needs a result.
-Other CPU backends may require one order over all their groups, so with these backends each operation runs as soon as it
-is enqueued.
+On a device, these streams are device streams. The host enqueues operations and does not wait. gloo's `wait` blocks the
+calling thread. With gloo, worker threads therefore act as streams (:class:`ThreadStreams`), and the host waits when it
+needs a result. Other CPU backends may require one order over all their groups, so with these backends each operation
+runs as soon as it is enqueued.
 
 [Note: State shared by threads]
 The buffers of a reduction belong to its handle, and the host does not use them until the last event has completed.
 Therefore threads and host share only pools, slabs and records of operations. Each of these has a lock, or one writer
 per entry. The host launches the first collective of a reduction, in program order, because this collective needs the
-accumulators in a slab. If a thread copied them to a slab later, it might reuse the slab to which the next gradients are
-being written. A failure in a thread is stored, and dependent operations are skipped. The host raises the failure at the
-end of the backward. The failure of a collective, after which training cannot continue, is raised where the host next
-enqueues work or waits for a thread. If the host waits for a gather meanwhile, the gather also fails. The error of the
-gather is more informative, because it names the ranks that are in another collective.
+accumulators in a slab. If a thread copied the accumulators to a slab later, the thread might reuse the slab to which
+the next gradients are being written. A failure in a thread is stored, and dependent operations are skipped. The host
+raises the failure at the end of the backward. The failure of a collective, after which training cannot continue, is
+raised where the host next enqueues work or waits for a thread. If the host waits for a gather at that time, the gather
+also fails. The error of the gather is more informative, because it names the ranks that are in another collective.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class TransportTraits:
     """Properties of a transport that determine memory and traffic."""
 
     name: str  # for reports
-    full_buffer_resident: bool  # full buffers always contain the shards of all ranks; no gathers, no frees
+    full_buffer_resident: bool  # full buffers always contain the shards of all ranks and are neither gathered nor freed
     sums_locally: bool  # in hop 1, each rank adds the parts of all ranks in fp32; otherwise the backend adds them
     receives_copies: bool  # hop 1 receives into scratch; otherwise peers read the send buffers in place
     rounds_on_read: bool  # send buffers keep their own dtype, and the receiver rounds to the wire dtype
@@ -61,9 +61,11 @@ class TransportTraits:
 class GatherOptions(NamedTuple):
     """Options for the gathers of a handle. A transport whose full buffers are resident ignores them."""
 
-    codec: GatherCodec | None = None  # None: weights are not encoded
-    post_forward_comm: Communicator | None = None  # ranks that keep post-forward shards; None: nothing is kept
-    host_shard: HostShard | None = None  # ZeRO-3 shard in host memory; None: the shard is on the device
+    codec: GatherCodec | None = None  # None if weights are not encoded
+    post_forward_comm: Communicator | None = (
+        None  # number of ranks that keep post-forward shards, or None if no shards are kept
+    )
+    host_shard: HostShard | None = None  # ZeRO-3 shard in host memory, or None if the shard is on the device
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,13 @@ class FullBuffer(ABC):
     """Full buffer of one handle, and the ZeRO-3 shard of this rank.
 
     Attributes:
-        full: 1-D [G], compute dtype. Its storage is empty while it is freed.
-        shard: 1-D [G / S], compute dtype: target of refreshes. It may be in host memory; see `GatherOptions`.
-        read_by_peers: True if peers read `shard` in place, so that it may be written only in rounds.
-        full_bytes: bytes of `full` while it is gathered; 0 if it has no memory apart from the shard.
+        full: 1-D [G], compute dtype. Its storage is empty while the buffer is freed.
+        shard: 1-D [G / S], compute dtype, the target of refreshes. The shard may be in host memory; see
+            `GatherOptions`.
+        read_by_peers: True if peers read `shard` in place, so that the shard may be written only in rounds.
+        full_bytes: bytes of `full` while it is gathered, or 0 if `full` has no memory apart from the shard.
         encoded_bytes: bytes of encoded shards during a gather.
-        post_forward_bytes: bytes of the post-forward shard while it is kept.
+        post_forward_bytes: bytes of the post-forward shard while the shard is kept.
     """
 
     read_by_peers = False
@@ -101,7 +104,7 @@ class FullBuffer(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are allocated now, in addition to the shard."""
+        """Number of bytes currently allocated, in addition to the shard."""
         return 0
 
     @property
@@ -127,7 +130,8 @@ class FullBuffer(ABC):
         """Free the post-forward shard."""
 
     def publish(self, pending: PendingCollective | None) -> None:  # noqa: B027
-        """Make the new contents of `shard` visible to the peers when `pending` completes; None: at once.
+        """Make the new contents of `shard` visible to the peers when `pending` completes, or at once if `pending` is
+        None.
 
         See [Note: Write rounds].
         """
@@ -150,10 +154,10 @@ class LocalBuffer(FullBuffer):
 
 
 class SendBuffer:
-    """Persistent memory of a gradient buffer, 1-D [numel]. It is allocated at first use and filled with zeros.
+    """Persistent memory of a gradient buffer, 1-D [numel]. The memory is allocated at first use and filled with zeros.
 
     Attributes:
-        read_in_place: True if peers read this memory in hop 1 and round it to the wire dtype.
+        read_in_place: True if peers read this memory in hop 1 and round the values to the wire dtype.
     """
 
     read_in_place = False
@@ -166,7 +170,7 @@ class SendBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are allocated now."""
+        """Number of bytes currently allocated."""
         return 0 if self._tensor is None else self._tensor.nbytes
 
     def open(self) -> Tensor:
@@ -207,7 +211,7 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce_scatter(self, flat: Tensor, wire_dtype: torch.dtype, *, name: str) -> PendingReduction:
-        """Start hop 1: rank i receives the sum of the pieces i of `flat`, 1-D [G], of all ranks.
+        """Start hop 1, in which rank i receives the sum over all ranks of piece i of `flat`, 1-D [G].
 
         Args:
             flat: in `wire_dtype`. If `traits.rounds_on_read`, another dtype is allowed.
@@ -236,8 +240,8 @@ def post_forward_bytes(numel: int, element: int, ranks: int) -> int:
     """Return the size in bytes of one rank's post-forward shard.
 
     Args:
-        numel: elements of the full buffer.
-        element: bytes per element.
+        numel: number of elements of the full buffer.
+        element: number of bytes per element.
         ranks: number of ranks that keep the full buffer together.
     """
     return numel // ranks * element

@@ -2,21 +2,21 @@
 
 [Note: Weights in shared memory]
 The full buffer of a handle is one mapping for all ranks of a ZeRO-3 group. Each rank writes its ZeRO-3 shard and reads
-the full buffer. Writes are grouped in rounds, see [Note: Write rounds] in base.py. A round is one call of
-`WeightRefresher.launch`. A rank increments its counter ARRIVED when it arrives at a round: its earlier passes no longer
-read the weights, and its next pass follows the round. Ranks write only after all ranks have arrived. If the master
-itself is in shared memory (fp32), the first write is the update by the optimizer or a write by the user. In this case,
-the rank arrives at the round before that write.
+the full buffer. Writes are grouped in rounds; see [Note: Write rounds] in base.py. A round is one call of
+`WeightRefresher.launch`. A rank increments its counter ARRIVED when it arrives at a round. Its earlier passes then no
+longer read the weights, and its next pass follows the round. Ranks write only after all ranks have arrived. If the
+master itself is in shared memory (fp32), the first write is the update by the optimizer or a write by the user. In this
+case, the rank arrives at the round before that write.
 
-A rank that has arrived must not read weights before the end of the round. Therefore it also marks the handles as
-written when it arrives: a forward then begins with their refresh, and a backward raises.
+A rank that has arrived must not read weights before the end of the round. Therefore a rank also marks the handles as
+written when it arrives. A forward then begins with the refresh of the handles, and a backward raises.
 
 Each handle also has a counter of the completed refreshes of this rank's shard. A refresh completes when the parts of
 all replicas have been received, which overlaps with the next forward. A thread increments the counter, because the main
-thread may be busy (in a unit that other ranks do not call, or in a wait for them). Before a read, a rank waits until
-all ranks have completed as many refreshes as it has launched. Therefore each rank may read any handle at any time, in
-any order, independently of the other ranks. Before the first forward, which all ranks start together, ranks do not read
-weights, and writes need no wait.
+thread may be busy, for example in a unit that other ranks do not call, or in a wait for other ranks. Before a read, a
+rank waits until all ranks have completed as many refreshes as it has launched. Therefore each rank may read any handle
+at any time, in any order, independently of the other ranks. Before the first forward, which all ranks start together,
+ranks do not read weights, and writes need no wait.
 """
 
 from __future__ import annotations
@@ -212,7 +212,10 @@ class WriteBarrier:
         self._comm.counters.record(Collective.GATHER, self._comm.axis, 0, name)
 
     def wait(self, word: int, target: int, name: str) -> None:
-        """Wait until counter `word` of all ranks is at least `target`. The time counts as a wait for gathers."""
+        """Wait until counter `word` of all ranks is at least `target`.
+
+        The elapsed time counts as a wait for gathers.
+        """
         began = time.perf_counter()
         try:
             self.memory.signals.wait(word, target)

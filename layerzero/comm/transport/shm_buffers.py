@@ -4,12 +4,12 @@
 A rank sends a full gradient by publishing the offset of the gradient in the rank's part (counter PUBLISHED). The other
 ranks read and add the gradient in place (counter CONSUMED). All ranks send and add in the same order, so gradient n of
 one rank corresponds to gradient n of every other rank. A buffer that was last sent as gradient n is reused once
-CONSUMED of all ranks is at least n. From then on, no rank reads the buffer, because later gradients have different
-offsets. Offsets are published in a ring of 64 entries. Gradient n + 64 overwrites the entry of gradient n after
-CONSUMED of all ranks has reached n.
+CONSUMED of all ranks is at least n. Later, no rank reads the buffer, because later gradients have different offsets.
+Offsets are published in a ring of 64 entries. Gradient n + 64 overwrites the entry of gradient n after CONSUMED of all
+ranks has reached n.
 
-An accumulator with "full" accumulation has a permanent buffer (:class:`SharedSendBuffer`). The same condition applies:
-a rank that opens the buffer waits until all ranks have added the gradient that was last sent from it.
+An accumulator with "full" accumulation has a permanent buffer (:class:`SharedSendBuffer`). The same condition applies.
+A rank that opens the buffer waits until all ranks have added the gradient that was last sent from it.
 
 Ranks cannot deadlock. A rank that waits for the buffer of gradient n has added all gradients up to n, because buffers
 are released, and gradients accepted, only afterwards. The rank waits for the other ranks to add gradient n. These ranks
@@ -42,7 +42,7 @@ RING_BYTES = _RING * 2 * 8
 
 
 def aligned_bytes(nbytes: int) -> int:
-    """Return the bytes that a buffer occupies in a rank's part: `nbytes` rounded up to full cache lines."""
+    """Return the number of bytes that a buffer occupies in a rank's part: `nbytes` rounded up to entire cache lines."""
     return -(-nbytes // LINE) * LINE
 
 
@@ -99,7 +99,7 @@ class SharedBufferPool(BufferPool):
             idle = self._idle[size]
             buffer = None
             if idle and self._made[size] >= self.expected.get(size, _USUAL):
-                buffer = idle.popleft()[0]  # the oldest, which all ranks have most likely read
+                buffer = idle.popleft()[0]  # the oldest buffer, which all ranks have most likely read
             else:
                 self._made[size] += 1
         if buffer is None:
@@ -115,11 +115,11 @@ class SharedBufferPool(BufferPool):
         return buffer
 
     def wait_consumed(self, buffer: Tensor) -> None:
-        """Wait until a buffer may be written: all ranks have added the gradient that was last sent from it."""
+        """Wait until a buffer may be written, because all ranks have added the gradient that was last sent from it."""
         self._wait(CONSUMED, self._sent_as.get(buffer.data_ptr(), 0))
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor begins at one of these buffers."""
+        """Return whether `tensor` starts at the address of a buffer in this pool."""
         return tensor.data_ptr() in self._offsets
 
     def _grow(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -140,7 +140,7 @@ class SharedBufferPool(BufferPool):
     # Gradients
 
     def publish(self, buffer: Tensor) -> int:
-        """Send the gradient in `buffer`: publish the offset of the buffer, and return the number of the gradient.
+        """Send the gradient in `buffer` by publishing the offset of the buffer, and return the number of the gradient.
 
         The buffer must not be written before :meth:`wait_consumed` returns.
         """
@@ -154,9 +154,9 @@ class SharedBufferPool(BufferPool):
         return number
 
     def parts(self, number: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return this rank's piece of gradient `number` from each rank, as views, 1-D [numel].
+        """Return one 1-D view [numel] per rank: this rank's piece of that rank's gradient number `number`.
 
-        All ranks must have sent that gradient.
+        All ranks must have sent gradient `number`.
         """
         place, nbytes = 2 * (number % _RING), numel * self.size * dtype.itemsize
         parts = []

@@ -1,8 +1,8 @@
-"""Counters in shared memory: one rank increments a counter, the other ranks wait for it.
+"""Counters in shared memory. One rank increments a counter, and the other ranks wait for the counter.
 
 [Note: Futex counters]
 Each counter has a separate cache line and one owner, the only rank that increments it. The kernel increments the
-counter (``FUTEX_WAKE_OP``): the call adds with release semantics and wakes the waiting ranks. A rank that reads the new
+counter (``FUTEX_WAKE_OP``). The call adds with release semantics and wakes the waiting ranks. A rank that reads the new
 value sees all earlier writes of the owner. On x86-64 this is sufficient, because loads are not reordered. On other
 machines, the reader makes another call before it reads the data. The call adds 0 to a counter of the reader, which is a
 full barrier.
@@ -133,7 +133,7 @@ class SharedCounters:
             raise _failure("FUTEX_WAKE_OP")
 
     def _sleep(self, place: int, seen: int) -> bool:
-        """Sleep while a counter equals `seen`; return False if a full slice of time has passed."""
+        """Sleep while a counter equals `seen`; return False if the entire time slice has passed."""
         assert _libc is not None
         slice_ = _Timespec(0, int(_SLICE * 1e9))
         address = ctypes.c_void_p(self._address + 4 * place)

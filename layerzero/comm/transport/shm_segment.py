@@ -38,7 +38,7 @@ _PROOF = 0  # first counter of each rank: set when the rank has reserved its mem
 
 @dataclass(frozen=True)
 class SegmentSizes:
-    """Sizes of a segment; the same on all ranks."""
+    """Sizes of a segment, equal on all ranks."""
 
     words: int  # number of counters per rank
     common: int  # bytes of the common part
@@ -48,7 +48,7 @@ class SegmentSizes:
 
 @dataclass(frozen=True)
 class SegmentDescriptor:
-    """Location of a segment. The first rank broadcasts it, so that the other ranks can open the segment."""
+    """Location of a segment. The first rank broadcasts the location, so that the other ranks can open the segment."""
 
     process: int  # id of the first rank's process
     file: int  # descriptor in that process
@@ -228,7 +228,7 @@ def _of_files(stat: Path) -> int:
 
 
 def pages(nbytes: int) -> int:
-    """Return `nbytes` rounded up to full pages."""
+    """Return `nbytes` rounded up to whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
