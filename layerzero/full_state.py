@@ -48,7 +48,7 @@ def unsharded(
 ) -> Iterator[None]:
     """Context manager that unshards parameters: plain ``nn.Parameter``s of the original shapes in the masters' dtype.
 
-    This is the counterpart of FSDP1's ``summon_full_params``. All ranks must enter the context together, between
+    The context is the counterpart of FSDP1's ``summon_full_params``. All ranks must enter the context together, between
     passes. The context needs memory for the full parameters inside `module`. If the model does not fit, pass one unit
     at a time. Parameters are gathered one at a time. Parameters that are sharded by tensor or expert parallelism remain
     DTensors on the model-parallel mesh.
@@ -61,16 +61,16 @@ def unsharded(
         module: a sharded model, a module inside it (a unit, a part of a unit, or a module that contains units), or a
             module that contains sharded models. A tied parameter is full in all of its modules.
         writeback: write changes that are made inside the context to the masters. Every rank must make the same changes.
-            With `rank0_only`, the changes of the first rank are sent to the other ranks.
-        rank0_only: unshard the parameters on the first rank only. On the other ranks they stay sharded.
+            If `rank0_only` is True, the changes of the first rank are sent to the other ranks.
+        rank0_only: unshard the parameters on the first rank only. On the other ranks, the parameters stay sharded.
         offload_to_cpu: copy the parameters (and gradients) to host memory, one at a time.
         with_grads: set the ``.grad`` of each parameter to its full gradient, averaged over the ranks, in the
-            parameter's shape and dtype, or to None. With `writeback`, changes of ``.grad`` are also written back.
+            parameter's shape and dtype, or to None. If `writeback` is True, changes of ``.grad`` are also written back.
 
     Raises:
-        TypeError, ValueError: no parameter inside `module` is sharded. Or ranks disagree on the arguments or, with
-            `writeback`, on the changes, which are then not written. Or `rank0_only` is set and model parallelism shards
-            a parameter. Or `offload_to_cpu` is set and a parameter is a DTensor on a device mesh.
+        TypeError, ValueError: no parameter inside `module` is sharded. Or ranks disagree on the arguments, or on the
+            changes if `writeback` is True. The changes are then not written. Or `rank0_only` is set and model
+            parallelism shards a parameter. Or `offload_to_cpu` is set and a parameter is a DTensor on a device mesh.
         RuntimeError: a parameter is already unsharded. Or `with_grads` is set and gradients are not reduced yet.
 
     Example::
@@ -138,7 +138,7 @@ def _agree_to_show(
 ) -> dict[ManagedParam, Tensor]:
     """Check that all ranks enter the context for the same parameters, and return their sharded gradients.
 
-    Without `with_grads`, return an empty dict.
+    If `with_grads` is False, return an empty dict.
     """
     runtime.scheduler.recover_interrupted_pass()
     subject, model_ranks, failure = _subject(options), runtime.ranks, None
@@ -272,16 +272,16 @@ def full_precision(model: nn.Module) -> Iterator[None]:
     """Context manager in which forwards compute with parameters in the masters' precision, gathered unit by unit.
 
     Use this context to evaluate like a single process in fp32. Unlike :func:`unsharded`, it does not need memory for
-    the full model. It is the counterpart of FSDP1's ``FSDP_USE_FULL_PREC_IN_EVAL``. Each unit is gathered from the
-    ZeRO-1 shards of all data-parallel ranks before its forward (4 bytes per element for fp32, ``unshard`` in
+    the full model. The context is the counterpart of FSDP1's ``FSDP_USE_FULL_PREC_IN_EVAL``. Each unit is gathered from
+    the ZeRO-1 shards of all data-parallel ranks before its forward (4 bytes per element for fp32, ``unshard`` in
     :func:`traffic`) and freed afterwards. `prefetch` units are gathered ahead. Units whose compute dtype equals that of
     the masters are gathered as usual.
 
     Inputs that `mp_policy` would cast are cast to the dtype of the unit's parameters in this context. Outputs are not
     cast to a narrower dtype. Buffers that `buffer_dtype` has cast have their original dtype, but their values stay
     rounded. Forwards must be under ``torch.no_grad()``. All ranks must enter the context together, between passes, and
-    call the same units in the same order, even if they share memory. The context does not affect later training: its
-    results are bitwise equal.
+    call the same units in the same order, even if they share memory. The context does not affect later training. The
+    results of training are bitwise equal.
 
     Args:
         model: a sharded model.
@@ -496,7 +496,7 @@ def _agreed_edits(
     """Return the parameters that have replaced `shown` in the model.
 
     Raise on all ranks if ranks with the same part of a parameter have made different changes, or if a rank has assigned
-    a tensor of another shape.
+    a tensor of a different shape.
     """
     edited: dict[ManagedParam, nn.Parameter] = {}
     failure: Exception | None = None

@@ -1,7 +1,8 @@
 """Reference implementation of hybrid ZeRO-1/ZeRO-3 sharding, to read from top to bottom before the engine.
 
-It does the arithmetic of :func:`layerzero.shard_model` and :func:`layerzero.shard_optimizer` with blocking collectives,
-and imports only torch. ``tests/end_to_end/test_reference.py`` compares both bit for bit. For training, use the engine.
+It does the arithmetic of :func:`layerzero.shard_model` and :func:`layerzero.shard_optimizer` with blocking collectives
+and imports only torch. ``tests/end_to_end/test_reference.py`` compares the two implementations bit for bit. For
+training, use the engine.
 
 D data-parallel ranks form R = D/S replicas of S ranks. A rank has coordinates (r, s). A unit has N elements::
 
@@ -12,8 +13,8 @@ D data-parallel ranks form R = D/S replicas of S ranks. A rank has coordinates (
                    ^ refresh, replica group         v hop 2, replica group
     ZeRO-1, N/D    master, fp32                     final gradient, fp32
 
-Every micro-batch gathers twice and runs hop 1 once. Every optimizer step runs hop 2 and the refresh once. Only these
-two use the slow links between replicas.
+Every micro-batch gathers twice and runs hop 1 once. Every optimizer step runs hop 2 and the refresh once. Only hop 2
+and the refresh use the slow links between replicas.
 
 Only the engine supports: overlap and prefetch; accumulation other than ``"sharded"``; alignment; frozen parameters;
 mixed dtypes; parameters without dims or elements; parameters that a backward does not use; weights tied across units;
@@ -49,7 +50,7 @@ class Slot:
     offset: int  # elements from the start of the flat order
 
     def rows_in(self, elements: range) -> slice:
-        """Return the part of a range of flat elements that holds this parameter, counted from the range's start."""
+        """Return the part of a range of flat positions that contains this parameter, counted from the range's start."""
         start = max(self.offset, elements.start)
         stop = max(start, min(self.offset + prod(self.shape), elements.stop))
         return slice(start - elements.start, stop - elements.start)
@@ -73,11 +74,11 @@ class FlatLayout:
 
     @property
     def full_range(self) -> range:
-        """Flat elements of the full buffer."""
+        """Range of flat positions that the full buffer covers."""
         return range(self.shard_numel * self.replicas * self.zero3_size)
 
     def zero1_range(self, r: int, s: int) -> range:
-        """Return the flat elements of the ZeRO-1 shard of rank (r, s)."""
+        """Return the range of flat positions of the ZeRO-1 shard of rank (r, s)."""
         start = (s * self.replicas + r) * self.shard_numel
         return range(start, start + self.shard_numel)
 
@@ -153,7 +154,7 @@ class Unit:
         self.zero3_gradient: Tensor | None = None  # [N/S], fp32, sum over micro-batches and the ZeRO-3 group
 
     def parts_of(self, flat: Tensor, elements: range) -> dict[str, Tensor]:
-        """Return views of a tensor that holds a range of flat elements: the rows of each parameter, [rows, *rest]."""
+        """Return views of a tensor that covers a range of flat positions: the rows of each parameter, [rows, *rest]."""
         return {slot.name: flat[slot.rows_in(elements)].view(-1, *slot.shape[1:]) for slot in self.layout.slots}
 
     def refresh(self) -> None:
@@ -161,7 +162,7 @@ class Unit:
         self.zero3_shard = _all_gather(self.master.to(self.compute_dtype), self.replica_group)  # [N/S], compute dtype
 
     def gather(self) -> None:
-        """Fill the full buffer from the ZeRO-3 shards. The storage object stays, because autograd has saved views."""
+        """Fill the full buffer from the ZeRO-3 shards. The storage object is kept, because autograd has saved views."""
         storage = self.full_buffer.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self.full_buffer.numel() * self.full_buffer.itemsize)

@@ -154,8 +154,8 @@ def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> 
 
     Args:
         zero3_size: number S of consecutive ranks that share the compute weights, usually the ranks of one node. The
-            value 1 is ZeRO-1, and the world size is ZeRO-3. S must divide the world size. If it is None, S is the
-            number of ranks of a node, which torchrun sets as ``LOCAL_WORLD_SIZE``.
+            value The value 1 means ZeRO-1, and the world size means ZeRO-3. S must divide the world size. If it is
+            None, S is the number of ranks of a node, which torchrun sets as ``LOCAL_WORLD_SIZE``.
         device_type: ``"cuda"``, ``"cpu"``, ...; by default the accelerator if there is one, else the CPU.
 
     Raises:

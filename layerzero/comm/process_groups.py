@@ -246,7 +246,7 @@ def new_group_like(
 ) -> dist.ProcessGroup:
     """Create a group with the backend and timeout of `like`. torch keeps it until ``destroy_process_group()``.
 
-    Only the members call this function, all in the same order. See [Note: Group creation by members only].
+    Only the members call this function, in the same order on all ranks. See [Note: Group creation by members only].
     """
     return _make(ranks, like=like, device_type=device_type, backend=backend)[0]
 
@@ -400,7 +400,7 @@ class _Releases:
     def expect(self) -> None:
         """Count an owner whose groups will be passed to :meth:`put`.
 
-        Takes a lock, so finalizers must not call this method.
+        The method takes a lock, so finalizers must not call this method.
         """
         with self._lock:
             self._owners += 1

@@ -95,7 +95,7 @@ def _inner_names(tensor: Any) -> list[str]:
 
 
 def _arguments(tensor: Any) -> int:
-    """Return the number of arguments of ``fsdp_pre_all_gather``: 1 (the mesh) or 5."""
+    """Return the number of arguments of ``fsdp_pre_all_gather``, which is 1 (the mesh) or 5."""
     return len(inspect.signature(tensor.fsdp_pre_all_gather).parameters)
 
 
@@ -111,7 +111,7 @@ class Extension:
 
     kind: type[Tensor]
     inner: str  # attribute of the inner tensor
-    context: object  # from __tensor_flatten__
+    context: object  # metadata from __tensor_flatten__
     module: weakref.ref[nn.Module]
     policy: MixedPrecisionPolicy
 
@@ -160,7 +160,7 @@ class ExtendedGather:
         shard: 1-D [G / S], this rank's ZeRO-3 shard: full rows, with rows of zeros after the parameter's last row.
 
     Raises:
-        TypeError, ValueError: the class violates the protocol, or the shapes of its inputs differ between ranks.
+        TypeError, ValueError: the class violates the protocol, or the shapes of the inputs differ between ranks.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class ExtendedGather:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that are currently allocated."""
+        """Number of bytes currently allocated."""
         return sum(storage.nbytes() for storage in self._all())
 
     @property

@@ -56,7 +56,7 @@ class UnevenShard(Shard):
 def rows_of(value: Tensor, span: RowShardSpec) -> Tensor:
     """Return this rank's rows of a full tensor.
 
-    If `value` is a DTensor with another sharding, every rank must call this function.
+    If `value` is a DTensor with a different sharding, every rank must call this function.
 
     Raises:
         ValueError: the shape of `value` is not the shape of the full parameter. A 0-dim parameter also accepts [1].

@@ -38,7 +38,8 @@ class LazyGrad:
     """Pending ``.grad`` of the parameters of one model, without a strong reference to the model.
 
     Args:
-        show: method that waits for the pending gradients and sets ``.grad``. It is called again if it is interrupted.
+        show: method that waits for the pending gradients and sets ``.grad``. The method is called again if it is
+            interrupted.
 
     Attributes:
         pending: True if :meth:`resolve` must be called before any ``.grad`` is read or set.

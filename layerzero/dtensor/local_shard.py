@@ -83,7 +83,7 @@ class LocalShard(torch.Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         """Return these rows as a read-only array that shares their memory.
 
-        With `force`, the array is a copy if torch needs one.
+        If `force` is True, the array is a copy if torch needs a copy.
         """
         array = _readable(self).detach().numpy(force=force)
         array.flags.writeable = False  # the tracker cannot detect writes through the array

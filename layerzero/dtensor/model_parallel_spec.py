@@ -64,7 +64,7 @@ class ModelParallelSpec:
     shape: tuple[int, ...]  # global shape
     stride: tuple[int, ...]
     global_mesh: DeviceMesh  # mesh of the user's DTensor: the model-parallel axes, then (zero3, replica)
-    is_dtensor: bool  # True: the module computes with a DTensor; False: with a plain tensor, a copy on each rank
+    is_dtensor: bool  # True if the module computes with a DTensor; False if it computes with a plain copy on each rank
     owner: tuple[int, int] | None = None  # axis, and the only coordinate on it that has elements; see `of_state`
 
     @classmethod
@@ -178,7 +178,7 @@ class ModelParallelSpec:
     def part_of(self, value: Tensor) -> Tensor:
         """Return this rank's part of a full tensor.
 
-        If `value` is a DTensor with another mesh or other placements, all of its ranks must call this method.
+        If `value` is a DTensor with a different mesh or different placements, all of its ranks must call this method.
         """
         if isinstance(value, DTensor):
             if value.device_mesh == self.mesh and tuple(value.placements) == self.placements:

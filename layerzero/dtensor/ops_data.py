@@ -57,7 +57,7 @@ class AbsentAttribute:
 
 @torch.no_grad()
 def assign_data(target: DTensor, value: Tensor) -> None:
-    """Implement ``target.data = value``: copy the values of a tensor with the same sharding.
+    """Implement ``target.data = value`` by copying the values of a tensor with the same sharding.
 
     Raises:
         ValueError: `value` is not sharded, or differs in rows, dtype or device.

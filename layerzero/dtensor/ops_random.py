@@ -3,14 +3,14 @@
 [Note: Random numbers by global row]
 All ranks usually have the same seed. If each rank drew numbers only for its rows, the rows of all ranks would get the
 same numbers. Therefore each rank draws for the full tensor and copies its rows. The result and the state of the
-generator equal those of one process with the same seed. This needs memory for one full tensor. It is correct for
-distributions in which the number of draws for an element does not depend on the values of other elements.
+generator equal those of one process with the same seed. This method needs memory for one full tensor. The result is
+correct for distributions in which the number of draws for an element does not depend on the values of other elements.
 
 ``nn.init.trunc_normal_`` draws again until all numbers are within its bounds, but each rank would check only its own
-rows. torch does not call ``__torch_function__`` for this function, but only for the first draw inside it. Therefore
-that call runs the complete function on the full tensor, after which all numbers are within the bounds. torch 2.14 would
-then gather rows to compare them with the bounds. Therefore the draw returns a tensor that evaluates these comparisons
-without communication.
+rows. torch calls ``__torch_function__`` for the first draw inside this function, but not for the function itself.
+Therefore that call runs the complete function on the full tensor, after which all numbers are within the bounds. torch
+2.14 would then gather rows to compare them with the bounds. Therefore the draw returns a tensor that evaluates these
+comparisons without communication.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
 [Note: Partial scalars]
 ``p.sum()`` and similar reductions return a DTensor with a ``Partial`` placement. If torch needs the value, or the user
-calls ``full_tensor()``, torch all-reduces the partial values. Every rank must take part. But ``item()``, ``float()``
-and ``bool()``, which a loop may call on one rank to print a value, would return this rank's partial value without an
-error. Therefore the local tensor of such a DTensor is a :class:`PartialScalar`, which raises when torch reads it. The
-result of ``p.to_local().sum()`` is also a partial scalar. It is the requested value of this rank, and users can read
-it. torch's mean of means is correct only for equal numbers of rows and raises. ``p.mean()`` divides a sum.
+calls ``full_tensor()``, torch all-reduces the partial values. Every rank must take part. However, ``item()``,
+``float()`` and ``bool()``, which a loop may call on one rank to print a value, would return this rank's partial value
+without an error. Therefore the local tensor of such a DTensor is a :class:`PartialScalar`, which raises when torch
+reads it. The result of ``p.to_local().sum()`` is also a partial scalar. This result is the requested value of this
+rank, and users can read it. torch's mean of means is correct only for equal numbers of rows and raises. ``p.mean()``
+divides a sum.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def neutral_result(func: Any, args: Sequence[Any]) -> Any:
         norms = iter(func(filled, *args[1:]) if filled else ())
         return [next(norms) if tensor.numel() else _plain(tensor).new_zeros(()) for tensor in args[0]]
     if name == "aten::linalg_vector_norm":
-        whole = len(args) < 3 or args[2] is None  # no dim given
+        whole = len(args) < 3 or args[2] is None  # no dim is given
         return _plain(args[0]).new_zeros(()) if args[0].numel() == 0 and whole else None
     if name not in (*_LARGEST, *_SMALLEST) or args[0].numel() or not (len(args) == 1 or args[1] == []):
         return None

@@ -54,7 +54,7 @@ class RowShardSpec:
 
     @property
     def holders(self) -> int:
-        """Number of ranks that have this parameter or a part of it."""
+        """Number of ranks that have this parameter or a part of this parameter."""
         return self.mesh_info.data_parallel * (1 if self.model_parallel is None else self.model_parallel.mesh.size())
 
     @property

@@ -1,10 +1,10 @@
 """Sharded parameters of shape ``[]``, such as a learned temperature.
 
 [Note: 0-dim parameters]
-A 0-dim parameter is stored as one row with one element, on one rank. Users see a DTensor of shape ``[]``. DTensor
+A 0-dim parameter is stored on one rank, as one row with one element. Users see a DTensor of shape ``[]``. DTensor
 cannot shard a 0-dim tensor. Therefore torch computes with a tensor of shape ``[1]`` on the same memory, and results
-with one row are converted back to 0-dim tensors. Only one rank has the value, so reading it raises on all ranks, as for
-partial values.
+with one row are converted back to 0-dim tensors. Only one rank has the value. Therefore reading the value raises on all
+ranks, as for partial values.
 """
 
 from __future__ import annotations

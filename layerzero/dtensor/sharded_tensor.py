@@ -3,13 +3,13 @@
 [Note: Uneven rows in a DTensor]
 DTensor's ``Shard(0)`` implies the row bounds of `torch.chunk`. layerzero splits a flat order into shards, so ranks have
 unequal numbers of rows, and some ranks may have no rows. Element-wise operations, norms and other reductions work with
-any row bounds. Operations that move rows between ranks do not, and torch would return wrong tensors without an error.
-Two classes prevent this:
+any row bounds. Operations that move rows between ranks do not work, and torch would return wrong tensors without an
+error. Two classes prevent such results:
 
 - :class:`RowShardedTensor`, the DTensor itself, gathers the full tensor.
 - :class:`layerzero.dtensor.local_shard.LocalShard`, its local tensor, is passed through DTensor's dispatch to every
-  derived DTensor. It raises for collectives that would misplace rows, and for broadcasts against a tensor with other
-  row bounds.
+  derived DTensor. A LocalShard raises for collectives that would misplace rows, and for broadcasts against a tensor
+  with different row bounds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def _new(name: str) -> Callable[..., Tensor]:
     method = getattr(Tensor, name)
 
     def make(self: RowShardedTensor, *args: Any, **kwargs: Any) -> Any:
-        """Create a tensor as torch does: sharded like this tensor if the shapes are equal, else plain and full."""
+        """Create a tensor as torch does.
+
+        If the shapes are equal, it is sharded like this tensor; otherwise it is plain and full.
+        """
         sizes = {name: value for name, value in kwargs.items() if name in ("size", "fill_value")}
         shape = method(torch.empty(0, device="meta"), *args, **sizes).shape
         like = self if shape == self.shape else torch.empty(0, dtype=self.dtype, device=self.device)
@@ -114,7 +117,7 @@ class RowShardedTensor(DTensor):
         return whole
 
     def copy_(self, other: Any, non_blocking: bool = False) -> Any:  # type: ignore[override]
-        """Copy like ``torch.Tensor.copy_``. If `other` is a full tensor, copy this rank's rows of it.
+        """Copy like ``torch.Tensor.copy_``. If `other` is a full tensor, copy this rank's rows of `other`.
 
         All ranks must call this method with the same values. See [Note: Copies from full tensors].
         """
@@ -157,7 +160,7 @@ class RowShardedTensor(DTensor):
         """Return a DTensor that is replicated on all axes. Every rank must call this method.
 
         Raises:
-            NotImplementedError: `placements` are not all ``Replicate()``, or `device_mesh` is another mesh.
+            NotImplementedError: `placements` are not all ``Replicate()``, or `device_mesh` is a different mesh.
         """
         mesh = self.device_mesh
         wanted = [] if placements is None else list(placements)

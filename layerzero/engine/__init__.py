@@ -5,7 +5,7 @@ The files are listed in reading order. Each file imports only files below it in 
 - `hooks`: hooks on modules and autograd graphs; `get_state` reads the state of a sharded model from these hooks
 - `state`: `LayerZeroState`: units, settings and registries of one sharded model; builds and owns the objects below
 - `scheduler`: `Scheduler`: when a unit is gathered, prefetched and freed, and when its gradients are reduced
-- `micro_batches`: log message if a loop reduces in each micro-batch
+- `micro_batches`: log message if a loop reduces gradients in each micro-batch
 - `model_status`: checks before a pass computes
 - `param_view`: parameters that a context shows: unsharded parameters, averages
 - `weight_refresh`: `WeightRefresher`, `RefreshRound`: when masters are copied to the compute weights of all replicas

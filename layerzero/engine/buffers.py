@@ -3,7 +3,7 @@
 [Note: Dtype of saved buffers]
 A state dict contains each buffer in its original dtype, as in FSDP1, so that an unsharded model can load the state
 dict. The values are copied from the cast buffer and are therefore rounded. Updates during a forward, such as updates of
-a running mean, are also rounded. With ``keep_vars=True`` the state dict contains the cast buffers themselves.
+a running mean, are also rounded. If ``keep_vars=True`` is passed, the state dict contains the cast buffers themselves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CastBuffer:
 
     @property
     def tensor(self) -> Tensor | None:
-        """Current buffer; None if the module is gone or has no buffer of this name."""
+        """Current buffer, or None if the module is gone or has no buffer of this name."""
         module = self.module()
         return None if module is None else module._buffers.get(self.name)
 
@@ -93,5 +93,5 @@ class _CastBack:
             saved = state.get(prefix + name)
             if isinstance(saved, Tensor) and saved is not module._buffers.get(
                 name
-            ):  # the same object with keep_vars=True
+            ):  # the same object if keep_vars is True
                 state[prefix + name] = saved.to(dtype)

@@ -3,11 +3,11 @@
 [Note: Predicted gathers]
 Each rank of the ZeRO-3 group contributes a part to the result of a gather. If one rank gathers unit A while another
 rank gathers unit B, the result has the right size but wrong contents, or the backend aborts. A comparison before each
-gather would cost one round trip per gather. Instead, each rank predicts its next gather from its history of gathers:
-the rank finds the most recent position with the longest matching context, and predicts the gather that followed there.
-Equal histories lead to equal predictions. If two ranks gather different units, the prediction of at least one rank is
-therefore wrong. A rank whose prediction is wrong or missing compares its next gather with the other ranks before it
-gathers. A loop with identical steps needs no comparison after the first step.
+gather would cost one round trip per gather. Instead, each rank predicts its next gather from its history of gathers.
+The rank finds the most recent position with the longest matching context and predicts the gather that followed that
+position. Equal histories lead to equal predictions. If two ranks gather different units, the prediction of at least one
+rank is therefore wrong. A rank whose prediction is wrong or missing compares its next gather with the other ranks
+before it gathers. A loop with identical steps needs no comparison after the first step.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class GatherOrderCheck:
         self._names = tuple(names)
         self._comms = tuple(comms)
         self._history: list[int] = []  # indices into names
-        self._repeats = -1  # index into history of the predicted next gather; -1: no prediction
-        self._count = 0  # gathers so far
+        self._repeats = -1  # index into history of the predicted next gather, or -1 without a prediction
+        self._count = 0  # number of gathers so far
         self._ranks = tuple(ranks)
         self._compares = has_peers(self._ranks)
 

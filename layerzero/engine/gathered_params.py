@@ -58,7 +58,7 @@ class MainGradParameter(nn.Parameter):
 
 
 def take_flag(leaf: Tensor) -> bool:
-    """Return whether a kernel has added the gradient of `leaf` to its ``main_grad``, and reset the flag."""
+    """Return whether a kernel has added the gradient of `leaf` to ``leaf.main_grad``, and reset the flag."""
     if not getattr(leaf, FLAG, False):
         return False
     setattr(leaf, FLAG, False)
@@ -139,7 +139,7 @@ class GatheredParams:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that are currently allocated in addition to the full buffer."""
+        """Number of bytes currently allocated, in addition to the full buffer."""
         return sum(strided.nbytes for strided in self._strided)
 
     @property

@@ -17,7 +17,7 @@ __all__ = ["GradAttribute"]
 
 
 class GradAttribute:
-    """``.grad`` of the parameters of one handle. Each one is a view of the final gradient."""
+    """``.grad`` of the parameters of one handle. Each ``.grad`` is a view of the final gradient."""
 
     def __init__(self, members: Sequence[ManagedParam], gradients: HandleGradients) -> None:
         self.members = members
@@ -55,7 +55,7 @@ class GradAttribute:
         return isinstance(gradient, RowShardedTensor) and gradient._local_tensor.tracker is self._watches[slot]
 
     def apply_user_grads(self) -> None:
-        """Apply the user's changes of published ``.grad`` attributes: set to None, zeroed early, or replaced.
+        """Apply the user's changes of published ``.grad`` attributes that were set to None, zeroed early, or replaced.
 
         Raises:
             RuntimeError: a ``.grad`` was replaced while contributions to it are unreduced.
@@ -92,8 +92,8 @@ class GradAttribute:
     def hide(self) -> None:
         """Remove the ``.grad`` of all parameters until the end of a backward, because its memory may be reused.
 
-        Otherwise autograd could add to ``.grad``: a loss may use ``p.to_local()``, this rank's rows, for example in a
-        penalty.
+        Otherwise autograd could add to ``.grad``, because a loss may use ``p.to_local()`` (this rank's rows), for
+        example in a penalty.
         """
         assert not self._withheld
         for member, watch in zip(self.members, self._watches, strict=True):

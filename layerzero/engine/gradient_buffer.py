@@ -163,7 +163,7 @@ class GradientBuffer:
             self._opened = None
 
     def rest(self) -> None:
-        """Close the memory until the next write. Its contents are kept if any slot is written or exposed."""
+        """Close the memory until the next write. Keep the contents if any slot is written or exposed."""
         if not self.storage.fixed:
             self.storage.close(keep=not self.untouched)
             self._opened = None

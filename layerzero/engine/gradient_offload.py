@@ -1,12 +1,13 @@
 """Gradient accumulators that are kept in pinned host memory between the backwards of a step.
 
 [Note: Two slabs]
-With `offload_grads`, accumulators are in pinned host memory. During the backward of a unit, its accumulators are in a
+If `offload_grads` is True, accumulators are in pinned host memory. During the backward of a unit, its accumulators are
+in a
 slab: device memory that is large enough for the accumulators of any unit. One of the two slabs serves the unit whose
-backward runs. The other slab serves a neighbouring unit, whose accumulators are copied to or from the host meanwhile.
-A unit without a slab is assigned the least recently used slab. Contents that the host does not have yet are copied to
-the host first. A copy runs after all work enqueued so far on the current stream, after uses of the slab on other
-streams, and after earlier copies from and to the slab. Streams wait for copies, but the host does not wait.
+backward runs. The other slab serves a neighbouring unit, whose accumulators are copied to or from the host at the same
+time. A unit without a slab is assigned the least recently used slab. Contents that the host does not have yet are
+copied to the host first. A copy runs after all work enqueued so far on the current stream, after uses of the slab on
+other streams, and after earlier copies from and to the slab. Streams wait for copies, but the host does not wait.
 
 On the CPU, threads finish collectives that read slabs, while the main thread assigns slabs to other units. A thread
 acquires a lock for each operation, so that a slab remains assigned until the unit's next collective has been launched.
@@ -34,7 +35,7 @@ class AccumulatorAllocator:
 
     Args:
         device: device on which accumulators are used.
-        transfers: copies to and from the host; None: accumulators stay on the device.
+        transfers: copies to and from the host. If it is None, accumulators stay on the device.
     """
 
     def __init__(self, device: torch.device, transfers: HostDeviceCopies | None = None) -> None:
@@ -44,13 +45,13 @@ class AccumulatorAllocator:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of accumulators on the device now, including slabs."""
+        """Number of bytes currently allocated on the device for accumulators, including slabs."""
         slabs = 0 if self._slabs is None else self._slabs.nbytes
         return slabs + sum(each.nbytes for each in self._made)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of accumulators in host memory now."""
+        """Number of bytes currently allocated in host memory for accumulators."""
         return sum(each.host_bytes for each in self._made if isinstance(each, OffloadedStorage))
 
     def make(
@@ -63,7 +64,8 @@ class AccumulatorAllocator:
         """Return a storage of `numel` elements for a handle of `unit`.
 
         Args:
-            send_buffer: creates the memory if hop 1 sends the accumulator; None: no transport uses it.
+            send_buffer: function that creates the memory if hop 1 sends the accumulator. If it is None, no transport
+                uses the memory.
         """
         made: GradientStorage
         if self._slabs is not None:
@@ -198,7 +200,7 @@ class _Slab:
 
     def end_uses(self) -> None:
         """Make the next copy wait for work so far on the current stream and on streams that have opened the slab."""
-        self.touched.note()  # a collective that reads the slab ends on another stream than its launch
+        self.touched.note()  # a collective that reads the slab ends on a different stream from the stream of its launch
         self.used += self.touched.marks()
 
 
@@ -223,7 +225,7 @@ class _Slabs:
         return tenant
 
     def free_slab(self) -> _Slab | None:
-        """Return the least recently used slab that is not leased; None if all are leased."""
+        """Return the least recently used slab that is not leased, or None if all slabs are leased."""
         for slab in self._slabs:
             if slab.tenant is None or not slab.tenant.leased:
                 return slab

@@ -25,7 +25,7 @@ __all__ = ["GradientReducer"]
 
 
 class GradientStatus(enum.Enum):
-    """State of the gradients after the passes so far. INVALID takes precedence over UNREDUCED."""
+    """State of the gradients after all passes so far. INVALID takes precedence over UNREDUCED."""
 
     FINAL = "none"
     UNREDUCED = "reduction"  # the last backward ran inside no_sync
@@ -110,7 +110,7 @@ class GradientReducer:
                 shown.hide()
 
     def main_grad(self, handle: Handle, slot: int, *, in_backward: bool) -> Tensor | None:
-        """Return the memory to which a kernel may add a parameter's full gradient; None if there is no ``main_grad``.
+        """Return the memory to which a kernel may add a parameter's full gradient, or None without a ``main_grad``.
 
         Raises:
             RuntimeError: called outside of a backward while the memory may be offloaded.

@@ -1,4 +1,4 @@
-"""Memory of a gradient buffer: persistent, from a pool, a part of another buffer, or on the host.
+"""Memory of a gradient buffer, which is persistent, from a pool, a part of another buffer, or on the host.
 
 See gradient_offload.py for slabs.
 
@@ -7,23 +7,24 @@ Once hop 2 has sent the ZeRO-3 gradient shard, its contents are not needed until
 gradient needs no separate memory: it is stored in this rank's part of the ZeRO-3 gradient shard, and ``.grad`` is a
 view of that part.
 
-A final gradient is still needed if zero_grad has not been called. It is a mean over all ranks, but new gradients are
-not. Before new gradients are added to the same memory, the final gradient is copied to separate memory. It is copied
-back when the ZeRO-3 gradient shard has been sent. The separate memory is allocated at the first copy and never freed,
-so that the memory of a model depends on the program and not on timing. ``.grad`` is always a view of the part of the
-ZeRO-3 gradient shard. Reads of ``.grad`` raise while that part contains other gradients: during backwards, and after a
-backward inside no_sync. A loop that sets gradients to None before the next backward needs no copies.
+A final gradient is still needed if zero_grad has not been called. The final gradient is a mean over all ranks, but new
+gradients are not. Before new gradients are added to the same memory, the final gradient is copied to separate memory.
+The final gradient is copied back when the ZeRO-3 gradient shard has been sent. The separate memory is allocated at the
+first copy and never freed, so that the memory of a model depends on the program and not on timing. ``.grad`` is always
+a view of the part of the ZeRO-3 gradient shard. Reads of ``.grad`` raise while that part contains other gradients:
+during backwards, and after a backward inside no_sync. A loop that sets gradients to None before the next backward needs
+no copies.
 
-The final gradient has separate memory in three cases: the accumulators are in slabs, which are not persistent; full
-gradients are accumulated, which kernels may write (``main_grad``) while ``.grad`` is read; or no ZeRO-3 gradient shard
+The final gradient has separate memory in three cases. The accumulators are in slabs, which are not persistent. Or full
+gradients are accumulated, which kernels may write (``main_grad``) while ``.grad`` is read. Or no ZeRO-3 gradient shard
 exists between backwards.
 
 [Note: Optimizer on the host]
-With `offload_optimizer`, masters and final gradients (``.grad``) are in pinned host memory. The optimizer runs on the
-CPU, and its state is in host memory. A final gradient is accumulated in scratch memory on the device, and copied to the
-host when it is complete. A refresh copies updated rows to the ZeRO-3 shard on the device and casts them. Both copies
-overlap with other work, and streams wait for them. The host waits for the copy before it reads a gradient. The host may
-write a master during its copy to the device, because another refresh follows each write.
+If `offload_optimizer` is True, masters and final gradients (``.grad``) are in pinned host memory. The optimizer runs on
+the CPU, and its state is in host memory. A final gradient is accumulated in scratch memory on the device and copied to
+the host when it is complete. A refresh copies updated rows to the ZeRO-3 shard on the device and casts them. Both
+copies overlap with other work, and streams wait for them. The host waits for the copy before it reads a gradient. The
+host may write a master during its copy to the device, because another refresh follows each write.
 """
 
 from __future__ import annotations
@@ -77,12 +78,12 @@ class GradientStorage(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory on the device now that only this storage uses."""
+        """Number of bytes currently allocated on the device that only this storage uses."""
         return 0
 
     @property
     def leased(self) -> bool:
-        """True while the memory must not move: a collective reads it, or its result will be added to it."""
+        """True while the memory must not move, because a collective reads it or adds its result to it."""
         return self._leases > 0
 
     @property
@@ -101,7 +102,7 @@ class GradientStorage(ABC):
         Args:
             wire: dtype in which the contents are sent.
             pool: pool of scratch buffers, used if the dtypes differ.
-            copies: use a scratch buffer even if the dtypes are equal.
+            copies: if True, use a scratch buffer even if the dtypes are equal.
         """
         tensor = self.open(keep=True)
         if tensor.dtype != wire or copies:
@@ -120,7 +121,10 @@ class GradientStorage(ABC):
 
     @abstractmethod
     def open(self, *, keep: bool) -> Tensor:
-        """Return the memory for reads and writes from now on. Without `keep` its contents are unspecified."""
+        """Open the storage for reading and writing, and return its memory.
+
+        If `keep` is False, the contents are unspecified.
+        """
 
     def home(self) -> Tensor:
         """Return the memory that stores the contents between passes."""
@@ -128,23 +132,26 @@ class GradientStorage(ABC):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in host memory now, if the device is not the CPU."""
+        """Number of bytes currently allocated in host memory, if the device is not the CPU."""
         return 0
 
     def wait_for_host(self) -> None:  # noqa: B027 - most storages are on the device
         """Wait until the host can read the contents of the last :meth:`close`."""
 
     def prefetch(self, *, keep: bool) -> None:  # noqa: B027 - most storages need no preparation
-        """Prepare the memory for an :meth:`open` that follows soon."""
+        """Prepare the memory for a call of :meth:`open` that follows soon."""
 
     def close(self, *, keep: bool) -> None:  # noqa: B027
-        """End the use of the opened memory. Its contents are preserved only with `keep`."""
+        """End the use of the opened memory. The contents are preserved only if `keep` is True."""
 
     def set_aside(self, *, keep: bool) -> None:  # noqa: B027
-        """Vacate memory that is shared with another storage. The contents are preserved only with `keep`."""
+        """Vacate memory that is shared with another storage. The contents are preserved only if `keep` is True."""
 
     def restore(self, *, keep: bool) -> None:  # noqa: B027
-        """Move back to the memory that is shared with another storage. The contents are preserved only with `keep`."""
+        """Move back to the memory that is shared with another storage.
+
+        The contents are preserved only if `keep` is True.
+        """
 
 
 class Lease:
@@ -197,7 +204,7 @@ class PersistentStorage(GradientStorage):
 
 
 class PooledStorage(GradientStorage):
-    """Storage that acquires memory from a pool at :meth:`open` and releases it at a :meth:`close` without `keep`."""
+    """Storage that acquires memory from a pool in :meth:`open` and releases it in ``close(keep=False)``."""
 
     def __init__(self, numel: int, dtype: torch.dtype, pool: BufferPool) -> None:
         super().__init__(numel, dtype)

@@ -299,7 +299,7 @@ class Handle:
     # Refresh
 
     def order_writes(self) -> None:
-        """Register a wait before user writes to masters that peers read in place."""
+        """Register a wait that precedes user writes to masters that peers read in place."""
         if self.weights.peers_read_master:
             self.tracker.before_write = self._mesh.transport.begin_write
 
@@ -348,7 +348,10 @@ class Handle:
 
     @property
     def requires_grad_error(self) -> ValueError | None:
-        """Error to raise if the user has unfrozen a parameter whose master dtype is too coarse to train; else None."""
+        """Error to raise if the user has unfrozen a parameter whose master dtype is too imprecise.
+
+        A master of such a dtype is not precise enough for training. Otherwise the value is None.
+        """
         if self.gradients is not None or self.precision.master.itemsize >= 4:
             return None
         wanted = (member.name for member in self.members if member.sharded.requires_grad)

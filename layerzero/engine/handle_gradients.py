@@ -44,13 +44,13 @@ class HandleGradients:
         label: name of the unit, for traces.
         master: dtype of the masters.
         mesh: transport and pools.
-        to_host: copies the final gradient to the host; None if the optimizer runs on the device.
+        to_host: copies of the final gradient to the host, or None if the optimizer runs on the device.
 
     Attributes:
         incoming: buffer to which autograd's gradients are added.
         accumulator: buffer that stores gradients between backwards.
         final: buffer of the final gradient.
-        reduction: event that completes with the reduction in flight; None if no reduction is in flight.
+        reduction: event that completes with the reduction in flight, or None if no reduction is in flight.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class HandleGradients:
 
     @property
     def parts(self) -> tuple[int, ...] | None:
-        """Number of elements that each replica receives in hop 2; None if all replicas receive equal parts."""
+        """Number of elements that each replica receives in hop 2, or None if all parts are equal."""
         return self.mesh_info.grid.replica_part_sizes(self._layout)
 
     def recut(self, layout: FlatLayout) -> None:
@@ -131,7 +131,7 @@ class HandleGradients:
 
     @property
     def used(self) -> bool:
-        """True if a parameter has a contribution from this rank, or is known to have one from another rank."""
+        """True if a parameter has a contribution from this rank, or a known contribution from another rank."""
         return bool(self.usage) and max(self.usage) >= GradUsage.SEEN
 
     def is_used(self, slot: int) -> bool:

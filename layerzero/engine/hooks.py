@@ -175,8 +175,9 @@ def _models_in(module: nn.Module) -> dict[str, LayerZeroState]:
 def managed_params_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedParam]]:
     """Return the sharded parameters inside `module`, keyed by state.
 
-    `module` is a sharded model, a part of one, or a module that contains one. States and parameters are in the order of
-    the modules, which is the same on all ranks. A tied parameter is included if any of its modules is inside `module`.
+    `module` is a sharded model, a part of a sharded model, or a module that contains a sharded model. States and
+    parameters are in the order of the modules, which is the same on all ranks. A tied parameter is included if any of
+    its modules is inside `module`.
 
     Raises:
         TypeError, ValueError: `module` is not a module, or nothing inside it is sharded.
@@ -213,7 +214,7 @@ def forward_hooks(module: nn.Module) -> tuple[_BeforeForward, _AfterForward]:
     """Return the forward pre-hook and the forward hook of a sharded model, or of one of its units.
 
     Raises:
-        ValueError: `module` is neither.
+        ValueError: `module` is neither a sharded model nor one of its units.
     """
     before = next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _BeforeForward)), None)
     after = next((hook for hook in module._forward_hooks.values() if isinstance(hook, _AfterForward)), None)

@@ -4,10 +4,10 @@
 Each reducing backward sends one byte for each parameter, along one mesh axis after the other. The message has sixteen
 more bytes: a digest of the settings of the optimizers that have stepped, and its complement. The digests differ if
 their maximum over all ranks is not the complement of the maximum of the complements. Ranks read the bytes at the end of
-the next reducing backward, and then send the maximum over the first axis along the second axis. The bytes have arrived
+the next reducing backward and then send the maximum over the first axis along the second axis. The bytes have arrived
 by then, so ranks do not wait, and all ranks compute the same result at the same point of the program. The next
-optimizer step raises. Therefore one to three steps use unequal settings before the error: one step per axis, and
-possibly one more.
+optimizer step raises. Therefore one to three steps use unequal settings before the error. These are one step per axis
+and possibly one more.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class ParamRegistry:
             self._origins[parameter] = self._members[name]
 
     def managed_param(self, parameter: Tensor) -> ManagedParam | None:
-        """Return the managed parameter of `parameter`, which is sharded or original; None if it is not managed."""
+        """Return the managed parameter of `parameter` (sharded or original), or None if `parameter` is not managed."""
         member: ManagedParam | None = self._member_of.get(parameter)  # type: ignore[no-untyped-call]
         if member is None:
             member = self._origins.get(parameter)  # type: ignore[no-untyped-call]

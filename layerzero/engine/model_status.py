@@ -43,7 +43,7 @@ class ModelStatus:
         active_views: contexts that are currently active, outermost first.
         unsharded: parameters that are unsharded inside :func:`layerzero.unsharded`. The value is True if the parameter
             is full on this rank.
-        load_error: error message after a load that failed partway; otherwise None.
+        load_error: error message after a load that failed partway, otherwise None.
         first_forward_checks: functions that are called once, before the first forward. A function that raises is called
             again before the next forward.
     """

@@ -1,7 +1,7 @@
 """Check for changes of the modules and parameters of a sharded model.
 
 Gradients are reduced, and parameters are updated, only for parameters that were in the model when it was sharded.
-Each rank would silently train parameters added later on its own.
+Each rank would train parameters that are added later separately, without an error.
 """
 
 from __future__ import annotations

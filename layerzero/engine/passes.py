@@ -45,9 +45,9 @@ class UnitCall:
 
     @property
     def next_call(self) -> UnitCall | None:
-        """Next call in an autograd graph that returned after this call; None if this call is the last.
+        """Next call in an autograd graph that returned after this call, or None if this call is the last.
 
-        The backward of the next call runs before the backward of this one.
+        The backward of the next call runs before the backward of this call.
         """
         later = (self._order[place]() for place in range(self._position + 1, len(self._order)))
         return next((call for call in later if call is not None), None)
@@ -90,7 +90,7 @@ class UnitCall:
 
     @property
     def previous(self) -> UnitCall | None:
-        """Last call that returned before this call, on any mesh; None if this call is the first."""
+        """Last call that returned before this call, on any mesh, or None if this call is the first."""
         return next(self._earlier(), None)
 
     def _earlier(self) -> Iterator[UnitCall]:
@@ -103,8 +103,8 @@ class ForwardPass:
 
     Args:
         entry: the outermost unit.
-        units: all units of the model if they are on several meshes, so that other ranks may call units that this rank
-            does not call; otherwise empty.
+        units: all units of the model if they are on several meshes, because other ranks may then call units that this
+            rank does not call. Otherwise the sequence is empty.
         expected: units that the last forward with the same entry called, in order.
 
     Attributes:

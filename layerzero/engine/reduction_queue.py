@@ -2,8 +2,8 @@
 
 [Note: Launch order of reductions]
 All ranks must launch collectives in the same order across all communicators. Otherwise backends that run one
-collective at a time deadlock. The time at which the last gradient of a handle arrives may differ between ranks (unused
-parameters, data-dependent paths). Two rules make the launch order independent of this time:
+collective at a time deadlock. The time at which the last gradient of a handle arrives may differ between ranks, for
+example because of unused parameters or data-dependent paths. Two rules make the launch order independent of this time:
 
 - Reductions are launched in one fixed order of handles. In each backward that reduces, every handle is launched
   exactly once, with zeros for missing gradients.
@@ -29,8 +29,8 @@ __all__ = ["IN_FLIGHT", "ReductionQueue"]
 
 # Maximum number of reductions in their first and in their second collective. At the maximum, the host waits for the
 # oldest. Each reduction keeps the gradients of a unit in memory: full gradients in the first collective, a ZeRO-3
-# gradient shard in the second, and twice that amount on gloo. With more than one first collective in flight, ranks that
-# use both slabs (gradient_offload.py) could launch in a different order.
+# gradient shard in the second, and twice that amount on gloo. If more than one first collective were in flight, ranks
+# that use both slabs (gradient_offload.py) could launch in a different order.
 IN_FLIGHT = (1, 2)
 
 
@@ -105,7 +105,7 @@ class ReductionQueue:
         self._next = 0
 
     def _next_reduction(self, *, across_replicas: bool) -> HandleReduction | None:
-        """Return the reduction of the next handle; None if the handle needs no collective."""
+        """Return the reduction of the next handle, or None if the handle needs no collective."""
         gradients = self.order[self._next]
         self._next += 1
         self.wait_until_writable(gradients)

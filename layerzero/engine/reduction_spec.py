@@ -18,17 +18,17 @@ accumulator into the final gradient.
 [Note: Dtype of full gradients]
 Autograd produces gradients in the compute dtype. The full gradient keeps the compute dtype if the receiving rank adds
 the parts of hop 1 in fp32 (on gloo, or in shared memory) and each backward sends its gradients ("sharded"). The sum is
-bitwise identical to a sum of fp32 messages, with half the memory and half the traffic. Messages that the backend adds
-are sent in the dtype of the addition. A gradient may arrive in several parts, as with reentrant checkpoints. The parts
-are then added in the compute dtype. Autograd does the same for a parameter with several uses.
+bitwise identical to a sum of fp32 messages, but needs half the memory and half the traffic. Messages that the backend
+adds are sent in the dtype of the addition. A gradient may arrive in several parts, as with reentrant checkpoints. The
+parts are then added in the compute dtype. Autograd does the same for a parameter with several uses.
 
 [Note: Division of gradients]
-Contributions are summed, and divided once by D or by the user's factor, when they are added to the final gradient. The
-range of fp16 is 6e-8 to 65504. For fp16 the division is therefore split, so that messages are about as large as the
+Contributions are summed. The sum is divided once by D or by the user's factor when it is added to the final gradient.
+The range of fp16 is 6e-8 to 65504. For fp16 the division is therefore split, so that messages are about as large as the
 gradient of one rank. The factor is the product of one factor per hop. If hop 2 sends fp16, the ZeRO-3 gradient shards
 are divided in fp32 by the factor of hop 1 before hop 2, and sent as means. If a backend adds in the dtype of the
 messages, its sums are large. Gradients are then divided by about the square root of the factor of a hop before that
-hop, and by the rest after that hop, as in FSDP. All scales except the last are powers of two, and are therefore exact
+hop, and by the rest after that hop, as in FSDP. All scales except the last are powers of two and are therefore exact
 outside of fp16. Without collectives, gradients are divided when they arrive.
 """
 
@@ -85,7 +85,7 @@ class ReductionSpec:
             divide_factor: divisor of the sum over all ranks.
             adds_hop1: each rank receives the parts of all ranks in hop 1 and adds them in fp32. Otherwise the backend
                 adds in the dtype of the messages.
-            adds_hop2: the same for hop 2.
+            adds_hop2: equivalent of `adds_hop1` for hop 2.
         """
         if grid.data_parallel == 1:
             return cls(Extent.ZERO1, Extent.ZERO1, (), precision.master, 1.0 / divide_factor)

@@ -3,13 +3,13 @@
 Hooks of modules, tensors and parameters call the methods of :class:`Scheduler`.
 
 [Note: Release of full buffers]
-A forward frees the full buffer when it returns, with three exceptions: the forward runs inside a backward
-(recomputation of a checkpoint), the unit stays gathered for the backward, or the next call is expected to be a call of
-the same unit. A backward frees the full buffer when the gradients of the inputs of a call are known. Autograd runs
-later nodes first, so all nodes of the call have run by then. Two kinds of inputs are exceptions: leaves receive
-gradients before later nodes run, and inputs without gradients run no hook. A call with such inputs ends with its
-enclosing backward, which is a nested backward in a reentrant checkpoint. Gradients of the unit's parameters are no
-criterion, because parameters of nested units and tied weights may still be reached through its weights.
+A forward frees the full buffer when it returns, unless one of three conditions holds. The forward runs inside a
+backward (as in the recomputation of a checkpoint), the unit stays gathered for the backward, or the next call is
+expected to be a call of the same unit. A backward frees the full buffer when the gradients of the inputs of a call are
+known. Autograd runs later nodes first, so all nodes of the call have run by then. Two kinds of inputs are exceptions:
+leaves receive gradients before later nodes run, and inputs without gradients run no hook. A call with such inputs ends
+with its enclosing backward, which is a nested backward in a reentrant checkpoint. Gradients of the unit's parameters
+are no criterion, because parameters of nested units and tied weights may still be reached through its weights.
 
 [Note: Forward order]
 Each forward records its calls. The next forward prefetches in the recorded order as long as it makes the same calls. A
@@ -72,8 +72,8 @@ class Scheduler(Closable):
         status: conditions under which passes may run.
 
     Attributes:
-        prefetched_forward: by unit, the units that its forward prefetches instead of those that `prefetch` selects.
-        prefetched_backward: the same for its backward.
+        prefetched_forward: by unit, the units that the forward prefetches instead of the units that `prefetch` selects.
+        prefetched_backward: by unit, the units that the backward prefetches.
         requires_gradient_sync: False inside ``no_sync``.
         requires_all_reduce: False if backwards do not reduce across replicas.
     """
@@ -217,7 +217,7 @@ class Scheduler(Closable):
         return output
 
     def _compute_dtypes(self, unit: Unit) -> set[torch.dtype] | None:
-        """Return the dtypes of the gathered parameters if they are not the compute weights, else None."""
+        """Return the dtypes of the gathered parameters if these are not the compute weights, else None."""
         return unit.evaluated_dtypes if ParamView.FULL_PRECISION in self.status.active_views else None
 
     def _is_running(self, unit: Unit) -> bool:
@@ -465,7 +465,7 @@ class Scheduler(Closable):
             self._prefetch_before(previous)
 
     def _end_with_nested_backward(self, backward: BackwardPass, call: UnitCall) -> None:
-        """End a call together with its nested backward, if a reentrant checkpoint runs one.
+        """If a reentrant checkpoint is running a nested backward, schedule the call to end when that backward ends.
 
         The nested backward contains all nodes of the recomputed call.
         """
@@ -507,7 +507,7 @@ class Scheduler(Closable):
             backward.completed_handles[handle] = None
 
     def main_grad(self, handle: Handle, slot: int) -> Tensor | None:
-        """Return the ``main_grad`` of a gathered parameter; None if kernels may not add to it."""
+        """Return the ``main_grad`` of a gathered parameter, or None if kernels may not add to it."""
         # A recomputed forward does not count as a backward.
         return self._gradients.main_grad(handle, slot, in_backward=in_backward() and not self._running)
 
@@ -558,7 +558,7 @@ class Scheduler(Closable):
             self._gradients.run_hooks()
 
     def recover_failed_backward(self) -> None:
-        """Recover from a failed backward: one that has begun and not ended, while no backward is running."""
+        """Recover from a failed backward, which has begun and not ended although no backward is running."""
         if self._backward is None or in_backward():
             return
         self._gradients.abandon()  # repeated if interrupted

@@ -68,7 +68,7 @@ class LayerZeroState(Closable):
 
     @property
     def model(self) -> nn.Module:
-        """Sharded model. Raises RuntimeError if it was garbage collected."""
+        """Sharded model. Raises RuntimeError if the model was garbage collected."""
         if (model := self._model()) is None:
             raise RuntimeError(
                 "the sharded model was garbage collected because nothing referred to it. Keep a reference to the model "
@@ -79,7 +79,7 @@ class LayerZeroState(Closable):
     def extension(self, kind: type[_T], make: Callable[[], _T]) -> _T:
         """Return the object of class `kind` that another package has attached to this model.
 
-        The first call creates the object with `make`. It is released with the model.
+        The first call creates the object with `make`. The object is released with the model.
         """
         if kind not in self._extensions:
             self._extensions[kind] = make()

@@ -30,7 +30,7 @@ class Unit:
     """Handles of one or more modules that are gathered together.
 
     Between passes, the modules have sharded parameters. During forward and backward, the modules have gathered
-    parameters. In a backward, activation checkpoints inside the modules use them.
+    parameters. In a backward, activation checkpoints inside the modules use the gathered parameters.
     """
 
     def __init__(

@@ -7,11 +7,11 @@ rank translates them to its local order.
 
 [Note: Reduction of used parameters by axis]
 The bytes are reduced to their maximum along each axis; see [Note: Control messages] in model_ranks.py. If a rank has
-used every parameter, it knows the result in advance. Such a rank sends along all axes immediately and does not wait. On
-other ranks, a thread waits for the first axis and then sends along the second axis, so that the main thread does not
-wait. Until then, the communicators of the model-parallel axes are reserved: the main thread launches its collectives on
-them afterwards. Therefore all ranks launch the same messages on each communicator in the same order, independent of the
-parameters that they have used.
+used every parameter, the result is known in advance. Such a rank sends its bytes along all axes immediately and does
+not wait. On other ranks, a thread waits for the first axis and then sends along the second axis, so that the main
+thread does not wait. Until then, the communicators of the model-parallel axes are reserved: the main thread launches
+its collectives on them afterwards. Therefore all ranks launch the same messages on each communicator in the same order,
+independent of the parameters that they have used.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class PendingUse:
                 comm.held_group.reserved = self._relayed
 
     def relay_in_background(self) -> None:
-        """Run :meth:`relay` in a thread. If it fails, :meth:`wait` raises the error."""
+        """Run :meth:`relay` in a thread. If :meth:`relay` fails, :meth:`wait` raises the error."""
         assert self._relayed is not None
         with self._relayed.launching():
             try:

@@ -50,14 +50,14 @@ class WeightRefresher:
         self._model_ranks = model_ranks
 
     def launch(self, handles: Sequence[Handle] | None = None) -> None:
-        """Launch the refresh of `handles` (None: all). All ranks must call this method."""
+        """Launch the refresh of `handles`, or of all handles if it is None. All ranks must call this method."""
         handles = self._handles if handles is None else handles
         if handles:
             self.refuse_uses("changing weights")
         RefreshRound(handles, self._transports, waits=not self._precedes_forward).end()
 
     def before_master_write(self, handles: Sequence[Handle] | None = None) -> None:
-        """Prepare a write to the masters of `handles` (None: all).
+        """Prepare a write to the masters of `handles`, or of all handles if it is None.
 
         All ranks must call this method before the write, and :meth:`launch` after it.
         """
@@ -82,7 +82,8 @@ class WeightRefresher:
         If several optimizers step before a forward, the last step launches one refresh for all of them.
 
         Yields:
-            Refresh round, which can launch handles as soon as they are updated; None if the refresh is launched later.
+            Refresh round, which can launch handles as soon as they are updated, or None if the refresh is launched
+            later.
         """
         self.refuse_uses("optimizer.step()")
         self._steps += 1
@@ -157,7 +158,7 @@ class RefreshRound:
         waits: whether to wait for peers that may still read the weights.
 
     Attributes:
-        left: handles that have not been launched; None before the first launch.
+        left: handles that have not been launched, or None before the first launch.
     """
 
     def __init__(self, handles: Sequence[Handle], transports: Sequence[Transport], *, waits: bool) -> None:

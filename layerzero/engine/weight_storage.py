@@ -2,8 +2,8 @@
 
 [Note: Shared storage of equal shards]
 The ZeRO-1 shard is a part of the ZeRO-3 shard. If both have the same dtype, the master is a view of that part and needs
-no extra memory. If S = 1, the ZeRO-3 shard is the full buffer, without gathers. The same holds for a transport with
-resident full buffers: its memory contains the ZeRO-3 shards of all ranks in order, which form the full buffer of each
+no extra memory. If S = 1, the ZeRO-3 shard is the full buffer, without gathers. A transport with resident full buffers
+also needs no gathers. Its memory contains the ZeRO-3 shards of all ranks in order, which form the full buffer of each
 rank. [Note: Write rounds] in comm/transport/base.py defines when ranks may write and read this memory.
 
 [Note: Version counters]
@@ -68,7 +68,7 @@ class WeightStorage:
         buffer: full buffer of the transport, with the ZeRO-3 shard.
         compute: 1-D [G], alias of the full buffer; see [Note: Version counters].
         to_host: copies of the master, if the optimizer runs on the host; see gradient_storage.py.
-        host_shard: ZeRO-3 shard in host memory; see device/host_shard.py. None: the shard is on the device.
+        host_shard: ZeRO-3 shard in host memory; see device/host_shard.py. If it is None, the shard is on the device.
         state: state of the full buffer.
     """
 
@@ -193,7 +193,7 @@ class WeightStorage:
     def wait_gather(self) -> None:
         """Wait for the gather. The state changes in :meth:`end_gather`."""
         if self._gathering is not None:
-            gathering, self._gathering = self._gathering, None  # reset before wait(), which may raise
+            gathering, self._gathering = self._gathering, None  # reset before wait(), which may raise an error
             gathering.wait()
 
     def end_gather(self) -> None:
@@ -216,7 +216,10 @@ class WeightStorage:
 
     @torch.no_grad()
     def launch_refresh(self) -> None:
-        """Copy the master to the ZeRO-3 shard, and launch the all-gather of the parts of all replicas into it."""
+        """Copy the master to its part of the ZeRO-3 shard, and launch an all-gather.
+
+        The all-gather fills in the parts of the other replicas.
+        """
         assert self.state is ShardState.SHARDED
         self.finish_refresh()
         zero3, own = self.zero3_shard, self._own_part
@@ -244,7 +247,10 @@ class WeightStorage:
         self.buffer.publish(self._refreshing)
 
     def finish_refresh(self, *, of_peers: bool = False) -> None:
-        """Wait for the last refresh of this rank's shard; with `of_peers`, also for the shards of the ZeRO-3 group."""
+        """Wait for the last refresh of this rank's shard.
+
+        If `of_peers` is True, also wait for the shards of the ZeRO-3 group.
+        """
         if self._refreshing is not None:
             self._refreshing.wait()
             self._refreshing = None

@@ -1,12 +1,12 @@
 """Number of scratch buffers that reductions use at once, by size.
 
 [Note: Number of scratch buffers]
-Handles are reduced one after the other, and reduction_queue.py limits the number of reductions in flight. There are at
-most `IN_FLIGHT` in hop 1 and in hop 2, and one more, which is launched before the host waits for the oldest. Gradients
-arrive in one unit after the other, and in the units that contain it, which complete last. Therefore the number of
-buffers of each size follows from the layouts. All of these buffers are allocated when the first is used, so the memory
-of a model does not depend on the speed of collectives. If the backwards of units interleave, more buffers may be in use
-at once and are then allocated.
+Handles are reduced one after the other, and reduction_queue.py limits the number of reductions in flight. At most
+`IN_FLIGHT` reductions are in each hop. One more reduction is launched before the host waits for the oldest reduction.
+Gradients arrive in one unit after the other, and in the units that contain this unit, which complete last. Therefore
+the number of buffers of each size follows from the layouts. All of these buffers are allocated when the first is used,
+so the memory of a model does not depend on the speed of collectives. If the backwards of units interleave, more buffers
+may be in use at once and are then allocated.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ def _contains(outer: str, inner: str) -> bool:
 
 
 def _received(handle: HandleSpec, stage: int, where: RankTraits) -> Size:
-    """Return the size of a stage's receive buffer: the parts of all ranks if this rank adds them, else the sum."""
+    """Return the size of a stage's receive buffer: the size of all ranks' parts if this rank adds them, else the size
+    of the sum."""
     numel, collective, grid = handle.layout.numel, handle.reduction_spec.stages[stage], where.grid
     if collective.collective is Collective.HOP1:
         return numel if where.transport.sums_locally else numel // grid.zero3_size, collective.wire_dtype

@@ -26,7 +26,7 @@ class RankTraits:
 
     grid: ShardGrid
     transport: TransportTraits  # of the ZeRO-3 group
-    adds_hop2: bool  # True: this rank receives the parts of all ranks in hop 2 and adds them (gloo). False: the sum
+    adds_hop2: bool  # True if this rank receives the parts of all ranks in hop 2 and adds them, as on gloo
     on_device: bool  # the rank computes on an accelerator with its own streams and memory
     weights_in_host: bool = False  # ZeRO-3 shards are in host memory
 

@@ -41,10 +41,11 @@ class LayerZeroPlugin:
     """Settings with which :class:`LayerZeroAccelerator` shards models.
 
     Args:
-        zero3_size: number of ranks that share the compute weights. None: the number of ranks per node.
-        units: as for :func:`layerzero.shard_model`. None: the classes in the model's ``_no_split_modules``, if any.
-        mp_policy: mixed-precision policy. None: compute in Accelerate's `mixed_precision` dtype and reduce gradients in
-            fp32.
+        zero3_size: number of ranks that share the compute weights. The default is the number of ranks per node.
+        units: as for :func:`layerzero.shard_model`. The default is the classes in the model's ``_no_split_modules``, if
+            any.
+        mp_policy: mixed-precision policy. The default is to compute in Accelerate's `mixed_precision` dtype and reduce
+            gradients in fp32.
         config_file: YAML file with these or other settings; see :meth:`layerzero.LayerZeroConfig.from_yaml`. None: the
             file that the environment variable ``ACCELERATE_LAYERZERO_CONFIG`` names, if it is set.
         settings: other arguments of :func:`layerzero.shard_model`, with the names and values used in a settings file.
@@ -72,7 +73,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
     """Accelerate's ``Accelerator`` with models sharded by layerzero instead of wrapped in ``DistributedDataParallel``.
 
     Args:
-        layerzero_plugin: layerzero settings. None: ``LayerZeroPlugin()``.
+        layerzero_plugin: layerzero settings. The default is ``LayerZeroPlugin()``.
         args, kwargs: as for ``accelerate.Accelerator``.
 
     Raises:
@@ -118,7 +119,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard the model in place. With `evaluation_mode`, the model is not sharded."""
+        """Shard the model in place. If `evaluation_mode` is True, the model is not sharded."""
         if not evaluation_mode:
             self.layerzero_plugin.settings.shard(model, _DTYPES[self.mixed_precision])
         if is_sharded(model):
@@ -131,7 +132,10 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Wrap the optimizer, and shard it now if its model is prepared, otherwise when its model is prepared."""
+        """Wrap the optimizer.
+
+        Shard it at once if its model is already prepared, otherwise when its model is prepared.
+        """
         prepared = super().prepare_optimizer(optimizer, device_placement=False)
         self._shard_optimizers()
         return prepared
@@ -185,7 +189,8 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Any:
         """Clip gradients to `max_norm` and return their norm over all ranks.
 
-        If `parameters` are exactly the parameters of a sharded model, this calls :func:`layerzero.clip_grad_norm_`.
+        If `parameters` are exactly the parameters of a sharded model, the method calls
+        :func:`layerzero.clip_grad_norm_`.
         """
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for model in self._sharded:
@@ -247,7 +252,8 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
 
         Args:
             hooks: name of the attribute with the registered hooks. Accelerate passes the folder only to hooks. Inside
-                the context, a single hook therefore replaces them. It calls the user's hooks, then `act`.
+                the context, a single hook therefore replaces the user's hooks. The hook calls the user's hooks, then
+                `act`.
             act: ``act(path, model, optimizer)`` saves or loads one layerzero checkpoint.
         """
         models, optimizers, registered, pairs = self._models, self._optimizers, getattr(self, hooks), self._pairs()

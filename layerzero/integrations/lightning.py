@@ -32,11 +32,11 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
     """Lightning's DDP strategy with the module sharded by layerzero instead of wrapped in ``DistributedDataParallel``.
 
     Args:
-        zero3_size: number of ranks that share the compute weights. None: the number of ranks per node.
-        units: as for :func:`layerzero.shard_model`. None: ``"auto"`` if a submodule declares its block classes,
-            otherwise only the root.
-        mp_policy: mixed-precision policy. None: compute in the dtype of the trainer's `precision` and reduce gradients
-            in fp32.
+        zero3_size: number of ranks that share the compute weights. The default is the number of ranks per node.
+        units: as for :func:`layerzero.shard_model`. The default is ``"auto"`` if a submodule declares its block
+            classes, otherwise only the root.
+        mp_policy: mixed-precision policy. The default is to compute in the dtype of the trainer's `precision` and
+            reduce gradients in fp32.
         config_file: YAML file with these or other settings.
         settings: other arguments of :func:`layerzero.shard_model`, with the names and values used in a settings file.
         kwargs: arguments of ``DDPStrategy`` that are not for DDP itself: `process_group_backend`, `timeout`, ...

@@ -71,9 +71,10 @@ class Settings:
 
         Args:
             model: root of the model.
-            mixed_precision: compute dtype of the loop, which becomes the `param_dtype` of the `mp_policy`. None: the
-                loop does not set a compute dtype.
-            node_size: number of ranks per node, the default for `zero3_size`. None: the default of ``shard_model``.
+            mixed_precision: compute dtype of the loop, which becomes the `param_dtype` of the `mp_policy`. If it is
+                None, the loop does not set a compute dtype.
+            node_size: number of ranks per node, the default for `zero3_size`. If it is None, the default of
+                ``shard_model`` applies.
 
         Raises:
             ValueError: `mixed_precision` and the given `mp_policy` disagree.
@@ -112,7 +113,7 @@ def _policy(given: Policy | None, mixed_precision: torch.dtype | None) -> Policy
 
 
 def lightning_dtype(precision: str) -> torch.dtype | None:
-    """Return the compute dtype for Lightning's `precision`; None if it is the dtype of the parameters.
+    """Return the compute dtype for Lightning's `precision`, or None if it is the dtype of the parameters.
 
     Raises:
         ValueError: layerzero does not support this precision.

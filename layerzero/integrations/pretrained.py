@@ -23,15 +23,15 @@ __all__ = ["from_pretrained"]
 
 
 def from_pretrained(kind: Any, folder: str | os.PathLike[str], *, config: Any = None, **settings: Any) -> Any:
-    """Load the model that ``kind.from_pretrained(folder)`` loads, but shard it before its weights are read.
+    """Load the model that ``kind.from_pretrained(folder)`` loads, but shard the model before reading its weights.
 
-    Each rank reads only its own rows from the files, and never allocates more than its rows and one full unit. All
-    ranks must call this function.
+    Each rank reads only its own rows from the files and never allocates more than its rows and one full unit. All ranks
+    must call this function.
 
     Args:
         kind: a model class, or one of transformers' ``AutoModel...`` classes.
         folder: a folder written by ``save_pretrained`` or returned by ``huggingface_hub.snapshot_download``.
-        config: the model's config. None: the config in the folder.
+        config: the model's config. The default is the config in the folder.
         settings: as for :func:`layerzero.shard_model`; `units` and `zero3_size` are optional. Parameters are in fp32;
             `mp_policy` sets the compute dtype.
 

@@ -203,9 +203,9 @@ def _units_of(model: nn.Module, parallel_dims: ParallelDims) -> Callable[[str, n
 def _reshards(when: str | int, parallel_dims: ParallelDims) -> bool | int | Callable[[str, nn.Module], bool | int]:
     """Translate torchtitan's `fsdp_reshard_after_forward` into layerzero's `reshard_after_forward`.
 
-    ``"default"`` reshards all units except the head, which the backward needs first. With a number of ranks, units have
-    post-forward shards on that many ranks. If the number does not divide the size of the experts' mesh, the experts are
-    fully resharded.
+    ``"default"`` reshards all units except the head, which the backward needs first. If the value is a number of ranks,
+    units have post-forward shards on that many ranks. If the number does not divide the size of the experts' mesh, the
+    experts are fully resharded.
     """
     if when == "default":
         return lambda name, module: name not in ("lm_head", _TIED)
@@ -253,8 +253,8 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """Return torchtitan's flat state dict, with sharded tensors. All ranks must call this method.
 
-        An optimizer without state returns its initial state. If it needs full parameters (Muon), it first makes a step
-        with zero gradients and learning rate 0, as in torchtitan.
+        An optimizer without state returns its initial state. If the optimizer needs full parameters, as Muon does, it
+        first makes a step with zero gradients and learning rate 0, as in torchtitan.
         """
         flat: dict[str, Any] = {}
         for optimizer in self.optimizers:
@@ -289,7 +289,7 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
 def _create_owned_state(optimizer: ShardedOptimizer) -> None:
     """Call torchtitan's ``init_optim_state`` if no rank has state.
 
-    That function does nothing if ``optimizer.state`` is true, which it always is for a sharded optimizer.
+    That function does nothing if ``optimizer.state`` is true, and the state of a sharded optimizer is always true.
     """
     if not optimizer.state_dict_by_name()["state"]:
         groups, step, zero_grad = optimizer.param_groups, optimizer.step, optimizer.zero_grad
@@ -299,7 +299,7 @@ def _create_owned_state(optimizer: ShardedOptimizer) -> None:
 class Trainer(trainer.Trainer):  # type: ignore[misc]
     """torchtitan's trainer with one gradient reduction across replicas per step, during or after the last backward.
 
-    torchtitan has no hook for this. With torchtitan's own trainer, gradients would be reduced after each micro-batch,
+    torchtitan has no hook for such a reduction. torchtitan's own trainer would reduce gradients after each micro-batch
     and after each chunk of a chunked loss.
     """
 

@@ -53,8 +53,9 @@ class LayerZeroMixin:
 
     Args:
         layerzero: settings, as the path of a YAML file, a dict with the same names, :class:`LayerZeroArguments`, or a
-            :class:`layerzero.integrations.accelerate.LayerZeroPlugin`. None: the file that the environment variable
-            ``ACCELERATE_LAYERZERO_CONFIG`` names, or the defaults if the variable is not set.
+            :class:`layerzero.integrations.accelerate.LayerZeroPlugin`. If it is None, the settings are read from the
+            file that the environment variable ``ACCELERATE_LAYERZERO_CONFIG`` names. If the variable is not set, the
+            defaults apply.
         args, kwargs: arguments of the trainer.
 
     Example::

@@ -44,7 +44,7 @@ _EFFORT = 2_500  # maximum number of offsets tried for one shard length; keeps d
 
 @dataclass(frozen=True)
 class Slot:
-    """Position of one parameter in the flat order. `Slot("w", (6, 4), 8)` covers flat elements 8 to 31."""
+    """Position of one parameter in the flat order. `Slot("w", (6, 4), 8)` covers flat positions 8 to 31."""
 
     name: str
     shape: tuple[int, ...]  # at least one dim
@@ -135,12 +135,12 @@ class FlatLayout:
         return self.numel - self.used
 
     def shard_range(self, k: int) -> range:
-        """Return the range of flat elements in ZeRO-1 shard k."""
+        """Return the range of flat positions in ZeRO-1 shard k."""
         assert 0 <= k < self.num_shards, (k, self.num_shards)
         return range(*(self.bounds[k : k + 2] or (k * self.shard_numel, (k + 1) * self.shard_numel)))
 
     def zero3_range(self, s: int, zero3_size: int) -> range:
-        """Return the range of flat elements in ZeRO-3 shard s.
+        """Return the range of flat positions in ZeRO-3 shard s.
 
         The ZeRO-3 shard consists of R = D / zero3_size ZeRO-1 shards, one for each replica, in order.
 
@@ -154,11 +154,11 @@ class FlatLayout:
         return range(s * numel, (s + 1) * numel)
 
     def rows_in(self, slot: Slot, flat: range) -> range:
-        """Return the rows of `slot` inside `flat`, a range of flat elements.
+        """Return the rows of `slot` inside `flat`, a range of flat positions.
 
-        Without rows in `flat`, return an empty range that starts at the number of rows that begin before `flat`.
-        Therefore the ranges of consecutive shards are adjacent and form ``range(slot.rows)``. Rows without elements are
-        all in the range that contains the offset of the slot.
+        If `flat` contains no rows of the slot, return an empty range that starts at the number of rows that begin
+        before `flat`. Therefore the ranges of consecutive shards are adjacent and form ``range(slot.rows)``. Rows
+        without elements are all in the range that contains the offset of the slot.
         """
         assert flat.step == 1, flat
         row = slot.row_numel
@@ -182,7 +182,7 @@ def plan_layouts(
         params: (name, shape) of each parameter.
         num_shards: number of ZeRO-1 shards.
         align: alignment of slots in elements: 16 bytes divided by the smallest stored itemsize, so 8 with bf16.
-            `shard_numel` is a multiple of it if the note allows.
+            `shard_numel` is a multiple of `align` if the note allows.
 
     Raises:
         ValueError: an argument is not positive, there are no parameters, a name is repeated, or a shape is invalid.
@@ -321,7 +321,7 @@ class _PartialOrder(NamedTuple):
     """Partial order of slots, as a linked list: the slot placed last, and the partial order before it."""
 
     gaps: int  # elements left empty between slots so far
-    end: int  # flat element after the last slot
+    end: int  # flat position after the last slot
     kind: int  # index of the kind of the last slot
     offset: int  # of the last slot
     before: "_PartialOrder | None"

@@ -41,7 +41,7 @@ class ParamOwner(NamedTuple):
 
     r: int
     s: int
-    axis: int | None = None  # model-parallel axis along which parts are joined; None: not joined
+    axis: int | None = None  # model-parallel axis along which parts are joined, or None if parts are not joined
     t: int = 0  # coordinate on that axis
 
 
@@ -49,7 +49,7 @@ class JoinAxis(NamedTuple):
     """Model-parallel axis along which the parts of a parameter are joined."""
 
     axis: int
-    size: int  # number of ranks on it
+    size: int  # number of ranks on the axis
     shape: tuple[int, ...]  # of the joined parameter
 
 
@@ -117,7 +117,7 @@ class _LinkedShards(NamedTuple):
 
     layout: int  # index of the layout
     shards: range  # of s
-    points: tuple[int, ...]  # flat elements where a cut may fall, including both ends of the chain
+    points: tuple[int, ...]  # flat positions where a cut may fall, including both ends of the chain
     work: tuple[int, ...]  # update cost of the owned slots before each point
     starts: tuple[int, ...]  # start of each ZeRO-3 shard, and the end of the last one
 

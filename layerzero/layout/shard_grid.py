@@ -2,7 +2,7 @@
 
 [Note: Three extents]
 A tensor of a handle has one of three extents on a rank. Weights are copied from smaller to larger extents. Gradients
-are reduced from larger to smaller ones:
+are reduced from larger to smaller extents:
 
     FULL  [G]    full buffer             full gradient
                  ^ gather   (zero3)      v hop 1   (zero3)
@@ -33,7 +33,7 @@ class Extent(enum.IntEnum):
 
 
 class Overlap(NamedTuple):
-    """Common elements of a slot and a range of the flat order; both slices are empty if there are none."""
+    """Common elements of a slot and a range of the flat order. Without common elements, both slices are empty."""
 
     of_slot: slice  # elements of the slot
     of_range: slice  # elements of the range
@@ -94,7 +94,7 @@ class ShardGrid:
         )
 
     def range_of(self, layout: FlatLayout, extent: Extent) -> range:
-        """Return the range of flat elements in this rank's tensors of `extent`."""
+        """Return the range of flat positions that this rank's tensors of `extent` cover."""
         if extent is Extent.ZERO1:
             return layout.shard_range(self.shard_index)
         if extent is Extent.ZERO3:

@@ -38,7 +38,7 @@ class ParsedArguments(NamedTuple):
     Attributes:
         wrap: keyword arguments of :func:`layerzero.megatron.wrap`.
         units: names of modules or classes that are units in addition to the default units.
-        ema_decay: decay of the exponential moving average (EMA) of the weights. None: no average is computed.
+        ema_decay: decay of the exponential moving average (EMA) of the weights. If it is None, no average is computed.
     """
 
     wrap: dict[str, Any]

@@ -31,7 +31,8 @@ class ShardedChunk(nn.Module):
         module: Megatron's model.
         config: TransformerConfig of the model.
         groups: process groups of this rank.
-        own_gradients: record of this rank's gradients that were NaN or infinite. None: gradients are not checked.
+        own_gradients: record of this rank's gradients that were NaN or infinite. If it is None, gradients are not
+            checked.
     """
 
     def __init__(self, module: nn.Module, config: Any, groups: ProcessGroups) -> None:
@@ -115,7 +116,8 @@ class ShardedChunk(nn.Module):
     def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Refresh the compute weights.
 
-        This launches the refresh that the optimizer's step deferred, and the refresh of masters that the user wrote to.
+        The method launches the refresh that the optimizer's step deferred and the refresh of masters that the user
+        wrote to.
         """
         get_state(self).refreshes.launch_deferred()
         get_state(self).refreshes.launch_edited()
@@ -167,9 +169,9 @@ class ShardedChunk(nn.Module):
         ``dist_checkpointing.load`` with :meth:`sharded_state_dict`.
 
         Args:
-            strict: raise if keys are missing or unexpected. If False, return these keys instead. If a non-strict
-                ``dist_checkpointing.load`` did not find a sharded tensor, the tensor's key counts as missing on the
-                ranks that hold rows of the tensor.
+            strict: if True, raise an error if keys are missing or unexpected. If False, return these keys instead. If a
+                non-strict ``dist_checkpointing.load`` did not find a sharded tensor, the tensor's key counts as missing
+                on the ranks that hold rows of the tensor.
             assign: must be False.
 
         Raises:

@@ -97,9 +97,9 @@ def export_parts(
     Args:
         path: checkpoint folder written by :func:`layerzero.megatron.save`.
         out: file to write.
-        dtype: dtype to which floating-point tensors are cast. None: keep the stored dtypes; trained parameters are
-            stored in fp32.
-        averages: write the moving averages (EMA) instead of the weights that have one.
+        dtype: dtype to which floating-point tensors are cast. If it is None, the stored dtypes are kept. Trained
+            parameters are stored in fp32.
+        averages: if True, write the moving averages (EMA) instead of the weights that have a moving average.
 
     Raises:
         FileExistsError: `out` already exists.

@@ -41,10 +41,10 @@ class FinalizeGradients:
 
         Args:
             model: the chunks of this rank.
-            num_tokens: token count of this rank. Gradients are divided by the total over data-parallel ranks. None: no
-                division.
+            num_tokens: token count of this rank. Gradients are divided by the total over data-parallel ranks. If it is
+                None, gradients are not divided.
             pg_collection: unused; the process groups are those of :func:`wrap`.
-            force_all_reduce: set ``main_grad`` to the full gradients, which Megatron's loop then saves.
+            force_all_reduce: if True, set ``main_grad`` to the full gradients, which Megatron's loop then saves.
         """
         for chunk in model:
             chunk.finish_grad_sync()

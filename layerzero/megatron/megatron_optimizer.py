@@ -35,13 +35,13 @@ class ShardedMegatronOptimizer:
             `clip_grad`, `grad_norm_skip_threshold`, `log_num_zeros_in_grad`, and `fp16` with its loss scale. Settings
             for Megatron's sharding and overlap are ignored.
         no_weight_decay_cond: ``cond(name, parameter)`` selects parameters without weight decay. ``parameter.shape`` is
-            the global shape. None: biases and 1-D parameters, as in Megatron.
+            the global shape. The default selects biases and 1-D parameters, as in Megatron.
         scale_lr_cond: ``cond(name, parameter)`` selects parameters whose learning rate is multiplied by `lr_mult`.
         config_overrides: Megatron's ``{ParamKey: {"wd_mult": ..., ...}}``, instead of `no_weight_decay_cond`.
         make_optimizer: function that makes the inner optimizer from parameter groups, instead of the optimizer that
             `config` names.
         ema_decay: decay of an exponential moving average (EMA) of the weights. Each step that is not skipped updates
-            the average, and all checkpoints contain the average. None: no average.
+            the average, and all checkpoints contain the average. If it is None, there is no average.
 
     Attributes:
         sharded: ShardedOptimizer of each chunk; None for chunks without trainable parameters.

@@ -58,10 +58,10 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
 
     Args:
         zero3_size: S, the number of consecutive data-parallel ranks that share the compute weights, as in MindSpeed.
-            Context-parallel ranks count; tensor and pipeline ranks do not. 1 means ZeRO-1. To keep the ZeRO-3 group
-            inside a node, use at most the number of ranks per node divided by the tensor-parallel size.
+            Context-parallel ranks count; tensor and pipeline ranks do not. The value 1 means ZeRO-1. To keep the ZeRO-3
+            group inside a node, use at most the number of ranks per node divided by the tensor-parallel size.
         pg_collection: Megatron's ``ProcessGroupCollection`` (with `dp_cp`, `tp`, `pp`, `mp`, `embd` and, with expert
-            parallelism, `expt_dp`). None: the groups of ``megatron.core.parallel_state``.
+            parallelism, `expt_dp`). The default is the groups of ``megatron.core.parallel_state``.
 
     Raises:
         TypeError: `zero3_size` is not an int.

@@ -43,29 +43,29 @@ def wrap(
     check_for_nan_in_grad: bool = True,
     **settings: Any,
 ) -> list[ShardedChunk]:
-    """Shard the model chunks of this rank. This replaces Megatron's data-parallel wrapper.
+    """Shard the model chunks of this rank. This function replaces Megatron's data-parallel wrapper.
 
-    This sets `no_sync_func`, `grad_sync_func`, `param_sync_func` and `finalize_model_grads_func` of `config`. Gradients
-    are reduced over data-parallel ranks in each chunk's last backward. The optimizer's step launches the refresh, and
-    the next gather of each unit waits for the unit's refresh.
+    The function sets `no_sync_func`, `grad_sync_func`, `param_sync_func` and `finalize_model_grads_func` of `config`.
+    Gradients are reduced over data-parallel ranks in each chunk's last backward. The optimizer's step launches the
+    refresh, and the next gather of each unit waits for the unit's refresh.
 
     Args:
         model_chunks: Megatron's models, one for each chunk that this rank holds; ``Float16Module`` is optional.
         config: TransformerConfig of the chunks.
-        zero3_size: S, see :func:`process_groups`. Pass either this or `groups`.
+        zero3_size: S, see :func:`process_groups`. Pass either `zero3_size` or `groups`.
         groups: from :func:`process_groups`.
-        units: as in :func:`layerzero.shard_model`; names begin with ``module.``. None: transformer and Mamba layers,
-            the word embeddings and the output layer; a warning lists the classes and bytes of layers that are not
-            units. Modules that have only expert-parallel parameters are always units.
-        mp_policy: mixed-precision policy. None: compute in the 16-bit dtype of `config` and reduce gradients in fp32;
-            without a 16-bit dtype, use the dtype of the parameters.
+        units: as in :func:`layerzero.shard_model`; names begin with ``module.``. By default, units are transformer and
+            Mamba layers, the word embeddings and the output layer; a warning lists the classes and bytes of layers that
+            are not units. Modules that have only expert-parallel parameters are always units.
+        mp_policy: mixed-precision policy. The default is to compute in the 16-bit dtype of `config` and reduce
+            gradients in fp32. If `config` has no 16-bit dtype, the default is the dtype of the parameters.
         accumulation: ``"full"`` or ``"sharded"``; `config.gradient_accumulation_fusion` needs ``"full"``.
-        align_grad_reduce: reduce gradients of all stages after the first at the same time, in the pipeline bubble,
-            instead of in the last backward of each stage.
-        align_param_refresh: with interleaving, launch the refresh of every chunk except the first when the schedule
-            reaches the chunk, on all stages at the same time, instead of in the optimizer's step.
+        align_grad_reduce: if True, reduce gradients of all stages after the first at the same time, in the pipeline
+            bubble, instead of in the last backward of each stage.
+        align_param_refresh: if True, and with interleaving, launch the refresh of every chunk except the first when the
+            schedule reaches the chunk, on all stages at the same time, instead of in the optimizer's step.
         check_for_nan_in_grad: raise on all ranks before a step if a gradient is NaN or infinite; the error names the
-            rank and the parameter. With a dynamic loss scale, such a step is skipped instead. Equivalent to
+            rank and the parameter. If the loss scale is dynamic, such a step is skipped instead. Equivalent to
             Megatron-LM's ``--check-for-nan-in-loss-and-grad``, which is also on by default.
         **settings: other settings of :func:`layerzero.shard_model`: `prefetch`, `offload_grads`,
             `replica_reduce_dtype`, ...

@@ -46,7 +46,7 @@ _REFUSED = {
 
 
 def apex_class(optimizer: Optimizer) -> type | None:
-    """Return the class or base class of the optimizer that is from the package ``apex``, or None."""
+    """Return the class or base class of the optimizer that the package ``apex`` defines, or None."""
     return next((kind for kind in type(optimizer).__mro__ if kind.__module__.partition(".")[0] == "apex"), None)
 
 

@@ -102,7 +102,7 @@ def _reduced(runtime: LayerZeroState, norm_type: float, op: dist.ReduceOp.RedOpT
     if counted:
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(counted, norm_type)])
         total = (norms.max().abs() if math.isinf(norm_type) else norms.pow(norm_type).sum()).to(device)
-    # A backend's MAX may drop a NaN. As integers, the bits of non-negative floats have the same order, with NaN last.
+    # A backend's MAX may drop a NaN. As integers, the bits of non-negative floats have the same order, and NaN is last.
     sent = total.view(torch.int32) if math.isinf(norm_type) else total
     runtime.ranks.reduce(sent, op)
     return sent

@@ -37,7 +37,7 @@ _ELEMENTWISE = {
 }
 _DISTANCE = "it estimates its learning rate from all parameters together, which a short trial may not detect"
 _LOSS = "it adapts to the loss, and each rank has a different loss"
-# These mix the elements of a parameter. A short trial on small parameters may not detect it.
+# These mix the elements of a parameter. A short trial on small parameters may not detect the mixing.
 _MIXES_INSIDE = {"Adafactor", "AdaFactor", "FusedLAMB", "Lamb", "LAMB", "LARS", "Shampoo", "ScalableShampoo", "SOAP"}
 # These mix the elements of a parameter but not several parameters, so they need no trial.
 _ONE_BY_ONE = {getattr(torch.optim, name) for name in ("Muon", "Adafactor") if hasattr(torch.optim, name)}
@@ -86,7 +86,7 @@ def kinds_that_need_full_params(
     Args:
         optimizer: the optimizer to classify. It is not changed.
         device: device of the compatibility trial.
-        elementwise: True returns no kinds. False returns all kinds. None decides by class name or by a trial.
+        elementwise: If True, return no kinds. If False, return all kinds. If None, decide by class name or by a trial.
 
     Raises:
         ValueError: the optimizer mixes parameters, or the trial failed.

@@ -77,7 +77,7 @@ def difference(optimizer: Optimizer, device: torch.device, kind: str | None = No
     The optimizer, its parameters and torch's random number generators are not changed.
 
     Args:
-        kind: kind of the groups in the trial. None: all groups together.
+        kind: kind of the groups in the trial. If it is None, the trial has all groups.
 
     Raises:
         TrialError: copying the optimizer or stepping the copy failed.
@@ -245,7 +245,7 @@ def _kinds_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 def group_kind(group: Mapping[str, Any]) -> str:
     """Return the kind of a group: its settings as text, without the value of the learning rate.
 
-    Of the weight decay, the text states only whether it is zero.
+    The text states only whether the weight decay is zero.
     """
     ours = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr", "step")}
     rate, decay = ours.pop("lr", None), ours.pop("weight_decay", None)
@@ -266,8 +266,9 @@ def _run(
     Args:
         data: parameters and gradients, by group.
         owned: whether the parameters of a group have owners, by group. Of the owned parameters, only those of `rank`
-            are stepped, half of them one by one. Empty: step all parameters.
-        replaces_empty: step placeholders instead of parameters without rows; see [Note: Parameters without rows].
+            are stepped, half of them one by one. If the mapping is empty, step all parameters.
+        replaces_empty: if True, step placeholders instead of parameters without rows; see [Note: Parameters without
+            rows].
     """
     _seed(data[0].start[0].device)
     ours = [

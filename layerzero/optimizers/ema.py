@@ -115,11 +115,13 @@ class EMA:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Context manager that replaces the model's weights with the averages. On exit, it restores them exactly.
+        """Context manager that replaces the model's weights with the averages.
+
+        On exit, the manager restores the weights exactly.
 
         All ranks must enter and exit together, because entry and exit refresh the compute weights of all replicas. The
-        context needs N/D more elements per rank. Enter it between a backward and the next forward, because it
-        invalidates existing autograd graphs. Writes to parameters inside the context are undone.
+        context needs N/D more elements per rank. Enter the context between a backward and the next forward, because the
+        context invalidates existing autograd graphs. Writes to parameters inside the context are undone.
 
         Raises:
             RuntimeError: the model is inside another `swapped` or :func:`layerzero.unsharded`. ``optimizer.step()``
@@ -163,8 +165,8 @@ class EMA:
         Returns:
             ``{"averages": {name: tensor}, "n_averaged": tensor}``. The averages are sharded tensors with the
             parameters' shapes and the masters' dtype. They share memory with the EMA, so
-            ``torch.distributed.checkpoint`` can save them and load them in place, even from a checkpoint with another
-            sharding.
+            ``torch.distributed.checkpoint`` can save them and load them in place, even from a checkpoint with a
+            different sharding.
         """
         self._follow()
         held = [(name, *self._rows[name]) for name in self._runtime.members if name in self._rows]  # same on all ranks

@@ -36,7 +36,7 @@ def adamw(
     """Build AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) with the same updates as ``torch.optim.AdamW``.
 
     The first implementation in this list that supports all parameters is used: NVIDIA Apex's ``FusedAdam`` (fp32, bf16
-    or fp16, on CUDA, without `amsgrad` and `maximize`), torch's fused kernel, torch's foreach kernels. The logger
+    or fp16, on CUDA, without `amsgrad` and `maximize`), torch's fused kernel, or torch's foreach kernels. The logger
     ``"layerzero"`` reports the choice in one line, and :func:`implementation` returns it.
 
     Apex counts steps per group, and torch counts steps per parameter. If a parameter gets its first gradient later than
@@ -189,7 +189,7 @@ def _find_apex(
     if asked := sorted({key for group in groups for key in rare if group.get(key)}):
         return None, f"because NVIDIA Apex does not support {', '.join(asked)}"
     try:
-        # Import the extension first. The package named apex on PyPI is another project and must not be imported.
+        # Import the extension first. The package named apex on PyPI is a different project and must not be imported.
         importlib.import_module("amp_C")
         found = getattr(importlib.import_module("apex.optimizers"), name)
     except (ImportError, AttributeError, OSError) as error:

@@ -1,10 +1,10 @@
 """Owner groups: the ranks that assemble an owned parameter.
 
 [Note: Owner groups]
-All ZeRO-1 rows of an owned parameter are on the ranks of one ZeRO-3 group. With model parallelism, this is true for
-each model-parallel part. If a model-parallel axis splits the matrices (tensor parallel), the other parts are in the
-corresponding ZeRO-3 groups along this axis. The ranks of all these groups form the owner group of the parameter. They
-send their rows to the owner in one collective. If the ranks along a model-parallel axis have copies, or different
+All ZeRO-1 rows of an owned parameter are on the ranks of one ZeRO-3 group. With model parallelism, each model-parallel
+part has this property. If a model-parallel axis splits the matrices, as in tensor parallelism, the other parts are in
+the corresponding ZeRO-3 groups along this axis. The ranks of all these groups form the owner group of the parameter.
+They send their rows to the owner in one collective. If the ranks along a model-parallel axis have copies, or different
 matrices of one stack, the parts are not joined along this axis. The parameter then has one owner for each coordinate on
 the axis.
 """

@@ -6,8 +6,8 @@ the group steps one of the parameters that it owns. The parameters with the high
 receives the rows of the master and of the final gradient from the other ranks, steps the parameter, and sends the rows
 of the master back. A round runs three all-to-alls: one gathers the masters, one gathers the gradients, and one scatters
 the masters. All ranks therefore compute at the same time, each rank stores one full parameter and its gradient, and all
-communication stays inside the group. A parameter whose rows are all on its owner needs no communication. It is stepped
-together with the element-wise parameters.
+communication stays inside the group. A parameter whose rows are all on its owner needs no communication. Such a
+parameter is stepped together with the element-wise parameters.
 
 All ranks of an owner group agree on the owners, on the parameters that have gradients, and on the order. Therefore they
 run the same collectives. A rank is in several owner groups if parameters are on several meshes or are sharded along
@@ -50,7 +50,7 @@ class OwnedParam:
 
     member: ManagedParam
     owner: ParamOwner
-    group_of_ranks: OwnerGroup  # this rank's owner group; it assembles the parameter if `is_in_owner_group`
+    group_of_ranks: OwnerGroup  # this rank's owner group, which assembles the parameter if `is_in_owner_group`
     group: MutableMapping[str, Any]  # parameter group of the inner optimizer
     master: Tensor  # entry of that group: this rank's rows, or the full parameter while the owner steps it
 

@@ -252,7 +252,10 @@ def _may_be_a_part(member: ManagedParam, owner: ParamOwner | None) -> bool:
 
 
 def _join_axes(runtime: LayerZeroState) -> dict[str, JoinAxis]:
-    """Return the model-parallel axis along which each owned parameter is joined, by name. Omit parameters without."""
+    """Return the model-parallel axis along which each owned parameter is joined, by name.
+
+    Omit parameters without such an axis.
+    """
     found: dict[str, JoinAxis] = {}
     for name, owner in owners_of(runtime).owners.items():
         model_parallel = runtime.members[name].spec.model_parallel

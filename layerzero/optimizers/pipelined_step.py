@@ -3,8 +3,9 @@
 [Note: Pipelined step]
 The refresh of a handle needs only the masters of this handle. Therefore masters are updated a few handles at a time, in
 the order in which the next forward needs the weights. The refresh of each part is launched right after its update. Only
-the update of the first part does not overlap with a refresh. This matters most with `offload_optimizer`, where the host
-updates the masters. Each part needs one optimizer call on the host, so there are only a few parts.
+the update of the first part does not overlap with a refresh. The overlap matters most if `offload_optimizer` is True,
+because the host then updates the masters. Each part needs one optimizer call on the host, so there are only a few
+parts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def update(
     Args:
         inner: optimizer whose groups list masters.
         names: parameter names, by id of the master.
-        refresh: round in which the refreshes of handles are launched. None if they are launched later.
+        refresh: round in which the refreshes of handles are launched, or None if the refreshes are launched later.
         take_step: function that steps `inner`.
     """
     travels = runtime.config.offload_optimizer or any(handle.mesh_info.replicas > 1 for handle in runtime.handles)

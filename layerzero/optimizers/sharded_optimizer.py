@@ -76,9 +76,9 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
             each parameter independently, such as Muon. In the second case, one rank owns each parameter and updates it
             in full.
         model: a sharded model.
-        elementwise: True: the optimizer updates each element independently. False: it updates each parameter
-            independently. True and False are not verified. None: decide by class name, or by a trial of a copy on small
-            parameters. See ``docs/optimizers.md``.
+        elementwise: if True, the optimizer updates each element independently. If False, the optimizer updates each
+            parameter independently. True and False are not verified. If None, decide by class name, or by a trial of a
+            copy on small parameters. See ``docs/optimizers.md``.
 
     Raises:
         TypeError: `optimizer` is not a ``torch.optim.Optimizer``.
@@ -161,7 +161,7 @@ class ShardedOptimizer(OptimizerProxy):
                     if values := self._cut(old_state[parameter], holder, group):
                         inner.state[master] = values
         watching = runtime.mesh_info.counters.on_launch
-        if watching is not None and not runtime.optimizers:  # with several optimizers, count steps once
+        if watching is not None and not runtime.optimizers:  # if there are several optimizers, count steps once
             watching.count_steps_of(self)
         runtime.optimizers.add(self)
 
@@ -346,7 +346,7 @@ class ShardedOptimizer(OptimizerProxy):
             passed to the optimizer.
 
         Raises:
-            NotImplementedError: parameters have owners (Muon). Use :meth:`state_dict_by_name`.
+            NotImplementedError: parameters have owners, as with Muon. Use :meth:`state_dict_by_name`.
 
         Example::
 
@@ -377,8 +377,8 @@ class ShardedOptimizer(OptimizerProxy):
     def state_dict_by_name(self) -> dict[str, Any]:
         """Return the state and the groups, with parameters identified by their names in the model.
 
-        The result contains only states that the optimizer has stored. If parameters have owners (Muon), every rank must
-        call this method, and the result contains the states of all owners.
+        The result contains only states that the optimizer has stored. If parameters have owners, as with Muon, every
+        rank must call this method, and the result contains the states of all owners.
 
         Returns:
             ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], "lr": ..., ...}]}``. Tensors of
@@ -443,7 +443,7 @@ class ShardedOptimizer(OptimizerProxy):
             ``torch.optim``, with full plain tensors.
 
         Raises:
-            ValueError: ranks have different parameters under the same name (experts that are not DTensors).
+            ValueError: ranks have different parameters under the same name, such as experts that are not DTensors.
 
         Example::
 
@@ -579,7 +579,8 @@ class ShardedOptimizer(OptimizerProxy):
         return next((each for each in self._owner_table.owned.values() if each.member.name == name), None)
 
     def span_of_state(self, name: str, shape: Sequence[int]) -> RowShardSpec | None:
-        """Return the sharding of a state tensor of the parameter `name` with shape `shape`. None: not sharded."""
+        """Return the sharding of a state tensor of the parameter `name` with shape `shape`, or None if the tensor is
+        not sharded."""
         member = self._runtime.members.get(name)
         holder = None if member is None else self._holder_of(member.sharded)
         if not shape or holder is None:

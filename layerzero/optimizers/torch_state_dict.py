@@ -1,11 +1,11 @@
 """Numbered optimizer state dicts, as in ``torch.optim``, and parameter names in state dicts.
 
 [Note: torch's get_state_dict]
-``torch.distributed.checkpoint.state_dict`` reads ``optimizer.state_dict()``, and replaces the numbers of parameters by
+``torch.distributed.checkpoint.state_dict`` reads ``optimizer.state_dict()`` and replaces the numbers of parameters with
 names. If ``optimizer.state`` is false, it first steps the optimizer with zero gradients and a zero learning rate, to
-create tensors to load into. Such a step would increment step counts and decay momenta. Therefore ``optimizer.state`` is
-always true, and the numbered state dict contains an initial state for parameters that the optimizer has not stepped
-yet. The initial state is created for the call and is not stored.
+create tensors that a load can fill. Such a step would increment step counts and decay momenta. Therefore
+``optimizer.state`` is always true, and the numbered state dict contains an initial state for parameters that the
+optimizer has not stepped yet. The initial state is created for the call and is not stored.
 """
 
 from __future__ import annotations

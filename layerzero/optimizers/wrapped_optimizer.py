@@ -53,7 +53,8 @@ class StepCounter:
         """Record that gradients are zeroed. Count a skipped step if no step has used the new gradients.
 
         Args:
-            backwards: number of backwards so far. If it equals that of the last call, there are no new gradients.
+            backwards: number of backwards so far. If this number equals that of the last call, there are no new
+                gradients.
         """
         is_new = not self._stepped and backwards > self._backwards
         if is_new and any(parameter.grad is not None for group in groups for parameter in group["params"]):
@@ -93,8 +94,8 @@ def step_without_global_hooks(inner: Optimizer, update: Callable[[Callable[[], A
     The step of the wrapper runs the global hooks.
 
     Args:
-        update: function whose argument is a function that steps `inner`. It calls that function one or more times.
-            None: step `inner` once.
+        update: function whose argument is a function that steps `inner`. It calls that function one or more times. If
+            it is None, step `inner` once.
     """
     update = update or _at_once
     replaced = vars(inner).get("step")
@@ -209,7 +210,7 @@ class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         tensors: tensors whose memory is observed.
         tell: function that is called before the first write.
-        refusal: message of a RuntimeError that is raised instead. None: no error.
+        refusal: message of a RuntimeError that is raised instead. If it is None, no error is raised.
     """
 
     def __init__(self, tensors: Iterable[Tensor], tell: Callable[[], None], refusal: str | None = None) -> None:

@@ -34,8 +34,9 @@ class Cluster:
         host_memory: host memory per node, in GB.
         host_memory_speed: bandwidth of a node's host memory, in GB/s, for optimizers that run on the host.
         launch: microseconds that the host needs to launch a collective.
-        steps: number of steps of a collective over n ranks: ``"direct"`` 1, ``"log"`` log2(n), ``"ring"`` n - 1.
-        price: price of an accelerator per hour, in any currency; 0: unknown.
+        steps: number of steps of a collective over n ranks. The value ``"direct"`` means 1 step, ``"log"`` means
+            log2(n) steps, and ``"ring"`` means n - 1 steps.
+        price: price of an accelerator per hour, in any currency, or 0 if the price is unknown.
         device: ``"cuda"`` or ``"cpu"``. On ``"cuda"``, the backend adds the parts of a reduction. On ``"cpu"``,
             layerzero adds the parts, as with gloo.
         processor_per_byte: nanoseconds of processor time that a rank needs for each byte that it sends, on a CPU.

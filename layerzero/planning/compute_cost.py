@@ -22,7 +22,7 @@ class ComputeCost:
         recompute: True if blocks save only their inputs and recompute their forward in the backward.
         forward: FLOP per token of a unit's forward, keyed by unit.
         again: FLOP per token of the forward of the unit's blocks, which `recompute` repeats, keyed by unit.
-        activation_bytes: bytes of activations in a micro-batch; 0: unknown.
+        activation_bytes: bytes of activations in a micro-batch, or 0 if unknown.
     """
 
     tokens: int

@@ -58,15 +58,16 @@ class Estimate:
         peak: peak bytes on the device in a step, as the total over all kinds.
         host: bytes in host memory.
         room: bytes of an accelerator's memory that are available to the model.
-        excess: bytes by which `peak` exceeds `room`; 0 if it does not.
-        host_excess: bytes by which the ranks of a node together exceed the node's host memory; 0 if they do not.
+        excess: bytes by which `peak` exceeds `room`, or 0 if `peak` does not exceed `room`.
+        host_excess: bytes by which the ranks of a node together exceed the node's host memory, or 0 if the memory
+            suffices.
         sent: bytes sent in a step, keyed by axis: ``zero3`` and ``replica``.
         between: bytes sent to other nodes in a step.
         step: simulated seconds of a step.
         parts: seconds of each part of `step`: ``forward``, ``backward``, ``update``, ``add``, ``launch``, and the time
             waited for each kind of collective.
-        tokens: tokens per second on all ranks; 0 if the number of tokens in a micro-batch is unknown.
-        price: price of the cluster per day; 0: unknown.
+        tokens: tokens per second on all ranks, or 0 if the number of tokens in a micro-batch is unknown.
+        price: price of the cluster per day, or 0 if the price is unknown.
     """
 
     choice: Candidate

@@ -36,7 +36,7 @@ def where_of(
 ) -> RankTraits:
     """Return the traits of a rank.
 
-    With `on_device`, the backend adds gradients, as NCCL does. Otherwise layerzero adds them, as with gloo.
+    If `on_device` is True, the backend adds gradients, as NCCL does. Otherwise layerzero adds them, as with gloo.
     """
     grid = ShardGrid.of_rank(rank, data_parallel=ranks, zero3_size=zero3_size)
     return RankTraits(

@@ -57,16 +57,16 @@ def plan(
         units: as in :func:`layerzero.shard_model`. None: the blocks, for a transformer shape or config; for other
             models, ``"auto"`` if the model declares its block classes, otherwise only the root.
         tokens: number of tokens in a rank's micro-batch.
-        sequence: number of tokens in one sequence. None: `tokens`.
+        sequence: number of tokens in one sequence. The default is `tokens`.
         micro_batches: values of A, the number of micro-batches per step, to try.
-        zero3_sizes: values of S to try. None: the divisors of the number of accelerators per node, and the number of
-            all ranks.
+        zero3_sizes: values of S to try. The default is the divisors of the number of accelerators per node, and the
+            number of all ranks.
         accumulations: values of `accumulation` to try.
         param_dtype: compute dtype, or its name.
         reduce_dtypes: reduce dtypes to try, or their names. Each is used for both hops.
-        offload: True: try `offload_grads`, `offload_optimizer` and both, and then `offload_params` alone and with each
-            of these. None: try the first three if the model does not fit without offloading, and the others if it
-            still does not fit. False: no offloading.
+        offload: if True, try `offload_grads`, `offload_optimizer` and both, and then `offload_params` alone and
+            combined with each of these options. If None, try the first three options if the model does not fit without
+            offloading, and the others if the model still does not fit. If False, do not try offloading.
         recompute: True if blocks keep only their inputs for the backward (activation checkpointing).
         activation_bytes: bytes of activations of a rank's micro-batch. 0: estimated for a transformer shape or config,
             unknown for other models.

@@ -59,14 +59,14 @@ class ProbeResult:
 def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.dtype = torch.bfloat16) -> ProbeResult:
     """Measure the cluster on which this job runs, for :func:`layerzero.plan`.
 
-    All ranks must call this function, after ``torch.distributed.init_process_group``. The measurement takes seconds,
-    and a few times `nbytes` of memory. The measured collectives are all-gathers: first inside nodes, on all nodes at
-    once, then between nodes, with all ranks of a node at once. FLOP/s are measured in the forward and backward of two
-    linear layers in `dtype`, on all ranks at once. The slowest rank determines the result. Other programs that run on
-    these machines affect the result.
+    All ranks must call this function, after ``torch.distributed.init_process_group``. The measurement takes seconds and
+    needs a few times `nbytes` of memory. The measured collectives are all-gathers. The first run inside nodes, on all
+    nodes at once. The others run between nodes, on all ranks of a node at once. FLOP/s are measured in the forward and
+    backward of two linear layers in `dtype`, on all ranks at once. The slowest rank determines the result. Other
+    programs that run on these machines affect the result.
 
     Args:
-        zero3_size: number of ranks per node. None: ``LOCAL_WORLD_SIZE``, which torchrun sets.
+        zero3_size: number of ranks per node. The default is ``LOCAL_WORLD_SIZE``, which torchrun sets.
         nbytes: number of bytes that a rank receives in a large collective.
         dtype: compute dtype for the measurement of FLOP/s.
 

@@ -136,7 +136,7 @@ def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
     spans: list[tuple[str, str, int]] = []  # phase, name, number
     last = ("", "", -1)  # the span that ended last
     begun = 0
-    owed = False  # True: reductions may be in flight that the program has not waited for
+    owed = False  # True if reductions may be in flight that the program has not waited for
     cursor = events[0].start if events else 0.0
     for event in events:
         if not event.beside:

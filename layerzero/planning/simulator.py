@@ -6,11 +6,11 @@ collectives of one communicator run one after the other. Each collective first w
 and processor at the same time. Copies between device and host memory use a separate link.
 
 [Note: Traffic between nodes]
-Ranks are numbered consecutively within a node. A ring or hierarchical collective over full nodes enters and leaves each
-node once, regardless of the number of ranks per node. A collective over replicas runs in one replica group per ZeRO-3
-rank. If a ZeRO-3 group fills a node, each replica group has one rank on each node. If a ZeRO-3 group fills only a part
-of a node, each replica group has several ranks on each node. The replica groups with ranks on a node share the node's
-link.
+Ranks are numbered consecutively within a node. A ring or hierarchical collective over entire nodes enters and leaves
+each node once, regardless of the number of ranks per node. A collective over replicas runs in one replica group per
+ZeRO-3 rank. If a ZeRO-3 group fills a node, each replica group has one rank on each node. If a ZeRO-3 group fills only
+a part of a node, each replica group has several ranks on each node. The replica groups with ranks on a node share the
+node's link.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class SimMachine:
         inside: bytes per second that a rank sends inside its node.
         between: bytes per second that a node sends to other nodes.
         inside_latency, between_latency: seconds that one step of a collective takes inside a node and between nodes.
-        steps: number of steps of a collective over n ranks: ``"direct"`` 1, ``"log"`` log2(n), ``"ring"`` n - 1. An
-            all-reduce takes twice as many steps.
+        steps: number of steps of a collective over n ranks. The value ``"direct"`` means 1 step, ``"log"`` means
+            log2(n) steps, and ``"ring"`` means n - 1 steps. An all-reduce takes twice as many steps.
         launch: seconds that the host needs to launch a collective.
         processor_per_byte: seconds of processor time that a rank needs for each byte that it sends. On a CPU with
             sockets, collectives compete with the model for the cores.
-        zero3_size: number of ranks that share the weights; 0: the number of ranks per node.
+        zero3_size: number of ranks that share the weights. The value 0 means the number of ranks per node.
         host: bytes per second of a rank's copies between device and host memory.
     """
 
@@ -341,7 +341,7 @@ class _Host:
     def _make_room(self, place: int, most: int) -> None:
         """Wait until at most `most` reductions have not finished collective number `place`.
 
-        This is the limit that engine/reduction_queue.py sets.
+        engine/reduction_queue.py sets the same limit.
         """
         under_way = self._under_way(place)
         self._wait_for(under_way[: max(0, len(under_way) - most)], place)

@@ -25,19 +25,19 @@ class TransformerShape:
     Attributes:
         layers: number of blocks.
         hidden: model dimension.
-        ffn: inner dimension of the feed-forward layer; 0: 4 * `hidden`.
+        ffn: inner dimension of the feed-forward layer. The value 0 means 4 * `hidden`.
         vocab: vocabulary size.
         heads: number of query heads.
-        kv_heads: number of key and value heads; 0: `heads`.
-        head_dim: dimension of a head; 0: `hidden` / `heads`.
+        kv_heads: number of key and value heads. The value 0 means `heads`.
+        head_dim: dimension of a head. The value 0 means `hidden` / `heads`.
         gated: True if the feed-forward layer has a gate, as in Llama.
         biases: True if all linear layers have biases.
         qkv_biases: True if the projections of queries, keys and values have biases.
         head_norms: True if queries and keys are normalized, as in Qwen3.
-        experts: number of experts per feed-forward layer; 0: no experts.
+        experts: number of experts per feed-forward layer, or 0 without experts.
         experts_per_token: number of experts that each token uses.
         tied: True if the head shares the weight of the embedding.
-        positions: number of learned positions; 0: none.
+        positions: number of learned positions, or 0 without learned positions.
         norm_biases: True if norms have biases, as in LayerNorm.
         conv1d: True if linear weights have shape [inputs, outputs], as in GPT-2.
 

@@ -77,8 +77,8 @@ def guard_corruption(
     Args:
         model: from :func:`layerzero.shard_model`.
         optimizers: all optimizers of the model, in the order in which they step.
-        every: number of steps from one check to the next; 1 checks every step. The guard detects a bit that flips in an
-            unchecked step only if copies still differ at the next check.
+        every: number of steps from one check to the next. The value 1 checks every step. The guard detects a bit that
+            flips in an unchecked step only if copies still differ at the next check.
         on_found: "raise" raises :class:`SilentDataCorruption`. "log" logs the error and continues with the step.
 
     Returns:

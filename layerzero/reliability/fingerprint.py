@@ -86,8 +86,8 @@ class Fingerprint:
 def fingerprint(model: nn.Module) -> Fingerprint:
     """Compare the copies of a sharded model's weights that must be bitwise equal.
 
-    All ranks must call this function, between forwards. Each rank reads its masters and its ZeRO-3 shard once, and
-    sends eight bytes per handle to other replicas. The result lists differences by rank, handle and parameter.
+    All ranks must call this function, between forwards. Each rank reads its masters and its ZeRO-3 shard once and sends
+    eight bytes per handle to other replicas. The result lists differences by rank, handle and parameter.
 
     The next forward refreshes weights that were changed since the last forward. If masters and compute weights share
     memory, as in fp32, changed weights are compared only after this refresh. A loop that changes the weights right
@@ -170,7 +170,7 @@ def _cast(handle: Handle) -> Tensor:
 def _locate(handle: Handle, mesh_info: MeshInfo, sound: Mapping[str, bool]) -> list[Corruption]:
     """Return the differences in one handle, between replicas or from the masters.
 
-    All ranks of the replica group must call this function, and get the same result.
+    All ranks of the replica group must call this function and get the same result.
     """
     zero3 = handle.weights.read_zero3()
     replicas, shard = mesh_info.replicas, as_integers(zero3).view(torch.uint8)  # backends support few integer dtypes
@@ -218,8 +218,8 @@ def _verdict(values: Sequence[int], truth: int | None, owner: int, says: int) ->
 
     Args:
         values: bits of the compute weight on each replica, as integers.
-        truth: bits of the master cast to the compute dtype, as an integer. None: the owner's compute weight is the
-            master.
+        truth: bits of the master cast to the compute dtype, as an integer. If it is None, the owner's compute weight is
+            the master.
         owner: replica that has the master.
         says: state of the master since the last step, as known by its rank: ``_UNKNOWN``, ``_CHANGED`` or ``_SOUND``.
     """

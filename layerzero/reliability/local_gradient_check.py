@@ -47,7 +47,7 @@ class LocalGradientCheck:
         The host waits for the device.
 
         Args:
-            among: names of the parameters to report. None: all parameters.
+            among: names of the parameters to report. If it is None, report all parameters.
         """
         found = []
         for handle, of_handle in zip(self._handles, self._bad, strict=True):

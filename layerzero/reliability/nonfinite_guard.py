@@ -42,20 +42,21 @@ def guard_steps(
 ) -> StepGuard:
     """Make ``step()`` skip the update, or raise, if a gradient is NaN or infinite on any rank.
 
-    All ranks must call this function. Each step then reads this rank's final gradients once, and waits for an
-    all-reduce of one number. With `locate`, each reduction also reads the gradients that it sends once. A loss scaler
-    checks gradients before this guard, and skips steps independently.
+    All ranks must call this function. Each step then reads this rank's final gradients once and waits for an all-reduce
+    of one number. If `locate` is True, each reduction also reads the gradients that it sends once. A loss scaler runs
+    its own check first and skips the step on its own if that check fails.
 
     Args:
         model: from :func:`layerzero.shard_model`.
-        optimizers: all optimizers of the model, from :func:`layerzero.shard_optimizer`. If one skips, all of them do.
+        optimizers: all optimizers of the model, from :func:`layerzero.shard_optimizer`. If one optimizer skips a step,
+            all of them skip it.
         nonfinite: "skip" leaves parameters and optimizer state unchanged, logs the affected parameters, and raises if
             more than `skips` consecutive steps would be skipped. "raise" raises at the first non-finite gradient.
         skips: number of consecutive steps that may be skipped.
-        locate: also check each rank's own gradients, so that the message names the ranks that produced the non-finite
-            gradients.
-        extra_groups: process groups that include ranks with other parts of the model (tensor or pipeline parallel).
-            These ranks skip the same steps.
+        locate: if True, also check each rank's own gradients, so that the message names the ranks that produced the
+            non-finite gradients.
+        extra_groups: process groups that include ranks with other parts of the model, as in tensor or pipeline
+            parallelism. These ranks skip the same steps.
 
     Returns:
         The guard, which counts skipped steps.

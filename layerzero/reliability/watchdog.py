@@ -17,9 +17,9 @@ def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
     All ranks must call this function.
 
     The message names the collective, its unit, the step, and the missing ranks with the last collective of each rank.
-    It is logged within 5 s after the limit, or within a tenth of `limit` if that is longer. The watchdog does not abort
-    a collective; the timeout of the process group does. A watchdog uses two threads, and sends a request to the store
-    every 1 to 10 s.
+    The message is logged within 5 s after the limit, or within a tenth of `limit` if that is longer. The watchdog does
+    not abort a collective; the timeout of the process group aborts it. A watchdog uses two threads and sends a request
+    to the store every 1 to 10 s.
 
     On a device, :func:`layerzero.shard_model` starts a default watchdog, whose limit is half the timeout of the process
     group but at most 5 minutes. This function replaces the default watchdog. To run without a watchdog, call

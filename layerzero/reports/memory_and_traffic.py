@@ -24,14 +24,14 @@ class MemoryReport:
 
     Kinds on the device:
 
-    - ``zero1_shard``: masters. 0 if they are inside the ZeRO-3 shard.
+    - ``zero1_shard``: masters, or 0 if the masters are inside the ZeRO-3 shard.
     - ``zero3_shard``: compute weights.
     - ``full_buffer``: gathered units, and the post-forward shards of `reshard_after_forward`.
     - ``idle_buffer``: cached memory of freed full buffers. At most the memory of the root, one unit, the units that are
       gathered ahead, and the units that stay gathered.
     - ``accumulator``: accumulated gradients.
-    - ``gradient_shard``: final gradients. 0 if they are inside the accumulator. A backward that begins without
-      zero_grad copies them out of the accumulator.
+    - ``gradient_shard``: final gradients, or 0 if the final gradients are inside the accumulator. A backward that
+    begins without zero_grad copies the final gradients out of the accumulator.
     - ``reduce_buffer``: reused scratch buffers for gradients that arrive, are sent and are received.
     - ``optimizer``: optimizer state, which is only measured.
 
@@ -46,14 +46,14 @@ class MemoryReport:
         predicted: bytes computed from layouts and settings. The prediction is valid between two steps, from the second
             step on, if units are called one after the other in the order of their registration. The measured
             ``reduce_buffer`` may be larger if calls of units interleave, so that their gradients arrive at the same
-            time, or if parameters were unfrozen. It is smaller before the first backward that reduces, because it is
-            allocated on first use.
+            time, or if parameters were unfrozen. The measured ``reduce_buffer`` is smaller before the first backward
+            that reduces gradients, because it is allocated on first use.
         measured: bytes of the storages that currently exist.
         predicted_peak: predicted maximum of bytes on the device during a step, including the measured optimizer state.
         measured_peak: maximum of bytes on the device so far, as counted by the model's own pools. Activations and
             temporary allocations of torch or the optimizer are not included.
         shared_segment: bytes of the shared memory of the ZeRO-3 group, as counted by the operating system: parts of all
-            ranks and the pages of counters. Each rank reports the same number. 0 if memory is not shared.
+            ranks and the pages of counters. Each rank reports the same number, or 0 if memory is not shared.
     """
 
     predicted: dict[str, int]
@@ -90,8 +90,8 @@ class TrafficReport:
             `reshard_after_forward`), ``hop1``, ``hop2``, ``refresh``, ``metadata`` (one byte per parameter),
             ``gather_order`` (16 bytes whenever units are called in a new order), ``scalar_reduce`` (norms),
             ``unshard``, ``broadcast``, ``owner_gather`` and ``owner_scatter`` (full parameters to their owners and
-            back, inside the ZeRO-3 group). With shared memory, a ``gather`` sends nothing.
-        bytes: bytes sent, by collective. With shared memory, ``hop1`` counts the bytes that this rank has read from
+            back, inside the ZeRO-3 group). If ranks share memory, a ``gather`` sends no data.
+        bytes: bytes sent, by collective. If ranks share memory, ``hop1`` counts the bytes that this rank has read from
             other ranks' memory.
         bytes_by_axis: bytes sent, by axis: ``zero3`` (inside the ZeRO-3 group), ``replica`` (between replicas),
             ``control`` (the bytes of ``metadata`` and ``gather_order``, on the CPU), ``model_parallel`` (such as the

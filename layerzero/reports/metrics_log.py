@@ -40,31 +40,31 @@ class Metrics(dict[str, float]):
 def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> Metrics:
     """Return this rank's metrics since the last call, by name, for TensorBoard, W&B or a log.
 
-    Without `compare`, this function does not communicate.
+    If `compare` is False, this function does not communicate.
 
     - ``layerzero/memory/KIND``: currently allocated bytes, by the kinds of :class:`layerzero.MemoryReport`.
     - ``layerzero/bytes/AXIS``: bytes sent on ``zero3`` (inside the ZeRO-3 group), ``replica`` (between replicas),
       ``control``, and ``model_parallel`` (such as the tensor-parallel axis).
     - ``layerzero/wait_seconds/COLLECTIVE``: seconds that the host has waited for ``gather``, ``regather``, ``hop1``,
-      ``hop2``, ``refresh``, ... They are close to zero on devices, where streams wait instead. With shared memory,
-      ``gather`` is the wait until the other ranks have read the old weights and written the new weights.
+      ``hop2``, ``refresh``, ... These waits are close to zero on devices, where streams wait instead. If ranks share
+      memory, ``gather`` is the wait until the other ranks have read the old weights and written the new weights.
     - ``layerzero/steps/taken``, ``layerzero/steps/skipped``: steps of the model's optimizers. A step counts as skipped
       if gradients are discarded without a step, for example if a ``GradScaler`` skips the step.
 
-    With `compare`, the result also has these numbers, which are equal on all ranks. They need collectives that the host
-    waits for:
+    If `compare` is True, the result also has these numbers, which are equal on all ranks. These numbers need
+    collectives that the host waits for:
 
     - ``layerzero/waited_for/rank_N``: median wait time of the other ranks minus the wait time of rank N, in seconds,
       for the three ranks with the largest values. A rank that is regularly late waits least, because all other ranks
       wait for it.
     - ``layerzero/transfer_seconds/AXIS/ranks_N_M_...``: shortest wait time of any rank in a group, in seconds, for the
-      slowest group of each axis. It is the time of the transfer, because the rank that arrives last waits only for the
-      link.
+      slowest group of each axis. This wait is the time of the transfer, because the rank that arrives last waits only
+      for the link.
 
     Args:
         model: a sharded model.
-        reset: set the counters to zero, including those of :func:`layerzero.traffic`.
-        compare: also report stragglers and slow links. All ranks must then call this function.
+        reset: if True, set the counters to zero, including those of :func:`layerzero.traffic`.
+        compare: if True, also report stragglers and slow links. All ranks must then call this function.
 
     Example::
 

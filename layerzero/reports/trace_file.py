@@ -35,7 +35,7 @@ class TraceEvent:
         kind: ``"begin"`` or ``"end"`` of a span, ``"launch"`` of a collective, ``"wait"`` for a collective, or
             ``"add"``, the addition of received gradients.
         name: name of the unit, ``"optimizer"``, or ``""`` if a collective does not belong to a unit.
-        start, end: start and end of the event on the host. They are equal for the begin or end of a span.
+        start, end: start and end of the event on the host. The two times are equal for the begin or end of a span.
         phase: phase of a span: ``"forward"``, ``"backward"`` or ``"update"``.
         number: number of a collective in launch order, shared by its launch, wait and add.
         collective, axis: kind and axis, as in :func:`layerzero.traffic`.
@@ -84,11 +84,11 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
     on each axis have a row. Collectives are named by kind and unit, such as ``gather blocks.0``. Times are absolute, so
     you can join the ``traceEvents`` of the files of several ranks into one list.
 
-    On the CPU, the bar of a collective ends when its data have arrived. It begins at the launch of the collective or at
-    the end of the previous bar on its row, whichever is later. On an accelerator, all times refer to the compute
-    stream: a collective ends when the compute stream no longer waits for it. When the context exits, it waits for
+    On the CPU, the bar of a collective ends when its data have arrived. The bar begins at the launch of the collective
+    or at the end of the previous bar on its row, whichever is later. On an accelerator, all times refer to the compute
+    stream: a collective ends when the compute stream no longer waits for it. When the context exits, the host waits for
     collectives that were launched inside. Recording an event needs tens of microseconds and a few hundred bytes, so
-    trace a few steps, not a full run.
+    trace a few steps, not an entire run.
 
     The file also contains the schedule under the key ``"layerzero"``: all events, sorted by start time, for
     ``layerzero simulate`` or your own script.

@@ -113,7 +113,7 @@ def check_offload(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> N
 
 
 def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> None:
-    """Raise ValueError if `gather_codec` is set, but no parameter has a compute dtype that it encodes."""
+    """Raise ValueError if `gather_codec` is set but no parameter has a compute dtype that the codec encodes."""
     computes = {
         config.policy_of(plan.name, plan.called[0]).param_dtype or found.parameter.dtype
         for plan in plans

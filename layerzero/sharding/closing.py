@@ -16,8 +16,8 @@ def close(model: nn.Module) -> None:
     """Release the process groups, threads, buffers, shared memory and pinned memory of a sharded model.
 
     Garbage collection of the model releases the same resources. Call this function to choose the time of the release,
-    or if a reference keeps the model alive. It waits for a background save. All ranks should call this function. If
-    collectives run on a device, all ranks must call this function, because the communicators are destroyed together.
+    or if a reference keeps the model alive. The function waits for a background save. All ranks should call it. If
+    collectives run on a device, all ranks must call it, because the communicators are destroyed together.
 
     Afterwards, forwards, optimizer steps, checkpoints and all functions that accept the model raise RuntimeError.
     ``p.to_local()`` still returns this rank's rows of a parameter. ``p.full_tensor()`` raises if it needs other ranks.

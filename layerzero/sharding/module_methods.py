@@ -44,8 +44,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Context manager that accumulates gradients without reduction across replicas.
 
     The context must be active while ``backward()`` runs. ``.grad`` is not final until the next backward outside of the
-    context, or ``optimizer.step()``, has reduced the accumulated gradients. With ``accumulation="sharded"``, gradients
-    are still reduced inside the ZeRO-3 group.
+    context, or ``optimizer.step()``, has reduced the accumulated gradients. If `accumulation` is ``"sharded"``,
+    gradients are still reduced inside the ZeRO-3 group.
 
     Example::
 
@@ -54,7 +54,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
                 (model(batch) / len(batches)).backward()
 
     This function is also a method of a sharded model, as in DDP: ``with model.no_sync():``. For a module that contains
-    sharded models, it applies to all of them.
+    sharded models, the function applies to all of these models.
     """
     before = [(runtime, runtime.scheduler.requires_gradient_sync) for runtime in get_states(model).values()]
     for runtime, _ in before:
@@ -74,18 +74,19 @@ def gathered(module: nn.Module) -> Iterator[None]:
     chunked cross-entropy. On every rank, the weights are plain parameters in `mp_policy.param_dtype`. Their gradients
     are reduced as usual, and are added to the gradients from the unit's forwards and from tied weights.
 
-    The backward may run inside the context or after it. If it runs inside, the weights are gathered once. If it runs
-    after the context, it gathers the weights again, unless `reshard_after_forward` keeps the unit gathered. Under
-    ``torch.no_grad()``, the weights are freed at the end of the context.
+    The backward may run inside or after the context. If the backward runs inside the context, the weights are gathered
+    once. If the backward runs after the context, it gathers the weights again, unless `reshard_after_forward` keeps the
+    unit gathered. Under ``torch.no_grad()``, the weights are freed at the end of the context.
 
-    Like a forward, this is a collective of the ranks that share the weights. These ranks must enter the same contexts
-    in the same order. Otherwise they raise, as for forwards. The context gathers the full unit that has the parameters
-    of `module`. Units inside `module` stay sharded, so ``gathered(model)`` gathers the parameters of the root only.
-    Ignored parameters, and parameters inside :func:`layerzero.unsharded`, are already full and do not change.
+    Like a forward, the context is a collective of the ranks that share the weights. These ranks must enter the same
+    contexts in the same order. Otherwise the ranks raise an error, as for forwards. The context gathers the full unit
+    that has the parameters of `module`. Units inside `module` stay sharded, so ``gathered(model)`` gathers the
+    parameters of the root only. Ignored parameters, and parameters inside :func:`layerzero.unsharded`, are already full
+    and do not change.
 
-    The weights are read-only: ``optimizer.step()``, loads, :func:`layerzero.unsharded` and ``EMA.swapped()`` raise
-    inside the context. To edit weights, use ``layerzero.unsharded(model, writeback=True)``. Saved-tensor hooks are
-    active inside, so a kernel that adds to ``weight.main_grad`` must read this attribute in the forward.
+    The weights are read-only. Inside the context, ``optimizer.step()``, loads, :func:`layerzero.unsharded` and
+    ``EMA.swapped()`` raise an error. To edit weights, use ``layerzero.unsharded(model, writeback=True)``. Saved-tensor
+    hooks are active inside, so a kernel that adds to ``weight.main_grad`` must read this attribute in the forward.
 
     Args:
         module: a sharded model, one of its units, or a module inside one.
@@ -124,8 +125,8 @@ def refresh(model: nn.Module) -> None:
 def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
     """Set whether later backwards reduce gradients.
 
-    False works like :func:`no_sync`. The setting applies until the next call of this function. The function is also a
-    method of a sharded model, for loops written for FSDP2: ``model.set_requires_gradient_sync(is_last)``.
+    The value False works like :func:`no_sync`. The setting applies until the next call of this function. The function
+    is also a method of a sharded model, for loops written for FSDP2: ``model.set_requires_gradient_sync(is_last)``.
 
     Raises:
         ValueError: ``recurse=False``, for the root without the units inside it.
@@ -137,7 +138,8 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *
 def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
     """Set whether later backwards also reduce gradients across replicas, like FSDP2's method of this name.
 
-    False works like :func:`no_sync`: with ``accumulation="sharded"`` gradients are reduced inside the ZeRO-3 group.
+    The value False works like :func:`no_sync`. If `accumulation` is ``"sharded"``, gradients are reduced inside the
+    ZeRO-3 group.
 
     Raises:
         ValueError: ``recurse=False``, for the root without the units inside it.
@@ -172,14 +174,12 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
 
     The weights stay gathered until the next forward frees them (see `reshard_after_forward`), until a backward ends, or
     until a call of :func:`reshard`. ``module.weight`` is the gathered weight only inside forwards and :func:`gathered`.
-    Like a forward, this is a collective of the ranks that share the weights.
-
-    Args:
-        module: a sharded model, or one of its units. Both have this function as a method: ``unit.unshard()``.
-        async_op: return before the weights are gathered.
+    Like a forward, this function is a collective of the ranks that share the weights. Args: module: a sharded model, or
+        one of its units. Both have this function as a method: ``unit.unshard()``. async_op: if True, return before the
+        weights are gathered.
 
     Returns:
-        With `async_op`, a handle whose ``wait()`` returns when the weights are gathered. Otherwise None.
+        If `async_op` is True, a handle whose ``wait()`` returns when the weights are gathered. Otherwise None.
     """
     runtime, unit = _unit_of(module)
     runtime.scheduler.unshard(unit)
@@ -203,7 +203,9 @@ def reshard(module: nn.Module) -> None:
 
 
 def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, recurse: bool = True) -> None:
-    """Change the setting `reshard_after_forward` of a unit and, with `recurse`, of the units inside it.
+    """Change the setting `reshard_after_forward` of a unit.
+
+    If `recurse` is True, also change the setting of the units inside it.
 
     See :func:`layerzero.shard_model`. All ranks must make the same call. A forward without gradients always frees its
     weights.
@@ -223,10 +225,12 @@ def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, re
 
 
 def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-    """Set whether a unit and, with `recurse`, the units inside it are freed after a backward.
+    """Set whether a unit is freed after a backward.
 
-    False needs more memory, but saves the gathers of the next micro-batch. ``optimizer.step()`` still frees the units
-    that it updates, and a forward without gradients still frees its units. All ranks must make the same call.
+    If `recurse` is True, the setting also applies to the units inside it.
+
+    The value False needs more memory but saves the gathers of the next micro-batch. ``optimizer.step()`` still frees
+    the units that it updates, and a forward without gradients still frees its units. All ranks must make the same call.
     """
     runtime, units = _units_of(module, recurse=recurse)
     for unit in units:
@@ -237,8 +241,8 @@ def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, 
 def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Module]) -> None:
     """Set the units that the forward of a unit prefetches, in the given order.
 
-    They replace the units that the setting `prefetch` selects. All ranks must make the same call. Prefetched units that
-    are not called are freed when the forward of the model ends.
+    These units replace the units that the setting `prefetch` selects. All ranks must make the same call. Prefetched
+    units that are not called are freed when the forward of the model ends.
 
     Raises:
         TypeError, ValueError: one of `modules` is not a unit of this model, or is on another mesh.
@@ -283,7 +287,7 @@ def _unit_of(module: nn.Module) -> tuple[LayerZeroState, Unit]:
 
 
 def _units_of(module: nn.Module, *, recurse: bool) -> tuple[LayerZeroState, list[Unit]]:
-    """Return the unit of a module and, with `recurse`, the units inside it."""
+    """Return the unit of a module and, if `recurse` is True, the units inside the unit."""
     runtime, unit = _unit_of(module)
     inside = set(module.modules()) if recurse else set()
     return runtime, [each for each in runtime.units if each is unit or not inside.isdisjoint(each.modules)]
@@ -294,7 +298,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 
     While the method runs, the parameters of that unit are gathered. Parameters of other units are gathered during the
     forwards of these units. Inputs and outputs are cast according to `mp_policy`, gradients flow through the return
-    value, and forward hooks do not run. Like a forward, the method is a collective: the ranks of a ZeRO-3 group must
+    value, and forward hooks do not run. Like a forward, the method is a collective. The ranks of a ZeRO-3 group must
     call the same units in the same order. Unless these ranks share memory, generation must therefore have the same
     length on all of them (``synced_gpus=True`` in transformers).
 
@@ -303,8 +307,8 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         method_name: name of the method, such as ``"generate"`` or ``"encode"``. Registering it again has no effect.
 
     Raises:
-        AttributeError, TypeError: the method does not exist, or it returns before it computes (a generator or
-            coroutine).
+        AttributeError, TypeError: the method does not exist, or the method returns before it computes, such as a
+            generator or coroutine.
         ValueError: `module` is not a sharded model or a unit of one.
 
     Example::

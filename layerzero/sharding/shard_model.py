@@ -108,9 +108,9 @@ def shard_model(
             :func:`mesh_from_groups` or any DeviceMesh. On a mesh with one axis, all ranks share the weights. On a mesh
             with two axes, the first is the replica axis. Or ``callable(name, module) -> DeviceMesh``, called for each
             unit (``""`` is the root), for example for experts that are data-parallel over fewer ranks. Parameters may
-            be DTensors on model-parallel axes (tensor and expert parallel). See ``docs/meshes.md``.
-        zero3_size: S, number of ranks that share the compute weights. It must divide the world size. None without a
-            mesh: the number of ranks on a node, which torchrun sets.
+            be DTensors on model-parallel axes (as in tensor and expert parallelism). See ``docs/meshes.md``.
+        zero3_size: S, number of ranks that share the compute weights. S must divide the world size. Without a mesh, the
+            default is the number of ranks on a node, which torchrun sets.
         units: modules that are gathered and freed together: module classes (``{Block}``), names of modules or of their
             classes (``["blocks.0", "Block"]``), modules of the model, and lists of modules or names. Each list is one
             unit that is gathered when any of its modules is called: ``[Block, [model.norm, model.head]]``. A list takes
@@ -120,24 +120,25 @@ def shard_model(
             ``ModuleWrapPolicy``, or a function of ``(module, recurse, nonwrapped_numel)``, ``functools.partial``
             included, such as ``size_based_auto_wrap_policy``. Parameters outside all units belong to the root. None:
             root only. :func:`layerzero.units` lists the units, and ``print(model)`` marks them.
-        mp_policy: torch's ``MixedPrecisionPolicy``. `param_dtype`: dtype of compute weights and computation (None:
+        mp_policy: torch's ``MixedPrecisionPolicy``. `param_dtype`: dtype of compute weights and computation (default:
             dtype of the model). `reduce_dtype`: dtype of gradient reduction inside the ZeRO-3 group (None:
-            `param_dtype`). `output_dtype` and `cast_forward_inputs`: as in FSDP2, for every unit. Or
-            ``callable(name, module)`` that returns a policy for each unit. ``""`` is the root. A unit of several
-            modules is passed as its key and its first module. For a norm in fp32 between blocks in bf16, make the norm
-            a unit with ``MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)``.
-        replica_reduce_dtype: dtype of gradient reduction across replicas. None: `reduce_dtype`.
-        buffer_dtype: dtype that floating-point buffers are cast to, once. None: no cast. Integer buffers are never
-            cast. ``state_dict()`` and checkpoints store buffers in their original dtype, with the cast values.
-        gradient_divide_factor: divisor of the sum of all ranks' gradients. None: D, so that gradients are averaged. Use
-            1.0 to sum the gradients if the loss is already divided by the number of tokens on all ranks.
+            `param_dtype`). `output_dtype` and `cast_forward_inputs`: as in FSDP2, for every unit. Or ``callable(name,
+            module)`` that returns a policy for each unit. ``""`` is the root. A unit of several modules is passed as
+            its key and its first module. For a norm in fp32 between blocks in bf16, make the norm a unit with
+            ``MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)``.
+        replica_reduce_dtype: dtype of gradient reduction across replicas. The default is `reduce_dtype`.
+        buffer_dtype: dtype that floating-point buffers are cast to, once. By default, buffers are not cast. Integer
+            buffers are never cast. ``state_dict()`` and checkpoints store buffers in their original dtype, with the
+            cast values.
+        gradient_divide_factor: divisor of the sum of all ranks' gradients. The default is D, so that gradients are
+            averaged. Use 1.0 to sum the gradients if the loss is already divided by the number of tokens on all ranks.
         accumulation: form in which gradients are accumulated between micro-batches. ``"sharded"`` stores N/S fp32
             elements and reduces inside the ZeRO-3 group in each backward. ``"full"`` stores N fp32 elements and sends
-            nothing until the backward that reduces. Or ``callable(name, module)`` that chooses for each unit.
+            no data until the backward that reduces gradients. Or ``callable(name, module)`` that chooses for each unit.
         offload_grads: store accumulators in pinned host memory between the backwards of a step. On the device, the
             accumulators then use at most twice the memory of the largest unit's accumulators. Copies overlap with the
-            backward of the neighboring unit. With one replica (or one rank), ``"sharded"`` accumulates directly in the
-            gradient shards, which stay on the device. On the CPU, the setting only emits a warning.
+            backward of the neighboring unit. If there is one replica (or one rank), ``"sharded"`` accumulates directly
+            in the gradient shards, which stay on the device. On the CPU, the setting only emits a warning.
         offload_optimizer: store masters, final gradients and the optimizer's state in host memory, and run the
             optimizer on the CPU. Sharded parameters and their ``.grad`` are then CPU tensors. Gradients are copied to
             the host as they are reduced. Weights are copied to the device as they are refreshed. Both copies overlap
@@ -146,42 +147,43 @@ def shard_model(
         offload_params: store compute weights in host memory, for models that do not fit otherwise. Each gather first
             copies the ZeRO-3 shard to the device, in parallel with other work. Combined with `offload_optimizer`, only
             gathered units, gradients in flight and scratch are on the device. On the CPU, the setting emits a warning
-            and does not change results. If ranks share memory, it has no effect.
+            and does not change results. If ranks share memory, the setting has no effect.
         pin_memory: pin the host memory of `offload_grads`, `offload_optimizer` and `offload_params`. Use False if the
             machine limits pinned memory. Copies are then slower, and the host waits for them. On the CPU, no memory is
             pinned.
-        reshard_after_forward: free a unit's full weights after its forward, and gather them again for its backward. Or
-            ``callable(name, module) -> bool | int``. False for the last unit avoids a gather that cannot overlap with
-            computation. An int, as in FSDP2, is a divisor of `zero3_size`. Between forward and backward, the unit stays
-            sharded over that many neighboring ranks, and its backward gathers it among these ranks only. `zero3_size`
-            itself means True, and 1 means False.
+        reshard_after_forward: if True, free a unit's full weights after its forward and gather them again for its
+            backward. Or ``callable(name, module) -> bool | int``. False for the last unit avoids a gather that cannot
+            overlap with computation. An int, as in FSDP2, is a divisor of `zero3_size`. Between forward and backward,
+            the unit stays sharded over that many neighboring ranks, and its backward gathers it among these ranks only.
+            `zero3_size` itself means True, and 1 means False.
         prefetch: number of units that are gathered ahead of the unit that computes.
         gather_codec: encoding of bf16 or fp16 weights in gathers: :class:`Float8Rows`, which halves the bytes, or an
             object with the methods of :class:`GatherCodec`. Forwards and backwards compute with the decoded weights.
-            Masters stay exact. None: no encoding. If there are no gathers (one rank, shared memory), the setting has no
-            effect.
+            Masters stay exact. By default, weights are not encoded. If there are no gathers, as with one rank or with
+            shared memory, the setting has no effect.
         shared_memory: ``"auto"`` or ``"off"``. ``"auto"``: if the ranks of a ZeRO-3 group are processes of one machine
-            and compute on its CPU, they share memory instead of sending weights and gradients to each other. If they
-            cannot share memory, a message is logged. ``"off"``: they use collectives, as on devices. See
+            and compute on its CPU, they share memory instead of sending weights and gradients to each other. If these
+            ranks cannot share memory, a message is logged. ``"off"``: ranks use collectives, as on devices. See
             ``docs/shared_memory.md``.
-        ignored_params: parameters that are not sharded. They stay full on every rank, and their gradients are not
-            averaged. ``"unsupported"``: frozen parameters that cannot be sharded, such as quantized base weights under
-            adapters: integers, 8-bit formats, or tensor subclasses. All ranks must have loaded the same values. A class
-            with FSDP2's all-gather extension (torchao's float8 training) is supported, and is sharded by the rows of
-            its one inner tensor.
+        ignored_params: parameters that are not sharded. Such parameters stay full on every rank, and their gradients
+            are not averaged. ``"unsupported"``: frozen parameters that cannot be sharded, such as quantized base
+            weights under adapters: integers, 8-bit formats, or tensor subclasses. All ranks must have loaded the same
+            values. A class with FSDP2's all-gather extension, as in torchao's float8 training, is supported and is
+            sharded by the rows of its one inner tensor.
         ignored_modules: modules, or names as in `units`, whose parameters are ignored in the same way. Passing the
             model itself, or modules that contain all of its parameters, is an error.
         sync_module_states: broadcast rank 0's parameters and buffers to all data-parallel ranks. With tensor
-            parallelism, each part and each plain buffer is broadcast from the first rank that has it. Replicated
-            parameters are broadcast from the first rank of the model.
+            parallelism, each part and each plain buffer is broadcast from the first rank that has this part or buffer.
+            Replicated parameters are broadcast from the first rank of the model.
         param_init_fn: ``fn(module)`` that initializes the parameters and buffers that a module on the ``meta`` device
             owns directly, after their memory has been allocated. By default, the module's ``reset_parameters()``. Units
             are initialized one at a time, so that at most one unit has full tensors. Values that the function does not
-            write must be loaded or assigned before the first forward, which raises otherwise.
+            write must be loaded or assigned before the first forward. Otherwise the first forward raises an error.
 
     Raises:
         TypeError, ValueError: a setting is invalid, a parameter is unsupported, the model is already sharded, or ranks
-            disagree. All of these are checked before the first collective, so that ranks raise instead of hanging.
+            disagree. All of these conditions are checked before the first collective, so that ranks raise an error
+            instead of hanging.
         RuntimeError: torch.distributed is not initialized, or another rank failed in this function.
 
     Example::
@@ -358,7 +360,10 @@ def _watch(runtime: LayerZeroState) -> None:
 
 
 def _planned_traits(mesh_info: MeshInfo, config: LayerZeroConfig) -> RankTraits:
-    """Return the traits for planning handles, before the transport is selected: handles do not depend on it."""
+    """Return the traits for planning handles, before the transport is selected.
+
+    Handles do not depend on the transport.
+    """
     traits = process_group_traits(sums_locally=mesh_info.zero3_reduce_comm.is_gloo)
     return RankTraits.of(mesh_info, traits, offload_params=config.offload_params)
 

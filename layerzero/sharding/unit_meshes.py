@@ -40,12 +40,12 @@ MeshOf = Callable[[str, nn.Module], DeviceMesh]
 def root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: int | None) -> DeviceMesh:
     """Return the mesh of the root. Units without their own mesh also use it.
 
-    Without `mesh`, the mesh covers all ranks. If parameters are DTensors on a submesh, the mesh covers the ranks that
-    have this rank's coordinates on that submesh.
+    If `mesh` is None, the mesh covers all ranks. If parameters are DTensors on a submesh, the mesh covers the ranks
+    that have this rank's coordinates on that submesh.
 
     Raises:
         TypeError, ValueError: `mesh` or `zero3_size` is invalid, or both are given. Or parameters are DTensors on a
-            submesh and neither is given.
+            submesh and neither `mesh` nor `zero3_size` is given.
     """
     if mesh is not None and zero3_size is not None:
         raise ValueError(

@@ -8,8 +8,8 @@ from torch import Tensor
 __all__ = ["as_integers", "differing_indices", "digest", "sum64", "weighted_sum"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 1 << 20  # elements that are processed at once, to limit the memory of their positions
-_CHUNK = 1 << 20  # 8-byte words that are processed at once
+_PIECE = 1 << 20  # number of elements that are processed at once, to limit the memory of their positions
+_CHUNK = 1 << 20  # number of 8-byte words that are processed at once
 
 
 def digest(tensor: Tensor) -> str:
@@ -32,7 +32,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """Return the tensor's memory as a 1-D integer tensor; a copy if the tensor is not contiguous."""
+    """Return the tensor's memory as a 1-D integer tensor. If the tensor is not contiguous, return a copy."""
     return tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
 
 

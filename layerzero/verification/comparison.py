@@ -1,4 +1,4 @@
-"""Differences between two training runs of the same model, per parameter: only arithmetic and text.
+"""Differences per parameter between two training runs of the same model. This module uses only arithmetic and text.
 
 [Note: Scale of differences]
 The gradient of a bias before a normalization is zero except for rounding, and rounding errors of two runs differ. A
@@ -7,7 +7,7 @@ model's largest gradient element if that is larger. A weight's difference is div
 moved the weight, because a wrong update is small compared with the weight. If larger, `FLOOR` times the largest
 movement in the model, or `FLOOR` times the parameter's largest element, is used instead, so that rounding does not
 count. Two weights that differ by at most one ulp (unit in the last place) count as equal, regardless of their movement,
-because sums in another order round differently.
+because sums in a different order round differently.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StepRecord:
     """Gradients and weights of one optimizer step, as full tensors in host memory keyed by parameter name."""
 
     gradients: Mapping[str, Tensor | None]
-    weights: Mapping[str, Tensor]  # after the step; includes floating-point buffers
+    weights: Mapping[str, Tensor]  # after the step, including floating-point buffers
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class ParameterDifference:
         zero3_size: S of the sharded run.
         precision: coarsest dtype of the sharded run, such as ``"float32"``.
         name: name of the parameter, as in ``named_parameters()``.
-        gradient: largest relative difference of the parameter's gradient. It is ``inf`` if only one run has a gradient,
-            or if the gradient of the sharded run is not finite.
+        gradient: largest relative difference of the parameter's gradient. The value is ``inf`` if only one run has a
+            gradient, or if the gradient of the sharded run is not finite.
         gradient_step: index of the step with the difference `gradient`, from 0.
         weight: largest relative difference of trained values that differ by more than one ulp.
         weight_step: index of the step after which the difference `weight` was found.

@@ -79,7 +79,7 @@ def verify(
 
     The plain run is data-parallel training in one process, without collectives. The sharded runs use
     :func:`layerzero.shard_model`, :func:`layerzero.no_sync` and :func:`layerzero.shard_optimizer` like a training loop.
-    All runs start from the same weights, and draw the same random numbers for a given rank and micro-batch. Therefore
+    All runs start from the same weights and draw the same random numbers for a given rank and micro-batch. Therefore
     dropout and batch-norm in training mode can be compared.
 
     On a CPU, the ranks use collectives as on devices instead of shared memory, unless `shared_memory` is given. A
@@ -94,29 +94,29 @@ def verify(
     __name__ == "__main__"``.
 
     Args:
-        model_fn: function that builds the model, on any device. It is called many times, and must return a new model of
-            the same structure each time.
-        batch_fn: ``(index, rank) -> batch``, where `index` counts micro-batches from 0 over all steps. It must return
-            equal batches for equal arguments. torch's random numbers are seeded before each call.
-        loss_fn: ``(model, batch) -> loss``, where the loss is a tensor of one element. None: the model returns the
-            loss, or an object with ``.loss`` or ``["loss"]``. The call is ``model(batch)``, ``model(*batch)`` for a
+        model_fn: function that builds the model, on any device. The function is called many times and must return a new
+            model of the same structure each time.
+        batch_fn: ``(index, rank) -> batch``, where `index` counts micro-batches from 0 over all steps. The function
+            must return equal batches for equal arguments. torch's random numbers are seeded before each call.
+        loss_fn: ``(model, batch) -> loss``, where the loss is a tensor of one element. By default, the model returns
+            the loss, or an object with ``.loss`` or ``["loss"]``. The call is ``model(batch)``, ``model(*batch)`` for a
             tuple, or ``model(**batch)`` for a dict.
         optimizer_fn: ``(parameters) -> optimizer``, for example ``functools.partial(torch.optim.SGD, lr=0.01)``.
-            None: SGD with momentum 0.9 and learning rate 0.1. Adam hides wrong scales of gradients, and makes full-size
-            steps from gradients that consist of rounding errors.
-        world_size: number of processes to start. None: 4; under torchrun, the existing world size.
-        zero3_sizes: values of S to try. None: every divisor of the world size; if `reshard_after_forward` is a number,
-            1 and every divisor that is a multiple of that number. If `reshard_after_forward` is a callable that returns
-            numbers, pass `zero3_sizes`.
+            The default is SGD with momentum 0.9 and learning rate 0.1. Adam hides wrong scales of gradients and makes
+            full-size steps from gradients that consist of rounding errors.
+        world_size: number of processes to start. The default is 4, or under torchrun the existing world size.
+        zero3_sizes: values of S to try. The default is every divisor of the world size. If `reshard_after_forward` is a
+            number, the default is 1 and every divisor that is a multiple of that number. If `reshard_after_forward` is
+            a callable that returns numbers, pass `zero3_sizes`.
         steps, micro_batches: number of optimizer steps, and number of batches per step and rank. All micro-batches of a
             step except the last run inside ``no_sync``.
         tolerance: largest accepted relative difference of a parameter's gradient and of the trained parameter. A
             gradient's difference is divided by the gradient's largest element, and a trained parameter's by the
             distance that the parameter moved. If a hundredth of the model's largest gradient or movement is larger, it
-            is the divisor instead. Trained values that differ by one ulp of their dtype count as equal. None: a default
-            for the coarsest dtype involved. For fp32 (3.5e-4) and fp64, the default is the square root of epsilon,
-            which is half of the digits. For fp16 (0.125) and bf16 (0.35), it is four times the square root, because
-            accumulated rounding exceeds half of so few digits.
+            is the divisor instead. Trained values that differ by one ulp of their dtype count as equal. The default
+            depends on the coarsest dtype involved. For fp32 (3.5e-4) and fp64, the default is the square root of
+            epsilon, which is half of the digits. For fp16 (0.125) and bf16 (0.35), it is four times the square root,
+            because accumulated rounding exceeds half of so few digits.
         seed: seed of all random numbers.
         timeout: timeout of a collective between the started processes, in seconds.
         settings: settings of :func:`layerzero.shard_model`: `units`, `accumulation`, `mp_policy`, ... To try both
@@ -126,9 +126,10 @@ def verify(
 
     The plain run uses the precision in which the model is built. If `mp_policy`, `replica_reduce_dtype` or
     `buffer_dtype` request a lower precision, each S is run twice. The first run omits these settings and uses the
-    strict tolerance. It determines whether the model can be sharded. The second run uses the settings. It measures the
-    effect of the lower precision. `tolerance` applies only to runs with your settings. In bf16, a tolerance of 0.35
-    detects wrong scales but no subtle errors. Differences of 0.14 from fp32 have been observed in single layers.
+    strict tolerance. The first run determines whether the model can be sharded. The second run uses the settings and
+    measures the effect of the lower precision. `tolerance` applies only to runs with your settings. In bf16, a
+    tolerance of 0.35 detects wrong scales but no subtle errors. Differences of 0.14 from fp32 have been observed in
+    single layers.
 
     Returns:
         A :class:`VerifyReport`, equal on all ranks: ``report.ok``, ``report.worst``, and a table as ``str(report)``.

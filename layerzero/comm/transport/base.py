@@ -62,9 +62,7 @@ class GatherOptions(NamedTuple):
     """Options for the gathers of a handle. A transport whose full buffers are resident ignores them."""
 
     codec: GatherCodec | None = None  # None if weights are not encoded
-    post_forward_comm: Communicator | None = (
-        None  # number of ranks that keep post-forward shards, or None if no shards are kept
-    )
+    post_forward_comm: Communicator | None = None  # ranks that keep post-forward shards, if any
     host_shard: HostShard | None = None  # ZeRO-3 shard in host memory, or None if the shard is on the device
 
 
@@ -130,8 +128,9 @@ class FullBuffer(ABC):
         """Free the post-forward shard."""
 
     def publish(self, pending: PendingCollective | None) -> None:  # noqa: B027
-        """Make the new contents of `shard` visible to the peers when `pending` completes, or at once if `pending` is
-        None.
+        """Make the new contents of `shard` visible to the peers when `pending` completes.
+
+        If `pending` is None, the contents become visible at once.
 
         See [Note: Write rounds].
         """
