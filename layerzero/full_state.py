@@ -136,7 +136,7 @@ def _subject(options: _Options) -> str:
 def _agree_to_show(
     runtime: LayerZeroState, module: nn.Module, members: Sequence[ManagedParam], options: _Options
 ) -> dict[ManagedParam, Tensor]:
-    """Check that all ranks enter the context for the same parameters, and return their sharded gradients.
+    """Check that all ranks enter the context for the same parameters and return their sharded gradients.
 
     If `with_grads` is False, return an empty dict.
     """

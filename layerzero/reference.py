@@ -265,7 +265,7 @@ class ReferenceModel:
                 tensor.register_hook(lambda gradient: unit.gather())  # backward reaches the output of a unit first
 
     def _post_accumulate_grad(self, unit: Unit, name: str, leaf: Tensor) -> None:
-        """Take a gradient in backward, and reduce the unit once all of its gradients have arrived."""
+        """Take a gradient in backward and reduce the unit once all of its gradients have arrived."""
         assert leaf.grad is not None
         unit.gradients[name], leaf.grad = leaf.grad, None
         if len(unit.gradients) == len(unit.gathered):

@@ -315,7 +315,7 @@ def publish_file(partial: Path, path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its parents, and fsync each new directory entry."""
+    """Create a folder and its parents and fsync each new directory entry."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)

@@ -222,7 +222,7 @@ def _read_chunk(descriptor: int, scheme: ChecksumScheme, stretch: _ChunkRead) ->
 
 
 def _stream(descriptor: int, start: int, stop: int, into: Tensor | None, scratch: bytearray, hasher: Any) -> None:
-    """Read and hash bytes `start` to `stop` of a file, and copy the bytes to `into` unless `into` is None."""
+    """Read and hash bytes `start` to `stop` of a file and copy the bytes to `into` unless `into` is None."""
     direct = into is not None and into.device.type == "cpu"
     for at in range(start, stop, _STEP):
         length = min(_STEP, stop - at)

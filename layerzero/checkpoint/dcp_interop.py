@@ -40,7 +40,7 @@ def load_dcp(
 ) -> None:
     """Load a ``torch.distributed.checkpoint.save`` checkpoint of FSDP2, of DDP, or of a sharded model.
 
-    torch unpickles the metadata and all values that are not tensors, and does not detect damage. Use this function only
+    torch unpickles the metadata and all values that are not tensors and does not detect damage. Use this function only
     for files that you trust.
 
     Args:

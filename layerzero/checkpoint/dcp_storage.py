@@ -346,7 +346,7 @@ def check_entry(
 def pieces(
     tensors: Any, key: str, shape: Sequence[int], dtype: torch.dtype, *, box: Sequence[slice] = ()
 ) -> Iterator[Tensor]:
-    """Yield a tensor of an opened file, or its region `box`in row ranges of at most 64 MiB or one row."""
+    """Yield a tensor of an opened file, or its region `box`, in row ranges of at most 64 MiB or one row."""
     if not shape:
         yield tensors.get_tensor(key)
         return

@@ -55,7 +55,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str], *, parts: bool = False) -> Manifest:
-        """Read the manifest of the checkpoint at `folder`, and check that the other files have the recorded sizes.
+        """Read the manifest of the checkpoint at `folder` and check that the other files have the recorded sizes.
 
         Args:
             parts: if True, do not check the other files, because `folder` may lack some of them.

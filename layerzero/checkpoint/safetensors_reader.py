@@ -46,7 +46,7 @@ class CheckpointFiles:
         return {part.file for key, tensor in tensors.items() for part in _parts(key, tensor, table[key])}
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
-        """Verify the stored bytes of all `tensors`, and fill those whose keys are not in `in_place`.
+        """Verify the stored bytes of all `tensors` and fill those whose keys are not in `in_place`.
 
         Raises:
             CheckpointError: a file is damaged; the message names it.

@@ -31,7 +31,7 @@ def write_items(folder: Path, rank: int, items: Sequence[WriteItem], planner: Sa
 def write_safetensors(
     path: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]], content: Iterable[Iterable[Tensor]]
 ) -> FileRecord:
-    """Write a safetensors file from a stream of tensors, and hash the file while writing.
+    """Write a safetensors file from a stream of tensors and hash the file while writing.
 
     The file consists of the length of the header (8 bytes), the header (JSON), and the bytes of the tensors.
 

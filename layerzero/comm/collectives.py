@@ -348,7 +348,7 @@ def all_to_all(
     to_each: Sequence[int],
     name: str = "",
 ) -> PendingCollective:
-    """Start an all-to-all: send one piece of `sent` to each rank, and receive one piece from each rank into `received`.
+    """Start an all-to-all: send one piece of `sent` to each rank and receive one piece from each rank into `received`.
 
     The pieces in both tensors are in rank order.
 
@@ -434,7 +434,7 @@ def connect(comm: Communicator, device: torch.device) -> None:
 
 
 def broadcast(comm: Communicator, collective: Collective, tensor: Tensor, *, from_rank: int = 0) -> None:
-    """Broadcast `tensor` from rank `from_rank` of the communicator, and wait."""
+    """Broadcast `tensor` from rank `from_rank` of the communicator and wait."""
     sent = tensor.numel() * tensor.element_size() if comm.rank == from_rank else 0
     with launching(comm, collective, "", sent) as issued:
         work = dist.broadcast(tensor, group_src=from_rank, group=comm.group, async_op=True)

@@ -4,7 +4,7 @@
 A busy rank cannot answer a query about its state. Therefore each rank publishes its status in the store, under one key
 per rank: before an agreement, before an unexpected comparison of gather orders, and when one of its collectives fails.
 In the steady state, no status is published. A rank whose collective fails publishes its status before it waits briefly
-for the statuses of the other ranks. Ranks that wait in the same collective also fail, and report the same collective. A
+for the statuses of the other ranks. Ranks that wait in the same collective also fail and report the same collective. A
 rank that reports a different collective was waiting in that collective. A rank without a report has not reached the
 collective or has died.
 """

@@ -2,7 +2,7 @@
 
 [Note: Weights in host memory]
 If `offload_params` is True, ZeRO-3 shards are in host memory. A gather first copies the shard into this rank's slice of
-the full buffer on a copy stream, and is launched from that stream. Therefore the computation waits for the copy and the
+the full buffer on a copy stream and is launched from that stream. Therefore the computation waits for the copy and the
 gather only when it needs the weights. A refresh writes to a scratch buffer on the device, which is then copied to the
 host. The stream that launches the refresh waits for that copy, so that the next handle can reuse the scratch buffer.
 """
@@ -77,6 +77,6 @@ class HostShard:
         self._pool.release(fresh)
 
     def arrive(self) -> Tensor:
-        """Wait until the host may read the shard, and return the shard."""
+        """Wait until the host may read the shard and return the shard."""
         self._transfers.finish(self._stored)
         return self.tensor

@@ -120,7 +120,7 @@ class ReductionStreams(ABC):
 
     @abstractmethod
     def synchronize(self, marks: Sequence[deque[Waitable]]) -> None:
-        """Make subsequent work of the program run after all operations of all streams, and clear all `marks`."""
+        """Make subsequent work of the program run after all operations of all streams and clear all `marks`."""
 
 
 class _Nothing:
@@ -215,7 +215,7 @@ class StreamThread(threading.Thread):
         self.given.put(None)
 
     def end(self) -> None:
-        """Stop the thread, and wait at most a few seconds for its end."""
+        """Stop the thread and wait at most a few seconds for its end."""
         if self.is_alive():
             self.stop()
             if self is not threading.current_thread():

@@ -34,7 +34,7 @@ __all__ = ["UnevenShard", "rows_of"]
 class UnevenShard(Shard):
     """``Shard(0)`` with uneven pieces. It compares equal to torch's ``Shard(0)``.
 
-    ``torch.distributed.checkpoint.state_dict`` reads the size and offset of each piece from this class, and splits the
+    ``torch.distributed.checkpoint.state_dict`` reads the size and offset of each piece from this class and splits the
     tensors that it broadcasts accordingly.
     """
 

@@ -62,7 +62,7 @@ class FullPrecision:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Allocate the full buffer, and launch the first all-gather, which writes to the full buffer."""
+        """Allocate the full buffer and launch the first all-gather, which writes to the full buffer."""
         mesh_info, layout = self._weights.mesh_info, self._weights.layout
         grid = mesh_info.grid
         self._storages.allocate(self._full.untyped_storage(), self._bytes)

@@ -105,7 +105,7 @@ class GradientBuffer:
         self.add(slot, values)
 
     def zero(self, slot: int) -> None:
-        """Fill one slot with zeros, and mark it as written."""
+        """Fill one slot with zeros and mark it as written."""
         self._open()[1][slot].zero_()
         self._states[slot] = SlotState.WRITTEN
 

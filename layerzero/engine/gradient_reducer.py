@@ -212,7 +212,7 @@ class GradientReducer:
         return owed
 
     def drop(self) -> None:
-        """Drop all gradients and contributions, and clear the state of a failed backward."""
+        """Drop all gradients and contributions and clear the state of a failed backward."""
         for shown in self._shown:
             shown.gradients.drop(range(len(shown.members)))
             for member in shown.members:

@@ -222,7 +222,7 @@ class Handle:
             weights.start_gather(weights.launch_gather())
 
     def wait(self) -> None:
-        """Wait for the gather, and fill the gathered parameters."""
+        """Wait for the gather and fill the gathered parameters."""
         if self.weights.state is not ShardState.GATHERING:
             return
         if self.full_precision is not None:
@@ -348,9 +348,9 @@ class Handle:
 
     @property
     def requires_grad_error(self) -> ValueError | None:
-        """Error to raise if the user has unfrozen a parameter whose master dtype is too imprecise.
+        """Error to raise if the user has unfrozen a parameter whose master dtype is too imprecise for training.
 
-        A master of such a dtype is not precise enough for training. Otherwise the value is None.
+        The value is None if no such parameter exists.
         """
         if self.gradients is not None or self.precision.master.itemsize >= 4:
             return None

@@ -233,7 +233,7 @@ class HandleGradients:
             self.final.settle()
 
     def zero(self, slot: int) -> None:
-        """Drop all contributions to one parameter, and set its gradient to zero."""
+        """Drop all contributions to one parameter and set its gradient to zero."""
         self.drop([slot])
         self.final.zero(slot)
         self._restore_aliased()
@@ -356,7 +356,7 @@ class HandleReduction:
                 raise
 
     def _launch_next(self, stage: ReductionStage, following: ReductionStage | None) -> None:
-        """Add the result of a collective, and launch the next collective, without releasing the slab in between."""
+        """Add the result of a collective and launch the next collective, without releasing the slab in between."""
         if self._pending is not None:  # None after a failure
             pending, self._pending = self._pending, None
             with self.gradients.accumulator.storage.guard:

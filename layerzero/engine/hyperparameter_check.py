@@ -61,7 +61,7 @@ class SettingsCheck:
         return self._late.outgoing(own)
 
     def receive(self, messages: Sequence[Tensor]) -> None:
-        """Compare the digests of all ranks, and record whether any of them differ.
+        """Compare the digests of all ranks and record whether any of them differ.
 
         Args:
             messages: bytes received along each axis, uint8 [ranks, DIGEST_BYTES].

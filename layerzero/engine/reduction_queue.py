@@ -93,7 +93,7 @@ class ReductionQueue:
                 landings.popleft().wait()
 
     def abandon(self) -> None:
-        """End the pass of a failed backward, and make later work wait for the gradients that have arrived.
+        """End the pass of a failed backward and make later work wait for the gradients that have arrived.
 
         Reductions that were started are completed. Their progress differs between ranks, but all ranks must launch the
         same collectives. Further errors are suppressed, because they either follow from the first error or recur in the

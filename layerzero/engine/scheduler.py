@@ -59,7 +59,7 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler(Closable):
-    """Gathers and frees the units of one sharded model, and launches the reductions of their gradients.
+    """Gathers and frees the units of one sharded model and launches the reductions of their gradients.
 
     Args:
         units: units of the model, the root first.

@@ -87,7 +87,7 @@ class LayerZeroState(Closable):
         return found
 
     def close(self) -> None:
-        """Finish background work, and release all resources of the model except its parameters.
+        """Finish background work and release all resources of the model except its parameters.
 
         See [Note: Closed models] in hooks.py. If the process groups run on a device, all ranks must call this method.
         """

@@ -147,7 +147,7 @@ class Unit:
         return cast_floating(output, dtype)
 
     def release(self, passed: Collection[object] | None = None) -> None:
-        """Install the sharded parameters in the modules, and free the full buffer and the post-forward shard.
+        """Install the sharded parameters in the modules and free the full buffer and the post-forward shard.
 
         See :meth:`drop_post_forward` for `passed`.
         """

@@ -179,7 +179,7 @@ class RefreshRound:
             self.left.popleft().launch_refresh()
 
     def end(self) -> None:
-        """Launch the remaining handles, and end the round."""
+        """Launch the remaining handles and end the round."""
         self.launch(self._handles)
         for transport in self._transports:
             transport.end_write()

@@ -134,8 +134,10 @@ def _contains(outer: str, inner: str) -> bool:
 
 
 def _received(handle: HandleSpec, stage: int, where: RankTraits) -> Size:
-    """Return the size of a stage's receive buffer: the size of all ranks' parts if this rank adds them, else the size
-    of the sum."""
+    """Return the size of a stage's receive buffer.
+
+    The result is the size of all ranks' parts if this rank adds the parts, otherwise the size of the sum.
+    """
     numel, collective, grid = handle.layout.numel, handle.reduction_spec.stages[stage], where.grid
     if collective.collective is Collective.HOP1:
         return numel if where.transport.sums_locally else numel // grid.zero3_size, collective.wire_dtype

@@ -246,7 +246,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _all_but_sharded(self, hooks: str, act: Callable[..., Any]) -> Iterator[None]:
-        """Context manager that hides sharded models and optimizers from Accelerate, and saves or loads them with `act`.
+        """Context manager that hides sharded models and optimizers from Accelerate and saves or loads them with `act`.
 
         The user's hooks still receive all models.
 

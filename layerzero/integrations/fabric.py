@@ -80,7 +80,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip the gradients of the full module to `max_norm`, and return their norm before clipping over all ranks."""
+        """Clip the gradients of the full module to `max_norm` and return their norm before clipping over all ranks."""
         self.precision.unscale_gradients(optimizer)
         return clip_grad_norm_(module, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 

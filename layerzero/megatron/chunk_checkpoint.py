@@ -95,7 +95,7 @@ def load(
     model_chunks: Sequence[ShardedChunk],
     optimizer: ShardedMegatronOptimizer | None = None,
 ) -> Any:
-    """Load a checkpoint written by :func:`save`, and return its `extra`. All ranks must call this function.
+    """Load a checkpoint written by :func:`save` and return its `extra`. All ranks must call this function.
 
     The tensor-parallel and pipeline-parallel layout must be that of the save. `zero3_size` and the numbers of
     data-parallel and expert-parallel ranks may differ.

@@ -223,7 +223,7 @@ class ShardedMegatronOptimizer:
         return True
 
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """Clip the gradients to a norm of `clip_grad`, and return the norm before clipping.
+        """Clip the gradients to a norm of `clip_grad` and return the norm before clipping.
 
         Gradients are not clipped if `clip_grad` is zero or negative.
         """

@@ -1,7 +1,7 @@
 """Sharded state dicts for ``megatron.core.dist_checkpointing``, with this rank's rows of each tensor.
 
 [Note: Row numbers in place of parameters]
-``sharded_state_dict`` of Megatron's modules returns the position of each parameter in the full model, and splits some
+``sharded_state_dict`` of Megatron's modules returns the position of each parameter in the full model and splits some
 parameters into several pieces. During the call, each parameter is replaced by a tensor of its row numbers, expanded
 from one column to save memory. The returned pieces therefore contain the numbers of their rows, and a rank selects its
 own rows.

@@ -301,7 +301,7 @@ def _unchained(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def _take_average(ema: EMA | None, values: Mapping[str, dict[str, Any]], said: Mapping[str, Any]) -> None:
-    """Load the EMA, and remove its averages from `values`.
+    """Load the EMA and remove its averages from `values`.
 
     If the checkpoint lacks an average, reset the EMA; its next update then copies the weights.
     """

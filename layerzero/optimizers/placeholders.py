@@ -2,7 +2,7 @@
 
 [Note: Parameters without rows]
 A rank may have no rows of a parameter. torch's own optimizers accept such empty tensors, but kernels of other packages
-may not. NVIDIA Apex packs tensors into launches, and starts the last launch at the last chunk of the last tensor. An
+may not. NVIDIA Apex packs tensors into launches and starts the last launch at the last chunk of the last tensor. An
 empty tensor has no chunk, so the tensors that are packed before it are never updated. Therefore only torch's own
 optimizers step empty tensors. While another optimizer steps, a parameter without rows has two zero elements and a
 gradient of zeros. State tensors of the parameter's shape also have two elements. All ranks then step the same

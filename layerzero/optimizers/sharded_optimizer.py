@@ -404,7 +404,7 @@ class ShardedOptimizer(OptimizerProxy):
         return self._with_hooks(with_names)
 
     def _with_hooks(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the state dict that `make` returns, and run the hooks for state dicts before and after it."""
+        """Return the state dict that `make` returns and run the hooks for state dicts before and after it."""
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         result = make()
@@ -579,8 +579,10 @@ class ShardedOptimizer(OptimizerProxy):
         return next((each for each in self._owner_table.owned.values() if each.member.name == name), None)
 
     def span_of_state(self, name: str, shape: Sequence[int]) -> RowShardSpec | None:
-        """Return the sharding of a state tensor of the parameter `name` with shape `shape`, or None if the tensor is
-        not sharded."""
+        """Return the sharding of a state tensor of the parameter `name` with shape `shape`.
+
+        The result is None if the tensor is not sharded.
+        """
         member = self._runtime.members.get(name)
         holder = None if member is None else self._holder_of(member.sharded)
         if not shape or holder is None:

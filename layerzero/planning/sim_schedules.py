@@ -221,7 +221,7 @@ class _Rank:
         return chain, additions
 
     def _addition(self, collective: SimCollective, numel: float) -> SimCompute:
-        """Return the addition that follows a collective. It reads the received part and the sum, and writes the sum."""
+        """Return the addition that follows a collective. It reads the received part and the sum and writes the sum."""
         seconds = 3 * _MASTER * numel / self.how.memory_speed
         return SimCompute(seconds, ("add", f"{collective.kind} {collective.unit}"), self._next_span())
 

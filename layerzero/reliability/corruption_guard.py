@@ -174,7 +174,7 @@ class CorruptionGuard:
         self._hooks.clear()
 
     def recover(self) -> None:
-        """Recompute compute weights from masters, and clear gradients. All ranks must call this method.
+        """Recompute compute weights from masters and clear gradients. All ranks must call this method.
 
         Call this method after :class:`SilentDataCorruption`, then repeat the step with the same batches. The repeated
         step has the correct bits if the loop draws no random numbers and the forwards change no buffers.

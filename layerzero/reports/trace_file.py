@@ -77,7 +77,7 @@ class Trace:
 
 @contextmanager
 def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.json") -> Iterator[Trace]:
-    """Record the timeline of a sharded model inside the context, and write a Chrome trace when the context exits.
+    """Record the timeline of a sharded model inside the context and write a Chrome trace when the context exits.
 
     Open the file in chrome://tracing or ui.perfetto.dev. Each rank is a process. The first row shows forwards and
     backwards of units, nested by calls, and the optimizer's update. Each communicator has a row. On gloo, the additions

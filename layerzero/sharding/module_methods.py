@@ -72,7 +72,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
     Use this context for a loss that reads the weight of the head after the model has returned, such as a fused or
     chunked cross-entropy. On every rank, the weights are plain parameters in `mp_policy.param_dtype`. Their gradients
-    are reduced as usual, and are added to the gradients from the unit's forwards and from tied weights.
+    are reduced as usual and are added to the gradients from the unit's forwards and from tied weights.
 
     The backward may run inside or after the context. If the backward runs inside the context, the weights are gathered
     once. If the backward runs after the context, it gathers the weights again, unless `reshard_after_forward` keeps the

@@ -135,7 +135,7 @@ class Comparison:
         self._note: dict[str, str] = {}
 
     def add(self, step: int, plain: StepRecord, ours: StepRecord) -> None:
-        """Compare the gradients and weights of one step, and record the largest differences."""
+        """Compare the gradients and weights of one step and record the largest differences."""
         largest_gradient = _largest(g for g in plain.gradients.values() if g is not None)
         largest_move = _largest(plain.weights[name] - self._start[name] for name in plain.gradients)
         for name in [*plain.weights, *(name for name in ours.weights if name not in plain.weights)]:

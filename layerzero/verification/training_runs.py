@@ -168,7 +168,7 @@ def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, ra
 def train_sharded(
     task: TrainingTask, *, zero3_size: int, rank: int, device_type: str | None, settings: Mapping[str, Any]
 ) -> Iterator[StepRecord]:
-    """Train with layerzero on this rank's batches, and yield a record of each step.
+    """Train with layerzero on this rank's batches and yield a record of each step.
 
     On ranks other than 0, the tensors of the records are empty. All ranks must exhaust the iterator together.
     """

@@ -12,7 +12,7 @@ each mesh. The replica axis always uses process groups. Formulas for memory and 
 
 [Note: Write rounds]
 A transport may store the shards of all ranks in memory that the peers read at any time. Shards are then written in
-rounds, which are equal on all ranks. :meth:`Transport.begin_write` begins a round, and has no effect inside a round.
+rounds, which are equal on all ranks. :meth:`Transport.begin_write` begins a round and has no effect inside a round.
 Each write ends with :meth:`FullBuffer.publish`. :meth:`Transport.end_write` ends the round. A round belongs to the
 transport and not to a full buffer, because a user may write to the masters of one handle on one rank before the other
 ranks do.

@@ -147,7 +147,7 @@ class GatheredFullBuffer(FullBuffer):
 
     @torch.no_grad()
     def decode(self) -> None:
-        """Decode the shards that the last gather has received, and free the encoded bytes."""
+        """Decode the shards that the last gather has received and free the encoded bytes."""
         assert self._codec is not None
         parts, outs = self._encoded.chunk(self._comm.size), self.full.chunk(self._comm.size)
         for part, size, blocks, out in zip(parts, self._sizes, self._blocks, outs, strict=True):

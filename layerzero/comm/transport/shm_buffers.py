@@ -140,7 +140,7 @@ class SharedBufferPool(BufferPool):
     # Gradients
 
     def publish(self, buffer: Tensor) -> int:
-        """Send the gradient in `buffer` by publishing the offset of the buffer, and return the number of the gradient.
+        """Send the gradient in `buffer` by publishing the offset of the buffer and return the number of the gradient.
 
         The buffer must not be written before :meth:`wait_consumed` returns.
         """

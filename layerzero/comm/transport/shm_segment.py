@@ -117,7 +117,7 @@ class SharedSegment:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def reserve(self) -> None:
-        """Mark this rank as alive, and allocate its share of the common part and the start of its own part.
+        """Mark this rank as alive and allocate its share of the common part and the start of its own part.
 
         The start of its own part has `predicted` bytes.
         """
