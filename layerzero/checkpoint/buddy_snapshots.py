@@ -150,7 +150,7 @@ class Buddies:
     def snapshot(self, extra: object = None) -> None:
         """Take a snapshot of the current state. All ranks must call this, between ``optimizer.step()`` and a backward.
 
-        The call first waits for the previous snapshot, and returns after this rank's part has been copied. The copy is
+        The call first waits for the previous snapshot, and returns after this rank's part is copied. The copy is
         sent in the background. If a snapshot fails, the next step warns, and the previous snapshot is kept.
 
         Args:

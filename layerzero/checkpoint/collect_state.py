@@ -23,11 +23,11 @@ class CollectedState(NamedTuple):
     """The state that one rank saves.
 
     Attributes:
-        document: nested values, equal on all ranks, except for entries that are read from the first rank only.
+        document: nested values, the same on all ranks, except for entries that are read from the first rank only.
         tensors: by key, the tensors that this rank writes: its shards, and the unsharded tensors that no other rank
             writes.
         own: this rank's :class:`PerRank` values, and its own entries of :class:`MergedValue`.
-        digests: by path, digests of all values that must be equal on all ranks.
+        digests: by path, digests of all values that must be the same on all ranks.
         bad: names of tensors with non-finite values.
     """
 
@@ -49,7 +49,7 @@ def collect(
     """Return the state that this rank saves.
 
     Raises:
-        RuntimeError: an earlier load has failed after it changed the model or the optimizer.
+        RuntimeError: an earlier load failed after it had changed the model or the optimizer.
         TypeError: a value cannot be saved.
         CheckpointError: a tensor has non-finite values.
     """

@@ -132,7 +132,7 @@ class SafetensorsWriter(StorageWriter):
     """StorageWriter of one checkpoint.
 
     Args:
-        path: path of the checkpoint, which exists only after the save has finished.
+        path: path of the checkpoint, which exists only after the save finishes.
         document: the full document on the first rank; unused on other ranks.
         own: this rank's :class:`PerRank` values, and its own entries of :class:`MergedValue`.
         finite: whether all trained tensors of this rank are finite.

@@ -91,7 +91,7 @@ class Source(Protocol):
     """A checkpoint that a rank has opened.
 
     Attributes:
-        fingerprint: value that is equal on all ranks if they have opened the same checkpoint.
+        fingerprint: value that is the same on all ranks if they have opened the same checkpoint.
         twice: whether :meth:`reread` is supported.
     """
 

@@ -116,7 +116,7 @@ def _tried(
 ) -> tuple[Any, str | None]:
     """Try to load a checkpoint. Return (``extra``, None), or (None, reason) if the checkpoint is damaged.
 
-    The reason is equal on all ranks, and empty if the checkpoint no longer exists. Other errors are raised.
+    The reason is the same on all ranks, and empty if the checkpoint no longer exists. Other errors are raised.
     """
     try:
         return prepare_load(path, model, optimizer, strict=strict).commit(), None

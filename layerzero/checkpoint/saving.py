@@ -69,7 +69,7 @@ def save(
         optimizer: from :func:`layerzero.shard_optimizer`.
         extra: further state of the run, such as ``scheduler.state_dict()`` and the position in the data. It may contain
             numbers, strings, bytes, None, tensors, NumPy arrays, sharded tensors of this model (``ema.state_dict()``),
-            and lists, tuples and dicts of these. It must be equal on all ranks, except for values marked by
+            and lists, tuples and dicts of these. It must be the same on all ranks, except for values marked by
             :func:`per_rank`.
         keep_last: after a successful save, remove older checkpoints from the parent folder of `path`, except this many
             newest ones and the last finite one. The new checkpoint is read back and verified first.
@@ -98,7 +98,9 @@ def save(
 def save_with(
     apart: RankLocalNames | None, path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None, extra: object
 ) -> None:
-    """Save a model whose ranks have different parameters under the same names, and otherwise like :func:`save`.
+    """Save a model whose ranks have different parameters under the same names.
+
+    Takes the same arguments and raises the same errors as :func:`save`.
 
     Args:
         apart: names under which ranks have different parameters; None: all ranks have the same parameters.
@@ -125,8 +127,10 @@ def save_async(
     save and :func:`load` wait for a save that is still being written. If a save fails, the next step, save or load
     warns and then continues. Call ``wait()`` on the last save before ``destroy_process_group()``.
 
+    Takes the same arguments and raises the same errors as :func:`save`.
+
     Returns:
-        A :class:`PendingSave`. Arguments and errors are those of :func:`save`.
+        A :class:`PendingSave`.
 
     Example::
 

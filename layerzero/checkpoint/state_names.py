@@ -100,9 +100,9 @@ class StateNames:
         refuse_rank_local("layerzero.checkpoint", spans, runtime.ranks.size)
 
     def of_rows(self, rows: LocalShard) -> str:
-        """Return the stored name of the parameter whose sharding a tensor has.
+        """Return the stored name of the parameter that `rows` is sharded like.
 
-        The tensor may also belong to another model that is sharded like this one.
+        `rows` may also belong to another model with the same sharding.
 
         Raises:
             LookupError: the model has no such parameter.

@@ -56,10 +56,10 @@ def require_equal(
 
     Args:
         subject: subject of the agreement; starts the error message.
-        fields: JSON-serialisable values by name.
+        fields: JSON-serializable values by name.
         ranks: global ranks that call this together, listed in the same order on each rank. Calls with the same `ranks`
             must be made in the same order on each of them.
-        groups: additional fields by group name. They must be equal on all ranks that publish fields for that group.
+        groups: additional fields by group name. They must be the same on all ranks that publish fields for that group.
         failure: error to raise on this rank. The other ranks raise an error that reports it.
         timeout: time to wait for the other ranks; by default the timeout of the store.
         advice: advice for the user, appended to the message about a difference. It is not a part of `subject`, because

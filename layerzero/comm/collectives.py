@@ -105,7 +105,7 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
 
 
 class Transfer(Protocol):
-    """Data movement in flight: a work of a backend, or a wait for ranks that share memory."""
+    """Pending transfer: a backend's :class:`torch.distributed.Work`, or a wait for ranks that share memory."""
 
     def is_completed(self) -> bool: ...
 
@@ -182,7 +182,7 @@ class PendingCollective:
             beside: True if a background thread waits, not the program. The waiting time is then not counted.
 
         Raises:
-            CollectiveError: a rank did not take part, or its process has ended.
+            CollectiveError: a rank did not take part, or its process exited.
             RuntimeError: a previous collective of the model has failed.
             DeferredCollectiveError: one of these errors occurred, and `beside` is True.
         """

@@ -6,7 +6,7 @@ per rank: before an agreement, before an unexpected comparison of gather orders,
 In the steady state, no status is published. A rank whose collective fails publishes its status before it waits briefly
 for the statuses of the other ranks. Ranks that wait in the same collective also fail, and report the same collective. A
 rank that reports another collective was waiting in that collective. A rank without a report has not reached the
-collective, or has died.
+collective, or has exited.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _kind(text: str) -> str:
 def _within(seconds: float, do: Callable[[], None]) -> bool:
     """Run a request to the store in a thread; return whether it completed within `seconds`.
 
-    A store on an unreachable machine never answers, and a pending request cannot be cancelled. A pending request also
+    A store on an unreachable machine never answers, and a pending request cannot be canceled. A pending request also
     blocks the store's client, so that even requests without an answer wait.
     """
     doing = threading.Thread(target=do, name="layerzero whereabouts", daemon=True)

@@ -5,14 +5,14 @@ All ranks of a group launch the same collectives in the same order, and each ran
 rank is less than the number of the late collective, the rank has not joined the collective. A rank that waits in a
 collective cannot answer, so each rank has a thread that answers. The thread periodically reads a number in the store. A
 rank with a late collective increments this number, and then each rank publishes its state. A rank that does not answer
-has stopped, has died, or cannot reach the store. If this rank cannot reach the store, its request remains unanswered
-and cannot be cancelled. Therefore a second thread measures the duration of requests.
+has stopped, has exited, or cannot reach the store. If this rank cannot reach the store, its request remains unanswered
+and cannot be canceled. Therefore a second thread measures the duration of requests.
 
 [Note: Completion on a device]
 With NCCL, the host's `wait` never raises. If a rank is absent, torch's watchdog kills the process at the timeout of the
 group, without naming the rank. Therefore layerzero starts its watchdog by default on devices.
 
-A collective completes on the device after `wait` has returned to the host. The work object of a collective keeps its
+A collective completes on the device after `wait` returns to the host. The work object of a collective keeps its
 outputs alive, so the watchdog stores only weak references to works. After `wait`, the watchdog stores an event of the
 waiting stream instead, which keeps no memory alive.
 
@@ -252,7 +252,7 @@ class Watchdog:
         try:
             while not self._ended.wait(self._period) and self._has_world():
                 self._scan()
-        except (dist.DistNetworkError, dist.DistStoreError):  # the process that served the store has ended
+        except (dist.DistNetworkError, dist.DistStoreError):  # the process that served the store exited
             pass
         except Exception:
             _LOG.exception("layerzero: the watchdog of rank %d has failed and has stopped", self._rank)
@@ -273,7 +273,7 @@ class Watchdog:
             if self._store.add(f"{self._scope}/ended", 1) == len(self._ranks):
                 for key in ("alarms", "ended"):
                     self._store.delete_key(f"{self._scope}/{key}")
-        except RuntimeError:  # the store has ended, or cannot delete keys
+        except RuntimeError:  # the process that served the store exited, or the store cannot delete keys
             pass
 
     def _monitor_store(self) -> None:

@@ -5,7 +5,7 @@
 ``torch._has_compatible_shallow_copy_type`` to test whether the result can become the ``data`` of the parameter, and
 assigns the result. If the result has ``__tensor_flatten__``, the method swaps the tensors instead. The engine refers to
 parameters, so they must not be swapped. Therefore sharded parameters hide that attribute. A move without effect then
-assigns a parameter to itself. Any other move raises in the test, before torch has changed a parameter.
+assigns a parameter to itself. Any other move raises in the test, before torch changes a parameter.
 
 ``to_empty()`` on the device of the parameter, as after ``fully_shard`` on meta, needs only memory, which is already
 allocated. Therefore a tensor that was created by ``empty_like`` and not written since is not copied. Uninitialized

@@ -62,11 +62,11 @@ class RowShardedTensor(DTensor):
     new_ones, new_full = _new("new_ones"), _new("new_full")
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """Register a hook like ``torch.Tensor.register_hook``.
+        """Register a backward hook, as :meth:`torch.Tensor.register_hook` does.
 
         On a sharded parameter, `hook` receives the full gradient of this rank's batch in the compute dtype, once per
-        backward. As in DDP, this gradient is not averaged over the ranks yet. The result of `hook` replaces the
-        gradient.
+        backward. As in DDP, this gradient has not yet been averaged over the ranks. If `hook` returns a tensor, it
+        replaces the gradient.
         """
         if self.gathered is not None:
             return self.gathered.register_hook(hook)  # type: ignore[no-untyped-call]

@@ -55,7 +55,7 @@ class GradAttribute:
         return isinstance(gradient, RowShardedTensor) and gradient._local_tensor.tracker is self._watches[slot]
 
     def apply_user_grads(self) -> None:
-        """Apply the user's changes of published ``.grad`` attributes: set to None, zeroed early, or replaced.
+        """Apply the user's changes to published ``.grad`` attributes: set to None, zeroed early, or replaced.
 
         Raises:
             RuntimeError: a ``.grad`` was replaced while contributions to it are unreduced.

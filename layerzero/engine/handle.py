@@ -118,7 +118,7 @@ class Handle:
     def trainable(self) -> bool:
         """True if any gathered parameter requires a gradient.
 
-        Changes of ``requires_grad`` by the user apply from the next backward, or the next forward with gradients
+        Changes to ``requires_grad`` by the user apply from the next backward, or the next forward with gradients
         enabled.
         """
         return any(member.gathered.requires_grad for member in self.members)
@@ -355,7 +355,7 @@ class Handle:
         return next((ValueError(TOO_COARSE.format(name, self.precision.master)) for name in wanted), None)
 
     def apply_requires_grad(self) -> None:
-        """Apply the user's changes of ``requires_grad`` to the gathered parameters and the expected gradients."""
+        """Apply the user's changes to ``requires_grad`` to the gathered parameters and the expected gradients."""
         for member in self.members:
             member.gathered.requires_grad_(member.sharded.requires_grad)
         if self.trainable and self.gradients is None:

@@ -1,7 +1,7 @@
-"""Check for changes of the modules and parameters of a sharded model.
+"""Check for changes to the modules and parameters of a sharded model.
 
-Gradients are reduced, and parameters are updated, only for parameters that were in the model when it was sharded.
-Each rank would silently train parameters added later on its own.
+Only parameters that were in the model at sharding have their gradients reduced and are updated. A parameter added
+later would silently be trained by each rank separately.
 """
 
 from __future__ import annotations

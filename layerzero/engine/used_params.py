@@ -52,7 +52,7 @@ class UsedParamMap:
         self._thread.thread.end()
 
     def add_names(self, names: Iterable[str]) -> None:
-        """Include these parameters in later reductions. All ranks must pass the same names."""
+        """Include the parameters `names` in later exchanges of used parameters. All ranks must pass the same names."""
         self._names = sorted({*self._names, *names})
         self.set_local_order(self._own)
 

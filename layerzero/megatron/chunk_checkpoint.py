@@ -53,7 +53,7 @@ def save(
 
     Args:
         path: a folder that does not exist yet, on a file system that all ranks share. The folder is published
-            atomically, after all data has been written to disk.
+            atomically, after all data is written to disk.
         extra: as for ``layerzero.checkpoint.save``: iteration, ``scheduler.state_dict()``, ...
 
     Raises:

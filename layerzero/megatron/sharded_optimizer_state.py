@@ -224,7 +224,7 @@ def _merged(lists: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]
 
 
 def _agreed(common: _Common, group: dist.ProcessGroup) -> _Common:
-    """Return the merged unsharded state of all ranks in `group`. The result is equal on all ranks.
+    """Return the merged unsharded state of all ranks in `group`. The result is the same on all ranks.
 
     Raises:
         ValueError: parameters have different step counts.

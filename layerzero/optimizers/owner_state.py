@@ -1,7 +1,7 @@
-"""Optimizer state of owned parameters on all ranks.
+"""Views of the optimizer state of owned parameters on every rank.
 
-Only the owner has the state. The owner sends the shapes, dtypes and scalars of the state to all other ranks, which
-create sharded tensors without local rows from this description.
+Only the owner stores the state. It sends a description (shapes, dtypes and scalars) to all other ranks. From this
+description, they create sharded tensors without local rows.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class OwnedParam:
 
 
 def by_owner_group(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedParam]]:
-    """Return the parameters by owner group, sorted by name, so that the order is equal on all ranks."""
+    """Return the parameters by owner group, sorted by name, so that the order is the same on all ranks."""
     found: dict[OwnerGroup, list[OwnedParam]] = {}
     for each in sorted(owned, key=lambda each: each.member.name):
         found.setdefault(each.group_of_ranks, []).append(each)
@@ -256,7 +256,7 @@ def _has_gradient(owned: OwnedParam) -> bool:
 def _unlike(near: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelRanks) -> str:
     """Return the error message for a parameter that has a gradient on only some ranks of its owner group.
 
-    All ranks must call this function. The message is equal on all ranks.
+    All ranks must call this function. The message is the same on all ranks.
     """
     own = [
         (owner_group.ranks, each.member.name, _has_gradient(each))

@@ -53,7 +53,7 @@ def update(
 def _can_step_in_parts(inner: Optimizer) -> bool:
     """Return whether the optimizer stores all state by parameter and has neither a custom ``step`` nor post-hooks.
 
-    Step post-hooks would run after refreshes have already been launched.
+    Step post-hooks would run after refreshes were already launched.
     """
     step = vars(inner).get("step")
     is_own = step is None or hasattr(step, "_wrapped_by_lr_sched")

@@ -207,7 +207,7 @@ class ShardedOptimizer(OptimizerProxy):
         return loss
 
     def _settings(self) -> list[list[tuple[str, Any]]]:
-        """Return the hyperparameters of each group that must be equal on all ranks, sorted by name."""
+        """Return the hyperparameters of each group that must be the same on all ranks, sorted by name."""
         names = sorted(set(self.defaults) - set(HOW))
         return [
             [(name, number(group[name])) for name in names if name in group and is_plain(group[name])]

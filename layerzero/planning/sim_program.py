@@ -5,9 +5,9 @@ A program is built from a recorded schedule (:func:`layerzero.trace`), from a fo
 [Note: Machine-dependent times]
 Some times in a recording depend on the machine: when the parts of a reduction are added, when hop 2 is launched, and
 how long the host waits for either hop. Therefore the waits for hop 1 and hop 2, and the launches of hop 2, are removed
-from a program. The simulator recomputes these times by the rules of ``engine/reduction_queue.py``.
-:class:`StartReduction` starts a reduction, which then proceeds without the host. :class:`WaitReductions` waits for all
-reductions.
+from a program. The simulator recomputes these times according to the rules in
+``engine/reduction_queue.py``. :class:`StartReduction` starts a reduction, which then proceeds without the host.
+:class:`WaitReductions` waits for all reductions.
 """
 
 from __future__ import annotations

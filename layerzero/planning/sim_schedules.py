@@ -25,7 +25,7 @@ from layerzero.planning.sim_program import (
 __all__ = ["Peer", "ScheduleSettings", "UnitCost", "layerzero_program", "peer_program"]
 
 _MASTER = 4  # bytes of an element of masters, accumulators and final gradients
-_PARTS = 8  # parts of an optimizer's step; each is followed by the refresh of its units, see pipelined_step.py
+_PARTS = 8  # parts of an optimizer's step; each is followed by the refresh of its units; see pipelined_step.py
 
 
 @dataclass(frozen=True)

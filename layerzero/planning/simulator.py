@@ -75,7 +75,7 @@ class SimMachine:
         return collective.ranks * apart > self.node_size
 
     def sent_between(self, collective: SimCollective) -> float:
-        """Return the bytes that a node sends to other nodes when all of its ranks run this collective."""
+        """Return the number of bytes that a node sends to other nodes when all of its ranks run this collective."""
         if not self.crosses(collective):
             return 0.0
         groups = min(self.zero3_size or self.node_size, self.node_size) if collective.axis == "replica" else 1

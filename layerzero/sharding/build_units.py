@@ -48,7 +48,7 @@ InitFn = Callable[[nn.Module], None]
 def settings_to_compare(
     model: nn.Module, plans: Sequence[UnitDefinition], config: LayerZeroConfig
 ) -> dict[str, object]:
-    """Return the settings and model properties that must be equal on all ranks of the model, by name."""
+    """Return the settings and model properties that must be the same on all ranks of the model, by name."""
     fields = config.comparable_settings()
     fields["units"] = [plan.name for plan in plans]
     for plan in plans:
@@ -78,7 +78,7 @@ def settings_to_compare(
 def parts_to_compare(plans: Sequence[UnitDefinition]) -> dict[str, object]:
     """Return this rank's model-parallel coordinates of the DTensors in units on the root's mesh, by name.
 
-    The coordinates must be equal on all ranks of the root's mesh.
+    The coordinates must be the same on all ranks of the root's mesh.
     """
     return {
         f"model-parallel coordinates of parameter {found.name!r}": found.parameter.device_mesh.get_coordinate()

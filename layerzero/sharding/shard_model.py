@@ -175,7 +175,7 @@ def shard_model(
             parallelism, each part and each plain buffer is broadcast from the first rank that has it. Replicated
             parameters are broadcast from the first rank of the model.
         param_init_fn: ``fn(module)`` that initializes the parameters and buffers that a module on the ``meta`` device
-            owns directly, after their memory has been allocated. By default, the module's ``reset_parameters()``. Units
+            owns directly, after their memory is allocated. By default, the module's ``reset_parameters()``. Units
             are initialized one at a time, so that at most one unit has full tensors. Values that the function does not
             write must be loaded or assigned before the first forward, which raises otherwise.
 
