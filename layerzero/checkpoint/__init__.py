@@ -15,7 +15,8 @@ Saves:
 - `collect_state`: collection of the state that a save writes, and agreement of all ranks
 - `staging`: host memory for copies of the state in background saves
 - `preemption`: save and exit after a preemption signal
-- `buddy_snapshots`, `snapshot_files`: in-memory snapshots that survive the loss of a node, and their files
+- `buddy_snapshots`: in-memory snapshots that survive the loss of a node
+- `snapshot_files`: files of these snapshots in shared memory
 
 Loads:
 
@@ -39,8 +40,10 @@ Formats:
 - `state_names`: names in a checkpoint, and the document of a model and an optimizer
 - `json_codec`: encoding of nested values as JSON and tensors
 - `subclass_tensors`: tensor subclasses as plain tensors
-- `safetensors_reader`, `safetensors_writer`: safetensors files
-- `dcp_storage`, `dcp_interop`: storage for torch.distributed.checkpoint (DCP), and conversion between the formats
+- `safetensors_reader`: reader of checkpoint files, which verifies checksums
+- `safetensors_writer`: streaming writer of safetensors files
+- `dcp_storage`: storage for torch.distributed.checkpoint (DCP)
+- `dcp_interop`: conversion between layerzero checkpoints and DCP
 - `whole_model_files`: export, import and inspection of full models in one process
 """
 

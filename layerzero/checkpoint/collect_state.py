@@ -16,7 +16,7 @@ from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.utils.nonfinite import few_names, not_finite
 
-__all__ = ["CollectedState", "agree_on_state", "collect", "saving_mesh"]
+__all__ = ["CollectedState", "collect", "require_equal_state", "saving_mesh"]
 
 
 class CollectedState(NamedTuple):
@@ -73,7 +73,7 @@ def collect(
     return CollectedState(document, tensors, encoder.own, encoder.digests, bad)
 
 
-def agree_on_state(
+def require_equal_state(
     subject: str, runtime: LayerZeroState, fields: Mapping[str, object], failure: Exception | None
 ) -> None:
     """Raise on all ranks unless all ranks save the same state."""

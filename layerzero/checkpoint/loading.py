@@ -152,7 +152,7 @@ def prepare_from(
     assert source is not None and restore is not None
     try:
         source.read(restore.tensors, restore.in_place)
-        if twins := restore.optimizer_problems():
+        if twins := restore.tied_weight_problems():
             raise ValueError(printable("; ".join(twins)))
     except RankLostError:
         raise

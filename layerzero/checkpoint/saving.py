@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from layerzero.checkpoint.atomic_files import PathTakenError, refuse_to_replace
 from layerzero.checkpoint.checksums import ChecksumScheme
-from layerzero.checkpoint.collect_state import CollectedState, agree_on_state, collect, saving_mesh
+from layerzero.checkpoint.collect_state import CollectedState, collect, require_equal_state, saving_mesh
 from layerzero.checkpoint.dcp_storage import SafetensorsWriter
 from layerzero.checkpoint.json_codec import PerRank
 from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, check_usable, failure_of
@@ -100,7 +100,7 @@ def save_with(
 ) -> None:
     """Save a model whose ranks have different parameters under the same names.
 
-    Takes the same arguments and raises the same errors as :func:`save`.
+    Takes the positional arguments of :func:`save` after `apart`, and raises the same errors.
 
     Args:
         apart: names under which ranks have different parameters; None: all ranks have the same parameters.
@@ -249,7 +249,7 @@ def _prepare(
         state = collect(runtime, optimizer, extra, require_finite=how.require_finite, apart=apart)
     except Exception as error:
         failure = error
-    agree_on_state("checkpoint.save", runtime, fields | state.digests, failure)
+    require_equal_state("checkpoint.save", runtime, fields | state.digests, failure)
     writer = SafetensorsWriter(
         path,
         rank=rank,

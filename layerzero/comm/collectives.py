@@ -141,13 +141,13 @@ class LaunchedCollective:
 
     def failed(self, error: Exception) -> RuntimeError:
         """Convert `error`, raised by the wait, into an error that names the ranks that did not take part."""
-        counters, word = self.communicator.counters, self.status
+        counters, status = self.communicator.counters, self.status
         if counters.failure:  # after a first failure, the statuses of other ranks do not explain this failure
             return RuntimeError(
-                f"layerzero: {word.doing} failed after another collective of the model: {counters.failure}"
+                f"layerzero: {status.doing} failed after another collective of the model: {counters.failure}"
             )
         ranks = dist.get_process_group_ranks(self.communicator.group)
-        collective_error = diagnose(word, error, ranks=ranks, timeout=timeout_of(self.communicator.group))
+        collective_error = diagnose(status, error, ranks=ranks, timeout=timeout_of(self.communicator.group))
         counters.failure = str(collective_error)
         return collective_error
 

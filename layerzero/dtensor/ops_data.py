@@ -65,18 +65,18 @@ def assign_data(target: DTensor, value: Tensor) -> None:
     if value is target or _is_empty(value):
         return
     mine = local_shard(target)
-    span = mine.spec
+    spec = mine.spec
     theirs = getattr(value, "_local_tensor", None)
     other = getattr(theirs, "spec", None)
     if (
         theirs is None
         or other is None
-        or not span.same_sharding(other)
+        or not spec.same_sharding(other)
         or (theirs.shape, theirs.dtype, theirs.device) != (mine.shape, mine.dtype, mine.device)
     ):
         raise ValueError(
-            f".data of parameter {span.name!r} ({list(span.shape)}, {mine.dtype} on {mine.device}), of which this rank "
-            f"has rows {span.rows}, was assigned {_described(value)}. Assign a sharded tensor that was created from "
+            f".data of parameter {spec.name!r} ({list(spec.shape)}, {mine.dtype} on {mine.device}), of which this rank "
+            f"has rows {spec.rows}, was assigned {_described(value)}. Assign a sharded tensor that was created from "
             "the parameter, or assign full tensors inside layerzero.unsharded(model, writeback=True), where "
             "vector_to_parameters is also supported"
         )

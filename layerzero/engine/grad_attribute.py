@@ -36,7 +36,7 @@ class GradAttribute:
         """
         usage = self.gradients.usage
         self.gradients.final.storage.wait_for_host()
-        guesses = not agreed and self.gradients.has_peer_contributions
+        guesses = not agreed and self.gradients.may_have_peer_contributions
         forbidden = _UNREDUCED if self.gradients.unreduced or not agreed else None
         for slot, member in enumerate(self.members):
             if usage[slot] < GradUsage.SEEN:

@@ -34,7 +34,7 @@ def estimate_memory(units: Sequence[UnitSpec], config: LayerZeroConfig, *, scrat
     kinds: Counter[str] = Counter()
     for unit in units:
         for handle in unit.handles:
-            kinds.update(_of_handle(handle, unit, config))
+            kinds.update(_handle_bytes(handle, unit, config))
     kinds["accumulator"], kinds["host_accumulator"] = _accumulators(units, config)
     kinds["reduce_buffer"] = scratch
     full = simulate_full_buffers(units, config.prefetch)
@@ -44,7 +44,7 @@ def estimate_memory(units: Sequence[UnitSpec], config: LayerZeroConfig, *, scrat
 
 def held_bytes(units: Sequence[UnitSpec], config: LayerZeroConfig) -> int:
     """Return the number of bytes on the device between two steps, without scratch buffers and optimizer state."""
-    of_handles = sum(on_device(_of_handle(handle, unit, config)) for unit in units for handle in unit.handles)
+    of_handles = sum(on_device(_handle_bytes(handle, unit, config)) for unit in units for handle in unit.handles)
     return of_handles + _accumulators(units, config)[0]
 
 
@@ -87,7 +87,7 @@ def on_device(kinds: Mapping[str, int]) -> int:
     return sum(size for kind, size in kinds.items() if not kind.startswith("host_"))
 
 
-def _of_handle(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig) -> dict[str, int]:
+def _handle_bytes(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig) -> dict[str, int]:
     grid, precision = unit.traits.grid, handle.precision
     in_host = handle.in_host
     host = "host_" if in_host else ""

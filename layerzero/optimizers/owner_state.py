@@ -62,11 +62,11 @@ def _place(owned: OwnedParam) -> str:
     The key contains the coordinates on the model-parallel axes that are not joined, because each coordinate has a
     separate owner.
     """
-    span, axis = owned.member.spec, owned.owner.axis
-    model_parallel = span.model_parallel
+    spec, axis = owned.member.spec, owned.owner.axis
+    model_parallel = spec.model_parallel
     if model_parallel is None:
-        return f"{span.name} of {span.mesh_info.ranks}"
-    return f"{span.name} at {[model_parallel.place_on(at) for at in range(model_parallel.mesh.ndim) if at != axis]}"
+        return f"{spec.name} of {spec.mesh_info.ranks}"
+    return f"{spec.name} at {[model_parallel.place_on(at) for at in range(model_parallel.mesh.ndim) if at != axis]}"
 
 
 def _described(name: str, values: Mapping[str, Any]) -> dict[str, Any]:

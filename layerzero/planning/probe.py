@@ -86,14 +86,14 @@ def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.
     before = set(dist.distributed_c10d._world.pg_map)
     groups = ModelGroups()
     try:
-        return _probed(MeshInfo.from_mesh(init_mesh(zero3_size), groups=groups), nbytes, dtype)
+        return _run_probe(MeshInfo.from_mesh(init_mesh(zero3_size), groups=groups), nbytes, dtype)
     finally:
         groups.release()
         for group in [each for each in dist.distributed_c10d._world.pg_map if each not in before]:
             dist.destroy_process_group(group)
 
 
-def _probed(mesh_info: MeshInfo, nbytes: int, dtype: torch.dtype) -> ProbeResult:
+def _run_probe(mesh_info: MeshInfo, nbytes: int, dtype: torch.dtype) -> ProbeResult:
     device = mesh_info.device
     inside, between = mesh_info.zero3_gather_comm, mesh_info.replica_comm
     found: dict[str, float | int | str] = {

@@ -258,7 +258,7 @@ class Watchdog:
             _LOG.exception("layerzero: the watchdog of rank %d has failed and has stopped", self._rank)
         finally:
             self._ended.set()  # also ends the other thread
-            self._forget()
+            self._delete_store_keys()
             del self._store  # closes the connection
 
     def _has_world(self) -> bool:
@@ -266,7 +266,7 @@ class Watchdog:
         world = self._world()
         return world is not None and dist.group.WORLD is world
 
-    def _forget(self) -> None:
+    def _delete_store_keys(self) -> None:
         """Delete the keys of this rank from the store, and the common keys if this is the last rank to end."""
         try:
             self._store.delete_key(f"{self._scope}/{self._rank}")
@@ -287,7 +287,7 @@ class Watchdog:
             if (late.group, late.number) in self._silences:
                 continue
             self._silences.add((late.group, late.number))
-            self._tell(
+            self._describe_statuses(
                 f"{late.doing}, step {late.step}, is pending on rank {self._rank}: the store has not answered for "
                 f"{silent:.1f} s. The machine that serves it (of rank 0 or of the launcher) has stopped, or this "
                 "machine cannot reach it",
@@ -303,10 +303,10 @@ class Watchdog:
         ):
             self._raised.add((late.group, late.number))
             self._request(lambda: self._store.add(f"{self._scope}/alarms", 1))
-        if self._answered_alarm():
+        if self._answer_new_alarm():
             deadline = time.monotonic() + self._period + 1  # all ranks have looked by then
             while time.monotonic() < deadline and not self._ended.wait(0.25):
-                self._answered_alarm()  # other ranks may raise alarms meanwhile
+                self._answer_new_alarm()  # other ranks may raise alarms meanwhile
             self._report()
             self._reported = self._alarms
 
@@ -318,7 +318,7 @@ class Watchdog:
         finally:
             self._asking_since = None
 
-    def _answered_alarm(self) -> bool:
+    def _answer_new_alarm(self) -> bool:
         alarms: int = self._request(lambda: self._store.add(f"{self._scope}/alarms", 0))
         is_new: bool = alarms > self._alarms
         if is_new:
@@ -359,9 +359,9 @@ class Watchdog:
                 answers[int(key.rpartition("/")[2])] = _Answer.of(entry)
         who, longest = _raised(answers, self.limit)
         if who and who != self._who:
-            self._tell(who, longest)
+            self._describe_statuses(who, longest)
 
-    def _tell(self, who: str, longest: float) -> None:
+    def _describe_statuses(self, who: str, longest: float) -> None:
         self._who = who
         self.reports.append(f"layerzero: late by {longest:.1f} s: {who}")
         _LOG.error("%s", self.reports[-1])
