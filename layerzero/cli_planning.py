@@ -211,7 +211,7 @@ def _cluster(path: Path | None, given: dict[str, Any], *, probe: bool) -> Cluste
     if probe:
         if path is not None:
             raise ValueError("--probe and --cluster exclude each other. Pass one of them")
-        return replace(_probed(), **given)
+        return replace(_run_probe(), **given)
     if path is not None:
         return Cluster.from_yaml(path, **given)
     if "nodes" not in given:
@@ -219,7 +219,7 @@ def _cluster(path: Path | None, given: dict[str, Any], *, probe: bool) -> Cluste
     return Cluster(**given)
 
 
-def _probed() -> Cluster:
+def _run_probe() -> Cluster:
     """Measure the cluster with the ranks that torchrun has started. All ranks except the first exit."""
     if "RANK" not in os.environ:
         raise ValueError(

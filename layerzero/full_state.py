@@ -61,11 +61,11 @@ def unsharded(
         module: a sharded model, a module inside it (a unit, a part of a unit, or a module that contains units), or a
             module that contains sharded models. A tied parameter is full in all of its modules.
         writeback: write changes that are made inside the context to the masters. Every rank must make the same changes.
-            If `rank0_only` is True, the changes of the first rank are sent to the other ranks.
-        rank0_only: unshard the parameters on the first rank only. On the other ranks, the parameters stay sharded.
+            With `rank0_only`, changes on the first rank are sent to the other ranks.
+        rank0_only: unshard the parameters on the first rank only. On the other ranks they stay sharded.
         offload_to_cpu: copy the parameters (and gradients) to host memory, one at a time.
         with_grads: set the ``.grad`` of each parameter to its full gradient, averaged over the ranks, in the
-            parameter's shape and dtype, or to None. If `writeback` is True, changes of ``.grad`` are also written back.
+            parameter's shape and dtype, or to None. With `writeback`, changes to ``.grad`` are also written back.
 
     Raises:
         TypeError, ValueError: no parameter inside `module` is sharded. Or ranks disagree on the arguments, or on the
@@ -145,7 +145,7 @@ def _agree_to_show(
     gradients: dict[ManagedParam, Tensor] = {}
     groups: dict[str, dict[str, object]] = {}
     try:
-        runtime.refreshes.refuse_uses("layerzero.unsharded")
+        runtime.refreshes.require_no_active_use("layerzero.unsharded")
         if ParamView.FULL_PRECISION in runtime.status.active_views:
             raise RuntimeError(
                 "layerzero.unsharded was called inside layerzero.full_precision, which gathers parameters unit by "
@@ -315,7 +315,7 @@ def full_precision(model: nn.Module) -> Iterator[None]:
 
 def _refuse_full_precision(runtime: LayerZeroState) -> None:
     """Raise if this rank cannot enter :func:`full_precision`."""
-    runtime.refreshes.refuse_uses("layerzero.full_precision")
+    runtime.refreshes.require_no_active_use("layerzero.full_precision")
     if inside := [view.value for view in runtime.status.active_views if view is not ParamView.EMA]:
         raise RuntimeError(f"layerzero.full_precision was called inside {inside[0]}. Leave that context first")
     if in_backward():
@@ -409,7 +409,7 @@ def load_full_state_dict(
         strict: raise for missing or unexpected names. Otherwise load the names that match.
 
     Returns:
-        The missing and unexpected names, which are equal on all ranks.
+        The missing and unexpected names, which are the same on all ranks.
 
     Raises:
         ValueError: names are missing or unexpected, or shapes are wrong. The message lists all of them, and the model

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 __all__ = ["FlatLayout", "ReferenceModel", "Slot", "plan_layout"]
 
 
-# 1. Layout: integers only, equal on all ranks.
+# 1. Layout: integers only, the same on all ranks.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What mkdocs is told beside mkdocs.yml: pages that are made from files elsewhere in the repository.
+"""Settings of mkdocs in addition to mkdocs.yml: pages that are made from files elsewhere in the repository.
 
 - The first page is README.md; CHANGELOG.md and others of the root are pages, too.
 - Examples that a page links to are pages with their source.
@@ -114,7 +114,7 @@ def _moved(markdown: str, up: str) -> str:
     def page_of(match: re.Match[str]) -> str:
         target = match[1]
         if up and not target.startswith(up):
-            return target  # beside it, in docs/
+            return target  # next to it, in docs/
         inside = target.removeprefix(up)
         here = up.removeprefix("../")
         if inside == "README.md":

@@ -262,7 +262,7 @@ def _exchange(partial: Path, path: Path) -> bool:
 
 
 def _put_back(replaced: Path | None, partial: Path, path: Path, ours: os.stat_result) -> None:
-    """Move the old checkpoint back to `path` after publishing the new one has failed.
+    """Move the old checkpoint back to `path` after publishing of the new one failed.
 
     Args:
         ours: stat result of the new checkpoint's folder. If another job has created a different folder at `path`, this

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from layerzero.checkpoint.atomic_files import CheckpointError, FileRecord, Manifest, new_token, write_file
 from layerzero.checkpoint.checksums import ByteRange as Bytes
 from layerzero.checkpoint.checksums import ChecksumScheme, read_pieces
-from layerzero.checkpoint.collect_state import CollectedState, agree_on_state, collect, saving_mesh
+from layerzero.checkpoint.collect_state import CollectedState, collect, require_equal_state, saving_mesh
 from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.dcp_storage import CheckpointContents
 from layerzero.checkpoint.json_codec import dtype_named, merge_ranks
@@ -150,9 +150,7 @@ class Buddies:
     def snapshot(self, extra: object = None) -> None:
         """Take a snapshot of the current state.
 
-        All ranks must call this method between ``optimizer.step()`` and a backward.
-
-        The call first waits for the previous snapshot and returns after this rank's part has been copied. The copy is
+        The call first waits for the previous snapshot, and returns after this rank's part is copied. The copy is
         sent in the background. If a snapshot fails, the next step warns, and the previous snapshot is kept.
 
         Args:
@@ -170,7 +168,7 @@ class Buddies:
             state = collect(runtime, self._optimizer, extra)
         except Exception as error:
             failure = error
-        agree_on_state(f"{_WHAT}.snapshot", runtime, state.digests, failure)
+        require_equal_state(f"{_WHAT}.snapshot", runtime, state.digests, failure)
         number = max(self._number + 1, int(time.time()))  # see [Note: Snapshot numbers]
         said = json.dumps([f"{number:010d}-{new_token()}", self._newest])
         told = [json.loads(text) for text in all_gather_text(self._comm, said)]

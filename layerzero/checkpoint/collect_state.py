@@ -16,18 +16,18 @@ from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.utils.nonfinite import few_names, not_finite
 
-__all__ = ["CollectedState", "agree_on_state", "collect", "saving_mesh"]
+__all__ = ["CollectedState", "collect", "require_equal_state", "saving_mesh"]
 
 
 class CollectedState(NamedTuple):
     """The state that one rank saves.
 
     Attributes:
-        document: nested values. They are equal on all ranks, except for entries that are read from the first rank only.
-        tensors: by key, the tensors that this rank writes. These are its shards and the unsharded tensors that no other
-            rank writes.
+        document: nested values, the same on all ranks, except for entries that are read from the first rank only.
+        tensors: by key, the tensors that this rank writes: its shards, and the unsharded tensors that no other rank
+            writes.
         own: this rank's :class:`PerRank` values, and its own entries of :class:`MergedValue`.
-        digests: by path, digests of all values that must be equal on all ranks.
+        digests: by path, digests of all values that must be the same on all ranks.
         bad: names of tensors with non-finite values.
     """
 
@@ -49,7 +49,7 @@ def collect(
     """Return the state that this rank saves.
 
     Raises:
-        RuntimeError: an earlier load has failed after it changed the model or the optimizer.
+        RuntimeError: an earlier load failed after it had changed the model or the optimizer.
         TypeError: a value cannot be saved.
         CheckpointError: a tensor has non-finite values.
     """
@@ -73,7 +73,7 @@ def collect(
     return CollectedState(document, tensors, encoder.own, encoder.digests, bad)
 
 
-def agree_on_state(
+def require_equal_state(
     subject: str, runtime: LayerZeroState, fields: Mapping[str, object], failure: Exception | None
 ) -> None:
     """Raise on all ranks unless all ranks save the same state."""

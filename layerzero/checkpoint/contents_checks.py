@@ -204,8 +204,8 @@ def _are_sizes(values: Sequence[Any]) -> bool:
     return all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
-def _no_tensor(key: str) -> torch.Tensor:
+def _refuse_tensor(key: str) -> torch.Tensor:
     raise ValueError(f"the tensor {key!r} is not allowed here")
 
 
-_PLAIN = Decoder(_no_tensor, rank=None)
+_PLAIN = Decoder(_refuse_tensor, rank=None)

@@ -132,7 +132,7 @@ class SafetensorsWriter(StorageWriter):
     """StorageWriter of one checkpoint.
 
     Args:
-        path: path of the checkpoint, which exists only after the save has finished.
+        path: path of the checkpoint, which exists only after the save finishes.
         document: the full document on the first rank; unused on other ranks.
         own: this rank's :class:`PerRank` values, and its own entries of :class:`MergedValue`.
         finite: whether all trained tensors of this rank are finite.
@@ -304,7 +304,7 @@ class SafetensorsReader(StorageReader):
                 for key, sizes, item in items:
                     check_entry(path, tensors, names, key, sizes, self._contents.tensors[key].dtype)
                     target = planner.resolve_tensor(item).detach()
-                    target.copy_(_box(tensors, key, item.storage_offsets, item.lengths))
+                    target.copy_(_read_region(tensors, key, item.storage_offsets, item.lengths))
                     planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
@@ -357,7 +357,7 @@ def pieces(
         yield source[here]
 
 
-def _box(tensors: Any, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+def _read_region(tensors: Any, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
     if not offsets:
         return tensors.get_tensor(key)  # type: ignore[no-any-return]
     return tensors.get_slice(key)[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]  # type: ignore[no-any-return]

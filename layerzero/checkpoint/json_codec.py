@@ -90,11 +90,11 @@ class Encoder:
         tensors: by key, the tensors that the JSON refers to.
         own: this rank's :class:`PerRank` values and own entries of :class:`MergedValue`, as JSON, in encoding order.
         apart: the keys of tensors in own entries of :class:`MergedValue`.
-        digests: by path, digests of all values that must be equal on all ranks.
+        digests: by path, digests of all values that must be the same on all ranks.
     """
 
     rank: int
-    name_of: Callable[[LocalShard], str]  # function that returns the name of the parameter whose sharding a tensor has
+    name_of: Callable[[LocalShard], str]  # stored name of the parameter that rows are sharded like
     is_rank_local: Callable[[str], bool] = lambda name: False
     tells: bool = True
     tensors: dict[str, Tensor] = field(default_factory=dict)

@@ -92,7 +92,7 @@ class Source(Protocol):
     """A checkpoint that a rank has opened.
 
     Attributes:
-        fingerprint: value that is equal on all ranks if they have opened the same checkpoint.
+        fingerprint: value that is the same on all ranks if they have opened the same checkpoint.
         twice: whether :meth:`reread` is supported.
     """
 
@@ -153,7 +153,7 @@ def prepare_from(
     assert source is not None and restore is not None
     try:
         source.read(restore.tensors, restore.in_place)
-        if twins := restore.optimizer_problems():
+        if twins := restore.tied_weight_problems():
             raise ValueError(printable("; ".join(twins)))
     except RankLostError:
         raise

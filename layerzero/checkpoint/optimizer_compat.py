@@ -88,7 +88,7 @@ class GroupCompatibility:
 
     def _plain(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings that contain no tensors, decoded. Tensors have not been read yet."""
-        decoder = Decoder(_no_tensor, rank=None)
+        decoder = Decoder(_refuse_tensor, rank=None)
         return {
             key: decoder.decode(value)
             for key, value in saved.items()
@@ -208,5 +208,5 @@ def _changes(current: Any, saved: Any) -> bool:
         return True
 
 
-def _no_tensor(key: str) -> Tensor:
+def _refuse_tensor(key: str) -> Tensor:
     raise AssertionError(key)

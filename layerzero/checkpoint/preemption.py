@@ -142,7 +142,7 @@ class LeaveRequest:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._release()  # no other ranks take part; after an exception, a running deadline is not cancelled
+        self._release()  # local, without other ranks; after an exception, a running deadline is not canceled
         if kind is None:
             self.close()
 

@@ -103,8 +103,8 @@ class RestorePlan:
         for reference in references(contents.document["extra"], rank=rank):
             self._plan_extra(reference)
         self.in_place = self._can_hold() if twice else frozenset()
-        for key, spans in self._uses.items():
-            self.tensors[key] = self._memory(key, spans)
+        for key, specs in self._uses.items():
+            self.tensors[key] = self._memory(key, specs)
 
     def summary(self) -> str:
         """Return a text with all problems if there are at most 12, otherwise with a count and examples of each kind."""
@@ -256,9 +256,9 @@ class RestorePlan:
             if not wrong:
                 for entry, key in keys.items():
                     home = held.get(here[name], {}).get(entry)
-                    self._use(key, optimizer.span_of_state(here[name], self._stored[key].shape), home)
+                    self._use(key, optimizer.spec_of_state(here[name], self._stored[key].shape), home)
                 for key in (key for found in inside.values() for key in found):
-                    self._use(key, optimizer.span_of_state(here[name], self._stored[key].shape))
+                    self._use(key, optimizer.spec_of_state(here[name], self._stored[key].shape))
                 state[here[name]] = values
                 self._kept[here[name]] = check_of[here[name]].kept(len(shape)) or {}
         self._group_settings = [check.settings for check in checks]
@@ -294,15 +294,15 @@ class RestorePlan:
         else:
             self._use(key, None if member is None else member.spec)
 
-    def _use(self, key: str, span: RowShardSpec | None, home: Tensor | None = None) -> None:
+    def _use(self, key: str, spec: RowShardSpec | None, home: Tensor | None = None) -> None:
         """Record that this rank needs the stored tensor `key`.
 
         Args:
-            span: sharding of the rows that this rank needs. If it is None, the rank needs the full tensor.
+            spec: sharding of the rows that this rank needs; None: the full tensor.
             home: existing memory that the rows can be loaded into.
         """
-        self._uses.setdefault(key, []).append(span)
-        if span is not None and isinstance(home, Tensor):
+        self._uses.setdefault(key, []).append(spec)
+        if spec is not None and isinstance(home, Tensor):
             self._homes[key] = home
 
     def _can_hold(self) -> frozenset[str]:
@@ -313,20 +313,17 @@ class RestorePlan:
         """
         able: list[tuple[int, int, str]] = []  # start and end of its memory
         for key, home in self._homes.items():
-            (span, *others), stored = self._uses[key], self._stored[key]
-            if span is not None and not others and _takes_bytes(home, span, stored):
+            (spec, *others), stored = self._uses[key], self._stored[key]
+            if spec is not None and not others and _takes_bytes(home, spec, stored):
                 able.append((home.data_ptr(), home.data_ptr() + home.nbytes, key))
         able.sort()
         apart = all(one[1] <= other[0] for one, other in pairwise(able))
         return frozenset(key for _, _, key in able) if apart else frozenset()
 
-    def _memory(self, key: str, spans: list[RowShardSpec | None]) -> Tensor:
-        """Return the tensor to read `key` into.
-
-        The tensor is sharded if all uses have the same sharding, otherwise full.
-        """
-        stored, first = self._stored[key], spans[0]
-        if first is None or not all(span is not None and span.same_sharding(first) for span in spans):
+    def _memory(self, key: str, specs: list[RowShardSpec | None]) -> Tensor:
+        """Return the tensor to read `key` into: sharded if all uses have the same sharding, otherwise full."""
+        stored, first = self._stored[key], specs[0]
+        if first is None or not all(spec is not None and spec.same_sharding(first) for spec in specs):
             return torch.empty(stored.shape, dtype=stored.dtype)
         if key in self.in_place:
             return sharded(self._homes[key].detach(), first, MutationTracker())
@@ -347,7 +344,7 @@ class RestorePlan:
             return rows_of(tensor, target.spec)
         return plain(tensor)
 
-    def optimizer_problems(self) -> list[str]:
+    def tied_weight_problems(self) -> list[str]:
         """Return descriptions of tied parameters that are stored twice with different values."""
         return [
             f"{first} and {second} are one parameter here, but have different values in the checkpoint"
@@ -390,13 +387,13 @@ class RestorePlan:
         optimizer.adopt_state_dict({"state": state, "param_groups": groups})
 
 
-def _takes_bytes(home: Tensor, span: RowShardSpec, stored: StoredTensor) -> bool:
+def _takes_bytes(home: Tensor, spec: RowShardSpec, stored: StoredTensor) -> bool:
     return (
         type(home) in (Tensor, nn.Parameter)
         and home.layout is torch.strided
         and home.dtype == stored.dtype
-        and home.shape == (len(span.rows), *span.shape[1:])
-        and all(same_columns(span.global_slices, at, sizes) for _, at, sizes in stored.chunks)
+        and home.shape == (len(spec.rows), *spec.shape[1:])
+        and all(same_columns(spec.global_slices, at, sizes) for _, at, sizes in stored.chunks)
         and home.is_contiguous()
         and not (home.is_meta or home.is_conj() or home.is_neg() or home.is_inference())
     )

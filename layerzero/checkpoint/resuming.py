@@ -87,7 +87,7 @@ def load_latest(
     damaged: dict[Path, str] = {}
     for name in names:
         path = folder / name
-        extra, why = _tried(runtime, path, model, optimizer, strict=strict)
+        extra, why = _try_load(runtime, path, model, optimizer, strict=strict)
         if why is None:
             break
         if why:
@@ -111,12 +111,12 @@ def _heard(runtime: LayerZeroState, texts: list[str] | None) -> list[str]:
     return heard
 
 
-def _tried(
+def _try_load(
     runtime: LayerZeroState, path: Path, model: nn.Module, optimizer: ShardedOptimizer | None, *, strict: bool
 ) -> tuple[Any, str | None]:
     """Try to load a checkpoint. Return (``extra``, None), or (None, reason) if the checkpoint is damaged.
 
-    The reason is equal on all ranks. It is empty if the checkpoint no longer exists. Other errors are raised.
+    The reason is the same on all ranks, and empty if the checkpoint no longer exists. Other errors are raised.
     """
     try:
         return prepare_load(path, model, optimizer, strict=strict).commit(), None

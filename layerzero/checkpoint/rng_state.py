@@ -37,9 +37,9 @@ def random_states(seed: int, step: int) -> dict[str, Any]:
     """Return this rank's generator states for ``extra``: torch, the device, Python, and NumPy if it is imported.
 
     Args:
-        seed: seed of the run, equal on all ranks.
-        step: current step, equal on all ranks. If a different number of ranks resumes, states are derived from `seed`
-            and `step`.
+        seed: seed of the run, the same on all ranks.
+        step: current step, the same on all ranks. If a different number of ranks resumes, states are derived from
+            `seed` and `step`.
 
     Example::
 

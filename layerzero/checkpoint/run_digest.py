@@ -176,13 +176,13 @@ class _Places(NamedTuple):
     leads: bool
 
     @classmethod
-    def of(cls, span: RowShardSpec) -> _Places:
-        shape, box = span.true_shape or (1,), span.global_slices
+    def of(cls, spec: RowShardSpec) -> _Places:
+        shape, box = spec.true_shape or (1,), spec.global_slices
         cut = next((dim for dim in range(1, len(shape)) if box[dim] != slice(0, shape[dim])), 0)  # 0: only dim 0
         below = math.prod(shape[cut + 1 :])
         first = box[0].start * math.prod(shape[1:]) + (box[cut].start * below if cut else 0)
-        counts = span.model_parallel is None or span.model_parallel.is_primary_copy
-        leads = counts and bool(span.rows) and not any(each.start for each in box)
+        counts = spec.model_parallel is None or spec.model_parallel.is_primary_copy
+        leads = counts and bool(spec.rows) and not any(each.start for each in box)
         if not cut:
             return cls(first, 1, 1, counts, leads)
         return cls(first, max(1, (box[cut].stop - box[cut].start) * below), shape[cut] * below, counts, leads)

@@ -81,7 +81,7 @@ def clear_leftovers(written_last: Path) -> None:
     for leftover in written_last.parent.parent.iterdir():
         if is_leftover(leftover):
             with suppress(FileNotFoundError):  # the leftover has become a checkpoint, or another job has removed it
-                if now - _last_written(leftover) > _DEAD_AFTER:  # another job or an import may still be writing
+                if now - _last_write_time(leftover) > _DEAD_AFTER:  # another job or an import may still be writing
                     discard(leftover)
 
 
@@ -159,7 +159,7 @@ def _was_checkpoint(path: Path) -> bool:
         return False
 
 
-def _last_written(partial: Path) -> float:
+def _last_write_time(partial: Path) -> float:
     inside = list(partial.rglob("*")) if partial.is_dir() else []
     return max(path.lstat().st_mtime for path in [partial, *inside])
 

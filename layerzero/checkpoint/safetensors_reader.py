@@ -29,7 +29,7 @@ class CheckpointFiles:
     """The files of one checkpoint as a source of tensors; see [Note: Checks before changes] in restore.py.
 
     Attributes:
-        fingerprint: value that is equal on all ranks if they have opened the same checkpoint.
+        fingerprint: value that is the same on all ranks if they have opened the same checkpoint.
         twice: True, because the files can be read again.
     """
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from layerzero.checkpoint.atomic_files import PathTakenError, refuse_to_replace
 from layerzero.checkpoint.checksums import ChecksumScheme
-from layerzero.checkpoint.collect_state import CollectedState, agree_on_state, collect, saving_mesh
+from layerzero.checkpoint.collect_state import CollectedState, collect, require_equal_state, saving_mesh
 from layerzero.checkpoint.dcp_storage import SafetensorsWriter
 from layerzero.checkpoint.json_codec import PerRank
 from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, check_usable, failure_of
@@ -69,11 +69,11 @@ def save(
         model: from :func:`layerzero.shard_model`.
         optimizer: from :func:`layerzero.shard_optimizer`.
         extra: further state of the run, such as ``scheduler.state_dict()`` and the position in the data. It may contain
-            numbers, strings, bytes, None, tensors, NumPy arrays, sharded tensors of this model (such as
-            ``ema.state_dict()``), and lists, tuples and dicts of these values. `extra` must be equal on all ranks,
-            except for values marked by :func:`per_rank`.
-        keep_last: after a successful save, remove older checkpoints from the parent folder of `path`, except the
-            `keep_last` newest checkpoints and the last finite one. The new checkpoint is read back and verified first.
+            numbers, strings, bytes, None, tensors, NumPy arrays, sharded tensors of this model (``ema.state_dict()``),
+            and lists, tuples and dicts of these. It must be the same on all ranks, except for values marked by
+            :func:`per_rank`.
+        keep_last: after a successful save, remove older checkpoints from the parent folder of `path`, except this many
+            newest ones and the last finite one. The new checkpoint is read back and verified first.
         overwrite: replace an existing checkpoint at `path` after the new one is on the disk. The new checkpoint is read
             back and verified first.
         require_finite: if True, save nothing if a trained parameter or its optimizer state has a NaN or Inf. If False,
@@ -99,7 +99,9 @@ def save(
 def save_with(
     apart: RankLocalNames | None, path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None, extra: object
 ) -> None:
-    """Save a model whose ranks have different parameters under the same names. Otherwise equal to :func:`save`.
+    """Save a model whose ranks have different parameters under the same names.
+
+    Takes the positional arguments of :func:`save` after `apart`, and raises the same errors.
 
     Args:
         apart: names under which ranks have different parameters. If it is None, all ranks have the same parameters.
@@ -127,8 +129,10 @@ def save_async(
     step, save or load logs a warning and then continues. Call ``wait()`` on the last save before
     ``destroy_process_group()``.
 
+    Takes the same arguments and raises the same errors as :func:`save`.
+
     Returns:
-        A :class:`PendingSave`. Arguments and errors are those of :func:`save`.
+        A :class:`PendingSave`.
 
     Example::
 
@@ -250,7 +254,7 @@ def _prepare(
         state = collect(runtime, optimizer, extra, require_finite=how.require_finite, apart=apart)
     except Exception as error:
         failure = error
-    agree_on_state("checkpoint.save", runtime, fields | state.digests, failure)
+    require_equal_state("checkpoint.save", runtime, fields | state.digests, failure)
     writer = SafetensorsWriter(
         path,
         rank=rank,

@@ -96,21 +96,21 @@ class StateNames:
         for own_name, parameter in model.named_parameters(remove_duplicate=False):
             self._stored[own_name] = first_name.get(id(parameter), apart.stored(own_name))
         self.members = {self._stored[member.name]: member for member in runtime.members.values()}
-        spans = (member.spec for name, member in self.members.items() if not apart.is_rank_local(name))
-        refuse_rank_local("layerzero.checkpoint", spans, runtime.ranks.size)
+        specs = (member.spec for name, member in self.members.items() if not apart.is_rank_local(name))
+        refuse_rank_local("layerzero.checkpoint", specs, runtime.ranks.size)
 
     def of_rows(self, rows: LocalShard) -> str:
-        """Return the stored name of the parameter whose sharding a tensor has.
+        """Return the stored name of the parameter that `rows` is sharded like.
 
-        The tensor may also belong to another model that is sharded like this one.
+        `rows` may also belong to another model with the same sharding.
 
         Raises:
             LookupError: the model has no such parameter.
         """
-        span, name = rows.spec, self._stored[rows.spec.name]
+        spec, name = rows.spec, self._stored[rows.spec.name]
         own = self.members[name].spec
-        same_model = span.mesh_info.counters is own.mesh_info.counters  # state of this model may have another shape
-        if not same_model and (span.shape, span.bounds, span.mesh) != (own.shape, own.bounds, own.mesh):
+        same_model = spec.mesh_info.counters is own.mesh_info.counters  # state of this model may have another shape
+        if not same_model and (spec.shape, spec.bounds, spec.mesh) != (own.shape, own.bounds, own.mesh):
             raise LookupError(name)
         return name
 

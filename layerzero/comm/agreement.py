@@ -55,12 +55,12 @@ def require_equal(
     """Raise on every rank unless all `ranks` publish equal `fields` for `subject` and none has failed.
 
     Args:
-        subject: subject of the agreement, with which the error message starts.
-        fields: JSON-serialisable values by name.
-        ranks: global ranks that call this function together, listed in the same order on each rank. Calls with the same
-            `ranks` must be made in the same order on each of them.
-        groups: additional fields by group name. They must be equal on all ranks that publish fields for that group.
-        failure: error to raise on this rank. The other ranks raise an error that reports `failure`.
+        subject: subject of the agreement; starts the error message.
+        fields: JSON-serializable values by name.
+        ranks: global ranks that call this together, listed in the same order on each rank. Calls with the same `ranks`
+            must be made in the same order on each of them.
+        groups: additional fields by group name. They must be the same on all ranks that publish fields for that group.
+        failure: error to raise on this rank. The other ranks raise an error that reports it.
         timeout: time to wait for the other ranks; by default the timeout of the store.
         advice: advice for the user, appended to the message about a difference. The advice is not a part of `subject`,
             because messages of other ranks quote the subject.

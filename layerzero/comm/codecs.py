@@ -52,7 +52,7 @@ class GatherCodec(Protocol):
 
 
 def is_encoded(dtype: torch.dtype) -> bool:
-    """Return whether codecs encode weights of a dtype."""
+    """Return whether codecs encode weights of the given dtype."""
     return dtype in (torch.bfloat16, torch.float16)
 
 

@@ -105,7 +105,7 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
 
 
 class Transfer(Protocol):
-    """Data movement in flight. It is a work of a backend, or a wait for ranks that share memory."""
+    """Pending transfer: a backend's :class:`torch.distributed.Work`, or a wait for ranks that share memory."""
 
     def is_completed(self) -> bool: ...
 
@@ -141,13 +141,13 @@ class LaunchedCollective:
 
     def failed(self, error: Exception) -> RuntimeError:
         """Convert `error`, raised by the wait, into an error that names the ranks that did not take part."""
-        counters, word = self.communicator.counters, self.status
+        counters, status = self.communicator.counters, self.status
         if counters.failure:  # after a first failure, the statuses of other ranks do not explain this failure
             return RuntimeError(
-                f"layerzero: {word.doing} failed after another collective of the model: {counters.failure}"
+                f"layerzero: {status.doing} failed after another collective of the model: {counters.failure}"
             )
         ranks = dist.get_process_group_ranks(self.communicator.group)
-        collective_error = diagnose(word, error, ranks=ranks, timeout=timeout_of(self.communicator.group))
+        collective_error = diagnose(status, error, ranks=ranks, timeout=timeout_of(self.communicator.group))
         counters.failure = str(collective_error)
         return collective_error
 
@@ -182,7 +182,7 @@ class PendingCollective:
             beside: True if a background thread waits instead of the program. The waiting time is then not counted.
 
         Raises:
-            CollectiveError: a rank did not take part, or its process has ended.
+            CollectiveError: a rank did not take part, or its process exited.
             RuntimeError: a previous collective of the model has failed.
             DeferredCollectiveError: one of these errors occurred, and `beside` is True.
         """

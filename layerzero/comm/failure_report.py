@@ -4,9 +4,9 @@
 A busy rank cannot answer a query about its state. Therefore each rank publishes its status in the store, under one key
 per rank: before an agreement, before an unexpected comparison of gather orders, and when one of its collectives fails.
 In the steady state, no status is published. A rank whose collective fails publishes its status before it waits briefly
-for the statuses of the other ranks. Ranks that wait in the same collective also fail and report the same collective. A
-rank that reports a different collective was waiting in that collective. A rank without a report has not reached the
-collective or has died.
+for the statuses of the other ranks. Ranks that wait in the same collective also fail, and report the same collective. A
+rank that reports another collective was waiting in that collective. A rank without a report has not reached the
+collective, or has exited.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ class CollectiveError(RuntimeError):
         elsewhere: statuses, by rank, of the ranks that were in another collective; empty if any rank is missing.
     """
 
-    def __init__(self, message: str, word: RankStatus, elsewhere: dict[int, RankStatus]) -> None:
+    def __init__(self, message: str, status: RankStatus, elsewhere: dict[int, RankStatus]) -> None:
         super().__init__(message)
-        self.status = word
+        self.status = status
         self.elsewhere = elsewhere
 
 
-def publish_status(word: RankStatus) -> None:
+def publish_status(status: RankStatus) -> None:
     """Publish the status of this rank in the store, without waiting for an answer."""
-    _get_default_store().set(_key(dist.get_rank()), json.dumps(asdict(word)))
+    _get_default_store().set(_key(dist.get_rank()), json.dumps(asdict(status)))
 
 
 def read_statuses(ranks: Sequence[int], found: dict[int, RankStatus] | None = None) -> dict[int, RankStatus]:
@@ -78,32 +78,32 @@ def read_statuses(ranks: Sequence[int], found: dict[int, RankStatus] | None = No
     for rank in ranks:
         if store.check([_key(rank)]):
             entry = json.loads(store.get(_key(rank)))
-            word = RankStatus(**entry | {"gathers": tuple(entry["gathers"])})
-            found[rank] = replace(word, passed=True) if word.answer and store.check([word.answer]) else word
+            status = RankStatus(**entry | {"gathers": tuple(entry["gathers"])})
+            found[rank] = replace(status, passed=True) if status.answer and store.check([status.answer]) else status
     return found
 
 
-def diagnose(word: RankStatus, error: Exception, *, ranks: Sequence[int], timeout: float) -> CollectiveError:
+def diagnose(status: RankStatus, error: Exception, *, ranks: Sequence[int], timeout: float) -> CollectiveError:
     """Publish that a collective has failed, read the statuses of the other ranks, and return an error about them.
 
     Args:
-        word: status of this rank, without `failed`.
+        status: status of this rank, without `failed`.
         error: error of the backend.
         ranks: global ranks of the collective.
         timeout: timeout of the collective in seconds.
     """
     kind = _kind(str(error))
-    word = replace(word, failed=kind or f"failed: {error}")
+    status = replace(status, failed=kind or f"failed: {error}")
     others = [rank for rank in ranks if rank != dist.get_rank()]
-    words, no_store = _asked(word, others, seconds=min(5.0, max(1.0, timeout / 10)))
-    told, elsewhere = _tell(word, others, words, timeout)
+    statuses, no_store = _asked(status, others, seconds=min(5.0, max(1.0, timeout / 10)))
+    told, elsewhere = _describe_statuses(status, others, statuses, timeout)
     told += [text for text in (no_store, "" if kind else str(error)) if text]
     why = "; ".join(told) or "all ranks joined the collective"
     # Publish without `why`. Otherwise another rank would report it as the cause of its failure.
-    if not no_store and not _within(_TO_ANSWER, lambda: _leave_if_there(word)):
+    if not no_store and not _within(_TO_ANSWER, lambda: _leave_if_there(status)):
         why += f"; {_SILENT}"  # the store stopped answering in the meantime
-    message = f"layerzero: {word.doing} failed on rank {dist.get_rank()}: {why}. {_HINT}"
-    return CollectiveError(message, word, elsewhere)
+    message = f"layerzero: {status.doing} failed on rank {dist.get_rank()}: {why}. {_HINT}"
+    return CollectiveError(message, status, elsewhere)
 
 
 def _kind(text: str) -> str:
@@ -116,7 +116,7 @@ def _kind(text: str) -> str:
 def _within(seconds: float, do: Callable[[], None]) -> bool:
     """Run a request to the store in a thread; return whether the request completed within `seconds`.
 
-    A store on an unreachable machine never answers, and a pending request cannot be cancelled. A pending request also
+    A store on an unreachable machine never answers, and a pending request cannot be canceled. A pending request also
     blocks the store's client, so that even requests without an answer wait.
     """
     doing = threading.Thread(target=do, name="layerzero whereabouts", daemon=True)
@@ -125,51 +125,51 @@ def _within(seconds: float, do: Callable[[], None]) -> bool:
     return not doing.is_alive()
 
 
-def _leave_if_there(word: RankStatus) -> None:
+def _leave_if_there(status: RankStatus) -> None:
     with suppress(RuntimeError):  # the store is gone
-        publish_status(word)
+        publish_status(status)
 
 
-def _asked(word: RankStatus, others: Sequence[int], *, seconds: float) -> tuple[dict[int, RankStatus], str]:
-    """Publish `word`; return the statuses of the other ranks and an error about the store ("" if the store answers)."""
-    words: dict[int, RankStatus] = {}
+def _asked(status: RankStatus, others: Sequence[int], *, seconds: float) -> tuple[dict[int, RankStatus], str]:
+    """Publish `status`; return the statuses of the other ranks and an error about the store (empty if it answers)."""
+    statuses: dict[int, RankStatus] = {}
     told = [_SILENT]
 
     def ask() -> None:
         try:
-            publish_status(word)
+            publish_status(status)
             _get_default_store().check([_key(dist.get_rank())])
             told[0] = ""  # the store answers
-            _hear(others, words, seconds=seconds)
+            _receive_statuses(others, statuses, seconds=seconds)
         except Exception:
             told[0] = "the rendezvous store does not exist any more, because the process that served it has ended"
 
     _within(seconds + _TO_ANSWER, ask)
-    return dict(words), told[0]
+    return dict(statuses), told[0]
 
 
-def _hear(others: Sequence[int], words: dict[int, RankStatus], *, seconds: float) -> None:
-    """Read statuses into `words` until all of `others` have reported a failure, or `seconds` have passed."""
+def _receive_statuses(others: Sequence[int], statuses: dict[int, RankStatus], *, seconds: float) -> None:
+    """Read statuses into `statuses` until all of `others` have reported a failure, or `seconds` have passed."""
     deadline = time.monotonic() + seconds
     while True:
-        read_statuses(others, words)
-        if all(rank in words and words[rank].failed for rank in others) or time.monotonic() > deadline:
+        read_statuses(others, statuses)
+        if all(rank in statuses and statuses[rank].failed for rank in others) or time.monotonic() > deadline:
             return
         time.sleep(_PAUSE)
 
 
-def _tell(
-    word: RankStatus, others: Sequence[int], words: dict[int, RankStatus], timeout: float
+def _describe_statuses(
+    status: RankStatus, others: Sequence[int], statuses: dict[int, RankStatus], timeout: float
 ) -> tuple[list[str], dict[int, RankStatus]]:
     """Return sentences about the other ranks, and the statuses of those in another collective.
 
     If any rank is missing, no statuses are returned.
     """
-    there = {rank: said for rank, said in words.items() if said.failed or not said.passed}
-    elsewhere = {rank: said for rank, said in there.items() if said.doing != word.doing}
+    there = {rank: said for rank, said in statuses.items() if said.failed or not said.passed}
+    elsewhere = {rank: said for rank, said in there.items() if said.doing != status.doing}
     same = {rank: said for rank, said in there.items() if rank not in elsewhere}
     gave_up = [rank for rank, said in same.items() if said.failed.startswith(_TIMED_OUT)]
-    lost = word.failed == _LOST and not gave_up  # otherwise the ranks that timed out have closed the connection
+    lost = status.failed == _LOST and not gave_up  # otherwise the ranks that timed out have closed the connection
     # A rank that joined the same collective has also failed by now, unless it is dead.
     missing = [rank for rank in others if rank not in there or (lost and rank in same and not same[rank].failed)]
     told = []
@@ -180,12 +180,12 @@ def _tell(
             text = f"rank {rank} has not reported a status"
         else:
             text = f"rank {rank} did not take part within {timeout:g} s"
-        told.append(text + (f" (it last published status: {words[rank].doing})" if rank in words else ""))
+        told.append(text + (f" (it last published status: {statuses[rank].doing})" if rank in statuses else ""))
     if lost and len(missing) > 1:
         told.append("at least one of them has died or has ended, because its connection was closed")
     how = "also waited without success in" if missing else "was in another operation:"
     told += [f"rank {rank} {how} {said}" for rank, said in elsewhere.items()]
-    if gave_up and word.failed == _LOST and not missing and not elsewhere:
+    if gave_up and status.failed == _LOST and not missing and not elsewhere:
         told.append(f"rank {gave_up[0]} waited until its timeout and closed the connection")
     return told, {} if missing else elsewhere
 

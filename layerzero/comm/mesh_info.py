@@ -8,8 +8,8 @@ A backend matches the collectives of a group by their order. The groups of a mes
 collectives (for example token dispatch to experts), by several meshes and by several models. The order of layerzero's
 collectives relative to these may depend on timing and on the parameters that a rank has used. Therefore each
 communicator has a separate process group. Communicators along model-parallel axes are an exception: their collectives
-run between passes, at fixed points of the program. An unused group of the mesh is connected only on gloo, because other
-backends connect at first use.
+run between passes, at fixed points of the program. The mesh's own groups may remain unused. Only gloo
+connects a group when it is created, even if the group is never used; other backends connect on first use.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> 
         TypeError: `zero3_size` is not an int.
         ValueError: `zero3_size` does not divide the world size, ranks pass different values, or `zero3_size` is None
             and ``LOCAL_WORLD_SIZE`` is not set or does not divide the world size.
-        RuntimeError: torch.distributed is not initialised.
+        RuntimeError: torch.distributed is not initialized.
 
     Example::
 

@@ -135,7 +135,7 @@ class ModelRanks:
 
 @dataclass(frozen=True, eq=False)
 class ModelParallelAxes:
-    """Model-parallel axes beside one data-parallel mesh, for parameters that are DTensors."""
+    """Model-parallel axes in addition to one data-parallel mesh, for parameters that are DTensors."""
 
     mesh: DeviceMesh
     communicators: tuple[Communicator, ...]  # one for each axis of `mesh`

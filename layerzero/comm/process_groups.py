@@ -187,7 +187,7 @@ class HeldGroup:
             table.pop(group, None)
         # After another init_process_group on the same store, the key may belong to another group.
         if self._store is not None and dist.group.WORLD is self._world():
-            with suppress(RuntimeError):  # the process that served the store has ended
+            with suppress(RuntimeError):  # the process that served the store exited
                 self._store.delete_key(f"cpu//0/{group.rank()}")  # the address of this rank in gloo
 
 

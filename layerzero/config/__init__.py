@@ -197,7 +197,7 @@ class LayerZeroConfig:
         return Precision(master, compute, reduce, self.replica_reduce_dtype or reduce)
 
     def comparable_settings(self) -> dict[str, object]:
-        """Return the settings that must be equal on all ranks, keyed by name.
+        """Return the settings that must be the same on all ranks, keyed by name.
 
         :meth:`of_unit` returns the settings that may differ between units.
         """
@@ -225,7 +225,7 @@ class LayerZeroConfig:
         }
 
     def of_unit(self, name: str, module: nn.Module, zero3_size: int) -> dict[str, object]:
-        """Return the settings of a unit that must be equal on all ranks, keyed by name."""
+        """Return the settings of a unit that must be the same on all ranks, keyed by name."""
         reshards = self.reshards(name, module, zero3_size)
         chosen: dict[str, object] = {"accumulation": self.accumulation_of(name, module)}
         if callable(self.mp_policy):

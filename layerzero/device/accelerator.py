@@ -90,7 +90,7 @@ class CurrentStream:
         return self._module.current_stream()
 
     def record_event(self) -> StreamEvent:
-        """Record and return an event after all work that has been enqueued on the current stream."""
+        """Record and return an event after all work enqueued on the current stream."""
         return self._module.current_stream().record_event()
 
     def wait_event(self, mark: StreamEvent) -> None:

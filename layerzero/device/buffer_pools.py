@@ -21,7 +21,7 @@ _SLOTS = 3  # buffers of one size that a device rotates: one is filled, one is s
 
 
 def bytes_of_buffers(predicted: Mapping[Size, int], *, on_device: bool) -> int:
-    """Return the bytes that a pool allocates if no more than `predicted` buffers of each size are in use at once."""
+    """Return the number of bytes that a pool allocates if at most `predicted` buffers of each size are used at once."""
     return sum(
         (_slots(count) if on_device else count) * numel * dtype.itemsize for (numel, dtype), count in predicted.items()
     )
@@ -45,7 +45,7 @@ class UnitFootprint(NamedTuple):
 
 
 def max_gathered_bytes(units: Sequence[UnitFootprint], prefetch: int) -> int:
-    """Return the maximum bytes of gathered full buffers and post-forward shards at one time.
+    """Return the maximum number of bytes in gathered full buffers and post-forward shards at one time.
 
     The sum counts the root (the first of `units`), units that stay gathered, the post-forward shards of all units, and
     for each mesh the `prefetch` + 1 largest of the other units.

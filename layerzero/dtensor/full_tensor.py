@@ -53,7 +53,7 @@ class UnevenShard(Shard):
         return self.starts[rank + 1] - self.starts[rank], self.starts[rank]
 
 
-def rows_of(value: Tensor, span: RowShardSpec) -> Tensor:
+def rows_of(value: Tensor, spec: RowShardSpec) -> Tensor:
     """Return this rank's rows of a full tensor.
 
     If `value` is a DTensor with a different sharding, every rank must call this function.
@@ -61,30 +61,30 @@ def rows_of(value: Tensor, span: RowShardSpec) -> Tensor:
     Raises:
         ValueError: the shape of `value` is not the shape of the full parameter. A 0-dim parameter also accepts [1].
     """
-    shape = span.true_shape
+    shape = spec.true_shape
     if tuple(value.shape) not in (shape, shape or (1,)):
         raise ValueError(
-            f"{span.name!r} has shape {list(shape)}, got a tensor of shape {list(value.shape)}. Pass a tensor of the "
+            f"{spec.name!r} has shape {list(shape)}, got a tensor of shape {list(value.shape)}. Pass a tensor of the "
             "full shape"
         )
-    if span.model_parallel is not None:
-        part = span.model_parallel.part_of(value)
-    elif isinstance(value, DTensor) and _is_cut_by_others(value, span):
-        return _rows_as_cut(value, span)
+    if spec.model_parallel is not None:
+        part = spec.model_parallel.part_of(value)
+    elif isinstance(value, DTensor) and _is_cut_by_others(value, spec):
+        return _rows_as_cut(value, spec)
     else:
         part = value.full_tensor() if isinstance(value, DTensor) else value
-    return part.reshape(span.stored)[span.rows.start : span.rows.stop]
+    return part.reshape(spec.stored)[spec.rows.start : spec.rows.stop]
 
 
-def _is_cut_by_others(value: DTensor, span: RowShardSpec) -> bool:
+def _is_cut_by_others(value: DTensor, spec: RowShardSpec) -> bool:
     """Return whether `value` is a DTensor that is sharded by rows on our mesh but was not created by layerzero."""
-    as_one_row = value.device_mesh == span.mesh_info.flat_mesh and all(
+    as_one_row = value.device_mesh == spec.mesh_info.flat_mesh and all(
         each == Shard(0) for each in value._spec.placements
     )
     return as_one_row and not hasattr(value._local_tensor, "spec")
 
 
-def _rows_as_cut(value: DTensor, span: RowShardSpec) -> Tensor:
+def _rows_as_cut(value: DTensor, spec: RowShardSpec) -> Tensor:
     """Return this rank's rows of a DTensor for which :func:`_is_cut_by_others` is true.
 
     See [Note: Row bounds of other libraries]. Every data-parallel rank must call this function.
@@ -92,24 +92,24 @@ def _rows_as_cut(value: DTensor, span: RowShardSpec) -> Tensor:
     Raises:
         ValueError: the row counts match neither layerzero's bounds nor those of `torch.chunk`. All ranks raise.
     """
-    local, mesh_info = value.to_local().detach(), span.mesh_info
+    local, mesh_info = value.to_local().detach(), spec.mesh_info
     counts = torch.tensor([local.shape[0]])
     for comm in mesh_info.control_comms:
         along = torch.empty(comm.size * counts.numel(), dtype=torch.int64)
         all_gather(comm, Collective.METADATA, along, counts).wait()
         counts = along
     held = counts.view(mesh_info.replicas, mesh_info.zero3_size).T.flatten().tolist()  # by k = s * R + r
-    if held == [stop - start for start, stop in zip(span.bounds, span.bounds[1:], strict=False)]:
+    if held == [stop - start for start, stop in zip(spec.bounds, spec.bounds[1:], strict=False)]:
         return local
-    lengths = [each for rows in _chunks(span.count, mesh_info.zero3_size) for each in _chunks(rows, mesh_info.replicas)]
+    lengths = [each for rows in _chunks(spec.count, mesh_info.zero3_size) for each in _chunks(rows, mesh_info.replicas)]
     if held != lengths:
         raise ValueError(
-            f"{span.name!r} was given a DTensor of which the ranks have {held} of {span.count} rows, which matches "
+            f"{spec.name!r} was given a DTensor of which the ranks have {held} of {spec.count} rows, which matches "
             "neither layerzero's row bounds nor torch's. Pass the full tensor on all ranks, or load through "
             "layerzero.load_full_state_dict"
         )
-    whole = replace(span, bounds=tuple(accumulate(lengths, initial=0))).gather(local)
-    return whole.view(span.stored)[span.rows.start : span.rows.stop]
+    whole = replace(spec, bounds=tuple(accumulate(lengths, initial=0))).gather(local)
+    return whole.view(spec.stored)[spec.rows.start : spec.rows.stop]
 
 
 def _chunks(rows: int, pieces: int) -> list[int]:

@@ -32,9 +32,9 @@ class LocalShard(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, plain: Tensor, span: RowShardSpec, watch: MutationTracker | None) -> LocalShard:
+    def __new__(cls, plain: Tensor, spec: RowShardSpec, watch: MutationTracker | None) -> LocalShard:
         rows: LocalShard = torch.Tensor._make_subclass(cls, plain, False)
-        rows.spec, rows.tracker = span, watch
+        rows.spec, rows.tracker = spec, watch
         return rows
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -119,12 +119,12 @@ class LocalShard(torch.Tensor):
         return self._chunks()
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
-        span = self.spec
-        if (self.shape[0] == 0 and span.count > 0) or (self.numel() == 0 and 0 not in span.true_shape):
+        spec = self.spec
+        if (self.shape[0] == 0 and spec.count > 0) or (self.numel() == 0 and 0 not in spec.true_shape):
             return []
-        if not span.shape:
+        if not spec.shape:
             return [ChunkStorageMetadata(offsets=torch.Size([]), sizes=torch.Size([]))]
-        offsets = torch.Size([inside.start for inside in span.global_slices])
+        offsets = torch.Size([inside.start for inside in spec.global_slices])
         return [ChunkStorageMetadata(offsets=offsets, sizes=self.shape)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

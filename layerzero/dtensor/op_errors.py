@@ -18,20 +18,20 @@ TOO_COARSE = (
 )
 
 
-def row_move_error(what: str, span: RowShardSpec) -> str:
+def row_move_error(what: str, spec: RowShardSpec) -> str:
     """Return the error message for an operation that would move rows between ranks."""
     return (
-        f"{what} on a tensor derived from parameter {span.name!r} is not supported: layerzero shards rows unevenly, "
+        f"{what} on a tensor derived from parameter {spec.name!r} is not supported: layerzero shards rows unevenly, "
         "and DTensor would misplace them. To read the full tensor, use p.full_tensor(), "
         "layerzero.full_state_dict(model) or torch.distributed.checkpoint. To change it, use "
         "layerzero.unsharded(model, writeback=True)"
     )
 
 
-def penalty_error(span: RowShardSpec) -> str:
+def penalty_error(spec: RowShardSpec) -> str:
     """Return the error message for a gradient through a result that was computed from a sharded parameter."""
     return (
-        f"a loss has a term computed from the sharded parameter {span.name!r}, such as a penalty on it. No gradient "
+        f"a loss has a term computed from the sharded parameter {spec.name!r}, such as a penalty on it. No gradient "
         "flows back through this DTensor, because layerzero shards rows unevenly and the model's own loss is a plain "
         "tensor. Compute the term from this rank's rows, so that each row counts once: loss + 0.1 * "
         "p.to_local().square().sum(). Or use the optimizer's weight_decay, or compute the term from gathered weights "
@@ -39,10 +39,10 @@ def penalty_error(span: RowShardSpec) -> str:
     )
 
 
-def _not_gathered(func: Any, span: RowShardSpec) -> str:
+def _not_gathered(func: Any, spec: RowShardSpec) -> str:
     return (
-        f"{getattr(func, '__name__', func)} mixes a plain tensor with parameter {span.name!r}, of which this rank has "
-        f"{len(span.rows)} of {span.count} rows. A parameter is gathered only while the forward of its unit runs. Call "
+        f"{getattr(func, '__name__', func)} mixes a plain tensor with parameter {spec.name!r}, of which this rank has "
+        f"{len(spec.rows)} of {spec.count} rows. A parameter is gathered only while the forward of its unit runs. Call "
         "model(x), not model.forward(x). Do not make a module a unit if another module reads its parameters. Apply "
         "parametrizations before shard_model. To compute with the parameter elsewhere with gradients, such as in a "
         "fused cross-entropy, use `with layerzero.gathered(module):`. To read the full parameter, use "
@@ -50,11 +50,11 @@ def _not_gathered(func: Any, span: RowShardSpec) -> str:
     )
 
 
-def row_cut_error(func: Any, span: RowShardSpec) -> str:
+def row_cut_error(func: Any, spec: RowShardSpec) -> str:
     """Return the error message for an operation that expects the row bounds of torch."""
     return (
-        f"{getattr(func, '__name__', func)} reshapes parameter {span.name!r} as if torch had sharded it evenly, but "
-        f"this rank has {len(span.rows)} of {span.count} rows. Apply weight_norm, spectral_norm, parametrizations and "
+        f"{getattr(func, '__name__', func)} reshapes parameter {spec.name!r} as if torch had sharded it evenly, but "
+        f"this rank has {len(spec.rows)} of {spec.count} rows. Apply weight_norm, spectral_norm, parametrizations and "
         "pruning before shard_model, and do not combine it with other wrappers (FSDP). To read the full parameter, use "
         "layerzero.unsharded or p.full_tensor()"
     )
@@ -67,10 +67,10 @@ _EXPLAINED = {  # by a substring of torch's error message
 }
 
 
-def named_error(error: RuntimeError, func: Any, span: RowShardSpec) -> RuntimeError:
+def named_error(error: RuntimeError, func: Any, spec: RowShardSpec) -> RuntimeError:
     """Return an error that names the parameter, to raise instead of torch's `error`.
 
     Return `error` itself if its message is not known.
     """
     explain = next((explain for text, explain in _EXPLAINED.items() if text in str(error)), None)
-    return error if explain is None else RuntimeError(explain(func, span))
+    return error if explain is None else RuntimeError(explain(func, spec))

@@ -5,7 +5,7 @@
 ``torch._has_compatible_shallow_copy_type`` to test whether the result can become the ``data`` of the parameter, and
 assigns the result. If the result has ``__tensor_flatten__``, the method swaps the tensors instead. The engine refers to
 parameters, so they must not be swapped. Therefore sharded parameters hide that attribute. A move without effect then
-assigns a parameter to itself. Any other move raises in the test, before torch has changed a parameter.
+assigns a parameter to itself. Any other move raises in the test, before torch changes a parameter.
 
 ``to_empty()`` on the device of the parameter, as after ``fully_shard`` on meta, needs only memory, which is already
 allocated. Therefore a tensor that was created by ``empty_like`` and not written since is not copied. Uninitialized
@@ -65,18 +65,18 @@ def assign_data(target: DTensor, value: Tensor) -> None:
     if value is target or _is_empty(value):
         return
     mine = local_shard(target)
-    span = mine.spec
+    spec = mine.spec
     theirs = getattr(value, "_local_tensor", None)
     other = getattr(theirs, "spec", None)
     if (
         theirs is None
         or other is None
-        or not span.same_sharding(other)
+        or not spec.same_sharding(other)
         or (theirs.shape, theirs.dtype, theirs.device) != (mine.shape, mine.dtype, mine.device)
     ):
         raise ValueError(
-            f".data of parameter {span.name!r} ({list(span.shape)}, {mine.dtype} on {mine.device}), of which this rank "
-            f"has rows {span.rows}, was assigned {_described(value)}. Assign a sharded tensor that was created from "
+            f".data of parameter {spec.name!r} ({list(spec.shape)}, {mine.dtype} on {mine.device}), of which this rank "
+            f"has rows {spec.rows}, was assigned {_described(value)}. Assign a sharded tensor that was created from "
             "the parameter, or assign full tensors inside layerzero.unsharded(model, writeback=True), where "
             "vector_to_parameters is also supported"
         )

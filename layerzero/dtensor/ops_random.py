@@ -63,7 +63,7 @@ def is_empty_like(func: Any) -> bool:
     return func in _ALIKE
 
 
-def draws(func: Any, span: RowShardSpec) -> bool:
+def draws(func: Any, spec: RowShardSpec) -> bool:
     """Return whether an operator draws one random number for each element.
 
     Raises:
@@ -73,7 +73,7 @@ def draws(func: Any, span: RowShardSpec) -> bool:
     if name in _DRAWING:
         return True
     if name in _REFUSED:
-        raise NotImplementedError(_not_by_rows(func.__name__, span))
+        raise NotImplementedError(_not_by_rows(func.__name__, spec))
     return False
 
 
@@ -117,14 +117,14 @@ def draw_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
 
     def make_full(argument: Tensor) -> Tensor:
         rows = getattr(argument, "_local_tensor", argument)
-        span: RowShardSpec | None = getattr(rows, "spec", None)
-        if span is None:
+        spec: RowShardSpec | None = getattr(rows, "spec", None)
+        if spec is None:
             return argument
-        if tuple(rows.shape) != (len(span.rows), *span.shape[1:]) or not rows.is_contiguous():  # for example transposed
-            raise NotImplementedError(_not_by_rows(getattr(func, "__name__", str(func)), span))
-        whole = torch.zeros(span.true_shape or (1,), dtype=rows.dtype, device=rows.device)
+        if tuple(rows.shape) != (len(spec.rows), *spec.shape[1:]) or not rows.is_contiguous():  # for example transposed
+            raise NotImplementedError(_not_by_rows(getattr(func, "__name__", str(func)), spec))
+        whole = torch.zeros(spec.true_shape or (1,), dtype=rows.dtype, device=rows.device)
         with torch.no_grad():
-            whole[span.global_slices] = rows.as_subclass(torch.Tensor)
+            whole[spec.global_slices] = rows.as_subclass(torch.Tensor)
         whole.requires_grad_(argument.requires_grad)  # so that torch refuses in-place writes outside no_grad
         wholes[id(whole)] = argument, rows
         kept.append(whole)
@@ -156,9 +156,9 @@ def _needs_gradient(args: Any, kwargs: Any) -> bool:
     )
 
 
-def _not_by_rows(what: str, span: RowShardSpec) -> str:
+def _not_by_rows(what: str, spec: RowShardSpec) -> str:
     return (
-        f"{what} on a tensor derived from parameter {span.name!r} is not supported: each rank would draw the same "
+        f"{what} on a tensor derived from parameter {spec.name!r} is not supported: each rank would draw the same "
         "random numbers for different rows. Fill the parameter itself or a tensor like it (p.normal_(), "
         "torch.rand_like(p)), or fill the full parameter inside layerzero.unsharded(model, writeback=True). Apply "
         "parametrizations before shard_model"

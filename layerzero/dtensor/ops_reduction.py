@@ -44,9 +44,9 @@ class PartialScalar(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, plain: Tensor, span: RowShardSpec, made_by: str) -> PartialScalar:
+    def __new__(cls, plain: Tensor, spec: RowShardSpec, made_by: str) -> PartialScalar:
         part: PartialScalar = torch.Tensor._make_subclass(cls, plain, False)
-        part.spec, part.made_by = span, made_by
+        part.spec, part.made_by = spec, made_by
         return part
 
     @classmethod
@@ -111,12 +111,12 @@ def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> 
         NotImplementedError: no gradient belongs to a parameter that all ranks of the model share.
     """
     rows = [local_part(gradient) for gradient in gradients]
-    spans = [each.spec for each in rows if hasattr(each, "spec")]
-    comms, device = spans[0].mesh_info.over_model, spans[0].mesh_info.device
-    if all(span.holders < math.prod(comm.size for comm in comms) for span in spans):
+    specs = [each.spec for each in rows if hasattr(each, "spec")]
+    comms, device = specs[0].mesh_info.over_model, specs[0].mesh_info.device
+    if all(spec.holders < math.prod(comm.size for comm in comms) for spec in specs):
         raise NotImplementedError(
             f"GradScaler is not supported for an optimizer whose gradients are all shared by only some ranks, such as "
-            f"that of {spans[0].name!r}: a rank whose experts got no tokens has none of them and would not take part "
+            f"that of {specs[0].name!r}: a rank whose experts got no tokens has none of them and would not take part "
             "in the all-reduce. Add parameters that all ranks share to the optimizer, or make the experts one DTensor, "
             "Shard(0) on their axis"
         )
@@ -165,27 +165,27 @@ def neutral_result(func: Any, args: Sequence[Any]) -> Any:
     return _plain(args[0]).new_full((), least if name in _LARGEST else most)
 
 
-def refuse_collective(func: Any, args: Sequence[Any], span: RowShardSpec) -> None:
+def refuse_collective(func: Any, args: Sequence[Any], spec: RowShardSpec) -> None:
     """Raise if a collective of torch assumes that all ranks have the same number of rows.
 
     Args:
         func: operator from one of the namespaces in COLLECTIVES.
     """
     if not func.__name__.startswith(_KEEPS_ROWS):
-        raise NotImplementedError(row_move_error(func.__name__, span))
+        raise NotImplementedError(row_move_error(func.__name__, spec))
     if "avg" in args:
         raise NotImplementedError(
-            f"an average over rows of a tensor derived from parameter {span.name!r} is not supported: ranks have "
+            f"an average over rows of a tensor derived from parameter {spec.name!r} is not supported: ranks have "
             "unequal numbers of rows, so the mean of their means is not the mean. Divide a sum, as in "
             "p.abs().sum() / p.numel(), or use p.mean()"
         )
 
 
 def _only_a_part(part: PartialScalar) -> str:
-    span = part.spec
+    spec = part.spec
     return (
-        f"the value of {part.made_by} over parameter {span.name!r}, or over a tensor derived from it, cannot be read: "
-        f"this rank has only a partial value, from {len(span.rows)} of {span.count} rows. Call full_tensor() first, on "
+        f"the value of {part.made_by} over parameter {spec.name!r}, or over a tensor derived from it, cannot be read: "
+        f"this rank has only a partial value, from {len(spec.rows)} of {spec.count} rows. Call full_tensor() first, on "
         "all ranks, as in p.norm().full_tensor().item(). To reduce only this rank's rows, use p.to_local(). "
         "layerzero.clip_grad_norm_(model, math.inf) returns the norm of all gradients"
     )

@@ -16,15 +16,15 @@ from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 __all__ = ["RowShardSpec", "refuse_rank_local"]
 
 
-def refuse_rank_local(what: str, spans: Iterable[RowShardSpec], num_model_ranks: int) -> None:
-    """Raise ValueError if any name in `spans` belongs to different parameters on different ranks of the model.
+def refuse_rank_local(what: str, specs: Iterable[RowShardSpec], num_model_ranks: int) -> None:
+    """Raise ValueError if any name in `specs` belongs to different parameters on different ranks of the model.
 
     Args:
         what: name of the function that raises.
-        spans: sharding of each parameter.
+        specs: sharding of each parameter.
         num_model_ranks: number of ranks of the model.
     """
-    if apart := [span.name for span in spans if span.holders < num_model_ranks]:
+    if apart := [spec.name for spec in specs if spec.holders < num_model_ranks]:
         raise ValueError(
             f"{what}: parameter {apart[0]!r} ({len(apart)} like it) is sharded over only some ranks, and other ranks "
             "have a different parameter of that name. One state dict cannot contain both. Make them one DTensor before "

@@ -38,7 +38,7 @@ def is_in_place(func: Any) -> bool:
     return name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
 
 
-def refuse_for_number(func: Any, span: RowShardSpec) -> None:
+def refuse_for_number(func: Any, spec: RowShardSpec) -> None:
     """Raise if `func` would read a value that only one rank has, or change the number of dims.
 
     Raises:
@@ -46,9 +46,9 @@ def refuse_for_number(func: Any, span: RowShardSpec) -> None:
         NotImplementedError: `func` reshapes the tensor.
     """
     if func.__name__ in _RESHAPES:
-        raise NotImplementedError(row_move_error(func.__name__, span))
-    if func.__name__ in _READS and span.mesh_info.data_parallel > 1:
+        raise NotImplementedError(row_move_error(func.__name__, spec))
+    if func.__name__ in _READS and spec.mesh_info.data_parallel > 1:
         raise RuntimeError(
-            f"the value of parameter {span.name!r}, or of a tensor derived from it, cannot be read: only one rank has "
+            f"the value of parameter {spec.name!r}, or of a tensor derived from it, cannot be read: only one rank has "
             "the value of a 0-dim parameter. Call full_tensor() first, on all ranks, as in p.full_tensor().item()"
         )

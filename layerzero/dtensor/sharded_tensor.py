@@ -65,11 +65,11 @@ class RowShardedTensor(DTensor):
     new_ones, new_full = _new("new_ones"), _new("new_full")
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """Register a hook like ``torch.Tensor.register_hook``.
+        """Register a backward hook, as :meth:`torch.Tensor.register_hook` does.
 
         On a sharded parameter, `hook` receives the full gradient of this rank's batch in the compute dtype, once per
-        backward. As in DDP, this gradient is not averaged over the ranks yet. The result of `hook` replaces the
-        gradient.
+        backward. As in DDP, this gradient has not yet been averaged over the ranks. If `hook` returns a tensor, it
+        replaces the gradient.
         """
         if self.gathered is not None:
             return self.gathered.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -146,12 +146,12 @@ class RowShardedTensor(DTensor):
     @property
     def placements(self) -> tuple[Any, ...]:  # type: ignore[override]
         """Placements on the model-parallel axes, followed by two ``Shard(0)`` with uneven pieces."""
-        span = self._local_tensor.spec
-        bounds, mesh_info = span.bounds, span.mesh_info
+        spec = self._local_tensor.spec
+        bounds, mesh_info = spec.bounds, spec.mesh_info
         replicas = mesh_info.replicas
         first = mesh_info.grid.zero3_rank * replicas
         inside = [bound - bounds[first] for bound in bounds[first : first + replicas + 1]]
-        further = () if span.model_parallel is None else span.model_parallel.placements
+        further = () if spec.model_parallel is None else spec.model_parallel.placements
         return *further, UnevenShard(bounds[::replicas]), UnevenShard(inside)
 
     def redistribute(
@@ -198,8 +198,8 @@ class RowShardedTensor(DTensor):
         )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        span = self._local_tensor.spec
-        return f"sharded({span.name!r}, shape={list(self.shape)}, dtype={self.dtype}, rows {span.rows} here)"
+        spec = self._local_tensor.spec
+        return f"sharded({spec.name!r}, shape={list(self.shape)}, dtype={self.dtype}, rows {spec.rows} here)"
 
     # Methods that would treat this rank's rows as the full tensor
 
@@ -220,9 +220,9 @@ class RowShardedTensor(DTensor):
 
 
 def _not_here(tensor: RowShardedTensor) -> str:
-    span = tensor._local_tensor.spec
+    spec = tensor._local_tensor.spec
     return (
-        f"this rank has {len(span.rows)} of {span.count} rows of {span.name!r}. Use p.to_local() for these rows "
+        f"this rank has {len(spec.rows)} of {spec.count} rows of {spec.name!r}. Use p.to_local() for these rows "
         "(p.to_local().numpy() is a read-only array of them). Call layerzero.full_state_dict(model) or "
         "p.detach().full_tensor() on every rank"
     )
@@ -251,56 +251,56 @@ class ShardedScalar(RowShardedTensor):
         if func in CALLS or is_metadata_access(func):
             return super().__torch_function__(func, types, args, kwargs)
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        span = next(leaf for leaf in leaves if isinstance(leaf, cls))._local_tensor.spec
-        refuse_for_number(func, span)
+        spec = next(leaf for leaf in leaves if isinstance(leaf, cls))._local_tensor.spec
+        refuse_for_number(func, spec)
         with torch._C.DisableTorchFunctionSubclass():
             meets = any(not isinstance(leaf, DTensor) and leaf.requires_grad for leaf in leaves)
-        if meets and torch.is_grad_enabled() and not span.is_fully_local:
-            raise RuntimeError(penalty_error(span))
+        if meets and torch.is_grad_enabled() and not spec.is_fully_local:
+            raise RuntimeError(penalty_error(spec))
         numbers: dict[int, ShardedScalar] = {}  # by id of the row that replaces it
         rows: list[Tensor] = []
 
         def row_of(number: ShardedScalar) -> Tensor:
             if number.requires_grad and torch.is_grad_enabled() and not is_in_place(func):
-                return _AsRow.apply(number)  # type: ignore[no-untyped-call, no-any-return]
+                return _ZeroDimToRow.apply(number)  # type: ignore[no-untyped-call, no-any-return]
             row = _of_rows(number._local_tensor, (1,)).requires_grad_(number.requires_grad)
             rows.append(row)  # keeps the row alive, so that no other tensor gets its id
             numbers[id(row)] = number
             return row
 
-        def number_of(made: DTensor) -> Tensor:
+        def zero_dim_of(made: DTensor) -> Tensor:
             if id(made) in numbers:
                 return numbers[id(made)]
             local = made._local_tensor
             if made.ndim == 0 or not isinstance(local, LocalShard) or local.spec.shape:
                 return made
             if tuple(made.shape) != (1,):
-                raise NotImplementedError(row_move_error(func.__name__, span))
-            return _AsNumber.apply(made) if made.requires_grad else _of_rows(local, ())  # type: ignore[no-untyped-call]
+                raise NotImplementedError(row_move_error(func.__name__, spec))
+            return _RowToZeroDim.apply(made) if made.requires_grad else _of_rows(local, ())  # type: ignore[no-untyped-call]
 
         args, kwargs = tree_map_only(cls, row_of, (args, kwargs))
-        return tree_map_only(DTensor, number_of, RowShardedTensor.__torch_function__(func, types, args, kwargs))
+        return tree_map_only(DTensor, zero_dim_of, RowShardedTensor.__torch_function__(func, types, args, kwargs))
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
-        row: Any = _AsRow.apply(self)  # type: ignore[no-untyped-call]
+        row: Any = _ZeroDimToRow.apply(self)  # type: ignore[no-untyped-call]
         local: Tensor = row.to_local(grad_placements=grad_placements)
         return local
 
 
-class _AsRow(torch.autograd.Function):
+class _ZeroDimToRow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, number: ShardedScalar) -> Tensor:
-        ctx.span = number._local_tensor.spec
+        ctx.spec = number._local_tensor.spec
         return _of_rows(number._local_tensor, (1,))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         with torch._C._DisableTorchDispatch():  # the local gradient is a LocalShard or a PartialScalar
             rows = gradients[0]._local_tensor.as_subclass(torch.Tensor)
-        return sharded(rows, ctx.span, MutationTracker())
+        return sharded(rows, ctx.spec, MutationTracker())
 
 
-class _AsNumber(torch.autograd.Function):
+class _RowToZeroDim(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, row: DTensor) -> Tensor:
         return _of_rows(row._local_tensor, ())  # type: ignore[arg-type]
@@ -327,9 +327,9 @@ class _WithoutGradient(torch.autograd.Function):
         )
 
 
-def sharded(local: Tensor, span: RowShardSpec, watch: MutationTracker) -> RowShardedTensor:
+def sharded(local: Tensor, spec: RowShardSpec, watch: MutationTracker) -> RowShardedTensor:
     """Return a DTensor of shape ``span.true_shape`` whose rows on this rank are `local`, a plain tensor."""
-    return _of_rows(LocalShard(local, span, watch), span.true_shape)
+    return _of_rows(LocalShard(local, spec, watch), spec.true_shape)
 
 
 def _of_rows(local: LocalShard, shape: tuple[int, ...]) -> RowShardedTensor:

@@ -84,7 +84,7 @@ class GatherOrderCheck:
         If the other ranks have published their gather orders, the returned error lists these orders. Otherwise return
         `error`.
         """
-        orders = {rank: word.gathers for rank, word in error.elsewhere.items()}
+        orders = {rank: status.gathers for rank, status in error.elsewhere.items()}
         if not orders or not all(orders.values()):
             return error
         told = {rank: " -> ".join(map(repr, order)) for rank, order in orders.items()}
@@ -106,15 +106,15 @@ class GatherOrderCheck:
     def _gather(self, comm: Communicator, sent: Tensor, name: str) -> Tensor:
         gathered = torch.empty(comm.size * sent.numel(), dtype=torch.int64)
         comparison = all_gather(comm, Collective.GATHER_ORDER, gathered, sent, name=name)
-        word = comparison.issued.status if self._repeats >= 0 else None  # without a prediction all ranks compare
-        if word is not None:
-            publish_status(word)
+        status = comparison.issued.status if self._repeats >= 0 else None  # without a prediction all ranks compare
+        if status is not None:
+            publish_status(status)
         try:
             comparison.wait()
         except CollectiveError as error:
             raise self.explain_failure(error) from error.__cause__
-        if word is not None:
-            publish_status(replace(word, passed=True))
+        if status is not None:
+            publish_status(replace(status, passed=True))
         return gathered
 
     def _format(self, units: Sequence[int]) -> str:

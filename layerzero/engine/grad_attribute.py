@@ -36,7 +36,7 @@ class GradAttribute:
         """
         usage = self.gradients.usage
         self.gradients.final.storage.wait_for_host()
-        guesses = not agreed and self.gradients.has_peer_contributions
+        guesses = not agreed and self.gradients.may_have_peer_contributions
         forbidden = _UNREDUCED if self.gradients.unreduced or not agreed else None
         for slot, member in enumerate(self.members):
             if usage[slot] < GradUsage.SEEN:
@@ -55,7 +55,7 @@ class GradAttribute:
         return isinstance(gradient, RowShardedTensor) and gradient._local_tensor.tracker is self._watches[slot]
 
     def apply_user_grads(self) -> None:
-        """Apply the user's changes of published ``.grad`` attributes that were set to None, zeroed early, or replaced.
+        """Apply the user's changes to published ``.grad`` attributes: set to None, zeroed early, or replaced.
 
         Raises:
             RuntimeError: a ``.grad`` was replaced while contributions to it are unreduced.

@@ -4,10 +4,10 @@
 If `offload_grads` is True, accumulators are in pinned host memory. During the backward of a unit, its accumulators are
 in a
 slab: device memory that is large enough for the accumulators of any unit. One of the two slabs serves the unit whose
-backward runs. The other slab serves a neighbouring unit, whose accumulators are copied to or from the host at the same
-time. A unit without a slab is assigned the least recently used slab. Contents that the host does not have yet are
-copied to the host first. A copy runs after all work enqueued so far on the current stream, after uses of the slab on
-other streams, and after earlier copies from and to the slab. Streams wait for copies, but the host does not wait.
+backward runs. The other slab serves a neighboring unit, whose accumulators are copied to or from the host meanwhile.
+A unit without a slab is assigned the least recently used slab. Contents that the host does not have yet are copied to
+the host first. A copy runs after all work enqueued so far on the current stream, after uses of the slab on other
+streams, and after earlier copies from and to the slab. Streams wait for copies, but the host does not wait.
 
 On the CPU, threads finish collectives that read slabs, while the main thread assigns slabs to other units. A thread
 acquires a lock for each operation, so that a slab remains assigned until the unit's next collective has been launched.
@@ -79,7 +79,7 @@ class AccumulatorAllocator:
 
 
 def accumulator_bytes(sizes: Sequence[Sequence[int]], *, offloaded: bool) -> tuple[int, int]:
-    """Return the bytes of all accumulators on the device and on the host.
+    """Return the sizes in bytes of all accumulators on the device and on the host.
 
     Args:
         sizes: bytes of each accumulator, in one sequence per unit.

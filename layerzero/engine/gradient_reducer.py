@@ -1,4 +1,7 @@
-"""Gradients of a full model: their reduction, their publication as ``.grad``, and changes by the user."""
+"""Gradients of a full model: their reduction, their publication as ``.grad``, and changes by the user.
+
+`reduction_spec` defines the dtypes, the stages and the mean.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,7 @@ class GradientReducer:
     # One backward, in which gradient recording is disabled
 
     def begin(self) -> None:
-        """Begin a backward: apply the user's changes of ``.grad``, then hide ``.grad`` until the backward ends."""
+        """Begin a backward: apply the user's changes to ``.grad``, then hide ``.grad`` until the backward ends."""
         self.backwards += 1
         self.apply_user_grads()
         with plain_access():
@@ -238,7 +241,7 @@ class GradientReducer:
             self.drop()
 
     def apply_requires_grad(self) -> None:
-        """Apply changes of ``requires_grad`` by the user; raise on all ranks if they differ between ranks."""
+        """Apply changes to ``requires_grad`` by the user; raise on all ranks if they differ between ranks."""
         with plain_access():
             changed = [m for m in self._members if m.sharded.requires_grad is not m.gathered.requires_grad]
         if not changed:

@@ -88,7 +88,7 @@ class GradientStorage(ABC):
 
     @property
     def blocked(self) -> bool:
-        """True if the storage cannot be opened before a collective that reads another storage has ended."""
+        """True if the storage cannot be opened before a collective that reads another storage ends."""
         return False
 
     def lease(self) -> Lease:

@@ -118,7 +118,7 @@ class Handle:
     def trainable(self) -> bool:
         """True if any gathered parameter requires a gradient.
 
-        Changes of ``requires_grad`` by the user apply from the next backward, or the next forward with gradients
+        Changes to ``requires_grad`` by the user apply from the next backward, or the next forward with gradients
         enabled.
         """
         return any(member.gathered.requires_grad for member in self.members)
@@ -162,9 +162,9 @@ class Handle:
         layout, mesh_info = self.layout, self.mesh_info
         rows_of = [layout.rows_in(slot, layout.shard_range(k)) for k in range(mesh_info.data_parallel)]
         bounds = (*(rows.start for rows in rows_of), slot.rows)
-        span = RowShardSpec(slot.name, shape, bounds, mesh_info, model_parallel)
+        spec = RowShardSpec(slot.name, shape, bounds, mesh_info, model_parallel)
         local = mesh_info.grid.slot_slice(layout, slot, Extent.ZERO1)
-        return self.weights.master[local].view(len(span.rows), *slot.shape[1:]), span, local
+        return self.weights.master[local].view(len(spec.rows), *slot.shape[1:]), spec, local
 
     def _make_member(
         self,
@@ -173,7 +173,7 @@ class Handle:
         owners: tuple[tuple[nn.Module, str], ...],
         model_parallel: ModelParallelSpec | None,
     ) -> ManagedParam:
-        master, span, local = self._rows_of(slot, tuple(original.shape), model_parallel)
+        master, spec, local = self._rows_of(slot, tuple(original.shape), model_parallel)
         place, offers = slice(slot.offset, slot.end), not self.reduction_spec.accumulator_is_reduced
         if isinstance(self._gathered_params, ExtendedGather):
             leaf = self._gathered_params.parameter
@@ -182,12 +182,12 @@ class Handle:
             leaf = self._gathered_params.make(place, original, model_parallel, offers_main_grad=offers)
             accumulates = get_gradient_edge(leaf).node  # keep it: autograd would create another one
         leaf.requires_grad_(original.requires_grad)
-        parameter = nn.Parameter(sharded(master, span, self.tracker), requires_grad=original.requires_grad)
+        parameter = nn.Parameter(sharded(master, spec, self.tracker), requires_grad=original.requires_grad)
         assert isinstance(parameter, RowShardedTensor)
         parameter.gathered = leaf
         carry_over(original, gathered=leaf, sharded=parameter)
         places = tuple((owner._parameters, attribute) for owner, attribute in owners)
-        return ManagedParam(slot.name, places, leaf, parameter, master, span, local, accumulates)
+        return ManagedParam(slot.name, places, leaf, parameter, master, spec, local, accumulates)
 
     @torch.no_grad()
     def recut(self, layout: FlatLayout) -> None:
@@ -309,14 +309,14 @@ class Handle:
         self.tracker.dirty = False
         self.tracker.loaded_digests.clear()
         self.refresh_due = False
-        self._refuse_old_graphs()
+        self._invalidate_old_graphs()
 
     def bump_version(self) -> None:
         """Record that a step has changed the masters: a refresh is due, and backwards through old graphs raise."""
         self.refresh_due = True
-        self._refuse_old_graphs()
+        self._invalidate_old_graphs()
 
-    def _refuse_old_graphs(self) -> None:
+    def _invalidate_old_graphs(self) -> None:
         self.weights.buffer.drop_post_forward()  # it contains the old weights
         self._gathered_params.bump_version()
         self._version = self._gathered_params.version
@@ -358,7 +358,7 @@ class Handle:
         return next((ValueError(TOO_COARSE.format(name, self.precision.master)) for name in wanted), None)
 
     def apply_requires_grad(self) -> None:
-        """Apply the user's changes of ``requires_grad`` to the gathered parameters and the expected gradients."""
+        """Apply the user's changes to ``requires_grad`` to the gathered parameters and the expected gradients."""
         for member in self.members:
             member.gathered.requires_grad_(member.sharded.requires_grad)
         if self.trainable and self.gradients is None:

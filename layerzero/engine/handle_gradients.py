@@ -125,7 +125,7 @@ class HandleGradients:
         return self.accumulator is not self.final and not self.accumulator.empty
 
     @property
-    def has_peer_contributions(self) -> bool:
+    def may_have_peer_contributions(self) -> bool:
         """True if a buffer may include contributions of ZeRO-3 group peers whose usage is not known yet."""
         return self.spec.accumulator_is_reduced and not (self.accumulator.empty and self.final.empty)
 

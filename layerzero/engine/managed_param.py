@@ -33,11 +33,11 @@ class ManagedParam:
     accumulate_grad: Node  # autograd node that accumulates the gradient of `gathered`
     evaluated: nn.Parameter | None = None  # replaces `gathered` inside layerzero.full_precision
 
-    def recut(self, master: Tensor, span: RowShardSpec, local: slice, watch: MutationTracker) -> None:
+    def recut(self, master: Tensor, spec: RowShardSpec, local: slice, watch: MutationTracker) -> None:
         """Change the rows of this rank. The sharded parameter remains the same object."""
-        self.master, self.spec, self.shard_slice = master, span, local
+        self.master, self.spec, self.shard_slice = master, spec, local
         assert isinstance(self.sharded, RowShardedTensor)
-        self.sharded._local_tensor = LocalShard(master, span, watch)
+        self.sharded._local_tensor = LocalShard(master, spec, watch)
 
     def close(self) -> None:
         """Drop the gathered parameter, which a reference to the sharded parameter would otherwise keep alive."""

@@ -1,7 +1,7 @@
-"""Check for changes of the modules and parameters of a sharded model.
+"""Check for changes to the modules and parameters of a sharded model.
 
-Gradients are reduced, and parameters are updated, only for parameters that were in the model when it was sharded.
-Each rank would train parameters that are added later separately, without an error.
+Only parameters that were in the model at sharding have their gradients reduced and are updated. A parameter added
+later would silently be trained by each rank separately.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StructureCheck:
         self._remember()
 
     @property
-    def _is_full(self) -> nn.Module:
+    def _live_model(self) -> nn.Module:
         model = self._model()
         assert model is not None
         return model
@@ -65,7 +65,7 @@ class StructureCheck:
         )
 
     def _remember(self) -> None:
-        modules = list(self._is_full.modules())
+        modules = list(self._live_model.modules())
         self._parameters = [module._parameters for module in modules]
         self._counts = [*map(len, self._parameters)]
         self._childless = [module._modules for module in modules if not module._modules]
@@ -77,7 +77,7 @@ class StructureCheck:
 
     def _check(self) -> None:
         late, frozen = [], []
-        there = dict(self._is_full.named_modules())
+        there = dict(self._live_model.named_modules())
         ids = {id(module._parameters) for module in there.values()}
         for member in self._sharded.values():
             for held, attribute in member.module_refs:

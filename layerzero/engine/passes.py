@@ -124,7 +124,7 @@ class ForwardPass:
         )
         self.uses: list[
             tuple[int, Sequence[Unit]]
-        ] = []  # uses of weights outside of calls: (position in `returned`, units)
+        ] = []  # uses of weights outside a call: (position in `returned`, units)
         self._expected = expected
         self._units = units
 
@@ -195,7 +195,7 @@ class BackwardPass:
         completed_handles: handles that are ready for reduction, in order of arrival.
         gathered_calls: calls whose units have been gathered for this backward.
         active_calls: calls whose backward is active.
-        uses: uses of weights outside of forwards whose backward is active.
+        uses: uses of weights outside a forward, for as long as the backward of the use is active.
     """
 
     def __init__(self, *, reduces: bool, task: int, observer: TraceDispatcher | None) -> None:

@@ -51,7 +51,7 @@ class LayerZeroState(Closable):
         self.mesh_info = mesh_info = model_ranks.mesh_info
         self.buffers = buffers
         self.observer = mesh_info.counters.observer
-        self._extensions: dict[type, Any] = {}  # by class, see extension()
+        self._extensions: dict[type, Any] = {}  # by class; see extension()
         self.on_close: list[Callable[[], object]] = []  # idempotent callbacks that end snapshots, watchdogs and so on
         member_of = {id(m.sharded): m for handle in self.handles for m in handle.members}
         # By name, in the order of the model. The order of the handles may differ between ranks.

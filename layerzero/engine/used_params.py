@@ -43,7 +43,7 @@ class UsedParamMap:
         self._comms = comms
         self._own: Sequence[str] = ()
         self._names: list[str] = []  # sorted, the same on all ranks
-        self._groups: list[_Group] = []
+        self._groups: list[_ParamsOnComms] = []
         self._thread = ThreadStream("control")
         self._thread.end_with(self)
 
@@ -52,7 +52,7 @@ class UsedParamMap:
         self._thread.thread.end()
 
     def add_names(self, names: Iterable[str]) -> None:
-        """Include these parameters in later reductions. All ranks must pass the same names."""
+        """Include the parameters `names` in later exchanges of used parameters. All ranks must pass the same names."""
         self._names = sorted({*self._names, *names})
         self.set_local_order(self._own)
 
@@ -62,7 +62,7 @@ class UsedParamMap:
         by_comms: dict[tuple[Communicator, ...], list[str]] = {self._model_ranks.control_comms: []}
         for name in self._names:
             by_comms.setdefault(self._comms[name], []).append(name)
-        self._groups = [_Group(comms, names, own) for comms, names in by_comms.items()]
+        self._groups = [_ParamsOnComms(comms, names, own) for comms, names in by_comms.items()]
 
     def start_exchange(self, own: bytearray, further: Sequence[Tensor], *, is_known: bool) -> PendingUse:
         """Start the reduction of one byte per parameter.
@@ -90,7 +90,7 @@ class UsedParamMap:
         return dict(zip(self._names, said.tolist(), strict=True))
 
 
-class _Group:
+class _ParamsOnComms:
     """Parameters whose bytes are sent along the same communicators.
 
     Attributes:
@@ -110,7 +110,9 @@ class _Group:
 class PendingUse:
     """Reduction of used parameters in flight; see [Note: Reduction of used parameters by axis]."""
 
-    def __init__(self, groups: Sequence[_Group], own: Tensor, further: Sequence[Tensor], *, is_known: bool) -> None:
+    def __init__(
+        self, groups: Sequence[_ParamsOnComms], own: Tensor, further: Sequence[Tensor], *, is_known: bool
+    ) -> None:
         self._groups = groups
         self._own = own
         self._further = further

@@ -53,7 +53,7 @@ class WeightRefresher:
         """Launch the refresh of `handles`, or of all handles if it is None. All ranks must call this method."""
         handles = self._handles if handles is None else handles
         if handles:
-            self.refuse_uses("changing weights")
+            self.require_no_active_use("changing weights")
         RefreshRound(handles, self._transports, waits=not self._precedes_forward).end()
 
     def before_master_write(self, handles: Sequence[Handle] | None = None) -> None:
@@ -61,13 +61,13 @@ class WeightRefresher:
 
         All ranks must call this method before the write, and :meth:`launch` after it.
         """
-        self.refuse_uses("changing weights")
+        self.require_no_active_use("changing weights")
         for handle in self._handles if handles is None else handles:
             handle.weights.finish_refresh()  # a refresh in flight may read the masters
             if handle.weights.peers_read_master:
                 handle.tracker.record_write()
 
-    def refuse_uses(self, what: str) -> None:
+    def require_no_active_use(self, what: str) -> None:
         """Raise RuntimeError inside :func:`layerzero.gathered`. `what` names the operation in the message."""
         if self._uses:
             raise RuntimeError(
@@ -85,7 +85,7 @@ class WeightRefresher:
             Refresh round, which can launch handles as soon as they are updated, or None if the refresh is launched
             later.
         """
-        self.refuse_uses("optimizer.step()")
+        self.require_no_active_use("optimizer.step()")
         self._steps += 1
         exposed = [handle for handle in self._handles if handle.weights.peers_read_master and handle.may_be_updated]
         self.before_master_write(exposed)

@@ -34,7 +34,7 @@ def estimate_memory(units: Sequence[UnitSpec], config: LayerZeroConfig, *, scrat
     kinds: Counter[str] = Counter()
     for unit in units:
         for handle in unit.handles:
-            kinds.update(_of_handle(handle, unit, config))
+            kinds.update(_handle_bytes(handle, unit, config))
     kinds["accumulator"], kinds["host_accumulator"] = _accumulators(units, config)
     kinds["reduce_buffer"] = scratch
     full = simulate_full_buffers(units, config.prefetch)
@@ -43,13 +43,13 @@ def estimate_memory(units: Sequence[UnitSpec], config: LayerZeroConfig, *, scrat
 
 
 def held_bytes(units: Sequence[UnitSpec], config: LayerZeroConfig) -> int:
-    """Return the bytes on the device between two steps, without scratch buffers and optimizer state."""
-    of_handles = sum(on_device(_of_handle(handle, unit, config)) for unit in units for handle in unit.handles)
+    """Return the number of bytes on the device between two steps, without scratch buffers and optimizer state."""
+    of_handles = sum(on_device(_handle_bytes(handle, unit, config)) for unit in units for handle in unit.handles)
     return of_handles + _accumulators(units, config)[0]
 
 
 def predicted_traffic(units: Sequence[UnitSpec], config: LayerZeroConfig) -> dict[str, list[int]]:
-    """Return the bytes that a rank sends in one call, as a list with one entry per handle, by collective.
+    """Return the numbers of bytes that a rank sends in one call, by collective, with one entry per handle.
 
     Reductions and refreshes are omitted for handles whose ZeRO-1 shards have different lengths, because their ranks
     send different numbers of bytes.
@@ -87,7 +87,7 @@ def on_device(kinds: Mapping[str, int]) -> int:
     return sum(size for kind, size in kinds.items() if not kind.startswith("host_"))
 
 
-def _of_handle(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig) -> dict[str, int]:
+def _handle_bytes(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig) -> dict[str, int]:
     grid, precision = unit.traits.grid, handle.precision
     in_host = handle.in_host
     host = "host_" if in_host else ""
@@ -113,7 +113,7 @@ def _of_handle(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig) -> d
 
 
 def _accumulators(units: Sequence[UnitSpec], config: LayerZeroConfig) -> tuple[int, int]:
-    """Return the bytes of accumulators on the device and in host memory."""
+    """Return the sizes in bytes of the accumulators on the device and in host memory."""
     sizes = [
         [
             unit.traits.grid.numel(handle.layout, handle.reduction_spec.accumulator_extent)

@@ -79,7 +79,10 @@ class HandleSpec:
         return self.layout.numel, self.reduction_spec.stages[0].wire_dtype
 
     def gathered_sizes(self, where: RankTraits) -> tuple[int, ...]:
-        """Return the bytes of the full buffer and of each strided parameter, or of the all-gather extension."""
+        """Return the sizes, in bytes, of the full buffer and of each strided parameter.
+
+        With an all-gather extension, return the sizes of the tensors that it receives and creates.
+        """
         if self.extension is not None:
             return (*self.extension.received, *self.extension.made)
         return (self.layout.numel * self.precision.compute.itemsize if where.needs_gather else 0, *self.strided)
@@ -106,11 +109,14 @@ class UnitSpec:
         return not self.reshard_after_forward or (self.traits.on_device and not self.name)
 
     def coded_of(self, handle: HandleSpec) -> int:
-        """Return the bytes of encoded weights that a handle needs during a gather besides its full buffer."""
+        """Return the number of bytes of encoded weights that a handle needs during a gather.
+
+        The full buffer is not included.
+        """
         return handle.coded if self.traits.needs_gather else 0
 
     def kept_of(self, handle: HandleSpec) -> int:
-        """Return the bytes of a handle's post-forward shard."""
+        """Return the size in bytes of a handle's post-forward shard."""
         if (
             isinstance(self.reshard_after_forward, bool)
             or self.stays_gathered

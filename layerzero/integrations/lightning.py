@@ -196,7 +196,10 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load full tensors, which must be equal on all ranks, unless :meth:`load_checkpoint` has loaded the module."""
+        """Load full tensors, unless :meth:`load_checkpoint` has loaded the module.
+
+        The tensors must be the same on all ranks.
+        """
         if not self._restored:
             super().load_model_state_dict(checkpoint, strict=strict)
 

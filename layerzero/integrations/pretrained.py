@@ -50,12 +50,12 @@ def from_pretrained(kind: Any, folder: str | os.PathLike[str], *, config: Any = 
     with torch.device("meta"):
         model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
 
-    def write_buffers(module: nn.Module) -> None:
+    def init_missing_buffers(module: nn.Module) -> None:
         if module._non_persistent_buffers_set:  # the files do not have these buffers
             model._init_weights(module)
 
     own = {"units": sorted(block_classes(model)) or None, "sync_module_states": False}  # all read the same files
-    shard_model(model, **own | settings, param_init_fn=write_buffers)
+    shard_model(model, **own | settings, param_init_fn=init_missing_buffers)
     checkpoint.load_safetensors(folder, model, rename=_renaming(model))
     if (Path(folder) / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)

@@ -236,13 +236,13 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
         if config.implementation == "fused_opt_states_bf16":
             raise ValueError("optimizer.implementation 'fused_opt_states_bf16' is not supported. Use 'fused'")
         super().__init__(config, model_parts=model_parts)
-        self.optimizers: list[torch.optim.Optimizer] = [self._shard(each) for each in self.optimizers]
+        self.optimizers: list[torch.optim.Optimizer] = [self._shard_optimizer(each) for each in self.optimizers]
 
     def _post_init(self, all_params: list[nn.Parameter]) -> None:
         super()._post_init(all_params)
         self.param_groups.clear()  # the contained optimizers step the parameters
 
-    def _shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def _shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         # Each optimizer belongs to one model part, which is sharded completely, so one parameter identifies the part.
         held = optimizer.param_groups[0]["params"][0]
         owner = next(

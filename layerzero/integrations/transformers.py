@@ -28,7 +28,7 @@ from layerzero.integrations.pretrained import from_pretrained
 
 __all__ = ["LayerZeroArguments", "LayerZeroMixin", "LayerZeroTrainer", "from_pretrained"]
 
-FOLDER = "layerzero"  # beside model.safetensors; replaces optimizer.pt
+FOLDER = "layerzero"  # next to model.safetensors; replaces optimizer.pt
 
 
 @dataclass

@@ -93,7 +93,7 @@ def plan_owners(
         chain
         for index, (layout, names) in enumerate(zip(layouts, owned, strict=True))
         if names and replicas > 1
-        for chain in _chains(index, layout, names, replicas, zero3_size, work)
+        for chain in _linked_shards(index, layout, names, replicas, zero3_size, work)
     ]
     runs = _balance(chains, replicas, zero3_size)
     cut = []
@@ -122,7 +122,7 @@ class _LinkedShards(NamedTuple):
     starts: tuple[int, ...]  # start of each ZeRO-3 shard, and the end of the last one
 
 
-def _chains(
+def _linked_shards(
     index: int,
     layout: FlatLayout,
     names: Collection[str],

@@ -90,7 +90,7 @@ def _translated(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
     if size is None:
         size = _of_a_node(data_parallel)
     elif has_names_of_mindspeed(args.layerzero_config):
-        size = _of_mindspeed(size, args.tensor_model_parallel_size, len(data_parallel))
+        size = _from_mindspeed(size, args.tensor_model_parallel_size, len(data_parallel))
     if args.gradient_accumulation_fusion and size > 1 and settings["accumulation"] == "sharded":
         raise ValueError(
             "gradient accumulation fusion, which is on by default, adds to full gradients between micro-batches. Add "
@@ -141,7 +141,7 @@ def _of_a_node(data_parallel: list[int]) -> int:
     return sum(rank // int(said) == here for rank in data_parallel)
 
 
-def _of_mindspeed(size: int, tensor: int, data_parallel: int) -> int:
+def _from_mindspeed(size: int, tensor: int, data_parallel: int) -> int:
     """Convert MindSpeed's `zero3_size` to layerzero's, which does not count tensor-parallel ranks.
 
     The result is at most the data-parallel size.

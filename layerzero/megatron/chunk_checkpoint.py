@@ -53,7 +53,7 @@ def save(
 
     Args:
         path: a folder that does not exist yet, on a file system that all ranks share. The folder is published
-            atomically, after all data has been written to disk.
+            atomically, after all data is written to disk.
         extra: as for ``layerzero.checkpoint.save``: iteration, ``scheduler.state_dict()``, ...
 
     Raises:
@@ -128,7 +128,7 @@ def load(
     try:
         for index, (each, apart) in enumerate(zip(prepared, experts, strict=True)):
             result = each.commit()
-            _take_average(None if optimizer is None else optimizer.emas[index], result.get("ema"), apart)
+            _load_average(None if optimizer is None else optimizer.emas[index], result.get("ema"), apart)
     except Exception as error:
         failure = error
     _raise_on_all("load", groups, failure)
@@ -154,7 +154,7 @@ def _stored_average(state: Mapping[str, Any], apart: RankLocalNames) -> dict[str
     return {**state, "averages": apart.joint({apart.stored(name): rows for name, rows in state["averages"].items()})}
 
 
-def _take_average(ema: EMA | None, saved: Any, apart: RankLocalNames) -> None:
+def _load_average(ema: EMA | None, saved: Any, apart: RankLocalNames) -> None:
     """Load the EMA from a checkpoint.
 
     If the checkpoint has no EMA, reset `ema`; its next update then copies the weights.

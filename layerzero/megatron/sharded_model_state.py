@@ -51,9 +51,9 @@ class GlobalParam:
         A load replaces the entry with a RowShardedTensor, which may share memory with `rows`. If the checkpoint lacks a
         piece, a non-strict load replaces the entry with NOT_FOUND.
         """
-        span = self.member.spec
+        spec = self.member.spec
         if not self.pieces:
-            return LocalNonpersistentObject(sharded(rows, span, MutationTracker()))
+            return LocalNonpersistentObject(sharded(rows, spec, MutationTracker()))
 
         def build(key: str, rows: Tensor, replica: Any, flattened_range: Any) -> dict[str, Any]:
             # A load removes pieces that the checkpoint lacks. With the extra entry, the dict is never empty, so that
@@ -72,8 +72,8 @@ class GlobalParam:
             numbers = [str(number) for number in range(len(self.pieces))]
             if not found.keys() >= set(numbers):
                 return NOT_FOUND
-            parts = [found[number].view(-1, *span.shape[1:]) for number in numbers]
-            return sharded(parts[0] if len(parts) == 1 else torch.cat(parts), span, MutationTracker())
+            parts = [found[number].view(-1, *spec.shape[1:]) for number in numbers]
+            return sharded(parts[0] if len(parts) == 1 else torch.cat(parts), spec, MutationTracker())
 
         return ShardedTensorFactory(prefix + self.key, rows, build, merge, self.pieces[0][1].replica_id)
 
@@ -167,7 +167,7 @@ def _row_numbers(members: Iterable[ManagedParam]) -> Iterator[dict[int, ManagedP
             parameters[name] = parameter
 
 
-def _own_part(piece: ShardedTensor, span: RowShardSpec, wanted: range) -> tuple[range, ShardedTensor] | None:
+def _own_part(piece: ShardedTensor, spec: RowShardSpec, wanted: range) -> tuple[range, ShardedTensor] | None:
     """Return the overlap of a piece with the `wanted` rows of a parameter.
 
     Returns:
@@ -179,8 +179,8 @@ def _own_part(piece: ShardedTensor, span: RowShardSpec, wanted: range) -> tuple[
         return None
     column = numbers.as_strided((len(numbers),), (numbers.stride(0),))
     first = int(column[0])
-    if numbers.shape[1:] != span.shape[1:] or not torch.equal(column, first + torch.arange(len(column))):
-        raise NotImplementedError(_odd_pieces(span, piece.key))
+    if numbers.shape[1:] != spec.shape[1:] or not torch.equal(column, first + torch.arange(len(column))):
+        raise NotImplementedError(_odd_pieces(spec, piece.key))
     start, stop = max(first, wanted.start), min(first + len(column), wanted.stop)
     if start >= stop:
         return None
@@ -201,8 +201,8 @@ def _own_part(piece: ShardedTensor, span: RowShardSpec, wanted: range) -> tuple[
     )
 
 
-def _odd_pieces(span: RowShardSpec, key: str) -> str:
+def _odd_pieces(spec: RowShardSpec, key: str) -> str:
     return (
-        f"{span.name!r} is stored as {key!r} in pieces that are not contiguous ranges of its rows. Use "
+        f"{spec.name!r} is stored as {key!r} in pieces that are not contiguous ranges of its rows. Use "
         "layerzero.megatron.save and load"
     )

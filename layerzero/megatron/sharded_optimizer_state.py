@@ -224,7 +224,7 @@ def _merged(lists: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]
 
 
 def _agreed(common: _Common, group: dist.ProcessGroup) -> _Common:
-    """Return the merged unsharded state of all ranks in `group`. The result is equal on all ranks.
+    """Return the merged unsharded state of all ranks in `group`. The result is the same on all ranks.
 
     Raises:
         ValueError: parameters have different step counts.
@@ -261,7 +261,7 @@ def load_states(pairs: Sequence[ChunkOptimizer], state: Mapping[Any, Any]) -> No
             _refuse_lost_state(pair, group, found, values)
         plans.append((pair, values, settings))
     for pair, values, settings in plans:
-        _take_average(pair.ema, values, state.get(_AVERAGE, {}))
+        _load_average(pair.ema, values, state.get(_AVERAGE, {}))
         for member in _all_members(pair):
             for key in _MASTERS:
                 if (master := values[member.name].pop(key, None)) is not None:
@@ -300,8 +300,8 @@ def _unchained(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
     return {**rest, "optimizer": merged, _TENSORS: tensors}
 
 
-def _take_average(ema: EMA | None, values: Mapping[str, dict[str, Any]], said: Mapping[str, Any]) -> None:
-    """Load the EMA and remove its averages from `values`.
+def _load_average(ema: EMA | None, values: Mapping[str, dict[str, Any]], said: Mapping[str, Any]) -> None:
+    """Load the EMA, and remove its averages from `values`.
 
     If the checkpoint lacks an average, reset the EMA; its next update then copies the weights.
     """

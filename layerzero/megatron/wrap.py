@@ -50,15 +50,16 @@ def wrap(
     refresh, and the next gather of each unit waits for the unit's refresh.
 
     Args:
-        model_chunks: Megatron's models, one for each chunk that this rank holds; ``Float16Module`` is optional.
+        model_chunks: Megatron's models, one for each chunk that this rank holds, with or without their
+            ``Float16Module`` wrapper.
         config: TransformerConfig of the chunks.
-        zero3_size: S, see :func:`process_groups`. Pass either `zero3_size` or `groups`.
+        zero3_size: S; see :func:`process_groups`. Pass either this or `groups`.
         groups: from :func:`process_groups`.
-        units: as in :func:`layerzero.shard_model`; names begin with ``module.``. By default, units are transformer and
-            Mamba layers, the word embeddings and the output layer; a warning lists the classes and bytes of layers that
+        units: as in :func:`layerzero.shard_model`; names begin with ``module.``. None: transformer and Mamba layers,
+            the word embeddings and the output layer; a warning lists the classes, and the total size, of layers that
             are not units. Modules that have only expert-parallel parameters are always units.
-        mp_policy: mixed-precision policy. The default is to compute in the 16-bit dtype of `config` and reduce
-            gradients in fp32. If `config` has no 16-bit dtype, the default is the dtype of the parameters.
+        mp_policy: mixed-precision policy. None: compute in the 16-bit dtype of `config` and reduce gradients in fp32;
+            without a 16-bit dtype, use the dtype of the parameters.
         accumulation: ``"full"`` or ``"sharded"``; `config.gradient_accumulation_fusion` needs ``"full"``.
         align_grad_reduce: if True, reduce gradients of all stages after the first at the same time, in the pipeline
             bubble, instead of in the last backward of each stage.

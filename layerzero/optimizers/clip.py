@@ -41,7 +41,7 @@ def clip_grad_norm_(
         error_if_nonfinite: raise RuntimeError on all ranks, before scaling, if the norm is NaN or infinite.
 
     Returns:
-        0-dim fp32 tensor on the device, equal on all ranks.
+        0-dim fp32 tensor on the device, the same on all ranks.
 
     Example::
 

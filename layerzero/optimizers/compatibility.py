@@ -112,12 +112,12 @@ def kinds_that_need_full_params(
     on_rows: str | TrialError | None = None  # result of the trial on rows, if one was made
     alone: str | TrialError | None
     if not any(kind.__name__ in _MIXES_INSIDE for kind in type(optimizer).__mro__):
-        on_rows = _tried(difference, optimizer, device)
+        on_rows = _run_trial(difference, optimizer, device)
         if on_rows is None:
             return set()
         if len(kinds) > 1:
-            kinds = {kind for kind in kinds if _tried(difference, optimizer, device, kind) is not None} or kinds
-    alone = _tried(difference_of_owners, optimizer, device, kinds)
+            kinds = {kind for kind in kinds if _run_trial(difference, optimizer, device, kind) is not None} or kinds
+    alone = _run_trial(difference_of_owners, optimizer, device, kinds)
     if alone is None:
         return kinds
     if isinstance(alone, TrialError) and not isinstance(on_rows, str):
@@ -137,7 +137,7 @@ _INSTEAD = (
 )
 
 
-def _tried(experiment: Callable[..., str | None], *args: Any) -> str | TrialError | None:
+def _run_trial(experiment: Callable[..., str | None], *args: Any) -> str | TrialError | None:
     """Return the result of a trial, or the error that prevented it."""
     try:
         return experiment(*args)

@@ -164,7 +164,7 @@ def steps_matrices_separately(optimizer: Optimizer, device: torch.device, dims: 
 
 
 def _equals_halves(whole: Any, *halves: Any) -> bool:
-    """Return whether the state of a stack equals the state of its halves."""
+    """Return whether the state of a stack equals the concatenated states of its halves, up to rounding."""
     if isinstance(whole, Tensor) and whole.ndim:
         parts = torch.cat([torch.as_tensor(half) for half in halves])
         return parts.shape == whole.shape and torch.allclose(parts, whole, rtol=1e-3, atol=1e-6)

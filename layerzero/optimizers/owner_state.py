@@ -1,7 +1,7 @@
-"""Optimizer state of owned parameters on all ranks.
+"""Views of the optimizer state of owned parameters on every rank.
 
-Only the owner has the state. The owner sends the shapes, dtypes and scalars of the state to all other ranks, which
-create sharded tensors without local rows from this description.
+Only the owner stores the state. It sends a description (shapes, dtypes and scalars) to all other ranks. From this
+description, they create sharded tensors without local rows.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def _place(owned: OwnedParam) -> str:
     The key contains the coordinates on the model-parallel axes that are not joined, because each coordinate has a
     separate owner.
     """
-    span, axis = owned.member.spec, owned.owner.axis
-    model_parallel = span.model_parallel
+    spec, axis = owned.member.spec, owned.owner.axis
+    model_parallel = spec.model_parallel
     if model_parallel is None:
-        return f"{span.name} of {span.mesh_info.ranks}"
-    return f"{span.name} at {[model_parallel.place_on(at) for at in range(model_parallel.mesh.ndim) if at != axis]}"
+        return f"{spec.name} of {spec.mesh_info.ranks}"
+    return f"{spec.name} at {[model_parallel.place_on(at) for at in range(model_parallel.mesh.ndim) if at != axis]}"
 
 
 def _described(name: str, values: Mapping[str, Any]) -> dict[str, Any]:

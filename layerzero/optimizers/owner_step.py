@@ -102,9 +102,9 @@ class OwnedParam:
 
     def rows_on(self, s: int) -> range:
         """Return the rows on ZeRO-3 rank `s` of the owner group, counted in the model-parallel part of that rank."""
-        span = self.member.spec
-        k = s * span.mesh_info.replicas + self.owner.r
-        return range(span.bounds[k], span.bounds[k + 1])
+        spec = self.member.spec
+        k = s * spec.mesh_info.replicas + self.owner.r
+        return range(spec.bounds[k], spec.bounds[k + 1])
 
     def numel_on(self, s: int) -> int:
         return len(self.rows_on(s)) * int(torch.Size(self.member.spec.shape[1:]).numel())
@@ -144,9 +144,9 @@ class OwnedParam:
 
     def span_of(self, shape: Sequence[int]) -> RowShardSpec:
         """Return the sharding of a state tensor of global shape `shape` that has all rows on the owner."""
-        span, mesh_info = self.member.spec, self.member.spec.mesh_info
+        spec, mesh_info = self.member.spec, self.member.spec.mesh_info
         k = self.owner.s * mesh_info.replicas + self.owner.r
-        model_parallel = span.model_parallel
+        model_parallel = spec.model_parallel
         if model_parallel is not None:
             model_parallel = model_parallel.of_state(shape, axis=self.owner.axis, place=self.owner.t)
             shape = [each.stop - each.start for each in model_parallel.global_slices]
@@ -155,7 +155,7 @@ class OwnedParam:
 
 
 def by_owner_group(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedParam]]:
-    """Return the parameters by owner group, sorted by name, so that the order is equal on all ranks."""
+    """Return the parameters by owner group, sorted by name, so that the order is the same on all ranks."""
     found: dict[OwnerGroup, list[OwnedParam]] = {}
     for each in sorted(owned, key=lambda each: each.member.name):
         found.setdefault(each.group_of_ranks, []).append(each)
@@ -256,7 +256,7 @@ def _has_gradient(owned: OwnedParam) -> bool:
 def _unlike(near: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelRanks) -> str:
     """Return the error message for a parameter that has a gradient on only some ranks of its owner group.
 
-    All ranks must call this function. The message is equal on all ranks.
+    All ranks must call this function. The message is the same on all ranks.
     """
     own = [
         (owner_group.ranks, each.member.name, _has_gradient(each))

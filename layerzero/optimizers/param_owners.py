@@ -209,7 +209,7 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
         (mesh_info, axis): owner_group_of(mesh_info) if axis is None else owner_group_across(mesh_info, axis, places)
         for (mesh_info, axis), places in new_owner_groups.items()
     }
-    if any(layout.bounds for layout in plan.values()):  # equal on all ranks, even on ranks whose rows do not move
+    if any(layout.bounds for layout in plan.values()):  # the same on all ranks, even on ranks whose rows do not move
         runtime.refreshes.launch_deferred()
         runtime.refreshes.launch_edited()
     for handle in moved:

@@ -54,8 +54,8 @@ from layerzero.optimizers.wrapped_optimizer import (
     OptimizerProxy,
     StepCounter,
     WriteDetector,
-    final_rows,
     note_edits,
+    reduced_grad_rows,
     require_one_kind,
     require_unedited,
     step_without_global_hooks,
@@ -207,7 +207,7 @@ class ShardedOptimizer(OptimizerProxy):
         return loss
 
     def _settings(self) -> list[list[tuple[str, Any]]]:
-        """Return the hyperparameters of each group that must be equal on all ranks, sorted by name."""
+        """Return the hyperparameters of each group that must be the same on all ranks, sorted by name."""
         names = sorted(set(self.defaults) - set(HOW))
         return [
             [(name, number(group[name])) for name in names if name in group and is_plain(group[name])]
@@ -268,7 +268,7 @@ class ShardedOptimizer(OptimizerProxy):
             partial(note_edits, parameters),
             refusal if ParamView.EMA in self._runtime.status.active_views else None,
         )
-        with self._groups_of_masters(final_rows), writes:
+        with self._groups_of_masters(reduced_grad_rows), writes:
             return method(*args, **kwargs)
 
     # Groups
@@ -452,8 +452,8 @@ class ShardedOptimizer(OptimizerProxy):
                 plain_optimizer.load_state_dict(state)
         """
         model_ranks = self._runtime.ranks
-        spans = (member.spec for member in self._member_at.values())
-        refuse_rank_local("ShardedOptimizer.full_state_dict", spans, model_ranks.size)
+        specs = (member.spec for member in self._member_at.values())
+        refuse_rank_local("ShardedOptimizer.full_state_dict", specs, model_ranks.size)
         keeps = not rank0_only or model_ranks.is_first
 
         def gathered(value: Any) -> Any:
@@ -578,11 +578,8 @@ class ShardedOptimizer(OptimizerProxy):
         """Return the owned parameter whose name in :meth:`state_dict_by_name` is `name`, or None if it has no owner."""
         return next((each for each in self._owner_table.owned.values() if each.member.name == name), None)
 
-    def span_of_state(self, name: str, shape: Sequence[int]) -> RowShardSpec | None:
-        """Return the sharding of a state tensor of the parameter `name` with shape `shape`.
-
-        The result is None if the tensor is not sharded.
-        """
+    def spec_of_state(self, name: str, shape: Sequence[int]) -> RowShardSpec | None:
+        """Return the sharding of a state tensor of the parameter `name` with shape `shape`. None: not sharded."""
         member = self._runtime.members.get(name)
         holder = None if member is None else self._holder_of(member.sharded)
         if not shape or holder is None:

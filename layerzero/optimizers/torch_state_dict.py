@@ -102,7 +102,7 @@ def by_own_names(
 def _names_of_numbers(
     groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]], aliases: Mapping[str, str]
 ) -> dict[Any, str]:
-    """Return the optimizer's name of each parameter number in `groups`."""
+    """Map each parameter number in `groups` to the name that the optimizer uses for that parameter."""
     if all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
         pairs = (zip(group["params"], group["param_names"], strict=True) for group in groups)
         names = {number: name for group in pairs for number, name in group}

@@ -24,8 +24,8 @@ __all__ = [
     "OptimizerProxy",
     "StepCounter",
     "WriteDetector",
-    "final_rows",
     "note_edits",
+    "reduced_grad_rows",
     "require_one_kind",
     "require_unedited",
     "step_without_global_hooks",
@@ -216,7 +216,7 @@ class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tensors: Iterable[Tensor], tell: Callable[[], None], refusal: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seen = False
-        self._tell = tell
+        self._describe_statuses = tell
         self._memory = {each.untyped_storage()._cdata for each in tensors if not isinstance(each, DTensor)}
         self._refusal = refusal
 
@@ -228,7 +228,7 @@ class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._refusal is not None:
                 raise RuntimeError(self._refusal)
             self._seen = True
-            self._tell()
+            self._describe_statuses()
         return func(*args, **kwargs)
 
     def _writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -241,7 +241,7 @@ class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-def final_rows(gradient: Tensor) -> Tensor | None:
+def reduced_grad_rows(gradient: Tensor) -> Tensor | None:
     """Return this rank's rows of a gradient, or None if the gradient is not reduced yet."""
     local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
     withheld = isinstance(local, LocalShard) and local.tracker is not None and local.tracker.access_error is not None

@@ -168,8 +168,9 @@ class Estimator:
         return memory, found.peak + memory.get("optimizer", 0)
 
     def _memory_of_peer(self, choice: Candidate) -> tuple[dict[str, int], int]:
-        """Return the bytes by kind and their sum for a scheme other than layerzero, by formula and without padding.
+        """Return the number of bytes by kind, and their sum, for a scheme other than layerzero.
 
+        The numbers come from formulas without padding.
         At the peak of a sharded scheme, the root and two units are gathered while the root and one unit are reduced.
         """
         over = self._shared_over(choice)

@@ -81,7 +81,7 @@ def predicted_memory(units: Sequence[UnitSpec], config: LayerZeroConfig) -> Memo
 
 
 def optimizer_bytes(units: Sequence[UnitSpec], numbers: int) -> int:
-    """Return the bytes of optimizer state on one rank.
+    """Return the size in bytes of the optimizer state on one rank.
 
     The state has `numbers` values per element in master dtype, and one step count per parameter.
     """

@@ -33,7 +33,7 @@ _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Result of :func:`probe`, equal on all ranks.
+    """Result of :func:`probe`, the same on all ranks.
 
     Attributes:
         cluster: cluster with the measured values, and with defaults for fields that were not measured.
@@ -59,11 +59,11 @@ class ProbeResult:
 def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.dtype = torch.bfloat16) -> ProbeResult:
     """Measure the cluster on which this job runs, for :func:`layerzero.plan`.
 
-    All ranks must call this function, after ``torch.distributed.init_process_group``. The measurement takes seconds and
-    needs a few times `nbytes` of memory. The measured collectives are all-gathers. The first run inside nodes, on all
-    nodes at once. The others run between nodes, on all ranks of a node at once. FLOP/s are measured in the forward and
-    backward of two linear layers in `dtype`, on all ranks at once. The slowest rank determines the result. Other
-    programs that run on these machines affect the result.
+    All ranks must call this, after ``torch.distributed.init_process_group``. The probe takes a few seconds and uses
+    several times `nbytes` of memory. It measures all-gathers, first within nodes (on all nodes simultaneously), then
+    between nodes (with all ranks of a node simultaneously). FLOP/s are measured in the forward and backward of two
+    linear layers in `dtype`, on all ranks at once. The slowest rank determines the result. Other programs that run on
+    these machines affect the result.
 
     Args:
         zero3_size: number of ranks per node. The default is ``LOCAL_WORLD_SIZE``, which torchrun sets.
@@ -86,14 +86,14 @@ def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.
     before = set(dist.distributed_c10d._world.pg_map)
     groups = ModelGroups()
     try:
-        return _probed(MeshInfo.from_mesh(init_mesh(zero3_size), groups=groups), nbytes, dtype)
+        return _run_probe(MeshInfo.from_mesh(init_mesh(zero3_size), groups=groups), nbytes, dtype)
     finally:
         groups.release()
         for group in [each for each in dist.distributed_c10d._world.pg_map if each not in before]:
             dist.destroy_process_group(group)
 
 
-def _probed(mesh_info: MeshInfo, nbytes: int, dtype: torch.dtype) -> ProbeResult:
+def _run_probe(mesh_info: MeshInfo, nbytes: int, dtype: torch.dtype) -> ProbeResult:
     device = mesh_info.device
     inside, between = mesh_info.zero3_gather_comm, mesh_info.replica_comm
     found: dict[str, float | int | str] = {
@@ -247,7 +247,7 @@ def _memory(device: torch.device, ranks: int, nbytes: int, meet: Callable[[], No
 
 
 def _host_bytes(limits: Sequence[Path] = _LIMITS) -> int:
-    """Return the bytes of host memory, or the container's memory limit if that is lower."""
+    """Return the size in bytes of host memory, or the container's memory limit if that is lower."""
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for limit in limits:
         with suppress(OSError, ValueError):  # the file does not exist on this system, or contains "max"

@@ -5,9 +5,9 @@ A program is built from a recorded schedule (:func:`layerzero.trace`), from a fo
 [Note: Machine-dependent times]
 Some times in a recording depend on the machine: when the parts of a reduction are added, when hop 2 is launched, and
 how long the host waits for either hop. Therefore the waits for hop 1 and hop 2, and the launches of hop 2, are removed
-from a program. The simulator recomputes these times by the rules of ``engine/reduction_queue.py``.
-:class:`StartReduction` starts a reduction, which then proceeds without the host. :class:`WaitReductions` waits for all
-reductions.
+from a program. The simulator recomputes these times according to the rules in
+``engine/reduction_queue.py``. :class:`StartReduction` starts a reduction, which then proceeds without the host.
+:class:`WaitForReductions` waits for all reductions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "SimWait",
     "StartReduction",
     "StepEnd",
-    "WaitReductions",
+    "WaitForReductions",
     "What",
     "collectives_in",
     "computations_in",
@@ -87,7 +87,7 @@ class StartReduction:
 
 
 @dataclass(frozen=True)
-class WaitReductions:
+class WaitForReductions:
     pass
 
 
@@ -96,7 +96,7 @@ class StepEnd:
     """End of the optimizer's update."""
 
 
-Operation = SimCompute | SimLaunch | SimWait | StartReduction | WaitReductions | StepEnd
+Operation = SimCompute | SimLaunch | SimWait | StartReduction | WaitForReductions | StepEnd
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
             cursor = max(cursor, event.end)
         backward = any(span[0] == "backward" for span in spans)
         if owed and event.kind in ("wait", "begin") and not event.beside and not backward:
-            program.append(WaitReductions())
+            program.append(WaitForReductions())
             owed = False
         if event.kind == "begin":
             spans.append((event.phase, event.name, begun))

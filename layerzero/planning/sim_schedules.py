@@ -19,13 +19,13 @@ from layerzero.planning.sim_program import (
     SimWait,
     StartReduction,
     StepEnd,
-    WaitReductions,
+    WaitForReductions,
 )
 
 __all__ = ["Peer", "ScheduleSettings", "UnitCost", "layerzero_program", "peer_program"]
 
 _MASTER = 4  # bytes of an element of masters, accumulators and final gradients
-_PARTS = 8  # parts of an optimizer's step; each is followed by the refresh of its units, see pipelined_step.py
+_PARTS = 8  # parts of an optimizer's step; each is followed by the refresh of its units; see pipelined_step.py
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class _Rank:
 
     def _settle(self) -> Iterator[Operation]:
         if self._owes:
-            yield WaitReductions()
+            yield WaitForReductions()
         self._owes = False
 
     def _update(self) -> Iterator[Operation]:
@@ -328,6 +328,6 @@ def peer_program(units: Sequence[UnitCost], peer: Peer, *, steps: int = 2) -> It
                 if phase == "forward":
                     yield SimCompute(root.forward, ("forward", root.name), span)
             yield reduction(root, last=last)
-            yield WaitReductions()
+            yield WaitForReductions()
         yield SimCompute(peer.update, ("update", "optimizer"), span)
         yield StepEnd()

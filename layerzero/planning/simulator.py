@@ -30,7 +30,7 @@ from layerzero.planning.sim_program import (
     SimWait,
     StartReduction,
     StepEnd,
-    WaitReductions,
+    WaitForReductions,
     What,
 )
 
@@ -75,7 +75,7 @@ class SimMachine:
         return collective.ranks * apart > self.node_size
 
     def sent_between(self, collective: SimCollective) -> float:
-        """Return the bytes that a node sends to other nodes when all of its ranks run this collective."""
+        """Return the number of bytes that a node sends to other nodes when all of its ranks run this collective."""
         if not self.crosses(collective):
             return 0.0
         groups = min(self.zero3_size or self.node_size, self.node_size) if collective.axis == "replica" else 1
@@ -197,14 +197,14 @@ class _Simulation:
         waiting.append(task)
         if len(waiting) == 1:
             self._begin(task)
-            self._drop_done()
+            self._finish_done_tasks()
 
     def _begin(self, task: _SimTask) -> None:
         task.began = self.now
         self._active.append(task)
 
     def until(self, done: Callable[[], bool]) -> None:
-        self._drop_done()
+        self._finish_done_tasks()
         while not done():
             self._go_on()
 
@@ -233,9 +233,9 @@ class _Simulation:
         for resource in users:
             self._outcome.busy[resource] += span  # type: ignore[assignment]
         self.now += span
-        self._drop_done()
+        self._finish_done_tasks()
 
-    def _drop_done(self) -> None:
+    def _finish_done_tasks(self) -> None:
         """Finish completed tasks, start the next task of each communicator or thread, and run the callbacks."""
         ended = [task for task in self._active if task.done]
         while ended:
@@ -315,7 +315,7 @@ class _Host:
             self._running.append(_Running(operation, self.world, self._machine.launch))
             for place in range(len(operation.collectives)):
                 self._make_room(place, _IN_FLIGHT.get(place, len(self._running)))
-        elif isinstance(operation, WaitReductions):
+        elif isinstance(operation, WaitForReductions):
             for place in range(max((len(running.collectives) for running in self._running), default=0)):
                 self._make_room(place, 0)
             self._running.clear()

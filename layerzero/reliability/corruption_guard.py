@@ -43,7 +43,7 @@ class SilentDataCorruption(RuntimeError):
     """Error that all ranks raise before the next step if bits have flipped.
 
     Attributes:
-        corruptions: corrupted elements, equal on all ranks.
+        corruptions: corrupted elements, the same on all ranks.
         recoverable: True if masters and optimizer state are correct, so that only the refused step used wrong values.
             In this case, call :meth:`CorruptionGuard.recover` and repeat the step.
     """

@@ -71,7 +71,7 @@ class Fingerprint:
         sums: 64-bit sum of this rank's ZeRO-3 shard of each handle, keyed by the handle's name. The sums of all
             replicas are equal if no bit is corrupted. The sum is 0 for weights that share memory with their masters and
             were changed but not refreshed yet.
-        corruptions: corrupted elements, equal on all ranks; empty if all copies are equal.
+        corruptions: corrupted elements, the same on all ranks; empty if all copies are equal.
     """
 
     sums: dict[str, int]
@@ -221,7 +221,8 @@ def _verdict(values: Sequence[int], truth: int | None, owner: int, says: int) ->
         truth: bits of the master cast to the compute dtype, as an integer. If it is None, the owner's compute weight is
             the master.
         owner: replica that has the master.
-        says: state of the master since the last step, as known by its rank: ``_UNKNOWN``, ``_CHANGED`` or ``_SOUND``.
+        says: whether the master has changed since the last step, as far as its rank knows: ``_UNKNOWN``,
+            ``_CHANGED`` or ``_SOUND``.
     """
     if truth is not None:
         wrong = [r for r, value in enumerate(values) if value != truth]

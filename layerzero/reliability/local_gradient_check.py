@@ -4,7 +4,7 @@
 A check of the final gradients, or of their norm, before each step detects non-finite gradients. At that point, the
 gradients of all ranks have been summed, so the check cannot identify the rank that produced them. Therefore each rank
 checks its own gradients before it sends them, and stores the result on the device. This check reads the gradients once.
-It does not communicate or block the host. The result is read only after a check of final gradients has failed.
+It does not communicate or block the host. The result is read only after a check of final gradients failed.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class StepGuard:
         }
 
     def _note(self, gradients: dict[str, Tensor]) -> None:
-        """Count a skipped step and log or raise. The message is equal on all ranks of the model."""
+        """Count a skipped step, and log or raise. The message is the same on all ranks of the model."""
         rank = dist.get_rank()
         final = list(dict.fromkeys(self._all_tell(not_finite(gradients))))
         own = [] if self._own is None else [f"rank {rank}: {text}" for text in self._own.bad(set(final))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from layerzero.comm.agreement import require_equal
-from layerzero.comm.watchdog import Watchdog, new_scope
+from layerzero.comm.collective_watchdog import Watchdog, new_scope
 from layerzero.engine.hooks import get_state
 
 __all__ = ["watchdog"]

@@ -51,8 +51,8 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
     - ``layerzero/steps/taken``, ``layerzero/steps/skipped``: steps of the model's optimizers. A step counts as skipped
       if gradients are discarded without a step, for example if a ``GradScaler`` skips the step.
 
-    If `compare` is True, the result also has these numbers, which are equal on all ranks. These numbers need
-    collectives that the host waits for:
+    With `compare`, the result also has these numbers, which are the same on all ranks. They need collectives that the
+    host waits for:
 
     - ``layerzero/waited_for/rank_N``: median wait time of the other ranks minus the wait time of rank N, in seconds,
       for the three ranks with the largest values. A rank that is regularly late waits least, because all other ranks

@@ -32,13 +32,13 @@ from layerzero.sharding.unit_meshes import UnitMesh
 from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition, is_plain_storage, storage_kind
 
 __all__ = [
-    "agree_on_codec",
     "build_unit",
     "check_buffers",
     "check_codec",
     "check_meta",
     "parts_to_compare",
     "plan_handles",
+    "require_equal_encoded_sizes",
     "settings_to_compare",
 ]
 
@@ -48,7 +48,7 @@ InitFn = Callable[[nn.Module], None]
 def settings_to_compare(
     model: nn.Module, plans: Sequence[UnitDefinition], config: LayerZeroConfig
 ) -> dict[str, object]:
-    """Return the settings and model properties that must be equal on all ranks of the model, by name."""
+    """Return the settings and model properties that must be the same on all ranks of the model, by name."""
     fields = config.comparable_settings()
     fields["units"] = [plan.name for plan in plans]
     for plan in plans:
@@ -78,7 +78,7 @@ def settings_to_compare(
 def parts_to_compare(plans: Sequence[UnitDefinition]) -> dict[str, object]:
     """Return this rank's model-parallel coordinates of the DTensors in units on the root's mesh, by name.
 
-    The coordinates must be equal on all ranks of the root's mesh.
+    The coordinates must be the same on all ranks of the root's mesh.
     """
     return {
         f"model-parallel coordinates of parameter {found.name!r}": found.parameter.device_mesh.get_coordinate()
@@ -126,7 +126,7 @@ def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> Non
         )
 
 
-def agree_on_codec(
+def require_equal_encoded_sizes(
     plans: Sequence[UnitDefinition], handles: Sequence[Sequence[HandleSpec]], config: LayerZeroConfig, site: UnitMesh
 ) -> None:
     """Raise on all ranks of a mesh if their codecs produce different numbers of bytes."""
@@ -277,7 +277,7 @@ def build_unit(
     was_on_meta = _tensors_on_meta(plan)
     _materialise_together(plan, site, param_init_fn)
     if config.sync_module_states:
-        _take_rank_0(plan, site)
+        _broadcast_from_rank_0(plan, site)
     unwritten = _still_marked(plan, was_on_meta)
     cast_buffers = _cast_buffers(plan, config.buffer_dtype)
     by_name = {found.name: found for found in plan.parameters}
@@ -336,7 +336,7 @@ def _original(
     if isinstance(whole, DTensor):
         part = nn.Parameter(local_part(whole).detach(), requires_grad=whole.requires_grad)
         carry_over(whole, gathered=part, sharded=part)
-    return part, found.owners, site.model_parallel_of(whole)
+    return part, found.owners, site.model_parallel_spec_of(whole)
 
 
 def _has_meta(module: nn.Module) -> bool:
@@ -419,7 +419,7 @@ def _cast_buffers(plan: UnitDefinition, dtype: torch.dtype | None) -> list[CastB
 
 
 @torch.no_grad()
-def _take_rank_0(plan: UnitDefinition, site: UnitMesh) -> None:
+def _broadcast_from_rank_0(plan: UnitDefinition, site: UnitMesh) -> None:
     for found in plan.parameters:
         site.take_from_first(found.parameter)
     for module in plan.modules:

@@ -41,7 +41,7 @@ def close(model: nn.Module) -> None:
     if isinstance(model, nn.Module) and is_closed(model):
         return
     runtime = get_state(model)
-    runtime.refreshes.refuse_uses("layerzero.close")
+    runtime.refreshes.require_no_active_use("layerzero.close")
     failure: RuntimeError | None = None
     if in_backward():
         failure = RuntimeError(

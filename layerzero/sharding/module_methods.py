@@ -70,7 +70,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def gathered(module: nn.Module) -> Iterator[None]:
     """Context manager that gathers the weights of a module, for computations outside of its unit's forward.
 
-    Use this context for a loss that reads the weight of the head after the model has returned, such as a fused or
+    Use this context for a loss that reads the weight of the head after the model returns, such as a fused or
     chunked cross-entropy. On every rank, the weights are plain parameters in `mp_policy.param_dtype`. Their gradients
     are reduced as usual and are added to the gradients from the unit's forwards and from tied weights.
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.agreement import has_peers, require_equal
 from layerzero.comm.codecs import GatherCodec
+from layerzero.comm.collective_watchdog import Watchdog, default_limit, new_scope
 from layerzero.comm.collectives import timeout_of
 from layerzero.comm.mesh_info import AXES, MeshInfo, as_data_parallel
 from layerzero.comm.process_groups import (
@@ -26,7 +27,6 @@ from layerzero.comm.process_groups import (
 )
 from layerzero.comm.transport.base import BufferDemand, TransportTraits
 from layerzero.comm.transport.selection import process_group_traits, select_transports
-from layerzero.comm.watchdog import Watchdog, default_limit, new_scope
 from layerzero.config import OFFLOADS, Accumulation, LayerZeroConfig, Policy, Reshards, Units
 from layerzero.device.accelerator import CurrentStream, HostDeviceCopies
 from layerzero.device.buffer_pools import BufferPool, FullBufferPool
@@ -40,7 +40,6 @@ from layerzero.estimates.memory_estimate import held_bytes
 from layerzero.estimates.scratch_buffers import ScratchBuffers, buffer_demand, plan_scratch
 from layerzero.estimates.specs import RankTraits, specs_of
 from layerzero.sharding.build_units import (
-    agree_on_codec,
     build_unit,
     check_buffers,
     check_codec,
@@ -48,6 +47,7 @@ from layerzero.sharding.build_units import (
     check_offload,
     parts_to_compare,
     plan_handles,
+    require_equal_encoded_sizes,
     settings_to_compare,
 )
 from layerzero.sharding.launchers import connections_warning, restart_warning
@@ -176,7 +176,7 @@ def shard_model(
             parallelism, each part and each plain buffer is broadcast from the first rank that has this part or buffer.
             Replicated parameters are broadcast from the first rank of the model.
         param_init_fn: ``fn(module)`` that initializes the parameters and buffers that a module on the ``meta`` device
-            owns directly, after their memory has been allocated. By default, the module's ``reset_parameters()``. Units
+            owns directly, after their memory is allocated. By default, the module's ``reset_parameters()``. Units
             are initialized one at a time, so that at most one unit has full tensors. Values that the function does not
             write must be loaded or assigned before the first forward. Otherwise the first forward raises an error.
 
@@ -279,15 +279,15 @@ def _build(
     ]
     for shared_over, site in sites.items():
         here = [index for index, plan in enumerate(plans) if plan.mesh == shared_over]
-        agree_on_codec([plans[index] for index in here], [handles[index] for index in here], config, site)
+        require_equal_encoded_sizes([plans[index] for index in here], [handles[index] for index in here], config, site)
     pools = _model_pools(mesh_info.device, config)
 
-    def demand(traits: TransportTraits) -> BufferDemand:
+    def demand_for(traits: TransportTraits) -> BufferDemand:
         where = RankTraits.of(mesh_info, traits, offload_params=False)
         return buffer_demand([each for unit in handles for each in unit], config, where)
 
     meshes = [site.mesh_info for site in sites.values()]
-    transports = select_transports(meshes, demand, pools.scratch, pools.full, setting=config.shared_memory)
+    transports = select_transports(meshes, demand_for, pools.scratch, pools.full, setting=config.shared_memory)
     scratch = ScratchBuffers(Counter(), Counter())
     for shared_over, site in sites.items():
         planned = [each for plan, unit in zip(plans, handles, strict=True) if plan.mesh == shared_over for each in unit]
@@ -349,7 +349,7 @@ def _open(runtime: LayerZeroState, plans: Iterable[UnitDefinition]) -> None:
 
 
 def _watch(runtime: LayerZeroState) -> None:
-    """Start the watchdog that runs by default on a device. See [Note: Completion on a device] in comm/watchdog.py."""
+    """Start the watchdog that runs by default on a device; see [Note: Completion on a device]."""
     mesh_info, ranks = runtime.mesh_info, runtime.ranks.ranks
     if CurrentStream.of(mesh_info.device) is None or not has_peers(ranks):
         return

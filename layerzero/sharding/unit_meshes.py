@@ -173,7 +173,7 @@ class UnitMesh:
     def has_model_parallel(self, parameter: nn.Parameter) -> bool:
         return self.model_parallel is not None and (self.holds_copies or isinstance(parameter, DTensor))
 
-    def model_parallel_of(self, parameter: nn.Parameter) -> ModelParallelSpec | None:
+    def model_parallel_spec_of(self, parameter: nn.Parameter) -> ModelParallelSpec | None:
         """Return the model-parallel spec of a parameter, or None; see [Note: Model-parallel specs]."""
         if self.model_parallel is None or not self.has_model_parallel(parameter):
             return None
@@ -181,7 +181,7 @@ class UnitMesh:
 
     def take_from_first(self, parameter: nn.Parameter) -> None:
         """Broadcast this rank's part of a parameter from the first rank that has the same part."""
-        model_parallel = self.model_parallel_of(parameter)
+        model_parallel = self.model_parallel_spec_of(parameter)
         copied = (
             ()
             if model_parallel is None or self.model_parallel is None

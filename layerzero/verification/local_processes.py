@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 __all__ = ["pickled", "run_on_local_ranks"]
 
-_GRACE = 2.0  # seconds to wait for errors of the other ranks after one has failed
+_GRACE = 2.0  # seconds to wait for errors of the other ranks after one failed
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def run_on_local_ranks(
 
     Raises:
         RuntimeError: a rank raised or died. The message describes the first failure, with its traceback if there is
-            one. All processes have ended by then.
+            one. By then, all processes have exited.
     """
     context = multiprocessing.get_context("spawn")
     ranks: list[tuple[BaseProcess, Connection]] = []  # processes and pipes to them

@@ -132,7 +132,7 @@ def verify(
     single layers.
 
     Returns:
-        A :class:`VerifyReport`, equal on all ranks: ``report.ok``, ``report.worst``, and a table as ``str(report)``.
+        A :class:`VerifyReport`, the same on all ranks: ``report.ok``, ``report.worst``, and a table as ``str(report)``.
 
     Raises:
         TypeError, ValueError: an argument is invalid, a function cannot be pickled, or a loss is invalid or not finite.

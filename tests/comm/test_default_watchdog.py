@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 import layerzero
-from layerzero.comm import watchdog as module
+from layerzero.comm import collective_watchdog as module
+from layerzero.comm.collective_watchdog import Watchdog, default_limit, existing_keys
 from layerzero.comm.collectives import PendingCollective, timeout_of
 from layerzero.comm.traffic_counters import Collective
-from layerzero.comm.watchdog import Watchdog, default_limit, existing_keys
 from layerzero.engine.hooks import get_state
 from tests.support.late_device import NAME, Device, Event, register
 from tests.support.models import IntegerNet, exact_sgd, integer_batch, integer_loss, integer_net

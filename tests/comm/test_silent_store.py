@@ -69,14 +69,14 @@ def _rank(rank: int, place: str, port: int, server: int, size: int, hears: bool)
     _read(Path(place, "go"))
     if rank == 1:
         time.sleep(SECONDS)
-    hear = failure_report._hear
+    hear = failure_report._receive_statuses
 
     def stopped(*args: Any, **settings: Any) -> None:
         _stop(server)
         hear(*args, **settings)
 
     if hears:
-        failure_report._hear = stopped
+        failure_report._receive_statuses = stopped
     else:
         _stop(server)
     with logged() as lines:

@@ -43,9 +43,9 @@ def three_steps(rank: int, name: str, reduce: str) -> tuple[list[float], dict[st
         contestant = ENTRIES[name].load()(task)
         losses = []
         for step in range(3):
-            contestant.counters()
+            contestant.ledger()
             losses.append(take_step(contestant, make_batches(task, rank=rank, step=step)))
-    return losses, contestant.counters()
+    return losses, contestant.ledger()
 
 
 def all_contestants(rank: int, reduce: str) -> dict[str, tuple[list[float], dict[str, int]]]:

@@ -88,7 +88,7 @@ def _unlike_trials(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(param_owners, "steps_matrices_separately", lambda *_: False)
-        with pytest.raises(ValueError, match=r"put together along further axes is .* on rank"):
+        with pytest.raises(ValueError, match=r"joined along model-parallel axes is .* on rank"):
             layerzero.shard_optimizer(STACKS["each matrix"](model), model)
     assert not owners_of(get_state(model)).owners
     stacks_step(model, layerzero.shard_optimizer(STACKS["each matrix"](model), model), rank, 0)

@@ -37,7 +37,7 @@ def test_a_small_and_a_large_exchange_tell_latency_and_speed() -> None:
     assert speeds_of(2.0, 1.0, ranks=2, sent=100)[1] == 1e4, "of noise, a finite speed"
 
 
-def _probed(rank: int, size: int) -> ProbeResult:
+def _run_probe(rank: int, size: int) -> ProbeResult:
     before = list(dist.distributed_c10d._world.pg_map)
     found = probe(zero3_size=size, nbytes=SMALL, dtype=torch.float32)
     assert list(dist.distributed_c10d._world.pg_map) == before, "nothing stays"
@@ -46,7 +46,7 @@ def _probed(rank: int, size: int) -> ProbeResult:
 
 @pytest.mark.parametrize(("world", "size"), [(4, 2), (2, 2), (2, 1), (1, 1)])
 def test_what_can_be_measured_is_and_the_rest_is_a_default(world: int, size: int, tmp_path: Path) -> None:
-    found, *others = run_ranks(_probed, size, world_size=world)
+    found, *others = run_ranks(_run_probe, size, world_size=world)
     assert all(other == found for other in others)
     expected = SHAPE | COMPUTED
     expected |= {"inside", "inside_latency", "launch"} if size > 1 else set()

@@ -209,7 +209,7 @@ CASES = {
     "torch.func.grad of functional_call": Case(
         lambda: _per_parameter(_shard(units=["first"])), TRANSFORM.format("grad")
     ),
-    "torch.export": Case(lambda: torch.export.export(_shard(), (_x(),)), r"torch\.export or make_fx of the root"),
+    "torch.export": Case(lambda: torch.export.export(_shard(), (_x(),)), r"torch\.export and make_fx of the root"),
     "make_fx": Case(lambda: make_fx(_shard())(_x()), r"torch\.export or make_fx of the root.*full_state_dict"),
     "torch.jit.trace": Case(
         lambda: _quiet(lambda: torch.jit.trace(_shard(), (_x(),))), r"torch\.jit\.trace of the root"

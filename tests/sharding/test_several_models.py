@@ -102,7 +102,7 @@ def _on_other_ranks(rank: int) -> None:
     gan, mesh = Gan(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "dp"))
     layerzero.shard_model(gan.parts["generator"], zero3_size=2)
     layerzero.shard_model(gan.parts["critic"], mesh=mesh["dp"])
-    expected = "'parts.generator' on ranks [0, 1, 2, 3], 'parts.critic' on ranks {}. Call it for each of them"
+    expected = "'parts.generator' on ranks [0, 1, 2, 3], 'parts.critic' on ranks {}. Call it for each of these models"
     with pytest.raises(ValueError, match=re.escape(expected.format([0, 1] if rank < 2 else [2, 3]))):
         layerzero.full_state_dict(gan)
     for part, alone in zip(gan.parts.values(), Gan().parts.values(), strict=True):

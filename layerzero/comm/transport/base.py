@@ -12,7 +12,7 @@ each mesh. The replica axis always uses process groups. Formulas for memory and 
 
 [Note: Write rounds]
 A transport may store the shards of all ranks in memory that the peers read at any time. Shards are then written in
-rounds, which are equal on all ranks. :meth:`Transport.begin_write` begins a round and has no effect inside a round.
+rounds, which are the same on all ranks. :meth:`Transport.begin_write` begins a round, and has no effect inside a round.
 Each write ends with :meth:`FullBuffer.publish`. :meth:`Transport.end_write` ends the round. A round belongs to the
 transport and not to a full buffer, because a user may write to the masters of one handle on one rank before the other
 ranks do.
@@ -68,7 +68,7 @@ class GatherOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferDemand:
-    """Sizes of the buffers that a model requests from a transport. They are equal on all ranks of the ZeRO-3 group."""
+    """Sizes of the buffers that a model requests from a transport; the same on all ranks of the ZeRO-3 group."""
 
     full_buffers: tuple[Size, ...]
     send_buffers: Mapping[Size, int]  # number of scratch buffers in use at once, by size

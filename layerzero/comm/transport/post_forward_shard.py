@@ -1,4 +1,4 @@
-"""Post-forward shards: parts of a full buffer that a few neighbouring ranks keep from a forward to its backward."""
+"""Post-forward shards: parts of a full buffer that a few neighboring ranks keep from a forward to its backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["PostForwardShard"]
 
 
 class PostForwardShard:
-    """N/k elements of a full buffer on each of k neighbouring ranks: ``reshard_after_forward=k``.
+    """N/k elements of a full buffer on each of k neighboring ranks: ``reshard_after_forward=k``.
 
     The shard is allocated at the end of a forward that may have a backward. The shard is freed at the end of the
     backward of the last forward that has kept it, or when the weights change. The shard is kept even for a forward

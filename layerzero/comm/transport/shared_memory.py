@@ -3,10 +3,10 @@
 [Note: Weights in shared memory]
 The full buffer of a handle is one mapping for all ranks of a ZeRO-3 group. Each rank writes its ZeRO-3 shard and reads
 the full buffer. Writes are grouped in rounds; see [Note: Write rounds] in base.py. A round is one call of
-`WeightRefresher.launch`. A rank increments its counter ARRIVED when it arrives at a round. Its earlier passes then no
-longer read the weights, and its next pass follows the round. Ranks write only after all ranks have arrived. If the
-master itself is in shared memory (fp32), the first write is the update by the optimizer or a write by the user. In this
-case, the rank arrives at the round before that write.
+`WeightRefresher.launch`. A rank increments its counter ARRIVED when it arrives at a round: its earlier passes no longer
+read the weights, and its next pass follows the round. Ranks write only after all ranks have arrived. If the master
+itself is in shared memory (fp32), the first write is the update by the optimizer or a write by the user. In this case,
+the rank arrives at the round before that write.
 
 A rank that has arrived must not read weights before the end of the round. Therefore a rank also marks the handles as
 written when it arrives. A forward then begins with the refresh of the handles, and a backward raises.
@@ -87,7 +87,7 @@ def _bytes(size: Size) -> int:
 
 
 def _common_bytes(numel: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a full buffer in the common part, rounded up to 64."""
+    """Return the size in bytes of a full buffer in the common part, rounded up to 64."""
     return -(-numel * dtype.itemsize // 64) * 64
 
 
@@ -197,7 +197,7 @@ class WriteBarrier:
         self.wait(_ARRIVED, self._arrived, "")
 
     def end_round(self) -> None:
-        """End the round, after all of its refreshes have been launched."""
+        """End the round, after all of its refreshes were launched."""
         self._rounds = self._arrived
 
     def publish_shard(self, works: PendingCollective | None, word: int) -> None:

@@ -42,12 +42,12 @@ RING_BYTES = _RING * 2 * 8
 
 
 def aligned_bytes(nbytes: int) -> int:
-    """Return the number of bytes that a buffer occupies in a rank's part: `nbytes` rounded up to entire cache lines."""
+    """Return the number of bytes that a buffer occupies in a rank's part: `nbytes` rounded up to full cache lines."""
     return -(-nbytes // LINE) * LINE
 
 
 def aligned_bytes_of_all(buffers: Mapping[Size, int]) -> int:
-    """Return the bytes that `buffers`, the number of buffers by size, occupy in a rank's part."""
+    """Return the number of bytes that `buffers`, the number of buffers by size, occupy in a rank's part."""
     return sum(count * aligned_bytes(numel * dtype.itemsize) for (numel, dtype), count in buffers.items())
 
 

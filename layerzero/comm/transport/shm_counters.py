@@ -10,9 +10,9 @@ full barrier.
 A counter has 32 bits and may wrap around, so counters are compared by their difference. A waiting rank sleeps in the
 kernel for short intervals. After each interval, it checks that the owner is alive and that the timeout is not reached.
 
-[Note: Detection of ended processes]
+[Note: Detection of exited processes]
 From the rendezvous on, each rank holds a lock on one byte of the shared file. The kernel releases the lock when the
-process ends for any reason, or when the file is closed. It is a record lock, which a forked child, such as a data
+process exits for any reason, or when the file is closed. It is a record lock, which a forked child, such as a data
 loader worker, does not inherit, unlike a lock of an open file. Therefore a worker that outlives its rank does not hold
 the lock.
 """
@@ -88,7 +88,7 @@ class SharedCounters:
         return ranks * (words + 1) * LINE
 
     def mark_alive(self) -> None:
-        """Lock the byte of this rank, which marks it as alive. See [Note: Detection of ended processes]."""
+        """Lock the byte of this rank, which marks it as alive. See [Note: Detection of exited processes]."""
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
 
     def increment(self, word: int) -> None:
@@ -103,7 +103,7 @@ class SharedCounters:
         """Wait until counter `word` of every other rank has reached `target`.
 
         Raises:
-            RuntimeError: a rank has died, or the timeout is reached.
+            RuntimeError: a rank exited, or the timeout is reached.
         """
         deadline = time.monotonic() + self._timeout
         for rank in self._others:

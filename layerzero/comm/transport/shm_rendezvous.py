@@ -63,7 +63,10 @@ def map_shared_segment(comm: Communicator, region: SegmentSizes) -> SharedSegmen
 
 
 def _objection(fields: dict[str, object], ranks: list[int], problem: str | None) -> str | None:
-    """Return the reason why the ranks cannot share memory, equal on all ranks, or None if they can."""
+    """Return the reason why the ranks cannot share memory, or None if they can.
+
+    The result is the same on all ranks.
+    """
     try:
         require_equal(_SUBJECT, fields, ranks=ranks)
     except ValueError as error:

@@ -206,7 +206,7 @@ def _left_of_machine() -> float:
 
 
 def left_of_container(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the bytes that the container of this process may still allocate.
+    """Return the number of bytes that the container of this process may still allocate.
 
     File pages count as free, because the kernel can drop them.
     """
@@ -219,7 +219,7 @@ def left_of_container(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def _of_files(stat: Path) -> int:
-    """Return the bytes of file pages of a container, including those of nested containers."""
+    """Return the size in bytes of a container's file pages, including those of nested containers."""
     with suppress(OSError, ValueError):
         found = dict(line.split() for line in stat.read_text().splitlines())
         inside = "total_" if "total_active_file" in found else ""

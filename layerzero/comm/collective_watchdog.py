@@ -5,14 +5,14 @@ All ranks of a group launch the same collectives in the same order, and each ran
 rank is less than the number of the late collective, the rank has not joined the collective. A rank that waits in a
 collective cannot answer, so each rank has a thread that answers. The thread periodically reads a number in the store. A
 rank with a late collective increments this number, and then each rank publishes its state. A rank that does not answer
-has stopped, has died, or cannot reach the store. If this rank cannot reach the store, its request remains unanswered
-and cannot be cancelled. Therefore a second thread measures the duration of requests.
+has stopped, has exited, or cannot reach the store. If this rank cannot reach the store, its request remains unanswered
+and cannot be canceled. Therefore a second thread measures the duration of requests.
 
 [Note: Completion on a device]
 With NCCL, the host's `wait` never raises. If a rank is absent, torch's watchdog kills the process at the timeout of the
 group, without naming the rank. Therefore layerzero starts its watchdog by default on devices.
 
-A collective completes on the device after `wait` has returned to the host. The work object of a collective keeps its
+A collective completes on the device after `wait` returns to the host. The work object of a collective keeps its
 outputs alive, so the watchdog stores only weak references to works. After `wait`, the watchdog stores an event of the
 waiting stream instead, which keeps no memory alive.
 
@@ -252,13 +252,13 @@ class Watchdog:
         try:
             while not self._ended.wait(self._period) and self._has_world():
                 self._scan()
-        except (dist.DistNetworkError, dist.DistStoreError):  # the process that served the store has ended
+        except (dist.DistNetworkError, dist.DistStoreError):  # the process that served the store exited
             pass
         except Exception:
             _LOG.exception("layerzero: the watchdog of rank %d has failed and has stopped", self._rank)
         finally:
             self._ended.set()  # also ends the other thread
-            self._forget()
+            self._delete_store_keys()
             del self._store  # closes the connection
 
     def _has_world(self) -> bool:
@@ -266,14 +266,14 @@ class Watchdog:
         world = self._world()
         return world is not None and dist.group.WORLD is world
 
-    def _forget(self) -> None:
+    def _delete_store_keys(self) -> None:
         """Delete the keys of this rank from the store, and the common keys if this is the last rank to end."""
         try:
             self._store.delete_key(f"{self._scope}/{self._rank}")
             if self._store.add(f"{self._scope}/ended", 1) == len(self._ranks):
                 for key in ("alarms", "ended"):
                     self._store.delete_key(f"{self._scope}/{key}")
-        except RuntimeError:  # the store has ended, or cannot delete keys
+        except RuntimeError:  # the process that served the store exited, or the store cannot delete keys
             pass
 
     def _monitor_store(self) -> None:
@@ -287,7 +287,7 @@ class Watchdog:
             if (late.group, late.number) in self._silences:
                 continue
             self._silences.add((late.group, late.number))
-            self._tell(
+            self._describe_statuses(
                 f"{late.doing}, step {late.step}, is pending on rank {self._rank}: the store has not answered for "
                 f"{silent:.1f} s. The machine that serves it (of rank 0 or of the launcher) has stopped, or this "
                 "machine cannot reach it",
@@ -303,10 +303,10 @@ class Watchdog:
         ):
             self._raised.add((late.group, late.number))
             self._request(lambda: self._store.add(f"{self._scope}/alarms", 1))
-        if self._answered_alarm():
+        if self._answer_new_alarm():
             deadline = time.monotonic() + self._period + 1  # all ranks have looked by then
             while time.monotonic() < deadline and not self._ended.wait(0.25):
-                self._answered_alarm()  # other ranks may raise alarms meanwhile
+                self._answer_new_alarm()  # other ranks may raise alarms meanwhile
             self._report()
             self._reported = self._alarms
 
@@ -318,7 +318,7 @@ class Watchdog:
         finally:
             self._asking_since = None
 
-    def _answered_alarm(self) -> bool:
+    def _answer_new_alarm(self) -> bool:
         alarms: int = self._request(lambda: self._store.add(f"{self._scope}/alarms", 0))
         is_new: bool = alarms > self._alarms
         if is_new:
@@ -359,9 +359,9 @@ class Watchdog:
                 answers[int(key.rpartition("/")[2])] = _Answer.of(entry)
         who, longest = _raised(answers, self.limit)
         if who and who != self._who:
-            self._tell(who, longest)
+            self._describe_statuses(who, longest)
 
-    def _tell(self, who: str, longest: float) -> None:
+    def _describe_statuses(self, who: str, longest: float) -> None:
         self._who = who
         self.reports.append(f"layerzero: late by {longest:.1f} s: {who}")
         _LOG.error("%s", self.reports[-1])
