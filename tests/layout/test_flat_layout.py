@@ -253,10 +253,10 @@ def test_rows_in_counts_whole_rows_of_any_flat_range() -> None:
     [
         ([("scale", ())], 2, 1, "'scale' has no dims"),
         ([("weight", (3, -1))], 2, 1, "negative size"),
-        ([("weight", (3,)), ("weight", (4,))], 2, 1, "'weight' is given twice"),
+        ([("weight", (3,)), ("weight", (4,))], 2, 1, "'weight' is listed twice"),
         ([("weight", (3,))], 0, 1, "num_shards=0"),
         ([("weight", (3,))], 2, 0, "align=0"),
-        ([], 2, 1, "no parameters"),
+        ([], 2, 1, "at least one parameter"),
     ],
 )
 def test_nonsense_is_refused_by_name(params: Params, num_shards: int, align: int, message: str) -> None:
