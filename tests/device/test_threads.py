@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import layerzero
-from layerzero.comm.collectives import PendingReduction, reduce_scatter
+from layerzero.comm.collectives import PendingReduction
 from layerzero.device.buffer_pools import BufferPool
 from layerzero.device.streams import StreamThread
 from tests.support.models import SideBySide, different, exact_sgd, full_parameters, integer_batch, integer_loss
@@ -37,13 +37,13 @@ Log = dict[str, list[tuple[str, str]]]
 def _late(rank: int) -> Iterator[None]:
     """Delay waits and additions at random and fill receive buffers with NaN; raise if a buffer in use is written."""
     draw = random.Random(rank)
-    wait, add, take = PendingReduction.wait, PendingReduction.add_to, BufferPool.acquire
+    init, wait, add = PendingReduction.__init__, PendingReduction.wait, PendingReduction.add_to
+    take = BufferPool.acquire
     sent: dict[int, Tensor] = {}  # by collective in flight
 
-    def launch(*args: Any, **settings: Any) -> PendingReduction:
-        pending = reduce_scatter(*args, **settings)
+    def launch(pending: PendingReduction, *args: Any, **settings: Any) -> None:
+        init(pending, *args, **settings)
         sent[id(pending)] = pending.sent.clone()
-        return pending
 
     def late_wait(pending: PendingReduction, **how: bool) -> None:
         wait(pending, **how)
@@ -60,7 +60,7 @@ def _late(rank: int) -> Iterator[None]:
         return take(pool, *args).fill_(math.nan)
 
     with (
-        mock.patch("layerzero.engine.handle_gradients.reduce_scatter", launch),
+        mock.patch.object(PendingReduction, "__init__", launch),
         mock.patch.object(PendingReduction, "wait", late_wait),
         mock.patch.object(PendingReduction, "add_to", late_add),
         mock.patch.object(BufferPool, "acquire", poisoned),
@@ -129,7 +129,7 @@ def _fails(rank: int) -> None:
 
     integer_loss(model, integer_batch(step=0, rank=rank)).backward()
     loss = integer_loss(model, integer_batch(step=1, rank=rank))
-    with mock.patch.object(PendingReduction, "add_to", broken), pytest.raises(LookupError, match="'layerzero node'"):
+    with mock.patch.object(PendingReduction, "add_to", broken), pytest.raises(LookupError, match="'layerzero zero3'"):
         loss.backward()
     with pytest.raises(RuntimeError, match="the last backward raised an exception"):
         optimizer.step()
@@ -184,7 +184,7 @@ def _ends(rank: int, shared_memory: str | None) -> None:
     _train(model, optimizer, [rank])
     of_weights = {"layerzero refresh"} if shared_memory is None else set()  # shared between ranks
     assert {thread.name for thread in _threads()[before:]} == {
-        "layerzero node",
+        "layerzero zero3",
         "layerzero replica",
         "layerzero control",
     } | of_weights

@@ -413,7 +413,7 @@ def _refused(rank: int) -> None:
         shard(tied)
     for way, error, text in (
         ("raises", (ArithmeticError, RuntimeError), "no way to send it"),
-        ("not a pair", TypeError, "'0.weight' returned .* Return .inputs of the all-gather, metadata."),
+        ("not a pair", TypeError, r"(?s)'0.weight' returned .* Return .inputs of the all-gather, metadata."),
         ("a number", TypeError, "returned Tensor of shape .* as an input of the all-gather. Return plain tensors"),
         ("unequal", ValueError, "fsdp_pre_all_gather of parameter '0.weight': ranks disagree: inputs is"),
         ("no pair", TypeError, "fsdp_post_all_gather of parameter '0.weight' returned a .*Return .gathered tensor"),

@@ -502,11 +502,11 @@ def _both_axes(rank: int, name: str) -> None:
         units=(Experts,),
     )
     if name == "whole stack":
-        with pytest.raises(ValueError, match=r"'layers.0.experts.weight' is cut along 2 axes"):
+        with pytest.raises(ValueError, match=r"'layers.0.experts.weight' is sharded along 2 model-parallel axes"):
             layerzero.shard_optimizer(STACKS[name](model), model)
         return
     optimizer = layerzero.shard_optimizer(STACKS[name](model), model)
-    with pytest.raises(ValueError, match=r"'layers.0.experts.weight' is cut along 2 axes"):
+    with pytest.raises(ValueError, match=r"'layers.0.experts.weight' is sharded along 2 model-parallel axes"):
         layerzero.shard_optimizer(STACKS["whole stack"](model), model)  # the first one leaves matrices apart on ep
     for step in range(3):
         share = [integer_batch(step=step, rank=r) for r in range(rank // 2 * 2, rank // 2 * 2 + 2)]

@@ -351,7 +351,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "gather_codec": ({"gather_codec": layerzero.Float8Rows()}, "verify does not support gather_codec: the plain run"),
     "typo": ({"unit": {Block}}, "no setting 'unit'. Use one of ['accumulation'"),
     "accumulation": ({"accumulation": "half"}, "accumulation='half'"),
-    "ignored": ({"ignored_params": []}, "ignored_params must be a function of the model, got []"),
+    "ignored": ({"ignored_params": []}, "ignored_params must be a function of the model, not []"),
     "loss": ({"loss_fn": 3}, "loss_fn must be callable, got int"),
     "same object": ({"model_fn": _one_net}, "model_fn returned the same object twice"),
     "no model": ({"model_fn": dict}, "model_fn must return a torch.nn.Module, got dict"),

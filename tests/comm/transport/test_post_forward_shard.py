@@ -390,7 +390,7 @@ def _refused(rank: int) -> None:
         (
             lambda name, module: 3 if name else True,
             ValueError,
-            r"reshard_after_forward\('units\.0', module\) returns is 3",
+            r"the result of reshard_after_forward\('units\.0', module\) is 3",
         ),
     ]
     for value, kind, text in refused:
