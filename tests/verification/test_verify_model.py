@@ -355,7 +355,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "loss": ({"loss_fn": 3}, "loss_fn must be callable, got int"),
     "same object": ({"model_fn": _one_net}, "model_fn returned the same object twice"),
     "no model": ({"model_fn": dict}, "model_fn must return a torch.nn.Module, got dict"),
-    "no loss": ({"model_fn": functools.partial(nn.Linear, 4, 2)}, "a tensor of shape [6, 2], which is not a scalar loss"),
+    "no loss": (
+        {"model_fn": functools.partial(nn.Linear, 4, 2)},
+        "a tensor of shape [6, 2], which is not a scalar loss",
+    ),
     "no scalar": ({"loss_fn": _scalarless}, "the loss must be a tensor of one element, got a tensor of shape [6, 8]"),
     "stream": ({"batch_fn": stream_batch}, "two calls of batch_fn(0, 0) returned different batches"),
     "not finite": ({"model_fn": Exploding}, "not finite in step 0"),
