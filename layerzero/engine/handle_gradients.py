@@ -316,7 +316,7 @@ class HandleReduction:
         self._pending: PendingReduction | None = None  # the collective in flight
         self._leases: tuple[Lease, ...] = ()  # of memory that the collective uses
         self._issued: list[LaunchedCollective] = []  # collectives launched so far
-        self._streams: ReductionStreams  # set by add_on()
+        self._streams: ReductionStreams  # set by submit()
 
     def submit(self, streams: ReductionStreams) -> None:
         """Submit the complete reduction to the streams.

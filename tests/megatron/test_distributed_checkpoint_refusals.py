@@ -182,7 +182,7 @@ def _reloads(rank: int) -> None:
             for chunk in chunks:
                 for parameter in chunk.parameters():
                     parameter.add_(1.0)
-        with pytest.raises(ValueError, match=r"the state dict has no 'model0' but \['model'\]"):
+        with pytest.raises(ValueError, match=r"the state dict has no key 'model0'\. Its keys are \['model'\]"):
             optimizer.reload_model_params({"model": wanted[0]})
         optimizer.reload_model_params({f"model{index}": state for index, state in enumerate(wanted)})
         for chunk, state in zip(chunks, wanted, strict=True):

@@ -73,7 +73,7 @@ REFUSED = {
     "gtp_weight_remat_size": (2, "Megatron would shard the weights as well"),
     "expert_gtp_weight_remat_size": (2, "Megatron would shard the weights as well"),
     "moe_router_load_balancing_type": (["aux_loss", "quantile_balancing"], "the bias of routers is updated"),
-    "overlap_dispatch_backward_with_experts_wgrad": (True, "after the backward of their layer"),
+    "overlap_dispatch_backward_with_experts_wgrad": (True, "after their layer's backward"),
     "moe_expert_rank_capacity_factor": (1.5, "a step is repeated"),
     "fp4": ("e2m1", "quantized in each forward"),
 }
