@@ -193,7 +193,7 @@ class Row:
     def scratch_bytes(self) -> int:
         """Bytes of model state in layerzero's cached and reduction buffers, with unused contents; 0 for peers."""
         kinds = self.runs[0]["kinds"] or {}
-        return int(kinds.get("reduce_buffer", 0) + kinds.get("idle_buffer", 0))
+        return int(kinds.get("reduce_buffer", 0) + kinds.get("cached_buffer", 0))
 
     @property
     def peak_bytes(self) -> float:

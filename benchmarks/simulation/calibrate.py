@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from benchmarks.simulation.measure import Block, Case, Measured, Plan, gpt
 from layerzero.config import LayerZeroConfig
 from layerzero.planning.meta_sharding import MetaSharding, where_of
-from layerzero.planning.sim_program import Operation, StartReduction, What, read_recording, seconds_of
+from layerzero.planning.sim_program import ComputeKey, Operation, StartReduction, read_recording, seconds_of
 from layerzero.planning.sim_schedules import ScheduleSettings, UnitCost, layerzero_program
 from layerzero.planning.simulator import SimMachine, simulate
 
@@ -64,7 +64,7 @@ def calibrate(plan: Plan, measured: Measured, *, two_nodes: bool) -> tuple[SimMa
     return machine, predictions
 
 
-def _program(plan: Plan, case: Case, computations: Callable[[What], float]) -> list[Operation]:
+def _program(plan: Plan, case: Case, computations: Callable[[ComputeKey], float]) -> list[Operation]:
     """Return the program of ``layerzero plan`` for a case, with measured times."""
     settings = plan.settings(case)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=settings.reduce_dtype)
@@ -99,7 +99,7 @@ def _program(plan: Plan, case: Case, computations: Callable[[What], float]) -> l
     )
     traced = plan.cases[0].zero3_size
 
-    def told(what: What) -> float:
+    def told(what: ComputeKey) -> float:
         if what[0] != "add":
             return computations(what)
         # On gloo each rank adds the parts of all ranks of the axis: N elements in hop 1, N / S in hop 2.
@@ -153,20 +153,20 @@ def _carried_between(folder: Path, node_size: int) -> float:
     return statistics.median(rates)
 
 
-def _computations(folder: Path) -> Callable[[What], float]:
+def _computations(folder: Path) -> Callable[[ComputeKey], float]:
     """Return a function that gives the measured seconds of a computation."""
     alone, in_steps = (_quietest(folder, pattern) for pattern in ("compute", "steps"))
 
-    def seconds(what: What) -> float:
+    def seconds(what: ComputeKey) -> float:
         from_alone = what[0] in ("forward", "backward", "after forward")
         return (alone if from_alone else in_steps).get(what, 0.0)
 
     return seconds
 
 
-def _quietest(folder: Path, pattern: str) -> dict[What, float]:
+def _quietest(folder: Path, pattern: str) -> dict[ComputeKey, float]:
     """Return the mean seconds over the ranks of each computation, in the round with the smallest mean."""
-    found: defaultdict[What, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    found: defaultdict[ComputeKey, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted(folder.glob(f"{pattern}-*.json")):
         this_round = path.stem.rpartition("-")[2]
         for what, seconds in seconds_of(read_recording(path).program()).items():

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.model_shapes import UNITS
 from benchmarks.simulation.record import Settings, record_blocks
-from layerzero.planning.sim_program import Operation, SimCollective, What, from_events, resized, retimed
+from layerzero.planning.sim_program import ComputeKey, Operation, SimCollective, from_events, resized, retimed
 from layerzero.planning.sim_schedules import Peer, UnitCost, peer_program
 from layerzero.planning.simulator import SimMachine, SimResult, simulate
 
@@ -91,7 +91,7 @@ class _Times:
     assumed: Assumptions
     states: int
 
-    def __call__(self, what: What) -> float:
+    def __call__(self, what: ComputeKey) -> float:
         phase, unit = what
         if phase in ("forward", "backward"):
             return self.forward(unit) * (2 if phase == "backward" else 1)
@@ -125,7 +125,7 @@ def layerzero_program(model: Model, assumed: Assumptions, nodes: int, micro_batc
         element = _COMPUTE if exchange.kind in ("gather", "refresh") else _REDUCE
         return replace(exchange, ranks=ranks, bytes=numel * element * (ranks - 1) / ranks)
 
-    def place(what: What) -> str:
+    def place(what: ComputeKey) -> str:
         return "last" if what == ("forward", _ROOT) else "first"  # the head comes after the blocks
 
     program = _recorded(model.blocks, inside, micro_batches)

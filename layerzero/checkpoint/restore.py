@@ -88,7 +88,7 @@ class RestorePlan:
         self._names = StateNames(runtime, apart)
         self._decoder = Decoder(self._read, rank)
         self._rank = rank
-        self._landings: list[_ReadTarget] = []
+        self._read_targets: list[_ReadTarget] = []
         self._uses: dict[str, list[RowShardSpec | None]] = {}  # by key: sharding of each use; None: full
         self._homes: dict[str, Tensor] = {}  # by key: memory of this rank that the rows are loaded into
         self._twins: list[tuple[str, str, str, str]] = []  # tied here, stored separately: names and keys of both
@@ -175,7 +175,7 @@ class RestorePlan:
             return
         for part, key in keys.items():
             self._use(str(key), None)
-            self._landings.append(_ReadTarget(str(key), parts[part]))
+            self._read_targets.append(_ReadTarget(str(key), parts[part]))
             first, its_key = self._parts.setdefault(id(parts[part]), (f"{part} of {name}", str(key)))
             if its_key != key:
                 self._twins.append((first, its_key, f"{part} of {name}", str(key)))
@@ -196,7 +196,7 @@ class RestorePlan:
             home = member.master if member is not None and len(keys) == 1 else None
             self._use(key, None if member is None else member.spec, home)
             if index == 0:
-                self._landings.append(_ReadTarget(key, target if member is None else member))
+                self._read_targets.append(_ReadTarget(key, target if member is None else member))
                 first = (name, key)
             else:
                 self._twins.append((*first, name, key))
@@ -365,10 +365,12 @@ class RestorePlan:
         """Write all tensors that were not read in place, and the optimizer state. All ranks must call this method."""
         for key in self.in_place:
             increment_version(self._homes[key])  # autograd graphs that saved it are invalid
-        for landing in self._landings:
-            if landing.key not in self.in_place:
-                target = landing.target.master if isinstance(landing.target, ManagedParam) else landing.target
-                target.copy_(self._rows(landing.key, landing.target))
+        for read_target in self._read_targets:
+            if read_target.key not in self.in_place:
+                target = (
+                    read_target.target.master if isinstance(read_target.target, ManagedParam) else read_target.target
+                )
+                target.copy_(self._rows(read_target.key, read_target.target))
         self._runtime.refreshes.launch()
         if self._optimizer is not None and self._group_settings is not None:
             self._commit_optimizer(self._optimizer, self._group_settings)

@@ -67,7 +67,7 @@ class TraceRecorder:
         process group.
         """
         deadline = time.monotonic() + seconds
-        while any(flight.landed is None for flight in self.flying) and time.monotonic() < deadline:
+        while any(flight.completed is None for flight in self.flying) and time.monotonic() < deadline:
             time.sleep(_NAP)
 
 
@@ -84,15 +84,15 @@ class CollectiveTrace:
         self.name = name
         self.bytes = sent
         self._works = 0  # works whose completion is reported
-        self._landings: list[Any] = []  # their completion times
+        self._completions: list[Any] = []  # their completion times
         self._observer = observer
         self._recorder = observer.recorder
 
     @property
-    def landed(self) -> Any:
+    def completed(self) -> Any:
         """Completion time; None if the collective is not known to be complete."""
-        done = self._works and len(self._landings) == self._works
-        return (max(self._landings) if self._works > 1 else self._landings[0]) if done else None
+        done = self._works and len(self._completions) == self._works
+        return (max(self._completions) if self._works > 1 else self._completions[0]) if done else None
 
     @contextmanager
     def launching(self) -> Iterator[None]:
@@ -108,7 +108,7 @@ class CollectiveTrace:
         """Record the current time as the completion time, unless the backend reports completion times."""
         if self._recorder is not None and not self._works:
             self._works = 1
-            self._landings.append(self._recorder.clock.now())
+            self._completions.append(self._recorder.clock.now())
 
     @contextmanager
     def adding(self) -> Iterator[None]:
@@ -131,9 +131,9 @@ class CollectiveTrace:
             return
         self._works = len(futures)
         self._recorder.flying.append(self)
-        now, landings = self._recorder.clock.now, self._landings
+        now, completions = self._recorder.clock.now, self._completions
         for future in futures:
-            future.add_done_callback(lambda _: landings.append(now()))  # in threads of the backend
+            future.add_done_callback(lambda _: completions.append(now()))  # in threads of the backend
 
     @contextmanager
     def _seen(self, kind: str, prefix: str) -> Iterator[None]:

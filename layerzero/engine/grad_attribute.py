@@ -39,11 +39,11 @@ class GradAttribute:
         guesses = not agreed and self.gradients.may_have_peer_contributions
         forbidden = _UNREDUCED if self.gradients.unreduced or not agreed else None
         for slot, member in enumerate(self.members):
-            if usage[slot] < GradUsage.SEEN:
+            if usage[slot] < GradUsage.PUBLISHED:
                 maybe = guesses and member.gathered.requires_grad
-                if usage[slot] == GradUsage.MAYBE and not maybe:
+                if usage[slot] == GradUsage.UNKNOWN and not maybe:
                     member.sharded.grad = None
-                usage[slot] = GradUsage.MAYBE if maybe else GradUsage.NONE
+                usage[slot] = GradUsage.UNKNOWN if maybe else GradUsage.UNUSED
             if usage[slot] and not self._is_ours(slot, member.sharded.grad):
                 member.sharded.grad = self._gradient_of(slot)
             self._watches[slot].access_error = forbidden
@@ -69,7 +69,7 @@ class GradAttribute:
             ours = self._is_ours(slot, gradient)
             if watch.zero_requested:
                 watch.zero_requested = False
-                if ours and gradients.usage[slot] == GradUsage.MAYBE:
+                if ours and gradients.usage[slot] == GradUsage.UNKNOWN:
                     gradient = member.sharded.grad = None
                 elif ours:
                     gradients.zero(slot)

@@ -30,9 +30,9 @@ __all__ = ["GradientReducer"]
 class GradientStatus(enum.Enum):
     """State of the gradients after all passes so far. INVALID takes precedence over UNREDUCED."""
 
-    FINAL = "none"
-    UNREDUCED = "reduction"  # the last backward ran inside no_sync
-    INVALID = "zero_grad"  # a backward failed after it had started to add gradients
+    FINAL = "final"
+    UNREDUCED = "unreduced"  # the last backward ran inside no_sync
+    INVALID = "invalid"  # a backward failed after it had started to add gradients
 
 
 class GradientReducer:
@@ -286,7 +286,7 @@ class GradientReducer:
             self._pending_use.wait()
         if self._last_use is not None:
             self.settings.receive(self._last_use.further)
-        is_known = min(local) == GradUsage.NEW
+        is_known = min(local) == GradUsage.CONTRIBUTED
         self._pending_use = self._last_use = self._used_params.start_exchange(
             local, self.settings.digests(), is_known=is_known
         )
@@ -308,9 +308,9 @@ class GradientReducer:
         for handle, gradients in zip(self._order, self.queue.order, strict=True):
             stop = start + len(handle.members)
             here = said[start:stop]
-            if GradUsage.NEW in here:
+            if GradUsage.CONTRIBUTED in here:
                 self._updated += [
-                    member for member, use in zip(handle.members, here, strict=True) if use == GradUsage.NEW
+                    member for member, use in zip(handle.members, here, strict=True) if use == GradUsage.CONTRIBUTED
                 ]
             gradients.record_usage(here)
             start = stop

@@ -132,10 +132,10 @@ class HandleGradients:
     @property
     def used(self) -> bool:
         """True if a parameter has a contribution from this rank, or a known contribution from another rank."""
-        return bool(self.usage) and max(self.usage) >= GradUsage.SEEN
+        return bool(self.usage) and max(self.usage) >= GradUsage.PUBLISHED
 
     def is_used(self, slot: int) -> bool:
-        return self.usage[slot] >= GradUsage.SEEN
+        return self.usage[slot] >= GradUsage.PUBLISHED
 
     def record_usage(self, anywhere: bytes) -> None:
         """Record the usage that the ranks have agreed on, one GradUsage per slot.
@@ -143,8 +143,8 @@ class HandleGradients:
         Call this method before the final gradient is published.
         """
         for slot, use in enumerate(anywhere):
-            if use >= GradUsage.SEEN:
-                self.usage[slot] = GradUsage.SEEN
+            if use >= GradUsage.PUBLISHED:
+                self.usage[slot] = GradUsage.PUBLISHED
 
     @property
     def is_blocked(self) -> bool:
@@ -165,15 +165,15 @@ class HandleGradients:
 
     def receive(self, slot: int, gradient: Tensor) -> None:
         """Add the full gradient of one parameter, which has the parameter's shape and any floating dtype."""
-        self.pending_slots.mark_arrived(slot)
-        self.usage[slot] = GradUsage.NEW
+        self.pending_slots.mark_ready(slot)
+        self.usage[slot] = GradUsage.CONTRIBUTED
         self.incoming.add(slot, gradient, self.spec.incoming_scale)
 
     def take(self, slot: int) -> None:
         """Record that a kernel has added the gradient of one parameter to its exposed memory."""
         self.incoming.mark_written(slot)
-        self.pending_slots.mark_arrived(slot)
-        self.usage[slot] = GradUsage.NEW
+        self.pending_slots.mark_ready(slot)
+        self.usage[slot] = GradUsage.CONTRIBUTED
 
     @property
     def offers_main_grad(self) -> bool:
@@ -220,12 +220,12 @@ class HandleGradients:
             self.reduction.wait()
         self.final.add(slot, rows)
         self.final.rest()
-        self.usage[slot] = GradUsage.NEW
+        self.usage[slot] = GradUsage.CONTRIBUTED
 
     def drop(self, slots: Sequence[int]) -> None:
         """Drop all contributions to the parameters at `slots`, whose gradients become None."""
         for slot in slots:
-            self.usage[slot] = GradUsage.NONE
+            self.usage[slot] = GradUsage.UNUSED
         slots = slots if any(self.usage) else range(len(self.usage))
         for each in self.buffers.values():
             each.clear(slots)
@@ -237,7 +237,7 @@ class HandleGradients:
         self.drop([slot])
         self.final.zero(slot)
         self._restore_aliased()
-        self.usage[slot] = GradUsage.SEEN
+        self.usage[slot] = GradUsage.PUBLISHED
 
     def replace(self, slot: int, rows: Tensor) -> None:
         """Replace this rank's rows of a final gradient."""
@@ -253,7 +253,7 @@ class HandleGradients:
 class PendingSlots:
     """Slots of one handle whose gradients are expected or have arrived in one backward.
 
-    The reduction of the handle may be launched when `ready` is True; see [Note: Launch order of reductions] in
+    The reduction of the handle may be launched when `all_ready` is True; see [Note: Launch order of reductions] in
     reduction_queue.py.
     """
 
@@ -264,14 +264,14 @@ class PendingSlots:
         self._closed = False  # the backward has passed all calls of the unit
 
     @property
-    def ready(self) -> bool:
+    def all_ready(self) -> bool:
         return self._closed and not self._missing
 
     @property
     def has_begun(self) -> bool:
         return self._arrived != 0
 
-    def mark_arrived(self, slot: int) -> None:
+    def mark_ready(self, slot: int) -> None:
         self._arrived |= 1 << slot
         self._missing &= ~self._arrived
 
@@ -305,13 +305,13 @@ class HandleReduction:
     """Reduction of the gradients of one handle through some stages. One collective is in flight at a time.
 
     Attributes:
-        buffers_written: one event per collective, which completes when the result has been added to the target buffer.
+        finished_events: one event per collective, which completes when the result has been added to the target buffer.
             :meth:`submit` appends these events.
     """
 
     def __init__(self, gradients: HandleGradients, stages: Sequence[ReductionStage]) -> None:
         self.gradients = gradients
-        self.buffers_written: list[Waitable] = []
+        self.finished_events: list[Waitable] = []
         self._stages = stages
         self._pending: PendingReduction | None = None  # the collective in flight
         self._leases: tuple[Lease, ...] = ()  # of memory that the collective uses
@@ -340,8 +340,8 @@ class HandleReduction:
             stream.wait_event(self)
             stream.run(partial(self._launch_next, stage, following))
             waiting = partial(record_wait, counters, stage.collective, label, self._issued, number)
-            self.buffers_written.append(stream.record_event(waiting))
-        self.gradients.reduction = self.buffers_written[-1]
+            self.finished_events.append(stream.record_event(waiting))
+        self.gradients.reduction = self.finished_events[-1]
 
     # Operations that run on the streams
 

@@ -41,15 +41,15 @@ class ReductionQueue:
         self.order = list(order)
         self.streams = streams
         self._next = 0  # index in `order` of the first handle that this pass has not started
-        self._in_flight_reduction: list[HandleGradients] = []  # started in this pass
-        self._landings: list[deque[Waitable]] = [
+        self._reducing: list[HandleGradients] = []  # started in this pass
+        self._events: list[deque[Waitable]] = [
             deque() for _ in IN_FLIGHT
         ]  # events of first and second collectives, oldest first
 
     def start_ready(self, *, across_replicas: bool) -> None:
         """Start the reductions of the next handles in order, up to the first handle that is not ready."""
         order = self.order
-        while self._next < len(order) and order[self._next].pending_slots.ready:
+        while self._next < len(order) and order[self._next].pending_slots.all_ready:
             self._start(self._next_reduction(across_replicas=across_replicas))
 
     def finish(self, *, across_replicas: bool) -> None:
@@ -61,36 +61,35 @@ class ReductionQueue:
         if any(gradients.pending_slots.has_begun for gradients in self.order):
             # A reentrant checkpoint produces the gradient of a shared parameter in several parts.
             self.finish(across_replicas=across_replicas)
-        for (
-            gradients
-        ) in self.order:  # a call that ended after the launch of its reduction has closed the next reduction
+        # A call that ended after the launch of its reduction has closed the next reduction.
+        for gradients in self.order:
             gradients.pending_slots.end()
 
     def finish_accumulated(self) -> None:
         """Reduce the gradients that backwards inside no_sync have accumulated."""
         for gradients in self.order:
             self.wait_until_writable(gradients)
-            self._in_flight_reduction.append(gradients)
+            self._reducing.append(gradients)
             self._start(gradients.reduce_accumulated())
         self.settle()
 
     def settle(self) -> None:
         """Make later work wait for all reductions in flight."""
         try:
-            self.streams.synchronize(self._landings)
+            self.streams.synchronize(self._events)
         finally:
-            if not any(self._landings):  # otherwise an interrupt ended the wait, and reductions are still in flight
-                while self._in_flight_reduction:
-                    self._in_flight_reduction.pop().reduction = None
+            if not any(self._events):  # otherwise an interrupt ended the wait, and reductions are still in flight
+                while self._reducing:
+                    self._reducing.pop().reduction = None
 
     def wait_until_writable(self, gradients: HandleGradients) -> None:
         """Wait until gradients can be added to the buffers of `gradients`."""
         if gradients.reduction is not None:
             gradients.reduction.wait()
             gradients.reduction = None
-        for landings in self._landings:  # of other handles, which may use the memory that this handle needs
-            while gradients.is_blocked and landings:
-                landings.popleft().wait()
+        for events in self._events:  # of other handles, which may use the memory that this handle needs
+            while gradients.is_blocked and events:
+                events.popleft().wait()
 
     def abandon(self) -> None:
         """End the pass of a failed backward and make later work wait for the gradients that have arrived.
@@ -109,13 +108,13 @@ class ReductionQueue:
         gradients = self.order[self._next]
         self._next += 1
         self.wait_until_writable(gradients)
-        self._in_flight_reduction.append(gradients)
+        self._reducing.append(gradients)
         return gradients.start_reduction(across_replicas=across_replicas)
 
     def _start(self, reduction: HandleReduction | None) -> None:
         if reduction is not None:
             self.streams.check()
             reduction.submit(self.streams)
-            for landings, landed, most in zip(self._landings, reduction.buffers_written, IN_FLIGHT, strict=False):
-                landings.append(landed)
-                self.streams.limit_in_flight(landings, most)
+            for events, event, most in zip(self._events, reduction.finished_events, IN_FLIGHT, strict=False):
+                events.append(event)
+                self.streams.limit_in_flight(events, most)

@@ -89,15 +89,15 @@ class ReductionSpec:
         """
         if grid.data_parallel == 1:
             return cls(Extent.ZERO1, Extent.ZERO1, (), precision.master, 1.0 / divide_factor)
-        sharded, landing = accumulation == "sharded" and grid.zero3_size > 1, precision.reduce
-        if sharded and adds_hop1 and precision.compute.itemsize < landing.itemsize:
-            landing = precision.compute  # see [Note: Dtype of full gradients]
+        sharded, incoming = accumulation == "sharded" and grid.zero3_size > 1, precision.reduce
+        if sharded and adds_hop1 and precision.compute.itemsize < incoming.itemsize:
+            incoming = precision.compute  # see [Note: Dtype of full gradients]
         factor1, factor2 = _factors(grid, divide_factor)
         first, second = (
-            _before(factor1, landing, adds=adds_hop1),
+            _before(factor1, incoming, adds=adds_hop1),
             _before(factor2, precision.replica_reduce, adds=adds_hop2),
         )
-        hop1, hop2 = (Collective.HOP1, landing), (Collective.HOP2, precision.replica_reduce)
+        hop1, hop2 = (Collective.HOP1, incoming), (Collective.HOP2, precision.replica_reduce)
         if grid.zero3_size == 1:
             first = second
             stages: tuple[ReductionStage, ...] = (
@@ -115,7 +115,7 @@ class ReductionSpec:
                 ReductionStage(Extent.ZERO3, Extent.ZERO1, *hop2, last),
             )
         if sharded:
-            return cls(Extent.FULL, stages[0].target, stages, landing, 1.0 / first)
+            return cls(Extent.FULL, stages[0].target, stages, incoming, 1.0 / first)
         return cls(Extent.FULL, Extent.FULL, stages, precision.master, 1.0 / first)
 
     def between(self, start: Extent, stop: Extent) -> tuple[ReductionStage, ...]:

@@ -426,7 +426,7 @@ class Scheduler(Closable):
             gradients = handle.gradients
             if gradients is not None and handle.trainable:
                 gradients.pending_slots.close(lambda slot, members=handle.members: members[slot].will_receive_grad())  # type: ignore[misc]
-                if gradients.pending_slots.ready and called:
+                if gradients.pending_slots.all_ready and called:
                     backward.completed_handles[handle] = None
         self._gradients.queue.start_ready(across_replicas=backward.requires_gradient_sync)
 
@@ -503,7 +503,7 @@ class Scheduler(Closable):
             gradients.take(slot)
         if not written or getattr(leaf, "zero_out_wgrad", False):
             gradients.receive(slot, gradient)
-        if gradients.pending_slots.ready:
+        if gradients.pending_slots.all_ready:
             backward.completed_handles[handle] = None
 
     def main_grad(self, handle: Handle, slot: int) -> Tensor | None:

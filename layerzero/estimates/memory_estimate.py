@@ -38,7 +38,7 @@ def estimate_memory(units: Sequence[UnitSpec], config: LayerZeroConfig, *, scrat
     kinds["accumulator"], kinds["host_accumulator"] = _accumulators(units, config)
     kinds["reduce_buffer"] = scratch
     full = simulate_full_buffers(units, config.prefetch)
-    kinds["idle_buffer"] = full.idle
+    kinds["cached_buffer"] = full.idle
     return MemoryEstimate(dict(kinds), on_device(kinds) - full.idle + full.peak)
 
 

@@ -48,15 +48,15 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
     plan = ScratchBuffers(Counter(), Counter())
     outgoing = plan.outgoing if in_place else plan.scratch
     # Incoming gradients that are sent from the buffer that they arrive in.
-    landing = [
+    incoming = [
         each for each in trained if each.reduction_spec.incoming_extent is not each.reduction_spec.accumulator_extent
     ]
-    for size, members in _by_size(landing, lambda each: each.incoming_numel).items():
+    for size, members in _by_size(incoming, lambda each: each.incoming_numel).items():
         flying = _landing_at_once(members, handles) + first - 1
         outgoing[size] += min(len(members) + 1, flying + _UNREAD) if in_place else min(len(members), flying)
     # Accumulated gradients that are copied before they are sent, and receive buffers.
     for size, members in _by_size(
-        [each for each in trained if each not in landing], lambda each: each.sent_numel
+        [each for each in trained if each not in incoming], lambda each: each.sent_numel
     ).items():
         copied = [each for each in members if not _lent_in_place(each, config, where, is_hop1=each in hop1)]
         if in_place and members[0] in hop1:

@@ -35,7 +35,7 @@ from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.expert_names import experts_of
 from layerzero.megatron.global_layout import global_layout_of
 from layerzero.megatron.megatron_optimizer import ShardedMegatronOptimizer
-from layerzero.megatron.parallel_groups import ProcessGroups, all_gather_object, raise_on_all
+from layerzero.megatron.parallel_groups import ProcessGroups, all_gather_object, raise_together
 from layerzero.optimizers.ema import EMA
 
 __all__ = ["load", "save"]
@@ -66,7 +66,7 @@ def save(
     mine = new_token()
     token = all_gather_object(groups, mine)[0]
     first, partial = token == mine, partial_path(folder, token)
-    _raise_on_all("save", groups, _make_room(folder, partial) if first else None)
+    _raise_together("save", groups, _make_room(folder, partial) if first else None)
     parts = [partial / _part(groups, index) for index in range(len(model_chunks))]
     scale = None if optimizer is None or optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict()
     failure: Exception | None = None
@@ -81,9 +81,9 @@ def save(
     except Exception as error:
         failure = error
     try:
-        _raise_on_all("save", groups, failure)
+        _raise_together("save", groups, failure)
         written = {part.name for of_rank in all_gather_object(groups, parts) for part in of_rank}
-        _raise_on_all("save", groups, _publish(partial, folder, written, token) if first else None)
+        _raise_together("save", groups, _publish(partial, folder, written, token) if first else None)
     except Exception:
         if first:
             remove(partial)  # safe: only this save has this token
@@ -115,7 +115,7 @@ def load(
             f"{folder} has no {missing}, because it was saved with another tensor or pipeline layout. Use the layout "
             "of the save"
         )
-    _raise_on_all("load", groups, failure)
+    _raise_together("load", groups, failure)
     prepared: list[PreparedLoad] = []
     try:
         for index, (chunk, part, apart) in enumerate(zip(model_chunks, parts, experts, strict=True)):
@@ -123,7 +123,7 @@ def load(
             prepared.append(prepare_load(part, chunk, inner, apart=apart))
     except Exception as error:
         failure = error
-    _raise_on_all("load", groups, failure)
+    _raise_together("load", groups, failure)
     result: Any = None
     try:
         for index, (each, apart) in enumerate(zip(prepared, experts, strict=True)):
@@ -131,7 +131,7 @@ def load(
             _load_average(None if optimizer is None else optimizer.emas[index], result.get("ema"), apart)
     except Exception as error:
         failure = error
-    _raise_on_all("load", groups, failure)
+    _raise_together("load", groups, failure)
     if optimizer is not None:
         optimizer.load_scale(result["grad_scaler"])
     return result["extra"]
@@ -145,7 +145,7 @@ def _experts(call: str, groups: ProcessGroups, model_chunks: Sequence[ShardedChu
         found = [experts_of(chunk) for chunk in model_chunks]
     except Exception as error:
         failure = error
-    _raise_on_all(call, groups, failure)
+    _raise_together(call, groups, failure)
     return found
 
 
@@ -215,10 +215,10 @@ def _publish(partial: Path, folder: Path, written: set[str], token: str) -> Exce
     return None
 
 
-def _raise_on_all(call: str, groups: ProcessGroups, failure: Exception | None) -> None:
-    """Call :func:`raise_on_all`, but raise errors about files and paths with the same type on all ranks."""
+def _raise_together(call: str, groups: ProcessGroups, failure: Exception | None) -> None:
+    """Call :func:`raise_together`, but raise errors about files and paths with the same type on all ranks."""
     try:
-        raise_on_all(f"layerzero.megatron.{call}", groups, failure)
+        raise_together(f"layerzero.megatron.{call}", groups, failure)
     except RuntimeError as error:
         for kind in (FileExistsError, FileNotFoundError, PathTakenError, CheckpointError):
             if failure is None and f": {kind.__name__}: " in str(error):

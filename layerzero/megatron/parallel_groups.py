@@ -13,7 +13,7 @@ from layerzero.comm.process_groups import groups_so_far, mesh_group
 from layerzero.device.accelerator import default_device_type
 from layerzero.megatron.versions import unsupported_version, version
 
-__all__ = ["NOT_FOUND", "ProcessGroups", "all_gather_object", "process_groups", "raise_on_all"]
+__all__ = ["NOT_FOUND", "ProcessGroups", "all_gather_object", "process_groups", "raise_together"]
 
 NOT_FOUND = object()  # value for a tensor that a non-strict load has not found in a Megatron checkpoint
 
@@ -106,7 +106,7 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
     return ProcessGroups(zero1, zero3, tensor, pipeline, model, embedding, expert_zero1, expert_zero3)
 
 
-def raise_on_all(what: str, groups: ProcessGroups, failure: Exception | None) -> None:
+def raise_together(what: str, groups: ProcessGroups, failure: Exception | None) -> None:
     """Raise on all ranks of all copies of the model if any rank passes a failure. All ranks must call this function.
 
     Args:

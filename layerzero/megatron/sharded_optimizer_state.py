@@ -28,7 +28,7 @@ from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.megatron.chunk import ShardedChunk
-from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups, raise_on_all
+from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups, raise_together
 from layerzero.megatron.sharded_model_state import global_params
 from layerzero.optimizers.compatibility import state_after_a_step
 from layerzero.optimizers.ema import EMA
@@ -128,7 +128,7 @@ def sharded_states(
         common = _Common(_merged([pair.groups for pair in pairs]), common.steps, low)
     except Exception as error:
         failure = error
-    raise_on_all("the optimizer's sharded_state_dict", groups, failure)
+    raise_together("the optimizer's sharded_state_dict", groups, failure)
     common = _agreed(common, groups.model)
     # See [Note: Formats of the optimizer state].
     inner: dict[str, Any] = {"param_groups": common.groups, "state": {}}

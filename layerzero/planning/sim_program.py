@@ -7,7 +7,7 @@ Some times in a recording depend on the machine: when the parts of a reduction a
 how long the host waits for either hop. Therefore the waits for hop 1 and hop 2, and the launches of hop 2, are removed
 from a program. The simulator recomputes these times according to the rules in
 ``engine/reduction_queue.py``. :class:`StartReduction` starts a reduction, which then proceeds without the host.
-:class:`WaitForReductions` waits for all reductions.
+:class:`WaitReductions` waits for all reductions.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from layerzero.reports.trace_file import TraceEvent
 
 __all__ = [
+    "ComputeKey",
     "Operation",
     "Recording",
     "SimCollective",
@@ -30,8 +31,7 @@ __all__ = [
     "SimWait",
     "StartReduction",
     "StepEnd",
-    "WaitForReductions",
-    "What",
+    "WaitReductions",
     "collectives_in",
     "computations_in",
     "from_events",
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-What = tuple[str, str]  # phase and unit
+ComputeKey = tuple[str, str]  # phase and unit
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class SimCompute:
     """Computation that the rank performs."""
 
     seconds: float
-    what: What = ("", "")  # phase and unit, such as ("forward", "blocks.0")
+    what: ComputeKey = ("", "")  # phase and unit, such as ("forward", "blocks.0")
     span: int = 0  # number of the forward, backward, ... in the program
 
 
@@ -87,7 +87,7 @@ class StartReduction:
 
 
 @dataclass(frozen=True)
-class WaitForReductions:
+class WaitReductions:
     pass
 
 
@@ -96,7 +96,7 @@ class StepEnd:
     """End of the optimizer's update."""
 
 
-Operation = SimCompute | SimLaunch | SimWait | StartReduction | WaitForReductions | StepEnd
+Operation = SimCompute | SimLaunch | SimWait | StartReduction | WaitReductions | StepEnd
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
             cursor = max(cursor, event.end)
         backward = any(span[0] == "backward" for span in spans)
         if owed and event.kind in ("wait", "begin") and not event.beside and not backward:
-            program.append(WaitForReductions())
+            program.append(WaitReductions())
             owed = False
         if event.kind == "begin":
             spans.append((event.phase, event.name, begun))
@@ -193,10 +193,10 @@ def _exchange(event: TraceEvent) -> SimCollective:
     return SimCollective(event.collective, event.name, event.axis, event.comm, event.ranks, event.bytes)
 
 
-def seconds_of(program: Iterable[Operation]) -> dict[What, float]:
+def seconds_of(program: Iterable[Operation]) -> dict[ComputeKey, float]:
     """Return the mean seconds of each kind of computation, per span (:attr:`SimCompute.span`)."""
-    total: Counter[What] = Counter()
-    spans: defaultdict[What, set[int]] = defaultdict(set)
+    total: Counter[ComputeKey] = Counter()
+    spans: defaultdict[ComputeKey, set[int]] = defaultdict(set)
     for operation in program:
         for each in computations_in(operation):
             total[each.what] += each.seconds  # type: ignore[assignment]
@@ -205,7 +205,9 @@ def seconds_of(program: Iterable[Operation]) -> dict[What, float]:
 
 
 def retimed(
-    program: Sequence[Operation], seconds: Callable[[What], float], place: Callable[[What], str] = lambda what: "spread"
+    program: Sequence[Operation],
+    seconds: Callable[[ComputeKey], float],
+    place: Callable[[ComputeKey], str] = lambda what: "spread",
 ) -> list[Operation]:
     """Return the program with new computation times.
 
@@ -216,11 +218,11 @@ def retimed(
             ``"spread"``: in the proportions of the program. ``"first"`` or ``"last"``: all of the time in that part of
             the span, so that the result does not depend on recorded times.
     """
-    parts: defaultdict[tuple[What, int], list[float]] = defaultdict(list)
+    parts: defaultdict[tuple[ComputeKey, int], list[float]] = defaultdict(list)
     for operation in program:
         if isinstance(operation, SimCompute):
             parts[operation.what, operation.span].append(operation.seconds)
-    done: Counter[tuple[What, int]] = Counter()
+    done: Counter[tuple[ComputeKey, int]] = Counter()
 
     def share(operation: SimCompute) -> float:
         key = operation.what, operation.span

@@ -19,7 +19,7 @@ from layerzero.planning.sim_program import (
     SimWait,
     StartReduction,
     StepEnd,
-    WaitForReductions,
+    WaitReductions,
 )
 
 __all__ = ["Peer", "ScheduleSettings", "UnitCost", "layerzero_program", "peer_program"]
@@ -227,7 +227,7 @@ class _Rank:
 
     def _settle(self) -> Iterator[Operation]:
         if self._owes:
-            yield WaitForReductions()
+            yield WaitReductions()
         self._owes = False
 
     def _update(self) -> Iterator[Operation]:
@@ -328,6 +328,6 @@ def peer_program(units: Sequence[UnitCost], peer: Peer, *, steps: int = 2) -> It
                 if phase == "forward":
                     yield SimCompute(root.forward, ("forward", root.name), span)
             yield reduction(root, last=last)
-            yield WaitForReductions()
+            yield WaitReductions()
         yield SimCompute(peer.update, ("update", "optimizer"), span)
         yield StepEnd()

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from layerzero.engine.reduction_queue import IN_FLIGHT
 from layerzero.planning.sim_program import (
+    ComputeKey,
     Operation,
     SimCollective,
     SimCompute,
@@ -30,8 +31,7 @@ from layerzero.planning.sim_program import (
     SimWait,
     StartReduction,
     StepEnd,
-    WaitForReductions,
-    What,
+    WaitReductions,
 )
 
 __all__ = ["SimMachine", "SimResult", "SimSpan", "simulate"]
@@ -181,12 +181,12 @@ class _Simulation:
         self._queue(collective.comm, task)
         return task
 
-    def compute(self, seconds: float, what: What = ("", "")) -> None:
+    def compute(self, seconds: float, what: ComputeKey = ("", "")) -> None:
         task = _computing(seconds, what)
         self._begin(task)
         self.until(lambda: task.done)
 
-    def compute_beside(self, thread: str, seconds: float, what: What, then: Callable[[], None]) -> None:
+    def compute_beside(self, thread: str, seconds: float, what: ComputeKey, then: Callable[[], None]) -> None:
         """Queue a computation behind the earlier computations of a background thread."""
         task = _computing(seconds, what)
         task.then = then
@@ -255,7 +255,7 @@ class _Simulation:
             ended = [task for task in self._active if task.done]
 
 
-def _computing(seconds: float, what: What) -> _SimTask:
+def _computing(seconds: float, what: ComputeKey) -> _SimTask:
     return _SimTask(0.0, {"processor": seconds} if seconds > 0.0 else {}, *(what if any(what) else ("compute", "")))
 
 
@@ -263,12 +263,12 @@ class _Running:
     """Reduction in flight, which proceeds without the host; see [Note: Machine-dependent times] in sim_program.py.
 
     Attributes:
-        landed: number of the reduction's collectives whose addition has finished.
+        num_added: number of the reduction's collectives whose addition has finished.
         collectives: the collectives of the reduction, in order.
     """
 
     def __init__(self, reduction: StartReduction, world: _Simulation, launch: float) -> None:
-        self.landed = 0
+        self.num_added = 0
         self.collectives = reduction.collectives
         self._additions = reduction.additions
         self._world = world
@@ -276,17 +276,17 @@ class _Running:
         self._send()
 
     def _send(self) -> None:
-        self._world.launch(self.collectives[self.landed], self._add)
+        self._world.launch(self.collectives[self.num_added], self._add)
 
     def _add(self) -> None:
-        collective, addition = self.collectives[self.landed], self._additions[self.landed]
-        last = self.landed + 1 == len(self.collectives)
+        collective, addition = self.collectives[self.num_added], self._additions[self.num_added]
+        last = self.num_added + 1 == len(self.collectives)
         seconds = addition.seconds + (0.0 if last else self._launch)
-        self._world.compute_beside(f"{collective.axis} sums", seconds, addition.what, self._land)
+        self._world.compute_beside(f"{collective.axis} sums", seconds, addition.what, self._record_addition)
 
-    def _land(self) -> None:
-        self.landed += 1
-        if self.landed < len(self.collectives):
+    def _record_addition(self) -> None:
+        self.num_added += 1
+        if self.num_added < len(self.collectives):
             self._send()
 
 
@@ -315,7 +315,7 @@ class _Host:
             self._running.append(_Running(operation, self.world, self._machine.launch))
             for place in range(len(operation.collectives)):
                 self._make_room(place, _IN_FLIGHT.get(place, len(self._running)))
-        elif isinstance(operation, WaitForReductions):
+        elif isinstance(operation, WaitReductions):
             for place in range(max((len(running.collectives) for running in self._running), default=0)):
                 self._make_room(place, 0)
             self._running.clear()
@@ -336,7 +336,7 @@ class _Host:
 
     def _under_way(self, place: int) -> list[_Running]:
         """Return the reductions that have not added the result of collective number `place`, oldest first."""
-        return [each for each in self._running if each.landed <= place < len(each.collectives)]
+        return [each for each in self._running if each.num_added <= place < len(each.collectives)]
 
     def _make_room(self, place: int, most: int) -> None:
         """Wait until at most `most` reductions have not finished collective number `place`.
@@ -348,4 +348,4 @@ class _Host:
 
     def _wait_for(self, each: Iterable[_Running], place: int) -> None:
         for running in each:
-            self._wait(lambda running=running: running.landed > place, running.collectives[place].kind)  # type: ignore[misc]
+            self._wait(lambda running=running: running.num_added > place, running.collectives[place].kind)  # type: ignore[misc]

@@ -27,8 +27,8 @@ class MemoryReport:
     - ``zero1_shard``: masters, or 0 if the masters are inside the ZeRO-3 shard.
     - ``zero3_shard``: compute weights.
     - ``full_buffer``: gathered units, and the post-forward shards of `reshard_after_forward`.
-    - ``idle_buffer``: cached memory of freed full buffers. At most the memory of the root, one unit, the units that are
-      gathered ahead, and the units that stay gathered.
+    - ``cached_buffer``: cached memory of freed full buffers. At most the memory of the root, one unit, the units that
+      are gathered ahead, and the units that stay gathered.
     - ``accumulator``: accumulated gradients.
     - ``gradient_shard``: final gradients, or 0 if the final gradients are inside the accumulator. A backward that
     begins without zero_grad copies the final gradients out of the accumulator.
@@ -166,9 +166,9 @@ def _memory(runtime: LayerZeroState) -> MemoryReport:
         shared_segment=sum(transport.shared_bytes for transport in runtime.transports),
         predicted_peak=predicted.peak + measured["optimizer"],
         measured_peak=on_device(measured)
-        - measured["idle_buffer"]
+        - measured["cached_buffer"]
         - measured["full_buffer"]
-        + max(runtime.buffers.full.most_bytes, measured["full_buffer"] + measured["idle_buffer"]),
+        + max(runtime.buffers.full.most_bytes, measured["full_buffer"] + measured["cached_buffer"]),
     )
 
 
@@ -232,7 +232,7 @@ def measure(runtime: LayerZeroState) -> dict[str, int]:
         if handle.gradients is not None:
             final = handle.gradients.final.storage
             measured[f"{where}gradient_shard"] += final.host_bytes if where else final.nbytes
-    measured["idle_buffer"] = buffers.full.cached_bytes
+    measured["cached_buffer"] = buffers.full.cached_bytes
     measured["accumulator"] = buffers.accumulators.device_bytes
     measured["host_accumulator"] = buffers.accumulators.host_bytes
     measured["reduce_buffer"] = sum(pool.allocated_bytes for pool in _pools(runtime))

@@ -156,9 +156,9 @@ def _events(recorder: TraceRecorder) -> tuple[TraceEvent, ...]:
             events.append(TraceEvent(mark.kind, mark.name, start, end, phase=mark.phase))
             continue
         completed = waited.get(flight)
-        if flight.landed is not None:
-            landed = time(flight.landed)
-            completed = landed if completed is None else min(landed, completed)
+        if flight.completed is not None:
+            recorded = time(flight.completed)
+            completed = recorded if completed is None else min(recorded, completed)
         events.append(
             TraceEvent(
                 mark.kind,

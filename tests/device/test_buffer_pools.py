@@ -96,7 +96,7 @@ def _steady(rank: int) -> None:
         root, unit = (sum(get_state(model).handles[index].gathered_sizes) for index in (0, 1))
         together = 6 if "reshard_after_forward" in settings else 1 + settings.get("prefetch", 1)
         assert pools.full.cached_bytes == root + together * unit, (settings, pools.full.cached_bytes)
-        assert layerzero.memory(model).measured["idle_buffer"] == pools.full.cached_bytes
+        assert layerzero.memory(model).measured["cached_buffer"] == pools.full.cached_bytes
         assert pools.full.allocations == 1 + together, settings
 
 

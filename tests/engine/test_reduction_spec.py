@@ -418,21 +418,21 @@ def test_a_final_gradient_leaves_its_home_only_where_it_is_wanted() -> None:
 
 def test_a_round_is_ready_when_the_unit_has_ended_and_what_is_expected_has_come() -> None:
     each = PendingSlots(3)
-    each.mark_arrived(1)
-    assert each.has_begun and not each.ready
+    each.mark_ready(1)
+    assert each.has_begun and not each.all_ready
     each.close(lambda slot: slot != 2)
-    assert not each.ready, "slot 0 is still coming"
-    each.mark_arrived(0)
-    assert each.ready
+    assert not each.all_ready, "slot 0 is still coming"
+    each.mark_ready(0)
+    assert each.all_ready
     each.end()
-    assert not each.has_begun and not each.ready
+    assert not each.has_begun and not each.all_ready
     for slot in range(3):
-        each.mark_arrived(slot)
-    assert not each.ready, "no rank launches before the backward has passed the unit"
+        each.mark_ready(slot)
+    assert not each.all_ready, "no rank launches before the backward has passed the unit"
     each.close(lambda slot: True)
-    assert each.ready
+    assert each.all_ready
     each.end()
     each.set_trainable([False, True, False])
-    each.mark_arrived(1)
+    each.mark_ready(1)
     each.close(lambda slot: False)
-    assert each.ready
+    assert each.all_ready

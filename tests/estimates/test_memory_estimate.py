@@ -238,7 +238,7 @@ def _predicted_for_odd_models(rank: int) -> None:
             _train(model, rank, (1, 2))
             _assert_predicted(model, (case, settings))
             if not FullBufferPool.can_cache:
-                assert layerzero.memory(model).measured["idle_buffer"] == 0
+                assert layerzero.memory(model).measured["cached_buffer"] == 0
 
 
 def _nested(rank: int) -> None:
@@ -248,8 +248,8 @@ def _nested(rank: int) -> None:
     _train(model, rank, (1, 2))
     report = layerzero.memory(model)
     # The order of units decides which of two sizes is parked between the steps.
-    assert abs(report.measured["idle_buffer"] - report.predicted["idle_buffer"]) < 0.03 * report.total
-    for kind in report.predicted.keys() - {"idle_buffer"}:
+    assert abs(report.measured["cached_buffer"] - report.predicted["cached_buffer"]) < 0.03 * report.total
+    for kind in report.predicted.keys() - {"cached_buffer"}:
         assert report.measured[kind] == report.predicted[kind], (kind, report)
     assert report.measured_peak == report.predicted_peak, report
 
@@ -288,7 +288,7 @@ def _predicted_with_owners(rank: int, sizes: Sequence[int]) -> None:
                 optimizer.zero_grad()
             assert all(count <= pool.expected[key] for key, count in most.items()), (size, most, pool.expected)
         report = layerzero.memory(model)
-        for kind in report.predicted.keys() - {"idle_buffer"}:  # units of one size may be parked in another order
+        for kind in report.predicted.keys() - {"cached_buffer"}:  # units of one size may be parked in another order
             assert report.measured[kind] == report.predicted[kind], (kind, size, policy, mode, report)
 
 

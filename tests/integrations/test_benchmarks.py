@@ -308,7 +308,7 @@ def test_a_range_lies_between_runs_or_between_the_steps_of_the_only_one() -> Non
 
 def drawn() -> Results:
     results = example(layerzero=1.0, layerzero_full=0.9, fsdp2_hsdp=3.0, compute=0.048)
-    results.record("layerzero", 4, "fp32")["runs"][0]["kinds"] = {"reduce_buffer": 90_000, "idle_buffer": 10_000}
+    results.record("layerzero", 4, "fp32")["runs"][0]["kinds"] = {"reduce_buffer": 90_000, "cached_buffer": 10_000}
     results.record("deepspeed-hpz", 4, "fp32")["problem"] = "deepspeed is not installed"
     results.record("deepspeed-hpz", 16, "bf16")["problem"] = "deepspeed is not installed"
     return results

@@ -22,7 +22,7 @@ from layerzero.planning.sim_program import (
     SimWait,
     StartReduction,
     StepEnd,
-    WaitForReductions,
+    WaitReductions,
     from_events,
     read_recording,
     resized,
@@ -108,23 +108,23 @@ def reduction(unit: int, inside: float, between: float = 0.0, addition: float = 
 
 
 def test_a_reduction_hides_behind_the_next_unit_and_only_one_hop_1_is_left_in_flight() -> None:
-    assert seconds(SimCompute(2.0), reduction(0, 100.0), SimCompute(2.0), WaitForReductions()) == 4.0
-    assert seconds(SimCompute(2.0), reduction(0, 100.0), WaitForReductions()) == 3.0
+    assert seconds(SimCompute(2.0), reduction(0, 100.0), SimCompute(2.0), WaitReductions()) == 4.0
+    assert seconds(SimCompute(2.0), reduction(0, 100.0), WaitReductions()) == 3.0
     # The second launch waits for the first, 3 s, then for itself, 3 s.
-    assert seconds(reduction(0, 300.0), SimCompute(1.0), reduction(1, 300.0), WaitForReductions()) == 6.0
+    assert seconds(reduction(0, 300.0), SimCompute(1.0), reduction(1, 300.0), WaitReductions()) == 6.0
     assert seconds(reduction(0, 300.0), SimCompute(1.0), reduction(1, 300.0)) == 3.0
-    assert seconds(reduction(0, 100.0, addition=0.5), WaitForReductions()) == 1.5
+    assert seconds(reduction(0, 100.0, addition=0.5), WaitReductions()) == 1.5
 
 
 def test_hop_2_follows_hop_1_by_itself_and_additions_share_the_processor() -> None:
     chain = reduction(0, 100.0, 5.0)  # 1 s, then 4 x 5 bytes at 10 a second: 2 s
-    assert seconds(chain, WaitForReductions()) == 3.0
-    assert seconds(chain, SimCompute(3.0), WaitForReductions()) == 3.0, "behind what is computed"
-    assert seconds(chain, SimCompute(1.5), WaitForReductions()) == 3.0
+    assert seconds(chain, WaitReductions()) == 3.0
+    assert seconds(chain, SimCompute(3.0), WaitReductions()) == 3.0, "behind what is computed"
+    assert seconds(chain, SimCompute(1.5), WaitReductions()) == 3.0
     adding = reduction(0, 100.0, addition=1.0)
-    assert seconds(adding, SimCompute(1.0), WaitForReductions()) == 2.0
-    assert seconds(adding, SimCompute(2.0), WaitForReductions()) == 3.0, "half of it while the sum is made"
-    assert seconds(adding, adding, SimCompute(1.0), WaitForReductions()) == 4.0, (
+    assert seconds(adding, SimCompute(1.0), WaitReductions()) == 2.0
+    assert seconds(adding, SimCompute(2.0), WaitReductions()) == 3.0, "half of it while the sum is made"
+    assert seconds(adding, adding, SimCompute(1.0), WaitReductions()) == 4.0, (
         "the second launch waits for the first sum"
     )
 
@@ -139,7 +139,7 @@ def step(micro_batches: int) -> list[Operation]:
             SimWait(index),
             SimCompute(2.0),
             reduction(0, 200.0, 10.0 * last),
-            WaitForReductions(),
+            WaitReductions(),
         ]
     return [*program, StepEnd()]
 

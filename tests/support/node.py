@@ -21,7 +21,7 @@ def shared_transport(part: int = 1 << 16) -> tuple[SharedMemoryTransport, Shared
     model = layerzero.shard_model(integer_net(), zero3_size=dist.get_world_size())
     mesh_info = get_state(model).mesh_info
     segment = map_shared_segment(
-        mesh_info.zero3_control_comm, SegmentSizes(words=4, common=0, part=part, predicted=RING_BYTES)
+        mesh_info.zero3_control_comm, SegmentSizes(num_counters=4, common=0, part=part, predicted=RING_BYTES)
     )
     assert segment is not None
     transport = SharedMemoryTransport(segment, mesh_info, {})

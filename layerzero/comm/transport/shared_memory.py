@@ -43,7 +43,7 @@ from layerzero.comm.collectives import (
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.transport.base import BufferDemand, FullBuffer, GatherOptions, Transport, TransportTraits
 from layerzero.comm.transport.shm_buffers import (
-    FIRST_FREE_WORD,
+    FIRST_FREE_COUNTER,
     RING_BYTES,
     SharedBufferPool,
     SharedSendBuffer,
@@ -63,7 +63,7 @@ TRAITS = TransportTraits(
     "shared_memory", full_buffer_resident=True, sums_locally=True, receives_copies=False, rounds_on_read=True
 )
 _SLICE = timedelta(seconds=0.5)
-_ARRIVED = FIRST_FREE_WORD
+_ARRIVED = FIRST_FREE_COUNTER
 _FIRST_HANDLE = _ARRIVED + 1
 _MORE = 5  # address space reserved for each handle beyond the predicted buffers, in full gradients
 
@@ -74,7 +74,7 @@ def segment_sizes(demand: BufferDemand) -> SegmentSizes:
     accumulators = sum(aligned_bytes(_bytes(each)) for each in demand.accumulators)
     predicted = RING_BYTES + aligned_bytes_of_all(demand.send_buffers) + accumulators
     return SegmentSizes(
-        words=_FIRST_HANDLE + len(demand.full_buffers),
+        num_counters=_FIRST_HANDLE + len(demand.full_buffers),
         common=sum(_common_bytes(*each) for each in demand.full_buffers),
         part=predicted + gradients * _MORE,
         predicted=predicted,
@@ -167,12 +167,12 @@ class WriteBarrier:
         self._arrived = 0
         self._handles = 0
         self._used = 0  # bytes of the common part
-        self._landings = ThreadStream("refresh")
-        self._landings.end_with(self)
+        self._publisher = ThreadStream("refresh")
+        self._publisher.end_with(self)
 
     def close(self) -> None:
         """End the thread and close the shared memory. The memory is freed with the last tensor that uses it."""
-        self._landings.thread.end()
+        self._publisher.thread.end()
         self.memory.close()
 
     def share(self, numel: int, dtype: torch.dtype, own: slice) -> SharedFullBuffer:
@@ -193,32 +193,32 @@ class WriteBarrier:
         """
         if self._arrived == self._rounds:
             self._arrived += 1
-            self.memory.signals.increment(_ARRIVED)
+            self.memory.counters.increment(_ARRIVED)
         self.wait(_ARRIVED, self._arrived, "")
 
     def end_round(self) -> None:
         """End the round, after all of its refreshes were launched."""
         self._rounds = self._arrived
 
-    def publish_shard(self, works: PendingCollective | None, word: int) -> None:
-        """Increment counter `word` when `works` have completed, or at once if `works` is None."""
+    def publish_shard(self, works: PendingCollective | None, counter: int) -> None:
+        """Increment counter `counter` when `works` have completed, or at once if `works` is None."""
         if works is None:
-            self.memory.signals.increment(word)
+            self.memory.counters.increment(counter)
         else:
-            self._landings.run(partial(_land, works, self.memory, word))
+            self._publisher.run(partial(_publish_when_complete, works, self.memory, counter))
 
     def count_gather(self, name: str) -> None:
         """Count a gather of zero bytes."""
         self._comm.counters.record(Collective.GATHER, self._comm.axis, 0, name)
 
-    def wait(self, word: int, target: int, name: str) -> None:
-        """Wait until counter `word` of all ranks is at least `target`.
+    def wait(self, counter: int, target: int, name: str) -> None:
+        """Wait until counter `counter` of all ranks is at least `target`.
 
         The elapsed time counts as a wait for gathers.
         """
         began = time.perf_counter()
         try:
-            self.memory.signals.wait(word, target)
+            self.memory.counters.wait(counter, target)
         except RuntimeError as error:
             # Report a refresh and not a gather, because ranks that share memory may gather in different orders.
             raise collective_error(self._comm, Collective.REFRESH, name, error) from error
@@ -226,7 +226,7 @@ class WriteBarrier:
             self._comm.counters.waited[Collective.GATHER.value] += time.perf_counter() - began
 
 
-def _land(works: PendingCollective, memory: SharedSegment, word: int) -> None:
+def _publish_when_complete(works: PendingCollective, memory: SharedSegment, counter: int) -> None:
     with suppress(RuntimeError):  # the main thread raises the error when it waits for the same works
         for work in works.each:
             while not work.is_completed():
@@ -235,7 +235,7 @@ def _land(works: PendingCollective, memory: SharedSegment, word: int) -> None:
                 with suppress(RuntimeError):
                     work.wait(_SLICE)  # type: ignore[call-arg]  # a refresh consists of works of the backend
             work.wait()
-        memory.signals.increment(word)
+        memory.counters.increment(counter)
 
 
 class SharedFullBuffer(FullBuffer):
@@ -244,15 +244,15 @@ class SharedFullBuffer(FullBuffer):
     Args:
         full: 1-D [G], compute dtype.
         own: this rank's ZeRO-3 shard in `full`.
-        word: counter of the refreshes of the shard.
+        counter: counter of the refreshes of the shard.
     """
 
     read_by_peers = True
 
-    def __init__(self, barrier: WriteBarrier, full: Tensor, own: slice, word: int) -> None:
+    def __init__(self, barrier: WriteBarrier, full: Tensor, own: slice, counter: int) -> None:
         super().__init__(full, full[own])
         self._barrier = barrier
-        self._word = word
+        self._counter = counter
         self._launched = 0
         self._read = 0  # number of refreshes that all ranks are known to have completed
 
@@ -262,11 +262,11 @@ class SharedFullBuffer(FullBuffer):
 
     def publish(self, pending: PendingCollective | None) -> None:
         self._launched += 1
-        self._barrier.publish_shard(pending, self._word)
+        self._barrier.publish_shard(pending, self._counter)
 
     def wait_published(self, name: str) -> None:
         if self._read < self._launched:
-            self._barrier.wait(self._word, self._launched, name)
+            self._barrier.wait(self._counter, self._launched, name)
             self._read = self._launched
 
 

@@ -35,7 +35,7 @@ from layerzero.device.buffer_pools import BufferPool, Size
 __all__ = ["RING_BYTES", "PeersReady", "SharedBufferPool", "SharedSendBuffer", "aligned_bytes", "aligned_bytes_of_all"]
 
 PUBLISHED, CONSUMED = 1, 2  # counters in the shared memory
-FIRST_FREE_WORD = 3
+FIRST_FREE_COUNTER = 3
 _RING = 64
 _USUAL = 4  # buffers of an unexpected size that are created before one is reused
 RING_BYTES = _RING * 2 * 8
@@ -68,7 +68,7 @@ class SharedBufferPool(BufferPool):
     ) -> None:
         super().__init__(torch.device("cpu"), predicted)
         self._memory = memory
-        self._signals = memory.signals
+        self._counters = memory.counters
         self._explain = explain
         self._used = RING_BYTES  # bytes of the part
         self._offsets: dict[int, int] = {}  # offset in the part, by address of the buffer
@@ -150,7 +150,7 @@ class SharedBufferPool(BufferPool):
         mine = self._rings[self._memory.rank]
         mine[place], mine[place + 1] = self._offsets[buffer.data_ptr()], buffer.nbytes
         self._sent_as[buffer.data_ptr()] = self._sent = number
-        self._signals.increment(PUBLISHED)
+        self._counters.increment(PUBLISHED)
         return number
 
     def parts(self, number: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -174,23 +174,23 @@ class SharedBufferPool(BufferPool):
         """Publish that this rank has added its piece of gradient `number`."""
         assert number == self._added + 1, "gradients are added in the order in which they are sent"
         self._added = number
-        self._signals.increment(CONSUMED)
+        self._counters.increment(CONSUMED)
 
     def peers_ready(self, number: int) -> PeersReady:
         return PeersReady(self, number)
 
     def is_published(self, number: int) -> bool:
         """Return whether all ranks have sent gradient `number`."""
-        return not self._signals.ranks_below(PUBLISHED, number)
+        return not self._counters.ranks_below(PUBLISHED, number)
 
     def wait_published(self, number: int) -> None:
-        self._signals.wait(PUBLISHED, number)
+        self._counters.wait(PUBLISHED, number)
 
-    def _wait(self, word: int, target: int) -> None:
-        if not self._signals.ranks_below(word, target):
+    def _wait(self, counter: int, target: int) -> None:
+        if not self._counters.ranks_below(counter, target):
             return
         try:
-            self._signals.wait(word, target)
+            self._counters.wait(counter, target)
         except RuntimeError as error:
             raise self._explain(error) from error
 

@@ -65,69 +65,79 @@ class SharedCounters:
         file: descriptor of the shared memory; each rank locks one of its first bytes.
         ranks: global ranks, for messages.
         rank: index of this rank in `ranks`.
-        words: number of counters per rank.
+        num_counters: number of counters per rank.
         timeout: limit of a wait in seconds.
     """
 
     def __init__(
-        self, mapping: mmap.mmap, start: int, *, file: int, ranks: Sequence[int], rank: int, words: int, timeout: float
+        self,
+        mapping: mmap.mmap,
+        start: int,
+        *,
+        file: int,
+        ranks: Sequence[int],
+        rank: int,
+        num_counters: int,
+        timeout: float,
     ) -> None:
         self.rank = rank
         self.size = len(ranks)
         self._ranks = tuple(ranks)
         self._others = tuple(other for other in range(self.size) if other != rank)
         self._file = file
-        self._words = words + 1  # the last counter of each rank stays 0; see [Note: Futex counters]
+        self._num_counters = num_counters + 1  # the last counter of each rank stays 0; see [Note: Futex counters]
         self._timeout = timeout
         self._per_line = LINE // 4
-        self._numbers = (ctypes.c_uint32 * (self.size * self._words * self._per_line)).from_buffer(mapping, start)
+        self._numbers = (ctypes.c_uint32 * (self.size * self._num_counters * self._per_line)).from_buffer(
+            mapping, start
+        )
         self._address = ctypes.addressof(self._numbers)
 
     @staticmethod
-    def nbytes(ranks: int, words: int) -> int:
-        return ranks * (words + 1) * LINE
+    def nbytes(ranks: int, num_counters: int) -> int:
+        return ranks * (num_counters + 1) * LINE
 
     def mark_alive(self) -> None:
         """Lock the byte of this rank, which marks it as alive. See [Note: Detection of exited processes]."""
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
 
-    def increment(self, word: int) -> None:
+    def increment(self, counter: int) -> None:
         """Increment a counter of this rank. See [Note: Futex counters]."""
-        self._add(word, 1)
+        self._add(counter, 1)
 
-    def ranks_below(self, word: int, target: int) -> list[int]:
-        """Return the indices of the other ranks whose counter `word` is below `target`."""
-        return [rank for rank in self._others if self._is_behind(rank, word, target)]
+    def ranks_below(self, counter: int, target: int) -> list[int]:
+        """Return the indices of the other ranks whose counter `counter` is below `target`."""
+        return [rank for rank in self._others if self._is_behind(rank, counter, target)]
 
-    def wait(self, word: int, target: int) -> None:
-        """Wait until counter `word` of every other rank has reached `target`.
+    def wait(self, counter: int, target: int) -> None:
+        """Wait until counter `counter` of every other rank has reached `target`.
 
         Raises:
             RuntimeError: a rank exited, or the timeout is reached.
         """
         deadline = time.monotonic() + self._timeout
         for rank in self._others:
-            place = (rank * self._words + word) * self._per_line
-            while self._is_behind(rank, word, target):
+            place = (rank * self._num_counters + counter) * self._per_line
+            while self._is_behind(rank, counter, target):
                 seen = self._numbers[place]
-                if not self._is_behind(rank, word, target):
+                if not self._is_behind(rank, counter, target):
                     break
                 if self._sleep(place, seen):
                     continue
-                if not self._lives(rank) and self._is_behind(rank, word, target):
+                if not self._lives(rank) and self._is_behind(rank, counter, target):
                     raise RuntimeError(f"connection closed: rank {self._ranks[rank]} has died or has ended")
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"timed out after {self._timeout:g} s for rank {self._ranks[rank]}")
         if not _ORDERS_LOADS:
-            self._add(self._words - 1, 0)
+            self._add(self._num_counters - 1, 0)
 
-    def _is_behind(self, rank: int, word: int, target: int) -> bool:
-        number: int = self._numbers[(rank * self._words + word) * self._per_line]
+    def _is_behind(self, rank: int, counter: int, target: int) -> bool:
+        number: int = self._numbers[(rank * self._num_counters + counter) * self._per_line]
         return (number - target) & (2 * _HALF - 1) >= _HALF
 
-    def _add(self, word: int, count: int) -> None:
+    def _add(self, counter: int, count: int) -> None:
         assert _libc is not None
-        address = ctypes.c_void_p(self._address + (self.rank * self._words + word) * LINE)
+        address = ctypes.c_void_p(self._address + (self.rank * self._num_counters + counter) * LINE)
         operation = _ADD | count << 12
         if _libc.syscall(_SYSCALL, address, _WAKE_OP, _EVERYBODY, None, address, operation) < 0:
             raise _failure("FUTEX_WAKE_OP")

@@ -40,7 +40,7 @@ _PROOF = 0  # first counter of each rank: set when the rank has reserved its mem
 class SegmentSizes:
     """Sizes of a segment, equal on all ranks."""
 
-    words: int  # number of counters per rank
+    num_counters: int  # number of counters per rank
     common: int  # bytes of the common part
     part: int  # bytes of each rank's part, at most
     predicted: int  # bytes of each rank's part that are committed at the beginning
@@ -67,7 +67,7 @@ class SharedSegment:
     Attributes:
         size: number of ranks.
         rank: index of this rank among them.
-        signals: counters of all ranks. Counter 0 is reserved.
+        counters: counters of all ranks. Counter 0 is reserved.
     """
 
     def __init__(self, file: int, region: SegmentSizes, *, ranks: Sequence[int], rank: int, timeout: float) -> None:
@@ -76,15 +76,15 @@ class SharedSegment:
         self.region = region
         self._file = file
         self._close = weakref.finalize(self, os.close, file)
-        self._common_start = pages(SharedCounters.nbytes(self.size, region.words))
+        self._common_start = pages(SharedCounters.nbytes(self.size, region.num_counters))
         self._parts_start = self._common_start + pages(region.common)
         self._committed = 0  # bytes of this rank's part
         total = _length(region, self.size)
         if os.fstat(file).st_size != total:
             raise OSError(f"the shared memory has {os.fstat(file).st_size} bytes, not {total}")
         self._mapping = mmap.mmap(file, total)
-        self.signals = SharedCounters(
-            self._mapping, 0, file=file, ranks=ranks, rank=rank, words=region.words, timeout=timeout
+        self.counters = SharedCounters(
+            self._mapping, 0, file=file, ranks=ranks, rank=rank, num_counters=region.num_counters, timeout=timeout
         )
 
     @staticmethod
@@ -97,7 +97,7 @@ class SharedSegment:
             os.fchmod(file, 0o600)  # by default, other users could open it through /proc
             _require(region.common + size * region.predicted)
             os.ftruncate(file, _length(region, size))
-            os.posix_fallocate(file, 0, pages(SharedCounters.nbytes(size, region.words)))
+            os.posix_fallocate(file, 0, pages(SharedCounters.nbytes(size, region.num_counters)))
         except OSError:
             os.close(file)
             raise
@@ -121,14 +121,14 @@ class SharedSegment:
 
         The start of its own part has `predicted` bytes.
         """
-        self.signals.mark_alive()
+        self.counters.mark_alive()
         page = mmap.PAGESIZE
         share = -(-pages(self.region.common) // page // self.size) * page
         start, stop = share * self.rank, min(share * (self.rank + 1), pages(self.region.common))
         if start < stop:
             os.posix_fallocate(self._file, self._common_start + start, stop - start)
         self.mark_committed(self.region.predicted)
-        self.signals.increment(_PROOF)
+        self.counters.increment(_PROOF)
 
     def close(self) -> None:
         """Close the file. The other ranks of the ZeRO-3 group then treat this rank as ended."""
@@ -139,7 +139,7 @@ class SharedSegment:
 
         All ranks must have called :meth:`reserve` before.
         """
-        behind = self.signals.ranks_below(_PROOF, 1)
+        behind = self.counters.ranks_below(_PROOF, 1)
         return f"writes of other ranks are not visible here (indices {behind} in the ZeRO-3 group)" if behind else None
 
     def mark_committed(self, nbytes: int) -> None:
@@ -233,4 +233,4 @@ def pages(nbytes: int) -> int:
 
 
 def _length(region: SegmentSizes, size: int) -> int:
-    return pages(SharedCounters.nbytes(size, region.words)) + pages(region.common) + size * pages(region.part)
+    return pages(SharedCounters.nbytes(size, region.num_counters)) + pages(region.common) + size * pages(region.part)

@@ -259,7 +259,7 @@ def _shared(rank: int) -> None:
     traffic = layerzero.traffic(model)
     assert traffic.bytes["gather"] == 0 and "regather" not in traffic.calls, traffic
     report = layerzero.memory(model)
-    assert not report.measured["full_buffer"] and not report.measured["idle_buffer"]
+    assert not report.measured["full_buffer"] and not report.measured["cached_buffer"]
 
 
 def test_where_ranks_share_memory_it_has_no_effect() -> None:

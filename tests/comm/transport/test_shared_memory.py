@@ -115,8 +115,8 @@ def _weigh(rank: int) -> None:
         runtime = get_state(model)
         whole = sum(handle.layout.numel * handle.weights.zero3_shard.itemsize for handle in runtime.handles)
         assert report.measured["zero3_shard"] == whole // size, "a rank's own part, as with exchanges"
-        assert report.measured["full_buffer"] == report.measured["idle_buffer"] == 0
-        # Once per node: the weights, the buffers that other ranks read, and pages for signals.
+        assert report.measured["full_buffer"] == report.measured["cached_buffer"] == 0
+        # Once per node: the weights, the buffers that other ranks read, and pages for counters.
         (transport,) = runtime.transports
         parts = torch.tensor([transport.send_buffers.allocated_bytes])
         dist.all_reduce(parts, group=runtime.mesh_info.zero3_control_comm.group)
@@ -225,7 +225,7 @@ def _ask_for_too_much(rank: int) -> list[str]:
     logging.getLogger("layerzero").addHandler(heard)
     model = shard(blocks(1), size=2, shared_memory="off")  # kept, since its process groups are released with it
     comm = get_state(model).mesh_info.zero3_control_comm
-    assert map_shared_segment(comm, SegmentSizes(words=4, common=1 << 50, part=1 << 16, predicted=0)) is None
+    assert map_shared_segment(comm, SegmentSizes(num_counters=4, common=1 << 50, part=1 << 16, predicted=0)) is None
     return heard.lines
 
 
@@ -253,14 +253,14 @@ def test_a_container_that_is_full_lends_nothing(
     (where / limit).write_text("1000000\n")
     assert left_of_container(tmp_path) == 100_120
     monkeypatch.setattr(shm_segment, "left_of_container", lambda: left_of_container(tmp_path))
-    region = SegmentSizes(words=4, common=1 << 16, part=1 << 16, predicted=1 << 12)
+    region = SegmentSizes(num_counters=4, common=1 << 16, part=1 << 16, predicted=1 << 12)
     file, _ = SharedSegment.create(region, 2)
     try:
         assert os.fstat(file).st_mode & 0o777 == 0o600, "the user's own"
     finally:
         os.close(file)
     with pytest.raises(OSError, match="are needed, 100120 are available"):
-        SharedSegment.create(SegmentSizes(words=4, common=1 << 16, part=1 << 16, predicted=1 << 16), 2)
+        SharedSegment.create(SegmentSizes(num_counters=4, common=1 << 16, part=1 << 16, predicted=1 << 16), 2)
 
 
 # --- cleanup ---
@@ -311,7 +311,7 @@ def _train(model: nn.Module, rank: int) -> None:
 def _meet(model: nn.Module, rank: int) -> None:
     comm = get_state(model).mesh_info.zero3_control_comm
     for _ in range(100_000):
-        memory = map_shared_segment(comm, SegmentSizes(words=4, common=1 << 16, part=1 << 16, predicted=1 << 12))
+        memory = map_shared_segment(comm, SegmentSizes(num_counters=4, common=1 << 16, part=1 << 16, predicted=1 << 12))
         assert memory is not None
         assert memory.common(8, torch.int64, 0).sum() >= 0
 

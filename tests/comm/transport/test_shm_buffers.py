@@ -44,7 +44,7 @@ def _sums(rank: int, seed: int, breaks: str, buffers: int) -> list[int]:
     naps = random.Random(10 * seed + rank)
     if breaks == "reuse":  # as soon as this rank has added it itself
         wait = pool._wait
-        pool._wait = lambda word, target: wait(word, 0)  # type: ignore[method-assign]
+        pool._wait = lambda counter, target: wait(counter, 0)  # type: ignore[method-assign]
     arrival = nullcontext()
     if breaks == "arrival":
         arrival = mock.patch.object(SharedBufferPool, "wait_published", lambda self, number: None)
@@ -135,22 +135,22 @@ def test_where_there_is_no_room_for_gradients_that_is_an_error_with_a_way_out() 
         assert 'shared_memory="off"' in message, message
 
 
-# --- signals ---
+# --- counters ---
 
 
 def test_numbers_are_compared_across_their_wrap() -> None:
     with open("/dev/zero", "r+b") as file:
         mapping = mmap.mmap(-1, SharedCounters.nbytes(2, 2) + LINE)
-        signals = SharedCounters(mapping, 0, file=file.fileno(), ranks=(0, 1), rank=0, words=2, timeout=1.0)
-        other = SharedCounters(mapping, 0, file=file.fileno(), ranks=(0, 1), rank=1, words=2, timeout=1.0)
+        counters = SharedCounters(mapping, 0, file=file.fileno(), ranks=(0, 1), rank=0, num_counters=2, timeout=1.0)
+        other = SharedCounters(mapping, 0, file=file.fileno(), ranks=(0, 1), rank=1, num_counters=2, timeout=1.0)
         start = (1 << 32) - 2
-        other._numbers[(1 * other._words + 1) * other._per_line] = start
-        assert signals.ranks_below(1, start) == [] and signals.ranks_below(1, start + 1) == [1]
+        other._numbers[(1 * other._num_counters + 1) * other._per_line] = start
+        assert counters.ranks_below(1, start) == [] and counters.ranks_below(1, start + 1) == [1]
         for _ in range(4):
             other.increment(1)
-        assert signals.ranks_below(1, start + 4) == [] and signals.ranks_below(1, start + 5) == [1]
-        assert other._numbers[(1 * other._words + 1) * other._per_line] == 2
-        assert signals.ranks_below(0, 0) == [], "no other word was touched"
+        assert counters.ranks_below(1, start + 4) == [] and counters.ranks_below(1, start + 5) == [1]
+        assert other._numbers[(1 * other._num_counters + 1) * other._per_line] == 2
+        assert counters.ranks_below(0, 0) == [], "no other word was touched"
 
 
 def _waits(rank: int) -> float:
