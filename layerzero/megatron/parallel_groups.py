@@ -46,10 +46,6 @@ class ProcessGroups:
     def is_first_stage(self) -> bool:
         return dist.get_rank(self.pipeline) == 0
 
-    @property
-    def is_last_stage(self) -> bool:
-        return dist.get_rank(self.pipeline) == self.pipeline.size() - 1
-
 
 def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGroups:
     """Return the process groups of this rank.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["as_integers", "differing_indices", "digest", "sum64", "weighted_sum"]
+__all__ = ["as_integers", "digest", "sum64", "weighted_sum"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 20  # number of elements that are processed at once, to limit the memory of their positions
@@ -69,9 +69,3 @@ def weighted_sum(tensor: Tensor, first: int, run: int = 1, pitch: int = 1) -> Te
         # Multiplication by an odd factor preserves all bits of a word. The added 1 makes zeros contribute to the sum.
         total += ((piece + 1) * (2 * places + 1)).sum()
     return total
-
-
-def differing_indices(one: Tensor, other: Tensor, most: int) -> list[int]:
-    """Return the flat indices, at most `most`, at which two tensors of equal shape and dtype differ bitwise."""
-    places: list[int] = (as_integers(one) != as_integers(other)).nonzero().view(-1)[:most].tolist()
-    return places
