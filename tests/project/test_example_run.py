@@ -28,7 +28,7 @@ ARGS = ["--model", "tiny", "--steps", "4", "--save-every", "2", "--seq-len", "16
 
 def _run(rank: int, folder: str, zero3_size: int, optimizer: str) -> tuple[float, float]:
     argv = [*ARGS, "--device", "cpu", "--no-sample", "--checkpoints", folder, "--zero3-size", str(zero3_size)]
-    argv += ["--optimizer", optimizer]
+    argv += ["--optimizer", optimizer, "--dtype", "bf16"]
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         return tuple(train_gpt.main(argv))
 
