@@ -10,15 +10,17 @@ Model states in bytes per rank (without activations and gathered weights, which 
                                                and the accumulator inside the node; reduced
                                                gradients are in the accumulator
                                                (accumulation="full", and S = 1: 4 N for the
-                                               accumulator and 4 N/D for gradients; a single
-                                               node needs the 4 N/D instead of a sharded
-                                               accumulator, and no copy of fp32 weights)
+                                               accumulator and 4 N/D for gradients;
+                                               accumulation="local" and a single node: 4 N/D
+                                               for gradients and no accumulator; a single node
+                                               needs no copy of fp32 weights)
     FSDP        16 N/D                         all states over all ranks
     HSDP        16 N/S                         all states over one node, a copy in each node
 
 Bytes that a rank sends to other nodes in a step:
 
     layerzero   (1 - 1/R) N/S (g + c)          sends gradients once and updated weights once
+                                               (accumulation="local": (A g + c))
     FSDP        (1 - 1/R) N/S A (2 c + g)      gathers for forward and for backward and reduces gradients,
                                                each for every micro-batch
     HSDP        (1 - 1/R) N/S 2 g              all-reduces gradients once, in the last micro-batch
@@ -53,12 +55,15 @@ def scheme_costs(
     crossing = per_node_rank * (1 - zero3_size / ranks)  # elements that a rank sends to other nodes in one collective
     single_node = zero3_size == ranks
     weights = 0 if single_node and compute_bytes == 4 else compute_bytes * per_node_rank
-    accumulator = 4 * numel if accumulation == "full" else 0 if single_node else 4 * per_node_rank
+    whole = accumulation == "full" or (zero3_size == 1 and accumulation == "sharded")
+    is_final = accumulation == "local" or (accumulation == "sharded" and single_node)
+    accumulator = 4 * numel if whole else 0 if is_final else 4 * per_node_rank
     # A sharded accumulator also contains the reduced gradients.
     gradients = 0 if accumulation == "sharded" and 1 < zero3_size < ranks else 4 * per_rank
+    sends = micro_batches if accumulation == "local" else 1
     states = 12 * per_rank + gradients + weights + accumulator
     return [
-        Cost("layerzero", states, crossing * (reduce_bytes + compute_bytes)),
+        Cost("layerzero", states, crossing * (sends * reduce_bytes + compute_bytes)),
         Cost("FSDP", 16 * per_rank, crossing * micro_batches * (2 * compute_bytes + reduce_bytes)),
         Cost("HSDP", 16 * per_node_rank, crossing * 2 * reduce_bytes),
     ]

@@ -50,7 +50,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--zero3-size", type=int, default=2, help="ranks that share the compute weights, usually a node")
-    add("--accumulation", choices=["sharded", "full"], default="sharded", help="where gradients add up")
+    add("--accumulation", choices=["sharded", "full", "local"], default="sharded", help="where gradients add up")
     add("--micro-batches", type=int, default=2, metavar="A", help="per optimizer step")
     add("--model", choices=list(SIZES), default="small", help="size of the GPT")
     add("--untied", action="store_true", help="give the head a matrix of its own")

@@ -36,7 +36,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tensor", type=int, default=1, help="tensor-parallel ranks")
     add("--pipeline", type=int, default=2, help="pipeline stages")
     add("--zero3-size", type=int, default=2, help="data-parallel ranks that share the compute weights")
-    add("--accumulation", choices=["sharded", "full"], default="sharded", help="where gradients add up")
+    add("--accumulation", choices=["sharded", "full", "local"], default="sharded", help="where gradients add up")
     add("--micro-batches", type=int, default=4, metavar="A", help="per optimizer step")
     add("--batch-size", type=int, default=4, help="sequences per rank and micro-batch")
     add("--seq-len", type=int, default=64, help="bytes per sequence")

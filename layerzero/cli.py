@@ -56,7 +56,7 @@ def _verify(
         list[str] | None,
         typer.Option(help="Name of a submodule (blocks.0), or a class, in MODULE or as MODULE:CLASS; may be repeated."),
     ] = None,
-    accumulation: Annotated[str, typer.Option(help="sharded or full.")] = "sharded",
+    accumulation: Annotated[str, typer.Option(help="sharded, full or local.")] = "sharded",
     tolerance: Annotated[float | None, typer.Option(help="Largest relative difference. Default: by precision.")] = None,
     param_dtype: Annotated[str | None, typer.Option(help="Compute dtype: " + ", ".join(_DTYPES) + ".")] = None,
     seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,

@@ -15,7 +15,7 @@ from layerzero.comm.codecs import GatherCodec
 
 __all__ = ["ACCUMULATIONS", "AUTO", "OFFLOADS", "UNSUPPORTED", "LayerZeroConfig", "Precision", "Units"]
 
-ACCUMULATIONS = ("sharded", "full")
+ACCUMULATIONS = ("sharded", "full", "local")
 SHARED_MEMORY_MODES = ("auto", "off")
 OFFLOADS = ("offload_grads", "offload_optimizer", "offload_params")
 _CODEC = ("nbytes", "encode", "decode")
@@ -145,7 +145,7 @@ class LayerZeroConfig:
             raise ValueError(f"prefetch must be an int >= 0 (number of units gathered ahead), got {self.prefetch!r}")
 
     def accumulation_of(self, name: str, module: nn.Module) -> str:
-        """Return the accumulation mode of a unit, ``"sharded"`` or ``"full"``."""
+        """Return the accumulation mode of a unit, one of `ACCUMULATIONS`."""
         if not callable(self.accumulation):
             return self.accumulation
         chosen = self.accumulation(name, module)

@@ -93,10 +93,11 @@ class HandleGradients:
 
     def recut(self, layout: FlatLayout) -> None:
         """Change to the ZeRO-1 shards of `layout`. Requires more than one replica, and no gradients."""
-        assert layout.slots == self._layout.slots and self.accumulator is not self.final
+        assert layout.slots == self._layout.slots and self.mesh_info.grid.replicas > 1
         self._layout = layout
         storage = self._final_storage(self.final.storage.dtype)
         self.final = self.buffers[Extent.ZERO1] = GradientBuffer(layout, self.mesh_info.grid, Extent.ZERO1, storage)
+        self.accumulator = self.buffers[self.spec.accumulator_extent]
 
     def _storage(self, extent: Extent, dtype: torch.dtype) -> GradientStorage:
         """Return the memory for the buffer of one extent. Only this method selects the kind of memory."""

@@ -10,17 +10,22 @@ This module needs neither tensors nor processes. See [Note: Three extents] in la
     full,    S > 1, R > 1    FULL      FULL         hop 1, hop 2
     sharded, S > 1, R = 1    FULL      ZERO1        hop 1
     sharded, S > 1, R > 1    FULL      ZERO3        hop 1, hop 2
+    local,   S = 1, R > 1    FULL      ZERO1        hop 2
+    local,   S > 1, R = 1    FULL      ZERO1        hop 1
+    local,   S > 1, R > 1    FULL      ZERO1        hop 1, hop 2
 
-"full" and "sharded" are the settings of gradient accumulation. A backward inside no_sync reduces incoming gradients
-into the accumulator. Any other backward reduces them into the final gradient (ZERO1). A step after no_sync reduces the
-accumulator into the final gradient.
+"full", "sharded" and "local" are the settings of gradient accumulation; rows without a setting apply to "full" and
+"sharded". A backward inside no_sync reduces incoming gradients into the accumulator. Any other backward reduces them
+into the final gradient (ZERO1). A step after no_sync reduces the accumulator into the final gradient. With "local", the
+accumulator is the final gradient, so every backward communicates over all ranks.
 
 [Note: Dtype of full gradients]
-Autograd produces gradients in the compute dtype. The full gradient keeps the compute dtype if the receiving rank adds
-the parts of hop 1 in fp32 (on gloo, or in shared memory) and each backward sends its gradients ("sharded"). The sum is
-bitwise identical to a sum of fp32 messages, but needs half the memory and half the traffic. Messages that the backend
-adds are sent in the dtype of the addition. A gradient may arrive in several parts, as with reentrant checkpoints. The
-parts are then added in the compute dtype. Autograd does the same for a parameter with several uses.
+Autograd produces gradients in the compute dtype. The full gradient keeps the compute dtype if each backward sends its
+gradients ("sharded" and "local"), and the receiving rank adds the parts of the first hop in fp32 (on gloo, or in shared
+memory). The sum is bitwise identical to a sum of fp32 messages, but needs half the memory and half the traffic.
+Messages that the backend adds are sent in the dtype of the addition. A gradient may arrive in several parts, as with
+reentrant checkpoints. The parts are then added in the compute dtype. Autograd does the same for a parameter with
+several uses.
 
 [Note: Division of gradients]
 Contributions are summed. The sum is divided once by D or by the user's factor when it is added to the final gradient.
@@ -81,7 +86,7 @@ class ReductionSpec:
         """Return the reduction spec of a handle.
 
         Args:
-            accumulation: ``"sharded"`` or ``"full"``.
+            accumulation: ``"sharded"``, ``"full"`` or ``"local"``.
             divide_factor: divisor of the sum over all ranks.
             adds_hop1: each rank receives the parts of all ranks in hop 1 and adds them in fp32. Otherwise the backend
                 adds in the dtype of the messages.
@@ -89,33 +94,31 @@ class ReductionSpec:
         """
         if grid.data_parallel == 1:
             return cls(Extent.ZERO1, Extent.ZERO1, (), precision.master, 1.0 / divide_factor)
-        sharded, incoming = accumulation == "sharded" and grid.zero3_size > 1, precision.reduce
-        if sharded and adds_hop1 and precision.compute.itemsize < incoming.itemsize:
+        has_hop1 = grid.zero3_size > 1
+        sends_each = accumulation == "local" or (accumulation == "sharded" and has_hop1)  # in every backward
+        incoming, adds = (precision.reduce, adds_hop1) if has_hop1 else (precision.replica_reduce, adds_hop2)
+        if sends_each and adds and precision.compute.itemsize < incoming.itemsize:
             incoming = precision.compute  # see [Note: Dtype of full gradients]
         factor1, factor2 = _factors(grid, divide_factor)
-        first, second = (
-            _before(factor1, incoming, adds=adds_hop1),
-            _before(factor2, precision.replica_reduce, adds=adds_hop2),
-        )
-        hop1, hop2 = (Collective.HOP1, incoming), (Collective.HOP2, precision.replica_reduce)
-        if grid.zero3_size == 1:
-            first = second
+        first = _before(factor1 if has_hop1 else factor2, incoming, adds=adds)
+        if not has_hop1 or grid.replicas == 1:
+            only = Collective.HOP1 if has_hop1 else Collective.HOP2
             stages: tuple[ReductionStage, ...] = (
-                ReductionStage(Extent.FULL, Extent.ZERO1, *hop2, first / divide_factor),
+                ReductionStage(Extent.FULL, Extent.ZERO1, only, incoming, first / divide_factor),
             )
-        elif grid.replicas == 1:
-            stages = (ReductionStage(Extent.FULL, Extent.ZERO1, *hop1, first / divide_factor),)
         else:
+            second = _before(factor2, precision.replica_reduce, adds=adds_hop2)
             between = 1.0
             if precision.replica_reduce is torch.float16:
                 between = 1.0 / _power_of_two(factor1 * second / first)
             last = first / (divide_factor * between)
             stages = (
-                ReductionStage(Extent.FULL, Extent.ZERO3, *hop1, between),
-                ReductionStage(Extent.ZERO3, Extent.ZERO1, *hop2, last),
+                ReductionStage(Extent.FULL, Extent.ZERO3, Collective.HOP1, incoming, between),
+                ReductionStage(Extent.ZERO3, Extent.ZERO1, Collective.HOP2, precision.replica_reduce, last),
             )
-        if sharded:
-            return cls(Extent.FULL, stages[0].target, stages, incoming, 1.0 / first)
+        if sends_each:
+            accumulator = Extent.ZERO1 if accumulation == "local" else stages[0].target
+            return cls(Extent.FULL, accumulator, stages, incoming, 1.0 / first)
         return cls(Extent.FULL, Extent.FULL, stages, precision.master, 1.0 / first)
 
     def between(self, start: Extent, stop: Extent) -> tuple[ReductionStage, ...]:

@@ -69,7 +69,7 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
     # Hop 2.
     twice = [each for each in trained if len(each.reduction_spec.stages) == 2]
     zero3 = {id(each): where.grid.numel(each.layout, Extent.ZERO3) for each in twice}
-    passing = [each for each in twice if each.reduction_spec.accumulator_extent is Extent.FULL]
+    passing = [each for each in twice if each.reduction_spec.accumulator_extent is not Extent.ZERO3]
     for size, members in _by_size(passing, lambda each: (zero3[id(each)], each.precision.master)).items():
         unrounded = [each for each in members if each.reduction_spec.stages[1].wire_dtype == each.precision.master]
         plan.scratch[size] += min(len(unrounded), second) + (len(unrounded) < len(members))

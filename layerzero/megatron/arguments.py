@@ -91,10 +91,11 @@ def _translated(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
         size = _of_a_node(data_parallel)
     elif has_names_of_mindspeed(args.layerzero_config):
         size = _from_mindspeed(size, args.tensor_model_parallel_size, len(data_parallel))
-    if args.gradient_accumulation_fusion and size > 1 and settings["accumulation"] == "sharded":
+    mode = settings["accumulation"]
+    if args.gradient_accumulation_fusion and (mode == "local" or (size > 1 and mode == "sharded")):
         raise ValueError(
             "gradient accumulation fusion, which is on by default, adds to full gradients between micro-batches. Add "
-            "--no-gradient-accumulation-fusion, or set accumulation: full or zero3_size: 1 in --layerzero-config"
+            "--no-gradient-accumulation-fusion, or set accumulation: full in --layerzero-config"
         )
     policy = _policy(settings.pop("mp_policy"), args)
     if policy is not None:

@@ -60,7 +60,7 @@ def wrap(
             are not units. Modules that have only expert-parallel parameters are always units.
         mp_policy: mixed-precision policy. None: compute in the 16-bit dtype of `config` and reduce gradients in fp32;
             without a 16-bit dtype, use the dtype of the parameters.
-        accumulation: ``"full"`` or ``"sharded"``; `config.gradient_accumulation_fusion` needs ``"full"``.
+        accumulation: as in :func:`layerzero.shard_model`; `config.gradient_accumulation_fusion` needs ``"full"``.
         align_grad_reduce: if True, reduce gradients of all stages after the first at the same time, in the pipeline
             bubble, instead of in the last backward of each stage.
         align_param_refresh: if True, and with interleaving, launch the refresh of every chunk except the first when the
@@ -245,10 +245,10 @@ def _refuse_unsupported(module: nn.Module, config: Any) -> None:
 def _refuse_fusion(config: Any, zero3_size: int, accumulation: Accumulation, offload_grads: bool) -> None:
     if not getattr(config, "gradient_accumulation_fusion", False):
         return
-    if zero3_size > 1 and accumulation == "sharded":
+    if accumulation == "local" or (zero3_size > 1 and accumulation == "sharded"):
         raise ValueError(
-            'gradient_accumulation_fusion adds to full gradients between micro-batches. Use accumulation="full" or '
-            "zero3_size=1, or disable the fusion"
+            'gradient_accumulation_fusion adds to full gradients between micro-batches. Use accumulation="full", or '
+            '"sharded" with zero3_size=1, or disable the fusion'
         )
     if offload_grads:
         raise ValueError(

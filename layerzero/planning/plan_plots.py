@@ -119,7 +119,7 @@ def _name(row: Estimate) -> str:
     choice = row.choice
     if choice.scheme != LAYERZERO:
         return choice.scheme
-    mode = f" {choice.accumulation}" if choice.zero3_size > 1 else ""
+    mode = f" {choice.accumulation}" if choice.zero3_size > 1 or choice.accumulation == "local" else ""
     offload = "" if choice.offload == "-" else f" offload {choice.offload}"
     return f"S={choice.zero3_size}{mode}{offload}, A={choice.micro_batches}"
 

@@ -98,7 +98,7 @@ def cells(row: Estimate) -> tuple[str, ...]:
     return (
         choice.scheme,
         str(choice.zero3_size) if of_layerzero else "",
-        choice.accumulation if of_layerzero and choice.zero3_size > 1 else "",
+        choice.accumulation if of_layerzero and (choice.zero3_size > 1 or choice.accumulation == "local") else "",
         choice.offload if of_layerzero else "",
         _DTYPES[choice.reduce_dtype],
         str(choice.micro_batches),

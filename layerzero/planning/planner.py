@@ -110,7 +110,7 @@ def plan(
     reduce = [dtype_named("a dtype", each) for each in reduce_dtypes]
     rows: list[Estimate] = []
     for size in _sizes_to_try(zero3_sizes, cluster):
-        for mode, wire, count in itertools.product(_modes(accumulations, size), reduce, counts):
+        for mode, wire, count in itertools.product(_modes(accumulations, size, cluster.ranks // size), reduce, counts):
             choice = Candidate(LAYERZERO, size, mode, reduce_dtype=wire, micro_batches=count)
             rows.append(shop.row(choice))
             if offload or (offload is None and not rows[-1].fits):
@@ -169,11 +169,14 @@ def _sizes_to_try(asked: Iterable[int] | None, cluster: Cluster) -> list[int]:
     return sizes
 
 
-def _modes(asked: Iterable[str], zero3_size: int) -> list[str]:
+def _modes(asked: Iterable[str], zero3_size: int, replicas: int) -> list[str]:
+    """Return the values of `accumulation` in `asked` without those that equal an earlier one on this mesh."""
     modes = list(asked)
     if wrong := [mode for mode in modes if mode not in ACCUMULATIONS]:
         raise ValueError(f"accumulation={wrong[0]!r} is not supported. Use {' or '.join(ACCUMULATIONS)}")
-    return modes if zero3_size > 1 else modes[:1]  # with zero3_size 1, all modes are equal
+    same = {"sharded": "full"} if zero3_size == 1 else {"local": "sharded"} if replicas == 1 else {}
+    different = {same.get(mode, mode): mode for mode in reversed(modes)}
+    return [mode for mode in modes if different[same.get(mode, mode)] == mode]
 
 
 def _sizes_of(model: Model) -> TransformerShape | None:

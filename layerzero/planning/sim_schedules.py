@@ -71,9 +71,15 @@ class ScheduleSettings:
         return min(self.compute, self.reduce) if self.adds_hop1 and not self.waits_whole else self.reduce
 
     @property
+    def hop2(self) -> int:
+        """Number of bytes per element that hop 2 sends."""
+        sends_incoming = self.zero3_size == 1 and not self.waits_whole
+        return min(self.compute, self.replica_reduce) if self.adds_hop1 and sends_incoming else self.replica_reduce
+
+    @property
     def waits_whole(self) -> bool:
         """True if full gradients are accumulated between micro-batches."""
-        return self.accumulation == "full" or self.zero3_size == 1
+        return self.accumulation == "full" or (self.zero3_size == 1 and self.accumulation != "local")
 
 
 def layerzero_program(units: Sequence[UnitCost], sharding: ScheduleSettings, *, steps: int = 2) -> Iterator[Operation]:
@@ -184,11 +190,11 @@ class _Rank:
     def _reduce(self, unit: UnitCost, *, first: bool, last: bool) -> Iterator[Operation]:
         how = self.how
         if last or not how.waits_whole:
-            chain, additions = self._hops(unit, last=last)
+            chain, additions = self._hops(unit, last=last, crosses=last or how.accumulation == "local")
             if chain:
                 yield StartReduction(tuple(chain), tuple(additions))
                 self._owes = True
-        if how.offload_grads and (how.waits_whole or how.replicas > 1):
+        if how.offload_grads and how.accumulation != "local" and (how.waits_whole or how.replicas > 1):
             # Accumulators are fetched before an addition and stored before the next micro-batch. There are two slabs,
             # so at most two copies are in flight.
             waits = unit.numel / (1 if how.waits_whole else how.zero3_size) * _MASTER
@@ -203,15 +209,15 @@ class _Rank:
         self._stores.append(self._take())
         yield SimLaunch(SimCollective(kind, unit.name, "host", comm, 1, nbytes), self._stores[-1])
 
-    def _hops(self, unit: UnitCost, *, last: bool) -> tuple[list[SimCollective], list[SimCompute]]:
+    def _hops(self, unit: UnitCost, *, last: bool, crosses: bool) -> tuple[list[SimCollective], list[SimCompute]]:
         how = self.how
         chain: list[SimCollective] = []
         node = unit.numel / how.zero3_size
         if how.zero3_size > 1:
             sent = unit.numel * how.hop1 * _share(how.zero3_size)
             chain.append(SimCollective("hop1", unit.name, "zero3", "zero3 reduce", how.zero3_size, sent))
-        if last and how.replicas > 1:
-            sent = node * how.replica_reduce * _share(how.replicas)
+        if crosses and how.replicas > 1:
+            sent = node * how.hop2 * _share(how.replicas)
             chain.append(SimCollective("hop2", unit.name, "replica", "replica", how.replicas, sent))
         additions = [self._addition(each, node if each.kind == "hop1" else node / how.replicas) for each in chain]
         if last and how.offload_optimizer and chain:

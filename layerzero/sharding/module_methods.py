@@ -45,7 +45,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     The context must be active while ``backward()`` runs. ``.grad`` is not final until the next backward outside of the
     context, or ``optimizer.step()``, has reduced the accumulated gradients. If `accumulation` is ``"sharded"``,
-    gradients are still reduced inside the ZeRO-3 group.
+    gradients are still reduced inside the ZeRO-3 group; with ``"local"`` they are reduced over all ranks.
 
     Example::
 
@@ -139,7 +139,7 @@ def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool, *, recu
     """Set whether later backwards also reduce gradients across replicas, like FSDP2's method of this name.
 
     The value False works like :func:`no_sync`. If `accumulation` is ``"sharded"``, gradients are reduced inside the
-    ZeRO-3 group.
+    ZeRO-3 group; with ``"local"`` over all ranks.
 
     Raises:
         ValueError: ``recurse=False``, for the root without the units inside it.

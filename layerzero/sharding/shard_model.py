@@ -134,7 +134,9 @@ def shard_model(
             averaged. Use 1.0 to sum the gradients if the loss is already divided by the number of tokens on all ranks.
         accumulation: form in which gradients are accumulated between micro-batches. ``"sharded"`` stores N/S fp32
             elements and reduces inside the ZeRO-3 group in each backward. ``"full"`` stores N fp32 elements and sends
-            no data until the backward that reduces gradients. Or ``callable(name, module)`` that chooses for each unit.
+            no data until the backward that reduces gradients. ``"local"`` stores only the final gradient (N/D fp32
+            elements) and reduces over all ranks in each backward, also inside :func:`no_sync`. Or
+            ``callable(name, module)`` that chooses for each unit.
         offload_grads: store accumulators in pinned host memory between the backwards of a step. On the device, the
             accumulators then use at most twice the memory of the largest unit's accumulators. Copies overlap with the
             backward of the neighboring unit. If there is one replica (or one rank), ``"sharded"`` accumulates directly

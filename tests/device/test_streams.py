@@ -64,10 +64,10 @@ def _on_another_stream(device: Device) -> Iterator[None]:
 
 SETTINGS = [
     {"accumulation": mode, "offload_grads": offload, **policy}
-    for mode in ("sharded", "full")
+    for mode in ("sharded", "full", "local")
     for offload in (False, True)
     for policy in ({}, {"mp_policy": torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)})
-] + [{"accumulation": mode, "offload_grads": True, "offload_optimizer": True} for mode in ("full", "sharded")]
+] + [{"accumulation": mode, "offload_grads": True, "offload_optimizer": True} for mode in ("full", "sharded", "local")]
 
 
 def _settings_of(zero3_size: int) -> list[dict[str, Any]]:
@@ -201,7 +201,7 @@ def _waits_of_steps(model: nn.Module, *, uses_all: bool) -> _Waits:
 
 
 @pytest.mark.parametrize("offload_grads", [False, True])
-@pytest.mark.parametrize("accumulation", ["sharded", "full"])
+@pytest.mark.parametrize("accumulation", ["sharded", "full", "local"])
 def test_on_a_device_the_host_waits_for_nothing_inside_a_step_of_128_ranks(
     accumulation: str, offload_grads: bool, one_of_128: None
 ) -> None:

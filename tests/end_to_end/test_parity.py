@@ -134,7 +134,7 @@ def _train_exactly(rank: int, zero3_sizes: tuple[int, ...]) -> None:
     meshes = [layerzero.init_mesh(zero3_size) for zero3_size in zero3_sizes]
     for micro_batches in MICRO_BATCHES:
         reference = exact_reference(world, micro_batches)
-        for mesh, accumulation in itertools.product(meshes, ("sharded", "full")):
+        for mesh, accumulation in itertools.product(meshes, ("sharded", "full", "local")):
             case = f"{mesh}, A={micro_batches}, {accumulation}"
             train_exactly(rank, case, micro_batches, reference, mesh=mesh, accumulation=accumulation)
 

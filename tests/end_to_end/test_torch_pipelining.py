@@ -120,7 +120,7 @@ def _train(rank: int, interleaved: bool, zero3_size: int, accumulation: str) -> 
 
 def _all_cases(rank: int, interleaved: bool) -> None:
     for zero3_size in (1, 2):
-        for accumulation in ("sharded", "full"):
+        for accumulation in ("sharded", "full", "local"):
             _train(rank, interleaved, zero3_size, accumulation)
 
 

@@ -211,7 +211,7 @@ def test_a_partly_frozen_unit_is_reduced_as_early_as_any_other() -> None:
 def _large_in_fp16(rank: int) -> None:
     """Use gradients that fit in fp16, as does their mean; their sum over ranks does not."""
     fp16 = MixedPrecisionPolicy(reduce_dtype=torch.float16)
-    for accumulation in ("sharded", "full"):
+    for accumulation in ("sharded", "full", "local"):
         for size in (1, SIZE, WORLD):
             model = layerzero.shard_model(nn.Linear(4, 4), zero3_size=size, accumulation=accumulation, mp_policy=fp16)
             model(torch.full((1, 4), 2.0**15 + rank * 2.0**10)).sum().backward()
@@ -298,7 +298,7 @@ def _blow(gradient: Tensor) -> None:
 
 def _count_after_a_failure(rank: int) -> list[tuple[int, int]]:
     calls = []
-    for accumulation in ("sharded", "full"):
+    for accumulation in ("sharded", "full", "local"):
         model = shard(blocks(2), units=None, accumulation=accumulation)
         optimizer = layerzero.shard_optimizer(sgd(model), model)
         for fails in (False, True):

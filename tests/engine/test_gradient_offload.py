@@ -49,7 +49,7 @@ from tests.support.models import (
 )
 from tests.support.ranks import mesh_of, run_ranks
 
-MODES = ("sharded", "full")
+MODES = ("sharded", "full", "local")
 CPU = torch.device("cpu")
 
 
@@ -179,7 +179,7 @@ def _odd_graphs(rank: int, setting: str) -> None:
     with late():
         for name, case in cases.items():
             compare(rank, name, case, *({"accumulation": mode} for mode in MODES), **{setting: True})
-        by_unit = {"accumulation": lambda name, module: MODES[len(name) % 2 if "1" in name else 0]}
+        by_unit = {"accumulation": lambda name, module: MODES[len(name) % 3 if "1" in name else 0]}
         compare(rank, "a mode of its own for each unit", Case(lambda: blocks(5)), **{setting: True}, **by_unit)
 
 

@@ -30,7 +30,7 @@ from tests.support.wrapped_gloo import mesh_on
 
 WORLD = 4
 SIZES = (1, 2, 4)
-ACCUMULATIONS = ("sharded", "full")
+ACCUMULATIONS = ("sharded", "full", "local")
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 LR, MOMENTUM = 2**-4, 0.5

@@ -101,11 +101,15 @@ ROWS = {  # (S > 1, R > 1, mode): incoming extent, accumulator extent, collectiv
     (True, True, "full"): (WHOLE, WHOLE, [(WHOLE, NODE, Collective.HOP1), (NODE, RANK, Collective.HOP2)]),
     (True, False, "sharded"): (WHOLE, RANK, [(WHOLE, RANK, Collective.HOP1)]),
     (True, True, "sharded"): (WHOLE, NODE, [(WHOLE, NODE, Collective.HOP1), (NODE, RANK, Collective.HOP2)]),
+    (False, False, "local"): (RANK, RANK, []),
+    (False, True, "local"): (WHOLE, RANK, [(WHOLE, RANK, Collective.HOP2)]),
+    (True, False, "local"): (WHOLE, RANK, [(WHOLE, RANK, Collective.HOP1)]),
+    (True, True, "local"): (WHOLE, RANK, [(WHOLE, NODE, Collective.HOP1), (NODE, RANK, Collective.HOP2)]),
 }
 
 
 @pytest.mark.parametrize(("data_parallel", "zero3_size"), SIZES)
-@pytest.mark.parametrize("mode", ["sharded", "full"])
+@pytest.mark.parametrize("mode", ["sharded", "full", "local"])
 @pytest.mark.parametrize("adds_hop1", [False, True])
 def test_routes_are_those_of_the_table(data_parallel: int, zero3_size: int, mode: str, adds_hop1: bool) -> None:
     lands, waits, stages = ROWS[zero3_size > 1, data_parallel // zero3_size > 1, mode]
@@ -122,10 +126,11 @@ def test_routes_are_those_of_the_table(data_parallel: int, zero3_size: int, mode
             assert (route.incoming_extent, route.accumulator_extent) == (lands, waits)
             assert [(stage.source, stage.target, stage.collective) for stage in route.stages] == stages
             early = lands is not waits
-            as_computed = early and adds_hop1 and precision is MIXED
-            landing = precision.compute if as_computed else precision.reduce
-            wires = {Collective.HOP1: landing, Collective.HOP2: precision.replica_reduce}
-            assert [stage.wire_dtype for stage in route.stages] == [wires[stage.collective] for stage in route.stages]
+            first = precision.replica_reduce if zero3_size == 1 else precision.reduce
+            as_computed = early and adds_hop1 and first is torch.float32
+            landing = precision.compute if as_computed else first
+            wires = [landing if stage.source is WHOLE else precision.replica_reduce for stage in route.stages]
+            assert [stage.wire_dtype for stage in route.stages] == wires
             scales = [route.incoming_scale, *(stage.scale for stage in route.stages)]
             if half and not adds_hop1:
                 assert math.prod(scales) == pytest.approx(1 / data_parallel, rel=1e-15)
@@ -168,7 +173,7 @@ def _root_of_ranks(data_parallel: int, zero3_size: int) -> float:
 
 
 @pytest.mark.parametrize("wires", WIRES)
-@pytest.mark.parametrize("mode", ["sharded", "full"])
+@pytest.mark.parametrize("mode", ["sharded", "full", "local"])
 @pytest.mark.parametrize("adds", [True, False], ids=["added here", "added by the backend"])
 @pytest.mark.parametrize(("data_parallel", "zero3_size"), [(1024, 2**power) for power in range(11)] + [(2, 2), (4, 2)])
 def test_fp16_gradients_keep_their_size_on_the_way(
@@ -193,7 +198,7 @@ def test_fp16_gradients_keep_their_size_on_the_way(
 @pytest.mark.parametrize("zero3_size", [1, 2, 3, 6, 12])
 def test_a_factor_of_any_size_is_divided_out(zero3_size: int, factor: float) -> None:
     grid = ShardGrid.of_rank(0, data_parallel=12, zero3_size=zero3_size)
-    for wires, mode, adds in itertools.product(WIRES.values(), ("sharded", "full"), (True, False)):
+    for wires, mode, adds in itertools.product(WIRES.values(), ("sharded", "full", "local"), (True, False)):
         precision = Precision(F32, F16, *wires)
         route = ReductionSpec.plan(
             grid, precision, accumulation=mode, divide_factor=factor, adds_hop1=adds, adds_hop2=adds
@@ -203,7 +208,7 @@ def test_a_factor_of_any_size_is_divided_out(zero3_size: int, factor: float) -> 
         assert all(math.frexp(scale)[0] == 0.5 and scale <= 1 for scale in scales[:-1]), "powers of two"
 
 
-@pytest.mark.parametrize("mode", ["sharded", "full"])
+@pytest.mark.parametrize("mode", ["sharded", "full", "local"])
 @pytest.mark.parametrize("zero3_size", [3, 5, 6, 12])
 def test_hop_2_in_fp16_carries_no_more_than_one_rank_has(zero3_size: int, mode: str) -> None:
     grid = ShardGrid.of_rank(0, data_parallel=2 * zero3_size, zero3_size=zero3_size)
@@ -277,7 +282,7 @@ def programs() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("data_parallel", "zero3_size"), [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 2), (6, 3)])
-@pytest.mark.parametrize("mode", ["sharded", "full"])
+@pytest.mark.parametrize("mode", ["sharded", "full", "local"])
 def test_every_program_ends_with_the_mean_of_what_was_contributed(
     data_parallel: int, zero3_size: int, mode: str
 ) -> None:

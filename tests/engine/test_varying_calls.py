@@ -209,7 +209,7 @@ class Optional(nn.Module):
 
 
 def _one_rank_leaves_out(rank: int) -> None:
-    for mode, place in itertools.product(("sharded", "full"), (5, 3, 0)):
+    for mode, place in itertools.product(("sharded", "full", "local"), (5, 3, 0)):
         torch.manual_seed(0)
         alone = Chain(*(Optional() for _ in range(6)))
         model = shard(copy.deepcopy(alone), accumulation=mode)
@@ -243,7 +243,7 @@ class Chosen(nn.Module):
 
 def _drop_what_a_peer_used(rank: int) -> None:
     odd = rank % 2 == 1
-    for mode, zero3_size in itertools.product(("sharded", "full"), (1, 2, 4)):
+    for mode, zero3_size in itertools.product(("sharded", "full", "local"), (1, 2, 4)):
         case = f"{mode} S={zero3_size}"
         model = layerzero.shard_model(Chosen(), zero3_size=zero3_size, accumulation=mode)
         for drop in (lambda model: model.zero_grad(), lambda model: model.zero_grad(set_to_none=False)):
@@ -278,7 +278,7 @@ def test_what_only_another_rank_of_the_node_used_is_dropped_too() -> None:
 
 
 def _use_again_elsewhere(rank: int) -> None:
-    for mode, zero3_size in itertools.product(("sharded", "full"), (1, 2, 4)):
+    for mode, zero3_size in itertools.product(("sharded", "full", "local"), (1, 2, 4)):
         model = layerzero.shard_model(Chosen(), zero3_size=zero3_size, accumulation=mode)
         told: list[str] = []
         for name, parameter in model.named_parameters():

@@ -44,7 +44,7 @@ POLICIES = (
 )
 
 # By zero3_size. With 1 there is one reduction spec and no shared memory; see `_sizes_of`.
-MODES = {1: ("sharded",), 2: ("sharded", "full"), 4: ("sharded", "full")}
+MODES = {1: ("sharded", "local"), 2: ("sharded", "full", "local"), 4: ("sharded", "full")}
 
 
 def _sizes_of(shared_memory: str | None) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ def _counts(rank: int, cases: list[Case]) -> None:
                 assert calls.get("hop1", 0) == (handles * backwards if case.zero3_size > 1 else 0), (case, calls)
 
 
-@pytest.mark.parametrize("accumulation", ["sharded", "full"])
+@pytest.mark.parametrize("accumulation", ["sharded", "full", "local"])
 def test_each_handle_is_reduced_and_refreshed_once_a_step(accumulation: str) -> None:
     pipelines = [
         case.but(accumulation=accumulation, zero3_size=size, align=align)

@@ -295,7 +295,7 @@ class PartlyUsed(SpikyNet):
 
 def _unscale_inside_no_sync(rank: int, zero3_size: int) -> None:
     mesh = layerzero.init_mesh(zero3_size)
-    for accumulation in ("sharded", "full"):
+    for accumulation in ("sharded", "full", "local"):
         net = PartlyUsed()
         net.load_state_dict(spiky_net().state_dict())
         model, optimizer = shard(mesh, net, accumulation=accumulation)

@@ -40,7 +40,7 @@ from tests.support.ranks import mesh_of, run_ranks
 
 pytestmark = pytest.mark.slow
 
-MODES = ("sharded", "full")
+MODES = ("sharded", "full", "local")
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 

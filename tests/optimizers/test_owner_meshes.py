@@ -96,7 +96,7 @@ def _experts(rank: int, ep: int, size: int, expert_size: int, dtensor: bool, acc
         assert not different(full_parameters(model), expected(dict(alone.named_parameters()))), step
 
 
-@pytest.mark.parametrize("accumulation", ["sharded", "full"])
+@pytest.mark.parametrize("accumulation", ["sharded", "full", "local"])
 @pytest.mark.parametrize("dtensor", [True, False])
 def test_experts_on_a_mesh_of_their_own_are_updated_whole(dtensor: bool, accumulation: str) -> None:
     for ep, size, expert_size in ((2, 2, 2), (2, 4, 1), (4, 2, 1)):

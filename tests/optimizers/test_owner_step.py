@@ -165,7 +165,7 @@ def owned_sgd(model: nn.Module) -> layerzero.ShardedOptimizer:
 
 
 def _follow_one_process(rank: int, world: int, zero3_size: int) -> None:
-    for mode in ("sharded", "full"):
+    for mode in ("sharded", "full", "local"):
         for units in (IntegerNet.UNITS, None):
             case = f"{mode} {units}"
             net = integer_net()
@@ -209,7 +209,7 @@ def _tied_and_frozen(rank: int, world: int, zero3_size: int, name: str) -> None:
         net.c.weight.requires_grad_(False)
         return net
 
-    for accumulation in ("sharded", "full"):
+    for accumulation in ("sharded", "full", "local"):
         net = built()
         theirs = CASES[name](net)
         model = layerzero.shard_model(

@@ -157,7 +157,9 @@ def test_micro_batches_add_up_and_the_slow_link_is_paid_once(micro_batches: int)
 
 
 SETTINGS = [
-    Settings(ranks=16, zero3_size=8, micro_batches=a, accumulation=m) for a in (1, 3) for m in ("sharded", "full")
+    Settings(ranks=16, zero3_size=8, micro_batches=a, accumulation=m)
+    for a in (1, 3)
+    for m in ("sharded", "full", "local")
 ]
 
 

@@ -22,7 +22,7 @@ from tests.support.models import IntegerNet, TiedTransformer, exact_sgd, integer
 from tests.support.ranks import run_ranks
 
 SHARDINGS = {1: (1,), 2: (1, 2), 4: (1, 2, 4)}  # data-parallel ranks: ZeRO-3 sizes
-MODES = ("sharded", "full")
+MODES = ("sharded", "full", "local")
 
 
 @dataclass(frozen=True)
@@ -100,18 +100,22 @@ def _count(rank: int, zero3_size: int) -> None:
             case = f"D={world} S={zero3_size} A={micro_batches} {mode} {precision}"
             traffic = traffic_of_a_step(model, optimizer, rank, micro_batches)
             hop1s = 1 if mode == "full" else micro_batches
+            hop2s = micro_batches if mode == "local" else 1
             # Sums that layerzero itself adds are sent in the compute dtype.
             hop1 = precision.reduce if mode == "full" else min(precision.compute, precision.reduce, key=_width)
+            hop2 = precision.replica_reduce
+            if mode == "local" and zero3_size == 1:
+                hop2 = min(precision.compute, hop2, key=_width)
             expected_bytes = {
                 "gather": sent(sizes, zero3_size, precision.compute, times=2 * micro_batches),
                 "hop1": sent(sizes, zero3_size, hop1, times=hop1s),
-                "hop2": sent(sizes, replicas, precision.replica_reduce, share=zero3_size),
+                "hop2": sent(sizes, replicas, hop2, share=zero3_size, times=hop2s),
                 "refresh": sent(sizes, replicas, precision.compute, share=zero3_size),
             }
             expected_calls = {
                 "gather": 2 * micro_batches * len(sizes) * (zero3_size > 1),
                 "hop1": hop1s * len(sizes) * (zero3_size > 1),
-                "hop2": len(sizes) * (replicas > 1),
+                "hop2": hop2s * len(sizes) * (replicas > 1),
                 "refresh": len(sizes) * (replicas > 1),
             }
             assert {name: traffic.bytes.get(name, 0) for name in expected_bytes} == expected_bytes, case
@@ -137,20 +141,19 @@ def test_a_step_sends_exactly_what_the_formulas_say(data_parallel: int, zero3_si
 
 
 def _count_between_nodes(rank: int) -> None:
-    # DESIGN section 3: (1 - 1/R) * (N/S) * (replica_reduce bytes + compute bytes), whatever A is.
+    # (1 - 1/R) * (N/S) * (replica_reduce bytes + compute bytes), whatever A is; "local" sends gradients A times.
     mesh = layerzero.init_mesh(2)
     for mode, precision in itertools.product(MODES, PRECISIONS[:2]):
         model, optimizer = sharded_net(mesh, accumulation=mode, **precision.settings)
-        each = precision.replica_reduce.itemsize + precision.compute.itemsize
-        expected = sum(padded_sizes(model)) // 2 // 2 * each
-        counted = [
-            traffic_of_a_step(model, optimizer, rank, micro_batches).bytes_by_axis["replica"]
-            for micro_batches in (1, 6)
-        ]
-        assert counted == [expected] * 2, f"{mode} {precision}"
+        for micro_batches in (1, 6):
+            reduced = micro_batches if mode == "local" else 1
+            each = reduced * precision.replica_reduce.itemsize + precision.compute.itemsize
+            expected = sum(padded_sizes(model)) // 2 // 2 * each
+            traffic = traffic_of_a_step(model, optimizer, rank, micro_batches)
+            assert traffic.bytes_by_axis["replica"] == expected, f"{mode} {precision} A={micro_batches}"
 
 
-def test_bytes_between_nodes_do_not_depend_on_the_number_of_micro_batches() -> None:
+def test_bytes_between_nodes_depend_on_the_number_of_micro_batches_only_in_local_mode() -> None:
     run_ranks(_count_between_nodes, shared_memory="off")
 
 
@@ -168,17 +171,21 @@ def _count_inside_no_sync(rank: int) -> None:
         for _ in range(3):
             backward(model, rank, inside_no_sync=True)
         traffic = layerzero.traffic(model, reset=True)
-        expected = {"gather": 6 * handles} | ({"hop1": 3 * handles} if mode == "sharded" else {})
+        expected = {"gather": 6 * handles} | ({"hop1": 3 * handles} if mode != "full" else {})
+        expected |= {"hop2": 3 * handles} if mode == "local" else {}
         assert calls_of(traffic) == expected, f"{mode}: {traffic}"
-        assert not traffic.bytes_by_axis.get("replica", 0) and not traffic.bytes.get("metadata", 0), mode
+        assert (traffic.bytes_by_axis.get("replica", 0) > 0) == (mode == "local"), mode
+        assert not traffic.bytes.get("metadata", 0), mode
         optimizer.step()
         traffic = layerzero.traffic(model)
         counted = {name: traffic.calls.get(name, 0) for name in ("gather", "hop1", "hop2", "refresh")}
         late_hop1s = handles if mode == "full" else 0
-        assert counted == {"gather": 0, "hop1": late_hop1s, "hop2": handles, "refresh": handles}, f"{mode}: {traffic}"
+        late_hop2s = 0 if mode == "local" else handles
+        late = {"gather": 0, "hop1": late_hop1s, "hop2": late_hop2s, "refresh": handles}
+        assert counted == late, f"{mode}: {traffic}"
 
 
-def test_no_sync_sends_nothing_between_nodes_and_in_full_mode_nothing_but_gathers() -> None:
+def test_no_sync_reduces_inside_a_node_in_sharded_mode_and_over_all_ranks_in_local_mode() -> None:
     run_ranks(_count_inside_no_sync, shared_memory="off")
 
 
@@ -224,7 +231,7 @@ def _kinds_predicted(model: nn.Module, zero3_size: int, mode: str, precision: Pr
         "zero3_shard": total // zero3_size * precision.compute.itemsize,
         "full_buffer": 0,
         "gradient_shard": 0 if mode == "sharded" and 1 < zero3_size < world else total // world * 4,
-        "accumulator": (total // zero3_size if mode == "sharded" else total) * 4,
+        "accumulator": {"sharded": total // zero3_size, "full": total, "local": 0}[mode] * 4,
     }
 
 

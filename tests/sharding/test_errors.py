@@ -233,7 +233,7 @@ CASES: dict[str, Case] = {
         partial(_shard, accumulation="shard"), ValueError, ("accumulation", "'shard'", "'?sharded", "full")
     ),
     "accumulation of wrong type": Case(
-        partial(_shard, accumulation=2), BAD, ("accumulation", "2|int", "sharded", "full")
+        partial(_shard, accumulation=2), BAD, ("accumulation", "2|int", "sharded", "full", "local")
     ),
     "accumulation callable that answers something else": Case(
         partial(_shard, accumulation=lambda name, module: "half"), ValueError, ("accumulation", "half", "sharded")

@@ -25,7 +25,7 @@ from tests.support.models import (
 )
 
 WORLD = 4
-MODES = ("sharded", "full")
+MODES = ("sharded", "full", "local")
 
 
 def prepare(mode: str, **settings: object) -> tuple[nn.Module, layerzero.ShardedOptimizer]:

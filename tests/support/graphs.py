@@ -191,5 +191,6 @@ def _train_alone(alone: nn.Module, case: Case) -> list[dict[str, Tensor]]:
 MODES = (
     {"accumulation": "sharded"},
     {"accumulation": "full", "prefetch": 0},
+    {"accumulation": "local"},
     {"accumulation": "sharded", "prefetch": 3, "reshard_after_forward": False},
 )

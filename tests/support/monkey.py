@@ -34,7 +34,7 @@ class Setting(NamedTuple):
 
     size: int
     dtype: str
-    accumulation: str  # "sharded", "full" or "by unit"
+    accumulation: str  # "sharded", "full", "local" or "by unit"
     shared_memory: str
     muon: bool
 
@@ -429,7 +429,7 @@ def program_of(seed: int, length: int = 40) -> Program:
     setting = Setting(
         size=draw.choice((1, 2, 4)),
         dtype=("fp32", "bf16", "fp16")[seed % 3],
-        accumulation=draw.choice(("sharded", "full", "by unit")),
+        accumulation=draw.choice(("sharded", "full", "local", "by unit")),
         shared_memory=draw.choice(("auto", "off")),
         muon=draw.random() < 0.4,
     )

@@ -106,7 +106,7 @@ def _backwards_without_a_step(model: nn.Module, rank: int, naps: random.Random) 
 
 def _like_exchanges(rank: int, sizes: Sequence[int], seed: int) -> None:
     for size, policy, mode, more in (
-        *itertools.product(sizes, POLICIES, ("sharded", "full"), ({},)),
+        *itertools.product(sizes, POLICIES, ("sharded", "full", "local"), ({},)),
         *itertools.product(sizes, POLICIES[1:2], ("full",), ({"replica_reduce_dtype": torch.float32},)),
     ):
         off, auto = (
