@@ -368,10 +368,10 @@ class Watchdog:
 
 
 def existing_keys(check: Callable[[Sequence[str]], bool], keys: Sequence[str]) -> list[str]:
-    """Return those of `keys` that exist in a store. Few missing keys require few requests.
+    """Return the keys that exist in a store. If few keys are missing, few requests are made.
 
     Args:
-        check: returns whether the store has all of the given keys.
+        check: function that returns whether the store has all of the given keys.
     """
     if not keys or check(keys):
         return list(keys)

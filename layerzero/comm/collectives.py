@@ -395,7 +395,7 @@ def all_reduce(
 
 @dataclass(frozen=True)
 class PendingSmallGather:
-    """All-gather in flight of a few numbers per rank."""
+    """In-flight all-gather of a few numbers per rank."""
 
     work: PendingCollective
     said: Tensor  # [size, n], by rank; valid after the wait

@@ -331,7 +331,7 @@ class ExtendedGather:
 
 @dataclass(frozen=True)
 class PendingExtension:
-    """Gather in flight of a parameter whose class has an all-gather extension."""
+    """In-flight gather of a parameter whose class has an all-gather extension."""
 
     works: Sequence[PendingCollective]
     gather: ExtendedGather

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.model_ranks import ModelRanks
-from layerzero.device.streams import streams_of
-from layerzero.dtensor.lazy_grad import LazyGrad, accumulate_hooks, plain_access
+from layerzero.device.streams import make_reduction_streams
+from layerzero.dtensor.lazy_grad import LazyGrad, plain_access, post_accumulate_grad_hooks
 from layerzero.engine.gathered_params import take_flag
 from layerzero.engine.grad_attribute import GradAttribute
 from layerzero.engine.handle import Handle
@@ -58,7 +58,7 @@ class GradientReducer:
         )
         self._used_params.add_names(m.name for h in handles for m in h.members if m.gathered.requires_grad)
         self._order_agreed = False
-        self._streams = streams_of(model_ranks.mesh_info.device, on_gloo=model_ranks.mesh_info.on_gloo)
+        self._streams = make_reduction_streams(model_ranks.mesh_info.device, on_gloo=model_ranks.mesh_info.on_gloo)
         self.queue = ReductionQueue([], self._streams)
         self._order: list[Handle] = []  # handles in the order of the queue
         self._requeue()
@@ -153,7 +153,7 @@ class GradientReducer:
         self._status = GradientStatus.FINAL if reduces else GradientStatus.UNREDUCED
         with plain_access():
             late = isinstance(used, PendingUse) and self._order_agreed
-            if late and not any(accumulate_hooks(member.sharded) for member in self._members):
+            if late and not any(post_accumulate_grad_hooks(member.sharded) for member in self._members):
                 for shown in self._shown:
                     shown.unlock()
                 self.due.pending = True
@@ -263,7 +263,7 @@ class GradientReducer:
         """Call the user's post-accumulate-grad hooks of the parameters that have a new final gradient."""
         updated, self._updated = self._updated, []
         with plain_access():
-            hooked = [(m.sharded, accumulate_hooks(m.sharded)) for m in updated if m.sharded.grad is not None]
+            hooked = [(m.sharded, post_accumulate_grad_hooks(m.sharded)) for m in updated if m.sharded.grad is not None]
         for parameter, hooks in hooked:
             for hook in hooks:
                 hook(parameter)

@@ -1,4 +1,4 @@
-"""Memory of a gradient buffer, which is persistent, from a pool, a part of another buffer, or on the host.
+"""Memory of a gradient buffer: persistent, from a pool, inside another buffer, or on the host.
 
 See gradient_offload.py for slabs.
 

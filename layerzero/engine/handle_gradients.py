@@ -170,7 +170,7 @@ class HandleGradients:
         self.incoming.add(slot, gradient, self.spec.incoming_scale)
 
     def take(self, slot: int) -> None:
-        """Record that a kernel has added the gradient of one parameter to its exposed memory."""
+        """Record that a kernel has added a parameter's gradient to the memory exposed for this parameter."""
         self.incoming.mark_written(slot)
         self.pending_slots.mark_ready(slot)
         self.usage[slot] = GradUsage.CONTRIBUTED

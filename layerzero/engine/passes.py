@@ -2,9 +2,9 @@
 
 [Note: Prefetch on several meshes]
 If units are on several meshes, a rank may call units of another mesh that other ranks of its group do not call, such as
-experts without tokens. Therefore only a call of a unit on the same mesh prefetches a gather. All ranks of the gather
-then launch it at the same point of the program. An unpredicted gather waits for the other ranks. At any other point of
-the program, the other ranks might be waiting for this rank in a collective of the user.
+experts without tokens. Therefore only a call of a unit on the same mesh prefetches a gather. All ranks that take part
+in the gather then launch it at the same point in the program. An unpredicted gather waits for the other ranks. At any
+other point of the program, the other ranks might be waiting for this rank in a collective launched by user code.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class LayerZeroState(Closable):
         return model
 
     def extension(self, kind: type[_T], make: Callable[[], _T]) -> _T:
-        """Return the object of class `kind` that another package has attached to this model.
+        """Return this model's object of class `kind`, which belongs to another subpackage.
 
         The first call creates the object with `make`. The object is released with the model.
         """

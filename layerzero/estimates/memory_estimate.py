@@ -29,7 +29,7 @@ def estimate_memory(units: Sequence[UnitSpec], config: LayerZeroConfig, *, scrat
 
     Args:
         units: specs of all units on the rank. The root must be first.
-        scratch: bytes of the scratch buffers of reductions, which are included in the result.
+        scratch: bytes of the scratch buffers of reductions. They are included in the result.
     """
     kinds: Counter[str] = Counter()
     for unit in units:

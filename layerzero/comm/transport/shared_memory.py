@@ -145,7 +145,7 @@ class SharedMemoryTransport(Transport):
 
     @property
     def shared_bytes(self) -> int:
-        return self.barrier.memory.held_bytes
+        return self.barrier.memory.allocated_bytes
 
     def begin_write(self) -> None:
         self.barrier.arrive()
@@ -243,8 +243,8 @@ class SharedFullBuffer(FullBuffer):
 
     Args:
         full: 1-D [G], compute dtype.
-        own: this rank's ZeRO-3 shard in `full`.
-        counter: counter of the refreshes of the shard.
+        own: slice of `full` that is this rank's ZeRO-3 shard.
+        counter: index of the counter of refreshes of this shard.
     """
 
     read_by_peers = True
