@@ -45,6 +45,10 @@ class Staging:
         self._device = device
         self._memory = host_memory(0, torch.uint8, device=device)
 
+    def close(self) -> None:
+        """Finish the background save."""
+        self.finish()
+
     def finish(self) -> None:
         """Wait for the background save, if any. Warn if the save failed and its error was not raised."""
         while self.listeners:
@@ -85,12 +89,7 @@ def _padded_nbytes(tensor: Tensor) -> int:
 def staging_of(runtime: LayerZeroState) -> Staging:
     """Return the staging buffers of a model, which are created at first use."""
 
-    def make() -> Staging:
-        staging = Staging(runtime.mesh_info)
-        runtime.on_close.append(staging.finish)
-        return staging
-
-    return runtime.extension(Staging, make)
+    return runtime.extension(Staging, lambda: Staging(runtime.mesh_info))
 
 
 def finish_pending(runtime: LayerZeroState) -> None:

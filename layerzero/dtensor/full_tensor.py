@@ -78,10 +78,10 @@ def rows_of(value: Tensor, spec: RowShardSpec) -> Tensor:
 
 def _is_cut_by_others(value: DTensor, spec: RowShardSpec) -> bool:
     """Return whether `value` is a DTensor that is sharded by rows on our mesh but was not created by layerzero."""
-    as_one_row = value.device_mesh == spec.mesh_info.flat_mesh and all(
+    is_row_sharded = value.device_mesh == spec.mesh_info.flat_mesh and all(
         each == Shard(0) for each in value._spec.placements
     )
-    return as_one_row and not hasattr(value._local_tensor, "spec")
+    return is_row_sharded and not hasattr(value._local_tensor, "spec")
 
 
 def _rows_as_cut(value: DTensor, spec: RowShardSpec) -> Tensor:

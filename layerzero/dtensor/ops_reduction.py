@@ -185,8 +185,8 @@ def _only_a_part(part: PartialScalar) -> str:
     spec = part.spec
     return (
         f"the value of {part.made_by} over parameter {spec.name!r}, or over a tensor derived from it, cannot be read: "
-        f"this rank has only a partial value, from {len(spec.rows)} of {spec.num_rows} rows. Call full_tensor() first, on "
-        "all ranks, as in p.norm().full_tensor().item(). To reduce only this rank's rows, use p.to_local(). "
+        f"this rank has only a partial value, from {len(spec.rows)} of {spec.num_rows} rows. Call full_tensor() first, "
+        "on all ranks, as in p.norm().full_tensor().item(). To reduce only this rank's rows, use p.to_local(). "
         "layerzero.clip_grad_norm_(model, math.inf) returns the norm of all gradients"
     )
 

@@ -1,4 +1,4 @@
-"""Row bounds of a parameter on each rank."""
+"""Row bounds of a parameter on each rank, which layout/flat_layout.py chooses."""
 
 from __future__ import annotations
 

@@ -328,7 +328,7 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def sharded(local: Tensor, spec: RowShardSpec, watch: MutationTracker) -> RowShardedTensor:
-    """Return a DTensor of shape ``span.true_shape`` whose rows on this rank are `local`, a plain tensor."""
+    """Return a DTensor of shape ``spec.true_shape`` whose rows on this rank are `local`, a plain tensor."""
     return _of_rows(LocalShard(local, spec, watch), spec.true_shape)
 
 

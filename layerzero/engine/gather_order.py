@@ -76,7 +76,7 @@ class GatherOrderCheck:
             if len(self._history) >= 2 * _REMEMBERED:
                 self._forget()
         else:
-            self._repeats = self._call_site()
+            self._repeats = self._predicted_place()
 
     def explain_failure(self, error: CollectiveError) -> CollectiveError | RuntimeError:
         """Return the error to raise for a failed gather or comparison.
@@ -120,7 +120,7 @@ class GatherOrderCheck:
     def _format(self, units: Sequence[int]) -> str:
         return " -> ".join(repr(self._names[unit]) for unit in units)
 
-    def _call_site(self) -> int:
+    def _predicted_place(self) -> int:
         """Return the index of the gather after the longest, most recent match of the current context, or -1."""
         history, end = self._history, len(self._history)
         best, longest = -1, 0
@@ -138,7 +138,7 @@ class GatherOrderCheck:
     def _forget(self) -> None:
         dropped = len(self._history) - _REMEMBERED
         del self._history[:dropped]
-        self._repeats = self._repeats - dropped if self._repeats >= dropped else self._call_site()
+        self._repeats = self._repeats - dropped if self._repeats >= dropped else self._predicted_place()
 
 
 def _difference_message(orders: dict[int, str]) -> str:

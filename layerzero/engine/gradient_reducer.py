@@ -45,7 +45,7 @@ class GradientReducer:
         backwards: number of backwards begun so far.
         queue: reductions of the handles, in the order that all ranks share.
         settings: comparison of optimizer settings between ranks.
-        due: resolver of ``.grad``; pending until the ranks have agreed on the used parameters.
+        lazy_grad: resolver of ``.grad``; pending until the ranks have agreed on the used parameters.
     """
 
     def __init__(self, handles: Sequence[Handle], model_ranks: ModelRanks) -> None:
@@ -67,9 +67,9 @@ class GradientReducer:
         self._pending_use: PendingUse | None = None  # the same reduction, until the wait for it
         self._updated: list[ManagedParam] = []  # final gradient is new, and hooks have not run
         self._members = tuple(member for handle in handles for member in handle.members)
-        self.due = LazyGrad(self._show)
+        self.lazy_grad = LazyGrad(self._show)
         for handle in handles:
-            handle.tracker.lazy_grad = self.due
+            handle.tracker.lazy_grad = self.lazy_grad
 
     def _requeue(self) -> None:
         """Rebuild the queue in backward order, last unit first. The order is the same on all ranks."""
@@ -130,7 +130,7 @@ class GradientReducer:
                 )
             if self._status is GradientStatus.INVALID:
                 self.apply_user_grads()
-            self.due.resolve()
+            self.lazy_grad.resolve()
             if handle.grads is not None:
                 handle.grads.apply_user_grads()
         self.queue.wait_until_writable(gradients)
@@ -156,7 +156,7 @@ class GradientReducer:
             if late and not any(post_accumulate_grad_hooks(member.sharded) for member in self._members):
                 for shown in self._shown:
                     shown.unlock()
-                self.due.pending = True
+                self.lazy_grad.pending = True
             else:
                 self._publish(used)
         if reduces and not self._order_agreed:
@@ -228,7 +228,7 @@ class GradientReducer:
         Raises:
             RuntimeError: a backward has failed, and its incomplete gradients have not been zeroed.
         """
-        self.due.resolve()
+        self.lazy_grad.resolve()
         with plain_access():
             for shown in self._shown:
                 shown.apply_user_grads()
@@ -250,7 +250,7 @@ class GradientReducer:
         failure = next((error for handle in self._handles if (error := handle.requires_grad_error)), None)
         said = {m.name: m.sharded.requires_grad for m in changed}
         require_equal(subject, said, ranks=self._model_ranks.ranks, failure=failure, advice=advice)
-        self.due.resolve()
+        self.lazy_grad.resolve()
         for shown in self._shown:
             shown.apply_user_grads()  # gradients dropped by zero_grad() need no reduction
         for handle in self._handles:

@@ -99,7 +99,7 @@ class HandleGradients:
         self.final = self.buffers[Extent.ZERO1] = GradientBuffer(layout, self.mesh_info.grid, Extent.ZERO1, storage)
 
     def _storage(self, extent: Extent, dtype: torch.dtype) -> GradientStorage:
-        """Return the memory for the buffer of one extent. Only this method selects the kind of memory."""
+        """Return the memory for the buffer of one extent."""
         if extent is Extent.ZERO1:
             return self._final_storage(dtype)
         numel, is_sent = self.mesh_info.grid.numel(self._layout, extent), extent is Extent.FULL

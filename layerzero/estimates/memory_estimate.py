@@ -1,4 +1,7 @@
-"""Prediction of the memory and traffic of a rank from the specs of its units."""
+"""Prediction of the memory and traffic of a rank from the specs of its units.
+
+`scratch_buffers` predicts scratch, and planning/meta_sharding.py adds scratch and the optimizer state.
+"""
 
 from __future__ import annotations
 

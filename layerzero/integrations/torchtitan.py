@@ -260,7 +260,8 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
         for optimizer in self.optimizers:
             if isinstance(optimizer, ShardedOptimizer) and optimizer.has_owners:
                 _create_owned_state(optimizer)
-                flat |= get_flat_optim_state_dict(SimpleNamespace(state_dict=optimizer.state_dict_by_name))
+                by_name = optimizer.state_dict_by_name()  # a collective; torchtitan asks for it twice
+                flat |= get_flat_optim_state_dict(SimpleNamespace(state_dict=lambda by_name=by_name: by_name))
             else:
                 init_optim_state(optimizer)
                 flat |= get_flat_optim_state_dict(optimizer)

@@ -563,7 +563,7 @@ class ShardedOptimizer(OptimizerProxy):
 
     @property
     def has_owners(self) -> bool:
-        """Whether the optimizer needs some parameters in full, so that their state is on their owners."""
+        """True if the optimizer needs some parameters in full, so that their state is on their owners."""
         return bool(self._owner_table.owned)
 
     def parameter_names(self, group: Mapping[str, Any]) -> list[str]:

@@ -95,9 +95,9 @@ def check_buffers(plans: Sequence[UnitDefinition]) -> None:
             for name, buffer in module._buffers.items():
                 if buffer is not None and not is_plain_storage(buffer):
                     raise ValueError(
-                        f"buffer {f'{module_name}.{name}'.lstrip('.')!r} is {describe_storage(buffer)}, which cannot be "
-                        "broadcast from rank 0. Pass sync_module_states=False, and give the buffer equal values on all "
-                        "ranks"
+                        f"buffer {f'{module_name}.{name}'.lstrip('.')!r} is {describe_storage(buffer)}, which cannot "
+                        "be broadcast from rank 0. Pass sync_module_states=False, and give the buffer equal values on "
+                        "all ranks"
                     )
 
 

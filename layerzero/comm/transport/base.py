@@ -6,9 +6,9 @@ A :class:`Transport` provides three kinds of memory:
 - `send_buffers`, a pool of scratch from which hop 1 sends
 - a :class:`SendBuffer` for each accumulator that hop 1 sends
 
-A transport also runs the reduce-scatter of hop 1. :mod:`layerzero.comm.transport.selection` chooses the transport of
-each mesh. The replica axis always uses process groups. Formulas for memory and traffic depend on
-:class:`TransportTraits` only.
+A transport also runs the reduce-scatter of hop 1. The two transports are `process_group` (collectives) and
+`shared_memory`; :mod:`layerzero.comm.transport.selection` chooses the transport of each mesh. The replica axis always
+uses process groups. Formulas for memory and traffic depend on :class:`TransportTraits` only.
 
 [Note: Write rounds]
 A transport may store the shards of all ranks in memory that the peers read at any time. Shards are then written in

@@ -61,7 +61,7 @@ class SharedCounters:
 
     Args:
         mapping: shared memory.
-        start: byte offset of the counters: ``nbytes(len(ranks), words)`` bytes, initially zero.
+        start: byte offset of the counters: ``nbytes(len(ranks), num_counters)`` bytes, initially zero.
         file: descriptor of the shared memory; each rank locks one of its first bytes.
         ranks: global ranks, for messages.
         rank: index of this rank in `ranks`.
