@@ -171,8 +171,8 @@ def _agree_to_show(
     return gradients
 
 
-def _refuse_parts(subject: str, members: Sequence[ManagedParam], model_ranks: int) -> None:
-    refuse_rank_local(subject, (member.spec for member in members), model_ranks)
+def _refuse_parts(subject: str, members: Sequence[ManagedParam], num_model_ranks: int) -> None:
+    refuse_rank_local(subject, (member.spec for member in members), num_model_ranks)
     if cut := [m.name for m in members if m.spec.model_parallel is not None and m.spec.model_parallel.is_sharded]:
         raise ValueError(
             f"{subject}: parameter {cut[0]!r} ({len(cut)} like it) is sharded by tensor or expert parallelism, so the "
@@ -479,9 +479,9 @@ def _of_first_rank(left_out: IncompatibleKeys, model_ranks: ModelRanks) -> list[
     text = json.dumps(left_out).encode()
     length = torch.tensor([len(text)])
     model_ranks.broadcast_numbers(length)
-    display_name = torch.tensor(list(text) if model_ranks.is_first else [0] * int(length), dtype=torch.uint8)
-    model_ranks.broadcast_numbers(display_name)
-    lists: list[list[str]] = json.loads(bytes(display_name.tolist()))
+    encoded = torch.tensor(list(text) if model_ranks.is_first else [0] * int(length), dtype=torch.uint8)
+    model_ranks.broadcast_numbers(encoded)
+    lists: list[list[str]] = json.loads(bytes(encoded.tolist()))
     return lists
 
 

@@ -42,11 +42,11 @@ def draw(projections: Sequence[dict[str, Any]], path: Path) -> None:
     counts = sorted({row["micro_batches"] for _, rows in lines for row in rows})
     links = sorted({row["gbit"] for _, rows in lines for row in rows}, reverse=True)
     canvas, places = plt.subplots(len(lines), len(counts), sharey=True, squeeze=False, figsize=(10, 2.6 * len(lines)))
-    for (title, rows), global_layout_of in zip(lines, places, strict=True):
-        for count, place in zip(counts, global_layout_of, strict=True):
+    for (title, rows), axes_row in zip(lines, places, strict=True):
+        for count, place in zip(counts, axes_row, strict=True):
             _panel([row for row in rows if row["micro_batches"] == count], links, place)
             place.set_title(f"{title}, A = {count}", fontsize=9)
-        global_layout_of[0].set_ylabel("computing, % of the step", fontsize=8)
+        axes_row[0].set_ylabel("computing, % of the step", fontsize=8)
     for place in places[-1]:
         place.set_xlabel("nodes of 8 GPUs", fontsize=8)
     legend = [Line2D([], [], color=colour, label=scheme) for scheme, colour in _COLOURS.items()]

@@ -32,7 +32,7 @@ API = {
         "LayerZeroConfig",
     ],
     "In the loop": ["no_sync", "clip_grad_norm_", "register_forward_method", "refresh", "EMA"],
-    "Whole parameters and states": ["unsharded", "full_state_dict", "load_full_state_dict"],
+    "Full parameters and states": ["unsharded", "full_state_dict", "load_full_state_dict"],
     "Checkpoints": [
         "checkpoint.save",
         "checkpoint.save_async",
@@ -64,6 +64,8 @@ MEMBERS = {
         "param_groups",
         "state",
         "state_dict",
+        "state_dict_by_name",
+        "full_state_dict",
         "load_state_dict",
         "add_param_group",
     ],

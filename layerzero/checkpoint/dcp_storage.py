@@ -71,8 +71,8 @@ class CheckpointContents:
     """Contents of ``contents.json``.
 
     Attributes:
-        topology: sizes of the run that saved. The keys are ``data_parallel`` and ``zero3_size``, and also ``ranks`` if
-            there were more ranks than ``data_parallel``.
+        topology: sizes of the run that saved the checkpoint. The keys are ``data_parallel`` and ``zero3_size``, and
+            also ``ranks`` if there were more ranks than ``data_parallel``.
         document: model, optimizer and ``extra``, as encoded by :class:`layerzero.checkpoint.json_codec.Encoder`.
         tensors: by key, the tensors that `document` refers to.
     """
@@ -83,7 +83,7 @@ class CheckpointContents:
 
     @classmethod
     def read(cls, manifest: Manifest) -> CheckpointContents:
-        """Read and verify the contents of a checkpoint. Raises CheckpointError if they are missing or invalid."""
+        """Read and validate the file of contents. Raises CheckpointError if the file is missing or invalid."""
         path = manifest.path_of(CONTENTS)
         try:
             text = read_capped(path, CONTENTS_BYTES)

@@ -4,7 +4,7 @@ JSON has no tuples, integer keys or infinities. Such a value becomes an object w
 
     {"$tensor": KEY}                    a full tensor, stored under KEY; {"$ndarray": KEY} for a NumPy array
     {"$sharded": KEY, "like": NAME}     a sharded tensor with the sharding of the parameter NAME
-    {"$per_rank": [VALUE, ...]}         one value for each rank that saved
+    {"$per_rank": [VALUE, ...]}         one value for each rank that saved the checkpoint
     {"$joint": INDEX, "common": VALUE}  entries of all ranks that are not merged yet; see MergedValue
     {"$tuple": [...]}, {"$dict": [[KEY, VALUE], ...]}, {"$ordered": ...}, {"$counter": ...}, {"$bytes": BASE64},
     {"$float": "inf"}, {"$dtype": "bfloat16"}

@@ -1,4 +1,7 @@
-"""Loading a checkpoint from any source of tensors."""
+"""Loading a checkpoint from any source of tensors.
+
+`restore` has the checks before a load, and `atomic_files` defines when a checkpoint exists.
+"""
 
 from __future__ import annotations
 

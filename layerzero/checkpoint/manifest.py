@@ -170,7 +170,7 @@ def _optional(content: Mapping[str, Any]) -> tuple[str, ...]:
 def manifest_text(known: Mapping[str, Any]) -> bytes:
     """Return the contents of a manifest file with the entries `known`.
 
-    The contents are a unique function of the entries. Therefore any differing byte on the disk is damage.
+    The contents are a unique function of the entries. Therefore any differing byte on disk is damage.
     """
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
     return json.dumps({**known, "sha256": digest}, sort_keys=True, indent=1).encode() + b"\n"

@@ -22,7 +22,7 @@ from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.json_codec import Decoder, references
 from layerzero.optimizers.compatibility import state_after_a_step
 
-__all__ = ["GroupCompatibility", "as_kept", "key_of"]
+__all__ = ["GroupCompatibility", "key_of", "match_state_type"]
 
 _NUMBER, _TENSOR, _SEQUENCE, _TABLE = "a number", "a tensor", "a list of values", "a table"
 _ROWS = "a tensor of the parameter's shape"
@@ -159,7 +159,7 @@ class GroupCompatibility:
             return state_after_a_step(inner, group, self._device, shape)[0]
 
 
-def as_kept(value: Any, example: Any) -> Any:
+def match_state_type(value: Any, example: Any) -> Any:
     """Return a loaded state entry; a number is converted to a tensor if `example` is a tensor."""
     if isinstance(example, Tensor) and isinstance(value, (int, float)):
         return torch.full_like(example, value)

@@ -3,7 +3,7 @@
 [Note: Delayed agreement]
 A signal may arrive on some ranks only, and at any time. At each query, every rank sends whether it has received the
 signal and reads the messages of the previous query, which have usually arrived. Ranks therefore rarely wait, and all
-ranks get the same answer at the same point of the program. Messages are sent along one mesh axis after the other, and
+ranks get the same answer at the same point in the program. Messages are sent along one mesh axis after the other, and
 each axis needs one query (:class:`LateMaximum`).
 
 [Note: Deadline during blocking calls]
@@ -103,10 +103,11 @@ class LeaveRequest:
         os.register_at_fork(after_in_child=partial(_close_in_child, weakref.ref(self)))
 
     def asked(self) -> bool:
-        """Return whether any rank has received the signal. All ranks must call this method and get the same answer.
+        """Return whether any rank has received the signal. All ranks must call this method. All of them get the same
+        answer.
 
-        The third query after the signal returns True at the latest. If all ranks are in one ZeRO-3 group, or every
-        ZeRO-3 group has one rank, the second query returns True. See [Note: Delayed agreement].
+        The result is True no later than in the third call after the signal, or in the second call if all ranks are in
+        one ZeRO-3 group or every ZeRO-3 group has one rank. See [Note: Delayed agreement].
         """
         comms = self._runtime.ranks.control_comms
         if not comms:

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.dcp_storage import CheckpointContents
 from layerzero.checkpoint.json_codec import Decoder, references
-from layerzero.checkpoint.optimizer_compat import GroupCompatibility, as_kept, key_of
+from layerzero.checkpoint.optimizer_compat import GroupCompatibility, key_of, match_state_type
 from layerzero.checkpoint.safetensors_reader import same_columns
 from layerzero.checkpoint.state_names import RankLocalNames, StateNames
 from layerzero.checkpoint.subclass_tensors import flatten_subclass, has_inner_tensors, is_table
@@ -104,7 +104,7 @@ class RestorePlan:
             self._plan_extra(reference)
         self.in_place = self._can_hold() if twice else frozenset()
         for key, specs in self._uses.items():
-            self.tensors[key] = self._memory(key, specs)
+            self.tensors[key] = self._target_tensor(key, specs)
 
     def summary(self) -> str:
         """Return a text with all problems if there are at most 12, otherwise with a count and examples of each kind."""
@@ -320,7 +320,7 @@ class RestorePlan:
         apart = all(one[1] <= other[0] for one, other in pairwise(able))
         return frozenset(key for _, _, key in able) if apart else frozenset()
 
-    def _memory(self, key: str, specs: list[RowShardSpec | None]) -> Tensor:
+    def _target_tensor(self, key: str, specs: list[RowShardSpec | None]) -> Tensor:
         """Return the tensor to read `key` into: sharded if all uses have the same sharding, otherwise full."""
         stored, first = self._stored[key], specs[0]
         if first is None or not all(spec is not None and spec.same_sharding(first) for spec in specs):
@@ -385,7 +385,7 @@ class RestorePlan:
         )  # strict=False keeps entries without a match
         for name, values in self._optimizer_state.items():
             kept, loaded = self._kept[name], self._decoder.decode(values)
-            state[name] = {entry: as_kept(value, kept.get(entry)) for entry, value in loaded.items()}
+            state[name] = {entry: match_state_type(value, kept.get(entry)) for entry, value in loaded.items()}
         optimizer.adopt_state_dict({"state": state, "param_groups": groups})
 
 

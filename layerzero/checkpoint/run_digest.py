@@ -76,7 +76,7 @@ class Chain:
         Sample indices suffice.
 
         Raises:
-            TypeError: `data` has a different type, whose text form may differ between processes.
+            TypeError: `data` contains a value of any other type, whose text form may differ between processes.
         """
         self._data.update(_text(data).encode())
 

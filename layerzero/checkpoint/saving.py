@@ -65,7 +65,7 @@ def save(
     next backward.
 
     Args:
-        path: a folder that does not exist yet. It is created only after all its files are on the disk.
+        path: a folder that does not exist yet. It is created only after all its files are on disk.
         model: from :func:`layerzero.shard_model`.
         optimizer: from :func:`layerzero.shard_optimizer`.
         extra: further state of the run, such as ``scheduler.state_dict()`` and the position in the data. It may contain
@@ -74,7 +74,7 @@ def save(
             :func:`per_rank`.
         keep_last: after a successful save, remove older checkpoints from the parent folder of `path`, except this many
             newest ones and the last finite one. The new checkpoint is read back and verified first.
-        overwrite: replace an existing checkpoint at `path` after the new one is on the disk. The new checkpoint is read
+        overwrite: replace an existing checkpoint at `path` after the new one is on disk. The new checkpoint is read
             back and verified first.
         require_finite: if True, save nothing if a trained parameter or its optimizer state has a NaN or Inf. If False,
             save the state anyway for debugging, and record the non-finite values in the manifest.
@@ -272,8 +272,8 @@ def _prepare(
 def _renew_group(runtime: LayerZeroState, staging: Staging) -> None:
     """Create a process group for background saves on all ranks if any rank has no such group.
 
-    A rank has no such group after its own collectives of the last save failed. The ranks first exchange whether they
-    have a group.
+    A rank has no such group if its own collectives failed during the last save. The ranks first tell each other whether
+    they have one.
     """
     model_ranks = runtime.ranks
     said = model_ranks.all_gather_text("lacks one" if staging.group is None else "has one")

@@ -45,6 +45,10 @@ class Staging:
         self._device = device
         self._memory = host_memory(0, torch.uint8, device=device)
 
+    def close(self) -> None:
+        """Finish the background save."""
+        self.finish()
+
     def finish(self) -> None:
         """Wait for the background save, if any. Warn if the save failed and its error was not raised."""
         while self.listeners:
@@ -60,13 +64,13 @@ class Staging:
         The copies are complete when this method returns.
         """
         sources = {key: plain(tensor.detach()) for key, tensor in tensors.items()}
-        ends = list(itertools.accumulate(_padded(source) for source in sources.values()))
+        ends = list(itertools.accumulate(_padded_nbytes(source) for source in sources.values()))
         if ends and ends[-1] != self._memory.numel():
             self._memory = host_memory(0, torch.uint8, device=self._device)  # the old memory is freed first
             self._memory = host_memory(ends[-1], torch.uint8, device=self._device)
         copies: dict[str, Tensor] = {}
         for (key, source), end in zip(sources.items(), ends, strict=True):
-            start = end - _padded(source)
+            start = end - _padded_nbytes(source)
             place = self._memory[start : start + source.numel() * source.element_size()]
             copy = place.view(source.dtype).view(source.shape)
             copy.copy_(source, non_blocking=True)
@@ -77,7 +81,7 @@ class Staging:
         return copies
 
 
-def _padded(tensor: Tensor) -> int:
+def _padded_nbytes(tensor: Tensor) -> int:
     """Return the size of `tensor` in bytes, padded so that the next tensor is aligned for every dtype."""
     return -(-tensor.numel() * tensor.element_size() // 64) * 64
 
@@ -85,12 +89,7 @@ def _padded(tensor: Tensor) -> int:
 def staging_of(runtime: LayerZeroState) -> Staging:
     """Return the staging buffers of a model, which are created at first use."""
 
-    def make() -> Staging:
-        staging = Staging(runtime.mesh_info)
-        runtime.on_close.append(staging.finish)
-        return staging
-
-    return runtime.extension(Staging, make)
+    return runtime.extension(Staging, lambda: Staging(runtime.mesh_info))
 
 
 def finish_pending(runtime: LayerZeroState) -> None:

@@ -1,4 +1,4 @@
-"""Watchdog that names the ranks that have not joined a late collective.
+"""Watchdog that names the ranks that have not joined a late collective; `failure_report` describes failed ones.
 
 [Note: Detection of absent ranks]
 All ranks of a group launch the same collectives in the same order, and each rank counts its launches. If the count of a
@@ -287,7 +287,7 @@ class Watchdog:
             if (late.group, late.number) in self._silences:
                 continue
             self._silences.add((late.group, late.number))
-            self._describe_statuses(
+            self._log_report(
                 f"{late.doing}, step {late.step}, is pending on rank {self._rank}: the store has not answered for "
                 f"{silent:.1f} s. The machine that serves it (of rank 0 or of the launcher) has stopped, or this "
                 "machine cannot reach it",
@@ -357,21 +357,21 @@ class Watchdog:
             entry: dict[str, Any] = json.loads(text)
             if entry.pop("alarm") > self._reported:  # otherwise it belongs to an earlier incident
                 answers[int(key.rpartition("/")[2])] = _Answer.of(entry)
-        who, longest = _raised(answers, self.limit)
+        who, longest = _describe_late_ranks(answers, self.limit)
         if who and who != self._who:
-            self._describe_statuses(who, longest)
+            self._log_report(who, longest)
 
-    def _describe_statuses(self, who: str, longest: float) -> None:
+    def _log_report(self, who: str, longest: float) -> None:
         self._who = who
         self.reports.append(f"layerzero: late by {longest:.1f} s: {who}")
         _LOG.error("%s", self.reports[-1])
 
 
 def existing_keys(check: Callable[[Sequence[str]], bool], keys: Sequence[str]) -> list[str]:
-    """Return those of `keys` that exist in a store. Few missing keys require few requests.
+    """Return the keys that exist in a store. If few keys are missing, few requests are made.
 
     Args:
-        check: returns whether the store has all of the given keys.
+        check: function that returns whether the store has all of the given keys.
     """
     if not keys or check(keys):
         return list(keys)
@@ -381,7 +381,7 @@ def existing_keys(check: Callable[[Sequence[str]], bool], keys: Sequence[str]) -
     return existing_keys(check, keys[:half]) + existing_keys(check, keys[half:])
 
 
-def _raised(answers: Mapping[int, _Answer], limit: float) -> tuple[str, float]:
+def _describe_late_ranks(answers: Mapping[int, _Answer], limit: float) -> tuple[str, float]:
     """Return a sentence that names the waiting and the missing ranks, and the longest wait in seconds."""
     waits: dict[tuple[str, int], list[int]] = {}  # waiting ranks by collective and step
     missing: dict[tuple[str, int], dict[int, None]] = {}

@@ -50,8 +50,10 @@ __all__ = [
     "all_gather",
     "all_gather_small",
     "all_reduce",
+    "all_reduce_group",
     "all_to_all",
     "broadcast",
+    "broadcast_group",
     "collective_error",
     "connect",
     "launching",
@@ -395,7 +397,7 @@ def all_reduce(
 
 @dataclass(frozen=True)
 class PendingSmallGather:
-    """All-gather in flight of a few numbers per rank."""
+    """In-flight all-gather of a few numbers per rank."""
 
     work: PendingCollective
     said: Tensor  # [size, n], by rank; valid after the wait
@@ -431,6 +433,16 @@ def connect(comm: Communicator, device: torch.device) -> None:
     all_of_them = torch.zeros(comm.size, device=device)
     _all_gather_flat(all_of_them, each, group=comm.group)
     _reduce_scatter_flat(each, all_of_them, group=comm.group)
+
+
+def all_reduce_group(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
+    """All-reduce `tensor` in place over a group that the user passed in, and wait. The bytes are not counted."""
+    dist.all_reduce(tensor, op=op, group=group)
+
+
+def broadcast_group(tensor: Tensor, group: dist.ProcessGroup, *, from_rank: int) -> None:
+    """Broadcast `tensor` from rank `from_rank` of a group that the user passed in, and wait. Bytes are not counted."""
+    dist.broadcast(tensor, group=group, group_src=from_rank)
 
 
 def broadcast(comm: Communicator, collective: Collective, tensor: Tensor, *, from_rank: int = 0) -> None:

@@ -1,5 +1,8 @@
 """Status of each rank in the store, for error messages that name the ranks that did not take part in a collective.
 
+This module runs after a collective has failed. Before that, `collective_watchdog` reports late ranks, and
+transport/shm_counters.py detects exited processes that share memory.
+
 [Note: Published rank status]
 A busy rank cannot answer a query about its state. Therefore each rank publishes its status in the store, under one key
 per rank: before an agreement, before an unexpected comparison of gather orders, and when one of its collectives fails.

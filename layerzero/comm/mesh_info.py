@@ -257,7 +257,7 @@ def _mesh_over(table: torch.Tensor, zero3_group: dist.ProcessGroup, device_type:
 
 
 def _lines_of(table: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Return the row and the column of this rank in a table of ranks [R, S]."""
+    """Return the ranks in this rank's row and the ranks in this rank's column of `table`, [R, S]."""
     ((r, s),) = (table == dist.get_rank()).nonzero().tolist()
     return table[r].tolist(), table[:, s].tolist()
 

@@ -151,7 +151,7 @@ class CollectiveTrace:
 class _OpenSpan:
     phase: str
     name: str
-    key: object  # a Use, or another object that identifies the call
+    key: object  # a UnitCall, or another object that identifies the call
     task: int  # autograd's graph task id of the backward in which it began; -1: outside of a backward
     range: AbstractContextManager[Any]  # of torch's profiler
 

@@ -219,7 +219,7 @@ def _refuse_init(name: str, value: Any, settings: dict[str, Any], policy: dict[s
         raise ValueError(f"{name} is {value!r}, but a file cannot contain functions. Pass it to layerzero.shard_model")
 
 
-def _refuse_unlimited(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
+def _check_limit_all_gathers(name: str, value: Any, settings: dict[str, Any], policy: dict[str, Any]) -> None:
     if not _bool(name, value):
         raise ValueError(
             f"{name} is false, but layerzero always limits the units that are gathered ahead. Leave it out, and set "
@@ -243,6 +243,6 @@ _TRANSLATIONS: dict[str, Callable[[str, Any, dict[str, Any], dict[str, Any]], No
     "autocast_output": _set_output,
     "ckpt_load_path": _refuse_path,
     "param_init_fn": _refuse_init,
-    "limit_all_gathers": _refuse_unlimited,
+    "limit_all_gathers": _check_limit_all_gathers,
     "backward_reduce_scatter": _refuse_late_reduction,
 }

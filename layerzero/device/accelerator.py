@@ -103,7 +103,7 @@ class TouchedBy:
     """Streams that have read or written a buffer since its last copy.
 
     Gradients of leaves arrive on the stream that was current when their AccumulateGrad nodes were created. This stream
-    may differ from the current stream of a copy.
+    may differ from the stream that is current when the buffer is copied.
     """
 
     def __init__(self, order: CurrentStream | None) -> None:

@@ -48,7 +48,7 @@ __all__ = [
     "ThreadStream",
     "ThreadStreams",
     "Waitable",
-    "streams_of",
+    "make_reduction_streams",
 ]
 
 Operation = Callable[[], object]
@@ -406,7 +406,7 @@ class DeviceStreams(ReductionStreams):
             each.clear()
 
 
-def streams_of(device: torch.device, *, on_gloo: bool) -> ReductionStreams:
+def make_reduction_streams(device: torch.device, *, on_gloo: bool) -> ReductionStreams:
     """Return the streams for the reductions of a model; see [Note: Streams]."""
     if device_module(device) is not None:
         return DeviceStreams(device)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from layerzero.dtensor.op_errors import named_error, penalty_error
+from layerzero.dtensor.op_errors import named_error, penalty_message
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
 __all__ = ["with_origin"]
@@ -42,7 +42,7 @@ class Derived(DTensor):
             meets = any(not isinstance(t, DTensor) and t.requires_grad for t in tensors)
             starts = func is Tensor.backward and not ours.origin.is_fully_local
             if (meets or starts) and torch.is_grad_enabled():
-                raise RuntimeError(penalty_error(ours.origin))
+                raise RuntimeError(penalty_message(ours.origin))
             try:
                 made = func(*args, **kwargs)
             except RuntimeError as error:
@@ -67,4 +67,4 @@ def _with_origin(origin: RowShardSpec, made: DTensor) -> DTensor:
 
 
 def _refuse(origin: RowShardSpec, gradient: Tensor) -> None:
-    raise RuntimeError(penalty_error(origin))
+    raise RuntimeError(penalty_message(origin))

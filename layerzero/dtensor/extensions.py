@@ -200,7 +200,7 @@ class ExtendedGather:
             self._buffers = [  # 1-D uint8, by input: the parts of all ranks
                 torch.empty(size * each.nbytes, dtype=torch.uint8, device=each.device) for each in inputs
             ]
-            self._outputs = tuple(  # aliases: see [Note: Version counters] in engine/handle.py
+            self._outputs = tuple(  # aliases: see [Note: Version counters] in engine/weight_storage.py
                 self._rows_of(buffer.data.view(dtype).view(size * part[0], *part[1:]), part[0])
                 for buffer, (part, dtype) in zip(self._buffers, self._kinds, strict=True)
             )
@@ -331,7 +331,7 @@ class ExtendedGather:
 
 @dataclass(frozen=True)
 class PendingExtension:
-    """Gather in flight of a parameter whose class has an all-gather extension."""
+    """In-flight gather of a parameter whose class has an all-gather extension."""
 
     works: Sequence[PendingCollective]
     gather: ExtendedGather

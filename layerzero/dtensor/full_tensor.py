@@ -1,4 +1,4 @@
-"""Copies between sharded and full tensors, and placements that describe uneven rows.
+"""Copies between sharded and full tensors, and placements that describe uneven sharding.
 
 [Note: Copies from full tensors]
 ``p.copy_(full)``, and therefore ``load_state_dict`` of plain tensors, copies this rank's rows of the tensor that this
@@ -10,7 +10,7 @@ them. Therefore each rank stores a digest of the full tensor, and the ranks comp
 To load into a parameter, libraries construct a DTensor with the parameter's mesh and placements from rows that they
 have split themselves. torch.distributed.checkpoint.state_dict reads the start of each piece from our placements. Other
 libraries (PEFT, through transformers) split like `torch.chunk`, but still use our placements. A rank cannot distinguish
-the two cases by its own number of rows. Therefore the row counts of all ranks are all-gathered. Equal counts in the
+the two cases from its own row count alone. Therefore the row counts of all ranks are all-gathered. Equal counts in the
 same order mean equal bounds.
 """
 
@@ -78,10 +78,10 @@ def rows_of(value: Tensor, spec: RowShardSpec) -> Tensor:
 
 def _is_cut_by_others(value: DTensor, spec: RowShardSpec) -> bool:
     """Return whether `value` is a DTensor that is sharded by rows on our mesh but was not created by layerzero."""
-    as_one_row = value.device_mesh == spec.mesh_info.flat_mesh and all(
+    is_row_sharded = value.device_mesh == spec.mesh_info.flat_mesh and all(
         each == Shard(0) for each in value._spec.placements
     )
-    return as_one_row and not hasattr(value._local_tensor, "spec")
+    return is_row_sharded and not hasattr(value._local_tensor, "spec")
 
 
 def _rows_as_cut(value: DTensor, spec: RowShardSpec) -> Tensor:
@@ -101,10 +101,12 @@ def _rows_as_cut(value: DTensor, spec: RowShardSpec) -> Tensor:
     held = counts.view(mesh_info.replicas, mesh_info.zero3_size).T.flatten().tolist()  # by k = s * R + r
     if held == [stop - start for start, stop in zip(spec.bounds, spec.bounds[1:], strict=False)]:
         return local
-    lengths = [each for rows in _chunks(spec.count, mesh_info.zero3_size) for each in _chunks(rows, mesh_info.replicas)]
+    lengths = [
+        each for rows in _chunks(spec.num_rows, mesh_info.zero3_size) for each in _chunks(rows, mesh_info.replicas)
+    ]
     if held != lengths:
         raise ValueError(
-            f"{spec.name!r} was given a DTensor of which the ranks have {held} of {spec.count} rows, which matches "
+            f"{spec.name!r} was given a DTensor of which the ranks have {held} of {spec.num_rows} rows, which matches "
             "neither layerzero's row bounds nor torch's. Pass the full tensor on all ranks, or load through "
             "layerzero.load_full_state_dict"
         )

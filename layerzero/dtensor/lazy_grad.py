@@ -17,7 +17,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-__all__ = ["OF_GRADIENTS", "LazyGrad", "accumulate_hooks", "plain_access", "resolve_first"]
+__all__ = ["OF_GRADIENTS", "LazyGrad", "plain_access", "post_accumulate_grad_hooks", "resolve_first"]
 
 _GRADIENT: Any = Tensor.grad
 OF_GRADIENTS = (_GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__)  # as passed to __torch_function__
@@ -29,7 +29,7 @@ def plain_access() -> AbstractContextManager[None]:
     return guard
 
 
-def accumulate_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
+def post_accumulate_grad_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
     """Return the post-accumulate-grad hooks of `parameter`."""
     return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
 

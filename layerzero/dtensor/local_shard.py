@@ -48,7 +48,7 @@ class LocalShard(torch.Tensor):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         ours = next(tensor for tensor in tensors if isinstance(tensor, cls))
         if func.namespace in COLLECTIVES:
-            _readable(ours)  # an access error takes precedence
+            _checked_rows(ours)  # an access error takes precedence
             refuse_collective(func, args, ours.spec)
         _refuse_misaligned(func, ours, tensors)
         _tell_watches(func, args, kwargs, tensors)
@@ -77,20 +77,20 @@ class LocalShard(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, object]) -> LocalShard:
         """Return a copy without a tracker."""
-        copied = memo[id(self)] = LocalShard(_readable(self).clone(), self.spec, None)
+        copied = memo[id(self)] = LocalShard(_checked_rows(self).clone(), self.spec, None)
         return copied
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return these rows as a read-only array that shares their memory.
+        """Return these rows as a read-only array.
 
-        If `force` is True, the array is a copy if torch needs a copy.
+        The array shares the memory of the rows, unless `force` is True and torch has to copy.
         """
-        array = _readable(self).detach().numpy(force=force)
+        array = _checked_rows(self).detach().numpy(force=force)
         array.flags.writeable = False  # the tracker cannot detect writes through the array
         return array
 
     def tolist(self) -> Any:
-        return _readable(self).tolist()  # type: ignore[no-untyped-call]
+        return _checked_rows(self).tolist()  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Checkpoint writers serialize only the rows. The offsets are in the metadata of the checkpoint.
@@ -120,7 +120,7 @@ class LocalShard(torch.Tensor):
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
         spec = self.spec
-        if (self.shape[0] == 0 and spec.count > 0) or (self.numel() == 0 and 0 not in spec.true_shape):
+        if (self.shape[0] == 0 and spec.num_rows > 0) or (self.numel() == 0 and 0 not in spec.true_shape):
             return []
         if not spec.shape:
             return [ChunkStorageMetadata(offsets=torch.Size([]), sizes=torch.Size([]))]
@@ -147,7 +147,7 @@ def plain(tensor: Tensor) -> Tensor:
         return local.as_subclass(torch.Tensor)
 
 
-def _readable(rows: LocalShard) -> Tensor:
+def _checked_rows(rows: LocalShard) -> Tensor:
     """Return the rows like :func:`plain`, or raise RuntimeError if there is an access error."""
     if rows.tracker is not None and rows.tracker.access_error is not None:
         raise RuntimeError(rows.tracker.access_error)

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +28,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
+
+from layerzero.comm.collectives import broadcast_group
 
 __all__ = ["ModelParallelSpec", "local_part", "misplaced"]
 
@@ -199,7 +200,7 @@ class ModelParallelSpec:
         if not self._holds:
             told = part.new_empty(self.joined_shape(axis))
         if told.numel():  # sent as bytes, because backends do not support all dtypes
-            dist.broadcast(told.view(-1).view(torch.uint8), group=self.mesh.get_group(axis), group_src=place)
+            broadcast_group(told.view(-1).view(torch.uint8), self.mesh.get_group(axis), from_rank=place)
         rest = tuple(Replicate() if at == axis else each for at, each in enumerate(self.placements))
         return replace(self, placements=rest, owner=None).whole(told)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
-__all__ = ["MOVED", "TOO_COARSE", "named_error", "penalty_error", "row_cut_error", "row_move_error"]
+__all__ = ["MOVED", "TOO_COARSE", "named_error", "penalty_message", "row_cut_error", "row_move_message"]
 
 MOVED = (
     "these rows were read from a parameter before shard_optimizer moved rows to the owners of full parameters. Read "
@@ -18,7 +18,7 @@ TOO_COARSE = (
 )
 
 
-def row_move_error(what: str, spec: RowShardSpec) -> str:
+def row_move_message(what: str, spec: RowShardSpec) -> str:
     """Return the error message for an operation that would move rows between ranks."""
     return (
         f"{what} on a tensor derived from parameter {spec.name!r} is not supported: layerzero shards rows unevenly, "
@@ -28,7 +28,7 @@ def row_move_error(what: str, spec: RowShardSpec) -> str:
     )
 
 
-def penalty_error(spec: RowShardSpec) -> str:
+def penalty_message(spec: RowShardSpec) -> str:
     """Return the error message for a gradient through a result that was computed from a sharded parameter."""
     return (
         f"a loss has a term computed from the sharded parameter {spec.name!r}, such as a penalty on it. No gradient "
@@ -42,10 +42,10 @@ def penalty_error(spec: RowShardSpec) -> str:
 def _not_gathered(func: Any, spec: RowShardSpec) -> str:
     return (
         f"{getattr(func, '__name__', func)} mixes a plain tensor with parameter {spec.name!r}, of which this rank has "
-        f"{len(spec.rows)} of {spec.count} rows. A parameter is gathered only while the forward of its unit runs. Call "
-        "model(x), not model.forward(x). Do not make a module a unit if another module reads its parameters. Apply "
-        "parametrizations before shard_model. To compute with the parameter elsewhere with gradients, such as in a "
-        "fused cross-entropy, use `with layerzero.gathered(module):`. To read the full parameter, use "
+        f"{len(spec.rows)} of {spec.num_rows} rows. A parameter is gathered only while the forward of its unit runs. "
+        "Call model(x), not model.forward(x). Do not make a module a unit if another module reads its parameters. "
+        "Apply parametrizations before shard_model. To compute with the parameter elsewhere with gradients, such as in "
+        "a fused cross-entropy, use `with layerzero.gathered(module):`. To read the full parameter, use "
         "layerzero.unsharded or p.full_tensor()"
     )
 
@@ -54,9 +54,9 @@ def row_cut_error(func: Any, spec: RowShardSpec) -> str:
     """Return the error message for an operation that expects the row bounds of torch."""
     return (
         f"{getattr(func, '__name__', func)} reshapes parameter {spec.name!r} as if torch had sharded it evenly, but "
-        f"this rank has {len(spec.rows)} of {spec.count} rows. Apply weight_norm, spectral_norm, parametrizations and "
-        "pruning before shard_model, and do not combine it with other wrappers (FSDP). To read the full parameter, use "
-        "layerzero.unsharded or p.full_tensor()"
+        f"this rank has {len(spec.rows)} of {spec.num_rows} rows. Apply weight_norm, spectral_norm, parametrizations "
+        "and pruning before shard_model, and do not combine it with other wrappers (FSDP). To read the full parameter, "
+        "use layerzero.unsharded or p.full_tensor()"
     )
 
 

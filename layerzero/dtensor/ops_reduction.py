@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.comm.model_ranks import reduce_over
 from layerzero.dtensor.model_parallel_spec import local_part
-from layerzero.dtensor.op_errors import row_move_error
+from layerzero.dtensor.op_errors import row_move_message
 from layerzero.dtensor.ops_random import is_truncating
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
@@ -94,7 +94,7 @@ class PartialScalar(torch.Tensor):
 
 
 def _mean(tensor: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute ``torch.mean`` of a tensor with uneven rows by dividing a sum."""
+    """Compute ``torch.mean`` of an unevenly sharded tensor as a sum divided by a count."""
     total = tensor.sum(dtype=dtype) if dim is None else tensor.sum(dim, keepdim, dtype=dtype)
     if not total.is_floating_point():
         raise TypeError(f"mean needs a floating-point dtype, got {total.dtype}. Pass dtype=torch.float32")
@@ -127,7 +127,7 @@ def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> 
 
 
 def _refuse_places(tensor: Any, *args: object, **kwargs: object) -> NoReturn:
-    raise NotImplementedError(row_move_error("argmax or argmin", tensor._local_tensor.spec))
+    raise NotImplementedError(row_move_message("argmax or argmin", tensor._local_tensor.spec))
 
 
 # Replacements of torch functions for a sharded tensor, or for a list that contains a sharded tensor.
@@ -172,7 +172,7 @@ def refuse_collective(func: Any, args: Sequence[Any], spec: RowShardSpec) -> Non
         func: operator from one of the namespaces in COLLECTIVES.
     """
     if not func.__name__.startswith(_KEEPS_ROWS):
-        raise NotImplementedError(row_move_error(func.__name__, spec))
+        raise NotImplementedError(row_move_message(func.__name__, spec))
     if "avg" in args:
         raise NotImplementedError(
             f"an average over rows of a tensor derived from parameter {spec.name!r} is not supported: ranks have "
@@ -185,8 +185,8 @@ def _only_a_part(part: PartialScalar) -> str:
     spec = part.spec
     return (
         f"the value of {part.made_by} over parameter {spec.name!r}, or over a tensor derived from it, cannot be read: "
-        f"this rank has only a partial value, from {len(spec.rows)} of {spec.count} rows. Call full_tensor() first, on "
-        "all ranks, as in p.norm().full_tensor().item(). To reduce only this rank's rows, use p.to_local(). "
+        f"this rank has only a partial value, from {len(spec.rows)} of {spec.num_rows} rows. Call full_tensor() first, "
+        "on all ranks, as in p.norm().full_tensor().item(). To reduce only this rank's rows, use p.to_local(). "
         "layerzero.clip_grad_norm_(model, math.inf) returns the norm of all gradients"
     )
 

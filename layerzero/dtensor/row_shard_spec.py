@@ -1,4 +1,4 @@
-"""Row bounds of a parameter on each rank."""
+"""Row bounds of a parameter on each rank, which layout/flat_layout.py chooses."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class RowShardSpec:
         return self.shape or (1,)
 
     @property
-    def count(self) -> int:
+    def num_rows(self) -> int:
         """Total number of rows on all data-parallel ranks."""
         return self.bounds[-1]
 
@@ -113,7 +113,7 @@ class RowShardSpec:
         """Gather all rows on the device, given this rank's rows. Every data-parallel rank must call this method."""
         local = local.to(self.mesh_info.device)  # the rows are in host memory with offload_optimizer
         longest = max(stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
-        evenly = self.mesh_info.data_parallel * longest <= 2 * self.count
+        evenly = self.mesh_info.data_parallel * longest <= 2 * self.num_rows
         whole = self._gather_padded(local, longest) if evenly else self._gather_from_holders(local)
         return whole.view(self.shape)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from layerzero.dtensor.op_errors import row_move_error
+from layerzero.dtensor.op_errors import row_move_message
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
 __all__ = ["is_in_place", "is_metadata_access", "refuse_for_number"]
@@ -46,7 +46,7 @@ def refuse_for_number(func: Any, spec: RowShardSpec) -> None:
         NotImplementedError: `func` reshapes the tensor.
     """
     if func.__name__ in _RESHAPES:
-        raise NotImplementedError(row_move_error(func.__name__, spec))
+        raise NotImplementedError(row_move_message(func.__name__, spec))
     if func.__name__ in _READS and spec.mesh_info.data_parallel > 1:
         raise RuntimeError(
             f"the value of parameter {spec.name!r}, or of a tensor derived from it, cannot be read: only one rank has "

@@ -28,7 +28,7 @@ from layerzero.dtensor.derived import with_origin
 from layerzero.dtensor.full_tensor import UnevenShard, rows_of
 from layerzero.dtensor.local_shard import LocalShard, plain
 from layerzero.dtensor.mutation_tracker import MutationTracker
-from layerzero.dtensor.op_errors import named_error, penalty_error, row_cut_error, row_move_error
+from layerzero.dtensor.op_errors import named_error, penalty_message, row_cut_error, row_move_message
 from layerzero.dtensor.ops_data import CALLS, AbsentAttribute, mark_uninitialized
 from layerzero.dtensor.ops_random import call_on_full, is_drawing, is_empty_like
 from layerzero.dtensor.ops_reduction import REDUCTIONS
@@ -166,7 +166,7 @@ class RowShardedTensor(DTensor):
         wanted = [] if placements is None else list(placements)
         whole = len(wanted) == mesh.ndim and all(isinstance(placement, Replicate) for placement in wanted)
         if not whole or (device_mesh is not None and device_mesh != mesh):
-            raise NotImplementedError(row_move_error("redistribute", self._local_tensor.spec))
+            raise NotImplementedError(row_move_message("redistribute", self._local_tensor.spec))
         return DTensor.from_local(self.full_tensor(), mesh, wanted, run_check=False)
 
     def with_rows(self, rows: Tensor) -> RowShardedTensor:
@@ -222,7 +222,7 @@ class RowShardedTensor(DTensor):
 def _not_here(tensor: RowShardedTensor) -> str:
     spec = tensor._local_tensor.spec
     return (
-        f"this rank has {len(spec.rows)} of {spec.count} rows of {spec.name!r}. Use p.to_local() for these rows "
+        f"this rank has {len(spec.rows)} of {spec.num_rows} rows of {spec.name!r}. Use p.to_local() for these rows "
         "(p.to_local().numpy() is a read-only array of them). Call layerzero.full_state_dict(model) or "
         "p.detach().full_tensor() on every rank"
     )
@@ -256,7 +256,7 @@ class ShardedScalar(RowShardedTensor):
         with torch._C.DisableTorchFunctionSubclass():
             meets = any(not isinstance(leaf, DTensor) and leaf.requires_grad for leaf in leaves)
         if meets and torch.is_grad_enabled() and not spec.is_fully_local:
-            raise RuntimeError(penalty_error(spec))
+            raise RuntimeError(penalty_message(spec))
         numbers: dict[int, ShardedScalar] = {}  # by id of the row that replaces it
         rows: list[Tensor] = []
 
@@ -275,7 +275,7 @@ class ShardedScalar(RowShardedTensor):
             if made.ndim == 0 or not isinstance(local, LocalShard) or local.spec.shape:
                 return made
             if tuple(made.shape) != (1,):
-                raise NotImplementedError(row_move_error(func.__name__, spec))
+                raise NotImplementedError(row_move_message(func.__name__, spec))
             return _RowToZeroDim.apply(made) if made.requires_grad else _of_rows(local, ())  # type: ignore[no-untyped-call]
 
         args, kwargs = tree_map_only(cls, row_of, (args, kwargs))
@@ -328,7 +328,7 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def sharded(local: Tensor, spec: RowShardSpec, watch: MutationTracker) -> RowShardedTensor:
-    """Return a DTensor of shape ``span.true_shape`` whose rows on this rank are `local`, a plain tensor."""
+    """Return a DTensor of shape ``spec.true_shape`` whose rows on this rank are `local`, a plain tensor."""
     return _of_rows(LocalShard(local, spec, watch), spec.true_shape)
 
 

@@ -1,4 +1,5 @@
-"""Context in which a unit is called: hooks, recursive calls, backward, unsupported transforms and mixed dtypes."""
+"""Helpers for calling a unit: run its hooks, detect recursive calls and the backward, refuse unsupported transforms and
+explain dtype errors."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def call_with_hooks(
 
 
 def is_recursive_call(modules: Sequence[nn.Module]) -> bool:
-    """Return whether a unit calls itself: the stack has an outer call of its modules besides the current call."""
+    """Return whether a unit is calling itself, that is, whether the stack contains another call of one of its
+    modules."""
     frame, calls, codes = inspect.currentframe(), 0, (nn.Module._call_impl.__code__, call_with_hooks.__code__)
     while frame is not None:
         calls += frame.f_code in codes and any(frame.f_locals.get("self") is module for module in modules)

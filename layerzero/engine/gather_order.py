@@ -42,7 +42,7 @@ class GatherOrderCheck:
         names: names of the units, by index.
         comms: communicators that together reach all `ranks`. Consecutive all-gathers over these communicators return
             results in the order of `ranks`.
-        ranks: global ranks of the gathers.
+        ranks: global ranks that take part in the gathers.
         note: text appended to error messages.
     """
 
@@ -76,7 +76,7 @@ class GatherOrderCheck:
             if len(self._history) >= 2 * _REMEMBERED:
                 self._forget()
         else:
-            self._repeats = self._call_site()
+            self._repeats = self._predicted_place()
 
     def explain_failure(self, error: CollectiveError) -> CollectiveError | RuntimeError:
         """Return the error to raise for a failed gather or comparison.
@@ -89,7 +89,7 @@ class GatherOrderCheck:
             return error
         told = {rank: " -> ".join(map(repr, order)) for rank, order in orders.items()}
         own = " -> ".join(map(repr, error.status.gathers))
-        return RuntimeError(_difference({dist.get_rank(): own} | told) + self._note)
+        return RuntimeError(_difference_message({dist.get_rank(): own} | told) + self._note)
 
     def _compare(self, unit: int) -> None:
         own = gathered = torch.tensor([self._count, unit])
@@ -101,7 +101,7 @@ class GatherOrderCheck:
                 rank: self._format([*self._history[-_SHOWN + 1 :], there]) + ("" if count == self._count else ", later")
                 for rank, count, there in zip(self._ranks, counts.tolist(), units.tolist(), strict=True)
             }
-            raise RuntimeError(_difference(orders) + self._note)
+            raise RuntimeError(_difference_message(orders) + self._note)
 
     def _gather(self, comm: Communicator, sent: Tensor, name: str) -> Tensor:
         gathered = torch.empty(comm.size * sent.numel(), dtype=torch.int64)
@@ -120,7 +120,7 @@ class GatherOrderCheck:
     def _format(self, units: Sequence[int]) -> str:
         return " -> ".join(repr(self._names[unit]) for unit in units)
 
-    def _call_site(self) -> int:
+    def _predicted_place(self) -> int:
         """Return the index of the gather after the longest, most recent match of the current context, or -1."""
         history, end = self._history, len(self._history)
         best, longest = -1, 0
@@ -138,10 +138,10 @@ class GatherOrderCheck:
     def _forget(self) -> None:
         dropped = len(self._history) - _REMEMBERED
         del self._history[:dropped]
-        self._repeats = self._repeats - dropped if self._repeats >= dropped else self._call_site()
+        self._repeats = self._repeats - dropped if self._repeats >= dropped else self._predicted_place()
 
 
-def _difference(orders: dict[int, str]) -> str:
+def _difference_message(orders: dict[int, str]) -> str:
     told = "; ".join(f"rank {rank}: {order}" for rank, order in sorted(orders.items()))
     return (
         f"layerzero: the ranks of a ZeRO-3 group gather units in different orders: {told}. Every rank of the group "

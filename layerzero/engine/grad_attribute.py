@@ -1,4 +1,7 @@
-"""The ``.grad`` of sharded parameters: publishing final gradients and applying changes by the user."""
+"""The ``.grad`` of sharded parameters: publishing final gradients and applying changes by the user.
+
+Reads that have to wait for other ranks are in dtensor/lazy_grad.py, and the mean is in `reduction_spec`.
+"""
 
 from __future__ import annotations
 

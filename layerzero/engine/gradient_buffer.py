@@ -46,7 +46,6 @@ class GradientBuffer:
 
     def __init__(self, layout: FlatLayout, grid: ShardGrid, extent: Extent, place: GradientStorage) -> None:
         assert place.numel == grid.numel(layout, extent)
-        self.extent = extent
         self.storage = place
         flat = grid.range_of(layout, extent)
         self._names = tuple(slot.name for slot in layout.slots)

@@ -2,12 +2,11 @@
 
 [Note: Two slabs]
 If `offload_grads` is True, accumulators are in pinned host memory. During the backward of a unit, its accumulators are
-in a
-slab: device memory that is large enough for the accumulators of any unit. One of the two slabs serves the unit whose
-backward runs. The other slab serves a neighboring unit, whose accumulators are copied to or from the host meanwhile.
-A unit without a slab is assigned the least recently used slab. Contents that the host does not have yet are copied to
-the host first. A copy runs after all work enqueued so far on the current stream, after uses of the slab on other
-streams, and after earlier copies from and to the slab. Streams wait for copies, but the host does not wait.
+in a slab: device memory that is large enough for the accumulators of any unit. One of the two slabs serves the unit
+whose backward runs. The other slab serves a neighboring unit, whose accumulators are copied to or from the host
+meanwhile. A unit without a slab is assigned the least recently used slab. Contents that the host does not have yet are
+copied to the host first. A copy runs after all work enqueued so far on the current stream, after uses of the slab on
+other streams, and after earlier copies from and to the slab. Streams wait for copies, but the host does not wait.
 
 On the CPU, threads finish collectives that read slabs, while the main thread assigns slabs to other units. A thread
 acquires a lock for each operation, so that a slab remains assigned until the unit's next collective has been launched.
@@ -64,8 +63,8 @@ class AccumulatorAllocator:
         """Return a storage of `numel` elements for a handle of `unit`.
 
         Args:
-            send_buffer: function that creates the memory if hop 1 sends the accumulator. If it is None, no transport
-                uses the memory.
+            send_buffer: function that creates the memory if a collective sends the accumulator. If it is None, no
+                transport uses the memory.
         """
         made: GradientStorage
         if self._slabs is not None:

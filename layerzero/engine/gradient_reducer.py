@@ -13,8 +13,8 @@ from torch import Tensor
 
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.model_ranks import ModelRanks
-from layerzero.device.streams import streams_of
-from layerzero.dtensor.lazy_grad import LazyGrad, accumulate_hooks, plain_access
+from layerzero.device.streams import make_reduction_streams
+from layerzero.dtensor.lazy_grad import LazyGrad, plain_access, post_accumulate_grad_hooks
 from layerzero.engine.gathered_params import take_flag
 from layerzero.engine.grad_attribute import GradAttribute
 from layerzero.engine.handle import Handle
@@ -45,7 +45,7 @@ class GradientReducer:
         backwards: number of backwards begun so far.
         queue: reductions of the handles, in the order that all ranks share.
         settings: comparison of optimizer settings between ranks.
-        due: resolver of ``.grad``; pending until the ranks have agreed on the used parameters.
+        lazy_grad: resolver of ``.grad``; pending until the ranks have agreed on the used parameters.
     """
 
     def __init__(self, handles: Sequence[Handle], model_ranks: ModelRanks) -> None:
@@ -58,7 +58,7 @@ class GradientReducer:
         )
         self._used_params.add_names(m.name for h in handles for m in h.members if m.gathered.requires_grad)
         self._order_agreed = False
-        self._streams = streams_of(model_ranks.mesh_info.device, on_gloo=model_ranks.mesh_info.on_gloo)
+        self._streams = make_reduction_streams(model_ranks.mesh_info.device, on_gloo=model_ranks.mesh_info.on_gloo)
         self.queue = ReductionQueue([], self._streams)
         self._order: list[Handle] = []  # handles in the order of the queue
         self._requeue()
@@ -67,9 +67,9 @@ class GradientReducer:
         self._pending_use: PendingUse | None = None  # the same reduction, until the wait for it
         self._updated: list[ManagedParam] = []  # final gradient is new, and hooks have not run
         self._members = tuple(member for handle in handles for member in handle.members)
-        self.due = LazyGrad(self._show)
+        self.lazy_grad = LazyGrad(self._show)
         for handle in handles:
-            handle.tracker.lazy_grad = self.due
+            handle.tracker.lazy_grad = self.lazy_grad
 
     def _requeue(self) -> None:
         """Rebuild the queue in backward order, last unit first. The order is the same on all ranks."""
@@ -130,7 +130,7 @@ class GradientReducer:
                 )
             if self._status is GradientStatus.INVALID:
                 self.apply_user_grads()
-            self.due.resolve()
+            self.lazy_grad.resolve()
             if handle.grads is not None:
                 handle.grads.apply_user_grads()
         self.queue.wait_until_writable(gradients)
@@ -153,10 +153,10 @@ class GradientReducer:
         self._status = GradientStatus.FINAL if reduces else GradientStatus.UNREDUCED
         with plain_access():
             late = isinstance(used, PendingUse) and self._order_agreed
-            if late and not any(accumulate_hooks(member.sharded) for member in self._members):
+            if late and not any(post_accumulate_grad_hooks(member.sharded) for member in self._members):
                 for shown in self._shown:
                     shown.unlock()
-                self.due.pending = True
+                self.lazy_grad.pending = True
             else:
                 self._publish(used)
         if reduces and not self._order_agreed:
@@ -228,7 +228,7 @@ class GradientReducer:
         Raises:
             RuntimeError: a backward has failed, and its incomplete gradients have not been zeroed.
         """
-        self.due.resolve()
+        self.lazy_grad.resolve()
         with plain_access():
             for shown in self._shown:
                 shown.apply_user_grads()
@@ -250,7 +250,7 @@ class GradientReducer:
         failure = next((error for handle in self._handles if (error := handle.requires_grad_error)), None)
         said = {m.name: m.sharded.requires_grad for m in changed}
         require_equal(subject, said, ranks=self._model_ranks.ranks, failure=failure, advice=advice)
-        self.due.resolve()
+        self.lazy_grad.resolve()
         for shown in self._shown:
             shown.apply_user_grads()  # gradients dropped by zero_grad() need no reduction
         for handle in self._handles:
@@ -263,7 +263,7 @@ class GradientReducer:
         """Call the user's post-accumulate-grad hooks of the parameters that have a new final gradient."""
         updated, self._updated = self._updated, []
         with plain_access():
-            hooked = [(m.sharded, accumulate_hooks(m.sharded)) for m in updated if m.sharded.grad is not None]
+            hooked = [(m.sharded, post_accumulate_grad_hooks(m.sharded)) for m in updated if m.sharded.grad is not None]
         for parameter, hooks in hooked:
             for hook in hooks:
                 hook(parameter)

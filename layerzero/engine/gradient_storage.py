@@ -1,4 +1,4 @@
-"""Memory of a gradient buffer, which is persistent, from a pool, a part of another buffer, or on the host.
+"""Memory of a gradient buffer: persistent, from a pool, inside another buffer, or on the host.
 
 See gradient_offload.py for slabs.
 
@@ -72,11 +72,6 @@ class GradientStorage(ABC):
         self._leases = 0
 
     @property
-    def own_numel(self) -> int:
-        """Number of elements of memory that only this storage uses, once it has been opened."""
-        return self.numel
-
-    @property
     def nbytes(self) -> int:
         """Number of bytes currently allocated on the device that only this storage uses."""
         return 0
@@ -110,12 +105,12 @@ class GradientStorage(ABC):
             self.close(keep=False)
             return SendLease(partial(pool.release, tensor), tensor)
         self._leases += 1
-        return SendLease(self._end_loan, tensor)
+        return SendLease(self._end_send_lease, tensor)
 
     def _end_lease(self) -> None:
         self._leases -= 1
 
-    def _end_loan(self) -> None:
+    def _end_send_lease(self) -> None:
         self._leases -= 1
         self.close(keep=False)
 
@@ -200,7 +195,7 @@ class PersistentStorage(GradientStorage):
         if not self._buffer.read_in_place:
             return super().lend_send_buffer(wire, pool, copies=copies)
         self._leases += 1
-        return SendLease(self._end_loan, self.open(keep=True))
+        return SendLease(self._end_send_lease, self.open(keep=True))
 
 
 class PooledStorage(GradientStorage):
@@ -210,10 +205,6 @@ class PooledStorage(GradientStorage):
         super().__init__(numel, dtype)
         self._pool = pool
         self._tensor: Tensor | None = None
-
-    @property
-    def own_numel(self) -> int:
-        return 0  # the memory belongs to the pool
 
     def open(self, *, keep: bool) -> Tensor:
         if self._tensor is None:
@@ -239,9 +230,9 @@ class AliasState(enum.Enum):
     Transitions: IN_PLACE -> VACATED (no contents) -> SET_ASIDE (contents in separate memory) -> IN_PLACE.
     """
 
-    IN_PLACE = "home"
-    VACATED = "away"
-    SET_ASIDE = "aside"
+    IN_PLACE = "in place"
+    VACATED = "vacated"
+    SET_ASIDE = "set aside"
 
 
 class AliasedStorage(GradientStorage):
@@ -257,10 +248,6 @@ class AliasedStorage(GradientStorage):
         self._around = around
         self._part = part
         self._aside: Tensor | None = None  # [numel], allocated at the first copy
-
-    @property
-    def own_numel(self) -> int:
-        return 0
 
     @property
     def nbytes(self) -> int:
@@ -304,10 +291,6 @@ class HostStorage(GradientStorage):
         self._stored: StreamEvent = None  # event of the last copy to the host
         self._device: Tensor | None = None  # scratch while it is open
         self._touched = TouchedBy(transfers.order)
-
-    @property
-    def own_numel(self) -> int:
-        return 0  # memory on the device belongs to the pool
 
     @property
     def host_bytes(self) -> int:

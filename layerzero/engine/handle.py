@@ -263,7 +263,8 @@ class Handle:
             )
 
     def evaluate_in_full_precision(self, enabled: bool) -> None:
-        """Enable or disable gathers of the masters, which apply if the compute dtype is coarser.
+        """Enable or disable gathers of the masters instead of the compute weights. This has an effect only if the
+        compute dtype is less precise than the dtype of the masters.
 
         The handle must be sharded.
         """
@@ -298,7 +299,7 @@ class Handle:
 
     # Refresh
 
-    def order_writes(self) -> None:
+    def guard_master_writes(self) -> None:
         """Register a wait that precedes user writes to masters that peers read in place."""
         if self.weights.peers_read_master:
             self.tracker.before_write = self._mesh.transport.begin_write

@@ -100,7 +100,7 @@ class HandleGradients:
         self.accumulator = self.buffers[self.spec.accumulator_extent]
 
     def _storage(self, extent: Extent, dtype: torch.dtype) -> GradientStorage:
-        """Return the memory for the buffer of one extent. Only this method selects the kind of memory."""
+        """Return the memory for the buffer of one extent."""
         if extent is Extent.ZERO1:
             return self._final_storage(dtype)
         numel, is_sent = self.mesh_info.grid.numel(self._layout, extent), extent is Extent.FULL
@@ -171,7 +171,7 @@ class HandleGradients:
         self.incoming.add(slot, gradient, self.spec.incoming_scale)
 
     def take(self, slot: int) -> None:
-        """Record that a kernel has added the gradient of one parameter to its exposed memory."""
+        """Record that a kernel has added a parameter's gradient to the memory exposed for this parameter."""
         self.incoming.mark_written(slot)
         self.pending_slots.mark_ready(slot)
         self.usage[slot] = GradUsage.CONTRIBUTED

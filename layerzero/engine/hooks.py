@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from layerzero.comm.process_groups import CLOSED
-from layerzero.dtensor.lazy_grad import accumulate_hooks
+from layerzero.dtensor.lazy_grad import post_accumulate_grad_hooks
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.call_context import explain_dtype_error
 from layerzero.engine.gathered_params import MainGradParameter
@@ -244,7 +244,7 @@ def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
         for parameter in each._parameters.values():
             has_own |= parameter is not None
             leaf = getattr(parameter, "gathered", parameter)  # inside a forward, the module has the gathered parameter
-            for hook in () if leaf is None else accumulate_hooks(leaf):
+            for hook in () if leaf is None else post_accumulate_grad_hooks(leaf):
                 if isinstance(hook, _OnGradient) and (runtime := hook.runtime()) is not None:
                     found.setdefault(runtime, set()).add(hook.unit)
         for child in each._modules.values():

@@ -46,7 +46,8 @@ class SettingsCheck:
         self._compared: list[Settings] = []  # settings of the digests that differed
 
     def note_step(self, settings: Callable[[], Settings]) -> None:
-        """Record that an optimizer steps. Its method `settings` returns the settings of its parameter groups."""
+        """Record that an optimizer is stepping. `settings` is a bound method of the optimizer and returns the settings
+        of its parameter groups."""
         if self._is_told:
             self._stepped.clear()
             self._is_told = False

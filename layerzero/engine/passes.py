@@ -2,9 +2,9 @@
 
 [Note: Prefetch on several meshes]
 If units are on several meshes, a rank may call units of another mesh that other ranks of its group do not call, such as
-experts without tokens. Therefore only a call of a unit on the same mesh prefetches a gather. All ranks of the gather
-then launch it at the same point of the program. An unpredicted gather waits for the other ranks. At any other point of
-the program, the other ranks might be waiting for this rank in a collective of the user.
+experts without tokens. Therefore only a call of a unit on the same mesh prefetches a gather. All ranks that take part
+in the gather then launch it at the same point in the program. An unpredicted gather waits for the other ranks. At any
+other point of the program, the other ranks might be waiting for this rank in a collective launched by user code.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class UnitCall:
             if self._position < place and (follower is None or place <= follower._position):
                 assert forward is not None
                 for unit in units:
-                    if not forward.is_called_soon(unit, calls=self._position + 1, uses=self._position):
+                    if not forward.is_still_needed(unit, calls=self._position + 1, uses=self._position):
                         yield from unit.handles
         if follower is not None:
             for ended in (follower, *follower.callers):
@@ -82,7 +82,7 @@ class UnitCall:
     def is_last_in_backward(self) -> bool:
         """True if no other call or use of the unit follows in the backward."""
         assert self.forward is not None
-        return not self.forward.is_called_soon(self.unit, calls=self._position, uses=self._position)
+        return not self.forward.is_still_needed(self.unit, calls=self._position, uses=self._position)
 
     def preceding(self, count: int | None) -> Sequence[UnitCall]:
         """Return the last `count` calls on the same mesh before this call, latest first; None returns all calls."""
@@ -134,7 +134,7 @@ class ForwardPass:
         called = set(self.called)
         return [unit for unit in self._units if unit not in called]
 
-    def is_called_soon(self, unit: Unit, *, calls: int, uses: int) -> bool:
+    def is_still_needed(self, unit: Unit, *, calls: int, uses: int) -> bool:
         """Return whether `unit` is in one of the first `calls` calls, or in a use up to position `uses`."""
         if any(place <= uses and unit in units for place, units in self.uses):
             return True

@@ -5,15 +5,15 @@ All ranks must launch collectives in the same order across all communicators. Ot
 collective at a time deadlock. The time at which the last gradient of a handle arrives may differ between ranks, for
 example because of unused parameters or data-dependent paths. Two rules make the launch order independent of this time:
 
-- Reductions are launched in one fixed order of handles. In each backward that reduces, every handle is launched
-  exactly once, with zeros for missing gradients.
+- Reductions are launched in one fixed order of handles. In each backward that reduces, the reduction of every handle is
+launched exactly once, with zeros for missing gradients.
 - Reductions are launched only between the backwards of two unit calls, before the gather for the next call. At this
-  point, the handles whose units have no remaining call are launched. The other handles are launched at the end of the
-  backward. The arrival of a gradient does not trigger a launch.
+point, the reductions of handles whose units have no remaining call are launched. The others are launched at the end of
+the backward. The arrival of a gradient does not trigger a launch.
 
 A launch submits the complete reduction of a handle to the streams: hop 1, accumulation, hop 2, accumulation. Therefore
-each communicator has one order of launches, independent of arrival times of gradients and durations of collectives.
-Communicators overlap. On a device, all launches have one order: hop 1 and hop 2 alternate, handle by handle.
+each communicator has one order of launches, independent of when gradients arrive and how long collectives take.
+Communicators overlap. On a device, all launches form a single sequence: hop 1 and hop 2 alternate, handle by handle.
 """
 
 from __future__ import annotations

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from layerzero.comm.model_ranks import ModelRanks
+from layerzero.comm.transport.base import Transport
 from layerzero.config import LayerZeroConfig
 from layerzero.engine.gradient_reducer import GradientReducer
 from layerzero.engine.managed_param import ParamRegistry
@@ -23,7 +24,15 @@ from layerzero.engine.weight_refresh import WeightRefresher
 
 __all__ = ["LayerZeroState"]
 
-_T = TypeVar("_T")
+
+class ModelExtension(Protocol):
+    """Object that another subpackage attaches to a model."""
+
+    def close(self) -> None:
+        """Finish the work of the object and release its resources."""
+
+
+_T = TypeVar("_T", bound=ModelExtension)
 
 
 class LayerZeroState(Closable):
@@ -38,20 +47,21 @@ class LayerZeroState(Closable):
         units: Sequence[Unit],  # the root first
         config: LayerZeroConfig,
         model_ranks: ModelRanks,
-        buffers: ModelPools,
+        pools: ModelPools,
+        transports: Iterable[Transport],  # of each mesh, the root's first
         ignored: Sequence[nn.Parameter],
     ) -> None:
         self._model = weakref.ref(model)  # see [Note: References between model and state] in hooks.py
         self.units = tuple(units)
         self.handles = tuple(handle for unit in units for handle in unit.handles)
-        self.transports = tuple(dict.fromkeys(unit.transport for unit in units))  # of each mesh, the root's first
+        self.transports = tuple(transports)
         self.cast_buffers = tuple(each for unit in units for each in unit.cast_buffers)
         self.config = config
         self.ranks = model_ranks
         self.mesh_info = mesh_info = model_ranks.mesh_info
-        self.buffers = buffers
+        self.pools = pools
         self.observer = mesh_info.counters.observer
-        self._extensions: dict[type, Any] = {}  # by class; see extension()
+        self._extensions: dict[type[ModelExtension], Any] = {}  # by class; see extension()
         self.on_close: list[Callable[[], object]] = []  # idempotent callbacks that end snapshots, watchdogs and so on
         member_of = {id(m.sharded): m for handle in self.handles for m in handle.members}
         # By name, in the order of the model. The order of the handles may differ between ranks.
@@ -63,7 +73,7 @@ class LayerZeroState(Closable):
         self.gradients = GradientReducer(self.handles, model_ranks)
         self.refreshes = WeightRefresher(self.handles, model_ranks, uses, self.transports)
         self.scheduler = Scheduler(
-            self.units, config, mesh_info, buffers, self.gradients, self.refreshes, uses, self.status
+            self.units, config, mesh_info, pools, self.gradients, self.refreshes, uses, self.status
         )
 
     @property
@@ -77,9 +87,9 @@ class LayerZeroState(Closable):
         return model
 
     def extension(self, kind: type[_T], make: Callable[[], _T]) -> _T:
-        """Return the object of class `kind` that another package has attached to this model.
+        """Return this model's object of class `kind`, which belongs to another subpackage.
 
-        The first call creates the object with `make`. The object is released with the model.
+        The first call creates the object with `make`. When the model is closed, the object is closed and released.
         """
         if kind not in self._extensions:
             self._extensions[kind] = make()
@@ -93,6 +103,8 @@ class LayerZeroState(Closable):
         """
         try:
             self.scheduler.recover_interrupted_pass()
+            for extension in self._extensions.values():
+                extension.close()
             while self.on_close:
                 self.on_close.pop()()
             self.observer.end_all()

@@ -48,7 +48,7 @@ class Unit:
         self._modules = [weakref.ref(module) for module in modules]  # see [Note: References between model and state]
         self.handles = handles
         self.mesh_info = mesh.mesh_info
-        self.transport = mesh.transport
+        self.transport_traits = mesh.transport.traits  # not the transport: a graph that is alive holds its units
         self.cast_buffers = tuple(cast_buffers)
         self.reshard_after_forward = reshards  # an int: keep a post-forward shard on each of as many ranks
         self.is_told = False  # set_reshard_after_forward was called, and also applies to the root on a device

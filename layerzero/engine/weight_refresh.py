@@ -125,7 +125,7 @@ class WeightRefresher:
             self.launch(edited)
             self._precedes_forward = False
             for handle in self._handles:
-                handle.order_writes()
+                handle.guard_master_writes()
         self.launch_edited()
 
     def _agree(self, subject: str, edited: Sequence[Handle]) -> None:
@@ -158,7 +158,7 @@ class RefreshRound:
         waits: whether to wait for peers that may still read the weights.
 
     Attributes:
-        left: handles that have not been launched, or None before the first launch.
+        left: handles whose refresh has not been launched, or None before the first launch.
     """
 
     def __init__(self, handles: Sequence[Handle], transports: Sequence[Transport], *, waits: bool) -> None:

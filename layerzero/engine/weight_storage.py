@@ -126,7 +126,7 @@ class WeightStorage:
 
     @property
     def peers_read_master(self) -> bool:
-        """True if other ranks read the master in place, so that it may be written only in rounds."""
+        """True if other ranks read the master in place. The master may then be written only in rounds."""
         return self.shares_master and self.buffer.read_by_peers
 
     @cached_property

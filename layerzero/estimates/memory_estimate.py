@@ -1,4 +1,7 @@
-"""Prediction of the memory and traffic of a rank from the specs of its units."""
+"""Prediction of the memory and traffic of a rank from the specs of its units.
+
+`scratch_buffers` predicts scratch, and planning/meta_sharding.py adds scratch and the optimizer state.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def estimate_memory(units: Sequence[UnitSpec], config: LayerZeroConfig, *, scrat
 
     Args:
         units: specs of all units on the rank. The root must be first.
-        scratch: bytes of the scratch buffers of reductions, which are included in the result.
+        scratch: bytes of the scratch buffers of reductions. They are included in the result.
     """
     kinds: Counter[str] = Counter()
     for unit in units:

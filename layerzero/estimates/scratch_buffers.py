@@ -138,13 +138,13 @@ def _received(handle: HandleSpec, stage: int, where: RankTraits) -> Size:
 
     The result is the size of all ranks' parts if this rank adds the parts, otherwise the size of the sum.
     """
-    numel, collective, grid = handle.layout.numel, handle.reduction_spec.stages[stage], where.grid
-    if collective.collective is Collective.HOP1:
-        return numel if where.transport.sums_locally else numel // grid.zero3_size, collective.wire_dtype
+    numel, chosen, grid = handle.layout.numel, handle.reduction_spec.stages[stage], where.grid
+    if chosen.collective is Collective.HOP1:
+        return numel if where.transport.sums_locally else numel // grid.zero3_size, chosen.wire_dtype
     numel = grid.numel(handle.layout, Extent.ZERO3)
     if (parts := grid.replica_part_sizes(handle.layout)) is not None:
         numel = grid.replicas * parts[grid.replica_rank]
-    return numel if where.adds_hop2 else numel // grid.replicas, collective.wire_dtype
+    return numel if where.adds_hop2 else numel // grid.replicas, chosen.wire_dtype
 
 
 def _by_size(handles: Sequence[HandleSpec], size_of: Callable[[HandleSpec], Size]) -> dict[Size, list[HandleSpec]]:

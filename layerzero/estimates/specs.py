@@ -156,7 +156,7 @@ def specs_of(units: Iterable[Unit]) -> list[UnitSpec]:
                 )
                 for handle in unit.handles
             ),
-            RankTraits.of(unit.mesh_info, unit.transport.traits, offload_params=in_host),
+            RankTraits.of(unit.mesh_info, unit.transport_traits, offload_params=in_host),
             unit.reshard_after_forward,
             unit.mesh_info,
         )

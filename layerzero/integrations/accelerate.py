@@ -141,7 +141,8 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Wrap the scheduler. If this accelerator prepared its optimizer, the scheduler follows that optimizer only."""
+        """Wrap the scheduler. If this accelerator prepared the scheduler's optimizer, only that optimizer determines
+        when the scheduler steps."""
         prepared = super().prepare_scheduler(scheduler)
         stepped = getattr(scheduler, "optimizer", None)
         own = [each for each in self._optimizers if stepped in (each, getattr(each.optimizer, "inner", None))]

@@ -148,7 +148,8 @@ class _NoSync:
 
 
 def _sharded_in(state: Mapping[str, Any]) -> list[tuple[str, nn.Module, ShardedOptimizer | None]]:
-    """Return the name, the module and the optimizer, if any, of each layerzero checkpoint that `state` needs."""
+    """Return (name, module, optimizer or None) for each layerzero checkpoint that a save or load of `state`
+    involves."""
     found: list[tuple[str, nn.Module, ShardedOptimizer | None]] = []
     for key, module in state.items():
         if is_sharded(module):

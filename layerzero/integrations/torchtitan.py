@@ -117,7 +117,7 @@ def parallelize(
     )
     follows = {
         "mesh": _mesh_of(parallel_dims),
-        "units": _units_of(model, parallel_dims),
+        "units": _unit_selector(model, parallel_dims),
         "mp_policy": MixedPrecisionPolicy(weights, sums, cast_forward_inputs=False),
         "gradient_divide_factor": 1.0,
         "reshard_after_forward": _reshards(parallelism.fsdp_reshard_after_forward, parallel_dims),
@@ -189,7 +189,7 @@ def _mesh_of(parallel_dims: ParallelDims) -> DeviceMesh | Callable[[str, nn.Modu
     return lambda name, module: experts if _EXPERTS.fullmatch(name) else dense
 
 
-def _units_of(model: nn.Module, parallel_dims: ParallelDims) -> Callable[[str, nn.Module], bool | str]:
+def _unit_selector(model: nn.Module, parallel_dims: ParallelDims) -> Callable[[str, nn.Module], bool | str]:
     are_tied = getattr(model, "enable_weight_tying", False)
     ends: dict[str, bool | str] = dict.fromkeys(("tok_embeddings", "lm_head"), _TIED if are_tied else True)
 
@@ -260,7 +260,8 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
         for optimizer in self.optimizers:
             if isinstance(optimizer, ShardedOptimizer) and optimizer.has_owners:
                 _create_owned_state(optimizer)
-                flat |= get_flat_optim_state_dict(SimpleNamespace(state_dict=optimizer.state_dict_by_name))
+                by_name = optimizer.state_dict_by_name()  # a collective; torchtitan asks for it twice
+                flat |= get_flat_optim_state_dict(SimpleNamespace(state_dict=lambda by_name=by_name: by_name))
             else:
                 init_optim_state(optimizer)
                 flat |= get_flat_optim_state_dict(optimizer)

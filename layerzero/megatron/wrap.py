@@ -106,7 +106,7 @@ def wrap(
         if check_for_nan_in_grad:
             chunk.own_gradients = LocalGradientCheck(get_state(chunk).handles)
         chunks.append(chunk)
-        _let_output_layer_use_its_own(chunk)
+        _use_own_output_weight(chunk)
     tied_weight(chunks, groups)  # raises here if the gradients of the tied weight could not be summed later
     _set(config, chunks, groups, align_grad_reduce=align_grad_reduce, align_param_refresh=align_param_refresh)
     return chunks
@@ -169,7 +169,7 @@ def _policy(config: Any) -> MixedPrecisionPolicy:
     )
 
 
-def _let_output_layer_use_its_own(chunk: ShardedChunk) -> None:
+def _use_own_output_weight(chunk: ShardedChunk) -> None:
     """Make the output layer use its own weight instead of the weight that Megatron's model passes to it.
 
     The model reads a tied output weight before it calls the output layer. At that time, the weight is not gathered yet.

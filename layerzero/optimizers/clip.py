@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from layerzero.comm.collectives import all_reduce_group
 from layerzero.dtensor.local_shard import plain
 from layerzero.engine.hooks import get_states
 from layerzero.engine.state import LayerZeroState
@@ -61,7 +62,7 @@ def clip_grad_norm_(
     for other in others:
         sent = torch.maximum(sent, other) if infinite else sent + other
     for group in extra_groups:
-        dist.all_reduce(sent, op=op, group=group)
+        all_reduce_group(sent, op, group)
     total = sent.view(torch.float32) if infinite else sent.pow(1.0 / norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(

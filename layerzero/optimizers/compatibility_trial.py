@@ -139,9 +139,9 @@ def _try_owners(
 def steps_matrices_separately(optimizer: Optimizer, device: torch.device, dims: int) -> bool:
     """Return whether the optimizer updates each matrix of a stack separately.
 
-    The trial steps the two halves of a stack separately and compares the results with a step of the full stack. The
-    state of the stack must equal the concatenated state of its halves. The optimizer must also be able to step an empty
-    stack, because a rank may have no matrices of a small stack. If the trial fails, return False.
+    The trial steps the two halves of a stack separately and compares the results with those of a step of the full
+    stack. The state of the stack must equal the concatenated state of its halves. The optimizer must also be able to
+    step an empty stack, because a rank may have no matrices of a small stack. If the trial fails, return False.
 
     Args:
         dims: number of dims of the stack.

@@ -50,6 +50,9 @@ class ModelOwners:
     owners: dict[str, ParamOwner] = field(default_factory=dict)
     groups: dict[_Key, OwnerGroup] = field(default_factory=dict)
 
+    def close(self) -> None:
+        """Do nothing: owners have no work in the background."""
+
 
 def owners_of(runtime: LayerZeroState) -> ModelOwners:
     """Return the owners of the parameters of a model."""
@@ -119,7 +122,7 @@ class OwnerTable:
 
         Optimizers step one after another, and never during a reduction. Therefore the maximum over all users suffices.
         """
-        pool = self._runtime.buffers.scratch
+        pool = self._runtime.pools.scratch
         pool.expected = Counter(pool.expected) | buffers_of_rounds(self.owned.values())
 
     def step(self, take_step: Callable[[], Any]) -> None:
@@ -128,7 +131,7 @@ class OwnerTable:
             take_step()
             return
         runtime = self._runtime
-        step_owned(self._inner, list(self.owned.values()), runtime.ranks, runtime.buffers.scratch, take_step)
+        step_owned(self._inner, list(self.owned.values()), runtime.ranks, runtime.pools.scratch, take_step)
 
     def with_other_owners_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return `state`, keyed by parameter name, with entries added for parameters that other ranks own.
@@ -172,9 +175,10 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
         RuntimeError: gradients, optimizer state or views refer to rows that must move. Owners and rows are not changed.
         ValueError: parameters or axes to join differ between ranks, or parts on model-parallel axes cannot be joined.
     """
-    names = {*owners_of(runtime).owners, *(member.name for member in members)}
-    to_ask = [member for member in members if _may_be_a_part(member, owners_of(runtime).owners.get(member.name))]
-    if names == set(owners_of(runtime).owners) and not to_ask:
+    table = owners_of(runtime)
+    names = {*table.owners, *(member.name for member in members)}
+    to_ask = [member for member in members if _may_be_a_part(member, table.owners.get(member.name))]
+    if names == set(table.owners) and not to_ask:
         return
     plan: dict[Handle, FlatLayout] = {}
     owners: dict[str, ParamOwner] = {}
@@ -185,13 +189,13 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
     try:
         before = _join_axes(runtime)
         join_axes = before | _requested_join_axes(to_ask, optimizer, runtime.mesh_info.device)
-        changes = names != set(owners_of(runtime).owners) or join_axes != before
+        changes = names != set(table.owners) or join_axes != before
         if changes:
             plan, owners = _plan(runtime, names, join_axes)
             moved = [handle for handle in runtime.handles if handle.layout != plan[handle]]
             runtime.scheduler.recover_interrupted_pass()
             runtime.gradients.apply_user_grads()
-            _require_untouched(runtime, moved or runtime.handles, {n for n in names if n in owners_of(runtime).owners})
+            _require_untouched(runtime, moved or runtime.handles, {n for n in names if n in table.owners})
         new_owner_groups = _new_owner_groups(runtime, owners)
     except (RuntimeError, ValueError) as error:
         failure = error
@@ -205,7 +209,7 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
     )
     if not changes:
         return
-    owners_of(runtime).groups |= {
+    table.groups |= {
         (mesh_info, axis): owner_group_of(mesh_info) if axis is None else owner_group_across(mesh_info, axis, places)
         for (mesh_info, axis), places in new_owner_groups.items()
     }
@@ -215,8 +219,8 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
     for handle in moved:
         handle.weights.finish_refresh()
         handle.recut(plan[handle])
-    owners_of(runtime).owners = owners
-    runtime.buffers.scratch.expected = _scratch_buffers(runtime)
+    table.owners = owners
+    runtime.pools.scratch.expected = _scratch_buffers(runtime)
     for each in runtime.optimizers:
         each.on_layout_change()  # type: ignore[attr-defined]
 

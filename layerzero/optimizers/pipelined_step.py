@@ -69,14 +69,14 @@ def _step_in_parts(
     take_step: Callable[[], Any],
 ) -> None:
     parts = _cut(handles)
-    zero_dim_of = {member.name: n for n, part in enumerate(parts) for handle in part for member in handle.members}
+    part_of = {member.name: n for n, part in enumerate(parts) for handle in part for member in handle.members}
     groups = inner.param_groups
     listed = [group["params"] for group in groups]
     chosen: list[list[list[Tensor]]] = [[[] for _ in groups] for _ in parts]
     for index, masters in enumerate(listed):
         for master in masters:
             # Parameters that are not sharded belong to the last part.
-            chosen[zero_dim_of.get(names.get(id(master), ""), -1)][index].append(master)
+            chosen[part_of.get(names.get(id(master), ""), -1)][index].append(master)
     try:
         for part, by_group in zip(parts, chosen, strict=True):
             present = [(group, masters) for group, masters in zip(groups, by_group, strict=True) if masters]

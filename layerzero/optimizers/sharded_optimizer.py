@@ -158,7 +158,7 @@ class ShardedOptimizer(OptimizerProxy):
                 if parameter in old_state:
                     member = runtime.parameters.managed_param(parameter)
                     holder = None if member is None else self._holder_of(member.sharded)
-                    if values := self._cut(old_state[parameter], holder, group):
+                    if values := self._cut_state_of(old_state[parameter], holder, group):
                         inner.state[master] = values
         watching = runtime.mesh_info.counters.on_launch
         if watching is not None and not runtime.optimizers:  # if there are several optimizers, count steps once
@@ -514,7 +514,7 @@ class ShardedOptimizer(OptimizerProxy):
         for name, values in loaded["state"].items():
             parameter, group = place[name]
             holder = self._holder_of(parameter)
-            cut = self._cut(values, holder, group, copy=copy)
+            cut = self._cut_state_of(values, holder, group, copy=copy)
             if holder is None:
                 cut = {key: on(v, parameter) if isinstance(v, Tensor) and v.ndim else v for key, v in cut.items()}
             if group.get("fused") or group.get("capturable"):  # step counts must be on the parameter's device
@@ -528,7 +528,7 @@ class ShardedOptimizer(OptimizerProxy):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _cut(
+    def _cut_state_of(
         self, values: Mapping[str, Any], holder: Holder, group: Mapping[str, Any], *, copy: bool = True
     ) -> dict[str, Any]:
         if isinstance(holder, ManagedParam) and not holder.spec.shape:
@@ -563,7 +563,7 @@ class ShardedOptimizer(OptimizerProxy):
 
     @property
     def has_owners(self) -> bool:
-        """Whether the optimizer needs some parameters in full, so that their state is on their owners."""
+        """True if the optimizer needs some parameters in full, so that their state is on their owners."""
         return bool(self._owner_table.owned)
 
     def parameter_names(self, group: Mapping[str, Any]) -> list[str]:

@@ -39,7 +39,7 @@ class ParamKeyedState(MutableMapping[Tensor, Any]):
 
     def __getitem__(self, parameter: Tensor) -> Any:
         master = self._master(parameter)
-        if self._inner.state.get(master) or not parameter.requires_grad:
+        if master in self._inner.state or not parameter.requires_grad:
             return self._inner.state[master]
         if id(parameter) in self._owned:
             raise KeyError(

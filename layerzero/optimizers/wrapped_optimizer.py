@@ -209,14 +209,16 @@ class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         tensors: tensors whose memory is observed.
-        tell: function that is called before the first write.
+        on_first_write: function that is called before the first write.
         refusal: message of a RuntimeError that is raised instead. If it is None, no error is raised.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], tell: Callable[[], None], refusal: str | None = None) -> None:
+    def __init__(
+        self, tensors: Iterable[Tensor], on_first_write: Callable[[], None], refusal: str | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seen = False
-        self._describe_statuses = tell
+        self._on_first_write = on_first_write
         self._memory = {each.untyped_storage()._cdata for each in tensors if not isinstance(each, DTensor)}
         self._refusal = refusal
 
@@ -228,7 +230,7 @@ class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._refusal is not None:
                 raise RuntimeError(self._refusal)
             self._seen = True
-            self._describe_statuses()
+            self._on_first_write()
         return func(*args, **kwargs)
 
     def _writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -59,7 +59,7 @@ class ComputeCost:
     def of_units(
         cls, plans: list[UnitDefinition], tokens: int, *, recompute: bool, activation_bytes: float
     ) -> ComputeCost:
-        """Estimate the cost from the parameters of the units: two FLOP per matrix element and token.
+        """Estimate the cost from the parameters of the units: two FLOPs per matrix element and token.
 
         Embeddings are counted only if they are tied to a head. Every unit except the root is treated as a block.
         """
@@ -76,9 +76,9 @@ class ComputeCost:
         return cls(tokens, tokens, recompute, forward, again, activation_bytes)
 
     def flops(self, unit: str) -> float:
-        """Return the FLOP of a unit's forward."""
+        """Return the number of FLOPs in a unit's forward."""
         return self.tokens * self.forward.get(unit, 0.0)
 
     def backward_flops(self, unit: str) -> float:
-        """Return the FLOP of a unit's backward: twice the forward, plus recomputation."""
+        """Return the number of FLOPs in a unit's backward: twice the forward, plus recomputation."""
         return 2 * self.flops(unit) + (self.tokens * self.again.get(unit, 0.0) if self.recompute else 0.0)

@@ -46,13 +46,15 @@ def plan(
 ) -> Plan:
     """Estimate a model's memory, traffic and step time on a cluster for many settings, and recommend settings.
 
-    The estimated memory equals the prediction of :func:`layerzero.memory` in a run to the byte, because both use the
-    same formulas; only activations are approximate. Times are simulated. See ``docs/planning.md`` for the assumptions
-    and the differences from measurements. No process group is needed, and no memory is allocated for the model.
+    Except for activations, which are approximate, the estimated memory equals to the byte what :func:`layerzero.memory`
+    predicts in a run, because both use the same formulas. Times are simulated. See ``docs/planning.md`` for the
+    assumptions and the differences from measurements. No process group is needed, and no memory is allocated for the
+    model.
 
     Args:
-        model: a module, preferably on meta; a function without arguments that builds a module and is called on meta; a
-            :class:`layerzero.planning.TransformerShape`; or the path of a Hugging Face ``config.json``.
+        model: a module, preferably on the meta device; a function without arguments that builds a module and is called
+            under the meta device; a :class:`layerzero.planning.TransformerShape`; or the path of a Hugging Face
+            ``config.json``.
         cluster: the :class:`layerzero.planning.Cluster`.
         units: as in :func:`layerzero.shard_model`. None: the blocks, for a transformer shape or config; for other
             models, ``"auto"`` if the model declares its block classes, otherwise only the root.
@@ -60,7 +62,7 @@ def plan(
         sequence: number of tokens in one sequence. The default is `tokens`.
         micro_batches: values of A, the number of micro-batches per step, to try.
         zero3_sizes: values of S to try. The default is the divisors of the number of accelerators per node, and the
-            number of all ranks.
+            total number of ranks.
         accumulations: values of `accumulation` to try.
         param_dtype: compute dtype, or its name.
         reduce_dtypes: reduce dtypes to try, or their names. Each is used for both hops.

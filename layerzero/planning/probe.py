@@ -22,7 +22,7 @@ from layerzero.comm.process_groups import ModelGroups
 from layerzero.device.accelerator import finish_copies, host_memory
 from layerzero.planning.cluster import Cluster
 
-__all__ = ["ProbeResult", "probe", "speeds_of"]
+__all__ = ["ProbeResult", "measure_speeds", "probe"]
 
 _ROUNDS = 7  # rounds of each measurement; the result is the median
 _SMALL = 1  # elements that each rank sends in the measurement of latencies
@@ -119,7 +119,7 @@ def _run_probe(mesh_info: MeshInfo, nbytes: int, dtype: torch.dtype) -> ProbeRes
     return ProbeResult(Cluster(**agreed), tuple(agreed))  # type: ignore[arg-type]
 
 
-def speeds_of(small: float, large: float, *, ranks: int, sent: int) -> tuple[float, float]:
+def measure_speeds(small: float, large: float, *, ranks: int, sent: int) -> tuple[float, float]:
     """Return the latency of a collective's step in seconds, and the bandwidth in bytes per second.
 
     Args:
@@ -173,7 +173,7 @@ def _link(comm: Communicator, nbytes: int, device: torch.device, meet: Callable[
     numel = _numel(nbytes, comm.size)
     small = _seconds(_gather(comm, _SMALL, device), device, meet)
     large = _seconds(_gather(comm, numel, device), device, meet)
-    return speeds_of(small, large, ranks=comm.size, sent=4 * numel * (comm.size - 1))
+    return measure_speeds(small, large, ranks=comm.size, sent=4 * numel * (comm.size - 1))
 
 
 def _processor_per_byte(comm: Communicator, nbytes: int, device: torch.device) -> float:

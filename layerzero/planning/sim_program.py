@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
-from layerzero.reports.trace_file import TraceEvent
+from layerzero.reports.trace_file import TRACE_FORMAT, TraceEvent
 
 __all__ = [
     "ComputeKey",
@@ -119,6 +119,8 @@ def read_recording(path: str | PathLike[str]) -> Recording:
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))["layerzero"]
+        if content["format"] != TRACE_FORMAT:
+            raise ValueError(f"it has format {content['format']}, this version reads {TRACE_FORMAT}. Record it again")
         events = tuple(TraceEvent(**event) for event in content["schedule"])
         return Recording(int(content["zero3_size"]), int(content["replicas"]), events)
     except (KeyError, TypeError, ValueError) as error:
@@ -139,13 +141,13 @@ def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
     owed = False  # True if reductions may be in flight that the program has not waited for
     cursor = events[0].start if events else 0.0
     for event in events:
-        if not event.beside:
+        if not event.in_background:
             if event.start > cursor:
                 phase, name, number = spans[-1] if spans else (f"after {last[0]}", last[1], last[2])
                 program.append(SimCompute((event.start - cursor) / 1e6, (phase, name), number))
             cursor = max(cursor, event.end)
         backward = any(span[0] == "backward" for span in spans)
-        if owed and event.kind in ("wait", "begin") and not event.beside and not backward:
+        if owed and event.kind in ("wait", "begin") and not event.in_background and not backward:
             program.append(WaitReductions())
             owed = False
         if event.kind == "begin":
@@ -190,7 +192,7 @@ def _reductions(events: Sequence[TraceEvent]) -> dict[int, StartReduction]:
 
 
 def _exchange(event: TraceEvent) -> SimCollective:
-    return SimCollective(event.collective, event.name, event.axis, event.comm, event.ranks, event.bytes)
+    return SimCollective(event.collective, event.name, event.axis, event.communicator, event.ranks, event.bytes)
 
 
 def seconds_of(program: Iterable[Operation]) -> dict[ComputeKey, float]:

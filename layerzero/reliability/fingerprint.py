@@ -123,7 +123,7 @@ def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[s
             all_gather(mesh_info.replica_comm, Collective.METADATA, copies.view(-1), own_sums).wait()
         flags = (copies != own_sums).any(dim=0)
         for place, handle in enumerate(handles[index] for index in places):
-            if not handle.weights.shares_master and not _is_due(handle):
+            if not handle.weights.shares_master and not _has_unrefreshed_masters(handle):
                 flags[place] |= (as_integers(_cast(handle)) != as_integers(_own_part(handle))).any()
         flags = flags.to(torch.int32)
         # Reduce over replicas only, because ranks along model-parallel axes may have different handles.
@@ -144,7 +144,7 @@ def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[s
     return Fingerprint(named, tuple(corruptions))
 
 
-def _is_due(handle: Handle) -> bool:
+def _has_unrefreshed_masters(handle: Handle) -> bool:
     """Return whether the masters of a handle have changed since the last refresh."""
     return handle.refresh_due or handle.tracker.dirty
 
@@ -155,7 +155,7 @@ def _sum(handle: Handle) -> Tensor:
     The result is 0 if the shard shares memory with the masters, and the masters were changed but not refreshed yet.
     """
     whole = sum64(handle.weights.read_zero3())
-    return torch.zeros_like(whole) if handle.weights.shares_master and _is_due(handle) else whole
+    return torch.zeros_like(whole) if handle.weights.shares_master and _has_unrefreshed_masters(handle) else whole
 
 
 def _own_part(handle: Handle) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from layerzero.engine.handle import Handle
-from layerzero.utils.nonfinite import few_names, magnitudes
+from layerzero.utils.nonfinite import few_names, max_magnitudes
 
 __all__ = ["LocalGradientCheck", "nonfinite_text"]
 
@@ -67,7 +67,7 @@ def _mark_nonfinite(bad: Tensor, outgoing: Sequence[tuple[int, Tensor]]) -> None
     sent = [(slot, gradient) for slot, gradient in outgoing if gradient.numel()]
     if not sent:
         return
-    largest = magnitudes([gradient for _, gradient in sent])
+    largest = max_magnitudes([gradient for _, gradient in sent])
     if len(sent) < len(bad):
         by_slot = dict(zip((slot for slot, _ in sent), largest, strict=True))
         nothing = largest[0].new_zeros(())

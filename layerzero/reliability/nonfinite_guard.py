@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from layerzero.comm.collectives import all_reduce_group
 from layerzero.dtensor.lazy_grad import plain_access
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
@@ -112,7 +113,7 @@ class StepGuard:
         self._extra_groups = extra_groups
         self._own = LocalGradientCheck(runtime.handles) if locate else None
         self._members = tuple(runtime.members.values())
-        self._due = runtime.gradients.due
+        self._due = runtime.gradients.lazy_grad
         self._hook = runtime.model.register_forward_pre_hook(self._begin_round)
         for optimizer in optimizers:
             optimizer.guard = self.may_step
@@ -155,7 +156,7 @@ class StepGuard:
         bad = any_not_finite(gradients, self._model_ranks.mesh_info.device).to(torch.int32)
         self._model_ranks.reduce(bad, dist.ReduceOp.MAX)
         for group in self._extra_groups:
-            dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=group)
+            all_reduce_group(bad, dist.ReduceOp.MAX, group)
         is_first = optimizer is self._optimizers[0]
         if not bad.item():
             self.in_a_row = 0 if is_first else self.in_a_row

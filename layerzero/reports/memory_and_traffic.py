@@ -168,7 +168,7 @@ def _memory(runtime: LayerZeroState) -> MemoryReport:
         measured_peak=on_device(measured)
         - measured["cached_buffer"]
         - measured["full_buffer"]
-        + max(runtime.buffers.full.most_bytes, measured["full_buffer"] + measured["cached_buffer"]),
+        + max(runtime.pools.full.most_bytes, measured["full_buffer"] + measured["cached_buffer"]),
     )
 
 
@@ -221,7 +221,7 @@ def _formulas(runtime: LayerZeroState, calls: Mapping[str, int]) -> dict[str, in
 
 def measure(runtime: LayerZeroState) -> dict[str, int]:
     measured = Counter(dict.fromkeys(("zero1_shard", "zero3_shard", "full_buffer", "gradient_shard", "optimizer"), 0))
-    buffers = runtime.buffers
+    buffers = runtime.pools
     for handle in runtime.handles:
         weights = handle.weights
         kind = "host_zero3_shard" if weights.host_shard is not None else "zero3_shard"
@@ -252,7 +252,7 @@ def measure(runtime: LayerZeroState) -> dict[str, int]:
 def _pools(runtime: LayerZeroState) -> list[BufferPool]:
     """Return the pool of scratch buffers and, if they are different, the pools of buffers that hop 1 sends."""
     sent = (transport.send_buffers for transport in runtime.transports)
-    return list(dict.fromkeys((runtime.buffers.scratch, *sent)))
+    return list(dict.fromkeys((runtime.pools.scratch, *sent)))
 
 
 def _bytes(tensor: Tensor | None) -> int:

@@ -23,7 +23,7 @@ __all__ = ["Trace", "TraceEvent", "trace"]
 
 _COMPUTE_ROW = "units"
 _SUMS_ROW = "sums, {} axis"
-_FORMAT = 1  # format version of the file's "layerzero" part
+TRACE_FORMAT = 2  # format version of the file's "layerzero" part
 _PATIENCE = 5.0  # seconds to wait for collectives in flight at process exit if the traced code raised
 
 
@@ -39,11 +39,11 @@ class TraceEvent:
         phase: phase of a span: ``"forward"``, ``"backward"`` or ``"update"``.
         number: number of a collective in launch order, shared by its launch, wait and add.
         collective, axis: kind and axis, as in :func:`layerzero.traffic`.
-        comm: name of the communicator. Its collectives are launched in the same order on all of its ranks.
+        communicator: name of the communicator. Its collectives are launched in the same order on all of its ranks.
         ranks: number of ranks of the communicator.
         bytes: bytes that this rank sends, as in :func:`layerzero.traffic`.
         completed: completion time of the collective, for a launch. None if the traced code raised before completion.
-        beside: True if a background thread ran the operation while the program continued.
+        in_background: True if a background thread ran the operation while the program continued.
     """
 
     kind: str
@@ -54,11 +54,11 @@ class TraceEvent:
     number: int = -1
     collective: str = ""
     axis: str = ""
-    comm: str = ""
+    communicator: str = ""
     ranks: int = 0
     bytes: int = 0
     completed: float | None = None
-    beside: bool = False
+    in_background: bool = False
 
 
 class Trace:
@@ -168,11 +168,11 @@ def _events(recorder: TraceRecorder) -> tuple[TraceEvent, ...]:
                 number=number.get(flight, -1),
                 collective=flight.collective,
                 axis=flight.axis,
-                comm=flight.communicator,
+                communicator=flight.communicator,
                 ranks=flight.ranks,
                 bytes=flight.bytes,
                 completed=completed if mark.kind == "launch" else None,
-                beside=mark.in_background,
+                in_background=mark.in_background,
             )
         )
     return tuple(events)
@@ -183,7 +183,7 @@ def _write(result: Trace, mesh_info: MeshInfo, rank: int, epoch: float) -> None:
         "displayTimeUnit": "ms",
         "traceEvents": _chrome_events(result.events, mesh_info, rank, epoch),
         "layerzero": {
-            "format": _FORMAT,
+            "format": TRACE_FORMAT,
             "rank": rank,
             "replicas": mesh_info.replicas,
             "zero3_size": mesh_info.zero3_size,
@@ -242,8 +242,8 @@ def _collective_bars(events: Sequence[TraceEvent]) -> Iterator[_Bar]:
     free: dict[str, float] = {}  # by communicator: end of its previous bar
     for event in sorted(launches, key=lambda event: trace_end if event.completed is None else event.completed):
         end = trace_end if event.completed is None else event.completed
-        start = min(end, max(event.start, free.get(event.comm, 0.0)))
-        free[event.comm] = end
+        start = min(end, max(event.start, free.get(event.communicator, 0.0)))
+        free[event.communicator] = end
         args = {
             "collective": event.collective,
             "axis": event.axis,
@@ -253,7 +253,7 @@ def _collective_bars(events: Sequence[TraceEvent]) -> Iterator[_Bar]:
             "queued_us": start - event.start,
             "complete": event.completed is not None,
         }
-        yield event.comm, f"{event.collective} {event.name}".rstrip(), start, end, args
+        yield event.communicator, f"{event.collective} {event.name}".rstrip(), start, end, args
 
 
 def _metadata(kind: str, rank: int, row: int, **args: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from layerzero.estimates.specs import HandleSpec, RankTraits
 from layerzero.layout.flat_layout import FlatLayout, Slot, plan_layouts
 from layerzero.sharding.meta_init import UninitializedTensor, fill_sentinel, has_sentinel
 from layerzero.sharding.unit_meshes import UnitMesh
-from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition, is_plain_storage, storage_kind
+from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition, describe_storage, is_plain_storage
 
 __all__ = [
     "build_unit",
@@ -95,9 +95,9 @@ def check_buffers(plans: Sequence[UnitDefinition]) -> None:
             for name, buffer in module._buffers.items():
                 if buffer is not None and not is_plain_storage(buffer):
                     raise ValueError(
-                        f"buffer {f'{module_name}.{name}'.lstrip('.')!r} is {storage_kind(buffer)}, which cannot be "
-                        "broadcast from rank 0. Pass sync_module_states=False, and give the buffer equal values on all "
-                        "ranks"
+                        f"buffer {f'{module_name}.{name}'.lstrip('.')!r} is {describe_storage(buffer)}, which cannot "
+                        "be broadcast from rank 0. Pass sync_module_states=False, and give the buffer equal values on "
+                        "all ranks"
                     )
 
 

@@ -76,13 +76,13 @@ def initialization_check(
 
     def refuse() -> None:
         left = [each for each in unwritten if each.is_left(members)]
-        failure = RuntimeError(_describe(left)) if left else None
+        failure = RuntimeError(_failure_message(left)) if left else None
         require_equal("first forward of a model that was built on meta", {}, ranks=ranks, failure=failure)
 
     return refuse
 
 
-def _describe(left: Sequence[UninitializedTensor]) -> str:
+def _failure_message(left: Sequence[UninitializedTensor]) -> str:
     loaded = [each.name for each in left if each.is_in_states]
     others = [each for each in left if not each.is_in_states]
     sentences = []

@@ -309,7 +309,7 @@ def _build(
         units_built.append(unit)
         unwritten += left
     ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
-    runtime = LayerZeroState(model, units_built, config, model_ranks, pools, ignored)
+    runtime = LayerZeroState(model, units_built, config, model_ranks, pools, transports.values(), ignored)
     runtime.parameters.remember_origins(origins)
     # Without sync_module_states, different tensors may be uninitialized on each rank, so all ranks must check.
     if unwritten or (was_on_meta and not config.sync_module_states):

@@ -20,7 +20,15 @@ from layerzero.dtensor.model_parallel_spec import misplaced
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.sharding.wrapper_checks import refuse_wrapped_parts
 
-__all__ = ["ParamInfo", "UnitDefinition", "block_classes", "is_plain_storage", "partition", "ranks_in", "storage_kind"]
+__all__ = [
+    "ParamInfo",
+    "UnitDefinition",
+    "block_classes",
+    "describe_storage",
+    "is_plain_storage",
+    "partition",
+    "ranks_in",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +95,7 @@ def partition(
 
     for name, module in model.named_modules():
         enclosing_units(name)[0].modules[module] = name
-    for holders, found in _parameters(model, ignored):
+    for holders, found in _unique_parameters(model, ignored):
         first, *others = [enclosing_units(holder) for holder in holders]
         owner = next(plan for plan in first if all(plan in chain for chain in others))
         _refuse_unsupported(found, ranks[owner.mesh])
@@ -153,7 +161,7 @@ def _ignored(
     return ignored
 
 
-def _parameters(model: nn.Module, ignored: set[int]) -> list[tuple[tuple[str, ...], ParamInfo]]:
+def _unique_parameters(model: nn.Module, ignored: set[int]) -> list[tuple[tuple[str, ...], ParamInfo]]:
     """Return every parameter once, with the names of all modules that refer to it."""
     owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
     first: dict[int, tuple[str, nn.Parameter]] = {}
@@ -510,7 +518,7 @@ def is_plain_storage(tensor: torch.Tensor) -> bool:
     return _has_own_memory(tensor) and tensor.layout is torch.strided and not tensor.is_quantized
 
 
-def storage_kind(tensor: torch.Tensor) -> str:
+def describe_storage(tensor: torch.Tensor) -> str:
     """Return a description, for messages, of a tensor for which :func:`is_plain_storage` is False."""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         return f"a {type(tensor).__name__}"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["any_not_finite", "few_names", "magnitudes", "not_finite"]
+__all__ = ["any_not_finite", "few_names", "max_magnitudes", "not_finite"]
 
 _SHOWN = 3  # names in a message
 _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -48,10 +48,10 @@ def _by_device(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def _are_finite(tensors: list[Tensor]) -> Tensor:
-    return torch.stack([torch.isfinite(largest) for largest in magnitudes(tensors)])
+    return torch.stack([torch.isfinite(largest) for largest in max_magnitudes(tensors)])
 
 
-def magnitudes(tensors: list[Tensor]) -> list[Tensor]:
+def max_magnitudes(tensors: list[Tensor]) -> list[Tensor]:
     """Return the largest magnitude in each tensor as a 0-dim tensor; NaN if the tensor contains a NaN.
 
     The tensors must be non-empty and on one device. A sum of squares is not used, because it may overflow even if every

@@ -98,7 +98,7 @@ def run_on_local_ranks(
                 process.join()
     if failures:
         codes = {rank: process.exitcode for rank, (process, _) in enumerate(ranks)}
-        raise RuntimeError(_describe(failures, codes))
+        raise RuntimeError(_failure_message(failures, codes))
     return results[0]
 
 
@@ -129,7 +129,7 @@ _DIED = (
 )
 
 
-def _describe(failures: list[_Failure], exit_codes: Mapping[int, int | None]) -> str:
+def _failure_message(failures: list[_Failure], exit_codes: Mapping[int, int | None]) -> str:
     """Return a message that describes the cause in full, then its consequences.
 
     The cause is a rank that died. If no rank died, it is the first rank that raised.

@@ -77,7 +77,7 @@ def _steady(rank: int) -> None:
     for settings in ({}, {"accumulation": "full"}, {"prefetch": 2}, {"reshard_after_forward": False}):
         model = shard(blocks(6), **settings)
         optimizer = layerzero.shard_optimizer(sgd(model), model)
-        pools = get_state(model).buffers
+        pools = get_state(model).pools
         counts = []
         for step in range(6):
             for micro_batch in range(2):

@@ -333,7 +333,7 @@ def _launches(rank: int, folder: str) -> list[dict[str, list[tuple[str, str]]]]:
         log: dict[str, list[tuple[str, str]]] = {}
         for event in trace.events:
             if event.kind == "launch":
-                log.setdefault(event.comm, []).append((event.collective, event.name))
+                log.setdefault(event.communicator, []).append((event.collective, event.name))
         logs.append(log)
     return logs
 

@@ -310,7 +310,7 @@ def _late(rank: int) -> tuple[nn.Module, nn.Module]:
         alone.zero_grad()
         _pass(model, rank, step)
         _pass_alone(alone, step)
-    assert get_state(model).gradients.due.pending
+    assert get_state(model).gradients.lazy_grad.pending
     return model, alone
 
 

@@ -224,7 +224,7 @@ def _where_it_lies(rank: int) -> None:
             model = shard(blocks(6), accumulation=mode, offload_grads=True)
         (transfers,) = LateTransfers.made
         handles = get_state(model).handles
-        sizes = [handle.gradients.accumulator.storage.own_numel * 8 for handle in handles]
+        sizes = [handle.gradients.accumulator.storage.numel * 8 for handle in handles]
         pointers: list[set[int]] = []
         for step in range(4):
             for micro_batch in range(3):

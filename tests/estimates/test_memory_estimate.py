@@ -122,7 +122,7 @@ def _predicted(rank: int, sizes: Sequence[int]) -> None:
     for (size, mode), policy in itertools.product(_layouts(sizes), POLICIES):
         # One unit more than may be in flight, and the root.
         model = shard(_seeded(max(reduction_queue.IN_FLIGHT) + 2), size=size, mp_policy=policy, accumulation=mode)
-        pool, optimizer = get_state(model).buffers.scratch, None
+        pool, optimizer = get_state(model).pools.scratch, None
         for wait, micro_batches in ((_slow, (1, 2)), (_fast, (3,))):
             case = (size, policy, mode, wait, micro_batches)
             with mock.patch.object(PendingReduction, "wait", wait), _in_use(pool) as most:
@@ -190,7 +190,7 @@ def _predicted_on_a_device(rank: int) -> None:
             model = shard(chain, mesh=mesh, mp_policy=policy, accumulation=mode, **settings)
             _train(model, rank, (1, 2, 3))
             _assert_predicted(model, case)
-            made = get_state(model).buffers.scratch._made
+            made = get_state(model).pools.scratch._made
             assert max(made.values()) == 3, "of the four units of width 7"
             # The host's masters are sent from, and summed up in, buffers of one size.
             assert settings is OFFLOADED or min(made.values()) == 1, "of the one of width 40"
@@ -275,7 +275,7 @@ def _predicted_with_owners(rank: int, sizes: Sequence[int]) -> None:
             layerzero.shard_optimizer(torch.optim.Muon(matrices, lr=0.01), model),
             layerzero.shard_optimizer(torch.optim.AdamW(rest), model),
         ]
-        pool = get_state(model).buffers.scratch
+        pool = get_state(model).pools.scratch
         for used, count in ((range(5), 1), (range(1, 5), 2), (range(5), 2)):
             model.order = used
             with _in_use(pool) as most:

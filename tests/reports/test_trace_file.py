@@ -88,7 +88,7 @@ def _schedule(rank: int, folder: str) -> list[tuple[str, str, str, int]]:
     launched = {event.number: event for event in launches}
     for wait in waits:
         launch = launched[wait.number]
-        assert (launch.collective, launch.name, launch.comm) == (wait.collective, wait.name, wait.comm)
+        assert (launch.collective, launch.name, launch.communicator) == (wait.collective, wait.name, wait.communicator)
         assert wait.collective in ("hop1", "hop2") or launch.end <= wait.start  # a thread launches and adds those
         assert launch.start <= launch.completed <= wait.end
     unwaited = launched.keys() - {wait.number for wait in waits}
@@ -97,7 +97,7 @@ def _schedule(rank: int, folder: str) -> list[tuple[str, str, str, int]]:
     never = {launched[number].collective for number in unwaited}
     assert {"refresh", "metadata"} <= never <= {"refresh", "metadata", "hop1", "hop2"}
     assert {event.collective for event in waits} >= {"gather", "scalar_reduce"}
-    assert not any(wait.beside for wait in waits)
+    assert not any(wait.in_background for wait in waits)
 
     inner = [f"blocks.{index}" for index in range(2)]
     forward = ["forward the root", *(f"forward the root/forward {name}" for name in inner)]
@@ -109,15 +109,15 @@ def _schedule(rank: int, folder: str) -> list[tuple[str, str, str, int]]:
     assert set(ahead) == UNITS, "launched while others are updated"
 
     adds = of_kind(events, "add")
-    assert all(add.beside and launched[add.number].completed <= add.start for add in adds)
-    assert {event.collective for event in launches if event.beside} == {"hop2"}
+    assert all(add.in_background and launched[add.number].completed <= add.start for add in adds)
+    assert {event.collective for event in launches if event.in_background} == {"hop2"}
     additions = Counter(f"{add.collective} {add.name}" for add in adds)
     assert additions == {f"{hop} {name}": times for name in UNITS for hop, times in (("hop1", 2), ("hop2", 1))}
 
     train(model, optimizer, 3)
     assert trace.events == events, "nothing is recorded outside"
     _check_file(trace, rank)
-    return [(event.comm, event.collective, event.name, event.ranks) for event in launches]
+    return [(event.communicator, event.collective, event.name, event.ranks) for event in launches]
 
 
 def _check_file(trace: layerzero.Trace, rank: int) -> None:

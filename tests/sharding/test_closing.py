@@ -342,6 +342,25 @@ def test_a_closed_model_has_released_everything_and_says_so(shared_memory: str |
     run_ranks(_closed, world_size=WORLD, shared_memory=shared_memory)
 
 
+def _close_while_a_loss_is_alive(rank: int) -> None:
+    model, optimizer = sharded(rank)
+    state = get_state(model)
+    pools = [weakref.ref(state.pools.scratch), weakref.ref(state.pools.full)]
+    loss = integer_loss(model, integer_batch(rank=rank))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    del state
+    layerzero.close(model)
+    del model, optimizer
+    gc.collect()
+    assert [pool() for pool in pools] == [None, None] and loss.grad_fn is not None
+
+
+def test_a_graph_that_outlives_a_closed_model_keeps_no_scratch() -> None:
+    run_ranks(_close_while_a_loss_is_alive, world_size=2, shared_memory="off")
+
+
 def _inside(rank: int) -> None:
     model, optimizer = sharded(rank)
     loss = integer_loss(model, integer_batch(rank=rank))

@@ -6,9 +6,9 @@ A :class:`Transport` provides three kinds of memory:
 - `send_buffers`, a pool of scratch from which hop 1 sends
 - a :class:`SendBuffer` for each accumulator that hop 1 sends
 
-A transport also runs the reduce-scatter of hop 1. :mod:`layerzero.comm.transport.selection` chooses the transport of
-each mesh. The replica axis always uses process groups. Formulas for memory and traffic depend on
-:class:`TransportTraits` only.
+A transport also runs the reduce-scatter of hop 1. The two transports are `process_group` (collectives) and
+`shared_memory`; :mod:`layerzero.comm.transport.selection` chooses the transport of each mesh. The replica axis always
+uses process groups. Formulas for memory and traffic depend on :class:`TransportTraits` only.
 
 [Note: Write rounds]
 A transport may store the shards of all ranks in memory that the peers read at any time. Shards are then written in
@@ -83,7 +83,7 @@ class FullBuffer(ABC):
         full: 1-D [G], compute dtype. Its storage is empty while the buffer is freed.
         shard: 1-D [G / S], compute dtype, the target of refreshes. The shard may be in host memory; see
             `GatherOptions`.
-        read_by_peers: True if peers read `shard` in place, so that the shard may be written only in rounds.
+        read_by_peers: True if peers read `shard` in place, and therefore the shard may be written only in rounds.
         full_bytes: bytes of `full` while it is gathered, or 0 if `full` has no memory apart from the shard.
         encoded_bytes: bytes of encoded shards during a gather.
         post_forward_bytes: bytes of the post-forward shard while the shard is kept.
@@ -241,6 +241,6 @@ def post_forward_bytes(numel: int, element: int, ranks: int) -> int:
     Args:
         numel: number of elements of the full buffer.
         element: number of bytes per element.
-        ranks: number of ranks that keep the full buffer together.
+        ranks: number of ranks over which the full buffer is sharded.
     """
     return numel // ranks * element

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from layerzero.comm.collectives import Communicator, PendingCollective, all_gather
 from layerzero.comm.traffic_counters import Collective
-from layerzero.comm.transport.base import post_forward_bytes
 from layerzero.device.buffer_pools import FullBufferPool
 
 __all__ = ["PostForwardShard"]
@@ -31,7 +30,7 @@ class PostForwardShard:
         self._full = full
         self._comm = comm
         self._storages = storages
-        numel = 0 if comm is None else post_forward_bytes(full.numel(), 1, comm.size)
+        numel = 0 if comm is None else full.numel() // comm.size
         self._shard = torch.empty(numel, dtype=full.dtype, device=full.device)  # 1-D [G / k]
         self._storage = self._shard.untyped_storage()
         self.size = self._storage.nbytes()  # number of bytes while the shard is allocated

@@ -167,7 +167,7 @@ class GatheredFullBuffer(FullBuffer):
 
 @dataclass(frozen=True)
 class PendingDecode:
-    """Gather in flight of encoded shards, which :meth:`wait` decodes."""
+    """In-flight gather of encoded shards. :meth:`wait` decodes them."""
 
     works: PendingCollective
     buffer: GatheredFullBuffer

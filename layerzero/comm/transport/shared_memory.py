@@ -2,11 +2,11 @@
 
 [Note: Weights in shared memory]
 The full buffer of a handle is one mapping for all ranks of a ZeRO-3 group. Each rank writes its ZeRO-3 shard and reads
-the full buffer. Writes are grouped in rounds; see [Note: Write rounds] in base.py. A round is one call of
-`WeightRefresher.launch`. A rank increments its counter ARRIVED when it arrives at a round: its earlier passes no longer
-read the weights, and its next pass follows the round. Ranks write only after all ranks have arrived. If the master
-itself is in shared memory (fp32), the first write is the update by the optimizer or a write by the user. In this case,
-the rank arrives at the round before that write.
+the full buffer. Writes are grouped in rounds; see [Note: Write rounds] in base.py. A round is one `RefreshRound` of the
+weight refresher. A rank increments its counter ARRIVED when it arrives at a round: its earlier passes no longer read
+the weights, and its next pass follows the round. Ranks write only after all ranks have arrived. If the master itself is
+in shared memory (fp32), the first write is the update by the optimizer or a write by the user. In this case, the rank
+arrives at the round before that write.
 
 A rank that has arrived must not read weights before the end of the round. Therefore a rank also marks the handles as
 written when it arrives. A forward then begins with the refresh of the handles, and a backward raises.
@@ -75,7 +75,7 @@ def segment_sizes(demand: BufferDemand) -> SegmentSizes:
     predicted = RING_BYTES + aligned_bytes_of_all(demand.send_buffers) + accumulators
     return SegmentSizes(
         num_counters=_FIRST_HANDLE + len(demand.full_buffers),
-        common=sum(_common_bytes(*each) for each in demand.full_buffers),
+        common=sum(aligned_bytes(_bytes(each)) for each in demand.full_buffers),
         part=predicted + gradients * _MORE,
         predicted=predicted,
     )
@@ -84,11 +84,6 @@ def segment_sizes(demand: BufferDemand) -> SegmentSizes:
 def _bytes(size: Size) -> int:
     numel, dtype = size
     return numel * dtype.itemsize
-
-
-def _common_bytes(numel: int, dtype: torch.dtype) -> int:
-    """Return the size in bytes of a full buffer in the common part, rounded up to 64."""
-    return -(-numel * dtype.itemsize // 64) * 64
 
 
 class SharedMemoryTransport(Transport):
@@ -145,7 +140,7 @@ class SharedMemoryTransport(Transport):
 
     @property
     def shared_bytes(self) -> int:
-        return self.barrier.memory.held_bytes
+        return self.barrier.memory.allocated_bytes
 
     def begin_write(self) -> None:
         self.barrier.arrive()
@@ -182,7 +177,7 @@ class WriteBarrier:
             own: this rank's ZeRO-3 shard in the full buffer.
         """
         tensor = self.memory.common(numel, dtype, self._used)
-        self._used += _common_bytes(numel, dtype)
+        self._used += aligned_bytes(tensor.numel() * tensor.element_size())
         self._handles += 1
         return SharedFullBuffer(self, tensor, own, _FIRST_HANDLE + self._handles - 1)
 
@@ -243,8 +238,8 @@ class SharedFullBuffer(FullBuffer):
 
     Args:
         full: 1-D [G], compute dtype.
-        own: this rank's ZeRO-3 shard in `full`.
-        counter: counter of the refreshes of the shard.
+        own: slice of `full` that is this rank's ZeRO-3 shard.
+        counter: index of the counter of refreshes of this shard.
     """
 
     read_by_peers = True

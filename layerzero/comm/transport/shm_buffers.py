@@ -115,7 +115,8 @@ class SharedBufferPool(BufferPool):
         return buffer
 
     def wait_consumed(self, buffer: Tensor) -> None:
-        """Wait until a buffer may be written, because all ranks have added the gradient that was last sent from it."""
+        """Wait until all ranks have added the gradient that was last sent from a buffer, so that it can be
+        overwritten."""
         self._wait(CONSUMED, self._sent_as.get(buffer.data_ptr(), 0))
 
     def holds(self, tensor: Tensor) -> bool:

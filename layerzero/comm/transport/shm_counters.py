@@ -1,20 +1,20 @@
-"""Counters in shared memory. One rank increments a counter, and the other ranks wait for the counter.
+"""Counters in shared memory. One rank increments a counter, and the other ranks wait until it reaches a value.
 
 [Note: Futex counters]
-Each counter has a separate cache line and one owner, the only rank that increments it. The kernel increments the
-counter (``FUTEX_WAKE_OP``). The call adds with release semantics and wakes the waiting ranks. A rank that reads the new
+Each counter has a separate cache line and one owner, the only rank that increments it. The system call
+``FUTEX_WAKE_OP`` increments the counter with release semantics and wakes the waiting ranks. A rank that reads the new
 value sees all earlier writes of the owner. On x86-64 this is sufficient, because loads are not reordered. On other
-machines, the reader makes another call before it reads the data. The call adds 0 to a counter of the reader, which is a
-full barrier.
+machines, the reader makes a second system call before it reads the data. This call adds 0 to one of the reader's own
+counters and is a full barrier.
 
 A counter has 32 bits and may wrap around, so counters are compared by their difference. A waiting rank sleeps in the
-kernel for short intervals. After each interval, it checks that the owner is alive and that the timeout is not reached.
+kernel for short intervals. After each interval, it checks that the owner is alive and that the timeout has not expired.
 
 [Note: Detection of exited processes]
 From the rendezvous on, each rank holds a lock on one byte of the shared file. The kernel releases the lock when the
-process exits for any reason, or when the file is closed. It is a record lock, which a forked child, such as a data
-loader worker, does not inherit, unlike a lock of an open file. Therefore a worker that outlives its rank does not hold
-the lock.
+process exits for any reason, or when the file is closed. It is a process-associated record lock. Unlike an open file
+description lock, it is not inherited by a forked child, such as a data loader worker. Therefore a worker that outlives
+its rank does not hold the lock.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class SharedCounters:
 
     Args:
         mapping: shared memory.
-        start: byte offset of the counters: ``nbytes(len(ranks), words)`` bytes, initially zero.
+        start: byte offset of the counters: ``nbytes(len(ranks), num_counters)`` bytes, initially zero.
         file: descriptor of the shared memory; each rank locks one of its first bytes.
         ranks: global ranks, for messages.
         rank: index of this rank in `ranks`.
         num_counters: number of counters per rank.
-        timeout: limit of a wait in seconds.
+        timeout: maximum duration of a wait, in seconds.
     """
 
     def __init__(

@@ -162,7 +162,7 @@ class SharedSegment:
         return self._committed
 
     @property
-    def held_bytes(self) -> int:
+    def allocated_bytes(self) -> int:
         """Total bytes that all ranks have allocated for the segment."""
         return os.fstat(self._file).st_blocks * 512
 
