@@ -281,7 +281,7 @@ def test_what_is_pasted_has_every_setting_of_its_row(tmp_path: Path) -> None:
         config, chosen = LayerZeroConfig.from_yaml(path), found.workshop.config(row.choice)
         for name in ("zero3_size", "mp_policy", "accumulation", "offload_grads", "offload_optimizer"):
             assert getattr(config, name) == getattr(chosen, name), (name, row.choice)
-    assert {row.choice.accumulation for row in found.rows} == {"sharded", "full"}
+    assert {row.choice.accumulation for row in found.rows} == {"sharded", "full", "local"}
 
 
 def test_a_model_that_does_not_fit_is_said_to_lack_so_much() -> None:
