@@ -31,7 +31,7 @@ __all__ = ["add_commands"]
 
 _CLUSTER = "Cluster"
 _SIZES = "Sizes of the model"
-_DEFAULTS = {field.name: field.default for field in fields(Cluster)}
+_DEFAULTS = {field.name: field.default for field in fields(Cluster)} | {"between": "400 per accelerator, assumed"}
 
 
 def _of_cluster(name: str, text: str) -> Any:
@@ -64,7 +64,9 @@ def _plan(
     accelerators: Annotated[int | None, _of_cluster("accelerators", "Accelerators per node.")] = None,
     memory: Annotated[float | None, _of_cluster("memory", "GB per accelerator.")] = None,
     reserve: Annotated[float | None, _of_cluster("reserve", "GB per accelerator that the model cannot use.")] = None,
-    between: Annotated[float | None, _of_cluster("between", "Gbit/s that a node sends to other nodes.")] = None,
+    between: Annotated[
+        float | None, _of_cluster("between", "Gbit/s that a node sends to other nodes, all ports.")
+    ] = None,
     inside: Annotated[float | None, _of_cluster("inside", "GB/s that an accelerator sends inside its node.")] = None,
     tflops: Annotated[float | None, _of_cluster("tflops", "Achieved TFLOP/s per accelerator, not the peak.")] = None,
     host_memory: Annotated[float | None, _of_cluster("host_memory", "GB of host memory per node.")] = None,

@@ -13,6 +13,7 @@ from layerzero.planning.simulator import SimMachine
 __all__ = ["Cluster"]
 
 _STEPS = ("direct", "log", "ring")
+_PORT = 400.0  # Gbit/s: nodes with eight accelerators usually have a port of this speed for each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class Cluster:
         accelerators: number of accelerators per node.
         memory: memory of one accelerator, in GB (1e9 bytes).
         reserve: memory of an accelerator that the driver, the allocator and NCCL use, in GB.
-        between: Gbit/s that a node sends to other nodes over all of its ports.
+        between: Gbit/s that a node sends to other nodes over all of its ports. None: 400 for each accelerator, assumed.
         inside: GB/s that an accelerator sends inside its node.
         between_latency, inside_latency: microseconds that one step of a collective takes between nodes and inside a
             node.
@@ -50,7 +51,7 @@ class Cluster:
     accelerators: int = 8
     memory: float = 80.0
     reserve: float = 4.0
-    between: float = 400.0
+    between: float | None = None
     inside: float = 300.0
     between_latency: float = 10.0
     inside_latency: float = 5.0
@@ -68,17 +69,23 @@ class Cluster:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if value is None and field.type == "float | None":
+                continue
             if field.type == "str":
                 if not isinstance(value, str):
                     raise TypeError(f"{field.name} must be a string, got {value!r}")
-            elif isinstance(value, bool) or not isinstance(value, (int, float) if field.type == "float" else int):
+            elif isinstance(value, bool) or not isinstance(value, int if field.type == "int" else (int, float)):
                 raise TypeError(
-                    f"{field.name} must be {'a number' if field.type == 'float' else 'an int'}, got {value!r}"
+                    f"{field.name} must be {'an int' if field.type == 'int' else 'a number'}, got {value!r}"
                 )
         may_be_zero = {"reserve", "between_latency", "inside_latency", "launch", "price", "processor_per_byte"}
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type != "str" and not (value > 0 or (value == 0 and field.name in may_be_zero)):
+            if (
+                field.type != "str"
+                and value is not None
+                and not (value > 0 or (value == 0 and field.name in may_be_zero))
+            ):
                 raise ValueError(f"{field.name} must be {'0 or ' * (field.name in may_be_zero)}positive, got {value}")
         if self.steps not in _STEPS:
             raise ValueError(f"steps={self.steps!r} is not supported. Use one of {_STEPS}")
@@ -90,6 +97,16 @@ class Cluster:
         return self.nodes * self.accelerators
 
     @property
+    def node_link(self) -> float:
+        """Gbit/s that a node sends to other nodes: `between`, or the assumed value."""
+        return _PORT * self.accelerators if self.between is None else self.between
+
+    @property
+    def node_link_text(self) -> str:
+        """Text of `node_link` for reports."""
+        return f"{self.node_link:,.4g} Gbit/s per node" + (" (assumed)" if self.between is None else "")
+
+    @property
     def room(self) -> float:
         """Bytes of an accelerator's memory that are available to a model."""
         return (self.memory - self.reserve) * 1e9
@@ -99,7 +116,7 @@ class Cluster:
         return SimMachine(
             node_size=self.accelerators,
             inside=self.inside * 1e9,
-            between=self.between * 1e9 / 8,
+            between=self.node_link * 1e9 / 8,
             inside_latency=self.inside_latency * 1e-6,
             between_latency=self.between_latency * 1e-6,
             steps=self.steps,

@@ -80,7 +80,7 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
     parts = [
         "<h1>Plan</h1>",
         f"<p>{rate(plan.numel)} parameters in {plan.units} units; {cluster.nodes} nodes &times; "
-        f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.between:.4g} Gbit/s per node.</p>",
+        f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.node_link_text}.</p>",
         f'<p class="why{"" if plan.best else " none"}">{escape(plan.why)}</p>',
         "<h2>Peak memory of an accelerator</h2>",
         memory,

@@ -125,7 +125,7 @@ def plan_text(plan: Plan, *, every_row: bool = False) -> str:
     shown = plan.rows if every_row else (fitting or sorted(plan.rows, key=lambda row: row.excess))[:_SHOWN]
     lines = [
         f"{rate(plan.numel)} parameters in {plan.units} units, including the root; {cluster.nodes} nodes x "
-        f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.between:.4g} Gbit/s per node",
+        f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.node_link_text}",
         f"{len(fitting)} of {len(plan.rows)} settings fit into {size(cluster.room)}"
         + ("" if every_row else f"; the {len(shown)} {'fastest' if fitting else 'closest'}:"),
         "",

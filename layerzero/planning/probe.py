@@ -50,7 +50,7 @@ class ProbeResult:
     def __str__(self) -> str:
         """Return the fields as YAML, in which fields that were not measured are comments."""
         lines = [f"# measured on {self.cluster.ranks} ranks; lines that start with # are defaults, to be corrected"]
-        for name, value in asdict(self.cluster).items():
+        for name, value in {**asdict(self.cluster), "between": self.cluster.node_link}.items():
             said = f"{value:.4g}" if isinstance(value, float) else str(value)
             lines.append(f"{'' if name in self.measured else '# '}{name}: {said}")
         return "\n".join(lines)
@@ -261,7 +261,7 @@ _MORE_IS_WORSE = {"between_latency", "inside_latency", "launch", "processor_per_
 def _slowest(found: dict[str, float | int | str], comms: Sequence[Communicator]) -> dict[str, float | int | str]:
     """Return `found` with each floating-point measurement replaced by its worst value over all ranks."""
     types = {field.name: field.type for field in fields(Cluster)}
-    names = [name for name in found if types[name] == "float"]
+    names = [name for name in found if types[name] not in ("int", "str")]
     signs = torch.tensor([1.0 if name in _MORE_IS_WORSE else -1.0 for name in names], dtype=torch.float64)
     worst = signs * torch.tensor([float(found[name]) for name in names], dtype=torch.float64)
     reduce_over(comms, worst, dist.ReduceOp.MAX, Collective.METADATA)

@@ -232,7 +232,9 @@ def test_the_schedule_is_the_one_that_the_engine_records(
 
 def test_times_grow_by_as_much_with_each_micro_batch_from_the_third_on() -> None:
     works = [UnitCost(name, 1e6, 0.1, 0.2) for name in ("the root", *(f"blocks.{index}" for index in range(3)))]
-    for (shared, mode), between in itertools.product(((1, "sharded"), (2, "sharded"), (2, "full")), (1e7, 1e9)):
+    for (shared, mode), between in itertools.product(
+        ((1, "sharded"), (2, "sharded"), (2, "full"), (2, "local")), (1e7, 1e9)
+    ):
         machine = SimMachine(node_size=2, inside=1e8, between=between, launch=1e-4, zero3_size=shared)
         steps = [
             simulate(layerzero_program(works, ScheduleSettings(8, shared, count, mode)), machine).step
@@ -328,7 +330,8 @@ def test_bytes_of_the_schemes_are_those_of_their_formulas() -> None:
             padded = sum(handle.layout.numel for unit in found.workshop.planned(choice) for handle in unit.handles)
             wire = choice.reduce_dtype.itemsize
             assert numel <= padded < 1.1 * numel
-            assert row.between == pytest.approx((wire + 2) * padded / node * (1 - 1 / nodes))
+            reduced = count if choice.accumulation == "local" else 1
+            assert row.between == pytest.approx((reduced * wire + 2) * padded / node * (1 - 1 / nodes))
 
 
 def test_sizes_are_those_of_well_known_models() -> None:
