@@ -74,6 +74,9 @@ SETTINGS: list[dict[str, object]] = [
     {"zero3_size": 4, "accumulation": "full", "mp_policy": MixedPrecisionPolicy()},
     {"zero3_size": 2, "accumulation": "sharded", "mp_policy": ALL_BF16},
     {"zero3_size": 2, "accumulation": "full", "mp_policy": ALL_BF16},
+    {"zero3_size": 2, "accumulation": "local", "mp_policy": BF16},
+    {"zero3_size": 1, "accumulation": "local", "mp_policy": BF16},
+    {"zero3_size": 2, "accumulation": "local", "mp_policy": MixedPrecisionPolicy(), "offload_optimizer": True},
     {"zero3_size": 2, "mp_policy": BF16, "offload_grads": True},
     {"zero3_size": 1, "mp_policy": BF16, "offload_grads": True},
     {"zero3_size": 2, "mp_policy": BF16, "offload_optimizer": True},
@@ -215,7 +218,15 @@ def _without_splinters(said: Sequence[str]) -> Iterator[str]:
             yield each
 
 
-CASES = [(16, 8, 2, "sharded"), (16, 8, 3, "full"), (16, 1, 2, "sharded"), (8, 8, 3, "sharded"), (8, 8, 1, "full")]
+CASES = [
+    (16, 8, 2, "sharded"),
+    (16, 8, 3, "full"),
+    (16, 8, 3, "local"),
+    (16, 1, 2, "sharded"),
+    (16, 1, 2, "local"),
+    (8, 8, 3, "sharded"),
+    (8, 8, 1, "full"),
+]
 
 
 @pytest.mark.parametrize(("ranks", "zero3_size", "micro_batches", "accumulation"), CASES)
