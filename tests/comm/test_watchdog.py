@@ -86,7 +86,7 @@ def _skips(rank: int) -> str:
     return said
 
 
-def test_a_skipped_exchange_is_named(tmp_path: Path) -> None:
+def test_a_skipped_collective_is_named(tmp_path: Path) -> None:
     for said in run_ranks(_skips, pg_timeout=30):
         assert "agreement on used parameters, step 0, is pending on ranks" in said, said
         assert "rank 2 has not joined" in said, said
@@ -188,7 +188,7 @@ def _fails(rank: int) -> list[str]:
         model, optimizer, dog = _watched()
 
         def broken() -> bool:
-            raise RuntimeError("this exchange was aborted")
+            raise RuntimeError("this collective was aborted")
 
         dog._late = broken
         dog._threads[0].join(10)

@@ -67,7 +67,7 @@ def test_weights_in_the_host_train_with_the_bits_of_the_device(world_size: int, 
     run_ranks(_same_bits, zero3_size, mode, OTHERS, world_size=world_size)
 
 
-KEPT: tuple[dict[str, Any], ...] = (
+GATHER_SETTINGS: tuple[dict[str, Any], ...] = (
     {"reshard_after_forward": 2},
     {"reshard_after_forward": 2, "mp_policy": LOW, "offload_optimizer": True},
     {"reshard_after_forward": False},
@@ -76,8 +76,8 @@ KEPT: tuple[dict[str, Any], ...] = (
 )
 
 
-def test_kept_shards_and_encoded_gathers_come_from_the_host_too() -> None:
-    run_ranks(_same_bits, 4, "sharded", KEPT, world_size=WORLD)
+def test_post_forward_shards_and_encoded_gathers_come_from_the_host_too() -> None:
+    run_ranks(_same_bits, 4, "sharded", GATHER_SETTINGS, world_size=WORLD)
 
 
 def _on_a_device(rank: int) -> None:

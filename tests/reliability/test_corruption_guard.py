@@ -225,7 +225,7 @@ def test_a_step_is_refused_where_it_is_looked_at() -> None:
     run_ranks(_now_and_then)
 
 
-def test_every_single_flip_changes_a_sum_and_every_exchange_of_places_the_other() -> None:
+def test_every_single_flip_changes_a_sum_and_every_swap_of_elements_the_other() -> None:
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         for numel in (1, 3, 4, 17):

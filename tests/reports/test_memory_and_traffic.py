@@ -126,7 +126,7 @@ def _count(rank: int, zero3_size: int) -> None:
             few = (zero3_size - 1 + replicas - 1) * used + traffic.bytes.get("gather_order", 0)
             assert traffic.bytes_by_axis.get("control", 0) == few, f"{case}: a byte a parameter, a digest of settings"
         again = traffic_of_a_step(model, optimizer, rank, 4)
-        assert "gather_order" not in again.calls, f"{case}: a loop that repeats itself is foreseen"
+        assert "gather_order" not in again.calls, f"{case}: a loop that repeats itself is predicted"
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def _weigh(rank: int) -> None:
         assert {kind: report.measured[kind] for kind in report.predicted} == report.predicted, report
         runtime = get_state(model)
         whole = sum(handle.layout.numel * handle.weights.zero3_shard.itemsize for handle in runtime.handles)
-        assert report.measured["zero3_shard"] == whole // size, "a rank's own part, as with exchanges"
+        assert report.measured["zero3_shard"] == whole // size, "a rank's own part, as with collectives"
         assert report.measured["full_buffer"] == report.measured["cached_buffer"] == 0
         # Once per node: the weights, the buffers that other ranks read, and pages for counters.
         (transport,) = runtime.transports
@@ -178,7 +178,7 @@ def _cannot(rank: int, limit: Callable[[], Any], limited: int) -> list[str]:
     assert (files > 0) is _shares(model), f"{before} files before"
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
     in_lockstep(rank, (model, optimizer), (net, theirs), range(3))
-    assert_same_bits(model, net, "exchanged")
+    assert_same_bits(model, net, "with and without shared memory")
     return heard.lines
 
 
@@ -209,7 +209,7 @@ def _sharing_under(limit: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize(("limit", "limited"), [(_too_small, 0), (_no_more_files, 3), (_no_more_files, 2)])
-def test_where_one_rank_cannot_share_its_node_exchanges_and_says_so_once(
+def test_where_one_rank_cannot_share_its_zero3_group_uses_collectives_and_says_so_once(
     limit: Callable[[], Any], limited: int
 ) -> None:
     lines = run_ranks(_cannot, limit, limited)
@@ -238,7 +238,7 @@ def test_more_memory_than_there_is_is_not_taken() -> None:
     ("folder", "limit", "used"),
     [(".", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")],
 )
-def test_a_container_that_is_full_lends_nothing(
+def test_a_container_that_is_full_has_no_shared_memory(
     folder: str, limit: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = tmp_path / folder
