@@ -118,11 +118,11 @@ class Side(nn.Module):
         self.c = nn.Linear(8, 16, bias=False)
         fill_with_integers(self)
         if tp is not None:
-            as_one_row, by_columns = (
+            by_rows, by_columns = (
                 ColwiseParallel(output_layouts=Replicate()),
                 RowwiseParallel(input_layouts=Replicate()),
             )
-            parallelize_module(self, tp, {"a": as_one_row, "b": by_columns, "d": as_one_row})
+            parallelize_module(self, tp, {"a": by_rows, "b": by_columns, "d": by_rows})
         if tied:
             self.d.weight = self.a.weight
         self.c.weight.requires_grad_(not frozen)
