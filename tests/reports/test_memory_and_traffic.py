@@ -1,4 +1,7 @@
-"""Counted bytes equal the formulas of DESIGN section 3, and measured memory the predicted; see invariants 4 and 11."""
+"""Counted bytes equal the formulas of docs/architecture.md, and measured memory equals predicted memory.
+
+The full buffer of a resharded unit holds no storage, and nothing grows over steps.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +140,7 @@ def test_a_step_sends_exactly_what_the_formulas_say(data_parallel: int, zero3_si
 
 
 def _count_between_nodes(rank: int) -> None:
-    # DESIGN section 3: (1 - 1/R) * (N/S) * (replica_reduce bytes + compute bytes), whatever A is.
+    # For any A: (1 - 1/R) * (N/S) * (replica_reduce bytes + compute bytes); see "Process groups" in architecture.md.
     mesh = layerzero.init_mesh(2)
     for mode, precision in itertools.product(MODES, PRECISIONS[:2]):
         model, optimizer = sharded_net(mesh, accumulation=mode, **precision.settings)
@@ -155,7 +158,7 @@ def test_bytes_between_nodes_do_not_depend_on_the_number_of_micro_batches() -> N
 
 
 def calls_of(traffic: layerzero.TrafficReport) -> dict[str, int]:
-    """Return nonzero call counts except "order", which a first pass needs because its gather order is unknown."""
+    """Return nonzero call counts except "gather_order", which a first pass needs because its order is unknown."""
     return {name: calls for name, calls in traffic.calls.items() if calls and name != "gather_order"}
 
 
@@ -216,7 +219,7 @@ def test_gathers_follow_resharding_and_evaluation_and_each_plain_backward_reduce
 
 
 def _kinds_predicted(model: nn.Module, zero3_size: int, mode: str, precision: Precision) -> dict[str, int]:
-    """Return the bytes between two passes after a backward by DESIGN section 2, padding included."""
+    """Return the bytes between two passes after a backward, with padding: N/D, N/S or N elements of each kind."""
     world, total = dist.get_world_size(), sum(padded_sizes(model))
     shares_master = precision.compute == FP32
     return {
