@@ -31,8 +31,8 @@ from tests.support.models import (
     full_parameters,
     integer_net,
 )
-from tests.support.node import numbered, shared_transport
 from tests.support.ranks import run_sharing as run_ranks
+from tests.support.transports import numbered, shared_transport
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ POLICIES = (
 
 def _reused(rank: int, seed: int, breaks: bool) -> list[int]:
     """Reduce many sums from one reused buffer, with random delays; return the indices of wrong ones."""
-    transport, pool = shared_transport()
+    transport, pool, _model = shared_transport()
     world, naps = dist.get_world_size(), random.Random(10 * seed + rank)
     place, wrong = PersistentStorage(transport.send_buffer(NUMEL, torch.float32)), []
     if breaks:
