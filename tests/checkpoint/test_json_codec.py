@@ -141,10 +141,10 @@ def _refused_extra(rank: int, folder: str) -> None:
     namesake = layerzero.shard_model(torch.nn.ModuleDict({"first": torch.nn.Linear(9, 9)}), mesh=mesh_of(2))
     with pytest.raises((TypeError, RuntimeError), match=r"the sharding of 'first\.weight' of another model"):
         checkpoint.save(f"{folder}/refused", model, optimizer, {"teacher": namesake["first"].weight.detach()})
-    optimizer_copy, _ = sharded_net(2, seed=1)  # sharded like the model, so that a load can reshard it
-    checkpoint.save(f"{folder}/twin", model, optimizer, {"teacher": optimizer_copy.first.weight.detach()})
+    same_sharding, _ = sharded_net(2, seed=1)  # sharded like the model, so that a load can reshard it
+    checkpoint.save(f"{folder}/twin", model, optimizer, {"teacher": same_sharding.first.weight.detach()})
     loaded = checkpoint.load(f"{folder}/twin", model, optimizer)["teacher"]
-    assert torch.equal(loaded.full_tensor(), optimizer_copy.first.weight.detach().full_tensor())
+    assert torch.equal(loaded.full_tensor(), same_sharding.first.weight.detach().full_tensor())
     whole = {"teacher": teacher.weight.detach().full_tensor()}
     checkpoint.save(f"{folder}/teacher", model, optimizer, whole)
     assert torch.equal(checkpoint.load(f"{folder}/teacher", model, optimizer)["teacher"], whole["teacher"])

@@ -99,7 +99,7 @@ def test_descriptors_and_messages_of_a_rank_grow_with_the_two_axes(tmp_path: Pat
     assert opened[64] - opened[16] == 7 * 4, opened
 
 
-def test_a_late_maximum_is_complete_one_exchange_later_for_each_further_axis() -> None:
+def test_a_late_maximum_is_complete_one_collective_later_for_each_further_axis() -> None:
     replicas, size = 2, 3
     ranks = {(r, s): LateMaximum(2, 1) for r in range(replicas) for s in range(size)}
     said = torch.arange(4 * len(ranks), dtype=torch.uint8).view(4, replicas, size)  # by call and rank

@@ -81,7 +81,7 @@ def _launch(rank: int, path: str) -> dict[str, list[str]]:
     return logs
 
 
-def test_all_ranks_launch_alike_however_late_each_exchange_is(tmp_path: Any) -> None:
+def test_all_ranks_launch_alike_however_late_each_collective_is(tmp_path: Any) -> None:
     logs = run_ranks(_launch, str(tmp_path / "trace"), world_size=WORLD, pg_timeout=30)
     for name in CASES:
         first = logs[0][name]

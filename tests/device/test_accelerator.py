@@ -142,18 +142,18 @@ class _Log:
         )
 
 
-needs_parking = pytest.mark.skipif(
+needs_caching = pytest.mark.skipif(
     not FullBufferPool.can_cache,
     reason="needs a torch that moves memory between storages, as 2.13 does and 2.11 does not",
 )
 
 
-@pytest.mark.parametrize("can_park", [False, pytest.param(True, marks=needs_parking)])
-def test_memory_is_freed_on_the_stream_that_it_was_allocated_on(can_park: bool) -> None:
+@pytest.mark.parametrize("can_cache", [False, pytest.param(True, marks=needs_caching)])
+def test_memory_is_freed_on_the_stream_that_it_was_allocated_on(can_cache: bool) -> None:
     device = _Log()
     with (
         mock.patch("layerzero.device.accelerator.device_module", lambda _: device),
-        mock.patch.object(FullBufferPool, "can_cache", can_park),
+        mock.patch.object(FullBufferPool, "can_cache", can_cache),
     ):
         pool = FullBufferPool(torch.device("cpu"))
         storage = torch.empty(0).untyped_storage()
@@ -163,7 +163,7 @@ def test_memory_is_freed_on_the_stream_that_it_was_allocated_on(can_park: bool) 
         pool.free(storage)
         assert device.log == ["ahead waits for event on compute"]
         assert storage.nbytes() == 0
-        if can_park:  # parked first, then freed to make room for memory of another size
+        if can_cache:  # cached first, then freed to make room for memory of another size
             pool.limit = 64
             device.now = "ahead"
             pool.allocate(storage, 64)

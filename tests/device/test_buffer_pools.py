@@ -16,7 +16,7 @@ from tests.support.graphs import WORLD, blocks, one_pass, sgd, shard
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
-needs_parking = pytest.mark.skipif(
+needs_caching = pytest.mark.skipif(
     not FullBufferPool.can_cache,
     reason="needs a torch that moves memory between storages, as 2.13 does and 2.11 does not",
 )
@@ -28,7 +28,7 @@ def _empty(numel: int) -> torch.Tensor:
     return tensor
 
 
-@needs_parking
+@needs_caching
 def test_memory_moves_from_one_storage_to_the_next_and_views_follow() -> None:
     pool = FullBufferPool(CPU)
     pool.limit = 64
@@ -46,8 +46,8 @@ def test_memory_moves_from_one_storage_to_the_next_and_views_follow() -> None:
     assert pool.allocations == 1
 
 
-@needs_parking
-def test_no_more_is_parked_than_the_limit_and_sizes_are_kept_apart() -> None:
+@needs_caching
+def test_no_more_is_cached_than_the_limit_and_sizes_are_separate() -> None:
     pool = FullBufferPool(CPU)
     pool.limit = 100
     tensors = [_empty(16), _empty(16), _empty(8)]
@@ -59,7 +59,7 @@ def test_no_more_is_parked_than_the_limit_and_sizes_are_kept_apart() -> None:
             pool.free(tensor.untyped_storage())
             assert tensor.untyped_storage().nbytes() == 0
         assert pool.cached_bytes == 64 + 32, "the other 64 bytes do not fit"
-    assert pool.allocations == 3 + 2, "what was parked in another size has made room"
+    assert pool.allocations == 3 + 2, "cached memory of another size has made room"
     pool.free(tensors[0].untyped_storage())  # has none
     assert pool.cached_bytes == 96
 
@@ -107,10 +107,10 @@ def test_a_steady_state_allocates_no_full_buffer() -> None:
 def _addresses(rank: int) -> None:
     model = shard(blocks(4))
     optimizer = layerzero.shard_optimizer(sgd(model), model)
-    lend, steps = FullBufferPool.allocate, []
+    allocate, steps = FullBufferPool.allocate, []
 
     def seen(pool: FullBufferPool, storage: torch.UntypedStorage, nbytes: int) -> None:
-        lend(pool, storage, nbytes)
+        allocate(pool, storage, nbytes)
         steps[-1].append((storage._cdata, storage.data_ptr()))
 
     with mock.patch.object(FullBufferPool, "allocate", seen):
@@ -124,6 +124,6 @@ def _addresses(rank: int) -> None:
     assert len(steps[2]) >= 12 and steps[2] == steps[3] == steps[4], "who replays a graph finds the weights"
 
 
-@needs_parking
+@needs_caching
 def test_units_lie_where_they_lay_in_a_loop_that_repeats_itself() -> None:
     run_ranks(_addresses, world_size=WORLD, shared_memory="off")

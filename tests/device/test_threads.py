@@ -107,7 +107,9 @@ def _launches(rank: int, zero3_size: int, folder: str) -> list[Log]:
 
 
 @pytest.mark.parametrize("zero3_size", [1, 2, 4])
-def test_late_threads_change_no_bit_and_each_lane_has_one_order_on_all_ranks(zero3_size: int, tmp_path: Path) -> None:
+def test_late_threads_change_no_bit_and_each_communicator_has_one_order_on_all_ranks(
+    zero3_size: int, tmp_path: Path
+) -> None:
     by_rank = run_ranks(_launches, zero3_size, str(tmp_path), world_size=4, shared_memory="off", pg_timeout=60)
     for first, *others in zip(*by_rank, strict=True):
         assert {comm for comm in first if "re" in comm and "control" not in comm} == {

@@ -32,7 +32,7 @@ class Odd(nn.Module):
         return self.linear(x) * self.conv.weight.sum() * self.one.sum() + self.none.sum()
 
 
-def _odd_factor(size: int | None) -> nn.Module:
+def _odd_model(size: int | None) -> nn.Module:
     torch.manual_seed(7)
     return Odd() if size is None else layerzero.shard_model(Odd(), mesh=mesh_of(size))
 
@@ -93,7 +93,7 @@ NEEDS_TWO_DIMS = {"eye_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_
 
 
 def _as_one_process(rank: int, size: int) -> None:
-    alone, model = _odd_factor(None), _odd_factor(size)
+    alone, model = _odd_model(None), _odd_model(size)
     generators = [torch.Generator(), torch.Generator()]
     for seeded in (False, True):
         for name, fill in {**INITS, **FILLS}.items():
@@ -132,11 +132,11 @@ def _initialise(rank: int) -> None:
     """Initialize in the ways users do, and compare the forward on every replica."""
     x = torch.ones(2, 5)
     for init in (_weight_init, _reset):
-        alone = _odd_factor(None)
+        alone = _odd_model(None)
         torch.manual_seed(0)
         alone.apply(init)
         for size in (1, 2, 4):
-            model = _odd_factor(size)
+            model = _odd_model(size)
             torch.manual_seed(0)
             model.apply(init)
             assert torch.equal(model(x), alone(x)), (init, size)
@@ -148,7 +148,7 @@ def test_model_apply_of_an_init_function_after_sharding_is_what_it_is_before() -
 
 
 def _corners(rank: int) -> None:
-    model = _odd_factor(2)
+    model = _odd_model(2)
     weight = model.linear.weight
     before = full_parameters(model)
     refused: dict[str, Callable[[], object]] = {

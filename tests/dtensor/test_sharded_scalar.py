@@ -260,11 +260,11 @@ def _whole_states(rank: int) -> None:
         assert model.logit_scale.detach().full_tensor().item() == 1.5
 
     # An optimizer that stepped before the model was sharded.
-    optimizer_copy, stepped = copy.deepcopy(alone), _trained(2)
+    model_copy, stepped = copy.deepcopy(alone), _trained(2)
     _steps(*stepped, range(2))
-    inner = _adam(optimizer_copy)
+    inner = _adam(model_copy)
     inner.load_state_dict(adam.state_dict())
-    model = shard(optimizer_copy)
+    model = shard(model_copy)
     _assert_goes_on((model, layerzero.shard_optimizer(inner, model)), stepped, "stepped before")
 
 

@@ -70,7 +70,7 @@ def _load_whole(rank: int) -> None:
             assert not torch.equal(_loss(model), _loss(fresh))
             calls = layerzero.traffic(model).calls
             assert not any(model.load_state_dict(_without(state, missing)))
-            assert layerzero.traffic(model).calls == calls, "nothing is exchanged"
+            assert layerzero.traffic(model).calls == calls, "no collective"
             assert torch.equal(_loss(model), _loss(fresh)), (size, dtype, missing)
             assert not different(full_parameters(model), dict(source.named_parameters())), (size, dtype, missing)
             assert model.head.weight is model.embedding.weight

@@ -1,4 +1,4 @@
-"""Training with layerzero equals one process on the union of the batches; see invariants 2 to 4."""
+"""Training with layerzero equals one process on the union of the batches, and all replicas hold the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No gradient is lost or counted twice with any mix of `no_sync`, `zero_grad` and clipping; see invariant 1."""
+"""No gradient is lost or counted twice with any mix of `no_sync`, `zero_grad` and clipping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Every shape of autograd graph in a step, compared with one-process PyTorch (invariants 4 to 7, D = 4, S = 2)."""
+"""Every shape of autograd graph in a step, compared with one-process PyTorch, on D = 4 ranks with S = 2.
+
+Memory does not grow, forwards may overlap, unused parameters do not hang, and a model is usable after an exception.
+"""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def _repeat_for_long(rank: int) -> int:
     return comm.counters.calls["gather_order"]
 
 
-def test_a_loop_stays_foreseen_however_long_it_runs() -> None:
+def test_a_loop_stays_predicted_however_long_it_runs() -> None:
     assert all(compared <= 15 for compared in run_ranks(_repeat_for_long, world_size=2))
 
 
@@ -167,7 +167,7 @@ def _end_without_gradient(rank: int, end: str) -> int:
 
 
 @pytest.mark.parametrize("end", ["raises", "detaches"])
-def test_what_was_kept_for_a_backward_that_cannot_come_is_freed(end: str) -> None:
+def test_full_buffers_for_a_backward_that_cannot_come_are_freed(end: str) -> None:
     assert run_ranks(_end_without_gradient, end, world_size=WORLD) == [0] * WORLD
 
 

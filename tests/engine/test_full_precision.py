@@ -127,7 +127,7 @@ def _count(rank: int) -> None:
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
             model = layerzero.shard_model(net, zero3_size=size, units=units, mp_policy=policy, prefetch=prefetch)
             unit, full = 4 * width * width, get_state(model).pools.full
-            full.limit = 0  # park nothing, so that most_bytes counts simultaneously gathered bytes
+            full.limit = 0  # cache nothing, so that most_bytes counts simultaneously gathered bytes
             with torch.no_grad(), layerzero.full_precision(model):
                 for _ in range(2):  # the gather order is known
                     model(torch.zeros(1, width))

@@ -103,12 +103,12 @@ def _alike(rank: int) -> dict[str, int]:
         assert not _step(model, optimizer, rank, step)
         calls = layerzero.traffic(model).calls
         axes = len(get_state(model).ranks.control_comms)
-        assert calls["metadata"] - before.get("metadata", 0) == axes or step == 0, "no exchange of its own"
+        assert calls["metadata"] - before.get("metadata", 0) == axes or step == 0, "no collective of its own"
         scheduler.step()
     return dict(layerzero.traffic(model).calls)
 
 
-def test_equal_settings_cost_no_exchange_and_raise_nothing() -> None:
+def test_equal_settings_cost_no_collective_and_raise_nothing() -> None:
     run_ranks(_alike, world_size=WORLD)
 
 

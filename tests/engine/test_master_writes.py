@@ -1,4 +1,4 @@
-"""Masters read and written from outside: both copies of a weight always agree (invariant 10)."""
+"""Masters read and written from outside: both copies of a weight always agree."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_weights_in_the_host_train_with_the_bits_of_the_device(world_size: int, 
     run_ranks(_same_bits, zero3_size, mode, OTHERS, world_size=world_size)
 
 
-KEPT: tuple[dict[str, Any], ...] = (
+GATHER_SETTINGS: tuple[dict[str, Any], ...] = (
     {"reshard_after_forward": 2},
     {"reshard_after_forward": 2, "mp_policy": LOW, "offload_optimizer": True},
     {"reshard_after_forward": False},
@@ -76,8 +76,8 @@ KEPT: tuple[dict[str, Any], ...] = (
 )
 
 
-def test_kept_shards_and_encoded_gathers_come_from_the_host_too() -> None:
-    run_ranks(_same_bits, 4, "sharded", KEPT, world_size=WORLD)
+def test_post_forward_shards_and_encoded_gathers_come_from_the_host_too() -> None:
+    run_ranks(_same_bits, 4, "sharded", GATHER_SETTINGS, world_size=WORLD)
 
 
 def _on_a_device(rank: int) -> None:
@@ -183,7 +183,10 @@ def test_owners_of_whole_parameters_refresh_weights_in_the_host() -> None:
 
 def _shared(rank: int) -> None:
     expected = _trained(_shard(2), rank, range(2))
-    with pytest.warns(UserWarning, match=r"^offload_params=True on cpu: .*do not change.*$"):
+    with pytest.warns(
+        UserWarning,
+        match=r"^offload_params=True on cpu: .* to free\. Results do not change\. Leave the setting out$",
+    ):
         model = _shard(2, offload_params=True)
     assert all(handle.weights.host_shard is None for handle in get_state(model).handles)
     _assert_same(_trained(model, rank, range(2)), expected, "shared memory")
@@ -204,7 +207,10 @@ def _chosen(rank: int) -> None:
         _shard(2, offload_params=True, pin_memory=1)
     with pytest.raises(ValueError, match=r"pin_memory=False .*none of them is set. Set one of them"):
         _shard(2, pin_memory=False)
-    said = r"^offload_grads and offload_params=True on cpu: .* no memory to pin\. Results do not change\. Leave .*$"
+    said = (
+        r"^offload_grads and offload_params=True on cpu: there is no device memory to free and no memory to pin\. "
+        r"Results do not change\. Leave the setting out$"
+    )
     with pytest.warns(UserWarning, match=said):
         model = _shard(2, offload_grads=True, offload_params=True, pin_memory=False)
     expected = _trained(_shard(2), rank, range(2))

@@ -87,7 +87,7 @@ def _last_backward(events: Sequence[layerzero.TraceEvent], before: int) -> int:
     )
 
 
-def test_exchanges_run_behind_the_computation_of_other_units(tmp_path: Any) -> None:
+def test_collectives_run_behind_the_computation_of_other_units(tmp_path: Any) -> None:
     run_ranks(_check, str(tmp_path), world_size=WORLD, shared_memory="off")
 
 

@@ -111,11 +111,13 @@ ROWS = {  # (S > 1, R > 1, mode): incoming extent, accumulator extent, collectiv
 @pytest.mark.parametrize(("data_parallel", "zero3_size"), SIZES)
 @pytest.mark.parametrize("mode", ["sharded", "full", "local"])
 @pytest.mark.parametrize("adds_hop1", [False, True])
-def test_routes_are_those_of_the_table(data_parallel: int, zero3_size: int, mode: str, adds_hop1: bool) -> None:
+def test_reduction_specs_are_those_of_the_table(
+    data_parallel: int, zero3_size: int, mode: str, adds_hop1: bool
+) -> None:
     lands, waits, stages = ROWS[zero3_size > 1, data_parallel // zero3_size > 1, mode]
     for grid in grids(data_parallel, zero3_size):
         for precision, half in ((FP32, False), (MIXED, False), (HALF, True)):
-            route = ReductionSpec.plan(
+            spec = ReductionSpec.plan(
                 grid,
                 precision,
                 accumulation=mode,
@@ -123,25 +125,25 @@ def test_routes_are_those_of_the_table(data_parallel: int, zero3_size: int, mode
                 adds_hop1=adds_hop1,
                 adds_hop2=adds_hop1,
             )
-            assert (route.incoming_extent, route.accumulator_extent) == (lands, waits)
-            assert [(stage.source, stage.target, stage.collective) for stage in route.stages] == stages
+            assert (spec.incoming_extent, spec.accumulator_extent) == (lands, waits)
+            assert [(stage.source, stage.target, stage.collective) for stage in spec.stages] == stages
             early = lands is not waits
             first = precision.replica_reduce if zero3_size == 1 else precision.reduce
             as_computed = early and adds_hop1 and first is torch.float32
             landing = precision.compute if as_computed else first
-            wires = [landing if stage.source is WHOLE else precision.replica_reduce for stage in route.stages]
-            assert [stage.wire_dtype for stage in route.stages] == wires
-            scales = [route.incoming_scale, *(stage.scale for stage in route.stages)]
+            wires = [landing if stage.source is WHOLE else precision.replica_reduce for stage in spec.stages]
+            assert [stage.wire_dtype for stage in spec.stages] == wires
+            scales = [spec.incoming_scale, *(stage.scale for stage in spec.stages)]
             if half and not adds_hop1:
                 assert math.prod(scales) == pytest.approx(1 / data_parallel, rel=1e-15)
                 assert all(math.frexp(scale)[0] == 0.5 for scale in scales[:-1]), "powers of two"
             else:
                 expected = [1.0] * len(stages) + [1 / data_parallel]
                 assert scales == expected, "the mean is taken once"
-            assert route.incoming_dtype == (landing if early else precision.master)
-            assert route.accumulator_is_reduced == early
-            accumulating, reducing = route.between(lands, waits), route.between(lands, RANK)
-            assert reducing == route.stages == accumulating + route.between(waits, RANK)
+            assert spec.incoming_dtype == (landing if early else precision.master)
+            assert spec.accumulator_is_reduced == early
+            accumulating, reducing = spec.between(lands, waits), spec.between(lands, RANK)
+            assert reducing == spec.stages == accumulating + spec.between(waits, RANK)
 
 
 # fp16 collectives by arithmetic: the sum of equal gradients, added as backends do
@@ -158,10 +160,10 @@ def _sum_of_equal(value: Tensor, ranks: int, *, adds: bool) -> Tensor:
     return value
 
 
-def _reduced(gradient: float, route: ReductionSpec, grid: ShardGrid, *, adds: bool) -> float:
+def _reduced(gradient: float, spec: ReductionSpec, grid: ShardGrid, *, adds: bool) -> float:
     """Return the final gradient if every rank has the same one, in fp16."""
-    value = (torch.tensor(gradient, dtype=F16).float() * route.incoming_scale).to(route.incoming_dtype)
-    for stage in route.stages:
+    value = (torch.tensor(gradient, dtype=F16).float() * spec.incoming_scale).to(spec.incoming_dtype)
+    for stage in spec.stages:
         ranks = grid.zero3_size if stage.collective is Collective.HOP1 else grid.replicas
         value = _sum_of_equal(value.to(stage.wire_dtype), ranks, adds=adds).float() * stage.scale
     return value.item()
@@ -182,11 +184,11 @@ def test_fp16_gradients_keep_their_size_on_the_way(
     grid = ShardGrid.of_rank(0, data_parallel=data_parallel, zero3_size=zero3_size)
     precision = Precision(F32, F16, *WIRES[wires])
     how: Any = {"accumulation": mode, "adds_hop1": adds, "adds_hop2": adds}
-    route = ReductionSpec.plan(grid, precision, divide_factor=data_parallel, **how)
-    assert _reduced(3e-5, route, grid, adds=adds) == pytest.approx(3e-5, rel=0.05), "1e-3 of it, divided by all of D"
+    spec = ReductionSpec.plan(grid, precision, divide_factor=data_parallel, **how)
+    assert _reduced(3e-5, spec, grid, adds=adds) == pytest.approx(3e-5, rel=0.05), "1e-3 of it, divided by all of D"
     lost = 1 if adds else _root_of_ranks(data_parallel, zero3_size)
     for gradient in (2.0**-24 * lost, 2.0**15 / lost, 1.0):
-        assert _reduced(gradient, route, grid, adds=adds) == gradient
+        assert _reduced(gradient, spec, grid, adds=adds) == gradient
     # A loss divided by all tokens needs a sum: then each rank's gradient is already small.
     summed = ReductionSpec.plan(grid, precision, divide_factor=1.0, **how)
     assert summed.incoming_scale == 1.0
@@ -200,10 +202,10 @@ def test_a_factor_of_any_size_is_divided_out(zero3_size: int, factor: float) -> 
     grid = ShardGrid.of_rank(0, data_parallel=12, zero3_size=zero3_size)
     for wires, mode, adds in itertools.product(WIRES.values(), ("sharded", "full", "local"), (True, False)):
         precision = Precision(F32, F16, *wires)
-        route = ReductionSpec.plan(
+        spec = ReductionSpec.plan(
             grid, precision, accumulation=mode, divide_factor=factor, adds_hop1=adds, adds_hop2=adds
         )
-        scales = [route.incoming_scale, *(stage.scale for stage in route.stages)]
+        scales = [spec.incoming_scale, *(stage.scale for stage in spec.stages)]
         assert math.prod(scales) == pytest.approx(1 / factor, rel=1e-15)
         assert all(math.frexp(scale)[0] == 0.5 and scale <= 1 for scale in scales[:-1]), "powers of two"
 
@@ -214,8 +216,8 @@ def test_hop_2_in_fp16_carries_no_more_than_one_rank_has(zero3_size: int, mode: 
     grid = ShardGrid.of_rank(0, data_parallel=2 * zero3_size, zero3_size=zero3_size)
     precision = Precision(F32, F16, F16, F16)
     how: Any = {"accumulation": mode, "divide_factor": 2.0 * zero3_size, "adds_hop1": True, "adds_hop2": True}
-    route = ReductionSpec.plan(grid, precision, **how)
-    sent = zero3_size * route.incoming_scale * route.stages[0].scale
+    spec = ReductionSpec.plan(grid, precision, **how)
+    sent = zero3_size * spec.incoming_scale * spec.stages[0].scale
     assert 0.5 < sent <= 1, "65504 times this is a number of fp16"
 
 
@@ -227,15 +229,15 @@ class Rank(NamedTuple):
     sums: dict[Extent, GradientBuffer]
 
 
-def make_rank(grid: ShardGrid, route: ReductionSpec, layout: FlatLayout, pool: BufferPool) -> Rank:
+def make_rank(grid: ShardGrid, spec: ReductionSpec, layout: FlatLayout, pool: BufferPool) -> Rank:
     """Build the gradient buffers as the engine does; a waiting ZeRO-3 gradient shard holds the final gradient."""
     sums: dict[Extent, GradientBuffer] = {}
     for extent in (WHOLE, NODE, RANK):
         numel = grid.numel(layout, extent)
         place: GradientStorage = PersistentStorage(SendBuffer(numel, torch.float32, CPU))
-        if extent is route.incoming_extent and route.accumulator_is_reduced:
+        if extent is spec.incoming_extent and spec.accumulator_is_reduced:
             place = PooledStorage(numel, torch.float32, pool)
-        if extent is RANK and route.accumulator_extent is NODE:
+        if extent is RANK and spec.accumulator_extent is NODE:
             place = AliasedStorage(sums[NODE].storage, grid.slice_within(layout, RANK, NODE))
         place.open(keep=False).fill_(torch.nan)
         sums[extent] = GradientBuffer(layout, grid, extent, place)
@@ -295,9 +297,9 @@ def follow(program: str, layout: FlatLayout, all_grids: list[ShardGrid], mode: s
     pool = BufferPool(CPU)
     factor = 4.0
     how: Any = {"accumulation": mode, "divide_factor": factor, "adds_hop1": True, "adds_hop2": True}
-    routes = [ReductionSpec.plan(grid, FP32, **how) for grid in all_grids]
-    ranks = [make_rank(grid, route, layout, pool) for grid, route in zip(all_grids, routes, strict=True)]
-    route, dropped = routes[0], len(layout.slots) - 1
+    specs = [ReductionSpec.plan(grid, FP32, **how) for grid in all_grids]
+    ranks = [make_rank(grid, spec, layout, pool) for grid, spec in zip(all_grids, specs, strict=True)]
+    spec, dropped = specs[0], len(layout.slots) - 1
     expected = {slot: torch.zeros(each.shape) for slot, each in enumerate(layout.slots)}
     for index, action in enumerate(program):
         if action in "ur":
@@ -305,16 +307,16 @@ def follow(program: str, layout: FlatLayout, all_grids: list[ShardGrid], mode: s
                 for slot, each in enumerate(layout.slots):
                     if (slot + number + index) % 3:  # ranks use different parameters
                         values = contribution(number, index, each.shape)
-                        rank.sums[route.incoming_extent].add(slot, values, route.incoming_scale)
+                        rank.sums[spec.incoming_extent].add(slot, values, spec.incoming_scale)
                         expected[slot] += values / factor
             carry(
                 ranks,
                 layout,
-                route.between(route.incoming_extent, RANK if action == "r" else route.accumulator_extent),
+                spec.between(spec.incoming_extent, RANK if action == "r" else spec.accumulator_extent),
                 pool,
             )
         elif action == "s":
-            carry(ranks, layout, route.between(route.accumulator_extent, RANK), pool)
+            carry(ranks, layout, spec.between(spec.accumulator_extent, RANK), pool)
         else:
             forgotten = list(expected) if action == "z" else [dropped]
             for slot in forgotten:
@@ -356,7 +358,7 @@ def test_the_first_write_overwrites_later_ones_add_and_holes_become_zero() -> No
     assert ours.empty
     ours.add(b, torch.ones(3))
     ours.add_reduction(brought(torch.ones(7), torch.ones(7)), scale=2.0)
-    assert ours.part(a).eq(4).all() and ours.part(b).eq(5).all(), "holes are zero before an exchange is added"
+    assert ours.part(a).eq(4).all() and ours.part(b).eq(5).all(), "holes are zero before a reduction is added"
     ours.clear([b])
     ours.add_reduction(brought(torch.ones(7)), scale=1.0)
     assert ours.part(a).eq(5).all() and ours.part(b).eq(1).all()
@@ -383,7 +385,7 @@ def test_what_is_offered_counts_when_it_is_taken_and_is_refused_otherwise() -> N
     assert ours[1] is SlotState.WRITTEN and not ours.part(1).any()
 
 
-def test_a_lent_place_is_leased_until_the_exchange_ends() -> None:
+def test_a_send_buffer_is_leased_until_the_collective_ends() -> None:
     pool = BufferPool(CPU)
     kept = PersistentStorage(SendBuffer(4, torch.float32, CPU))
     in_place, copied = kept.lend_send_buffer(torch.float32, pool), kept.lend_send_buffer(torch.bfloat16, pool)

@@ -14,7 +14,7 @@ import layerzero
 from layerzero.engine.hooks import get_state
 from layerzero.engine.passes import UnitCall
 from layerzero.engine.scheduler import Scheduler
-from tests.estimates.test_memory_estimate import needs_parking
+from tests.estimates.test_memory_estimate import needs_caching
 from tests.sharding.test_expert_parallel import integer_batch, integer_loss, shard
 from tests.support.ranks import run_ranks
 
@@ -64,7 +64,7 @@ def _memory(rank: int) -> None:
         assert {kind: report.measured[kind] for kind in report.predicted} == report.predicted, (expert_size, size)
 
 
-@needs_parking
+@needs_caching
 def test_memory_is_as_predicted_with_several_meshes() -> None:
     run_ranks(_memory)
 

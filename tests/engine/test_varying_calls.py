@@ -124,7 +124,7 @@ def _count_order(rank: int, evaluates: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_a_loop_that_repeats_itself_is_foreseen(evaluates: bool) -> None:
+def test_a_loop_that_repeats_itself_is_predicted(evaluates: bool) -> None:
     counts = run_ranks(_count_order, evaluates, world_size=WORLD, shared_memory="off")
     assert all(each == counts[0] for each in counts)
     assert max(counts[0][2:]) <= (3 if evaluates else 0), counts[0]

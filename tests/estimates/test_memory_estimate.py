@@ -32,7 +32,7 @@ from tests.support.wrapped_gloo import mesh_on
 
 pytestmark = pytest.mark.slow
 
-needs_parking = pytest.mark.skipif(
+needs_caching = pytest.mark.skipif(
     not FullBufferPool.can_cache,
     reason="needs a torch that moves memory between storages, as 2.13 does and 2.11 does not",
 )
@@ -247,7 +247,7 @@ def _nested(rank: int) -> None:
     model = shard(Chain(_Wide(9), *inner, _Wide(9)).float(), size=2)
     _train(model, rank, (1, 2))
     report = layerzero.memory(model)
-    # The order of units decides which of two sizes is parked between the steps.
+    # The order of units decides which of two sizes is cached between the steps.
     assert abs(report.measured["cached_buffer"] - report.predicted["cached_buffer"]) < 0.03 * report.total
     for kind in report.predicted.keys() - {"cached_buffer"}:
         assert report.measured[kind] == report.predicted[kind], (kind, report)
@@ -288,7 +288,7 @@ def _predicted_with_owners(rank: int, sizes: Sequence[int]) -> None:
                 optimizer.zero_grad()
             assert all(count <= pool.expected[key] for key, count in most.items()), (size, most, pool.expected)
         report = layerzero.memory(model)
-        for kind in report.predicted.keys() - {"cached_buffer"}:  # units of one size may be parked in another order
+        for kind in report.predicted.keys() - {"cached_buffer"}:  # units of one size may be cached in another order
             assert report.measured[kind] == report.predicted[kind], (kind, size, policy, mode, report)
 
 
@@ -370,17 +370,17 @@ def _addresses(rank: int) -> None:
         assert len(set(forward)) == 1 + prefetch, "units take turns"
 
 
-@needs_parking
+@needs_caching
 def test_a_unit_is_gathered_at_the_same_address_in_each_pass() -> None:
     run_ranks(_addresses, shared_memory="off")
 
 
-@needs_parking
+@needs_caching
 def test_the_test_notices_units_that_move() -> None:
     with pytest.raises(AssertionError, match="assert"):
         run_ranks(_addresses_without_homes, shared_memory="off")
 
 
 def _addresses_without_homes(rank: int) -> None:
-    with mock.patch.object(FullBufferPool, "_choose", lambda self, storage, parked: random.randrange(len(parked))):
+    with mock.patch.object(FullBufferPool, "_choose", lambda self, storage, cached: random.randrange(len(cached))):
         _addresses(rank)

@@ -151,8 +151,8 @@ def test_model_state_counts_each_storage_once_and_leaves_batches_out() -> None:
     half = whole[:500]
     weight = torch.nn.Parameter(whole)
     weight.sum().backward()  # a gradient that Python has not accessed
-    parked = torch.UntypedStorage(300)  # no tensor has it
-    assert measure.model_state_bytes(apart_from=[batch]) - before == 2 * 4000 + parked.nbytes()
+    cached = torch.UntypedStorage(300)  # no tensor has it
+    assert measure.model_state_bytes(apart_from=[batch]) - before == 2 * 4000 + cached.nbytes()
     assert half.numel() == 500
 
 
@@ -282,7 +282,7 @@ def test_verdicts_are_printed_and_are_on_no_page(tmp_path: Path, capsys: Any) ->
         (0.0, 0.024),  # no computation to overlap with: all bytes at the link's speed
     ],
 )
-def test_the_bound_is_compute_and_what_of_the_exchanges_cannot_hide(compute: float, bound: float) -> None:
+def test_the_bound_is_compute_and_what_of_the_collectives_cannot_hide(compute: float, bound: float) -> None:
     found = example(compute=compute).bound(4, "fp32")
     assert found is not None and found.middle == pytest.approx(bound)
     assert example("one-machine", compute=compute).bound(4, "fp32") == Range(compute, compute / 2, 2 * compute)

@@ -118,7 +118,7 @@ def _dropped(rank: int, name: str, there: int, of: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "there", "of"), [("c.weight", 1, 2), ("a.weight", 3, 4)])
-def test_a_gradient_that_is_missing_in_one_cell_is_an_error_on_all_ranks(name: str, there: int, of: int) -> None:
+def test_a_gradient_that_is_missing_in_one_owner_group_is_an_error_on_all_ranks(name: str, there: int, of: int) -> None:
     """Let a gradient of `c` be missing. `c` is a copy on both tensor ranks; `a` is cut over all four ranks."""
     run_ranks(_dropped, name, there, of)
 
@@ -136,15 +136,15 @@ def _groups(rank: int) -> None:
     if rank == 0:
         dist.new_group([0], use_local_synchronization=True)
     first = layerzero.shard_optimizer(torch.optim.Muon(matrices(model), lr=0.1), model)
-    assert groups() == start + 1 + (rank == 0), "one for the cells"
+    assert groups() == start + 1 + (rank == 0), "one for the owner groups"
     second = layerzero.shard_optimizer(torch.optim.SGD(others(model), lr=0.5), model, elementwise=False)
     again = layerzero.shard_optimizer(torch.optim.Adafactor(model.parameters()), model)
-    assert groups() == start + 1 + (rank == 0), "cells are shared"
+    assert groups() == start + 1 + (rank == 0), "owner groups are shared"
     assert not different(full_parameters(model), before)
     steps_of(model, [first, second, again], batches, range(2))
 
 
-def test_cells_are_made_once_and_before_rows_move() -> None:
+def test_owner_groups_are_made_once_and_before_rows_move() -> None:
     run_ranks(_groups)
 
 

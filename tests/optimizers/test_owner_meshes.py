@@ -28,7 +28,7 @@ from layerzero.optimizers.compatibility_trial import steps_matrices_separately
 from layerzero.optimizers.param_owners import owners_of
 from tests.dtensor.test_tensor_parallel import Net as Uneven
 from tests.dtensor.test_tensor_parallel import parallel as uneven
-from tests.estimates.test_memory_estimate import needs_parking
+from tests.estimates.test_memory_estimate import needs_caching
 from tests.optimizers.test_owner_state import Factored, state_alone, whole_state
 from tests.optimizers.test_owner_step import Wide, adamw, fill_with_integers, grouped, matrices, others
 from tests.optimizers.test_owner_step import rows as rows_of
@@ -118,11 +118,11 @@ class Side(nn.Module):
         self.c = nn.Linear(8, 16, bias=False)
         fill_with_integers(self)
         if tp is not None:
-            as_one_row, by_columns = (
+            by_rows, by_columns = (
                 ColwiseParallel(output_layouts=Replicate()),
                 RowwiseParallel(input_layouts=Replicate()),
             )
-            parallelize_module(self, tp, {"a": as_one_row, "b": by_columns, "d": as_one_row})
+            parallelize_module(self, tp, {"a": by_rows, "b": by_columns, "d": by_rows})
         if tied:
             self.d.weight = self.a.weight
         self.c.weight.requires_grad_(not frozen)
@@ -576,6 +576,6 @@ def _experts_held(rank: int) -> None:
         assert {kind: report.measured[kind] for kind in report.predicted} == report.predicted, dtensor
 
 
-@needs_parking
+@needs_caching
 def test_memory_is_as_predicted_with_owners_on_several_meshes() -> None:
     run_ranks(_experts_held)

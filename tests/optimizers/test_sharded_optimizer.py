@@ -1,4 +1,7 @@
-"""The wrapped optimizer gives the results of one process, or refuses; see invariants 1 and 10."""
+"""The wrapped optimizer gives the results of one process, or refuses.
+
+No gradient is lost or counted twice, and both copies of a weight always agree.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ SHAPE = {"nodes", "accelerators", "device"}
 SMALL = 1 << 16
 
 
-def test_a_small_and_a_large_exchange_tell_latency_and_speed() -> None:
+def test_a_small_and_a_large_collective_give_latency_and_speed() -> None:
     for ranks, steps in ((2, 1), (8, 3), (9, 4)):
         latency, speed = 1e-5, 1e9
         small = steps * latency

@@ -62,7 +62,7 @@ def test_a_prefetched_gather_hides_behind_the_unit_before() -> None:
     assert seconds(*program[:2], SimCompute(3.0), program[2], *program[4:]) == 10.0, "not without prefetch"
 
 
-def test_exchanges_of_a_lane_run_one_after_the_other_and_those_of_two_lanes_share_the_link() -> None:
+def test_collectives_of_one_communicator_run_one_after_the_other_and_two_communicators_share_the_link() -> None:
     assert seconds(gather(0, 100.0), gather(1, 100.0), SimWait(0)) == 1.0
     assert seconds(gather(0, 100.0), gather(1, 100.0), SimWait(1)) == 2.0
     assert seconds(gather(0, 100.0), gather(1, 100.0, comm="reduce"), SimWait(0)) == 2.0, "each has half of it"
@@ -70,7 +70,7 @@ def test_exchanges_of_a_lane_run_one_after_the_other_and_those_of_two_lanes_shar
     assert seconds(gather(0, 100.0), across(1, 10.0), SimWait(0)) == 1.0, "another link"
 
 
-def test_latency_comes_before_the_bytes_and_counts_the_steps_of_an_exchange() -> None:
+def test_latency_comes_before_the_bytes_and_counts_the_steps_of_a_collective() -> None:
     slow = SimMachine(node_size=4, inside=100.0, between=10.0, inside_latency=0.25, between_latency=2.0)
     for steps, expected in (("direct", 1), ("log", 2), ("ring", 3)):
         machine = SimMachine(**{**vars(slow), "steps": steps})
@@ -168,7 +168,7 @@ def settings_id(settings: Settings) -> str:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=settings_id)
-def test_a_recorded_schedule_keeps_every_exchange_and_every_second(settings: Settings) -> None:
+def test_a_recorded_schedule_keeps_every_collective_and_every_second(settings: Settings) -> None:
     blocks, steps = 3, 2
     events = record_blocks(blocks, settings, steps=steps)
     program = from_events(events)

@@ -19,6 +19,7 @@ import pytest
 import torch
 import train_gpt
 
+from layerzero.engine.hooks import get_state
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -46,6 +47,17 @@ def test_a_demo_that_is_stopped_and_started_again_ends_with_the_same_loss(tmp_pa
     shutil.rmtree(folder / "step-000004")
     _, other = run_ranks(_run, str(folder), 4, optimizer)[0]
     assert abs(other - last) < (1e-3 if optimizer == "adamw" else 1e-2)  # Muon's arithmetic is in bf16
+
+
+def _compute_dtypes(rank: int) -> set[torch.dtype]:
+    """Return the compute dtypes of the demo's model with the default of --dtype."""
+    with mock.patch.object(train_gpt, "run", train_gpt.build):
+        trainer = train_gpt.main([*ARGS, "--device", "cpu"])
+    return {handle.weights.compute.dtype for handle in get_state(trainer.model).handles}
+
+
+def test_a_demo_computes_in_fp32_on_a_cpu_by_default() -> None:
+    assert run_ranks(_compute_dtypes, world_size=2) == [{torch.float32}] * 2
 
 
 def _log(rank: int, folder: str) -> None:

@@ -25,6 +25,11 @@ FLOORS = [
 ]
 
 
+def _is_module(name: str) -> bool:
+    path = PACKAGE.parent.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
 def _imports(node: ast.AST, *, for_types: bool) -> Iterator[str]:
     """Return the modules of the package that the file imports; `for_types` includes those under TYPE_CHECKING."""
     for child in ast.iter_child_nodes(node):
@@ -35,6 +40,10 @@ def _imports(node: ast.AST, *, for_types: bool) -> Iterator[str]:
         if isinstance(child, ast.ImportFrom) and (child.module or "").startswith("layerzero."):
             assert child.module is not None
             yield child.module
+            named = (f"{child.module}.{alias.name}" for alias in child.names)
+            yield from (name for name in named if _is_module(name))
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names if alias.name.startswith("layerzero."))
         yield from _imports(child, for_types=for_types)
 
 
@@ -49,6 +58,18 @@ def _modules(*, for_types: bool) -> dict[str, set[str]]:
 def _floor(module: str) -> int | None:
     room = module.split(".")[1]
     return next((number for number, rooms in enumerate(FLOORS) if room in rooms), None)
+
+
+def test_every_form_of_import_is_found() -> None:
+    transport = "layerzero.comm.transport"
+    for line, found in (
+        (f"from {transport}.base import Transport", {f"{transport}.base"}),
+        (f"from {transport} import shared_memory, TRAITS", {transport, f"{transport}.shared_memory"}),
+        ("from layerzero.comm import transport", {"layerzero.comm", transport}),
+        (f"import {transport}.shared_memory as shared", {f"{transport}.shared_memory"}),
+        ("import torch", set()),
+    ):
+        assert set(_imports(ast.parse(line), for_types=True)) == found, line
 
 
 def test_imports_point_one_way() -> None:

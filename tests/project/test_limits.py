@@ -220,7 +220,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "comm/transport/test_post_forward_shard.py::test_ranks_that_keep_other_units_than_their_node_are_told_and_do_not_hang",
     ),
     "Units inside checkpoints with `use_reentrant=True`": (
-        "comm/transport/test_post_forward_shard.py::test_units_inside_reentrant_checkpoints_are_not_kept",
+        "comm/transport/test_post_forward_shard.py::test_units_inside_reentrant_checkpoints_have_no_post_forward_shard",
     ),
     "A different number of backwards": (
         "comm/test_failure_report.py::test_one_batch_less_before_a_checkpoint_is_named_as_such",
@@ -295,7 +295,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     ),
     "Setting `.grad` of a full parameter": (
         "optimizers/test_owner_traffic.py::test_a_gradient_that_a_part_of_the_node_has_dropped_is_an_error_on_all_of_it",
-        "optimizers/test_owner_groups.py::test_a_gradient_that_is_missing_in_one_cell_is_an_error_on_all_ranks",
+        "optimizers/test_owner_groups.py::test_a_gradient_that_is_missing_in_one_owner_group_is_an_error_on_all_ranks",
     ),
     "Optimizers around optimizers": (
         "optimizers/test_wrapped_optimizer.py::test_an_optimizer_around_an_optimizer_belongs_around_the_sharded_one",
@@ -367,7 +367,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "project/test_limits_loops.py::test_a_penalty_computed_after_the_forward_is_an_error_inside_no_sync",
     ),
     "With a backend that runs on the CPU and is not gloo": (
-        "comm/test_third_party_backend.py::test_all_ranks_launch_alike_however_late_each_exchange_is",
+        "comm/test_third_party_backend.py::test_all_ranks_launch_alike_however_late_each_collective_is",
     ),
     "After `init_process_group(device_id=...)`": (
         "comm/test_third_party_backend.py::test_groups_of_some_ranks_are_not_split_off_from_all",
@@ -383,11 +383,11 @@ COVERED: dict[str, tuple[str, ...]] = {
     ),
     "Each sharded model creates five process groups": (
         "project/test_limits_loops.py::test_each_model_makes_five_process_groups",
-        "optimizers/test_owner_groups.py::test_cells_are_made_once_and_before_rows_move",
+        "optimizers/test_owner_groups.py::test_owner_groups_are_made_once_and_before_rows_move",
     ),
     "Units whose calls layerzero cannot predict": (
         "project/test_limits_loops.py::test_a_surprise_in_the_order_of_units_costs_16_bytes",
-        "engine/test_varying_calls.py::test_a_loop_that_repeats_itself_is_foreseen",
+        "engine/test_varying_calls.py::test_a_loop_that_repeats_itself_is_predicted",
     ),
     "`guard_corruption` does not detect": (
         "reliability/test_corruption_guard.py::test_a_step_is_refused_where_it_is_looked_at",

@@ -105,7 +105,7 @@ def flipped_in_turn(model: nn.Module, optimizer: Any, batch: int, *, low: bool, 
     return missed
 
 
-def _gradient_record(handle: Handle) -> list[Any]:
+def _members_with_gradient(handle: Handle) -> list[Any]:
     return [member for member in handle.members if member.master.numel() and member.sharded.grad is not None]
 
 
@@ -113,7 +113,7 @@ def _hit(what: str, handles: list[Handle], optimizer: Any, number: int, *, low: 
     chosen = random.Random(number)
     able = [handle for handle in handles if places(handle, Extent.ZERO1)]
     if what == "gradients":  # experts may have received no tokens
-        able = [handle for handle in able if _gradient_record(handle)]
+        able = [handle for handle in able if _members_with_gradient(handle)]
     if not able:
         return None
     handle = chosen.choice(able)
@@ -129,7 +129,7 @@ def _hit(what: str, handles: list[Handle], optimizer: Any, number: int, *, low: 
         kind = "masters"
     else:
         members = [m for m in handle.members if m.master.numel()]
-        member = chosen.choice(members if what == "moments" else _gradient_record(handle))
+        member = chosen.choice(members if what == "moments" else _members_with_gradient(handle))
         parameter = member.name
         state = optimizer.state_by_name()[parameter]["momentum_buffer"]
         tensor = state if what == "moments" else member.sharded.grad.to_local()
@@ -225,7 +225,7 @@ def test_a_step_is_refused_where_it_is_looked_at() -> None:
     run_ranks(_now_and_then)
 
 
-def test_every_single_flip_changes_a_sum_and_every_exchange_of_places_the_other() -> None:
+def test_every_single_flip_changes_a_sum_and_every_swap_of_elements_the_other() -> None:
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         for numel in (1, 3, 4, 17):

@@ -1,4 +1,7 @@
-"""Counted bytes equal the formulas of DESIGN section 3, and measured memory the predicted; see invariants 4 and 11."""
+"""Counted bytes equal the formulas of docs/architecture.md, and measured memory equals predicted memory.
+
+The full buffer of a resharded unit holds no storage, and nothing grows over steps.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +133,7 @@ def _count(rank: int, zero3_size: int) -> None:
             few = (zero3_size - 1 + replicas - 1) * used + traffic.bytes.get("gather_order", 0)
             assert traffic.bytes_by_axis.get("control", 0) == few, f"{case}: a byte a parameter, a digest of settings"
         again = traffic_of_a_step(model, optimizer, rank, 4)
-        assert "gather_order" not in again.calls, f"{case}: a loop that repeats itself is foreseen"
+        assert "gather_order" not in again.calls, f"{case}: a loop that repeats itself is predicted"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +144,8 @@ def test_a_step_sends_exactly_what_the_formulas_say(data_parallel: int, zero3_si
 
 
 def _count_between_nodes(rank: int) -> None:
-    # (1 - 1/R) * (N/S) * (replica_reduce bytes + compute bytes), whatever A is; "local" sends gradients A times.
+    # (1 - 1/R) * (N/S) * (A' * replica_reduce bytes + compute bytes), with A' = A for "local", otherwise 1;
+    # see "Process groups" in architecture.md.
     mesh = layerzero.init_mesh(2)
     for mode, precision in itertools.product(MODES, PRECISIONS[:2]):
         model, optimizer = sharded_net(mesh, accumulation=mode, **precision.settings)
@@ -158,7 +162,7 @@ def test_bytes_between_nodes_depend_on_the_number_of_micro_batches_only_in_local
 
 
 def calls_of(traffic: layerzero.TrafficReport) -> dict[str, int]:
-    """Return nonzero call counts except "order", which a first pass needs because its gather order is unknown."""
+    """Return nonzero call counts except "gather_order", which a first pass needs because its order is unknown."""
     return {name: calls for name, calls in traffic.calls.items() if calls and name != "gather_order"}
 
 
@@ -223,7 +227,7 @@ def test_gathers_follow_resharding_and_evaluation_and_each_plain_backward_reduce
 
 
 def _kinds_predicted(model: nn.Module, zero3_size: int, mode: str, precision: Precision) -> dict[str, int]:
-    """Return the bytes between two passes after a backward by DESIGN section 2, padding included."""
+    """Return the bytes between two passes after a backward, with padding: N/D, N/S or N elements of each kind."""
     world, total = dist.get_world_size(), sum(padded_sizes(model))
     shares_master = precision.compute == FP32
     return {

@@ -143,14 +143,14 @@ def _check_file(trace: layerzero.Trace, rank: int) -> None:
     ]
     assert set(bars) <= {"zero3 gather", "zero3 reduce", "replica", "zero3 control", "replica control"}
     assert sum(map(len, bars.values())) == len(of_kind(trace.events, "launch"))
-    for row, on_lane in bars.items():
-        ordered = sorted(on_lane, key=lambda bar: (bar["ts"], bar["dur"]))
+    for row, on_comm in bars.items():
+        ordered = sorted(on_comm, key=lambda bar: (bar["ts"], bar["dur"]))
         for before, after in pairwise(ordered):
             assert before["ts"] + before["dur"] <= after["ts"] + 1, f"bars on {row} overlap"  # doubles near 1e15
     assert any(bar["name"] == "gather blocks.0" for bar in bars["zero3 gather"])
 
 
-def test_a_trace_holds_every_exchange_and_span_of_a_step_in_the_order_of_the_program(tmp_path: Path) -> None:
+def test_a_trace_holds_every_collective_and_span_of_a_step_in_the_order_of_the_program(tmp_path: Path) -> None:
     by_rank = run_ranks(_schedule, str(tmp_path), shared_memory="off")
     for comm in ("zero3 gather", "zero3 reduce", "replica", "zero3 control", "replica control"):
         sequences = [[event for event in events if event[0] == comm] for events in by_rank]

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 EXPERTS = 4
 
 
-class Exchange(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     """All-to-all of rows; the backward sends the gradient back."""
 
     @staticmethod
@@ -44,7 +44,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return Exchange.apply(gradient, *ctx.how), None, None, None
+        return AllToAll.apply(gradient, *ctx.how), None, None, None
 
 
 class Experts(nn.Module):
@@ -95,13 +95,13 @@ class MixtureOfExperts(nn.Module):
         sent, received = to.tolist(), came.tolist()
         theirs = torch.empty(sum(received), dtype=torch.int64)
         dist.all_to_all_single(theirs, chosen[order] % local, received, sent, group=group)
-        rows = Exchange.apply(x[order], sent, received, group)
+        rows = AllToAll.apply(x[order], sent, received, group)
         if len(rows) or not self.skips:
             out = self.experts(rows, theirs)
         else:
             out = rows.new_zeros(0, 6).requires_grad_()  # the backward of all ranks must include the all-to-all
             out = out + rows.sum() * 0
-        back = Exchange.apply(out, received, sent, group)
+        back = AllToAll.apply(out, received, sent, group)
         return torch.zeros_like(back).index_add(0, order, back)
 
 
@@ -248,7 +248,7 @@ def _on_one_mesh(rank: int, skips: bool, seed: int) -> None:
 
 
 @pytest.mark.parametrize("skips", [False, True])
-def test_the_groups_of_the_mesh_may_be_those_of_the_models_own_exchanges(skips: bool) -> None:
+def test_the_groups_of_the_mesh_may_be_those_of_the_models_own_collectives(skips: bool) -> None:
     for seed in range(3):
         run_ranks(_on_one_mesh, skips, seed, pg_timeout=20, timeout=60)
 

@@ -262,7 +262,7 @@ def _numbers(model: Any) -> list[Tensor]:
     return [part.clone() for layer in model.layers for part in (layer.weight.numbers, layer.weight.scale)]
 
 
-def _odd_factor(rank: int, folder: Path) -> None:
+def _odd_subclasses(rank: int, folder: Path) -> None:
     for way, match in (
         ("raises", r"layers.0.weight: .*Odd.__tensor_flatten__ failed: ArithmeticError: no way to say it"),
         ("no tensor", "layers.0.weight: a Odd, a tensor subclass"),
@@ -303,7 +303,7 @@ def _odd_factor(rank: int, folder: Path) -> None:
 
 
 def test_classes_that_say_less_than_what_they_are_are_refused(tmp_path: Path) -> None:
-    run_ranks(_odd_factor, tmp_path, world_size=2)
+    run_ranks(_odd_subclasses, tmp_path, world_size=2)
 
 
 def _all_or_nothing(rank: int, folder: Path) -> None:

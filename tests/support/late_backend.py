@@ -31,7 +31,7 @@ class _Work(dist.Work):
         self._inner = inner
 
     def is_completed(self) -> bool:
-        raise AssertionError("what is launched next must not depend on whether an exchange is done")
+        raise AssertionError("what is launched next must not depend on whether a collective is done")
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return self._inner.wait()

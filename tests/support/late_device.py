@@ -297,7 +297,7 @@ class _Work(dist.Work):
 
     def is_completed(self) -> bool:
         asked_by = threading.current_thread().name
-        assert asked_by == "layerzero watchdog", "what is launched must not depend on whether an exchange is done"
+        assert asked_by == "layerzero watchdog", "what is launched must not depend on whether a collective is done"
         return self._done.set.is_set()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -330,7 +330,7 @@ class _Group(wrapped_gloo.WrappedGloo):
             self._own = Stream()
         draw = self._own.random
         current = device.current_stream()
-        current.use([given, output], "an exchange")
+        current.use([given, output], "a collective")
         launched, done = current.record_event(), Event(_device(), current.known)
         inside = output.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
 
@@ -340,7 +340,7 @@ class _Group(wrapped_gloo.WrappedGloo):
             if not inside and output.is_floating_point():
                 output.fill_(torch.nan)
             time.sleep(draw.random() * _MOST_LATE)
-            assert torch.equal(given.view(torch.uint8), before.view(torch.uint8)), "written while an exchange reads it"
+            assert torch.equal(given.view(torch.uint8), before.view(torch.uint8)), "written while a collective reads it"
             run().wait()
             done.set.set()
 

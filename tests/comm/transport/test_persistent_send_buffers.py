@@ -31,8 +31,8 @@ from tests.support.models import (
     full_parameters,
     integer_net,
 )
-from tests.support.node import numbered, shared_transport
 from tests.support.ranks import run_sharing as run_ranks
+from tests.support.transports import numbered, shared_transport
 
 pytestmark = pytest.mark.slow
 
@@ -45,23 +45,23 @@ POLICIES = (
 )
 
 
-def _kept(rank: int, seed: int, breaks: bool) -> list[int]:
+def _reused(rank: int, seed: int, breaks: bool) -> list[int]:
     """Reduce many sums from one reused buffer, with random delays; return the indices of wrong ones."""
-    transport, pool = shared_transport()
+    transport, pool, _model = shared_transport()
     world, naps = dist.get_world_size(), random.Random(10 * seed + rank)
     place, wrong = PersistentStorage(transport.send_buffer(NUMEL, torch.float32)), []
     if breaks:
         pool.wait_consumed = lambda buffer: None  # type: ignore[method-assign]
     for number in range(1, ROUNDS + 1):
         place.open(keep=False).copy_(numbered(rank, number))
-        loan = place.lend_send_buffer(torch.bfloat16, pool)
-        pending = transport.reduce_scatter(loan.tensor, torch.bfloat16, name="x")
+        lease = place.lend_send_buffer(torch.bfloat16, pool)
+        pending = transport.reduce_scatter(lease.tensor, torch.bfloat16, name="x")
         pending.wait()
         if naps.random() < 0.3:
             time.sleep(naps.uniform(0, 0.02))
         target = torch.zeros(NUMEL // world)
         pending.add_to(target, overwrite=True, scale=1.0)
-        loan.end()
+        lease.end()
         piece = slice(rank * NUMEL // world, (rank + 1) * NUMEL // world)
         expected = torch.zeros(())
         for each in range(world):  # each rounded to the dtype of the collective, then added in fp32
@@ -75,11 +75,11 @@ def _kept(rank: int, seed: int, breaks: bool) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_sum_that_waits_is_not_written_before_all_have_read_it(seed: int) -> None:
-    assert run_ranks(_kept, seed, False, world_size=4) == [[]] * 4
+    assert run_ranks(_reused, seed, False, world_size=4) == [[]] * 4
 
 
 def test_the_test_notices_a_sum_that_is_written_too_early() -> None:
-    assert any(any(run_ranks(_kept, seed, True, world_size=4)) for seed in range(3))
+    assert any(any(run_ranks(_reused, seed, True, world_size=4)) for seed in range(3))
 
 
 def _seeded(count: int) -> nn.Module:
@@ -104,7 +104,7 @@ def _backwards_without_a_step(model: nn.Module, rank: int, naps: random.Random) 
     return [*seen, full_parameters(model)]
 
 
-def _like_exchanges(rank: int, sizes: Sequence[int], seed: int) -> None:
+def _like_collectives(rank: int, sizes: Sequence[int], seed: int) -> None:
     for size, policy, mode, more in (
         *itertools.product(sizes, POLICIES, ("sharded", "full", "local"), ({},)),
         *itertools.product(sizes, POLICIES[1:2], ("full",), ({"replica_reduce_dtype": torch.float32},)),
@@ -123,10 +123,10 @@ def _like_exchanges(rank: int, sizes: Sequence[int], seed: int) -> None:
 
 
 @pytest.mark.parametrize(("world", "sizes"), [(3, (3,)), (4, (2,))])
-def test_backwards_that_reduce_several_times_a_step_give_the_bits_of_exchanges(
+def test_backwards_that_reduce_several_times_a_step_give_the_bits_of_collectives(
     world: int, sizes: tuple[int, ...]
 ) -> None:
-    run_ranks(_like_exchanges, sizes, 0, world_size=world)
+    run_ranks(_like_collectives, sizes, 0, world_size=world)
 
 
 def _late_reader(rank: int, breaks: bool) -> bool:

@@ -116,7 +116,7 @@ def _same_bits(rank: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_weights_kept_by_two_of_four_ranks_train_to_the_bits_of_those_that_are_freed(name: str) -> None:
+def test_post_forward_shards_on_two_of_four_ranks_train_to_the_bits_of_freed_weights(name: str) -> None:
     run_ranks(_same_bits, name, world_size=WORLD)
 
 
@@ -181,14 +181,14 @@ def _counted(rank: int) -> None:
         assert traffic.bytes_by_axis["zero3"] == whole * 3 // 4 + whole // 2 + traffic.bytes["hop1"]
         for collective in ("gather", "regather"):
             assert traffic.predicted[collective] == traffic.bytes[collective]
-        assert step < 2 or not traffic.calls.get("gather_order"), "foreseen"
+        assert step < 2 or not traffic.calls.get("gather_order"), "predicted"
     layerzero.traffic(model, reset=True)
     with torch.no_grad():
         model(batch(rank, 0))
     assert layerzero.memory(model).measured["full_buffer"] == 0, "a forward without gradients frees as usual"
     model(batch(rank, 0)), model(batch(rank, 0))
     calls = layerzero.traffic(model).calls
-    assert (calls["gather"], calls["regather"]) == (2 * len(sizes), len(sizes)), "the second one finds it kept"
+    assert (calls["gather"], calls["regather"]) == (2 * len(sizes), len(sizes)), "the second forward regathers"
     model = shard(blocks(), reshard_after_forward=2)
     for script, gathers in (("F0 F1 F2 B0 B1 B2", 1), ("F0 F1 B0 F2 B1 F3 B2 B3", 1), ("F0 F1 B1 B0", 2)):
         layerzero.traffic(model, reset=True)
@@ -219,11 +219,11 @@ def _twice(rank: int) -> None:
     layerzero.traffic(model, reset=True)
     one_pass(model, rank, 0)
     calls = layerzero.traffic(model).calls
-    assert (calls["gather"], calls["regather"]) == (3, 5), "the second call of unit 0 finds it kept, and all backwards"
+    assert (calls["gather"], calls["regather"]) == (3, 5), "the second call of unit 0 and all backwards regather"
     assert layerzero.memory(model).measured["full_buffer"] == 0
 
 
-def test_a_unit_that_is_called_twice_is_kept_for_both_backwards() -> None:
+def test_a_unit_that_is_called_twice_has_its_post_forward_shard_for_both_backwards() -> None:
     run_ranks(_twice, world_size=WORLD)
 
 
@@ -247,7 +247,7 @@ def _by_unit(rank: int) -> None:
     compare(rank, "by unit", Case(blocks, IN_FLIGHT), size=WORLD, reshard_after_forward=chosen)
 
 
-def test_each_unit_may_be_kept_in_its_own_way_where_all_ranks_is_true_and_one_is_false() -> None:
+def test_each_unit_may_have_its_own_setting_where_all_ranks_is_true_and_one_is_false() -> None:
     run_ranks(_by_unit, world_size=WORLD)
 
 
@@ -373,7 +373,7 @@ def _reentrant(rank: int) -> None:
         assert layerzero.traffic(model).calls.get("regather", 0) == kept, (reentrant, layerzero.traffic(model).calls)
 
 
-def test_units_inside_reentrant_checkpoints_are_not_kept() -> None:
+def test_units_inside_reentrant_checkpoints_have_no_post_forward_shard() -> None:
     run_ranks(_reentrant, world_size=WORLD)
 
 

@@ -82,7 +82,7 @@ def test_a_small_dev_shm_is_no_obstacle(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_ranks_that_do_not_see_each_others_processes_exchange_and_one_of_them_says_so(tmp_path: Path) -> None:
+def test_ranks_that_do_not_see_each_others_processes_use_collectives_and_one_of_them_says_so(tmp_path: Path) -> None:
     """Run as in two containers of one machine."""
     apart = _ranks(tmp_path, "unshare", "-m", "-p", "-f", "--mount-proc")
     assert apart == ["rank 0: shared False, said 1", "rank 1: shared False, said 0"]

@@ -391,5 +391,5 @@ def _mixed() -> nn.Module:
     return Chain(Block(), Chain(Block(), Block(), own=False), Block()).float()
 
 
-def test_training_gives_the_bits_that_exchanges_give() -> None:
+def test_training_gives_the_bits_that_collectives_give() -> None:
     run_ranks(_programs, world_size=4)

@@ -21,8 +21,8 @@ from layerzero.comm.transport.shm_counters import LINE, SharedCounters
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import batch, blocks, loss_of, sgd, shard
 from tests.support.models import IntegerNet, assert_same_bits, exact_sgd, in_lockstep, integer_net
-from tests.support.node import numbered, shared_transport
 from tests.support.ranks import run_sharing as run_ranks
+from tests.support.transports import numbered, shared_transport
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def _sums(rank: int, seed: int, breaks: str, buffers: int) -> list[int]:
 
     A reader pauses between parts, so that it would notice a buffer that is overwritten too early.
     """
-    transport, pool = shared_transport()
+    transport, pool, _model = shared_transport()
     pool.expected = {(NUMEL, torch.float32): buffers}  # with fewer than the usual four, ranks must wait for readers
     world = dist.get_world_size()
     naps = random.Random(10 * seed + rank)
@@ -102,7 +102,7 @@ def test_the_test_notices_a_buffer_that_is_written_or_read_too_early(breaks: str
 
 
 def _different_sums(rank: int) -> str:
-    transport, pool = shared_transport()
+    transport, pool, _model = shared_transport()
     flat = pool.acquire(NUMEL * (1 + rank), torch.float32)
     pending = transport.reduce_scatter(flat, flat.dtype, name="x")
     pending.wait()
@@ -121,7 +121,7 @@ def test_ranks_that_reduce_different_things_are_told() -> None:
 
 
 def _no_room(rank: int) -> str:
-    _, pool = shared_transport(part=1 << 40)
+    _, pool, _model = shared_transport(part=1 << 40)
     try:
         pool.acquire(1 << 36, torch.float32)
     except RuntimeError as error:
@@ -155,7 +155,7 @@ def test_numbers_are_compared_across_their_wrap() -> None:
 
 def _waits(rank: int) -> float:
     """Return the CPU seconds that a wait of two seconds takes."""
-    transport, pool = shared_transport()
+    transport, pool, _model = shared_transport()
     dist.barrier()
     if rank == 1:
         time.sleep(2.0)

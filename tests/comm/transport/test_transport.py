@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -145,30 +145,46 @@ def test_a_gather_waits_for_shards_that_are_published_late(name: str) -> None:
     run_ranks(_read_late_shard, name, world_size=2)
 
 
-def _write_while_read(rank: int, name: str) -> tuple[float, float]:
-    """Let rank 1 read for a while; return when each rank began to write and ended to read."""
+def wait_for_peer(event: str, *, blocked: bool) -> None:
+    """Wait until the peer has begun `event`. If not `blocked`, also wait for its end; otherwise check that it waits."""
+    store = dist.distributed_c10d._get_default_store()
+    store.wait([f"{event} begins"])
+    if blocked:
+        time.sleep(LATE)  # if the peer did not wait, it would end meanwhile
+        assert not store.check([f"{event} ends"]), f"{event} did not wait for the reader"
+    else:
+        store.wait([f"{event} ends"])
+
+
+@contextmanager
+def announced(event: str) -> Iterator[None]:
+    """Set keys of the store when the body begins and ends."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{event} begins", "")
+    yield
+    store.set(f"{event} ends", "")
+
+
+def _write_while_read(rank: int, name: str) -> None:
+    """Let rank 1 read until rank 0 has begun to write, or until it waits to write."""
     world = dist.get_world_size()
     layout = layout_of(world)
     with transport_of(name) as (transport, _):
         buffer = transport.full_buffer(layout, BF16, GatherOptions())
         write(transport, buffer, rank, 0, wait=False)
         before = gather(buffer).clone()
-        dist.barrier()
         if rank == 1:
-            time.sleep(LATE)
+            wait_for_peer("the write", blocked=name == "shared_memory")
             assert torch.equal(buffer.full, before), "written while it is read"
-        ended = time.monotonic()
-        transport.begin_write()
-        began = time.monotonic()
+        with announced("the write") if rank == 0 else nullcontext():
+            transport.begin_write()
         transport.begin_write()  # inside a round this does nothing
         write(transport, buffer, rank, 1)
         assert torch.equal(gather(buffer), full_of(1, layout, world))
-        return began, ended
 
 
 def test_a_write_waits_for_peers_only_if_they_read_the_shard_itself(name: str) -> None:
-    (began, _), (_, ended) = run_ranks(_write_while_read, name, world_size=2)
-    assert (began >= ended) is (name == "shared_memory")
+    run_ranks(_write_while_read, name, world_size=2)
 
 
 def _post_forward(rank: int, name: str) -> None:
@@ -282,24 +298,22 @@ def test_memory_that_was_sent_is_writable_when_all_peers_have_read_it(name: str,
     run_ranks(_overwrite, name, persistent, world_size=2)
 
 
-def _when_writable(rank: int, name: str) -> tuple[float, float]:
-    """Let rank 1 read late; return when each rank's accumulator became writable and when its read had ended."""
+def _when_writable(rank: int, name: str) -> None:
+    """Let rank 1 read after the accumulator of rank 0 is writable, or while rank 0 waits until it is."""
     world = dist.get_world_size()
     with transport_of(name) as (transport, _):
         accumulator = transport.send_buffer(NUMEL, FP32)
         pending = transport.reduce_scatter(accumulator.open(), FP32, name="unit")
         pending.wait()
         if rank == 1:
-            time.sleep(LATE)
+            wait_for_peer("the wait", blocked=name == "shared_memory")
         land(pending, world)
-        read = time.monotonic()
-        accumulator.wait_until_writable()
-        return time.monotonic(), read
+        with announced("the wait") if rank == 0 else nullcontext():
+            accumulator.wait_until_writable()
 
 
 def test_an_accumulator_waits_for_readers_only_if_they_read_it_in_place(name: str) -> None:
-    (writable, _), (_, read) = run_ranks(_when_writable, name, world_size=2)
-    assert (writable >= read - 0.01) is (name == "shared_memory")
+    run_ranks(_when_writable, name, world_size=2)
 
 
 # --- one rank is missing ---

@@ -1,9 +1,12 @@
-"""Transports of all ranks, without an engine."""
+"""Transports through shared memory, without an engine."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import layerzero
 from layerzero.comm.transport.shared_memory import SharedMemoryTransport
@@ -13,11 +16,22 @@ from layerzero.comm.transport.shm_segment import SegmentSizes
 from layerzero.engine.hooks import get_state
 from tests.support.models import integer_net
 
-__all__ = ["numbered", "shared_transport"]
+__all__ = ["SharedTransport", "numbered", "shared_transport"]
 
 
-def shared_transport(part: int = 1 << 16) -> tuple[SharedMemoryTransport, SharedBufferPool]:
-    """Return a transport through shared memory of all ranks, and its pool of send buffers."""
+class SharedTransport(NamedTuple):
+    """Transport of all ranks, its pool of send buffers, and the model whose process groups it uses.
+
+    The process groups are released with the model.
+    """
+
+    transport: SharedMemoryTransport
+    pool: SharedBufferPool
+    model: nn.Module
+
+
+def shared_transport(part: int = 1 << 16) -> SharedTransport:
+    """Return a transport of all ranks. The caller must hold the model while it uses the transport."""
     model = layerzero.shard_model(integer_net(), zero3_size=dist.get_world_size())
     mesh_info = get_state(model).mesh_info
     segment = map_shared_segment(
@@ -25,8 +39,7 @@ def shared_transport(part: int = 1 << 16) -> tuple[SharedMemoryTransport, Shared
     )
     assert segment is not None
     transport = SharedMemoryTransport(segment, mesh_info, {})
-    transport.model = model  # type: ignore[attr-defined]  # its groups are released with it
-    return transport, transport.send_buffers
+    return SharedTransport(transport, transport.send_buffers, model)
 
 
 def numbered(rank: int, number: int, numel: int = 64) -> torch.Tensor:
