@@ -107,8 +107,9 @@ def _train(rank: int, interleaved: bool, zero3_size: int, accumulation: str) -> 
         for _, chunk in chunks:
             calls = layerzero.traffic(chunk).calls
             if zero3_size == 1:
-                assert calls["hop2"] == 2, "one for each layer of the chunk"
-            hop1 = 0 if zero3_size == 1 else 2 * (MICRO_BATCHES if accumulation == "sharded" else 1)
+                hop2 = 2 * (MICRO_BATCHES if accumulation == "local" else 1)
+                assert calls["hop2"] == hop2, "one for each layer of the chunk"
+            hop1 = 0 if zero3_size == 1 else 2 * (1 if accumulation == "full" else MICRO_BATCHES)
             assert calls.get("hop1", 0) == hop1
     expected = _alone(layers, 2)
     for index, chunk in chunks:

@@ -219,7 +219,7 @@ def test_failures_and_zeroed_parts_leave_nothing_behind_in_host_memory(setting: 
 
 
 def _where_it_lies(rank: int) -> None:
-    for mode in MODES:
+    for mode in ("sharded", "full"):  # "local" has no accumulators
         with late():
             model = shard(blocks(6), accumulation=mode, offload_grads=True)
         (transfers,) = LateTransfers.made
@@ -245,6 +245,11 @@ def _where_it_lies(rank: int) -> None:
             pointers.append({handle.gradients.accumulator.storage._host.data_ptr() for handle in handles})
             model.zero_grad()
         assert len(pointers[0]) == len(handles) and all(each == pointers[0] for each in pointers), "reused"
+    with late():
+        model = shard(blocks(6), accumulation="local", offload_grads=True)
+    one_pass(model, rank, 0)
+    measured = layerzero.memory(model).measured
+    assert measured["host_accumulator"] == measured["accumulator"] == 0 < measured["gradient_shard"]
 
 
 def test_every_accumulator_lies_in_the_host_and_two_units_on_the_device() -> None:

@@ -229,8 +229,9 @@ def _reduce(rank: int) -> None:
 
             sent = layerzero.traffic(model).bytes
             # Sums that layerzero itself adds in fp32 are sent in the compute dtype.
-            hop1_bytes = (BF16 if accumulation == "sharded" else reduce_dtype or BF16).itemsize
-            hop2_bytes = (replica_reduce_dtype or reduce_dtype or BF16).itemsize
+            hop1_bytes = (reduce_dtype or BF16 if accumulation == "full" else BF16).itemsize
+            hop2_dtype = replica_reduce_dtype or reduce_dtype or BF16
+            hop2_bytes = (BF16 if accumulation == "local" and size == 1 else hop2_dtype).itemsize
             assert sent.get("hop1", 0) == 16 * (size - 1) // size * hop1_bytes, (case, sent)
             assert sent.get("hop2", 0) == 16 // size * (WORLD // size - 1) // (WORLD // size) * hop2_bytes, (case, sent)
 
