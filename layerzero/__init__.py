@@ -1,4 +1,4 @@
-"""ZeRO-1 sharding of optimizer state over all ranks and ZeRO-3 sharding of weights over small, fast groups.
+"""Shards optimizer state over all ranks (ZeRO-1) and weights over small groups with fast links (ZeRO-3).
 
 >>> import layerzero
 >>> model = layerzero.shard_model(model, zero3_size=8, units={Block})        # doctest: +SKIP

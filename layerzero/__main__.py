@@ -1,4 +1,4 @@
-"""Entry point of ``python -m layerzero`` and of the command ``layerzero``.
+"""Entry point for ``python -m layerzero`` and for the ``layerzero`` command.
 
 No other module imports `layerzero.cli`, because it needs typer.
 """
@@ -33,9 +33,9 @@ def main() -> None:
 
 
 def _commands() -> Iterator[tuple[str, str]]:
-    """Yield the names and first docstring lines of the commands.
+    """Yield each command's name and the first line of its docstring.
 
-    The function reads the source of the modules, because importing the modules needs typer.
+    The function parses the modules' source code, because importing these modules requires typer.
     """
     package = Path(__file__).parent
     for path in (package / "cli.py", package / "cli_planning.py"):

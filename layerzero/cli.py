@@ -1,4 +1,4 @@
-"""Command line, run as ``python -m layerzero``. Only ``layerzero.__main__`` imports this module."""
+"""Defines the command line ``python -m layerzero``. Only ``layerzero.__main__`` imports this module."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _dtype(name: str | None, option: str) -> torch.dtype | None:
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """Context manager in which the default process group is initialized if torchrun has started this process."""
+    """Context manager that initializes the default process group if torchrun has started this process."""
     if not dist.is_torchelastic_launched():
         yield
         return
@@ -203,7 +203,8 @@ def _batch_fn(model: str) -> Callable[..., Any]:
 def _unit(name: str, module_name: str) -> type[nn.Module] | str:
     """Return the module class that `name` refers to.
 
-    If there is no such class and `name` has no colon, return `name` as the name of a submodule. shard_model checks it.
+    If there is no such class and `name` has no colon, return `name` itself. `shard_model` then checks that a submodule
+    has this name.
     """
     found = _load(name, "--unit") if ":" in name else getattr(sys.modules[module_name], name, None)
     if isinstance(found, type) and issubclass(found, nn.Module):

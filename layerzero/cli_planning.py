@@ -1,4 +1,4 @@
-"""Commands ``plan``, ``trace`` and ``simulate``. Only ``layerzero.cli`` imports this module, because it needs typer."""
+"""Commands ``plan``, ``trace`` and ``simulate``. Only ``layerzero.cli`` imports this module, which requires typer."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def _cluster(path: Path | None, given: dict[str, Any], *, probe: bool) -> Cluste
 
 
 def _run_probe() -> Cluster:
-    """Measure the cluster with the ranks that torchrun has started. All ranks except the first exit."""
+    """Measure the cluster with the ranks that torchrun has started. All ranks except the first then exit."""
     if "RANK" not in os.environ:
         raise ValueError(
             "--probe measures the cluster on which it runs, so it requires torchrun. Start it on all nodes: "

@@ -1,4 +1,4 @@
-"""Full parameters in master precision, for inspection, edits, saves, loads and evaluation."""
+"""Gathers full parameters in the masters' precision, to inspect, edit, save, load or evaluate them."""
 
 from __future__ import annotations
 
@@ -46,39 +46,40 @@ def unsharded(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Context manager that unshards parameters: plain ``nn.Parameter``s of the original shapes in the masters' dtype.
+    """Context manager that replaces sharded parameters by full, plain ``nn.Parameter``s in the masters' dtype.
 
     The context is the counterpart of FSDP1's ``summon_full_params``. All ranks must enter the context together, between
-    passes. The context needs memory for the full parameters inside `module`. If the model does not fit, pass one unit
-    at a time. Parameters are gathered one at a time. Parameters that are sharded by tensor or expert parallelism remain
-    DTensors on the model-parallel mesh.
+    passes. The context needs memory for the full parameters inside `module`. If the full model does not fit in memory,
+    pass one unit at a time. Parameters are gathered one at a time. Parameters that are sharded by tensor or expert
+    parallelism remain DTensors on the model-parallel mesh.
 
     A forward of `module` inside the context uses these parameters without communication, so a single rank may run it.
-    The forward must be under ``torch.no_grad()``. Inputs that `mp_policy` would cast are cast to the masters' dtype.
-    Outputs are not cast to a narrower dtype. The forward of a unit with sharded parameters raises.
+    The forward must run under ``torch.no_grad()``. Inputs that `mp_policy` would cast are cast to the masters' dtype
+    instead. Outputs are not cast to a narrower dtype. The forward of a unit with sharded parameters raises an error.
 
     Args:
         module: a sharded model, a module inside it (a unit, a part of a unit, or a module that contains units), or a
-            module that contains sharded models. A tied parameter is full in all of its modules.
+            module that contains sharded models. A tied parameter is full in all modules that use it.
         writeback: write changes that are made inside the context to the masters. Every rank must make the same changes.
-            With `rank0_only`, changes on the first rank are sent to the other ranks.
+            With `rank0_only`, the first rank's changes are sent to the other ranks.
         rank0_only: unshard the parameters on the first rank only. On the other ranks they stay sharded.
         offload_to_cpu: copy the parameters (and gradients) to host memory, one at a time.
         with_grads: set the ``.grad`` of each parameter to its full gradient, averaged over the ranks, in the
             parameter's shape and dtype, or to None. With `writeback`, changes to ``.grad`` are also written back.
 
     Raises:
-        TypeError, ValueError: no parameter inside `module` is sharded. Or ranks disagree on the arguments, or on the
-            changes if `writeback` is True. The changes are then not written. Or `rank0_only` is set and model
-            parallelism shards a parameter. Or `offload_to_cpu` is set and a parameter is a DTensor on a device mesh.
-        RuntimeError: a parameter is already unsharded. Or `with_grads` is set and gradients are not reduced yet.
+        TypeError, ValueError: no parameter inside `module` is sharded; or ranks pass different arguments; or
+            `rank0_only` is set and model parallelism shards a parameter; or `offload_to_cpu` is set and a parameter is
+            a DTensor on a device mesh; or `writeback` is set and ranks make different changes, which are then not
+            written.
+        RuntimeError: a parameter is already unsharded; or `with_grads` is set and gradients are not reduced yet.
 
     Example::
 
         with layerzero.unsharded(model.embed, writeback=True), torch.no_grad():
             model.embed.weight[pad_id].zero_()
 
-        for block in model.blocks:  # one block's memory, on the first rank
+        for block in model.blocks:  # needs memory for one block, on the first rank
             with layerzero.unsharded(block, rank0_only=True, offload_to_cpu=True, with_grads=True):
                 if dist.get_rank() == 0:
                     print(block.mlp.weight.norm(), block.mlp.weight.grad.norm())
@@ -228,7 +229,7 @@ def _write_back(
     shown: Mapping[ManagedParam, nn.Parameter],
     options: _Options,
 ) -> None:
-    """Copy this rank's rows of full parameters and their gradients to masters and sharded gradients."""
+    """Copy this rank's rows of the full parameters and gradients to the masters and the sharded gradients."""
     handles = [handle for handle in runtime.handles if not set(members).isdisjoint(handle.members)]
     runtime.refreshes.before_master_write(handles)
     for member in members:
@@ -259,7 +260,7 @@ def _write_back(
 
 
 def _from_first(runtime: LayerZeroState, member: ManagedParam, full: Tensor | None) -> Tensor:
-    """Broadcast the full tensor of the first rank. On the other ranks, `full` is None."""
+    """Broadcast the first rank's full tensor. On the other ranks, `full` is None."""
     sent = torch.empty(member.spec.true_shape, dtype=member.master.dtype, device=member.spec.mesh_info.device)
     if full is not None:
         sent.copy_(full)
@@ -269,19 +270,19 @@ def _from_first(runtime: LayerZeroState, member: ManagedParam, full: Tensor | No
 
 @contextmanager
 def full_precision(model: nn.Module) -> Iterator[None]:
-    """Context manager in which forwards compute with parameters in the masters' precision, gathered unit by unit.
+    """Context manager in which forward passes use the masters' precision, with parameters gathered unit by unit.
 
-    Use this context to evaluate like a single process in fp32. Unlike :func:`unsharded`, it does not need memory for
-    the full model. The context is the counterpart of FSDP1's ``FSDP_USE_FULL_PREC_IN_EVAL``. Each unit is gathered from
-    the ZeRO-1 shards of all data-parallel ranks before its forward (4 bytes per element for fp32, ``unshard`` in
-    :func:`traffic`) and freed afterwards. `prefetch` units are gathered ahead. Units whose compute dtype equals that of
-    the masters are gathered as usual.
+    Use this context to get the results of an fp32 evaluation in a single process. Unlike :func:`unsharded`, it does not
+    need memory for the full model. The context is the counterpart of FSDP1's ``FSDP_USE_FULL_PREC_IN_EVAL``. Before its
+    forward, each unit is gathered from the ZeRO-1 shards of all data-parallel ranks. The gather sends 4 bytes per fp32
+    element, which :func:`traffic` counts as ``unshard``. The gathered weights are freed after the forward. `prefetch`
+    units are gathered ahead. Units that compute in the masters' dtype are gathered as usual.
 
-    Inputs that `mp_policy` would cast are cast to the dtype of the unit's parameters in this context. Outputs are not
-    cast to a narrower dtype. Buffers that `buffer_dtype` has cast have their original dtype, but their values stay
-    rounded. Forwards must be under ``torch.no_grad()``. All ranks must enter the context together, between passes, and
-    call the same units in the same order, even if they share memory. The context does not affect later training. The
-    results of training are bitwise equal.
+    Inputs that `mp_policy` would cast are cast to the dtype that the unit's parameters have in this context. Outputs
+    are not cast to a narrower dtype. Buffers that `buffer_dtype` has cast have their original dtype, but their values
+    stay rounded. Forward passes must run under ``torch.no_grad()``. All ranks must enter the context together, between
+    passes. They must call the same units in the same order, even if they share memory. The context does not affect
+    later training: its results are bitwise equal to those of training without the context.
 
     Args:
         model: a sharded model.
@@ -289,8 +290,8 @@ def full_precision(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: the class of a parameter has an all-gather extension.
         RuntimeError: the context is entered inside a backward, :func:`unsharded` or another ``full_precision`` of the
-            model. Or a forward with gradients or a backward runs inside the context. Or ranks call units in different
-            orders.
+            same model; or a forward with gradients or a backward runs inside the context; or ranks call units in
+            different orders.
 
     Example::
 
@@ -334,7 +335,7 @@ def _refuse_full_precision(runtime: LayerZeroState) -> None:
 def full_state_dict(
     model: nn.Module, *, cpu: bool = True, rank0_only: bool = True, trainable_only: bool = False
 ) -> dict[str, Tensor]:
-    """Return the full state dict, with the names, shapes and tied entries of the unsharded model's ``state_dict()``.
+    """Return the full state dict, with the same names, shapes and tied entries as the unsharded model's state dict.
 
     Parameters are gathered one at a time, in the masters' precision. All ranks must call this function. Buffers that
     `buffer_dtype` has cast have their original dtype and the cast values.
@@ -342,13 +343,13 @@ def full_state_dict(
     Args:
         model: a sharded model, or a module that contains sharded models on the same ranks.
         cpu: copy the tensors to host memory.
-        rank0_only: return the state on the first rank only, and ``{}`` on all other ranks.
+        rank0_only: return the state dict on the first rank only, and ``{}`` on all other ranks.
         trainable_only: return only parameters that require gradients, such as adapters without their base model.
             Buffers are omitted.
 
     Raises:
-        ValueError: `trainable_only` is set and ranks have frozen different parameters, or `model` contains sharded
-            models on different ranks.
+        ValueError: `trainable_only` is set and different parameters are frozen on different ranks, or `model` contains
+            sharded models on different ranks.
     """
     runtimes = get_states(model)
     runtime = next(iter(runtimes.values()))
@@ -371,7 +372,7 @@ def full_state_dict(
     for name, value in held.items():
         member = by_parameter.get(id(value))
         if member is None:
-            if isinstance(value, DTensor):  # a DTensor of another framework, whose ranks all call this function
+            if isinstance(value, DTensor):  # belongs to another framework; all of its ranks call this function
                 value = value.detach().full_tensor()  # type: ignore[attr-defined]  # noqa: PLW2901
             if keeps and isinstance(value, Tensor):
                 copy = value.detach().to(dtypes.get(id(value), value.dtype), copy=True)
@@ -389,7 +390,7 @@ def full_state_dict(
 
 
 class IncompatibleKeys(NamedTuple):
-    """Names without a match in a load, in the form of the result of torch's ``nn.Module.load_state_dict``."""
+    """Names without a match in a load, in the same form as the result of torch's ``nn.Module.load_state_dict``."""
 
     missing_keys: list[str]  # in the model, but not in the state dict
     unexpected_keys: list[str]  # in the state dict, but not in the model
@@ -400,19 +401,19 @@ def load_full_state_dict(
 ) -> IncompatibleKeys:
     """Load a state dict from :func:`full_state_dict`, or from the unsharded model's ``state_dict()``.
 
-    All ranks load the state of the first rank. The other ranks may pass ``{}`` or None. All ranks must call this
-    function. Optimizer state is not changed. For a tied parameter, one of its names is sufficient.
+    All ranks must call this function. They load the first rank's state dict, so the other ranks may pass ``{}`` or
+    None. Optimizer state is not changed. For a tied parameter, one of its names is sufficient.
 
     Args:
         model: a sharded model.
         state_dict: full tensors by name.
-        strict: raise for missing or unexpected names. Otherwise load the names that match.
+        strict: if True, raise an error for missing or unexpected names. Otherwise load the names that match.
 
     Returns:
         The missing and unexpected names, which are the same on all ranks.
 
     Raises:
-        ValueError: names are missing or unexpected, or shapes are wrong. The message lists all of them, and the model
+        ValueError: names are missing or unexpected, or shapes are wrong. The message lists all problems, and the model
             is not changed. The other ranks raise RuntimeError with the same text.
     """
     runtime = get_state(model)
@@ -473,7 +474,7 @@ def _misshapen(targets: Mapping[str, object], state: Mapping[str, object]) -> li
 
 
 def _of_first_rank(left_out: IncompatibleKeys, model_ranks: ModelRanks) -> list[list[str]]:
-    """Broadcast the names from the first rank, the only rank with the state dict."""
+    """Broadcast the names from the first rank, which is the only rank that has the state dict."""
     if model_ranks.size == 1:
         return list(left_out)
     text = json.dumps(left_out).encode()
@@ -493,10 +494,10 @@ def _whole(member: ManagedParam) -> Tensor:
 def _agreed_edits(
     runtime: LayerZeroState, shown: Mapping[ManagedParam, nn.Parameter], options: _Options
 ) -> dict[ManagedParam, nn.Parameter]:
-    """Return the parameters that have replaced `shown` in the model.
+    """Return the parameters that the model now has in place of `shown`.
 
-    Raise on all ranks if ranks with the same part of a parameter have made different changes, or if a rank has assigned
-    a tensor of a different shape.
+    Raise an error on all ranks if ranks with the same part of a parameter have made different changes, or if a rank has
+    assigned a tensor of a different shape.
     """
     edited: dict[ManagedParam, nn.Parameter] = {}
     failure: Exception | None = None
@@ -524,7 +525,7 @@ def _grouped(
     value_of: Callable[[ManagedParam], object],
     suffix: str = "",
 ) -> dict[str, dict[str, object]]:
-    """Return values by parameter name for :func:`require_equal`, in one group per mesh and model-parallel part."""
+    """Return values by parameter name for :func:`require_equal`, with one group per mesh and model-parallel part."""
     meshes = list(dict.fromkeys(unit.mesh_info for unit in runtime.units))
     groups: dict[str, dict[str, object]] = {}
     for member in members:

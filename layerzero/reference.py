@@ -1,8 +1,8 @@
-"""Reference implementation of hybrid ZeRO-1/ZeRO-3 sharding, to read from top to bottom before the engine.
+"""Reference implementation of hybrid ZeRO-1/ZeRO-3 sharding. Read it from top to bottom before you read the engine.
 
-It does the arithmetic of :func:`layerzero.shard_model` and :func:`layerzero.shard_optimizer` with blocking collectives
-and imports only torch. ``tests/end_to_end/test_reference.py`` compares the two implementations bit for bit. For
-training, use the engine.
+This module does the same arithmetic as :func:`layerzero.shard_model` and :func:`layerzero.shard_optimizer`, but with
+blocking collectives. It imports only torch. ``tests/end_to_end/test_reference.py`` compares the results of the two
+implementations bit for bit. For training, use the engine.
 
 D data-parallel ranks form R = D/S replicas of S ranks. A rank has coordinates (r, s). A unit has N elements::
 
@@ -13,13 +13,14 @@ D data-parallel ranks form R = D/S replicas of S ranks. A rank has coordinates (
                    ^ refresh, replica group         v hop 2, replica group
     ZeRO-1, N/D    master, fp32                     final gradient, fp32
 
-Every micro-batch gathers twice and runs hop 1 once. Every optimizer step runs hop 2 and the refresh once. Only hop 2
-and the refresh use the slow links between replicas.
+For each unit, every micro-batch runs two gathers and one hop 1. Every optimizer step runs one hop 2 and one refresh.
+Only hop 2 and the refresh use the slow links between replicas.
 
-Only the engine supports: overlap and prefetch; accumulation other than ``"sharded"``; alignment; frozen parameters;
-mixed dtypes; parameters without dims or elements; parameters that a backward does not use; weights tied across units;
-activation checkpointing; failed backwards; ranks that start with different weights; writes to masters outside of
-:meth:`ReferenceModel.step`; gradient clipping; checkpoints; tensor and expert parallelism.
+The following features are supported only by the engine: overlap and prefetch; accumulation other than ``"sharded"``;
+alignment; frozen parameters; mixed dtypes; parameters without dims or elements; parameters that a backward does not
+use; weights tied across units; activation checkpointing; recovery from failed backward passes; ranks that start with
+different weights; writes to masters outside of :meth:`ReferenceModel.step`; gradient clipping; checkpoints; tensor and
+expert parallelism.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from torch import Tensor, nn
 __all__ = ["FlatLayout", "ReferenceModel", "Slot", "plan_layout"]
 
 
-# 1. Layout: integers only, the same on all ranks.
+# 1. Layout: consists of integers only and is the same on all ranks.
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,11 @@ class Slot:
     """Position of one parameter in the flat order of its unit."""
 
     name: str
-    shape: tuple[int, ...]  # at least one dim
-    offset: int  # elements from the start of the flat order
+    shape: tuple[int, ...]  # has at least one dim
+    offset: int  # in elements, from the start of the flat order
 
     def rows_in(self, elements: range) -> slice:
-        """Return the part of a range of flat positions that contains this parameter, counted from the range's start."""
+        """Return the part of a range of flat positions that this parameter occupies, relative to the range's start."""
         start = max(self.offset, elements.start)
         stop = max(start, min(self.offset + prod(self.shape), elements.stop))
         return slice(start - elements.start, stop - elements.start)
@@ -68,7 +69,7 @@ class FlatLayout:
     """
 
     slots: tuple[Slot, ...]
-    shard_numel: int  # elements of one ZeRO-1 shard, padding included
+    shard_numel: int  # number of elements in one ZeRO-1 shard, including padding
     replicas: int  # R
     zero3_size: int  # S
 
@@ -78,7 +79,7 @@ class FlatLayout:
         return range(self.shard_numel * self.replicas * self.zero3_size)
 
     def zero1_range(self, r: int, s: int) -> range:
-        """Return the range of flat positions of the ZeRO-1 shard of rank (r, s)."""
+        """Return the range of flat positions in the ZeRO-1 shard of rank (r, s)."""
         start = (s * self.replicas + r) * self.shard_numel
         return range(start, start + self.shard_numel)
 
@@ -86,8 +87,8 @@ class FlatLayout:
 def plan_layout(shapes: dict[str, tuple[int, ...]], *, replicas: int, zero3_size: int) -> FlatLayout:
     """Return a layout in which no shard boundary falls inside a dim-0 row.
 
-    The offset of a slot is a multiple of its row length, and the shard length is a multiple of all row lengths. The
-    engine's layouts need less padding.
+    The offset of each slot is a multiple of the slot's row length, and the shard length is a multiple of all row
+    lengths. The engine's layouts need less padding.
     """
     row_numel = {name: prod(shape[1:]) for name, shape in shapes.items()}
     slots: list[Slot] = []
@@ -100,7 +101,7 @@ def plan_layout(shapes: dict[str, tuple[int, ...]], *, replicas: int, zero3_size
     return FlatLayout(tuple(slots), shard_numel, replicas, zero3_size)
 
 
-# 2. Collectives: pieces are in the order of the ranks of the group.
+# 2. Collectives: pieces are ordered by rank in the group.
 
 _all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older torch
 _reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -144,25 +145,25 @@ class Unit:
         self.masters = {name: nn.Parameter(rows) for name, rows in self.parts_of(self.master, self.shard_range).items()}
         self.refresh()
 
-        # The autograd leaves are views of the full buffer. Autograd refuses saved tensors whose version counter has
+        # The autograd leaves are views of the full buffer. Autograd rejects saved tensors whose version counter has
         # changed, and the gather before backward writes to the buffer. `.data` gives the leaves a separate counter.
         self.full_buffer = self.zero3_shard.new_empty(len(self.layout.full_range))  # [N], compute dtype
         leaves = self.parts_of(self.full_buffer.data, self.layout.full_range)
         self.gathered = {name: nn.Parameter(full) for name, full in leaves.items()}
         self.reshard()
-        self.gradients: dict[str, Tensor] = {}  # of this backward, full shape, compute dtype
-        self.zero3_gradient: Tensor | None = None  # [N/S], fp32, sum over micro-batches and the ZeRO-3 group
+        self.gradients: dict[str, Tensor] = {}  # gradients from the current backward, full shape, compute dtype
+        self.zero3_gradient: Tensor | None = None  # [N/S], fp32, summed over micro-batches and the ZeRO-3 group
 
     def parts_of(self, flat: Tensor, elements: range) -> dict[str, Tensor]:
-        """Return views of a tensor that covers a range of flat positions: the rows of each parameter, [rows, *rest]."""
+        """Return a view, [rows, *rest], of each parameter's rows in a tensor that covers a range of flat positions."""
         return {slot.name: flat[slot.rows_in(elements)].view(-1, *slot.shape[1:]) for slot in self.layout.slots}
 
     def refresh(self) -> None:
-        """Copy the masters of all replicas to the ZeRO-3 shard. The cast comes first, to send fewer bytes."""
+        """Copy the masters of all replicas to the ZeRO-3 shard. Cast the masters first, to send fewer bytes."""
         self.zero3_shard = _all_gather(self.master.to(self.compute_dtype), self.replica_group)  # [N/S], compute dtype
 
     def gather(self) -> None:
-        """Fill the full buffer from the ZeRO-3 shards. The storage object is kept, because autograd has saved views."""
+        """Fill the full buffer from the ZeRO-3 shards. Keep its storage object, of which autograd has saved views."""
         storage = self.full_buffer.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self.full_buffer.numel() * self.full_buffer.itemsize)
@@ -173,7 +174,7 @@ class Unit:
         self.full_buffer.untyped_storage().resize_(0)
 
     def reduce_in_zero3_group(self) -> None:
-        """Hop 1: add the full gradients of the ZeRO-3 group to the ZeRO-3 gradient shard."""
+        """Run hop 1: sum the full gradients over the ZeRO-3 group and add the sum to the ZeRO-3 gradient shard."""
         full_gradient = self.master.new_zeros(len(self.layout.full_range))  # [N], fp32
         for name, part in self.parts_of(full_gradient, self.layout.full_range).items():
             part.copy_(self.gradients.pop(name))
@@ -181,29 +182,29 @@ class Unit:
         self.zero3_gradient = reduced if self.zero3_gradient is None else self.zero3_gradient + reduced
 
     def reduce_across_replicas(self) -> None:
-        """Hop 2: add the mean over all ranks to the final gradient, the `grad` of the masters."""
+        """Run hop 2: add the mean over all ranks to the final gradient, which is the `grad` of the masters."""
         if self.zero3_gradient is None:
             return
         reduced = _reduce_scatter(self.zero3_gradient, self.replica_group)  # [N/D], fp32
         reduced /= self.zero3_group.size() * self.replica_group.size()
-        self.zero3_gradient = None  # else the next hop 2 counts it twice
+        self.zero3_gradient = None  # otherwise the next hop 2 would count this gradient twice
         for name, rows in self.parts_of(reduced, self.shard_range).items():
             master = self.masters[name]
             master.grad = rows if master.grad is None else master.grad + rows
 
 
-# 4. The step: when units are gathered, reduced and refreshed.
+# 4. Step: controls when units are gathered, reduced and refreshed.
 
 
 class ReferenceModel:
-    """Module that is sharded in place: one unit for each name in `units`, and one for the remaining parameters.
+    """Module that is sharded in place, with one unit for each name in `units` and one for the remaining parameters.
 
     Args:
-        module: module with equal parameters on all ranks.
-        units: names of submodules. All ranks must call them in the same order; otherwise collectives of different units
-            would be matched.
-        zero3_group: the S ranks of this replica, which share compute weights.
-        replica_group: the R ranks with the same s, one of each replica.
+        module: module whose parameters have the same values on all ranks.
+        units: names of submodules. All ranks must call these submodules in the same order. Otherwise collectives of
+            different units would be matched with each other.
+        zero3_group: group of the S ranks in this replica, which share compute weights.
+        replica_group: group of the R ranks with the same s, one from each replica.
 
     Example::
 
@@ -231,8 +232,8 @@ class ReferenceModel:
         self.module = module
         self.requires_gradient_sync = True
         self.units: list[Unit] = []
-        leaves: dict[nn.Parameter, nn.Parameter] = {}  # by original parameter
-        for prefix in [*sorted(units, key=len, reverse=True), ""]:  # the innermost unit takes a parameter
+        leaves: dict[nn.Parameter, nn.Parameter] = {}  # keyed by original parameter
+        for prefix in [*sorted(units, key=len, reverse=True), ""]:  # a parameter belongs to its innermost unit
             names = [name for name in unassigned if not prefix or name.startswith(f"{prefix}.")]
             if params := {name: unassigned.pop(name) for name in names}:
                 unit = Unit(params, zero3_group, replica_group, compute_dtype)
@@ -262,21 +263,21 @@ class ReferenceModel:
         unit.reshard()
         for tensor in output if isinstance(output, tuple) else (output,):
             if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: unit.gather())  # backward reaches the output of a unit first
+                tensor.register_hook(lambda gradient: unit.gather())  # backward reaches a unit's output first
 
     def _post_accumulate_grad(self, unit: Unit, name: str, leaf: Tensor) -> None:
-        """Take a gradient in backward and reduce the unit once all of its gradients have arrived."""
+        """Store a gradient in backward. Once all gradients of the unit have arrived, reduce them."""
         assert leaf.grad is not None
         unit.gradients[name], leaf.grad = leaf.grad, None
         if len(unit.gradients) == len(unit.gathered):
-            unit.reshard()  # a gradient arrives only after every operation on its weight has run backward
+            unit.reshard()  # a gradient arrives only after the backward of every operation on its weight
             unit.reduce_in_zero3_group()
             if self.requires_gradient_sync:
                 unit.reduce_across_replicas()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Skip hop 2 in backwards inside this context."""
+        """Context manager that skips hop 2 in backward passes."""
         self.requires_gradient_sync = False
         try:
             yield
@@ -284,7 +285,7 @@ class ReferenceModel:
             self.requires_gradient_sync = True
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run hop 2 if `no_sync` skipped it, then an element-wise optimizer on the masters, then the refresh."""
+        """Run hop 2 if `no_sync` skipped it, update the masters with an element-wise optimizer, and refresh."""
         for unit in self.units:
             if unit.gradients:
                 raise RuntimeError("A backward did not use all parameters of a unit. Use layerzero.shard_model.")

@@ -1,4 +1,4 @@
-"""Optimizers of sharded models: the optimizer wrapper, kernels, gradient clipping and weight averaging.
+"""Optimizers for sharded models: the optimizer wrapper, kernels, gradient clipping and weight averaging.
 
 :func:`adamw` and :func:`sgd` build an optimizer that runs on the fastest available kernels.
 """

@@ -1,9 +1,9 @@
-"""Rules for NVIDIA Apex's optimizers: supported classes and settings, and preparation of a step.
+"""Defines which of NVIDIA Apex's optimizers and settings are supported, and prepares their steps.
 
 [Note: Apex optimizers]
-This module does not import Apex. It recognizes Apex optimizers by the module of their class. Classes of
+This module does not import Apex. It recognizes Apex optimizers by the module of their class. Classes from
 ``apex.optimizers`` are in an allowlist and need no compatibility trial. Derived classes follow the same rules, but also
-go through the trial. :func:`prepared` works around two defects of these classes before each step:
+go through the trial. Before each step, :func:`prepared` works around two defects of these classes:
 
 - FusedAdam steps only the groups and parameters that were passed to its constructor.
 - FusedSGD overwrites all momenta of a launch if the last parameter of the launch has no momentum yet.
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _16_AND_32 = (torch.float32, torch.float16)
-# Dtypes that each class updates. FusedSGD silently skips parameters of other dtypes.
+# Dtypes that each class updates. FusedSGD silently skips parameters with other dtypes.
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "FusedAdam": (torch.float32, torch.bfloat16, torch.float16),
     "FusedAdagrad": _16_AND_32,
@@ -46,12 +46,12 @@ _REFUSED = {
 
 
 def apex_class(optimizer: Optimizer) -> type | None:
-    """Return the class or base class of the optimizer that the package ``apex`` defines, or None."""
+    """Return the optimizer's class or base class that the package ``apex`` defines, or None if there is none."""
     return next((kind for kind in type(optimizer).__mro__ if kind.__module__.partition(".")[0] == "apex"), None)
 
 
 def apex_needs_full_params(optimizer: Optimizer) -> bool | None:
-    """Return whether an Apex optimizer needs full parameters. Return None for derived classes and other optimizers."""
+    """Return whether an Apex optimizer needs full parameters, or None for derived classes and other optimizers."""
     kind = apex_class(optimizer)
     return kind.__name__ in _NEED_FULL_PARAMS if kind is not None and kind is type(optimizer) else None
 
@@ -161,12 +161,12 @@ def _add_momenta(optimizer: Optimizer, group: Mapping[str, Any], launched: Itera
 def momentum_before_first(
     group: Mapping[str, Any], parameter: Tensor, gradient: Tensor, *, decayed: bool = True
 ) -> Tensor:
-    """Return the momentum to set before a parameter's first step, so that the step equals that of torch's SGD.
+    """Return the momentum to set before a parameter's first step, so that the result equals that of torch's SGD.
 
     After the first step, torch's momentum is the gradient without dampening.
 
     Args:
-        group: settings of the parameter.
+        group: settings that apply to the parameter.
         parameter, gradient: values before the step.
         decayed: whether weight decay is added to the gradient before momentum.
     """

@@ -1,4 +1,4 @@
-"""Gradient clipping by the norm over all parameters on all ranks."""
+"""Clips gradients by their norm over all parameters on all ranks."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients in place so that their total norm is at most `max_norm`. Return the norm before scaling.
 
-    The norm equals that of one process with the full model. Gradients accumulated inside ``no_sync`` are reduced first.
-    All ranks must call this function. Gradients of parameters in `ignored_params` and `ignored_modules` are neither
-    counted nor scaled.
+    The norm is the same as that of the full model in one process. Gradients accumulated inside ``no_sync`` are reduced
+    first. All ranks must call this function. Gradients of parameters in `ignored_params` and `ignored_modules` are
+    neither counted nor scaled.
 
     Args:
         model: a sharded model, or a module that contains sharded models. In the second case, the norm is taken over
             all of these models.
-        max_norm: largest allowed norm.
-        norm_type: p of the p-norm, which may be ``float("inf")``.
-        extra_groups: process groups of ranks with other parts of the same model (tensor or pipeline parallel).
-        error_if_nonfinite: raise RuntimeError on all ranks, before scaling, if the norm is NaN or infinite.
+        max_norm: maximum allowed norm.
+        norm_type: p in the p-norm, which may be ``float("inf")``.
+        extra_groups: process groups that contain ranks with other parts of the same model (tensor or pipeline
+            parallel).
+        error_if_nonfinite: if True and the norm is NaN or infinite, raise RuntimeError on all ranks before scaling.
 
     Returns:
-        0-dim fp32 tensor on the device, the same on all ranks.
+        The norm before scaling, as a 0-dim fp32 tensor on the device. It is the same on all ranks.
 
     Example::
 
@@ -83,10 +84,10 @@ def _gradients(runtime: LayerZeroState) -> list[Tensor]:
 
 
 def _reduced(runtime: LayerZeroState, norm_type: float, op: dist.ReduceOp.RedOpType) -> Tensor:
-    """Return the sum of p-th powers, or the largest absolute value, of one model's gradients on all its ranks.
+    """Return the sum of p-th powers, or the largest absolute value, of one model's gradients on all of its ranks.
 
     Returns:
-        0-dim fp32 tensor. For the infinite norm, the fp32 value is reinterpreted as a 0-dim int32 tensor.
+        0-dim fp32 tensor. For the infinity norm, the bits of the fp32 value, as a 0-dim int32 tensor.
     """
     held = [
         (m.spec.model_parallel, plain(m.sharded.grad)) for m in runtime.members.values() if m.sharded.grad is not None
@@ -103,16 +104,17 @@ def _reduced(runtime: LayerZeroState, norm_type: float, op: dist.ReduceOp.RedOpT
     if counted:
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(counted, norm_type)])
         total = (norms.max().abs() if math.isinf(norm_type) else norms.pow(norm_type).sum()).to(device)
-    # A backend's MAX may drop a NaN. As integers, the bits of non-negative floats have the same order, and NaN is last.
+    # A backend's MAX may drop a NaN. The bits of non-negative floats, read as integers, have the same order as the
+    # floats, and NaN is last.
     sent = total.view(torch.int32) if math.isinf(norm_type) else total
     runtime.ranks.reduce(sent, op)
     return sent
 
 
 def _refuse_unsharded_gradients(model: nn.Module, runtimes: Mapping[str, LayerZeroState]) -> None:
-    """Raise ValueError if a parameter of `model` outside its sharded submodules has a gradient.
+    """Raise ValueError if a parameter in `model`, but outside its sharded submodules, has a gradient.
 
-    layerzero does not average such gradients.
+    layerzero does not average the gradients of such parameters.
     """
     known = {id(parameter) for runtime in runtimes.values() for parameter in runtime.model.parameters()}
     others = [name for name, p in model.named_parameters() if id(p) not in known and p.grad is not None]

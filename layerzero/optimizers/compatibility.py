@@ -1,8 +1,8 @@
-"""Compatibility of optimizers with sharding: element-wise, parameter by parameter, or unsupported.
+"""Classifies optimizers by their compatibility with sharding: element-wise, parameter by parameter, or unsupported.
 
-An element-wise optimizer steps the rows of each rank. An optimizer that mixes the elements of one parameter steps full
-parameters, each on its owner rank. An optimizer that mixes several parameters is not supported. An optimizer is
-classified by an allowlist, by a compatibility trial, or by the `elementwise` argument.
+An element-wise optimizer updates each rank's rows. An optimizer that mixes the elements of one parameter updates full
+parameters, each on its owner rank. An optimizer that mixes several parameters is not supported. The class of an
+optimizer is determined by an allowlist, by a compatibility trial, or by the `elementwise` argument.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from layerzero.optimizers.optimizer_copy import copy_optimizer, inner_optimizers
 
 __all__ = ["is_elementwise_by_name", "kinds_that_need_full_params", "state_after_a_step"]
 
-# Element-wise with any settings. Derived classes go through the compatibility trial.
+# These are element-wise with any settings. Derived classes go through the compatibility trial.
 _ELEMENTWISE = {
     torch.optim.ASGD,
     torch.optim.Adadelta,
@@ -37,7 +37,7 @@ _ELEMENTWISE = {
 }
 _DISTANCE = "it estimates its learning rate from all parameters together, which a short trial may not detect"
 _LOSS = "it adapts to the loss, and each rank has a different loss"
-# These mix the elements of a parameter. A short trial on small parameters may not detect the mixing.
+# These mix the elements of a parameter. A short trial on small parameters may not detect this mixing.
 _MIXES_INSIDE = {"Adafactor", "AdaFactor", "FusedLAMB", "Lamb", "LAMB", "LARS", "Shampoo", "ScalableShampoo", "SOAP"}
 # These mix the elements of a parameter but not several parameters, so they need no trial.
 _ONE_BY_ONE = {getattr(torch.optim, name) for name in ("Muon", "Adafactor") if hasattr(torch.optim, name)}
@@ -60,7 +60,8 @@ _MIXES_PARAMETERS = {
     "AliG": "it computes its learning rate from the loss and the norm of all gradients",
     "SAM": "it perturbs the parameters by the norm of all gradients between two backwards of one step",
 }
-# Never supported: the wrapper reduces gradients once per step, then steps the optimizer without a closure.
+# These are never supported, because the wrapper reduces gradients once per step and then steps the optimizer without a
+# closure.
 _IMPOSSIBLE = {
     "LBFGS": "its search direction needs inner products over all parameters and repeated closures",
     "SparseAdam": "it needs sparse gradients",
@@ -70,7 +71,7 @@ _IMPOSSIBLE = {
 def is_elementwise_by_name(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's class is in the allowlist of torch's element-wise optimizers.
 
-    Optimizers of these classes store all of their state by parameter.
+    Optimizers in the allowlist store all of their state by parameter.
     """
     return type(optimizer) in _ELEMENTWISE
 
@@ -86,7 +87,7 @@ def kinds_that_need_full_params(
     Args:
         optimizer: the optimizer to classify. It is not changed.
         device: device of the compatibility trial.
-        elementwise: If True, return no kinds. If False, return all kinds. If None, decide by class name or by a trial.
+        elementwise: if True, return no kinds. If False, return all kinds. If None, decide by class name or by a trial.
 
     Raises:
         ValueError: the optimizer mixes parameters, or the trial failed.
@@ -138,7 +139,7 @@ _INSTEAD = (
 
 
 def _run_trial(experiment: Callable[..., str | None], *args: Any) -> str | TrialError | None:
-    """Return the result of a trial, or the error that prevented it."""
+    """Return the result of a trial, or the error that prevented the trial."""
     try:
         return experiment(*args)
     except TrialError as error:
@@ -174,10 +175,10 @@ def state_after_a_step(
     gradient: float = 1.0,
     value: float = 1.0,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state of a parameter of `group` after one step, and the settings of the group after that step.
+    """Return the state of a parameter in `group` after one step, and the group's settings after that step.
 
     A copy of the optimizer steps a parameter of shape `shape`. All elements of the parameter are `value`, and all
-    elements of its gradient are `gradient`. State tensors of the parameter's shape have shape `shape`.
+    elements of its gradient are `gradient`. State tensors with the parameter's shape have shape `shape`.
     """
     parameter = torch.nn.Parameter(torch.full(shape, value, device=device))
     parameter.grad = torch.full(shape, gradient, device=device)

@@ -1,13 +1,14 @@
 """Compatibility trials that compare an optimizer's step on sharded or owned parameters with a step on full ones.
 
-A copy of the optimizer steps small full parameters together. Then one copy per simulated rank steps the share of this
+A copy of the optimizer steps small full parameters together. Then one copy per simulated rank steps the share of that
 rank. In the first trial, a rank has several rows, one row or no rows of each parameter, as with :func:`shard_model`. In
-the second trial, one rank owns each full parameter and steps it separately. The last rank owns no parameters.
+the second trial, each full parameter has an owner rank, which steps the parameter separately. The last rank owns no
+parameters.
 
 The scale of the gradients varies by orders of magnitude. Some gradients are zero. The average direction of the
-gradients is constant, so that estimates of a distance or a learning rate change during the trial. Afterwards, the
-parameters and all scalars in the optimizer's state must agree. Scalars are compared because a scalar that is computed
-from all elements differs between ranks long before the parameters differ.
+gradients is constant, so that an optimizer's estimates of a distance or a learning rate change during the trial.
+Afterwards, the parameters and all scalars in the optimizer's state must agree. Scalars are compared because a scalar
+that is computed from all elements differs between ranks long before the parameters differ.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = ["TrialError", "difference", "difference_of_owners", "group_kind", "st
 _RANKS = 4
 _STEPS = 24  # more than the warm-ups and intervals of common defaults
 _SEED = 20
-# Shape of each parameter: its row bounds for ranks 0 to 3. Some ranks get a single row or none.
+# Maps the shape of each parameter to its row bounds for ranks 0 to 3. Some ranks get a single row or none.
 _CUTS: dict[tuple[int, ...], tuple[int, ...]] = {
     (7, 6): (0, 3, 4, 4, 7),
     (9,): (0, 0, 4, 5, 9),
@@ -42,11 +43,11 @@ _CUTS: dict[tuple[int, ...], tuple[int, ...]] = {
     (3, 2, 2, 2): (0, 1, 2, 2, 3),
     (2, 4): (0, 0, 1, 2, 2),
 }
-_LEAST_RATE = 1e-3  # a schedule may start at 0, where parameters do not move
+_LEAST_RATE = 1e-3  # minimum learning rate; a schedule may start at 0, where parameters do not change
 
 
 class TrialError(Exception):
-    """Error of the trial itself, which leaves the compatibility of the optimizer unknown."""
+    """Error in the trial itself. The optimizer's compatibility remains unknown."""
 
 
 class _Data(NamedTuple):
@@ -72,12 +73,12 @@ class _Outcome(NamedTuple):
 
 
 def difference(optimizer: Optimizer, device: torch.device, kind: str | None = None) -> str | None:
-    """Describe how the optimizer's step on rows differs from its step on full parameters. Return None if they agree.
+    """Describe how the optimizer's step on rows differs from its step on full parameters, or return None if they agree.
 
     The optimizer, its parameters and torch's random number generators are not changed.
 
     Args:
-        kind: kind of the groups in the trial. If it is None, the trial has all groups.
+        kind: kind of the groups in the trial. If `kind` is None, the trial has groups of all kinds.
 
     Raises:
         TrialError: copying the optimizer or stepping the copy failed.
@@ -98,13 +99,13 @@ def difference(optimizer: Optimizer, device: torch.device, kind: str | None = No
 
 
 def difference_of_owners(optimizer: Optimizer, device: torch.device, full_param_kinds: Set[str]) -> str | None:
-    """Describe how the step differs if an owner rank updates each parameter. Return None if the steps agree.
+    """Describe how the step differs if each parameter is updated by an owner rank, or return None if it does not.
 
     Args:
-        full_param_kinds: kinds of the groups whose parameters have owners. Other parameters are split into rows.
+        full_param_kinds: kinds of groups whose parameters have owners. Other parameters are split into rows.
 
     Raises:
-        TrialError: copying the optimizer or stepping the copy failed, even with parameters that have the same numbers
+        TrialError: copying the optimizer or stepping the copy failed, even with parameters that have the same number
             of dims as the optimizer's parameters.
     """
     own = {parameter.ndim for group in optimizer.param_groups for parameter in group["params"]}
@@ -137,10 +138,10 @@ def _try_owners(
 
 
 def steps_matrices_separately(optimizer: Optimizer, device: torch.device, dims: int) -> bool:
-    """Return whether the optimizer updates each matrix of a stack separately.
+    """Return whether the optimizer updates each matrix in a stack separately.
 
-    The trial steps the two halves of a stack separately and compares the results with those of a step of the full
-    stack. The state of the stack must equal the concatenated state of its halves. The optimizer must also be able to
+    The trial steps the two halves of a stack separately and compares the results with those of a step on the full
+    stack. The state of the stack must equal the concatenated states of its halves. The optimizer must also be able to
     step an empty stack, because a rank may have no matrices of a small stack. If the trial fails, return False.
 
     Args:
@@ -164,7 +165,7 @@ def steps_matrices_separately(optimizer: Optimizer, device: torch.device, dims: 
 
 
 def _equals_halves(whole: Any, *halves: Any) -> bool:
-    """Return whether the state of a stack equals the concatenated states of its halves, up to rounding."""
+    """Return whether a stack's state equals the concatenated states of its halves, up to rounding."""
     if isinstance(whole, Tensor) and whole.ndim:
         parts = torch.cat([torch.as_tensor(half) for half in halves])
         return parts.shape == whole.shape and torch.allclose(parts, whole, rtol=1e-3, atol=1e-6)
@@ -198,16 +199,16 @@ def _random_numbers_kept(device: torch.device) -> AbstractContextManager[None]:
 
 
 def _seed(device: torch.device) -> None:
-    """Seed the generators of this device and the CPU. torch.manual_seed would also seed devices initialized later."""
+    """Seed the generators of `device` and the CPU. ``torch.manual_seed`` would also seed devices initialized later."""
     torch.default_generator.manual_seed(_SEED)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(_SEED)
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Return a context that disables torch.compile, which would compile kernels for each small shape.
+    """Return a context that disables ``torch.compile``, which would otherwise compile kernels for each small shape.
 
-    If ``torch._dynamo`` is not imported, the process does not compile, and the context has no effect.
+    If ``torch._dynamo`` has not been imported, the process does not compile, and the context has no effect.
     """
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
@@ -232,7 +233,7 @@ def _data(device: torch.device, shapes: Sequence[tuple[int, ...]]) -> _Data:
 def _kinds_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return one group of each kind.
 
-    Models often have one group per layer, and such groups differ only in their learning rates.
+    Optimizers often have one group per layer, and these groups differ only in their learning rates.
     """
     kinds: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
@@ -243,9 +244,9 @@ def _kinds_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def group_kind(group: Mapping[str, Any]) -> str:
-    """Return the kind of a group: its settings as text, without the value of the learning rate.
+    """Return the kind of a group, which is its settings as text, without the learning rate.
 
-    The text states only whether the weight decay is zero.
+    Of the weight decay, the text states only whether it is zero.
     """
     ours = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr", "step")}
     rate, decay = ours.pop("lr", None), ours.pop("weight_decay", None)
@@ -261,12 +262,12 @@ def _run(
     *,
     replaces_empty: bool = True,
 ) -> _Outcome:
-    """Step small parameters in a copy of the optimizer.
+    """Step small parameters with a copy of the optimizer.
 
     Args:
         data: parameters and gradients, by group.
-        owned: whether the parameters of a group have owners, by group. Of the owned parameters, only those of `rank`
-            are stepped, half of them one by one. If the mapping is empty, step all parameters.
+        owned: whether the group's parameters have owners, by group. Of the owned parameters, only those that `rank`
+            owns are stepped, half of them one by one. If the sequence is empty, step all parameters.
         replaces_empty: if True, step placeholders instead of parameters without rows; see [Note: Parameters without
             rows].
     """
@@ -320,7 +321,7 @@ def _turns(
     """Remove the gradients of parameters that other ranks own, and of half of the parameters that `rank` owns.
 
     Returns:
-        Turns that step the removed half of this rank's parameters one by one, with the removed gradients.
+        Turns that step this half of the parameters one by one, with the removed gradients.
     """
     later: list[tuple[dict[str, Any], Tensor, Tensor | None]] = []
     for group, parameters, own in zip(optimizer_copy.param_groups, ours, owned, strict=True):
@@ -375,7 +376,7 @@ def _compare(whole: _Outcome, ranks: Sequence[_Outcome], data: _Data, owned: Seq
                 raise TrialError("stepping small parameters made them NaN or infinite")
             moves = (parameter - data.start[index]).abs()
             moved = moved or bool(moves.any())
-            # Relative to the change of the element, plus the fp32 rounding of one addition per step.
+            # The tolerance is relative to the element's change, plus the fp32 rounding error of one addition per step.
             allowed = 5e-4 * moves + 1e-4 * moves.mean() + _STEPS * 2.0**-24 * parameter.abs()
             if bool(((parameter - together).abs() > allowed).any()):
                 kind = f"a {'matrix' if parameter.ndim == 2 else 'parameter'} of shape {list(parameter.shape)}"

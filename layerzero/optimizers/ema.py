@@ -34,7 +34,7 @@ class EMA:
     added at the next update.
 
     Call :meth:`update` after ``optimizer.step()``. If a ``GradScaler`` skips the step, an update averages the unchanged
-    parameters again. To omit such updates, compare ``scaler.get_scale()`` before and after ``scaler.update()``. If the
+    parameters again. To avoid such updates, compare ``scaler.get_scale()`` before and after ``scaler.update()``. If the
     step was skipped, the scale has decreased on all ranks.
 
     Args:
@@ -42,7 +42,7 @@ class EMA:
         decay: weight of the old average, from 0 to 1.
 
     Attributes:
-        n_averaged: number of updates so far, a 0-dim int64 tensor on the CPU.
+        n_averaged: number of updates so far, as a 0-dim int64 tensor on the CPU.
 
     Raises:
         TypeError, ValueError: `model` is not sharded or has no trainable sharded parameters, or `decay` is not in
@@ -67,9 +67,9 @@ class EMA:
         self.n_averaged = torch.zeros((), dtype=torch.int64)
         self._runtime = get_state(model)
         self._handles: list[Handle] = []
-        self._layouts: list[FlatLayout] = []  # by handle: its layout when it was added
+        self._layouts: list[FlatLayout] = []  # by handle: layout of the handle when it was added
         self._averages: list[Tensor] = []  # by handle: 1-D [L], master dtype
-        self._rows: dict[str, tuple[ManagedParam, Tensor]] = {}  # by name: parameter, this rank's rows of the average
+        self._rows: dict[str, tuple[ManagedParam, Tensor]] = {}  # by name: (parameter, this rank's rows of the average)
         self._follow()
         if not self._handles:
             raise ValueError(
@@ -78,7 +78,7 @@ class EMA:
             )
 
     def _follow(self) -> None:
-        """Add averages for trainable parameters that have none, with their current values."""
+        """Add an average for each trainable parameter that has none, starting from the parameter's current value."""
         if any(handle.layout is not layout for handle, layout in zip(self._handles, self._layouts, strict=True)):
             raise RuntimeError(
                 "shard_optimizer moved rows to the owners of full parameters after this EMA was created, so its "
@@ -98,7 +98,7 @@ class EMA:
         """Update the averages with the current parameters, without communication.
 
         Raises:
-            RuntimeError: the call is inside :meth:`swapped`.
+            RuntimeError: the method is called inside :meth:`swapped`.
         """
         if ParamView.EMA in self._runtime.status.active_views:
             raise RuntimeError(
@@ -117,15 +117,16 @@ class EMA:
     def swapped(self) -> Iterator[None]:
         """Context manager that replaces the model's weights with the averages.
 
-        On exit, the manager restores the weights exactly.
+        On exit, the context manager restores the weights exactly.
 
-        All ranks must enter and exit together, because entry and exit refresh the compute weights of all replicas. The
-        context needs N/D more elements per rank. Enter the context between a backward and the next forward, because the
-        context invalidates existing autograd graphs. Writes to parameters inside the context are undone.
+        All ranks must enter and exit the context together, because entry and exit refresh the compute weights of all
+        replicas. The context needs memory for N/D more elements per rank. Enter the context between a backward and the
+        next forward, because the context invalidates existing autograd graphs. Writes to parameters inside the context
+        are undone.
 
         Raises:
-            RuntimeError: the model is inside another `swapped` or :func:`layerzero.unsharded`. ``optimizer.step()``
-                also raises inside the context, because its update would be lost.
+            RuntimeError: the context is entered inside another `swapped` or inside :func:`layerzero.unsharded`.
+                ``optimizer.step()`` also raises inside the context, because the update would be lost.
 
         Example::
 
@@ -164,7 +165,7 @@ class EMA:
 
         Returns:
             ``{"averages": {name: tensor}, "n_averaged": tensor}``. The averages are sharded tensors with the
-            parameters' shapes and the masters' dtype. They share memory with the EMA, so
+            parameters' shapes and the masters' dtype. They share memory with the EMA. Therefore
             ``torch.distributed.checkpoint`` can save them and load them in place, even from a checkpoint with a
             different sharding.
         """
@@ -175,11 +176,11 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`. Averages may also be full plain tensors.
+        """Load the result of :meth:`state_dict`. The averages may also be full plain tensors.
 
         Raises:
             ValueError: names are missing or unexpected, a shape is wrong, or a tensor is sharded differently. The
-                averages are not changed in this case.
+                averages are not changed in these cases.
         """
         self._follow()
         loaded = state_dict["averages"]
@@ -196,7 +197,7 @@ class EMA:
 
 
 def _rows_of(member: ManagedParam, value: Tensor) -> Tensor:
-    """Return this rank's rows of `value`, which is a full tensor or sharded like the parameter."""
+    """Return this rank's rows of `value`, which is either a full tensor or a tensor sharded like the parameter."""
     if tuple(value.shape) != member.spec.true_shape:
         shapes = f"{list(value.shape)}, but the parameter has shape {list(member.spec.true_shape)}"
         raise ValueError(

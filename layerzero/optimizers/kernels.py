@@ -1,4 +1,4 @@
-"""AdamW and SGD on the fastest kernels that support the given parameters."""
+"""Builds AdamW and SGD on the fastest kernels that support the given parameters."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def adamw(
 ) -> Optimizer:
     """Build AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) with the same updates as ``torch.optim.AdamW``.
 
-    The first implementation in this list that supports all parameters is used: NVIDIA Apex's ``FusedAdam`` (fp32, bf16
-    or fp16, on CUDA, without `amsgrad` and `maximize`), torch's fused kernel, or torch's foreach kernels. The logger
-    ``"layerzero"`` reports the choice in one line, and :func:`implementation` returns it.
+    The function uses the first implementation in this list that supports all parameters: NVIDIA Apex's ``FusedAdam``
+    (fp32, bf16 or fp16, on CUDA, without `amsgrad` and `maximize`), torch's fused kernel, torch's foreach kernels. The
+    logger ``"layerzero"`` reports the chosen implementation in one line, and :func:`implementation` returns it.
 
     Apex counts steps per group, and torch counts steps per parameter. If a parameter gets its first gradient later than
     the rest of its group, Apex computes a different bias correction. Apex and torch cannot load each other's
@@ -45,8 +45,8 @@ def adamw(
 
     Args:
         params: parameters, ``named_parameters()`` or groups, obtained before or after :func:`layerzero.shard_model`.
-            Parameters on ``meta`` are assumed to move to the accelerator. Apex is used only if all parameters are
-            already on CUDA.
+            Parameters on ``meta`` are assumed to be moved to the accelerator later. Apex is used only if all parameters
+            are already on CUDA.
         lr, betas, eps, weight_decay, amsgrad, maximize: as in torch, with the same defaults. Groups may override them.
 
     Returns:
@@ -116,14 +116,14 @@ def sgd(
 
 
 def implementation(optimizer: Optimizer) -> str:
-    """Return the implementation of an optimizer: ``"apex"``, ``"fused"``, ``"foreach"``, or ``"torch's choice"``.
+    """Return an optimizer's implementation: ``"apex"``, ``"fused"``, ``"foreach"``, or ``"torch's choice"``.
 
     Args:
         optimizer: any optimizer, before or after :func:`layerzero.shard_optimizer`.
 
     Returns:
-        The name of the implementation. ``"torch's choice"`` means that neither `fused` nor `foreach` is set, so that
-        torch decides in each step.
+        The name of the implementation. ``"torch's choice"`` means that neither `fused` nor `foreach` is set. In this
+        case, torch chooses the implementation in each step.
 
     Raises:
         TypeError: `optimizer` is not a ``torch.optim.Optimizer``.
@@ -157,7 +157,7 @@ def _build(
     settings: Mapping[str, Any],
     rare: Mapping[str, Any],
 ) -> Optimizer:
-    """Build the optimizer and log the choice. `rare` has the settings that Apex does not support."""
+    """Build the optimizer and log the chosen implementation. `rare` has the settings that Apex does not support."""
     tensors = _tensors(params)
     devices = sorted({_device_type(tensor) for tensor in tensors})
     place = " and ".join(devices)
@@ -197,10 +197,10 @@ def _find_apex(
     return found, ""
 
 
-class SGD(torch.optim.SGD):  # same name as torch's class, because checkpoints store it
-    """SGD whose parameters may get their first gradients in different steps.
+class SGD(torch.optim.SGD):  # has the same name as torch's class, because checkpoints store the name
+    """SGD that supports parameters whose first gradients arrive in different steps.
 
-    torch's fused kernel needs momenta for all parameters or for none of them.
+    torch's fused kernel needs momenta either for all parameters or for none of them.
     """
 
     def _init_group(
@@ -215,7 +215,7 @@ class SGD(torch.optim.SGD):  # same name as torch's class, because checkpoints s
 
 
 def _listed(params: Params) -> list[Any]:
-    """Return `params` as a list, with the ``"params"`` of groups as lists, so that they can be iterated repeatedly."""
+    """Convert `params` and the ``"params"`` of groups to lists, which can be iterated more than once."""
     if isinstance(params, Tensor):
         raise TypeError("params must be an iterable of parameters or groups, got a tensor. Pass a list")
     listed: list[Any] = []

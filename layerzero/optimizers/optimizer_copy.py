@@ -1,9 +1,10 @@
-"""Copies of an optimizer that step different parameters and share no mutable state with the original.
+"""Copies an optimizer so that the copy steps different parameters and shares no mutable state with the original.
 
 [Note: Copies of optimizers]
 torch's ``Optimizer.__getstate__`` returns only defaults, state and groups. ``copy.copy`` and ``copy.deepcopy`` drop all
-other attributes, but most third-party optimizers have such attributes. Therefore, the attributes are deep-copied one by
-one. The memo first maps the original's parameters and state to those of the copy, so that they are not duplicated.
+other attributes, but most third-party optimizers have such attributes. Therefore the attributes are deep-copied one by
+one. Beforehand, the memo of these copies maps the original's parameters and state to those of the copy, so that
+parameters and state are not duplicated.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 _HOOKED_CODE = Optimizer.profile_hook_step(lambda self: None).__code__
-# References to resources outside of the optimizer. The copy refers to the same objects.
+# Types of resources outside of the optimizer. The copy refers to the same objects as the original.
 _SHARED = (ModuleType, dist.ProcessGroup, DeviceMesh, torch.Stream, torch.Event)
 
 
 def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]) -> Optimizer:
-    """Return a copy of the optimizer with the same class, attributes and settings that steps other parameters.
+    """Return a copy of the optimizer that has the same class, attributes and settings but steps other parameters.
 
-    If a parameter of a group has state, all parameters of the copied group get similar state, because some optimizers
+    If a parameter in a group has state, all parameters in the copied group get similar state, because some optimizers
     create state in their constructor.
 
     Args:
@@ -49,7 +50,7 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
             parameters.
 
     Raises:
-        Exception: an attribute cannot be copied. Its copy method raises the error.
+        Exception: an attribute cannot be copied. The error comes from the attribute's copy method.
     """
     state: defaultdict[Tensor, Any] = defaultdict(dict)
     state.update({key: copy.deepcopy(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
@@ -65,7 +66,7 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
                 values = optimizer.state[kept].items()
                 state[parameter] = {key: _like(value, kept, parameter) for key, value in values}
         shown.append((settings, list(parameters)))
-    # Other attributes may also refer to parameters, which must not be copied there.
+    # Other attributes may also refer to parameters. These references must not become copies of the parameters.
     others = [old for group in optimizer.param_groups for old in group["params"]]
     for old in (*others, *(key for key in optimizer.state if isinstance(key, Tensor))):
         memo.setdefault(id(old), groups[0][1][0])
@@ -79,7 +80,7 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers in the attributes of an optimizer, such as a wrapper."""
+    """Return the optimizers in the attributes of `optimizer`, which may be a wrapper."""
     found = []
     for value in vars(optimizer).values():
         values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
@@ -88,7 +89,7 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def unhooked(step: Any) -> Any:
-    """Return an optimizer class's ``step`` without torch's hook wrapper, which also runs the global hooks."""
+    """Unwrap an optimizer class's ``step`` from torch's hook wrapper, which also runs the global hooks."""
     return step.__wrapped__ if getattr(step, "__code__", None) is _HOOKED_CODE else step
 
 
@@ -105,7 +106,7 @@ def _fill(optimizer_copy: Optimizer, optimizer: Optimizer, memo: dict[int, Any])
     for key, value in vars(optimizer).items():
         if key in _HOOKS:
             vars(optimizer_copy)[key] = OrderedDict()
-        elif key != "step":  # a scheduler may have set it, and it is bound to the original
+        elif key != "step":  # a scheduler may have replaced `step` with a function that is bound to the original
             vars(optimizer_copy)[key] = _copied(value, memo)
 
 
@@ -122,8 +123,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 def _like(value: Any, old: Tensor, parameter: Tensor) -> Any:
     """Convert a state value of the parameter `old` to a state value for `parameter`.
 
-    A tensor of `old`'s shape becomes a tensor of `parameter`'s shape, filled with the first element of `value`. Other
-    values are copied.
+    A tensor with the shape of `old` becomes a tensor with the shape of `parameter`, filled with the first element of
+    `value`. Other values are copied.
     """
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)

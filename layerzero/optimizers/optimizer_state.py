@@ -1,4 +1,4 @@
-"""Conversion of optimizer state to this rank's rows, and comparison of group settings."""
+"""Converts optimizer state to this rank's rows, and compares group settings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Holder = (
 
 
 def show(value: Any, holder: Holder) -> Any:
-    """Return an entry of a parameter's state in public form: tensors of rows become sharded tensors."""
+    """Convert an entry of a parameter's state to its public form, in which tensors of rows are sharded tensors."""
     if isinstance(holder, OwnedParam):
         if isinstance(value, (list, tuple)):
             return type(value)(show(item, holder) for item in value)
@@ -61,7 +61,7 @@ def is_plain(value: Any) -> bool:
 
 
 def number(value: Any) -> Any:
-    """Return a group setting for comparison between ranks, with numbers and one-element tensors converted to float."""
+    """Convert numbers and one-element tensors in a group setting to float, for comparison between ranks."""
     if isinstance(value, (list, tuple)):
         return [number(each) for each in value]
     value = value.item() if isinstance(value, Tensor) else value
@@ -78,9 +78,9 @@ def differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
 
 
 def kept(current: Any, saved: Any) -> Any:
-    """Return the value of a hyperparameter after a load.
+    """Return the value that a hyperparameter has after a load.
 
-    A current value that is a 0-dim tensor is updated in place, because compiled steps and graphs refer to it.
+    If the current value is a 0-dim tensor, it is updated in place, because compiled steps and graphs refer to it.
     """
     if isinstance(current, Tensor) and current.ndim == 0:
         return current.fill_(saved) if not isinstance(saved, Tensor) else current.copy_(saved)
@@ -95,8 +95,8 @@ def as_one_row(values: Mapping[str, Any], example: Mapping[str, Any]) -> dict[st
     """Return the state of a 0-dim parameter with its per-element tensors reshaped to [1]. Step counts stay 0-dim.
 
     Args:
-        values: state of the parameter, in which all tensors may be 0-dim.
-        example: state of the same parameter stored as one row, in which only per-element tensors have a dim.
+        values: state of the parameter. All of its tensors may be 0-dim.
+        example: state that the same parameter has when it is stored as one row. Only per-element tensors have a dim.
     """
     rows = {key for key, value in example.items() if isinstance(value, Tensor) and value.ndim}
     return {
@@ -106,7 +106,7 @@ def as_one_row(values: Mapping[str, Any], example: Mapping[str, Any]) -> dict[st
 
 
 def cut_state(values: Mapping[str, Any], holder: Holder, *, copy: bool = True) -> dict[str, Any]:
-    """Return a parameter's state with this rank's rows of each tensor of the parameter's shape.
+    """Return a parameter's state, with each tensor of the parameter's shape reduced to this rank's rows.
 
     For an owned parameter, return full tensors on the owner and an empty dict on other ranks.
     """

@@ -1,12 +1,12 @@
-"""Owner groups: the ranks that assemble an owned parameter.
+"""Owner groups, which are the ranks that assemble an owned parameter.
 
 [Note: Owner groups]
 All ZeRO-1 rows of an owned parameter are on the ranks of one ZeRO-3 group. With model parallelism, each model-parallel
 part has this property. If a model-parallel axis splits the matrices, as in tensor parallelism, the other parts are in
-the corresponding ZeRO-3 groups along this axis. The ranks of all these groups form the owner group of the parameter.
+the corresponding ZeRO-3 groups along this axis. The ranks in all of these groups form the parameter's owner group.
 They send their rows to the owner in one collective. If the ranks along a model-parallel axis have copies, or different
-matrices of one stack, the parts are not joined along this axis. The parameter then has one owner for each coordinate on
-the axis.
+matrices from one stack, the parts are not joined along this axis. The parameter then has one owner for each coordinate
+on the axis.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class OwnerGroup:
     mesh_info: MeshInfo
     axis: int | None  # model-parallel axis along which parts are joined
     communicator: Communicator
-    order: tuple[tuple[int, int], ...]  # by rank of the communicator: (s, coordinate on the axis)
+    order: tuple[tuple[int, int], ...]  # (s, coordinate on the axis) for each rank of the communicator, in rank order
 
     @property
     def ranks(self) -> list[int]:
@@ -50,20 +50,20 @@ def owner_group_of(mesh_info: MeshInfo) -> OwnerGroup:
 
 
 def positions_across(mesh_info: MeshInfo, model_parallel: ModelParallelSpec, axis: int) -> dict[int, tuple[int, int]]:
-    """Return the positions of the ranks of this rank's ZeRO-3 group and of the corresponding groups along an axis.
+    """Return the positions of the ranks in this rank's ZeRO-3 group and in the corresponding groups along an axis.
 
     Args:
-        axis: model-parallel axis of `model_parallel`.
+        axis: index of the model-parallel axis in `model_parallel`.
 
     Returns:
-        Positions by global rank: (rank in the ZeRO-3 group, coordinate on the axis).
+        A dict from global rank to position: (rank in the ZeRO-3 group, coordinate on the axis).
     """
     grid = mesh_info.grid
-    table = model_parallel.global_mesh.mesh  # ranks, by coordinates on the model-parallel axes, s, r
+    table = model_parallel.global_mesh.mesh  # ranks, indexed by coordinates on the model-parallel axes, s, r
     for at in reversed(range(model_parallel.mesh.ndim)):
         if at != axis:
             table = table.select(at, model_parallel.place_on(at))
-    of_node = table[..., grid.replica_rank].tolist()  # ranks, by coordinate on the axis, s
+    of_node = table[..., grid.replica_rank].tolist()  # ranks, indexed by coordinate on the axis, s
     return {rank: (s, t) for t, node in enumerate(of_node) for s, rank in enumerate(node)}
 
 
@@ -83,7 +83,7 @@ def join_axis(name: str, model_parallel: ModelParallelSpec | None, *, matrices_s
     """Return the model-parallel axis along which the parts of a parameter must be joined, or None.
 
     Args:
-        matrices_separately: whether the optimizer updates each matrix of a stack separately, if there is a stack.
+        matrices_separately: whether the optimizer updates each matrix in a stack of matrices separately.
 
     Raises:
         ValueError: parts would have to be joined along several axes.

@@ -1,7 +1,7 @@
-"""Views of the optimizer state of owned parameters on every rank.
+"""Provides the optimizer state of owned parameters on every rank.
 
-Only the owner stores the state. It sends a description (shapes, dtypes and scalars) to all other ranks. From this
-description, they create sharded tensors without local rows.
+Only the owner stores the state. The owner sends a description (shapes, dtypes and scalars) to all other ranks. From
+this description, the other ranks create sharded tensors without local rows.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def with_other_owners_state(
     Tensors in the added entries are sharded tensors without rows on this rank. Scalars have the owner's values.
 
     Args:
-        state: state on this rank by parameter name. Its tensors are sharded tensors.
+        state: this rank's state, by parameter name. Its tensors are sharded tensors.
         model_ranks: ranks that must call this function.
 
     Raises:
-        TypeError: the state of an owned parameter has a value that cannot be sent. All ranks raise.
+        TypeError: the state of an owned parameter has a value that cannot be sent. All ranks raise the error.
     """
     here = {_place(each): each for each in owned}
     mine = {
@@ -57,10 +57,10 @@ def with_other_owners_state(
 
 
 def _place(owned: OwnedParam) -> str:
-    """Return a key that is unique for a parameter and its owner.
+    """Return a unique key for the combination of a parameter and its owner.
 
-    The key contains the coordinates on the model-parallel axes that are not joined, because each coordinate has a
-    separate owner.
+    The key contains the coordinates on the model-parallel axes along which parts are not joined, because each of these
+    coordinates has a separate owner.
     """
     spec, axis = owned.member.spec, owned.owner.axis
     model_parallel = spec.model_parallel

@@ -1,17 +1,17 @@
-"""Step of owned parameters: the owner gathers a full parameter, steps it, and scatters its rows.
+"""Steps owned parameters: the owner gathers the full parameter, steps it, and scatters its rows.
 
 [Note: Owner rounds]
 All ZeRO-1 rows of an owned parameter are on ranks of one owner group (owner_groups.py). In each round, every rank of
 the group steps one of the parameters that it owns. The parameters with the highest update cost are first. The rank
 receives the rows of the master and of the final gradient from the other ranks, steps the parameter, and sends the rows
 of the master back. A round runs three all-to-alls: one gathers the masters, one gathers the gradients, and one scatters
-the masters. All ranks therefore compute at the same time, each rank stores one full parameter and its gradient, and all
+the masters. All ranks therefore compute at the same time. Each rank stores one full parameter and its gradient, and all
 communication stays inside the group. A parameter whose rows are all on its owner needs no communication. Such a
 parameter is stepped together with the element-wise parameters.
 
 All ranks of an owner group agree on the owners, on the parameters that have gradients, and on the order. Therefore they
-run the same collectives. A rank is in several owner groups if parameters are on several meshes or are sharded along
-model-parallel axes. All ranks process their groups in the same order.
+run the same collectives. A rank belongs to several owner groups if parameters are on several meshes or are sharded
+along model-parallel axes. All ranks process their groups in the same order.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class OwnedParam:
     owner: ParamOwner
     group_of_ranks: OwnerGroup  # this rank's owner group, which assembles the parameter if `is_in_owner_group`
     group: MutableMapping[str, Any]  # parameter group of the inner optimizer
-    master: Tensor  # entry of that group: this rank's rows, or the full parameter while the owner steps it
+    master: Tensor  # entry in that group: this rank's rows, or the full parameter during the owner's step
 
     @property
     def place(self) -> tuple[int, int]:
@@ -61,7 +61,7 @@ class OwnedParam:
 
     @property
     def is_in_owner_group(self) -> bool:
-        """True if the rows are on the ranks of this rank's owner group."""
+        """True if the parameter's rows are on the ranks of this rank's owner group."""
         return self.owner.r == self.member.spec.mesh_info.grid.replica_rank
 
     @property
@@ -75,9 +75,9 @@ class OwnedParam:
 
     @property
     def is_first_in_group(self) -> bool:
-        """True for the parameter's first owner along the model-parallel axes that are not joined.
+        """True on ranks with coordinate 0 on all model-parallel axes along which parts are not joined.
 
-        The other owners have copies, or different matrices of the same stack.
+        Owners at other coordinates have copies of the parameter, or different matrices of the same stack.
         """
         model_parallel = self.member.spec.model_parallel
         axes = () if model_parallel is None else range(model_parallel.mesh.ndim)
@@ -101,7 +101,7 @@ class OwnedParam:
         return int(torch.Size(self.shape).numel())
 
     def rows_on(self, s: int) -> range:
-        """Return the rows on ZeRO-3 rank `s` of the owner group, counted in the model-parallel part of that rank."""
+        """Return the rows on ZeRO-3 rank `s` of the owner group, as indices into that rank's model-parallel part."""
         spec = self.member.spec
         k = s * spec.mesh_info.replicas + self.owner.r
         return range(spec.bounds[k], spec.bounds[k + 1])
@@ -110,9 +110,9 @@ class OwnedParam:
         return len(self.rows_on(s)) * int(torch.Size(self.member.spec.shape[1:]).numel())
 
     def pieces(self, whole: Tensor) -> list[Tensor]:
-        """Split the full parameter `whole` into views of the rows of each rank in the owner group, in rank order.
+        """Split the full parameter `whole` into one view per rank of the owner group, with the rank's rows.
 
-        The parameter must be joined along a model-parallel axis.
+        The views are in rank order. The parts of the parameter must be joined along a model-parallel axis.
         """
         model_parallel, axis = self.member.spec.model_parallel, self.owner.axis
         assert model_parallel is not None and axis is not None
@@ -128,7 +128,7 @@ class OwnedParam:
         """Return the global shape of a state tensor whose shape on the owner is `shape`.
 
         If ranks own different matrices of a stack, the global shape covers all matrices. In this case, return None if
-        dim 0 of the tensor is not the number of matrices on the owner.
+        the size of dim 0 is not the number of matrices on the owner.
         """
         model_parallel = self.member.spec.model_parallel
         if model_parallel is None or not self._cut_into_matrices(model_parallel):
@@ -143,7 +143,7 @@ class OwnedParam:
         )
 
     def span_of(self, shape: Sequence[int]) -> RowShardSpec:
-        """Return the sharding of a state tensor of global shape `shape` that has all rows on the owner."""
+        """Return the sharding of a state tensor of global shape `shape` whose rows are all on the owner."""
         spec, mesh_info = self.member.spec, self.member.spec.mesh_info
         k = self.owner.s * mesh_info.replicas + self.owner.r
         model_parallel = spec.model_parallel
@@ -155,7 +155,7 @@ class OwnedParam:
 
 
 def by_owner_group(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedParam]]:
-    """Return the parameters by owner group, sorted by name, so that the order is the same on all ranks."""
+    """Group the parameters by owner group, sorted by name so that all ranks have the same order."""
     found: dict[OwnerGroup, list[OwnedParam]] = {}
     for each in sorted(owned, key=lambda each: each.member.name):
         found.setdefault(each.group_of_ranks, []).append(each)
@@ -163,7 +163,7 @@ def by_owner_group(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedPa
 
 
 def buffers_of_rounds(owned: Iterable[OwnedParam]) -> Counter[Size]:
-    """Return the number of buffers of each size that the rounds of `owned` use at once; see :func:`_largest`."""
+    """Return how many buffers of each size the rounds of `owned` use at the same time; see :func:`_largest`."""
     most: Counter[Size] = Counter()
     for owner_group, members in by_owner_group(owned).items():
         counts: Counter[Size] = Counter()
@@ -174,16 +174,17 @@ def buffers_of_rounds(owned: Iterable[OwnedParam]) -> Counter[Size]:
 
 
 def _largest(owned: Iterable[OwnedParam], owner_group: OwnerGroup) -> dict[torch.dtype, list[int]]:
-    """Return the sizes in elements of the buffers that the rounds of one owner group use, by dtype.
+    """Return the sizes, in elements, of the buffers that the rounds of one owner group use, by dtype.
 
-    There is one buffer for the largest full parameter that this rank owns, one for its gradient, and one for the rows
-    that the rank sends in one round. If parts are joined along a model-parallel axis, another buffer receives the
-    parts. The sizes cover all parameters, with or without a gradient, so that each step uses the same buffers.
+    There is one buffer for the largest full parameter that this rank owns, one for the parameter's gradient, and one
+    for the rows that the rank sends in one round. If parts are joined along a model-parallel axis, another buffer
+    receives the parts. The sizes take all parameters into account, with or without a gradient, so that each step uses
+    the same buffers.
     """
     away = [each for each in owned if each.is_in_owner_group and not each.is_fully_local]
     found = {}
     for dtype in {each.member.master.dtype for each in away}:
-        whole, rows = 0, dict.fromkeys(owner_group.order, 0)  # rows: by owner
+        whole, rows = 0, dict.fromkeys(owner_group.order, 0)  # `rows` is keyed by owner
         for each in away:
             if each.member.master.dtype == dtype:
                 whole = max(whole, each.numel if each.is_owned_here else 0)
@@ -204,17 +205,17 @@ def step_owned(
     Args:
         inner: optimizer whose groups list this rank's rows with their final gradients.
         model_ranks: ranks that must call this function.
-        pool: pool of the buffers for full parameters and their gradients.
+        pool: pool from which the buffers for full parameters and their gradients are acquired.
         take_step: function that steps `inner`.
 
     Raises:
-        RuntimeError: a parameter has a gradient on only some ranks of its owner group. All ranks raise.
+        RuntimeError: a parameter has a gradient on only some ranks of its owner group. All ranks raise the error.
     """
     turns: list[Iterator[Turn]] = []
     owner_groups = by_owner_group(owned)
     _require_gradients_alike(owner_groups, model_ranks)
     for owner_group, members in owner_groups.items():
-        away: list[tuple[OwnedParam, Tensor]] = []  # parameters to gather in this group, this rank's gradient rows
+        away: list[tuple[OwnedParam, Tensor]] = []  # (parameter to gather in this group, this rank's gradient rows)
         for each in members:
             gradient = each.master.grad
             if gradient is None or (each.is_owned_here and each.is_fully_local):
@@ -230,7 +231,7 @@ def _require_gradients_alike(owner_groups: Mapping[OwnerGroup, Sequence[OwnedPar
     """Raise RuntimeError on all ranks if the ranks of an owner group have gradients for different parameters.
 
     Without this check, ranks could send rows of different parameters to each other. The check all-reduces one number.
-    The contributions of an owner group sum to 0 if its ranks have gradients for the same parameters.
+    An owner group's contributions sum to 0 if the ranks of the group have gradients for the same parameters.
     """
     near = {
         owner_group: [each for each in owner_groups[owner_group] if each.is_in_owner_group]
@@ -281,7 +282,7 @@ def _turns(
     owner_group: OwnerGroup,
     pool: BufferPool,
 ) -> Iterator[Turn]:
-    """Yield the turns of this rank in the rounds of one owner group; see [Note: Owner rounds]."""
+    """Run the rounds of one owner group and yield this rank's turns; see [Note: Owner rounds]."""
     for dtype in sorted({gradient.dtype for _, gradient in away}, key=str):
         by_owner: dict[tuple[int, int], list[tuple[OwnedParam, Tensor]]] = {place: [] for place in owner_group.order}
         for each, gradient in sorted(away, key=lambda one: one[0].weight):
@@ -301,8 +302,8 @@ class _OwnerRound:
     """Round of an owner group, in which each rank steps at most one parameter.
 
     Args:
-        chosen: pairs by rank of the group: the parameter that the rank steps, and the gradient of this rank's rows of
-            that parameter. None if the rank does not step a parameter.
+        chosen: one entry for each rank of the group, in rank order: a pair of the parameter that this rank steps and
+            the gradient of the calling rank's rows of that parameter. None if the rank does not step a parameter.
     """
 
     def __init__(self, chosen: Sequence[tuple[OwnedParam, Tensor] | None], owner_group: OwnerGroup) -> None:
@@ -316,13 +317,13 @@ class _OwnerRound:
         self.sent, self.received = sum(self._to_each), sum(self._from_each)
 
     def run(self, whole: Tensor, gradient: Tensor, rows: Tensor, received: Tensor | None = None) -> Iterator[Turn]:
-        """Gather the parameter that this rank steps, yield a turn for it, and scatter its rows after the step.
+        """Gather the parameter that this rank steps, yield its turn, and scatter its rows after the step.
 
         Args:
             whole: 1-D buffer for the full parameter.
             gradient: 1-D buffer for the full gradient.
             rows: 1-D buffer for the rows that this rank sends.
-            received: 1-D buffer for the received rows, if their order differs from the order in the full parameter.
+            received: 1-D buffer for the received rows, if their order differs from that in the full parameter.
         """
         whole, gradient, rows = whole[: self.received], gradient[: self.received], rows[: self.sent]
         received = None if received is None else received[: self.received]
@@ -367,5 +368,5 @@ class _OwnerRound:
                 yield came.view(piece.shape), piece
 
     def _pieces(self, rows: Tensor) -> Sequence[Tensor]:
-        """Split the buffer of this rank's rows by the parameters of the round."""
+        """Split the buffer of this rank's rows into one piece for each parameter in the round."""
         return torch.split(rows, [each.numel_on(self._s) for each, _ in self._chosen])

@@ -1,4 +1,4 @@
-"""Owned parameters of an optimizer, and the ZeRO-1 layouts that these parameters need."""
+"""Assigns owners to the parameters that an optimizer needs in full, and changes their ZeRO-1 layouts accordingly."""
 
 from __future__ import annotations
 
@@ -35,32 +35,32 @@ from layerzero.optimizers.owner_step import OwnedParam, buffers_of_rounds, step_
 
 __all__ = ["ModelOwners", "OwnerTable", "owners_of"]
 
-_Key = tuple[MeshInfo, int | None]  # owner group: its mesh, and the model-parallel axis that is joined
+_Key = tuple[MeshInfo, int | None]  # identifies an owner group: its mesh, and the axis along which parts are joined
 
 
 @dataclass
 class ModelOwners:
-    """Owners of the parameters of one model that any of its optimizers needs in full.
+    """Owners of a model's parameters. A parameter has an owner if any optimizer of the model needs it in full.
 
     Attributes:
-        owners: by parameter name.
-        groups: owner groups, by mesh and joined axis.
+        owners: owners, by parameter name.
+        groups: owner groups, by mesh and by the axis along which parts are joined.
     """
 
     owners: dict[str, ParamOwner] = field(default_factory=dict)
     groups: dict[_Key, OwnerGroup] = field(default_factory=dict)
 
     def close(self) -> None:
-        """Do nothing: owners have no work in the background."""
+        """Do nothing, because owners have no background work."""
 
 
 def owners_of(runtime: LayerZeroState) -> ModelOwners:
-    """Return the owners of the parameters of a model."""
+    """Return the owners of a model's parameters."""
     return runtime.extension(ModelOwners, ModelOwners)
 
 
 class OwnerTable:
-    """Table of the parameters of one optimizer that an owner updates in full.
+    """Table of one optimizer's owned parameters, each of which its owner updates in full.
 
     Every rank must construct the table. The constructor assigns an owner to each parameter that needs an owner.
 
@@ -69,7 +69,7 @@ class OwnerTable:
         full_param_kinds: kinds of parameter groups that need full parameters; see compatibility.py.
 
     Attributes:
-        owned: owned parameters, by id of the sharded parameter.
+        owned: owned parameters, keyed by the id of the sharded parameter.
     """
 
     def __init__(self, runtime: LayerZeroState, inner: Optimizer, full_param_kinds: Collection[str] = ()) -> None:
@@ -86,12 +86,12 @@ class OwnerTable:
         self._find_requests([member for p in held if (member := runtime.parameters.managed_param(p)) is not None])
 
     def add_group(self, group: MutableMapping[str, Any], members: Sequence[tuple[ManagedParam, Tensor]]) -> None:
-        """Add the parameters of a group if they need owners. Every rank must call this method.
+        """Add a group's parameters to the table if they need owners. Every rank must call this method.
 
-        A group whose kind was not part of the compatibility trial needs full parameters if any other kind needs them.
+        A group whose kind was not in the compatibility trial needs full parameters if any other kind needs them.
 
         Args:
-            members: pairs of a parameter of the group and its master.
+            members: pairs of a parameter in the group and its master.
         """
         kind = group_kind(group)
         if kind not in self._full_param_kinds and (not self._full_param_kinds or kind in self._known_kinds):
@@ -109,7 +109,7 @@ class OwnerTable:
         self._examined |= {member.name for member in members}
 
     def follow(self) -> None:
-        """Update owners and owner groups after a change of layout."""
+        """Update owners and owner groups after the layout has changed."""
         owners, owner_groups = self._model_owners.owners, self._model_owners.groups
         for key, each in self.owned.items():
             owner = owners[each.member.name]
@@ -118,9 +118,10 @@ class OwnerTable:
         self._reserve_buffers()
 
     def _reserve_buffers(self) -> None:
-        """Register the buffers of the rounds with the scratch pool.
+        """Register the buffers that rounds use with the scratch pool.
 
-        Optimizers step one after another, and never during a reduction. Therefore the maximum over all users suffices.
+        Optimizers step one after another, and never during a reduction. Therefore it is sufficient to register the
+        maximum over all users.
         """
         pool = self._runtime.pools.scratch
         pool.expected = Counter(pool.expected) | buffers_of_rounds(self.owned.values())
@@ -134,7 +135,7 @@ class OwnerTable:
         step_owned(self._inner, list(self.owned.values()), runtime.ranks, runtime.pools.scratch, take_step)
 
     def with_other_owners_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `state`, keyed by parameter name, with entries added for parameters that other ranks own.
+        """Return `state`, which is keyed by parameter name, with entries added for parameters that other ranks own.
 
         If there are owned parameters, every rank must call this method.
         """
@@ -153,7 +154,7 @@ class OwnerTable:
             )
 
     def refuse(self, method: str) -> None:
-        """Raise RuntimeError if the optimizer has owned parameters, because `method` would see only their rows."""
+        """Raise RuntimeError if the optimizer has owned parameters, of which `method` would see only some rows."""
         if self.owned:
             raise RuntimeError(
                 f"{method}() of {type(self._inner).__name__} is not supported: it would read this rank's rows, but the "
@@ -165,15 +166,15 @@ class OwnerTable:
 def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Optimizer) -> None:
     """Assign owners to `members` and reassign the owners of owned parameters. Every rank must call this function.
 
-    A parameter may already have an owner for another optimizer, which updates the matrices of a stack separately. If
-    this optimizer needs the full stack, the parts are joined for both optimizers.
+    A parameter may already have an owner because another optimizer, which updates the matrices of a stack separately,
+    needs one. If `optimizer` needs the full stack, the parts are joined for both optimizers.
 
     Args:
         optimizer: optimizer that needs these parameters in full.
 
     Raises:
         RuntimeError: gradients, optimizer state or views refer to rows that must move. Owners and rows are not changed.
-        ValueError: parameters or axes to join differ between ranks, or parts on model-parallel axes cannot be joined.
+        ValueError: ranks have different parameters or different axes to join, or model-parallel parts cannot be joined.
     """
     table = owners_of(runtime)
     names = {*table.owners, *(member.name for member in members)}
@@ -213,7 +214,7 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
         (mesh_info, axis): owner_group_of(mesh_info) if axis is None else owner_group_across(mesh_info, axis, places)
         for (mesh_info, axis), places in new_owner_groups.items()
     }
-    if any(layout.bounds for layout in plan.values()):  # the same on all ranks, even on ranks whose rows do not move
+    if any(layout.bounds for layout in plan.values()):  # same result on all ranks, even on those whose rows do not move
         runtime.refreshes.launch_deferred()
         runtime.refreshes.launch_edited()
     for handle in moved:
@@ -228,7 +229,7 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
 def _plan(
     runtime: LayerZeroState, names: Collection[str], join_axes: Mapping[str, JoinAxis]
 ) -> tuple[dict[Handle, FlatLayout], dict[str, ParamOwner]]:
-    """Return the new layouts of all handles, and the owners by name."""
+    """Return the new layouts of all handles, and the owners by parameter name."""
     plan: dict[Handle, FlatLayout] = {}
     owners: dict[str, ParamOwner] = {}
     for mesh_info in dict.fromkeys(handle.mesh_info for handle in runtime.handles):
@@ -248,7 +249,7 @@ def _plan(
 
 
 def _may_be_a_part(member: ManagedParam, owner: ParamOwner | None) -> bool:
-    """Return whether the parameter is sharded along a model-parallel axis that is not joined."""
+    """Return whether the parameter is sharded along a model-parallel axis along which its parts are not joined."""
     model_parallel, axis = member.spec.model_parallel, None if owner is None else owner.axis
     return model_parallel is not None and any(
         model_parallel.sharded_dim(at) is not None for at in range(model_parallel.mesh.ndim) if at != axis
@@ -256,9 +257,9 @@ def _may_be_a_part(member: ManagedParam, owner: ParamOwner | None) -> bool:
 
 
 def _join_axes(runtime: LayerZeroState) -> dict[str, JoinAxis]:
-    """Return the model-parallel axis along which each owned parameter is joined, by name.
+    """Return the model-parallel axis along which each owned parameter's parts are joined, by parameter name.
 
-    Omit parameters without such an axis.
+    Parameters without such an axis are omitted.
     """
     found: dict[str, JoinAxis] = {}
     for name, owner in owners_of(runtime).owners.items():
@@ -273,12 +274,12 @@ def _join_axes(runtime: LayerZeroState) -> dict[str, JoinAxis]:
 def _requested_join_axes(
     members: Iterable[ManagedParam], optimizer: Optimizer, device: torch.device
 ) -> dict[str, JoinAxis]:
-    """Return the model-parallel axis along which `optimizer` needs each parameter joined, by name.
+    """Return the model-parallel axis along which `optimizer` needs each parameter's parts joined, by parameter name.
 
-    Parameters that need no join are omitted.
+    Parameters whose parts need not be joined are omitted.
     """
     found: dict[str, JoinAxis] = {}
-    apart: dict[int, bool] = {}  # by number of dims: whether the optimizer updates each matrix of a stack separately
+    apart: dict[int, bool] = {}  # by number of dims: whether the optimizer updates each matrix in a stack separately
     for member in members:
         model_parallel = member.spec.model_parallel
         assert model_parallel is not None
@@ -294,10 +295,10 @@ def _requested_join_axes(
 def _new_owner_groups(
     runtime: LayerZeroState, owners: Mapping[str, ParamOwner]
 ) -> dict[_Key, dict[int, tuple[int, int]]]:
-    """Return the owner groups to create for these owners, in the same order on all ranks.
+    """Return the owner groups that must be created for these owners, in the same order on all ranks.
 
     Returns:
-        Positions of the ranks by owner group. The inner dict is empty if the owner group is a ZeRO-3 group.
+        Positions of the ranks, by owner group. The inner dict is empty if the owner group is a ZeRO-3 group.
     """
     found: dict[_Key, dict[int, tuple[int, int]]] = {}
     for name, owner in sorted(owners.items()):
@@ -314,7 +315,7 @@ def _new_owner_groups(
 
 
 def _require_equal_parts(handles: Iterable[Handle], join_axes: Mapping[str, JoinAxis]) -> None:
-    """Raise ValueError if parameters are sharded unevenly along an axis whose parts are joined.
+    """Raise ValueError if parameters are sharded unevenly along an axis along which parts are joined.
 
     Ranks along such an axis must have equal layouts.
     """
@@ -345,7 +346,7 @@ def _scratch_buffers(runtime: LayerZeroState) -> Counter[Size]:
 
 
 def _require_untouched(runtime: LayerZeroState, moved: Iterable[Handle], owned: set[str]) -> None:
-    """Raise if a view, a gradient or optimizer state refers to the rows that will move.
+    """Raise an error if a view, a gradient or optimizer state refers to rows that will move.
 
     Raises:
         NotImplementedError: `offload_optimizer` is set.

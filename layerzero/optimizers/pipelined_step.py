@@ -1,11 +1,11 @@
-"""Update of the masters in parts, so that the refresh of one part overlaps with the update of the next part.
+"""Updates the masters in parts, so that the refresh of one part overlaps with the update of the next part.
 
 [Note: Pipelined step]
 The refresh of a handle needs only the masters of this handle. Therefore masters are updated a few handles at a time, in
-the order in which the next forward needs the weights. The refresh of each part is launched right after its update. Only
-the update of the first part does not overlap with a refresh. The overlap matters most if `offload_optimizer` is True,
-because the host then updates the masters. Each part needs one optimizer call on the host, so there are only a few
-parts.
+the order in which the next forward needs the weights. The refresh of each part is launched right after the part's
+update. Only the update of the first part does not overlap with a refresh. The overlap matters most if
+`offload_optimizer` is True, because the host then updates the masters. There are only a few parts, because each part
+needs one optimizer call on the host.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def update(
 
     Args:
         inner: optimizer whose groups list masters.
-        names: parameter names, by id of the master.
-        refresh: round in which the refreshes of handles are launched, or None if the refreshes are launched later.
+        names: parameter names, keyed by the id of the master.
+        refresh: round in which the refreshes of handles are launched, or None if refreshes are launched later.
         take_step: function that steps `inner`.
     """
     travels = runtime.config.offload_optimizer or any(handle.mesh_info.replicas > 1 for handle in runtime.handles)
@@ -54,7 +54,7 @@ def update(
 def _can_step_in_parts(inner: Optimizer) -> bool:
     """Return whether the optimizer stores all state by parameter and has neither a custom ``step`` nor post-hooks.
 
-    Step post-hooks would run after refreshes were already launched.
+    Step post-hooks would run after some refreshes have already been launched.
     """
     step = vars(inner).get("step")
     is_own = step is None or hasattr(step, "_wrapped_by_lr_sched")

@@ -1,13 +1,13 @@
-"""Placeholders for parameters without rows on this rank.
+"""Replaces parameters that have no rows on this rank by placeholders during a step.
 
 [Note: Parameters without rows]
-A rank may have no rows of a parameter. torch's own optimizers accept such empty tensors, but kernels of other packages
-may not. NVIDIA Apex packs tensors into launches and starts the last launch at the last chunk of the last tensor. An
-empty tensor has no chunk, so the tensors that are packed before it are never updated. Therefore only torch's own
-optimizers step empty tensors. While another optimizer steps, a parameter without rows has two zero elements and a
-gradient of zeros. State tensors of the parameter's shape also have two elements. All ranks then step the same
-parameters in the same order, and the step counts of a parameter agree. Two elements are used because some code treats a
-single element as a scalar.
+A rank may have no rows of a parameter. torch's own optimizers accept such empty tensors, but kernels from other
+packages may not. NVIDIA Apex packs tensors into launches and starts the last launch at the last chunk of the last
+tensor. An empty tensor has no chunk, so the tensors that are packed before it are never updated. Therefore only torch's
+own optimizers step empty tensors. During a step of any other optimizer, a parameter without rows has two zero elements
+and a gradient of zeros. State tensors with the parameter's shape also have two elements. All ranks then step the same
+parameters in the same order, and all ranks have the same step count for a parameter. Placeholders have two elements
+because some code treats a single element as a scalar.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ __all__ = ["Placeholders", "placeholder"]
 
 
 def placeholder(rows: Tensor) -> Tensor:
-    """Return zeros of shape [2, 1, ...] with the number of dims, dtype and device of the empty tensor `rows`."""
+    """Return zeros of shape [2, 1, ...] with the same number of dims, dtype and device as the empty tensor `rows`."""
     return torch.zeros((2, *(1 for _ in rows.shape[1:])), dtype=rows.dtype, device=rows.device)
 
 
 @dataclass(eq=False)
 class _Placeholder:
-    """Two-element tensors for one parameter, which are reused so that later steps do not allocate memory."""
+    """Two-element tensors that replace one parameter. They are reused, so that later steps do not allocate memory."""
 
     elements: Tensor
     gradient: Tensor
-    state: dict[Tensor, Tensor] = field(default_factory=dict)  # by tensor of the state
+    state: dict[Tensor, Tensor] = field(default_factory=dict)  # keyed by the state tensor that is replaced
 
 
 class Placeholders:
@@ -85,7 +85,7 @@ class Placeholders:
 
 
 def _tensors(values: Any, shape: torch.Size) -> Iterator[Tensor]:
-    """Yield the plain tensors of `shape` in the state of a parameter."""
+    """Yield the plain tensors of shape `shape` in a parameter's state."""
     for value in tree_leaves(values):
         if type(value) in (Tensor, nn.Parameter) and value.shape == shape:
             yield value

@@ -2,9 +2,9 @@
 
 [Note: Parameter groups during a step]
 The wrapped optimizer and the wrapper share their group dictionaries, so a scheduler may refer to either optimizer.
-Between steps, groups list sharded parameters, as schedulers, clipping and users expect. While the wrapped optimizer
-steps, the groups list the masters instead. Masters are plain tensors, on which fused and foreach kernels run at full
-speed.
+Between steps, groups list sharded parameters, as schedulers, clipping functions and users expect. During a step of the
+wrapped optimizer, the groups list the masters instead. Masters are plain tensors, on which fused and foreach kernels
+run at full speed.
 """
 
 from __future__ import annotations
@@ -69,22 +69,22 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
 
     The optimizer may have been built from the model's parameters before or after :func:`shard_model`. Its groups and
     hyperparameters do not change, and existing state is sharded like the parameters. Call ``step()`` on the returned
-    optimizer. A ``step()`` of the original optimizer raises. All ranks must call this function.
+    optimizer. Calling ``step()`` on the original optimizer raises an error. All ranks must call this function.
 
     Args:
-        optimizer: torch optimizer that updates each element independently, including fused and foreach variants, or
-            each parameter independently, such as Muon. In the second case, one rank owns each parameter and updates it
-            in full.
+        optimizer: torch optimizer that updates either each element independently (including fused and foreach variants)
+            or each parameter independently, such as Muon. In the second case, each parameter has an owner rank, which
+            updates the full parameter.
         model: a sharded model.
-        elementwise: if True, the optimizer updates each element independently. If False, the optimizer updates each
-            parameter independently. True and False are not verified. If None, decide by class name, or by a trial of a
-            copy on small parameters. See ``docs/optimizers.md``.
+        elementwise: pass True if the optimizer updates each element independently, or False if it updates each
+            parameter independently. layerzero does not verify these values. With None, layerzero decides by class name,
+            or by a trial in which a copy of the optimizer steps small parameters. See ``docs/optimizers.md``.
 
     Raises:
         TypeError: `optimizer` is not a ``torch.optim.Optimizer``.
         ValueError: the optimizer mixes parameters or has parameters that are not in the model, or the trial failed.
         RuntimeError: the optimizer needs full parameters, but parameters already have gradients, or another optimizer
-            has made a step.
+            has already stepped.
 
     Example::
 
@@ -111,7 +111,7 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
 
 
 def _trained(runtime: LayerZeroState, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors that an optimizer steps: masters of trainable parameters, and trainable ignored parameters."""
+    """Yield the tensors that an optimizer updates: masters of trainable parameters and trainable ignored parameters."""
     for parameter in parameters:
         if parameter.requires_grad:
             member = runtime.parameters.managed_param(parameter)
@@ -121,26 +121,26 @@ def _trained(runtime: LayerZeroState, parameters: Iterable[Tensor]) -> Iterator[
 class ShardedOptimizer(OptimizerProxy):
     """Torch ``Optimizer`` over sharded parameters, created by :func:`shard_optimizer`.
 
-    All other public attributes are those of the wrapped optimizer. Methods of the wrapped optimizer, such as ``train``
-    and ``eval`` of schedule-free optimizers, operate on the masters. All ranks must call these methods, because the
-    weights that they change are refreshed before the next forward.
+    Public attributes that are not listed here are those of the wrapped optimizer. Methods of the wrapped optimizer,
+    such as ``train`` and ``eval`` of schedule-free optimizers, operate on the masters. All ranks must call these
+    methods, because the changed weights are refreshed before the next forward.
 
     Attributes:
-        inner: the wrapped optimizer. Its state is keyed by masters, plain tensors with this rank's rows.
+        inner: the wrapped optimizer. Its state is keyed by master. Masters are plain tensors with this rank's rows.
         state: the same state, keyed by sharded parameter.
     """
 
     def __init__(self, inner: Optimizer, runtime: LayerZeroState, full_param_kinds: Collection[str] = ()) -> None:
         self.inner = inner
         self._counted = StepCounter(runtime.mesh_info.counters.steps)
-        self.load_error: str | None = None  # error message of the next step, set while a load is incomplete
-        self.guard: Callable[[ShardedOptimizer], bool] | None = None  # returns whether to make the step
+        self.load_error: str | None = None  # error that the next step raises; set while a load is incomplete
+        self.guard: Callable[[ShardedOptimizer], bool] | None = None  # returns whether the step should be made
         self._runtime = runtime
-        self._model = runtime.model  # a strong reference, as torch optimizers have to their parameters
+        self._model = runtime.model  # a strong reference, like those of torch optimizers to their parameters
         self._masters: list[list[Tensor]] = []  # by group: tensors that the inner optimizer updates
         self._shown: list[list[Tensor]] = []  # by group: parameters that the group lists between steps
-        self._master_of: dict[int, Tensor] = {}  # by id of the listed parameter
-        self._member_at: dict[int, ManagedParam] = {}  # by id of the listed parameter, if it is sharded
+        self._master_of: dict[int, Tensor] = {}  # keyed by the id of the listed parameter
+        self._member_at: dict[int, ManagedParam] = {}  # keyed by the id of the listed parameter, if it is sharded
         self._placeholders = Placeholders()
         self._owner_table = OwnerTable(runtime, inner, full_param_kinds)
         old_groups, old_state = inner.param_groups, inner.state
@@ -178,8 +178,8 @@ class ShardedOptimizer(OptimizerProxy):
             The result of `closure`, or None.
 
         Raises:
-            RuntimeError: the call is inside :meth:`layerzero.EMA.swapped`, which would undo the update. Or learning
-                rates or other settings differed between ranks in one of the last two steps.
+            RuntimeError: the method is called inside :meth:`layerzero.EMA.swapped`, which would undo the update; or
+                learning rates or other settings differed between ranks in one of the last two steps.
         """
         refuse_capture(self._runtime.mesh_info.device, "optimizer.step()")
         if ParamView.EMA in self._runtime.status.active_views:
@@ -215,7 +215,7 @@ class ShardedOptimizer(OptimizerProxy):
         ]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of this optimizer's parameters, including those accumulated inside ``no_sync``."""
+        """Clear the gradients of this optimizer's parameters, including gradients accumulated inside ``no_sync``."""
         self._runtime.scheduler.recover_interrupted_pass()
         self._counted.forget(self.param_groups, self._runtime.gradients.backwards)
         parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
@@ -274,7 +274,7 @@ class ShardedOptimizer(OptimizerProxy):
     # Groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters of the model, obtained before or after :func:`shard_model`."""
+        """Add a parameter group. Its parameters may have been read from the model before or after sharding."""
         require_unedited(self.inner.param_groups, self.inner.param_groups, self._shown)
         given = param_group["params"]
         parameters = [given] if isinstance(given, Tensor) else list(given)
@@ -312,13 +312,13 @@ class ShardedOptimizer(OptimizerProxy):
             raise
 
     def on_layout_change(self) -> None:
-        """Update references to masters and owners after a change of layout."""
+        """Update the references to masters and owners after the layout has changed."""
         for key, member in self._member_at.items():
             self._master_of[key].data = member.master
         self._owner_table.follow()
 
     def _master_for(self, parameter: Tensor, member: ManagedParam | None) -> Tensor:
-        if member is None:  # ignored by shard_model; the optimizer steps the parameter itself
+        if member is None:  # shard_model has ignored the parameter, so the optimizer updates it directly
             self._master_of[id(parameter)] = parameter
             return parameter
         key = id(member.sharded)
@@ -333,20 +333,20 @@ class ShardedOptimizer(OptimizerProxy):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the state and the groups in the form of ``torch.optim``, with sharded tensors.
+        """Return the state and the groups in the format of ``torch.optim``, with sharded tensors.
 
-        Parameters are numbered in the order of the groups. Trainable parameters that the optimizer has not stepped yet
-        have their initial state, so that ``torch.distributed.checkpoint`` has tensors to load into. Initial states are
-        created for the call and are not stored. Parameters whose state is empty are left out.
+        Parameters are numbered in the order of the groups. For trainable parameters that the optimizer has not stepped
+        yet, the result contains their initial state, so that ``torch.distributed.checkpoint`` has tensors to load into.
+        Initial states are created for each call and are not stored. Parameters whose state is empty are omitted.
 
         Returns:
             ``{"state": {number: {key: value}}, "param_groups": [{"params": [number, ...], "param_names": [name, ...],
-            "lr": ..., ...}]}``. Tensors of a parameter's shape are sharded tensors of the global shape that share
-            memory with the optimizer's state. ``"param_names"`` are the names in the model, or the names that you
-            passed to the optimizer.
+            "lr": ..., ...}]}``. State tensors with their parameter's shape are sharded tensors of the global shape.
+            They share memory with the optimizer's state. ``"param_names"`` are the names in the model, or the names
+            that you passed to the optimizer.
 
         Raises:
-            NotImplementedError: parameters have owners, as with Muon. Use :meth:`state_dict_by_name`.
+            NotImplementedError: parameters have owners, as with Muon. Use :meth:`state_dict_by_name` instead.
 
         Example::
 
@@ -381,12 +381,13 @@ class ShardedOptimizer(OptimizerProxy):
         rank must call this method, and the result contains the states of all owners.
 
         Returns:
-            ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], "lr": ..., ...}]}``. Tensors of
-            a parameter's shape are sharded tensors of the global shape that share memory with the optimizer's state.
-            State tensors of owned parameters are sharded tensors whose rows are all on the owner.
+            ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], "lr": ..., ...}]}``. State
+            tensors with their parameter's shape are sharded tensors of the global shape. They share memory with the
+            optimizer's state. State tensors of owned parameters are sharded tensors whose rows are all on the owner.
 
         Raises:
-            TypeError: the state of an owned parameter has a value that the owner cannot send. All ranks raise.
+            TypeError: the state of an owned parameter has a value that the owner cannot send. All ranks raise the
+                error.
 
         Example::
 
@@ -404,7 +405,7 @@ class ShardedOptimizer(OptimizerProxy):
         return self._with_hooks(with_names)
 
     def _with_hooks(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the state dict that `make` returns and run the hooks for state dicts before and after it."""
+        """Return the state dict from `make`. Run the state-dict hooks before and after `make`."""
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         result = make()
@@ -422,24 +423,24 @@ class ShardedOptimizer(OptimizerProxy):
         return [(group, self.parameter_names(group)) for group in self.param_groups]
 
     def _by_own_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        given: dict[str, str] = {}  # by name that the user passed
+        given: dict[str, str] = {}  # keyed by the name that the user passed
         for group, names in self._named_groups():
             given |= zip(group.get("param_names", names), names, strict=True)
         return by_own_names(state_dict, [names for _, names in self._named_groups()], self._model, given)
 
     @torch.no_grad()
     def full_state_dict(self, *, cpu: bool = True, rank0_only: bool = True) -> dict[str, Any]:
-        """Gather the full state in the form of a plain optimizer's state dict for the unsharded model.
+        """Gather the full state in the format of a plain optimizer's state dict for the unsharded model.
 
-        A plain optimizer with the same groups can load the result, and so can :meth:`load_state_dict` on every rank.
-        Tensors are gathered one at a time. Every rank must call this method.
+        A plain optimizer with the same groups can load the result. :meth:`load_state_dict` can also load it, if every
+        rank passes it. Tensors are gathered one at a time. Every rank must call this method.
 
         Args:
             cpu: copy the tensors to host memory.
             rank0_only: return the state on the first rank only, and ``{}`` on all other ranks.
 
         Returns:
-            ``{"state": {number: {key: value}}, "param_groups": [{"params": [number, ...], ...}]}``, the form of
+            ``{"state": {number: {key: value}}, "param_groups": [{"params": [number, ...], ...}]}``, the format of
             ``torch.optim``, with full plain tensors.
 
         Raises:
@@ -457,7 +458,7 @@ class ShardedOptimizer(OptimizerProxy):
         keeps = not rank0_only or model_ranks.is_first
 
         def gathered(value: Any) -> Any:
-            if isinstance(value, DTensor):  # a collective: all ranks, in the same order
+            if isinstance(value, DTensor):  # full_tensor is a collective: all ranks call it in the same order
                 value = value.full_tensor()  # type: ignore[no-untyped-call]
             if not keeps or not isinstance(value, Tensor):
                 return value if keeps else None
@@ -477,13 +478,13 @@ class ShardedOptimizer(OptimizerProxy):
 
         Args:
             state_dict: state with sharded tensors, or with full plain tensors of the global shape. Parameters may be
-                identified by any of their tied names, or by number. Numbers are matched by ``"param_names"`` if all
-                groups have them, so that the groups may differ. Otherwise the groups must have the same order and
-                sizes as those of this optimizer.
+                identified by any of their tied names, or by number. If all groups have ``"param_names"``, numbers are
+                matched by these names, and the groups may differ from this optimizer's groups. Otherwise the groups
+                must have the same order and sizes as this optimizer's groups.
 
         Raises:
             ValueError: names are missing or unexpected, group sizes differ, a shape is wrong, or a group's parameters
-                were saved with different hyperparameters. The optimizer is not changed in this case.
+                were saved with different hyperparameters. The optimizer is not changed in these cases.
 
         Example::
 
@@ -494,7 +495,7 @@ class ShardedOptimizer(OptimizerProxy):
 
     @torch.no_grad()
     def adopt_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load like :meth:`load_state_dict`, but use the given tensors without a copy where possible."""
+        """Load a state dict like :meth:`load_state_dict`, but use its tensors without copying them where possible."""
         self._load(state_dict, copy=False)
 
     def _load(self, state_dict: Mapping[str, Any], *, copy: bool) -> None:
@@ -563,23 +564,23 @@ class ShardedOptimizer(OptimizerProxy):
 
     @property
     def has_owners(self) -> bool:
-        """True if the optimizer needs some parameters in full, so that their state is on their owners."""
+        """True if the optimizer needs some full parameters. The state of these parameters is on their owners."""
         return bool(self._owner_table.owned)
 
     def parameter_names(self, group: Mapping[str, Any]) -> list[str]:
-        """Return the names of the parameters of a group in :meth:`state_dict_by_name`."""
+        """Return the names that :meth:`state_dict_by_name` uses for the parameters of a group."""
         return [self._name(parameter) for parameter in group["params"]]
 
     def state_by_name(self) -> dict[str, Mapping[str, Any]]:
-        """Return the wrapped optimizer's state without a copy, by the parameter names of :meth:`state_dict_by_name`."""
+        """Return the wrapped optimizer's state without a copy, keyed by the names in :meth:`state_dict_by_name`."""
         return {self._name(p): self.inner.state[self._master_of[id(p)]] for p in self.state}
 
     def owned(self, name: str) -> OwnedParam | None:
-        """Return the owned parameter whose name in :meth:`state_dict_by_name` is `name`, or None if it has no owner."""
+        """Return the owned parameter that :meth:`state_dict_by_name` calls `name`, or None if it has no owner."""
         return next((each for each in self._owner_table.owned.values() if each.member.name == name), None)
 
     def spec_of_state(self, name: str, shape: Sequence[int]) -> RowShardSpec | None:
-        """Return the sharding of a state tensor of the parameter `name` with shape `shape`. None: not sharded."""
+        """Return the sharding of a state tensor of shape `shape` for parameter `name`, or None if it is not sharded."""
         member = self._runtime.members.get(name)
         holder = None if member is None else self._holder_of(member.sharded)
         if not shape or holder is None:

@@ -1,10 +1,10 @@
-"""Optimizer step that is split into one part per parameter but counts as a single step.
+"""Splits an optimizer step into parts of one parameter, while the whole counts as a single step.
 
 An optimizer may store scalars outside of its parameter state, such as a step count in its groups or a learning rate in
 its attributes. Each part of a step would change these scalars again, and the number of parts differs between ranks.
-Therefore each part starts with the scalars from before the step. The final scalars are the scalars after the first
-part, which steps all parameters except those in `turns`, as on a rank that owns no parameters. The compatibility trial
-decides whether an optimizer supports this; see compatibility_trial.py.
+Therefore each part starts with the scalars from before the step. After the step, the optimizer has the scalars from the
+first part. The first part steps all parameters except those in `turns`, as on a rank that owns no parameters. The
+compatibility trial decides whether an optimizer supports such a split; see compatibility_trial.py.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 
 __all__ = ["Turn", "step_param_by_param"]
 
-Turn = tuple[MutableMapping[str, Any], Tensor]  # group of the optimizer, parameter to step with the group's settings
+Turn = tuple[MutableMapping[str, Any], Tensor]  # (group of the optimizer, parameter to step with the group's settings)
 
 _MOST_ELEMENTS = 64  # tensors with more elements are data and do not count as scalars
 
 
 def step_param_by_param(optimizer: Optimizer, take_step: Callable[[], Any], turns: Iterable[Turn]) -> None:
-    """Step all parameters that have a gradient at the time of the call, then the parameters of `turns` one by one.
+    """Step all parameters that have a gradient at the time of the call, then the parameters in `turns` one by one.
 
     Args:
         take_step: function that steps `optimizer`.

@@ -1,4 +1,4 @@
-"""State of the wrapped optimizer, keyed by sharded parameter instead of master."""
+"""View of the wrapped optimizer's state, keyed by sharded parameter instead of by master."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["ParamKeyedState"]
 class ParamKeyedState(MutableMapping[Tensor, Any]):
     """View of the inner optimizer's state, keyed by the sharded parameters that the groups list between steps.
 
-    Iteration, ``len`` and ``in`` refer to parameters that have state. A lookup of a trainable parameter that the
-    optimizer has not stepped yet returns a read-only mapping with its initial state, as in
+    Iteration, ``len`` and ``in`` take only parameters with state into account. A lookup of a trainable parameter that
+    the optimizer has not stepped yet returns a read-only mapping with the parameter's initial state, as in
     ``ShardedOptimizer.state_dict``.
 
     Args:
         inner: the wrapped optimizer.
-        master_of: maps the id of a sharded parameter to its master.
+        master_of: mapping from the id of a sharded parameter to its master.
         owned: ids of the parameters whose state is on the owner.
     """
 
@@ -48,8 +48,8 @@ class ParamKeyedState(MutableMapping[Tensor, Any]):
             )
         groups = self._inner.param_groups
         group = next(group for group in groups if any(parameter is other for other in group["params"]))
-        # torch's set_state_dict reads the names of the state's entries here, to load a flattened state. Read-only,
-        # because a write to a mapping that is not stored would be lost without an error.
+        # To load a flattened state, torch's set_state_dict reads the names of the state's entries here. The mapping is
+        # read-only, because it is not stored, and writes to it would be lost without an error.
         return MappingProxyType(first_state(self._inner, group, master))
 
     def __setitem__(self, parameter: Tensor, values: dict[str, Any]) -> None:
@@ -69,6 +69,6 @@ class ParamKeyedState(MutableMapping[Tensor, Any]):
         return sum(1 for _ in self)
 
     def __bool__(self) -> bool:
-        # Hazard: if this were false before the first step, torch's get_state_dict and set_state_dict would step the
+        # Hazard: if the view were false before the first step, torch's get_state_dict and set_state_dict would step the
         # optimizer with zero gradients. See [Note: torch's get_state_dict].
         return True

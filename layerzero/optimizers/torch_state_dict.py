@@ -1,11 +1,11 @@
-"""Numbered optimizer state dicts, as in ``torch.optim``, and parameter names in state dicts.
+"""Converts optimizer state dicts between parameter names and numbers, and creates initial states.
 
 [Note: torch's get_state_dict]
 ``torch.distributed.checkpoint.state_dict`` reads ``optimizer.state_dict()`` and replaces the numbers of parameters with
-names. If ``optimizer.state`` is false, it first steps the optimizer with zero gradients and a zero learning rate, to
+names. If ``optimizer.state`` is false, torch first steps the optimizer with zero gradients and a zero learning rate, to
 create tensors that a load can fill. Such a step would increment step counts and decay momenta. Therefore
 ``optimizer.state`` is always true, and the numbered state dict contains an initial state for parameters that the
-optimizer has not stepped yet. The initial state is created for the call and is not stored.
+optimizer has not stepped yet. The initial state is created for each call and is not stored.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def first_state(inner: Optimizer, group: Mapping[str, Any], master: Tensor) -> d
 
 
 def first_states(inner: Optimizer, group: Mapping[str, Any], masters: Iterable[Tensor]) -> Iterator[dict[str, Any]]:
-    """Yield the initial state of each master of a group. Two trial steps per device serve all of them."""
-    # Pass the group without its parameters, because their state would be copied. Without weight decay, because SGD's
-    # would add a part of the parameter to the momentum.
+    """Yield the initial state of each of a group's masters. Two trial steps per device are enough for all masters."""
+    # Pass the group without its parameters, because their state would be copied. Also pass it without weight decay,
+    # because SGD's weight decay would add a part of the parameter to the momentum.
     settings = {**group, "params": [], **({"weight_decay": 0.0} if "weight_decay" in group else {})}
     trials: dict[torch.device, list[dict[str, Any]]] = {}
     for master in masters:
@@ -48,7 +48,7 @@ def first_states(inner: Optimizer, group: Mapping[str, Any], masters: Iterable[T
 
 
 def _begun(key: str, value: Any, of_ones: Any, master: Tensor) -> Any:
-    """Return the initial value of an entry from its values after steps of parameters of zeros and of ones."""
+    """Return the initial value of a state entry, given its values after steps on parameters of zeros and of ones."""
     if isinstance(value, Tensor) and value.ndim:
         dtype = master.dtype if value.dtype is torch.float32 else value.dtype  # the trial's parameter was fp32
         start = float(value.flatten()[0])
@@ -78,12 +78,12 @@ def by_own_names(
     """Return a state dict in which each parameter has the name that the optimizer uses.
 
     Args:
-        state_dict: state dict keyed by any name of a parameter in the model, with or without the prefixes of wrappers,
-            or by number. Numbered groups that all have ``"param_names"`` are matched by these names. Other numbered
-            groups must have the order and the sizes of the optimizer's groups, as for an unsharded optimizer.
+        state_dict: state dict keyed by number or by any name of a parameter in the model, with or without the prefixes
+            of wrappers. Numbered groups that all have ``"param_names"`` are matched by these names. Other numbered
+            groups must have the same order and sizes as the optimizer's groups, as for an unsharded optimizer.
         own: names that the optimizer uses, by group.
-        given: maps a name that the user passed to the optimizer to the name that the optimizer uses. Used for
-            ``"param_names"`` only.
+        given: mapping from a name that the user passed to the optimizer to the name that the optimizer uses. It applies
+            to ``"param_names"`` only.
 
     Raises:
         ValueError: the state dict is numbered, and its names or group sizes differ from those of the optimizer.
@@ -124,7 +124,7 @@ def _names_of_numbers(
 
 
 def _aliases(model: nn.Module, own: Iterable[str]) -> dict[str, str]:
-    """Return a dict that maps every name of a model parameter to its name in `own`."""
+    """Return a dict that maps each name of a model parameter to the parameter's name in `own`."""
     known = set(own)
     names_of: dict[int, list[str]] = {}
     aliases: dict[str, str] = {}

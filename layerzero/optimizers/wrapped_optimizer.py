@@ -1,4 +1,4 @@
-"""Access to the wrapped optimizer from the wrapper: hooks, methods, state and checks of the groups."""
+"""Gives the wrapper access to the wrapped optimizer's hooks, methods and state, and checks its groups."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _OWN = ("inner", "defaults", "state", "param_groups")  # attributes that both op
 
 
 class StepCounter:
-    """Counter of ``"taken"`` and ``"skipped"`` steps. A skipped step is one whose gradients are zeroed without a step.
+    """Counter of ``"taken"`` and ``"skipped"`` steps. A step counts as skipped if gradients are zeroed without a step.
 
     Skipped steps must be inferred, because a ``GradScaler`` that finds an overflow does not call ``step()``.
     """
 
     def __init__(self, counter: Counter[str]) -> None:
         self._counter = counter
-        self._stepped = True  # a step was made since gradients were last zeroed
-        self._backwards = 0  # number of backwards when gradients were last zeroed
+        self._stepped = True  # True if a step was made since gradients were last zeroed
+        self._backwards = 0  # number of backward passes when gradients were last zeroed
 
     def take(self) -> None:
         self._counter["taken"] += 1
@@ -53,8 +53,8 @@ class StepCounter:
         """Record that gradients are zeroed. Count a skipped step if no step has used the new gradients.
 
         Args:
-            backwards: number of backwards so far. If this number equals that of the last call, there are no new
-                gradients.
+            backwards: number of backward passes so far. If this number is the same as in the last call, there are no
+                new gradients.
         """
         is_new = not self._stepped and backwards > self._backwards
         if is_new and any(parameter.grad is not None for group in groups for parameter in group["params"]):
@@ -63,7 +63,7 @@ class StepCounter:
 
 
 class OptimizerProxy(Optimizer):
-    """Optimizer that forwards public attributes and methods that it does not define to the inner optimizer."""
+    """Optimizer that forwards accesses to public attributes that it does not define to the inner optimizer."""
 
     inner: Optimizer
 
@@ -91,17 +91,17 @@ class OptimizerProxy(Optimizer):
 def step_without_global_hooks(inner: Optimizer, update: Callable[[Callable[[], Any]], Any] | None = None) -> None:
     """Call ``inner.step()`` with the hooks of the instance but without torch's global hooks.
 
-    The step of the wrapper runs the global hooks.
+    The wrapper's own step runs the global hooks.
 
     Args:
-        update: function whose argument is a function that steps `inner`. It calls that function one or more times. If
-            it is None, step `inner` once.
+        update: function that receives a function that steps `inner`, and calls it one or more times. If `update` is
+            None, step `inner` once.
     """
     update = update or _at_once
     replaced = vars(inner).get("step")
     bare = unhooked(type(inner).step)
     if bare is type(inner).step or (replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched")):
-        update(inner.step)  # a custom step, called without changes
+        update(inner.step)  # a custom step, which is called unchanged
         return
     if replaced is not None:
         inner._opt_called = True  # type: ignore[attr-defined]  # the only effect of a scheduler's step wrapper
@@ -138,10 +138,10 @@ def require_one_kind(
     """Raise ValueError if one foreach or fused call would update both plain tensors and DTensors.
 
     Args:
-        inner: optimizer that the group is added to.
+        inner: optimizer to which the group is added.
         group: settings of the group that override the defaults of `inner`.
-        ignored: parameters of the group that are not sharded by layerzero.
-        parameters: all parameters of the group.
+        ignored: parameters in the group that layerzero does not shard.
+        parameters: all parameters in the group.
     """
     foreign = sum(isinstance(parameter, DTensor) for parameter in ignored)
     settings = {**inner.defaults, **group}
@@ -152,12 +152,12 @@ def require_one_kind(
 def require_unedited(
     groups: Sequence[Mapping[str, Any]], inner: Sequence[Mapping[str, Any]], known: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Raise RuntimeError if `groups` or their parameter lists were not changed through the wrapper.
+    """Raise RuntimeError if `groups` or their parameter lists were changed without using the wrapper.
 
     Args:
         groups: parameter groups of the wrapper.
         inner: parameter groups of the inner optimizer, which must be the same list.
-        known: parameters that were added through the wrapper, by group.
+        known: parameters that were added with the wrapper, by group.
     """
     if groups is not inner:
         raise RuntimeError(f"the list of parameter groups was replaced. {_WAY_OUT}")
@@ -188,11 +188,11 @@ def _shapes(parameters: Sequence[Tensor]) -> str:
 class MasterKeyedState(defaultdict[Tensor, Any]):
     """State of the inner optimizer, keyed by master.
 
-    A lookup by sharded parameter raises RuntimeError. A plain defaultdict would create an empty state without an error.
+    A lookup by sharded parameter raises RuntimeError. A plain defaultdict would silently create an empty state.
     """
 
     def __init__(self, former: Mapping[Any, Any]) -> None:
-        """Copy the entries of `former` that are not keyed by parameter."""
+        """Copy the entries of `former` whose keys are not parameters."""
         super().__init__(dict, {key: value for key, value in former.items() if not isinstance(key, Tensor)})
 
     def __missing__(self, key: Tensor) -> Any:
@@ -205,12 +205,13 @@ class MasterKeyedState(defaultdict[Tensor, Any]):
 
 
 class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that calls a function before the first operation that writes to the memory of given tensors.
+    """Dispatch mode that calls a function before the first operation that writes to the memory of the given tensors.
 
     Args:
         tensors: tensors whose memory is observed.
         on_first_write: function that is called before the first write.
-        refusal: message of a RuntimeError that is raised instead. If it is None, no error is raised.
+        refusal: message of a RuntimeError that is raised instead of calling the function. If `refusal` is None, no
+            error is raised.
     """
 
     def __init__(
@@ -251,7 +252,7 @@ def reduced_grad_rows(gradient: Tensor) -> Tensor | None:
 
 
 def note_edits(parameters: Iterable[Tensor]) -> None:
-    """Record a write to the masters of `parameters`. The mutation tracker cannot detect such writes."""
+    """Record a write to the masters of `parameters`, which the mutation tracker cannot detect by itself."""
     for parameter in parameters:
         assert isinstance(parameter, DTensor) and isinstance(parameter._local_tensor, LocalShard)
         if parameter._local_tensor.tracker is not None:

@@ -1,4 +1,4 @@
-"""Construction of units from their definitions: checks, memory, initial values and handles."""
+"""Builds units from their definitions: checks settings, allocates and initializes memory, and creates handles."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def settings_to_compare(
 
 
 def parts_to_compare(plans: Sequence[UnitDefinition]) -> dict[str, object]:
-    """Return this rank's model-parallel coordinates of the DTensors in units on the root's mesh, by name.
+    """Return this rank's model-parallel coordinates for each DTensor, by parameter name.
 
-    The coordinates must be the same on all ranks of the root's mesh.
+    Only units on the root's mesh are included. The coordinates must be the same on all ranks of the root's mesh.
     """
     return {
         f"model-parallel coordinates of parameter {found.name!r}": found.parameter.device_mesh.get_coordinate()
@@ -129,7 +129,7 @@ def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> Non
 def require_equal_encoded_sizes(
     plans: Sequence[UnitDefinition], handles: Sequence[Sequence[HandleSpec]], config: LayerZeroConfig, site: UnitMesh
 ) -> None:
-    """Raise on all ranks of a mesh if their codecs produce different numbers of bytes."""
+    """Raise an error on all ranks of a mesh if their codecs produce different numbers of bytes."""
     if config.gather_codec is None:
         return
     size = site.mesh_info.zero3_size
@@ -143,7 +143,7 @@ def require_equal_encoded_sizes(
 
 
 def check_meta(plans: Sequence[UnitDefinition], param_init_fn: InitFn | None) -> None:
-    """Raise if a module on the meta device cannot be initialized."""
+    """Raise an error if `param_init_fn` is invalid or a module on the meta device cannot be initialized."""
     if param_init_fn is not None and not callable(param_init_fn):
         raise TypeError(
             f"param_init_fn must be a callable(module) or None, got {param_init_fn!r}. Pass a function that "
@@ -184,8 +184,8 @@ def plan_handles(
     group gets one or more handles. Each parameter with an all-gather extension gets its own handle.
 
     Args:
-        averaged: number of data-parallel ranks of the root. Gradients are averaged over these ranks, even if the unit
-            is sharded over another mesh.
+        averaged: number of data-parallel ranks in the root's mesh. Gradients are averaged over these ranks, even if the
+            unit is sharded over another mesh.
         has_model_parallel: function that returns whether a parameter has a model-parallel spec.
     """
     accumulation = config.accumulation_of(plan.name, plan.called[0])
@@ -269,7 +269,7 @@ def build_unit(
 ) -> tuple[Unit, list[UninitializedTensor]]:
     """Build a unit and replace its parameters in the model. Return the unit and its uninitialized tensors.
 
-    Units are built one at a time, so that only one unit has full tensors.
+    Units are built one at a time, so that at most one unit has full tensors at any time.
     """
     mesh_info = site.mesh_info
     policy = config.policy_of(plan.name, plan.called[0])
@@ -283,7 +283,8 @@ def build_unit(
     by_name = {found.name: found for found in plan.parameters}
     reshards = config.reshards(plan.name, plan.called[0], mesh_info.zero3_size)
     root_stays_gathered = not plan.name and device_module(mesh_info.device) is not None
-    # Created for any transport. ZeRO-3 groups may have different transports, and all ranks must create the same groups.
+    # The communicator is created with every transport. ZeRO-3 groups may use different transports, but all ranks must
+    # create the same process groups.
     keeping = None if root_stays_gathered or isinstance(reshards, bool) else mesh_info.subgroup_comm(reshards)
     options = GatherOptions(config.gather_codec, keeping)
     handles = [
@@ -331,7 +332,7 @@ def _take_extensions(plan: UnitDefinition, policy: MixedPrecisionPolicy) -> dict
 def _original(
     found: ParamInfo, site: UnitMesh
 ) -> tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...], ModelParallelSpec | None]:
-    """Return the arguments of `Handle` for a parameter: this rank's local part, its owners, its model-parallel spec."""
+    """Return the arguments that `Handle` needs for a parameter: the local part, the owners, the model-parallel spec."""
     whole, part = found.parameter, found.parameter
     if isinstance(whole, DTensor):
         part = nn.Parameter(local_part(whole).detach(), requires_grad=whole.requires_grad)
@@ -367,7 +368,7 @@ def _still_marked(plan: UnitDefinition, was_on_meta: Sequence[UninitializedTenso
 
 
 def _materialise_together(plan: UnitDefinition, site: UnitMesh, param_init_fn: InitFn | None) -> None:
-    """Materialise the unit, or raise on all ranks of the model if any rank fails."""
+    """Materialise the unit. If this fails on any rank, raise an error on all ranks of the model."""
     device = site.mesh_info.device
     if not any(_has_meta(module) for module in plan.modules):
         _materialise(plan, device, param_init_fn)

@@ -1,4 +1,4 @@
-"""Release of a model's resources: :func:`close`."""
+"""Releases a model's resources, with :func:`close`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ __all__ = ["close"]
 def close(model: nn.Module) -> None:
     """Release the process groups, threads, buffers, shared memory and pinned memory of a sharded model.
 
-    Garbage collection of the model releases the same resources. Call this function to choose the time of the release,
-    or if a reference keeps the model alive. The function waits for a background save. All ranks should call it. If
-    collectives run on a device, all ranks must call it, because the communicators are destroyed together.
+    The same resources are released when the model is garbage collected. Call this function to control when they are
+    released, or if a reference keeps the model alive. The function waits for a background save to finish. All ranks
+    should call this function. If collectives run on a device, all ranks must call it, because ranks destroy the
+    communicators together.
 
-    Afterwards, forwards, optimizer steps, checkpoints and all functions that accept the model raise RuntimeError.
-    ``p.to_local()`` still returns this rank's rows of a parameter. ``p.full_tensor()`` raises if it needs other ranks.
-    A second call has no effect. A mesh that was passed to :func:`shard_model` is not destroyed.
+    After the call, forward passes, optimizer steps, checkpoints and all functions that accept the model raise
+    RuntimeError. ``p.to_local()`` still returns this rank's rows of a parameter. ``p.full_tensor()`` raises an error if
+    it needs other ranks. A second call has no effect. A mesh that was passed to :func:`shard_model` is not destroyed.
 
     Args:
-        model: from :func:`shard_model`.
+        model: a model that :func:`shard_model` has returned.
 
     Raises:
-        RuntimeError: a backward is running, or :func:`gathered`, :func:`unsharded`, :func:`full_precision`
-            or ``EMA.swapped`` is active.
+        RuntimeError: a backward is running, or one of the contexts :func:`gathered`, :func:`unsharded`,
+            :func:`full_precision` and ``EMA.swapped`` is active.
         TypeError, ValueError: `model` is not a sharded model.
 
     Example::

@@ -1,4 +1,4 @@
-"""Warnings about launcher settings that make a run fail or slow it down."""
+"""Warnings about launcher settings that make a run fail or slow down."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def restart_warning(environment: Mapping[str, str] = os.environ) -> str | None:
 
     Since torch 2.13, the rendezvous store belongs to the launcher and outlives the ranks. After a restart, process
     groups (at least gloo's) read the addresses of dead processes from the store. torch's `init_process_group` then
-    fails before any code of this package runs.
+    fails before any code in this package runs.
     """
     restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if not restarts.isdigit() or int(restarts) == 0 or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -1,11 +1,11 @@
-"""Detection of uninitialized tensors in a model that was built on the meta device.
+"""Detects uninitialized tensors in a model that was built on the meta device.
 
 [Note: Sentinels in uninitialized memory]
 Uninitialized memory may look like weights, and a model would train on it without an error. Therefore the memory of
 tensors that were on meta is first filled with a sentinel that no computation produces. If a tensor still contains the
-sentinel, no write (in place, through ``.data`` or by a kernel) has initialized it. The first check runs after
-initialization and after the broadcast from rank 0. A load or the user may still write the tensors that the check
-finds. The first forward checks these tensors again.
+sentinel, no write (in place, through ``.data`` or by a kernel) has initialized the tensor. The first check runs after
+initialization and after the broadcast from rank 0. A load or the user may still write to the tensors that this check
+finds. Therefore the first forward checks these tensors again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class UninitializedTensor:
 
     @property
     def is_in_states(self) -> bool:
-        """True if loading a state dict writes the tensor."""
+        """True if loading a state dict writes to the tensor."""
         return self.is_parameter or self.attribute not in self.owner._non_persistent_buffers_set
 
     def is_left(self, members: Mapping[str, ManagedParam]) -> bool:
@@ -50,7 +50,7 @@ class UninitializedTensor:
 
 @torch.no_grad()
 def fill_sentinel(fresh: Tensor) -> None:
-    """Fill a tensor of any dtype with the sentinel: a NaN, or an unlikely integer."""
+    """Fill a tensor of any dtype with the sentinel, which is a NaN or an unlikely integer."""
     if _takes_mark(fresh):
         bits = _bits(fresh)
         bits.fill_(_sentinel_of(fresh, bits))
@@ -58,7 +58,7 @@ def fill_sentinel(fresh: Tensor) -> None:
 
 @torch.no_grad()
 def has_sentinel(tensor: Tensor) -> bool:
-    """Return whether any element is uninitialized. For integers and 1-byte dtypes, return whether all elements are."""
+    """Return whether any element is uninitialized. For integers and 1-byte dtypes, check whether all elements are."""
     if not _takes_mark(tensor) or tensor.numel() == 0:
         return False
     bits = _bits(tensor)
@@ -69,9 +69,9 @@ def has_sentinel(tensor: Tensor) -> bool:
 def initialization_check(
     unwritten: Sequence[UninitializedTensor], members: Mapping[str, ManagedParam], ranks: Sequence[int]
 ) -> Callable[[], None]:
-    """Return a check for the first forward, which all ranks must call.
+    """Return a check to run in the first forward. All ranks must call the check.
 
-    The check raises on all ranks if any rank has an uninitialized tensor.
+    The check raises an error on all ranks if any rank has an uninitialized tensor.
     """
 
     def refuse() -> None:

@@ -1,4 +1,4 @@
-"""Functions for training loops that are also methods of a sharded model and its units, as in FSDP2 and DDP."""
+"""Functions for training loops, also available as methods of a sharded model and its units, as in FSDP2 and DDP."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isas
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Context manager that accumulates gradients without reduction across replicas.
+    """Context manager that accumulates gradients without reducing them across replicas.
 
     The context must be active while ``backward()`` runs. ``.grad`` is not final until the next backward outside of the
     context, or ``optimizer.step()``, has reduced the accumulated gradients. If `accumulation` is ``"sharded"``,
-    gradients are still reduced inside the ZeRO-3 group; with ``"local"`` they are reduced over all ranks.
+    gradients are still reduced inside the ZeRO-3 group. If it is ``"local"``, they are reduced over all ranks.
 
     Example::
 
@@ -70,30 +70,32 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def gathered(module: nn.Module) -> Iterator[None]:
     """Context manager that gathers the weights of a module, for computations outside of its unit's forward.
 
-    Use this context for a loss that reads the weight of the head after the model returns, such as a fused or
+    Use this context for a loss that reads the head's weight after the model returns, such as a fused or
     chunked cross-entropy. On every rank, the weights are plain parameters in `mp_policy.param_dtype`. Their gradients
-    are reduced as usual and are added to the gradients from the unit's forwards and from tied weights.
+    are reduced as usual and are added to the gradients from the unit's forward passes and from tied weights.
 
     The backward may run inside or after the context. If the backward runs inside the context, the weights are gathered
     once. If the backward runs after the context, it gathers the weights again, unless `reshard_after_forward` keeps the
     unit gathered. Under ``torch.no_grad()``, the weights are freed at the end of the context.
 
     Like a forward, the context is a collective of the ranks that share the weights. These ranks must enter the same
-    contexts in the same order. Otherwise the ranks raise an error, as for forwards. The context gathers the full unit
+    contexts in the same order. Otherwise they raise an error, as for forward passes. The context gathers the full unit
     that has the parameters of `module`. Units inside `module` stay sharded, so ``gathered(model)`` gathers the
     parameters of the root only. Ignored parameters, and parameters inside :func:`layerzero.unsharded`, are already full
     and do not change.
 
     The weights are read-only. Inside the context, ``optimizer.step()``, loads, :func:`layerzero.unsharded` and
     ``EMA.swapped()`` raise an error. To edit weights, use ``layerzero.unsharded(model, writeback=True)``. Saved-tensor
-    hooks are active inside, so a kernel that adds to ``weight.main_grad`` must read this attribute in the forward.
+    hooks are active inside the context. Therefore a kernel that adds to ``weight.main_grad`` must read this attribute
+    in the forward.
 
     Args:
         module: a sharded model, one of its units, or a module inside one.
 
     Raises:
-        ValueError: all parameters of `module` are in units inside it.
-        RuntimeError: the ranks of a ZeRO-3 group enter different contexts, or a call inside would change weights.
+        ValueError: all parameters of `module` belong to units inside `module`.
+        RuntimeError: the ranks of a ZeRO-3 group enter different contexts, or a call inside the context would change
+            weights.
 
     Example::
 
@@ -117,32 +119,33 @@ def refresh(model: nn.Module) -> None:
     """Refresh the compute weights of all replicas from the masters. All ranks must call this function.
 
     Writes through a sharded parameter are detected, and the next forward refreshes its compute weights. Call this
-    function after writes that cannot be detected, such as a write through a raw pointer.
+    function after a write that cannot be detected, such as a write through a raw pointer.
     """
     get_state(model).refreshes.launch()
 
 
 def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-    """Set whether later backwards reduce gradients.
+    """Set whether later backward passes reduce gradients.
 
-    The value False works like :func:`no_sync`. The setting applies until the next call of this function. The function
-    is also a method of a sharded model, for loops written for FSDP2: ``model.set_requires_gradient_sync(is_last)``.
+    The value False has the same effect as :func:`no_sync`. The setting applies until the next call of this function.
+    The function is also a method of a sharded model, for training loops that were written for FSDP2:
+    ``model.set_requires_gradient_sync(is_last)``.
 
     Raises:
-        ValueError: ``recurse=False``, for the root without the units inside it.
+        ValueError: `recurse` is False, which would select the root without the units inside it.
     """
     runtime = _whole(model, "set_requires_gradient_sync", recurse=recurse)
     runtime.scheduler.requires_gradient_sync = runtime.scheduler.requires_all_reduce = bool(requires_gradient_sync)
 
 
 def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-    """Set whether later backwards also reduce gradients across replicas, like FSDP2's method of this name.
+    """Set whether later backward passes also reduce gradients across replicas, like FSDP2's method of this name.
 
-    The value False works like :func:`no_sync`. If `accumulation` is ``"sharded"``, gradients are reduced inside the
-    ZeRO-3 group; with ``"local"`` over all ranks.
+    The value False has the same effect as :func:`no_sync`. If `accumulation` is ``"sharded"``, gradients are still
+    reduced inside the ZeRO-3 group. If it is ``"local"``, they are reduced over all ranks.
 
     Raises:
-        ValueError: ``recurse=False``, for the root without the units inside it.
+        ValueError: `recurse` is False, which would select the root without the units inside it.
     """
     _whole(model, "set_requires_all_reduce", recurse=recurse).scheduler.requires_all_reduce = bool(requires_all_reduce)
 
@@ -158,13 +161,13 @@ def _whole(model: nn.Module, method: str, *, recurse: bool) -> LayerZeroState:
 
 
 class UnshardHandle:
-    """Gather in flight that :func:`unshard` has launched."""
+    """Handle to the in-flight gather that :func:`unshard` has launched."""
 
     def __init__(self, runtime: LayerZeroState, unit: Unit) -> None:
         self._runtime, self._unit = weakref.ref(runtime), weakref.ref(unit)
 
     def wait(self) -> None:
-        """Wait until the weights are gathered. The forward of the unit also waits for them."""
+        """Wait until the weights are gathered. The unit's forward also waits for the gather."""
         if (runtime := self._runtime()) is not None and (unit := self._unit()) is not None:
             runtime.scheduler.wait_unsharded(unit)
 
@@ -173,10 +176,12 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     """Gather the weights of a unit before its next forward, without the units inside it.
 
     The weights stay gathered until the next forward frees them (see `reshard_after_forward`), until a backward ends, or
-    until a call of :func:`reshard`. ``module.weight`` is the gathered weight only inside forwards and :func:`gathered`.
-    Like a forward, this function is a collective of the ranks that share the weights. Args: module: a sharded model, or
-        one of its units. Both have this function as a method: ``unit.unshard()``. async_op: if True, return before the
-        weights are gathered.
+    until :func:`reshard` is called. ``module.weight`` is the gathered weight only inside forward passes and inside
+    :func:`gathered`. Like a forward, this function is a collective of the ranks that share the weights.
+
+    Args:
+        module: a sharded model, or one of its units. Both have this function as a method: ``unit.unshard()``.
+        async_op: if True, return before the weights are gathered.
 
     Returns:
         If `async_op` is True, a handle whose ``wait()`` returns when the weights are gathered. Otherwise None.
@@ -205,10 +210,10 @@ def reshard(module: nn.Module) -> None:
 def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, recurse: bool = True) -> None:
     """Change the setting `reshard_after_forward` of a unit.
 
-    If `recurse` is True, also change the setting of the units inside it.
+    If `recurse` is True, also change the setting of the units inside the unit.
 
-    See :func:`layerzero.shard_model`. All ranks must make the same call. A forward without gradients always frees its
-    weights.
+    :func:`layerzero.shard_model` describes the setting. All ranks must make the same call. A forward without gradients
+    always frees its weights.
 
     Raises:
         ValueError: `reshard_after_forward` is not a bool.
@@ -225,12 +230,13 @@ def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, re
 
 
 def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-    """Set whether a unit is freed after a backward.
+    """Set whether a unit's gathered weights are freed after a backward.
 
-    If `recurse` is True, the setting also applies to the units inside it.
+    If `recurse` is True, the setting also applies to the units inside the unit.
 
-    The value False needs more memory but saves the gathers of the next micro-batch. ``optimizer.step()`` still frees
-    the units that it updates, and a forward without gradients still frees its units. All ranks must make the same call.
+    The value False needs more memory but avoids the gathers of the next micro-batch. ``optimizer.step()`` still frees
+    the weights of the units that it updates, and a forward without gradients still frees the weights of its units. All
+    ranks must make the same call.
     """
     runtime, units = _units_of(module, recurse=recurse)
     for unit in units:
@@ -239,7 +245,7 @@ def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, 
 
 
 def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Set the units that the forward of a unit prefetches, in the given order.
+    """Set the units that a unit's forward prefetches, in the given order.
 
     These units replace the units that the setting `prefetch` selects. All ranks must make the same call. Prefetched
     units that are not called are freed when the forward of the model ends.
@@ -253,7 +259,7 @@ def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Modu
 
 
 def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Set the units that the backward of a unit prefetches.
+    """Set the units that a unit's backward prefetches.
 
     See :func:`set_modules_to_forward_prefetch`. Prefetched units that the backward does not reach are freed when the
     backward ends.
@@ -287,7 +293,7 @@ def _unit_of(module: nn.Module) -> tuple[LayerZeroState, Unit]:
 
 
 def _units_of(module: nn.Module, *, recurse: bool) -> tuple[LayerZeroState, list[Unit]]:
-    """Return the unit of a module and, if `recurse` is True, the units inside the unit."""
+    """Return the unit that `module` belongs to and, if `recurse` is True, the units inside that unit."""
     runtime, unit = _unit_of(module)
     inside = set(module.modules()) if recurse else set()
     return runtime, [each for each in runtime.units if each is unit or not inside.isdisjoint(each.modules)]
@@ -297,14 +303,15 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     """Register a method of a sharded model or unit that computes with gathered parameters, as ``forward`` does.
 
     While the method runs, the parameters of that unit are gathered. Parameters of other units are gathered during the
-    forwards of these units. Inputs and outputs are cast according to `mp_policy`, gradients flow through the return
-    value, and forward hooks do not run. Like a forward, the method is a collective. The ranks of a ZeRO-3 group must
-    call the same units in the same order. Unless these ranks share memory, generation must therefore have the same
-    length on all of them (``synced_gpus=True`` in transformers).
+    forward passes of those units. Inputs and outputs are cast according to `mp_policy`, gradients flow through the
+    return value, and forward hooks do not run. Like a forward, the method is a collective. The ranks of a ZeRO-3 group
+    must call the same units in the same order. Unless these ranks share memory, all of them must therefore generate
+    sequences of the same length (``synced_gpus=True`` in transformers).
 
     Args:
         module: a sharded model, or one of its units.
-        method_name: name of the method, such as ``"generate"`` or ``"encode"``. Registering it again has no effect.
+        method_name: name of the method, such as ``"generate"`` or ``"encode"``. Registering the same method again has
+            no effect.
 
     Raises:
         AttributeError, TypeError: the method does not exist, or the method returns before it computes, such as a
@@ -351,9 +358,9 @@ def _as_forward(method: Callable[..., Any], module: nn.Module, takes_module: boo
 
 
 def bind_methods(runtime: LayerZeroState) -> None:
-    """Add methods with FSDP2's names to the model and its units, for training loops that call them.
+    """Add methods with FSDP2's names to the model and its units, for training loops that call such methods.
 
-    If the module already has an attribute of that name, the attribute is kept and a warning is logged.
+    If a module already has an attribute with the name of a method, the attribute is kept and a warning is logged.
     """
     taken: dict[str, str] = {}
     for unit in runtime.units:
@@ -385,7 +392,7 @@ _OF_UNITS = (
 
 
 def _method(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
-    """Bind a function to a model by a weak reference, because a bound method would be a reference cycle."""
+    """Bind a function to a model through a weak reference, because a bound method would create a reference cycle."""
     weak = weakref.ref(model)
 
     @functools.wraps(function)
@@ -405,7 +412,7 @@ def show_units_in_repr(units: Iterable[Unit]) -> None:
 
 
 def _marked(module: nn.Module, mark: str) -> Callable[[], str]:
-    """Return an ``extra_repr`` that appends `mark`. It has no strong reference to the module; see `_method`."""
+    """Return an ``extra_repr`` that appends `mark` and holds no strong reference to the module; see `_method`."""
     weak, own = weakref.ref(module), vars(module).get("extra_repr")
 
     def extra_repr() -> str:

@@ -1,4 +1,4 @@
-"""Check that an optimizer over sharded parameters was passed to `shard_optimizer`."""
+"""Checks that optimizers over sharded parameters were passed to `shard_optimizer`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _RUNTIMES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # a global hook 
 
 
 def guard_optimizers(runtime: LayerZeroState) -> None:
-    """Make the step of an optimizer over parameters of this model raise without `shard_optimizer`.
+    """Make ``step()`` raise for optimizers over this model's parameters that were not passed to `shard_optimizer`.
 
-    Without `shard_optimizer`, a step would not reduce accumulated gradients or refresh compute weights. An optimizer
-    that was built before `shard_model` would update tensors that the model no longer uses.
+    Such a step would neither reduce accumulated gradients nor refresh compute weights. An optimizer that was built
+    before `shard_model` would update tensors that the model no longer uses.
     """
     _RUNTIMES.add(runtime)
     _guard_process()
@@ -28,7 +28,8 @@ def guard_optimizers(runtime: LayerZeroState) -> None:
 
 @functools.cache
 def _guard_process() -> None:
-    # One permanent hook for all models of the process: a model may be collected while torch iterates over its hooks.
+    # One permanent hook serves all models in the process. A hook per model could be removed, when its model is garbage
+    # collected, while torch iterates over its hooks.
     register_optimizer_step_pre_hook(_check)
 
 
@@ -37,7 +38,7 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if runtime.closed or optimizer in runtime.optimizers:
             continue
         if any(optimizer.param_groups is sharded.param_groups for sharded in runtime.optimizers):
-            continue  # It wraps a sharded optimizer. The parameters detect its other writes.
+            continue  # This optimizer wraps a sharded optimizer. The parameters detect its other writes.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 member = runtime.parameters.managed_param(parameter)

@@ -1,4 +1,4 @@
-"""Sharding of a model in place: :func:`shard_model`."""
+"""Shards a model in place, with :func:`shard_model`."""
 
 from __future__ import annotations
 
@@ -99,94 +99,99 @@ def shard_model(
 
     fp32 masters are sharded over all data-parallel ranks (ZeRO-1, Rajbhandari et al. 2020). Compute weights are sharded
     over `zero3_size` neighboring ranks (ZeRO-3). Between passes, ``model.parameters()`` yields DTensors with the
-    original shapes. The local tensors are this rank's rows of the masters. ``.grad`` is the gradient, averaged over all
-    ranks. All ranks must call this function with the same model and settings.
+    original shapes. Their local tensors are this rank's rows of the masters. ``.grad`` is the gradient, averaged over
+    all ranks. All ranks must call this function with the same model and settings.
 
     Args:
         model: any module. Parameters may be on the CPU, on the device, or on ``meta``.
         mesh: mesh of the data-parallel ranks, as an alternative to `zero3_size`. Use :func:`init_mesh`,
             :func:`mesh_from_groups` or any DeviceMesh. On a mesh with one axis, all ranks share the weights. On a mesh
-            with two axes, the first is the replica axis. Or ``callable(name, module) -> DeviceMesh``, called for each
-            unit (``""`` is the root), for example for experts that are data-parallel over fewer ranks. Parameters may
-            be DTensors on model-parallel axes (as in tensor and expert parallelism). See ``docs/meshes.md``.
+            with two axes, the first is the replica axis. The mesh may also be ``callable(name, module) -> DeviceMesh``.
+            It is called for each unit (``""`` is the root), for example to shard experts over fewer data-parallel
+            ranks. Parameters may be DTensors on model-parallel axes (as in tensor and expert parallelism). See
+            ``docs/meshes.md``.
         zero3_size: S, number of ranks that share the compute weights. S must divide the world size. Without a mesh, the
             default is the number of ranks on a node, which torchrun sets.
-        units: modules that are gathered and freed together: module classes (``{Block}``), names of modules or of their
-            classes (``["blocks.0", "Block"]``), modules of the model, and lists of modules or names. Each list is one
-            unit that is gathered when any of its modules is called: ``[Block, [model.norm, model.head]]``. A list takes
-            precedence over classes and names. Or ``callable(name, module) -> bool``. If it returns a str, all modules
-            with this key are one unit. ``"auto"``: the classes in the model's ``_no_split_modules``, or the classes to
-            which transformers applies activation checkpointing. Or a policy of ``torch.distributed.fsdp.wrap``: a
-            ``ModuleWrapPolicy``, or a function of ``(module, recurse, nonwrapped_numel)``, ``functools.partial``
-            included, such as ``size_based_auto_wrap_policy``. Parameters outside all units belong to the root. None:
-            root only. :func:`layerzero.units` lists the units, and ``print(model)`` marks them.
-        mp_policy: torch's ``MixedPrecisionPolicy``. `param_dtype`: dtype of compute weights and computation (default:
-            dtype of the model). `reduce_dtype`: dtype of gradient reduction inside the ZeRO-3 group (None:
-            `param_dtype`). `output_dtype` and `cast_forward_inputs`: as in FSDP2, for every unit. Or ``callable(name,
-            module)`` that returns a policy for each unit. ``""`` is the root. A unit of several modules is passed as
-            its key and its first module. For a norm in fp32 between blocks in bf16, make the norm a unit with
+        units: selects the modules that are gathered and freed together. Pass module classes (``{Block}``), names of
+            modules or of their classes (``["blocks.0", "Block"]``), modules of the model, or lists of modules or names.
+            Each list is one unit that is gathered when any of its modules is called: ``[Block, [model.norm,
+            model.head]]``. A list takes precedence over classes and names. You may also pass ``callable(name, module)
+            -> bool``. If it returns a str, all modules with this key form one unit. ``"auto"`` selects the classes in
+            the model's ``_no_split_modules``, or the classes to which transformers applies activation checkpointing.
+            Policies from ``torch.distributed.fsdp.wrap`` are also accepted: a ``ModuleWrapPolicy``, or a function of
+            ``(module, recurse, nonwrapped_numel)`` such as ``size_based_auto_wrap_policy``, also as a
+            ``functools.partial``. Parameters outside all units belong to the root. With None, the root is the only
+            unit. :func:`layerzero.units` lists the units, and ``print(model)`` marks them.
+        mp_policy: torch's ``MixedPrecisionPolicy``. `param_dtype` is the dtype of compute weights and computation, by
+            default the dtype of the model. `reduce_dtype` is the dtype of gradient reduction inside the ZeRO-3 group,
+            by default `param_dtype`. `output_dtype` and `cast_forward_inputs` apply to every unit, as in FSDP2. You may
+            also pass ``callable(name, module)``, which returns a policy for each unit. ``""`` is the root. For a unit
+            of several modules, the callable receives the unit's key and its first module. To compute a norm in fp32
+            between bf16 blocks, make the norm a unit with
             ``MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)``.
         replica_reduce_dtype: dtype of gradient reduction across replicas. The default is `reduce_dtype`.
-        buffer_dtype: dtype that floating-point buffers are cast to, once. By default, buffers are not cast. Integer
+        buffer_dtype: dtype to which floating-point buffers are cast, once. By default, buffers are not cast. Integer
             buffers are never cast. ``state_dict()`` and checkpoints store buffers in their original dtype, with the
             cast values.
         gradient_divide_factor: divisor of the sum of all ranks' gradients. The default is D, so that gradients are
-            averaged. Use 1.0 to sum the gradients if the loss is already divided by the number of tokens on all ranks.
+            averaged. Use 1.0 to sum the gradients if the loss is already divided by the total number of tokens on all
+            ranks.
         accumulation: form in which gradients are accumulated between micro-batches. ``"sharded"`` stores N/S fp32
             elements and reduces inside the ZeRO-3 group in each backward. ``"full"`` stores N fp32 elements and sends
             no data until the backward that reduces gradients. ``"local"`` stores only the final gradient (N/D fp32
-            elements) and reduces over all ranks in each backward, also inside :func:`no_sync`. Or
-            ``callable(name, module)`` that chooses for each unit.
-        offload_grads: store accumulators in pinned host memory between the backwards of a step. On the device, the
-            accumulators then use at most twice the memory of the largest unit's accumulators. Copies overlap with the
-            backward of the neighboring unit. If there is one replica (or one rank), ``"sharded"`` accumulates directly
-            in the gradient shards, which stay on the device. On the CPU, the setting only emits a warning.
+            elements) and reduces over all ranks in each backward, even inside :func:`no_sync`. To choose the form for
+            each unit, pass ``callable(name, module)``.
+        offload_grads: store accumulators in pinned host memory between the backward passes of a step. On the device,
+            the accumulators then use at most twice the memory of the largest unit's accumulators. Copies overlap with
+            the backward of the neighboring unit. If there is one replica (or one rank), ``"sharded"`` accumulates
+            directly in the gradient shards, which stay on the device. On the CPU, the setting only emits a warning.
         offload_optimizer: store masters, final gradients and the optimizer's state in host memory, and run the
             optimizer on the CPU. Sharded parameters and their ``.grad`` are then CPU tensors. Gradients are copied to
             the host as they are reduced. Weights are copied to the device as they are refreshed. Both copies overlap
-            with other work. Compute weights, accumulators and scratch buffers remain on the device. Supported for
-            element-wise optimizers only. On the CPU, the setting only emits a warning.
+            with other work. Compute weights, accumulators and scratch buffers remain on the device. Only element-wise
+            optimizers are supported. On the CPU, the setting only emits a warning.
         offload_params: store compute weights in host memory, for models that do not fit otherwise. Each gather first
-            copies the ZeRO-3 shard to the device, in parallel with other work. Combined with `offload_optimizer`, only
-            gathered units, gradients in flight and scratch are on the device. On the CPU, the setting emits a warning
-            and does not change results. If ranks share memory, the setting has no effect.
-        pin_memory: pin the host memory of `offload_grads`, `offload_optimizer` and `offload_params`. Use False if the
-            machine limits pinned memory. Copies are then slower, and the host waits for them. On the CPU, no memory is
-            pinned.
+            copies the ZeRO-3 shard to the device, in parallel with other work. With `offload_optimizer` as well, the
+            device holds only gathered units, gradients in flight and scratch buffers. On the CPU, the setting emits a
+            warning and does not change results. If ranks share memory, the setting has no effect.
+        pin_memory: pin the host memory that `offload_grads`, `offload_optimizer` and `offload_params` use. Use False if
+            the machine limits pinned memory. Copies are then slower, and the host waits for them. On the CPU, no memory
+            is pinned.
         reshard_after_forward: if True, free a unit's full weights after its forward and gather them again for its
-            backward. Or ``callable(name, module) -> bool | int``. False for the last unit avoids a gather that cannot
-            overlap with computation. An int, as in FSDP2, is a divisor of `zero3_size`. Between forward and backward,
-            the unit stays sharded over that many neighboring ranks, and its backward gathers it among these ranks only.
-            `zero3_size` itself means True, and 1 means False.
-        prefetch: number of units that are gathered ahead of the unit that computes.
-        gather_codec: encoding of bf16 or fp16 weights in gathers: :class:`Float8Rows`, which halves the bytes, or an
-            object with the methods of :class:`GatherCodec`. Forwards and backwards compute with the decoded weights.
-            Masters stay exact. By default, weights are not encoded. If there are no gathers, as with one rank or with
-            shared memory, the setting has no effect.
-        shared_memory: ``"auto"`` or ``"off"``. ``"auto"``: if the ranks of a ZeRO-3 group are processes of one machine
-            and compute on its CPU, they share memory instead of sending weights and gradients to each other. If these
-            ranks cannot share memory, a message is logged. ``"off"``: ranks use collectives, as on devices. See
+            backward. To choose for each unit, pass ``callable(name, module) -> bool | int``. Returning False for the
+            last unit avoids a gather that cannot overlap with computation. An int, as in FSDP2, is a divisor of
+            `zero3_size`. Between forward and backward, the unit stays sharded over that many neighboring ranks, and its
+            backward gathers it among these ranks only. `zero3_size` itself means True, and 1 means False.
+        prefetch: number of units to gather ahead of the unit that is computing.
+        gather_codec: encoding of bf16 or fp16 weights in gathers. Pass :class:`Float8Rows`, which halves the number of
+            bytes, or an object with the methods of :class:`GatherCodec`. Forward and backward passes compute with the
+            decoded weights. Masters stay exact. By default, weights are not encoded. If there are no gathers, as with
+            one rank or with shared memory, the setting has no effect.
+        shared_memory: ``"auto"`` or ``"off"``. With ``"auto"``, the ranks of a ZeRO-3 group share memory instead of
+            sending weights and gradients to each other, if they run on one machine and compute on its CPU. If these
+            ranks cannot share memory, a message is logged. With ``"off"``, ranks use collectives, as on devices. See
             ``docs/shared_memory.md``.
         ignored_params: parameters that are not sharded. Such parameters stay full on every rank, and their gradients
-            are not averaged. ``"unsupported"``: frozen parameters that cannot be sharded, such as quantized base
-            weights under adapters: integers, 8-bit formats, or tensor subclasses. All ranks must have loaded the same
-            values. A class with FSDP2's all-gather extension, as in torchao's float8 training, is supported and is
-            sharded by the rows of its one inner tensor.
+            are not averaged. ``"unsupported"`` selects the frozen parameters that cannot be sharded (integers, 8-bit
+            formats and tensor subclasses), such as quantized base weights under adapters. All ranks must have loaded
+            the same values. A class with FSDP2's all-gather extension, as in torchao's float8 training, is supported.
+            Its parameters are sharded by the rows of their single inner tensor.
         ignored_modules: modules, or names as in `units`, whose parameters are ignored in the same way. Passing the
             model itself, or modules that contain all of its parameters, is an error.
         sync_module_states: broadcast rank 0's parameters and buffers to all data-parallel ranks. With tensor
             parallelism, each part and each plain buffer is broadcast from the first rank that has this part or buffer.
             Replicated parameters are broadcast from the first rank of the model.
-        param_init_fn: ``fn(module)`` that initializes the parameters and buffers that a module on the ``meta`` device
-            owns directly, after their memory is allocated. By default, the module's ``reset_parameters()``. Units
-            are initialized one at a time, so that at most one unit has full tensors. Values that the function does not
-            write must be loaded or assigned before the first forward. Otherwise the first forward raises an error.
+        param_init_fn: function ``fn(module)`` that initializes the parameters and buffers that a ``meta``-device module
+            owns directly. It is called after their memory is allocated. The default calls the module's
+            ``reset_parameters()``. Units are initialized one at a time, so that at most one unit has full tensors.
+            Values that the function does not write must be loaded or assigned before the first forward. Otherwise the
+            first forward raises an error.
 
     Raises:
         TypeError, ValueError: a setting is invalid, a parameter is unsupported, the model is already sharded, or ranks
-            disagree. All of these conditions are checked before the first collective, so that ranks raise an error
+            disagree. All of these conditions are checked before the first collective. Ranks therefore raise an error
             instead of hanging.
-        RuntimeError: torch.distributed is not initialized, or another rank failed in this function.
+        RuntimeError: torch.distributed is not initialized, or this function failed on another rank.
 
     Example::
 
@@ -264,9 +269,9 @@ def _build(
     groups: ModelGroups,
     param_init_fn: Callable[[nn.Module], None] | None,
 ) -> LayerZeroState:
-    """Build the state, units and handles of the plans.
+    """Build the state, units and handles that the plans describe.
 
-    All ranks of the model must call this function with equal plans.
+    All ranks of the model must call this function with the same plans.
     """
     model_ranks, sites = meshes_of_units(further, groups)
     mesh_info = model_ranks.mesh_info
@@ -311,14 +316,14 @@ def _build(
     ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
     runtime = LayerZeroState(model, units_built, config, model_ranks, pools, transports.values(), ignored)
     runtime.parameters.remember_origins(origins)
-    # Without sync_module_states, different tensors may be uninitialized on each rank, so all ranks must check.
+    # Without sync_module_states, each rank may have different uninitialized tensors. Therefore all ranks must check.
     if unwritten or (was_on_meta and not config.sync_module_states):
         runtime.status.first_forward_checks.append(initialization_check(unwritten, runtime.members, model_ranks.ranks))
     return runtime
 
 
 def _agreed_root(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: int | None) -> DeviceMesh:
-    """Return the mesh of the root. If one rank of `mesh` cannot use it, all ranks of `mesh` raise."""
+    """Return the mesh of the root. If `mesh` is invalid on one of its ranks, all of its ranks raise an error."""
     try:
         return as_data_parallel(root_mesh(model, mesh, zero3_size))
     except (TypeError, ValueError) as error:
@@ -351,7 +356,7 @@ def _open(runtime: LayerZeroState, plans: Iterable[UnitDefinition]) -> None:
 
 
 def _watch(runtime: LayerZeroState) -> None:
-    """Start the watchdog that runs by default on a device; see [Note: Completion on a device]."""
+    """Start the watchdog that runs by default for models on a device; see [Note: Completion on a device]."""
     mesh_info, ranks = runtime.mesh_info, runtime.ranks.ranks
     if CurrentStream.of(mesh_info.device) is None or not has_peers(ranks):
         return
@@ -362,9 +367,9 @@ def _watch(runtime: LayerZeroState) -> None:
 
 
 def _planned_traits(mesh_info: MeshInfo, config: LayerZeroConfig) -> RankTraits:
-    """Return the traits for planning handles, before the transport is selected.
+    """Return the traits that are used to plan handles before the transport is selected.
 
-    Handles do not depend on the transport.
+    The plans of handles do not depend on the transport.
     """
     traits = process_group_traits(sums_locally=mesh_info.zero3_reduce_comm.is_gloo)
     return RankTraits.of(mesh_info, traits, offload_params=config.offload_params)

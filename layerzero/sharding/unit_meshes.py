@@ -1,4 +1,4 @@
-"""Meshes of a model and of each of its units, with their model-parallel axes."""
+"""Determines the data-parallel mesh of a model and of each of its units, and their model-parallel axes."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ MeshOf = Callable[[str, nn.Module], DeviceMesh]
 def root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: int | None) -> DeviceMesh:
     """Return the mesh of the root. Units without their own mesh also use it.
 
-    If `mesh` is None, the mesh covers all ranks. If parameters are DTensors on a submesh, the mesh covers the ranks
-    that have this rank's coordinates on that submesh.
+    If `mesh` is None, the returned mesh covers all ranks. If parameters are DTensors on a submesh, it covers only the
+    ranks that have this rank's coordinates on that submesh.
 
     Raises:
-        TypeError, ValueError: `mesh` or `zero3_size` is invalid, or both are given. Or parameters are DTensors on a
+        TypeError, ValueError: `mesh` or `zero3_size` is invalid; or both are given; or parameters are DTensors on a
             submesh and neither `mesh` nor `zero3_size` is given.
     """
     if mesh is not None and zero3_size is not None:
@@ -65,7 +65,7 @@ def root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: in
 
 
 def unit_meshes(mesh: DeviceMesh | MeshOf | None, root: DeviceMesh) -> MeshOf:
-    """Return a function that maps a unit to its mesh: the result of the callable `mesh`, or the root's mesh."""
+    """Return a function that maps a unit to its mesh, which is the result of a callable `mesh` or the root's mesh."""
     if mesh is None or isinstance(mesh, DeviceMesh):
         return lambda name, module: root
 
@@ -113,15 +113,15 @@ Further = dict[DeviceMesh, DeviceMesh | None]
 
 
 def model_parallel_axes(plans: Sequence[UnitDefinition]) -> Further:
-    """Return, for each mesh of units, the model-parallel mesh of its DTensor parameters, or None.
+    """Return a dict that maps each mesh of units to the model-parallel mesh of its DTensor parameters, or to None.
 
     The root's mesh is first.
 
     Raises:
-        ValueError: parameters on one data-parallel mesh are DTensors on different meshes. Or a unit that is not on the
+        ValueError: parameters on one data-parallel mesh are DTensors on different meshes; or a unit that is not on the
             root's mesh has both DTensors and trainable plain parameters.
     """
-    found: dict[DeviceMesh, tuple[str, DeviceMesh]] = {}  # with the name of the first DTensor parameter
+    found: dict[DeviceMesh, tuple[str, DeviceMesh]] = {}  # name of the first DTensor parameter, and its mesh
     for plan in plans:
         for each in plan.parameters:
             plain = each.parameter.requires_grad and not isinstance(each.parameter, DTensor)
@@ -150,7 +150,7 @@ def model_parallel_axes(plans: Sequence[UnitDefinition]) -> Further:
 def agree_model_parallel(
     model: nn.Module, root: DeviceMesh, fields: Mapping[str, object], failure: Exception | None
 ) -> Exception | None:
-    """Compare `fields` along the root's model-parallel axes. Return the failure of this or another rank, or None."""
+    """Compare `fields` along the root's model-parallel axes. Return the error of this or another rank, or None."""
     axes = _model_parallel_mesh(model, ranks_in(root))
     if axes is None or axes.size() == 1:
         return failure
@@ -163,12 +163,12 @@ def agree_model_parallel(
 
 @dataclass(frozen=True, eq=False)
 class UnitMesh:
-    """Mesh of one or more units, with the model-parallel axes of their parameters."""
+    """Data-parallel mesh of one or more units, with the model-parallel axes of their parameters."""
 
     ranks: ModelRanks
     mesh_info: MeshInfo
     model_parallel: ModelParallelAxes | None  # None if no parameter is a DTensor
-    holds_copies: bool  # if True, plain parameters are equal along the model-parallel axes
+    holds_copies: bool  # if True, ranks along the model-parallel axes have equal plain parameters
 
     def has_model_parallel(self, parameter: nn.Parameter) -> bool:
         return self.model_parallel is not None and (self.holds_copies or isinstance(parameter, DTensor))
@@ -203,7 +203,7 @@ class UnitMesh:
 
 
 def meshes_of_units(further: Further, groups: ModelGroups) -> tuple[ModelRanks, dict[DeviceMesh, UnitMesh]]:
-    """Return the ranks of a model and the `UnitMesh` of each mesh. The root's mesh is first.
+    """Return the ranks of a model, and a dict that maps each mesh to its `UnitMesh`. The root's mesh is first.
 
     All ranks of the model must call this function.
     """
@@ -226,7 +226,7 @@ def meshes_of_units(further: Further, groups: ModelGroups) -> tuple[ModelRanks, 
 
 
 def _compare(model_ranks: ModelRanks, mesh: DeviceMesh, further: DeviceMesh | None) -> None:
-    """Raise on all ranks if the meshes of units and their model-parallel meshes are inconsistent between ranks."""
+    """Raise an error on all ranks if the ranks' meshes of units or model-parallel meshes are inconsistent."""
     mine: dict[str, Any] = {"ranks": ranks_in(mesh), "beside": None, "place": None}
     if further is not None:
         mine |= {"beside": ranks_in(further), "place": further.get_coordinate()}

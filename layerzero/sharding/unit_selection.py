@@ -1,4 +1,4 @@
-"""Assignment of modules and parameters to units, without changes to the model."""
+"""Assigns modules and parameters to units, without changing the model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class UnitDefinition:
     mesh: DeviceMesh  # data-parallel mesh that the unit is sharded over
     called: list[nn.Module]  # a call of any of these modules is a call of the unit
     parameters: list[ParamInfo] = field(default_factory=list)
-    modules: dict[nn.Module, str] = field(default_factory=dict)  # modules whose innermost unit this is, to their names
+    modules: dict[nn.Module, str] = field(default_factory=dict)  # names of the modules whose innermost unit is this one
 
 
 def ranks_in(mesh: DeviceMesh) -> list[int]:
@@ -66,8 +66,8 @@ def partition(
 ) -> list[UnitDefinition]:
     """Return the units of a model in module order. The root is first.
 
-    A parameter belongs to the innermost unit that contains all of its owners. A weight that is tied across two units
-    belongs to their common ancestor.
+    A parameter belongs to the innermost unit that contains all modules that refer to the parameter. A weight that is
+    tied across two units belongs to the innermost unit that contains both of them.
 
     Args:
         mesh_of: function that returns the mesh of a unit, given its name and first module.
@@ -90,7 +90,7 @@ def partition(
     plan_of = {id(module): plan for plan in plans.values() for module in plan.called}
 
     def enclosing_units(name: str) -> list[UnitDefinition]:
-        """Return the units that contain the module of that name. The innermost unit is first."""
+        """Return the units that contain the module with this name. The innermost unit is first."""
         return [plan for around in _ancestors(name) if (plan := plan_of.get(id(modules[around]))) is not None]
 
     for name, module in model.named_modules():
@@ -162,7 +162,7 @@ def _ignored(
 
 
 def _unique_parameters(model: nn.Module, ignored: set[int]) -> list[tuple[tuple[str, ...], ParamInfo]]:
-    """Return every parameter once, with the names of all modules that refer to it."""
+    """Return each parameter once, with the names of all modules that refer to it."""
     owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
     first: dict[int, tuple[str, nn.Parameter]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
@@ -190,7 +190,7 @@ _ACCEPTED = (
     "Use module classes, names of modules or classes, modules, lists of modules that form one unit, 'auto', one "
     "callable(name, module) -> bool or str, or a policy of torch.distributed.fsdp.wrap"
 )
-_Chosen = list[tuple[str, nn.Module]]  # unit name, module whose forward gathers the unit; in module order
+_Chosen = list[tuple[str, nn.Module]]  # (unit name, module whose forward gathers the unit), in module order
 
 
 def _chosen_units(model: nn.Module, units: Units, ignored: Collection[int]) -> _Chosen:
@@ -301,7 +301,7 @@ def _by_entries(model: nn.Module, units: Any) -> _Chosen:
     if not isinstance(units, (str, type)) and not _is_one_module(units):
         wanted = list(cast("Iterable[Any]", units))
     names = {module: name for name, module in model.named_modules()}
-    unit_of: dict[nn.Module, str] = {}  # from modules and lists, which take precedence over names and classes
+    unit_of: dict[nn.Module, str] = {}  # for modules and lists, which take precedence over names and classes
     for entry in wanted:
         if isinstance(entry, nn.Module) or _is_list(entry):
             members = [entry] if isinstance(entry, nn.Module) else list(entry)
@@ -365,9 +365,9 @@ def _grouped_modules(model: nn.Module, entries: list[Any], names: dict[nn.Module
 
 
 def block_classes(model: nn.Module) -> set[str]:
-    """Return the names of the classes of a model's blocks.
+    """Return the class names of a model's blocks.
 
-    These are the classes named in ``_no_split_modules`` of the model and of its submodules. Where a submodule has no
+    These are the classes named in ``_no_split_modules`` of the model and of its submodules. For a submodule without
     such blocks, they are the classes that transformers checkpoints individually (``GradientCheckpointingLayer``).
     """
     said, children = _not_to_be_split(model), list(model.named_modules())[1:]
@@ -403,7 +403,7 @@ def _blocks_or_raise(model: nn.Module) -> set[str]:
 
 
 def _named(model: nn.Module, setting: str, names: set[str]) -> list[tuple[str, nn.Module]]:
-    """Return the modules whose name or class name, with or without the path of the class, is in `names`."""
+    """Return the modules whose name or class name (with or without its module path) is in `names`."""
     missing, chosen = set(names), []
     for name, module in model.named_modules():
         paths = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
@@ -453,7 +453,7 @@ def _refuse_unsupported(found: ParamInfo, ranks: Sequence[int]) -> None:
 
 
 def _refuse_shared_values(found: Sequence[ParamInfo]) -> None:
-    """Raise if a parameter of a tensor subclass shares its inner tensor with another parameter."""
+    """Raise an error if a tensor-subclass parameter shares its inner tensor with another parameter."""
     plain = [each for each in found if is_plain_storage(each.parameter)]
     names = {_memory_of(each.parameter): each.name for each in plain}
     for each in found:
@@ -501,7 +501,7 @@ def _unsupported(parameter: nn.Parameter, ranks: Sequence[int]) -> str | None:
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is plain: its class overrides neither __torch_function__ nor __torch_dispatch__."""
+    """Return True if the parameter's class overrides neither ``__torch_function__`` nor ``__torch_dispatch__``."""
     kind = type(parameter)
     asks_function = kind.__torch_function__ is not nn.Parameter.__torch_function__
     return issubclass(kind, nn.Parameter) and not asks_function and _has_own_memory(parameter)
@@ -512,14 +512,14 @@ def _has_own_memory(tensor: torch.Tensor) -> bool:
 
 
 def is_plain_storage(tensor: torch.Tensor) -> bool:
-    """Return whether collectives can send the tensor: it is strided, not quantized, and owns its memory."""
+    """Return whether collectives can send the tensor, which must be strided, not quantized, and own its memory."""
     if is_lazy(tensor):
         return False
     return _has_own_memory(tensor) and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def describe_storage(tensor: torch.Tensor) -> str:
-    """Return a description, for messages, of a tensor for which :func:`is_plain_storage` is False."""
+    """Describe, for use in messages, a tensor for which :func:`is_plain_storage` returns False."""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         return f"a {type(tensor).__name__}"
     return f"{'quantized' if tensor.is_quantized else tensor.layout} ({tensor.dtype})"

@@ -1,4 +1,4 @@
-"""Checks that raise for other data-parallel wrappers, around a sharded model or inside a model to be sharded."""
+"""Raises errors for other data-parallel wrappers around a sharded model or inside a model that is being sharded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
 
 
 def refuse_wrapped_parts(model: nn.Module, ignored: set[int]) -> None:
-    """Raise if another data-parallel wrapper manages parameters that would be sharded.
+    """Raise ValueError if another data-parallel wrapper manages parameters that would be sharded.
 
     Args:
         ignored: ids of parameters that are not sharded.
@@ -45,8 +45,8 @@ def refuse_wrapped_parts(model: nn.Module, ignored: set[int]) -> None:
 def guard_wrappers() -> None:
     """Make DistributedDataParallel, DataParallel and FSDP1 raise if they wrap a sharded model.
 
-    The hook is permanent for this process. These wrappers would send row shards as if they were full parameters. Shard
-    sizes differ between ranks, so collectives on gloo would hang.
+    The hook that checks for these wrappers is permanent in this process. The wrappers would send row shards as if they
+    were full parameters. Shard sizes differ between ranks, so gloo collectives would hang.
     """
     register_module_module_registration_hook(_refuse_wrapper)
 
@@ -59,13 +59,13 @@ def _refuse_wrapper(module: nn.Module, name: str, wrapped: nn.Module | None) -> 
 
 
 def refuse_fully_shard(modules: Iterable[nn.Module]) -> None:
-    """Make torch's fully_shard raise for these modules, when it checks whether it was already applied."""
+    """Make torch's fully_shard raise for these modules when it checks whether it has already been applied."""
     for module in modules:
         module.__dict__[REGISTRY_KEY] = _Registry(module.__dict__.get(REGISTRY_KEY, {}))
 
 
 class _Registry(dict[str, Any]):
-    """Registry of torch's composable functions on one module that raises for ``fully_shard``."""
+    """Registry of composable torch functions for one module. A lookup of ``fully_shard`` raises ValueError."""
 
     def __contains__(self, name: object) -> bool:
         if name == "fully_shard":
