@@ -315,7 +315,7 @@ def full_precision(model: nn.Module) -> Iterator[None]:
 
 
 def _refuse_full_precision(runtime: LayerZeroState) -> None:
-    """Raise if this rank cannot enter :func:`full_precision`."""
+    """Raise an error if this rank cannot enter :func:`full_precision`."""
     runtime.refreshes.require_no_active_use("layerzero.full_precision")
     if inside := [view.value for view in runtime.status.active_views if view is not ParamView.EMA]:
         raise RuntimeError(f"layerzero.full_precision was called inside {inside[0]}. Leave that context first")

@@ -1,4 +1,4 @@
-"""Settings of :func:`layerzero.shard_model` and their validation."""
+"""Defines and validates the settings for :func:`layerzero.shard_model`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ACCUMULATIONS = ("sharded", "full", "local")
 SHARED_MEMORY_MODES = ("auto", "off")
 OFFLOADS = ("offload_grads", "offload_optimizer", "offload_params")
 _CODEC = ("nbytes", "encode", "decode")
-AUTO = "auto"  # value of units: the blocks that the model declares
-UNSUPPORTED = "unsupported"  # value of ignored_params: frozen parameters that cannot be sharded
+AUTO = "auto"  # value of `units` that selects the blocks that the model declares
+UNSUPPORTED = "unsupported"  # value of `ignored_params` that selects frozen parameters that cannot be sharded
 
 # Callable[..., bool] is an FSDP1 policy. A list inside the iterable is one unit of several modules.
 _UnitEntry = type[nn.Module] | str | nn.Module | Iterable[nn.Module | str]
@@ -32,17 +32,17 @@ Reshards = bool | int | Callable[[str, nn.Module], bool | int]
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of one handle."""
+    """Dtypes that one handle uses."""
 
-    master: torch.dtype  # ZeRO-1 shard, accumulator and final gradient
-    compute: torch.dtype  # ZeRO-3 shard and full buffer
-    reduce: torch.dtype  # most precise wire dtype of hop 1
-    replica_reduce: torch.dtype  # wire dtype of hop 2
+    master: torch.dtype  # dtype of the ZeRO-1 shard, the accumulator and the final gradient
+    compute: torch.dtype  # dtype of the ZeRO-3 shard and the full buffer
+    reduce: torch.dtype  # most precise dtype in which hop 1 sends gradients
+    replica_reduce: torch.dtype  # dtype in which hop 2 sends gradients
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerZeroConfig:
-    """Settings of :func:`layerzero.shard_model`. See that function for the meaning of each setting.
+    """Settings for :func:`layerzero.shard_model`. That function describes the meaning of each setting.
 
     Raises:
         TypeError, ValueError: a setting has an invalid type or value. The message names the setting and the accepted
@@ -76,11 +76,12 @@ class LayerZeroConfig:
     def from_yaml(cls, path: str | os.PathLike[str]) -> LayerZeroConfig:
         """Read the settings from a YAML file. This method requires PyYAML (``pip install PyYAML``).
 
-        The names in the file are the field names of this class. Dtypes are ``bf16``, ``fp16``, ``fp32`` or torch's
-        names. `mp_policy` maps the fields of a MixedPrecisionPolicy to values. `units` and `ignored_modules` are lists
-        of names of modules or of their classes. `gather_codec` can be ``float8_rows``. The names of MindSpeed's
-        LayerZeRO are also accepted: ``transformer_layers``, ``param_dtype``, ``reduce_dtype``, ``autocast_input``,
-        ``autocast_output`` (fp32 outputs), and ``forward_prefetch`` with ``backward_prefetch``.
+        The names in the file are the field names of this class. Dtypes are written as ``bf16``, ``fp16``, ``fp32`` or
+        with torch's names. `mp_policy` maps the fields of a MixedPrecisionPolicy to values. `units` and
+        `ignored_modules` are lists with names of modules or of their classes. `gather_codec` can be ``float8_rows``.
+        The option names of MindSpeed's LayerZeRO are also accepted: ``transformer_layers``, ``param_dtype``,
+        ``reduce_dtype``, ``autocast_input``, ``autocast_output`` (casts outputs to fp32), and ``forward_prefetch``
+        together with ``backward_prefetch``.
 
         Raises:
             TypeError, ValueError: an entry is unknown, invalid, duplicated, or not supported, such as
@@ -164,8 +165,8 @@ class LayerZeroConfig:
     def reshards(self, name: str, module: nn.Module, zero3_size: int) -> bool | int:
         """Return whether a unit is resharded after its forward.
 
-        The result is True, False, or an int k with 1 < k < `zero3_size`. An int means that the backward gathers from
-        the post-forward shards of k ranks.
+        The result is True, False, or an int k with 1 < k < `zero3_size`. If it is an int, the backward gathers the
+        unit from the post-forward shards on k ranks.
 
         Raises:
             ValueError: k does not divide `zero3_size`.
@@ -176,7 +177,7 @@ class LayerZeroConfig:
             _check_reshards(chosen, what)
         if isinstance(chosen, bool):
             return chosen
-        if zero3_size == 1:  # there are no gathers, so any number of ranks is accepted
+        if zero3_size == 1:  # there are no gathers, so any int is accepted
             return True
         if zero3_size % chosen:
             divisors = [ranks for ranks in range(1, zero3_size + 1) if zero3_size % ranks == 0]
@@ -187,9 +188,9 @@ class LayerZeroConfig:
         return chosen == zero3_size if chosen in (1, zero3_size) else chosen
 
     def precision_of(self, dtype: torch.dtype, policy: MixedPrecisionPolicy, *, trainable: bool) -> Precision:
-        """Return the dtypes of a handle for parameters of `dtype` in a unit with the given policy.
+        """Return the dtypes that a handle uses for parameters of dtype `dtype` in a unit with the given policy.
 
-        Masters of trainable parameters have at least the precision of fp32. Masters of frozen parameters have `dtype`.
+        Masters of trainable parameters have at least fp32 precision. Masters of frozen parameters have dtype `dtype`.
         """
         compute = policy.param_dtype or dtype
         master = torch.promote_types(dtype, torch.float32) if trainable else dtype
@@ -236,9 +237,9 @@ class LayerZeroConfig:
 
 
 def _codec_text(codec: GatherCodec | None) -> str | None:
-    """Return text that identifies a codec and is equal in all processes, or None if there is no codec.
+    """Return text that identifies a codec and is the same in all processes, or None if there is no codec.
 
-    The text is the class name. For a dataclass, it also includes the fields that are numbers, strings or dtypes.
+    The text is the class name. For a dataclass, the text also includes the fields that are numbers, strings or dtypes.
     """
     if codec is None:
         return None

@@ -1,6 +1,6 @@
-"""Settings from a YAML file.
+"""Reads settings from a YAML file.
 
-The file uses the field names of :class:`LayerZeroConfig` or MindSpeed's LayerZeRO option names.
+The names in the file are the field names of :class:`LayerZeroConfig` or the option names of MindSpeed's LayerZeRO.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def read_settings(path: str | os.PathLike[str], known: tuple[str, ...]) -> dict[
 
 
 def has_names_of_mindspeed(path: str | os.PathLike[str]) -> bool:
-    """Return whether the file uses MindSpeed's names, for which `zero3_size` also counts tensor-parallel ranks."""
+    """Return whether the file uses MindSpeed's names. In such files, `zero3_size` also counts tensor-parallel ranks."""
     return not read_yaml(Path(path)).keys().isdisjoint({*_TRANSLATIONS, *_PREFETCH})
 
 
@@ -67,7 +67,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ModuleNotFoundError("reading settings from YAML needs PyYAML: pip install PyYAML") from error
 
     class Strict(yaml.SafeLoader):  # type: ignore[misc]
-        """YAML loader for plain data that raises for duplicate names instead of using the last value."""
+        """YAML loader for plain data that raises an error for duplicate names instead of using the last value."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             names = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -88,7 +88,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
     """Convert the contents of a settings file to arguments for :class:`layerzero.LayerZeroConfig`.
 
-    See :func:`read_settings`.
+    :func:`read_settings` describes the arguments and errors.
     """
     of_mindspeed = {*_TRANSLATIONS, *_PREFETCH}
     accepted = {*known, *of_mindspeed}
@@ -111,7 +111,7 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
     for name, translate in _TRANSLATIONS.items():
         if name in theirs:
             translate(name, theirs[name], settings, policy)
-    if "transformer_layers" in theirs:  # a MindSpeed file, so that its defaults apply
+    if "transformer_layers" in theirs:  # this is a MindSpeed file, so MindSpeed's defaults apply
         for name in ("param_dtype", "reduce_dtype"):
             if name not in policy:
                 _log.info("%s is not given. Using torch.float16, MindSpeed's default", name)
@@ -127,7 +127,7 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
 def _policy(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
-    if isinstance(value, MixedPrecisionPolicy):  # settings from Python instead of a file
+    if isinstance(value, MixedPrecisionPolicy):  # the settings come from Python code instead of a file
         return {name: getattr(value, name) for name in _POLICY}
     if not isinstance(value, dict) or not set(value) <= set(_POLICY):
         raise ValueError(f"mp_policy must be a mapping with the names {', '.join(_POLICY)}, got {value!r}")
@@ -139,7 +139,7 @@ def _dtype(name: str, value: Any) -> torch.dtype | None:
 
 
 def dtype_named(name: str, value: Any) -> torch.dtype:
-    """Return the dtype that the value of a setting names.
+    """Return the dtype that a setting's value names.
 
     Args:
         name: name of the setting, for the error message.

@@ -1,1 +1,1 @@
-"""DTensor subclass of sharded parameters, its operators, and gathered parameters."""
+"""DTensor subclass for sharded parameters, with its operators."""

@@ -1,12 +1,12 @@
 """Tensors that autograd derives from sharded parameters, through which no gradient can flow back.
 
 [Note: No gradient through a sharded tensor]
-DTensor expands the gradient of ``p.square().sum()`` to the shape of `p` and shards it evenly, unlike the rows of `p`. A
-loss that adds such a scalar to the model's own loss, a plain tensor, passes DTensors to the backward of the model. In
-both cases torch raises an error that does not name the parameter. Therefore results computed from a parameter under
-autograd are :class:`Derived`. A derived tensor raises if it is combined with a plain tensor that requires a gradient,
-or if a gradient reaches a reduction. ``p.to_local()`` returns a plain tensor, whose gradient has the shape of the local
-rows. If one rank has all rows of `p`, a gradient may reach a reduction.
+DTensor expands the gradient of ``p.square().sum()`` to the shape of `p` and shards this gradient evenly, unlike the
+rows of `p`. If a loss adds such a scalar to the model's own loss, a plain tensor, DTensors reach the model's backward.
+In both cases torch raises an error that does not name the parameter. Therefore results that are computed from a
+parameter under autograd are :class:`Derived`. A derived tensor raises an error if it is combined with a plain tensor
+that requires a gradient, or if a gradient reaches a reduction. ``p.to_local()`` returns a plain tensor, whose gradient
+has the shape of the local rows. If one rank has all rows of `p`, a gradient may reach a reduction.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["with_origin"]
 
 
 class Derived(DTensor):
-    """DTensor whose ``grad_fn`` leads to a sharded parameter."""
+    """DTensor that autograd has derived from one or more sharded parameters."""
 
-    origin: RowShardSpec  # spec of that parameter, or of the first of several parameters
+    origin: RowShardSpec  # spec of the sharded parameter, or of the first one if there are several
 
     @classmethod
     def __torch_function__(
@@ -51,7 +51,7 @@ class Derived(DTensor):
 
 
 def with_origin(made: Any, origin: RowShardSpec) -> Any:
-    """Change each DTensor in `made` that has a ``grad_fn`` to :class:`Derived` and return `made`."""
+    """Change the class of each DTensor in `made` that has a ``grad_fn`` to :class:`Derived`, and return `made`."""
     if type(made) not in (DTensor, tuple, list) or not torch.is_grad_enabled():
         return made
     return tree_map_only(DTensor, partial(_with_origin, origin), made)

@@ -1,4 +1,4 @@
-"""Parameters of tensor subclasses with an all-gather extension, as defined by FSDP2.
+"""Supports parameters whose tensor subclass has an all-gather extension, as defined by FSDP2.
 
 [Note: All-gather extensions]
 A class may define ``fsdp_pre_all_gather``, which returns the tensors that a gather sends instead of this rank's rows,
@@ -10,8 +10,9 @@ inner tensor are the masters. Masters are plain tensors, so optimizers and check
 ZeRO-3 shard has the parameter's dtype for any ``param_dtype``, because the class itself reduces the precision.
 
 Each such parameter has a separate handle. All ZeRO-3 shards have the same number of rows, and rows of zeros pad the
-last shards. Therefore the inputs of all ranks have the same shapes, which is checked once before the first gather. If
-an input has as many rows as the shard, the padding is removed before the class receives the input.
+last shards. Therefore the inputs have the same shapes on all ranks. This property is checked once, before the first
+gather. If an input has as many rows as the shard, the padding is removed from the gathered input before the class
+receives it.
 
 The gathered parameter is built once, at the first gather. Autograd saves the parameter and views of it. Later gathers
 therefore write to the same memory and pass the parameter as ``out``. Between passes, the storages of the received
@@ -53,12 +54,12 @@ _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def has_extension(tensor: Tensor) -> bool:
-    """Return whether the class of a tensor has an all-gather extension of FSDP2."""
+    """Return whether the tensor's class has an all-gather extension as defined by FSDP2."""
     return hasattr(tensor, _PRE) or hasattr(tensor, _POST)
 
 
 def not_extensible(tensor: Tensor) -> str | None:
-    """Return the reason why the all-gather extension of a parameter's class is not supported, or None."""
+    """Return why the all-gather extension of a parameter's class is not supported, or None if it is supported."""
     kind = type(tensor).__name__
     if not (hasattr(tensor, _PRE) and hasattr(tensor, _POST)):
         return f"a {kind}, which has only one of {_PRE} and {_POST}"
@@ -84,7 +85,7 @@ def not_extensible(tensor: Tensor) -> str | None:
 
 
 def inner_tensor(tensor: Tensor) -> Tensor:
-    """Return the inner tensor with the values of `tensor`, for which :func:`not_extensible` must return None."""
+    """Return the inner tensor that has the values of `tensor`. :func:`not_extensible` must return None for `tensor`."""
     inner: Tensor = getattr(tensor, _inner_names(tensor)[0])
     return inner
 
@@ -95,13 +96,13 @@ def _inner_names(tensor: Any) -> list[str]:
 
 
 def _arguments(tensor: Any) -> int:
-    """Return the number of arguments of ``fsdp_pre_all_gather``, which is 1 (the mesh) or 5."""
+    """Return how many arguments ``fsdp_pre_all_gather`` accepts: 1 (the mesh) or 5 if the class is supported."""
     return len(inspect.signature(tensor.fsdp_pre_all_gather).parameters)
 
 
 @dataclass(frozen=True, eq=False)
 class Extension:
-    """Class of one parameter, and the arguments of its all-gather extension.
+    """Class of one parameter, and the arguments for the class's all-gather extension.
 
     Example::
 
@@ -110,7 +111,7 @@ class Extension:
     """
 
     kind: type[Tensor]
-    inner: str  # attribute of the inner tensor
+    inner: str  # name of the attribute that refers to the inner tensor
     context: object  # metadata from __tensor_flatten__
     module: weakref.ref[nn.Module]
     policy: MixedPrecisionPolicy
@@ -119,7 +120,7 @@ class Extension:
     def take(
         cls, parameter: nn.Parameter, module: nn.Module, policy: MixedPrecisionPolicy
     ) -> tuple[nn.Parameter, Extension]:
-        """Split a parameter into its extension and a plain parameter on the same memory."""
+        """Split a parameter into its extension and a plain parameter that uses the same memory."""
         held: Any = parameter
         (inner,), context = held.__tensor_flatten__()
         values = inner_tensor(parameter)
@@ -136,20 +137,20 @@ class Extension:
         return plain, extension
 
     def around(self, rows: Tensor) -> Any:
-        """Return a tensor of the class that wraps `rows` without a copy."""
+        """Return a tensor of the parameter's class that wraps `rows` without a copy."""
         kind: Any = self.kind
         return kind.__tensor_unflatten__({self.inner: rows}, self.context, rows.shape, rows.stride())
 
 
 class GatheredBytes(NamedTuple):
-    """Bytes of memory of one gathered parameter whose class has an all-gather extension."""
+    """Memory, in bytes, that one gathered parameter uses if its class has an all-gather extension."""
 
-    received: tuple[int, ...]  # bytes from all ranks, by input of the gather
-    made: tuple[int, ...]  # bytes of each storage that the class has allocated
+    received: tuple[int, ...]  # for each input of the gather: number of bytes received from all ranks
+    made: tuple[int, ...]  # for each storage that the class has allocated: size in bytes
 
 
 class ExtendedGather:
-    """Gather of one parameter by the extension of its class; see [Note: All-gather extensions].
+    """Gathers one parameter with the extension of its class; see [Note: All-gather extensions].
 
     This class has the interfaces of :class:`~layerzero.comm.transport.process_group.GatheredFullBuffer` and
     :class:`~layerzero.engine.gathered_params.GatheredParams`.
@@ -157,10 +158,11 @@ class ExtendedGather:
     Args:
         name: name of the parameter.
         shape: full shape of the parameter.
-        shard: 1-D [G / S], this rank's ZeRO-3 shard: full rows, with rows of zeros after the parameter's last row.
+        shard: 1-D [G / S], this rank's ZeRO-3 shard. It has full rows, with rows of zeros after the parameter's last
+            row.
 
     Raises:
-        TypeError, ValueError: the class violates the protocol, or the shapes of the inputs differ between ranks.
+        TypeError, ValueError: the class violates the protocol, or ranks have inputs with different shapes.
     """
 
     def __init__(
@@ -197,7 +199,7 @@ class ExtendedGather:
             sent = [f"{list(size)} {dtype}" for size, dtype in self._kinds]
             require_equal(f"{_PRE} of parameter {name!r}", {"inputs": sent}, ranks=mesh_info.ranks, failure=failure)
             size = self._comm.size
-            self._buffers = [  # 1-D uint8, by input: the parts of all ranks
+            self._buffers = [  # for each input: 1-D uint8 buffer for the parts from all ranks
                 torch.empty(size * each.nbytes, dtype=torch.uint8, device=each.device) for each in inputs
             ]
             self._outputs = tuple(  # aliases: see [Note: Version counters] in engine/weight_storage.py
@@ -225,7 +227,7 @@ class ExtendedGather:
 
     @property
     def version(self) -> int:
-        """Version counter of the gathered parameter, which writes by the user increment."""
+        """Version counter of the gathered parameter. Writes by the user increment it."""
         return self.parameter._version
 
     def bump_version(self) -> None:
@@ -233,9 +235,9 @@ class ExtendedGather:
         increment_version(self.parameter)
 
     def gather(self, *, name: str) -> PendingExtension:
-        """Launch the gather of the inputs that the class returns.
+        """Launch the gather of the inputs that ``fsdp_pre_all_gather`` returns.
 
-        The class may call collectives on the mesh of the ZeRO-3 group.
+        That method may call collectives on the mesh of the ZeRO-3 group.
         """
         with _without_autograd():
             inputs, self._metadata = self._inputs()
@@ -250,27 +252,27 @@ class ExtendedGather:
             return self._launch(inputs, name, Collective.GATHER)
 
     def fill(self, storages: FullBufferPool) -> None:
-        """Write the gathered parameter: pass the received tensors to ``fsdp_post_all_gather`` of the class."""
+        """Fill the gathered parameter by passing the received tensors to the class's ``fsdp_post_all_gather``."""
         for storage, nbytes in zip(self._made, self._made_bytes, strict=True):
             storages.allocate(storage, nbytes)
         with _without_autograd(), _unsafe_preserve_version_counter(self.parameter):
             self._local.fsdp_post_all_gather(self._outputs, self._metadata, self._param_dtype, out=self.parameter)
 
     def free(self, storages: FullBufferPool) -> None:
-        """Free the received tensors and the gathered parameter. The next gather fills the same storages."""
+        """Free the memory of the received tensors and the gathered parameter. The next gather reuses the storages."""
         for storage in self._all():
             if storage.nbytes():
                 storages.free(storage)
 
     def arrived(self) -> None:
-        """Drop the inputs of a finished gather."""
+        """Release the inputs of a gather that has finished."""
         self._sent = []
 
     def _all(self) -> list[UntypedStorage]:
         return [*(buffer.untyped_storage() for buffer in self._buffers), *self._made]
 
     def _rows_of(self, output: Tensor, each: int) -> Tensor:
-        """Return the received rows of an input with `each` rows per rank, without padding."""
+        """Return the received rows, without padding, of an input that has `each` rows per rank."""
         return output[: self._shape[0]] if each == self._local.shape[0] else output
 
     def _inputs(self) -> tuple[Sequence[Tensor], Any]:
@@ -303,7 +305,7 @@ class ExtendedGather:
         return PendingExtension(works, self)
 
     def _first(self) -> tuple[nn.Parameter, list[UntypedStorage]]:
-        """Build the gathered parameter. Return it and the storages that the class has allocated for it."""
+        """Build the gathered parameter. Return the parameter and the storages that the class has allocated for it."""
         returned = self._local.fsdp_post_all_gather(self._outputs, self._metadata, self._param_dtype)
         if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], Tensor):
             raise TypeError(
@@ -345,7 +347,7 @@ class PendingExtension:
 class _without_autograd:
     """Context manager that disables autograd and inference mode.
 
-    Tensors created inside can be used after the current forward, with or without gradients.
+    Tensors created inside the context can be used after the current forward, with or without gradients.
     """
 
     def __init__(self) -> None:
@@ -373,7 +375,7 @@ class _Touch(torch.autograd.Function):
 
 
 def accumulate_node(leaf: nn.Parameter) -> Node:
-    """Return the AccumulateGrad node of a leaf. The class of the leaf need not support any operator."""
+    """Return the AccumulateGrad node of a leaf. The leaf's class does not need to support any operator."""
     leaf.requires_grad_(True)
     with torch.enable_grad():
         touched: Tensor = _Touch.apply(leaf)  # type: ignore[no-untyped-call]

@@ -1,17 +1,18 @@
-"""Copies between sharded and full tensors, and placements that describe uneven sharding.
+"""Copies rows between sharded and full tensors, and defines placements that describe uneven sharding.
 
 [Note: Copies from full tensors]
-``p.copy_(full)``, and therefore ``load_state_dict`` of plain tensors, copies this rank's rows of the tensor that this
+``p.copy_(full)``, and therefore ``load_state_dict`` with plain tensors, copies this rank's rows of the tensor that this
 rank passes, without a collective. Each row of a parameter is in one ZeRO-1 shard, and the refresh sends the row to all
-replicas, so the replicas always agree. However, if ranks pass different values, the parameter becomes a mixture of
-them. Therefore each rank stores a digest of the full tensor, and the ranks compare their digests before the refresh.
+replicas. Therefore the replicas always agree. However, if ranks pass different values, the parameter becomes a mixture
+of these values. To detect this error, each rank stores a digest of the full tensor, and the ranks compare their digests
+before the refresh.
 
 [Note: Row bounds of other libraries]
-To load into a parameter, libraries construct a DTensor with the parameter's mesh and placements from rows that they
-have split themselves. torch.distributed.checkpoint.state_dict reads the start of each piece from our placements. Other
-libraries (PEFT, through transformers) split like `torch.chunk`, but still use our placements. A rank cannot distinguish
-the two cases from its own row count alone. Therefore the row counts of all ranks are all-gathered. Equal counts in the
-same order mean equal bounds.
+To load into a parameter, libraries split rows themselves and construct a DTensor from them with the parameter's mesh
+and placements. torch.distributed.checkpoint.state_dict reads the start of each piece from our placements. Other
+libraries (PEFT, through transformers) split rows like `torch.chunk`, but still use our placements. A rank cannot
+distinguish the two cases from its own row count alone. Therefore the row counts of all ranks are all-gathered. Equal
+counts in the same order mean equal bounds.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = ["UnevenShard", "rows_of"]
 
 
 class UnevenShard(Shard):
-    """``Shard(0)`` with uneven pieces. It compares equal to torch's ``Shard(0)``.
+    """``Shard(0)`` with uneven pieces, which compares equal to torch's ``Shard(0)``.
 
     ``torch.distributed.checkpoint.state_dict`` reads the size and offset of each piece from this class and splits the
     tensors that it broadcasts accordingly.
@@ -42,7 +43,7 @@ class UnevenShard(Shard):
         super().__init__(0)
         self.starts = tuple(
             starts
-        )  # first row of each piece along one axis of the mesh, then the end of the last piece
+        )  # first row of each piece along one axis of the mesh, followed by the end of the last piece
 
     def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
         if curr_local_size != self.starts[-1] - self.starts[0]:  # torch would select the wrong rows
@@ -90,7 +91,8 @@ def _rows_as_cut(value: DTensor, spec: RowShardSpec) -> Tensor:
     See [Note: Row bounds of other libraries]. Every data-parallel rank must call this function.
 
     Raises:
-        ValueError: the row counts match neither layerzero's bounds nor those of `torch.chunk`. All ranks raise.
+        ValueError: the row counts match neither layerzero's bounds nor those of `torch.chunk`. All ranks raise the
+            error.
     """
     local, mesh_info = value.to_local().detach(), spec.mesh_info
     counts = torch.tensor([local.shape[0]])
@@ -115,6 +117,6 @@ def _rows_as_cut(value: DTensor, spec: RowShardSpec) -> Tensor:
 
 
 def _chunks(rows: int, pieces: int) -> list[int]:
-    """Return the number of rows of each piece of `torch.chunk`."""
+    """Return the number of rows in each piece that `torch.chunk` would return."""
     longest = -(-rows // pieces)
     return [max(0, min(longest, rows - i * longest)) for i in range(pieces)]

@@ -1,9 +1,9 @@
-"""Access to attributes of sharded parameters, and ``.grad`` that waits for other ranks.
+"""Controls access to attributes of sharded parameters, and makes ``.grad`` wait for other ranks.
 
 [Note: Lazy .grad]
-A parameter that this rank has not used has a ``.grad`` if another rank has used it. A backward queries the other ranks
-and does not wait for the answer. Code that reads, sets or deletes the ``.grad`` of any parameter of the model waits for
-the answer. Until then, torch's own ``.grad`` is either None or has the values from before the backward.
+A parameter that this rank has not used has a ``.grad`` if another rank has used the parameter. A backward queries the
+other ranks but does not wait for the answer. Code that reads, sets or deletes the ``.grad`` of any parameter of the
+model waits for the answer. Until then, torch's own ``.grad`` is either None or has the values from before the backward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def post_accumulate_grad_hooks(parameter: Tensor) -> list[Callable[[Tensor], Non
 
 
 class LazyGrad:
-    """Pending ``.grad`` of the parameters of one model, without a strong reference to the model.
+    """Pending ``.grad`` values for one model's parameters. The object holds no strong reference to the model.
 
     Args:
         show: method that waits for the pending gradients and sets ``.grad``. The method is called again if it is
@@ -51,7 +51,7 @@ class LazyGrad:
         self._lock = threading.RLock()
 
     def resolve(self) -> None:
-        """Wait for pending gradients and set ``.grad``. Other threads that call this method also wait.
+        """Wait for pending gradients and set ``.grad``. Other threads that call this method in the meantime also wait.
 
         Raises:
             RuntimeError: the model has been deleted.
@@ -70,7 +70,7 @@ class LazyGrad:
 
 
 def resolve_first(access: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an accessor of OF_GRADIENTS so that it first resolves pending gradients; see [Note: Lazy .grad]."""
+    """Wrap an accessor in OF_GRADIENTS so that it first resolves pending gradients; see [Note: Lazy .grad]."""
 
     def wait_for_it(parameter: Any, *value: Tensor | None) -> Any:
         watch = parameter._local_tensor.tracker

@@ -1,4 +1,4 @@
-"""Local tensor of a sharded parameter: this rank's rows.
+"""Defines the local tensor of a sharded parameter, which has this rank's rows.
 
 See [Note: Uneven rows in a DTensor] in `layerzero.dtensor.sharded_tensor`.
 """
@@ -24,7 +24,7 @@ __all__ = ["LocalShard", "local_shard", "plain"]
 
 
 class LocalShard(torch.Tensor):
-    """This rank's rows of a sharded tensor, ``[rows, *rest]``; see [Note: Uneven rows in a DTensor]."""
+    """Rows of a sharded tensor on this rank, ``[rows, *rest]``; see [Note: Uneven rows in a DTensor]."""
 
     spec: RowShardSpec
     tracker: MutationTracker | None
@@ -65,7 +65,7 @@ class LocalShard(torch.Tensor):
         return tree_map_only(Tensor, lambda t: t if isinstance(t, cls) else ours._made(func, t, watch), out)
 
     def _made(self, func: Any, result: Tensor, watch: MutationTracker | None) -> Tensor:
-        """Wrap a result of `func` on these rows; see [Note: Partial scalars]."""
+        """Wrap a result that `func` has computed from these rows; see [Note: Partial scalars]."""
         if result.ndim:
             return LocalShard(result, self.spec, watch)
         if self.spec.is_fully_local:
@@ -83,7 +83,7 @@ class LocalShard(torch.Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         """Return these rows as a read-only array.
 
-        The array shares the memory of the rows, unless `force` is True and torch has to copy.
+        The array shares memory with the rows, unless `force` is True and torch has to copy the rows.
         """
         array = _checked_rows(self).detach().numpy(force=force)
         array.flags.writeable = False  # the tracker cannot detect writes through the array
@@ -93,7 +93,7 @@ class LocalShard(torch.Tensor):
         return _checked_rows(self).tolist()  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Checkpoint writers serialize only the rows. The offsets are in the metadata of the checkpoint.
+        # Checkpoint writers serialize only the rows. The offsets are in the checkpoint's metadata.
         return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     # torch.distributed.checkpoint calls these three methods of a DTensor's local tensor.
@@ -113,7 +113,8 @@ class LocalShard(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # Called when a load is planned. A rank without rows is not written but must take part in the refresh.
+        # Called when a load is planned. On a rank without rows, nothing is written, but the rank must take part in the
+        # refresh.
         if self.tracker is not None:
             self.tracker.record_write()
         return self._chunks()
@@ -128,8 +129,8 @@ class LocalShard(torch.Tensor):
         return [ChunkStorageMetadata(offsets=offsets, sizes=self.shape)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        # A load writes to the returned tensor, so the tensor must be tracked. A 0-dim parameter has no tracked view.
-        # Its write was recorded when the load was planned.
+        # A load writes to the returned tensor, so the tensor must be tracked. A 0-dim parameter has no tracked view,
+        # but the write to it was recorded when the load was planned.
         return self if self.spec.shape else plain(self).view(())
 
 
@@ -163,7 +164,7 @@ def _refuse_misaligned(func: Any, ours: LocalShard, tensors: Sequence[Tensor]) -
         return
     for other in tensors:
         if isinstance(other, LocalShard):
-            # If the numbers of rows differ and one of them is 1, torch would broadcast instead of raising.
+            # If the numbers of rows differ and one of them is 1, torch would broadcast instead of raising an error.
             if not (func.__name__.startswith("_foreach") or other.spec.same_sharding(ours.spec)):
                 raise ValueError(
                     f"{func.__name__} mixes parameters {ours.spec.name!r} and {other.spec.name!r}, of which ranks have "

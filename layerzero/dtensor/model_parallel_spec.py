@@ -1,7 +1,7 @@
-"""Parameters that are DTensors on model-parallel axes, such as tensor-parallel layers and experts.
+"""Describes parameters that are DTensors on model-parallel axes, such as tensor-parallel layers and experts.
 
 [Note: Model-parallel specs]
-``parallelize_module`` makes parameters DTensors on a model-parallel axis: each rank of that axis has a part or a copy
+``parallelize_module`` makes parameters DTensors on a model-parallel axis. Each rank on that axis has a part or a copy
 of the parameter. The ranks with the same part are data-parallel, and they shard the part by rows like any other
 parameter. The engine uses only these parts. The model-parallel spec of a parameter describes everything else:
 
@@ -11,7 +11,8 @@ parameter. The engine uses only these parts. The model-parallel spec of a parame
   each axis splits the part that the previous axis has produced. The order of the ranks in the mesh is therefore the
   order of their rows in the tensor.
 
-In a model with such DTensors, a plain parameter also has a model-parallel spec: each rank of the axis has a copy.
+In a model with such DTensors, a plain parameter also has a model-parallel spec, because each rank on the axis has a
+copy of the parameter.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = ["ModelParallelSpec", "local_part", "misplaced"]
 
 
 def misplaced(placements: Sequence[Placement], ndim: int) -> str | None:
-    """Return the reason why a DTensor with these placements cannot be sharded further, or None."""
+    """Return why a DTensor with these placements cannot be sharded further, or None if it can be."""
     if odd := [each for each in placements if type(each) not in (Shard, Replicate)]:
         return f"a DTensor with placement {odd[0]!r}, but only Shard and Replicate can be sharded further"
     columns = {each.dim % ndim for each in placements if isinstance(each, Shard)} - {0}
@@ -66,16 +67,16 @@ class ModelParallelSpec:
     stride: tuple[int, ...]
     global_mesh: DeviceMesh  # mesh of the user's DTensor: the model-parallel axes, then (zero3, replica)
     is_dtensor: bool  # True if the module computes with a DTensor; False if it computes with a plain copy on each rank
-    owner: tuple[int, int] | None = None  # axis, and the only coordinate on it that has elements; see `of_state`
+    owner: tuple[int, int] | None = None  # (axis, the only coordinate on this axis that has elements); see `of_state`
 
     @classmethod
     def of(cls, parameter: Tensor, mesh: DeviceMesh, shown: DeviceMesh) -> ModelParallelSpec:
-        """Create the spec of a parameter of the unsharded model.
+        """Create the spec of a parameter in the unsharded model.
 
         Args:
             parameter: a DTensor or a plain parameter.
-            mesh: mesh of the DTensor parameters, used if `parameter` is plain.
-            shown: value of `global_mesh`.
+            mesh: mesh of the model's DTensor parameters, used if `parameter` is plain.
+            shown: value for `global_mesh`.
         """
         shape, stride = tuple(parameter.shape), tuple(parameter.stride())
         if isinstance(parameter, DTensor):
@@ -88,7 +89,7 @@ class ModelParallelSpec:
         return sizes if self._holds else (0, *sizes[1:]), offsets
 
     def _box_without(self, axis: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return sizes and offsets that this rank's part would have if `axis` did not shard the parameter."""
+        """Return the sizes and offsets that this rank's part would have if `axis` did not shard the parameter."""
         placements = [Replicate() if at == axis else each for at, each in enumerate(self.placements)]
         sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, placements)
         return tuple(sizes), tuple(offsets)
@@ -110,7 +111,7 @@ class ModelParallelSpec:
 
     @property
     def place(self) -> tuple[int | None, ...]:
-        """Coordinate of this rank on each model-parallel axis that shards the parameter. None for replicated axes."""
+        """Coordinate of this rank on each model-parallel axis, or None if the parameter is replicated on the axis."""
         places = zip(self._coordinate, self.placements, strict=True)
         return tuple(None if isinstance(each, Replicate) else place for place, each in places)
 
@@ -147,10 +148,10 @@ class ModelParallelSpec:
         return self._box_without(axis)[0]
 
     def of_state(self, shape: Sequence[int], *, axis: int | None, place: int) -> ModelParallelSpec:
-        """Return the spec of an optimizer state tensor of an owned parameter.
+        """Return the spec of a tensor in the optimizer state of an owned parameter.
 
         Along `axis`, the rank at coordinate `place` has all elements. Other axes that shard the parameter split it into
-        matrices of a stack, and they split the state tensor in the same way.
+        the matrices of a stack, and they split the state tensor in the same way.
         """
         cut = [axis == at or self.sharded_dim(at) is not None for at in range(self.mesh.ndim)]
         return replace(
@@ -165,11 +166,11 @@ class ModelParallelSpec:
     # Between the local part and the global tensor
 
     def to_module_param(self, part: Tensor) -> nn.Parameter:
-        """Return the parameter that the module computes with, without a copy."""
+        """Convert this rank's part, without a copy, to the parameter with which the module computes."""
         return nn.Parameter(self._as_dtensor(part) if self.is_dtensor else part)
 
     def local_grad(self, gradient: Tensor) -> Tensor:
-        """Return this rank's part of a gradient. All ranks of the model-parallel axes must call this method."""
+        """Return this rank's part of a gradient. All ranks on the model-parallel axes must call this method."""
         if not isinstance(gradient, DTensor):
             return gradient
         if tuple(gradient.placements) != self.placements:  # Partial, or sharded where the parameter is replicated
@@ -179,7 +180,8 @@ class ModelParallelSpec:
     def part_of(self, value: Tensor) -> Tensor:
         """Return this rank's part of a full tensor.
 
-        If `value` is a DTensor with a different mesh or different placements, all of its ranks must call this method.
+        If `value` is a DTensor with a different mesh or different placements, all ranks of its mesh must call this
+        method.
         """
         if isinstance(value, DTensor):
             if value.device_mesh == self.mesh and tuple(value.placements) == self.placements:
@@ -188,7 +190,7 @@ class ModelParallelSpec:
         return value[self.global_slices] if self.shape else value
 
     def whole(self, part: Tensor) -> Tensor:
-        """Gather the global tensor from all parts. All ranks of the model-parallel axes must call this method."""
+        """Gather the global tensor from all parts. All ranks on the model-parallel axes must call this method."""
         if self.owner is not None:
             return self._from_holder(part)
         return self._as_dtensor(part).full_tensor() if self.is_sharded else part  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
-"""Tracker of user writes to the rows of sharded parameters.
+"""Tracks user writes to the rows of sharded parameters.
 
 [Note: Tracking of user writes]
-Every operation of a user on a sharded parameter, through ``p``, ``p.data``, ``p.detach()`` or ``p.to_local()``, reaches
-the local tensor, a :class:`layerzero.dtensor.local_shard.LocalShard`, which reports writes to its
+Every operation that a user runs on ``p``, ``p.data``, ``p.detach()`` or ``p.to_local()`` of a sharded parameter reaches
+the local tensor. This tensor is a :class:`layerzero.dtensor.local_shard.LocalShard`, which reports writes to its
 :class:`MutationTracker`. Version counters would miss writes through ``p.data``. The engine writes through plain views
 of the same storage, which are not tracked.
 """
@@ -32,23 +32,23 @@ class MutationTracker:
 
     def __init__(self) -> None:
         self.dirty = False
-        self.uninitialized = False  # created by empty_like and not written since
-        self.write_count = 0  # number of writes, for checks that compare the values at two times
+        self.uninitialized = False  # True if empty_like has created the tensor and nothing has been written to it
+        self.write_count = 0  # number of writes, for checks of whether values have changed between two points in time
         self.before_write: Callable[[], None] | None = None  # called before the first write since the last refresh
         self.lazy_grad: LazyGrad | None = None  # resolved before .grad is read or set
         self.access_error: str | None = None  # if set, any use of the values raises RuntimeError with this message
-        self.loaded_digests: dict[str, str] = {}  # by name: digest of the full tensor that rows were copied from
-        self.zero_requested = False  # zero_() was called while `access_error` was set
+        self.loaded_digests: dict[str, str] = {}  # by name: digest of the full tensor from which rows were copied
+        self.zero_requested = False  # True if zero_() was called while `access_error` was set
 
     def moved(self, reason: str) -> MutationTracker:
-        """Return a tracker for the new storage of the rows. Any use of the old storage raises `reason`."""
+        """Return a tracker for the rows' new storage. Any use of the old storage raises RuntimeError with `reason`."""
         self.access_error = reason
         new = MutationTracker()
         new.before_write, new.lazy_grad = self.before_write, self.lazy_grad
         return new
 
     def record_write(self) -> None:
-        """Record a write to the storage. Must be called before the write."""
+        """Record a write to the storage. Call this method before the write."""
         if not self.dirty and self.before_write is not None:
             self.before_write()
         self.uninitialized = False

@@ -1,4 +1,4 @@
-"""Error messages for unsupported operations on sharded tensors, with alternatives."""
+"""Error messages for unsupported operations on sharded tensors. The messages suggest alternatives."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def row_cut_error(func: Any, spec: RowShardSpec) -> str:
     )
 
 
-_EXPLAINED = {  # by a substring of torch's error message
+_EXPLAINED = {  # keyed by a substring of torch's error message
     "mixed torch.Tensor and DTensor": _not_gathered,
     "is invalid for input of size": row_cut_error,
     "must match the existing size": row_cut_error,
@@ -68,9 +68,9 @@ _EXPLAINED = {  # by a substring of torch's error message
 
 
 def named_error(error: RuntimeError, func: Any, spec: RowShardSpec) -> RuntimeError:
-    """Return an error that names the parameter, to raise instead of torch's `error`.
+    """Return an error that names the parameter, to be raised instead of torch's `error`.
 
-    Return `error` itself if its message is not known.
+    If the message of `error` is not known, return `error` itself.
     """
     explain = next((explain for text, explain in _EXPLAINED.items() if text in str(error)), None)
     return error if explain is None else RuntimeError(explain(func, spec))

@@ -1,15 +1,16 @@
-"""Operators that replace the memory of a sharded parameter: ``p.data = ...``, ``model.to(...)``, ``share_memory()``.
+"""Handles operators that replace a sharded parameter's memory, such as ``p.data = ...`` and ``model.to(...)``.
 
 [Note: Module moves and conversions]
 ``to``, ``half`` and ``cpu`` call ``nn.Module._apply``. This method applies a function to each parameter, calls
-``torch._has_compatible_shallow_copy_type`` to test whether the result can become the ``data`` of the parameter, and
-assigns the result. If the result has ``__tensor_flatten__``, the method swaps the tensors instead. The engine refers to
+``torch._has_compatible_shallow_copy_type`` to test whether the result can become the parameter's ``data``, and assigns
+the result. If the result has ``__tensor_flatten__``, the method swaps the tensors instead. The engine refers to
 parameters, so they must not be swapped. Therefore sharded parameters hide that attribute. A move without effect then
-assigns a parameter to itself. Any other move raises in the test, before torch changes a parameter.
+assigns a parameter to itself. Any other move raises an error in the test, before torch changes a parameter.
 
-``to_empty()`` on the device of the parameter, as after ``fully_shard`` on meta, needs only memory, which is already
-allocated. Therefore a tensor that was created by ``empty_like`` and not written since is not copied. Uninitialized
-parameters stay uninitialized, and the first forward reports them. torch replaces buffers with new, empty buffers.
+``to_empty()`` on the parameter's device, as after ``fully_shard`` on meta, needs only memory, which is already
+allocated. Therefore a tensor is not copied if ``empty_like`` has created it and nothing has been written to it.
+Uninitialized parameters stay uninitialized, and the first forward reports them. torch replaces buffers with new, empty
+buffers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["CALLS", "AbsentAttribute", "carry_over", "mark_uninitialized"]
 def carry_over(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Parameter) -> None:
     """Copy the user's attributes and hooks from a parameter to its replacements.
 
-    Handles that remove these hooks remain valid.
+    The handles with which users remove these hooks remain valid.
     """
     for target in (gathered, sharded):
         for name, value in vars(source).items():
@@ -44,7 +45,7 @@ def carry_over(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Para
         sharded._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
 
 
-# Attributes of earlier gradient accumulation, and of DTensor itself.
+# Attributes from earlier gradient accumulation, and attributes that belong to DTensor.
 _NOT_THE_USERS = {"main_grad", "grad_added_to_main_grad", "_local_tensor", "_spec"}
 
 
@@ -60,7 +61,7 @@ def assign_data(target: DTensor, value: Tensor) -> None:
     """Implement ``target.data = value`` by copying the values of a tensor with the same sharding.
 
     Raises:
-        ValueError: `value` is not sharded, or differs in rows, dtype or device.
+        ValueError: `value` is not sharded, or its rows, dtype or device differ from those of `target`.
     """
     if value is target or _is_empty(value):
         return
@@ -120,7 +121,7 @@ def mark_uninitialized(func: Any, made: Tensor) -> Tensor:
 
 
 def _is_empty(tensor: Any) -> bool:
-    """Return whether a tensor was created by ``torch.empty_like`` of a sharded tensor and not written since."""
+    """Return whether ``torch.empty_like`` of a sharded tensor created `tensor` and nothing has been written to it."""
     watch = getattr(getattr(tensor, "_local_tensor", None), "tracker", None)
     return watch is not None and watch.uninitialized
 
@@ -139,7 +140,7 @@ def _described(value: Any) -> str:
     return f"{kind} of shape {list(value.shape)}, {value.dtype} on {value.device}{rows}"
 
 
-CALLS: dict[Any, Callable[..., Any]] = {  # by function of torch, as passed to __torch_function__: its replacement
+CALLS: dict[Any, Callable[..., Any]] = {  # replacement for each torch function, as passed to __torch_function__
     Tensor.data.__get__: lambda tensor, *_: tensor.detach(),  # type: ignore[attr-defined]
     Tensor.data.__set__: assign_data,  # type: ignore[attr-defined]
     **{access: resolve_first(access) for access in OF_GRADIENTS},

@@ -1,10 +1,11 @@
-"""Operators that draw random numbers into sharded tensors.
+"""Handles operators that draw random numbers into sharded tensors.
 
 [Note: Random numbers by global row]
-All ranks usually have the same seed. If each rank drew numbers only for its rows, the rows of all ranks would get the
-same numbers. Therefore each rank draws for the full tensor and copies its rows. The result and the state of the
-generator equal those of one process with the same seed. This method needs memory for one full tensor. The result is
-correct for distributions in which the number of draws for an element does not depend on the values of other elements.
+All ranks usually have the same seed. If each rank drew numbers only for its own rows, the rows on all ranks would get
+the same numbers. Therefore each rank draws numbers for the full tensor and copies its rows. The result and the state of
+the generator are the same as in one process with the same seed. This method needs memory for one full tensor. The
+result is correct for distributions in which the number of draws for an element does not depend on the values of other
+elements.
 
 ``nn.init.trunc_normal_`` draws again until all numbers are within its bounds, but each rank would check only its own
 rows. torch calls ``__torch_function__`` for the first draw inside this function, but not for the function itself.
@@ -38,22 +39,22 @@ _REFUSED = {f"aten::{name}{suffix}" for name in _OTHERS for suffix in ("", "_", 
 # Functions that users call, as passed to __torch_function__. Other functions of torch.nn.init call these functions.
 _FILLING = {
     *(getattr(Tensor, name) for name in _FILLS),
-    *(nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_, torch.eye),  # torch.eye(out=) resizes its output
+    *(nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_, torch.eye),  # torch.eye(out=) resizes the output
 }
 _FUNCTIONS = {
     *_FILLING,
     *(torch.rand_like, torch.randn_like, torch.randint_like, torch.bernoulli, Tensor.bernoulli, torch.normal),
     *(F.dropout, torch.dropout, torch.dropout_),
 }
-# Users may draw into the results with a generator, which a plain DTensor would drop on the CPU.
+# Users may pass a generator to draw numbers into the results. A plain DTensor would ignore the generator on the CPU.
 _ALIKE = {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like}
 _TRUNC_NORMAL = nn.init._no_grad_trunc_normal_
 
 
 def is_drawing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a call of the torch function `func` draws random numbers and must run on full tensors.
+    """Return whether a call of the torch function `func` draws random numbers and must therefore run on full tensors.
 
-    Calls that autograd records are excluded unless they fill a tensor in place.
+    Calls that autograd records are excluded, unless they fill a tensor in place.
     """
     return func in _FUNCTIONS and (func in _FILLING or not _needs_gradient(args, kwargs))
 
@@ -81,7 +82,7 @@ def call_on_full(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run :func:`draw_full` from a ``__torch_function__``, whose caller has called `func`.
 
     Raises:
-        NotImplementedError: ``nn.init.trunc_normal_`` has bounds for which it uses another sampling method.
+        NotImplementedError: the bounds passed to ``nn.init.trunc_normal_`` make it use another sampling method.
     """
     caller = sys._getframe(2)
     if not is_truncating(caller):
@@ -102,7 +103,7 @@ def call_on_full(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def is_truncating(caller: FrameType) -> bool:
     """Return whether `caller` is a frame of ``nn.init.trunc_normal_``.
 
-    For sharded tensors, the check of the bounds in this function is always satisfied.
+    For sharded tensors, the bounds check inside ``nn.init.trunc_normal_`` always succeeds.
     """
     return caller.f_code is _TRUNC_NORMAL.__code__
 
@@ -113,7 +114,7 @@ def draw_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
     At least one argument must be a RowShardedTensor or a LocalShard. New results have the class of the first such
     argument. If `func` returns one of its arguments, the argument is overwritten and returned.
     """
-    wholes: dict[int, tuple[Any, Any]] = {}  # by id of the full tensor: argument, its rows
+    wholes: dict[int, tuple[Any, Any]] = {}  # by id of the full tensor: (argument, rows of the argument)
 
     def make_full(argument: Tensor) -> Tensor:
         rows = getattr(argument, "_local_tensor", argument)

@@ -1,13 +1,13 @@
-"""Reductions of sharded tensors, whose result on each rank is a partial value.
+"""Handles reductions of sharded tensors, whose result on each rank is a partial value.
 
 [Note: Partial scalars]
 ``p.sum()`` and similar reductions return a DTensor with a ``Partial`` placement. If torch needs the value, or the user
 calls ``full_tensor()``, torch all-reduces the partial values. Every rank must take part. However, ``item()``,
 ``float()`` and ``bool()``, which a loop may call on one rank to print a value, would return this rank's partial value
-without an error. Therefore the local tensor of such a DTensor is a :class:`PartialScalar`, which raises when torch
-reads it. The result of ``p.to_local().sum()`` is also a partial scalar. This result is the requested value of this
-rank, and users can read it. torch's mean of means is correct only for equal numbers of rows and raises. ``p.mean()``
-divides a sum.
+without an error. Therefore the local tensor of such a DTensor is a :class:`PartialScalar`, which raises an error when
+torch reads its value. The result of ``p.to_local().sum()`` is also a partial scalar. In this case the user has
+requested this rank's value and can read it. torch's mean of means is correct only if all ranks have the same number of
+rows, so it raises an error. ``p.mean()`` instead divides a sum by the number of elements.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LARGEST, _SMALLEST = ("aten::max", "aten::amax"), ("aten::min", "aten::amin")
 
 
 class PartialScalar(torch.Tensor):
-    """This rank's partial value of a reduction; see [Note: Partial scalars]."""
+    """Partial value of a reduction on this rank; see [Note: Partial scalars]."""
 
     spec: RowShardSpec
     made_by: str
@@ -102,9 +102,9 @@ def _mean(tensor: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torc
 
 
 def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> None:
-    """Unscale gradients for a ``GradScaler`` and report an overflow in any rank's rows to all ranks of the model.
+    """Unscale gradients for a ``GradScaler``, and report an overflow in any rank's rows to all ranks of the model.
 
-    torch would report the overflow only along the axes on which the first gradient is sharded. torch also does not
+    torch would report an overflow only along the axes on which the first gradient is sharded. torch also does not
     accept plain gradients in the same list.
 
     Raises:
@@ -121,7 +121,7 @@ def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> 
             "Shard(0) on their axis"
         )
     torch._amp_foreach_non_finite_check_and_unscale_(rows, found, inverse_scale)
-    told = found.to(device)  # `found` is in host memory if the gradients are
+    told = found.to(device)  # `found` is in host memory if the gradients are in host memory
     reduce_over(comms, told, dist.ReduceOp.MAX)
     found.copy_(told)
 
@@ -130,7 +130,7 @@ def _refuse_places(tensor: Any, *args: object, **kwargs: object) -> NoReturn:
     raise NotImplementedError(row_move_message("argmax or argmin", tensor._local_tensor.spec))
 
 
-# Replacements of torch functions for a sharded tensor, or for a list that contains a sharded tensor.
+# Replacements for torch functions that are called with a sharded tensor, or with a list that contains one.
 REDUCTIONS: dict[Any, Callable[..., Any]] = {
     torch.mean: _mean,
     Tensor.mean: _mean,
@@ -142,8 +142,8 @@ REDUCTIONS: dict[Any, Callable[..., Any]] = {
 def neutral_result(func: Any, args: Sequence[Any]) -> Any:
     """Return the neutral element of a norm, minimum or maximum on a rank without rows.
 
-    torch raises for the infinite norm and for the extremes of an empty tensor. Return None for all other calls, which
-    torch can compute.
+    torch raises an error for the infinity norm and for the extremes of an empty tensor. For all other calls, which
+    torch can compute, return None.
     """
     name = func._schema.name
     if name == "aten::_foreach_norm":
@@ -166,10 +166,10 @@ def neutral_result(func: Any, args: Sequence[Any]) -> Any:
 
 
 def refuse_collective(func: Any, args: Sequence[Any], spec: RowShardSpec) -> None:
-    """Raise if a collective of torch assumes that all ranks have the same number of rows.
+    """Raise an error if a torch collective assumes that all ranks have the same number of rows.
 
     Args:
-        func: operator from one of the namespaces in COLLECTIVES.
+        func: operator in one of the namespaces in COLLECTIVES.
     """
     if not func.__name__.startswith(_KEEPS_ROWS):
         raise NotImplementedError(row_move_message(func.__name__, spec))

@@ -1,4 +1,4 @@
-"""Row bounds of a parameter on each rank, which layout/flat_layout.py chooses."""
+"""Describes which rows of a parameter each rank has. layout/flat_layout.py chooses these row bounds."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["RowShardSpec", "refuse_rank_local"]
 
 
 def refuse_rank_local(what: str, specs: Iterable[RowShardSpec], num_model_ranks: int) -> None:
-    """Raise ValueError if any name in `specs` belongs to different parameters on different ranks of the model.
+    """Raise ValueError if any name in `specs` refers to different parameters on different ranks of the model.
 
     Args:
-        what: name of the function that raises.
+        what: name of the function that raises the error.
         specs: sharding of each parameter.
-        num_model_ranks: number of ranks of the model.
+        num_model_ranks: number of ranks that have a part of the model.
     """
     if apart := [spec.name for spec in specs if spec.holders < num_model_ranks]:
         raise ValueError(
@@ -44,7 +44,7 @@ class RowShardSpec:
 
     @property
     def true_shape(self) -> tuple[int, ...]:
-        """Shape of the full parameter, as in one process."""
+        """Shape that the full parameter has in one process."""
         return self.shape if self.model_parallel is None else self.model_parallel.shape
 
     @property
@@ -54,7 +54,7 @@ class RowShardSpec:
 
     @property
     def holders(self) -> int:
-        """Number of ranks that have this parameter or a part of this parameter."""
+        """Number of ranks that have this parameter or a part of it."""
         return self.mesh_info.data_parallel * (1 if self.model_parallel is None else self.model_parallel.mesh.size())
 
     @property
@@ -72,7 +72,7 @@ class RowShardSpec:
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """Shape of the parameter as stored by rows: `shape`, or (1,) for a 0-dim parameter."""
+        """Shape in which the parameter is stored by rows: `shape`, or (1,) for a 0-dim parameter."""
         return self.shape or (1,)
 
     @property
@@ -101,17 +101,17 @@ class RowShardSpec:
         return alike and self.bounds == other.bounds and self.mesh_info.zero3_size == other.mesh_info.zero3_size
 
     def local_grad(self, gradient: Tensor) -> Tensor:
-        """Return the local part of a gradient that is reduced over the data-parallel ranks."""
+        """Return this rank's model-parallel part of a gradient, which is reduced over the data-parallel ranks."""
         return gradient if self.model_parallel is None else self.model_parallel.local_grad(gradient)
 
     def gather_full(self, local: Tensor) -> Tensor:
-        """Gather the full parameter, as in one process. Every rank that has a part of it must call this method."""
+        """Gather the full parameter. Every rank that has a part of the parameter must call this method."""
         part = self.gather(local)
         return part if self.model_parallel is None else self.model_parallel.whole(part)
 
     def gather(self, local: Tensor) -> Tensor:
         """Gather all rows on the device, given this rank's rows. Every data-parallel rank must call this method."""
-        local = local.to(self.mesh_info.device)  # the rows are in host memory with offload_optimizer
+        local = local.to(self.mesh_info.device)  # with offload_optimizer, the rows are in host memory
         longest = max(stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
         evenly = self.mesh_info.data_parallel * longest <= 2 * self.num_rows
         whole = self._gather_padded(local, longest) if evenly else self._gather_from_holders(local)
@@ -137,9 +137,9 @@ class RowShardSpec:
         return torch.cat([piece[:rows] for piece, rows in zip(pieces, held, strict=True)])
 
     def _gather_from_holders(self, local: Tensor) -> Tensor:
-        """Gather by broadcasts if a few ranks have most of the rows.
+        """Gather all rows with broadcasts, for parameters whose rows are mostly on a few ranks.
 
-        An all-gather would send mostly padding in this case.
+        For such parameters, an all-gather would send mostly padding.
         """
         mesh_info = self.mesh_info
         whole = local.new_empty(self.stored)

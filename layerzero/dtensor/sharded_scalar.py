@@ -1,10 +1,10 @@
-"""Sharded parameters of shape ``[]``, such as a learned temperature.
+"""Handles sharded parameters of shape ``[]``, such as a learned temperature.
 
 [Note: 0-dim parameters]
 A 0-dim parameter is stored on one rank, as one row with one element. Users see a DTensor of shape ``[]``. DTensor
 cannot shard a 0-dim tensor. Therefore torch computes with a tensor of shape ``[1]`` on the same memory, and results
-with one row are converted back to 0-dim tensors. Only one rank has the value. Therefore reading the value raises on all
-ranks, as for partial values.
+with one row are converted back to 0-dim tensors. Only one rank has the value. Therefore reading the value raises an
+error on all ranks, as for partial values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RESHAPES = {
 
 
 def is_metadata_access(func: Any) -> bool:
-    """Return whether the torch function `func` only accesses shapes, flags or gradients and does not compute values."""
+    """Return whether the torch function `func` only accesses shapes, flags or gradients and computes no values."""
     return func.__name__ in _ABOUT_ITSELF
 
 
@@ -39,7 +39,7 @@ def is_in_place(func: Any) -> bool:
 
 
 def refuse_for_number(func: Any, spec: RowShardSpec) -> None:
-    """Raise if `func` would read a value that only one rank has, or change the number of dims.
+    """Raise an error if `func` would read a value that only one rank has, or change the number of dims.
 
     Raises:
         RuntimeError: `func` reads the value.

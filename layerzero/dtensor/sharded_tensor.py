@@ -1,15 +1,15 @@
-"""Sharded parameters: DTensors whose local tensor has full rows of the parameter.
+"""Defines sharded parameters, which are DTensors whose local tensor has full rows of the parameter.
 
 [Note: Uneven rows in a DTensor]
 DTensor's ``Shard(0)`` implies the row bounds of `torch.chunk`. layerzero splits a flat order into shards, so ranks have
 unequal numbers of rows, and some ranks may have no rows. Element-wise operations, norms and other reductions work with
 any row bounds. Operations that move rows between ranks do not work, and torch would return wrong tensors without an
-error. Two classes prevent such results:
+error. Two classes prevent such wrong results:
 
 - :class:`RowShardedTensor`, the DTensor itself, gathers the full tensor.
 - :class:`layerzero.dtensor.local_shard.LocalShard`, its local tensor, is passed through DTensor's dispatch to every
-  derived DTensor. A LocalShard raises for collectives that would misplace rows, and for broadcasts against a tensor
-  with different row bounds.
+  derived DTensor. A LocalShard raises an error for collectives that would misplace rows, and for broadcasts against a
+  tensor with different row bounds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _new(name: str) -> Callable[..., Tensor]:
     def make(self: RowShardedTensor, *args: Any, **kwargs: Any) -> Any:
         """Create a tensor as torch does.
 
-        If the shapes are equal, it is sharded like this tensor; otherwise it is plain and full.
+        If the new tensor has the shape of this tensor, it is sharded like this tensor. Otherwise it is plain and full.
         """
         sizes = {name: value for name, value in kwargs.items() if name in ("size", "fill_value")}
         shape = method(torch.empty(0, device="meta"), *args, **sizes).shape
@@ -67,9 +67,9 @@ class RowShardedTensor(DTensor):
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Register a backward hook, as :meth:`torch.Tensor.register_hook` does.
 
-        On a sharded parameter, `hook` receives the full gradient of this rank's batch in the compute dtype, once per
-        backward. As in DDP, this gradient has not yet been averaged over the ranks. If `hook` returns a tensor, it
-        replaces the gradient.
+        For a sharded parameter, `hook` receives the full gradient from this rank's batch in the compute dtype, once per
+        backward. As in DDP, this gradient has not yet been averaged over the ranks. If `hook` returns a tensor, this
+        tensor replaces the gradient.
         """
         if self.gathered is not None:
             return self.gathered.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -117,9 +117,9 @@ class RowShardedTensor(DTensor):
         return whole
 
     def copy_(self, other: Any, non_blocking: bool = False) -> Any:  # type: ignore[override]
-        """Copy like ``torch.Tensor.copy_``. If `other` is a full tensor, copy this rank's rows of `other`.
+        """Copy `other` like ``torch.Tensor.copy_``. If `other` is a full tensor, copy this rank's rows of `other`.
 
-        All ranks must call this method with the same values. See [Note: Copies from full tensors].
+        All ranks must call this method and pass the same values. See [Note: Copies from full tensors].
         """
         local = self._local_tensor
         if isinstance(other, DTensor) and isinstance(other._local_tensor, type(local)):
@@ -145,7 +145,7 @@ class RowShardedTensor(DTensor):
 
     @property
     def placements(self) -> tuple[Any, ...]:  # type: ignore[override]
-        """Placements on the model-parallel axes, followed by two ``Shard(0)`` with uneven pieces."""
+        """Placements on the model-parallel axes, followed by two ``Shard(0)`` placements with uneven pieces."""
         spec = self._local_tensor.spec
         bounds, mesh_info = spec.bounds, spec.mesh_info
         replicas = mesh_info.replicas
@@ -173,14 +173,14 @@ class RowShardedTensor(DTensor):
         return sharded(rows, self._local_tensor.spec, MutationTracker())
 
     def within_bounds(self) -> RowShardedTensor:
-        """Return a detached alias whose comparisons with a bound are always false."""
+        """Return a detached alias of which every comparison with a bound returns False."""
         return _WithinBounds(self._local_tensor, self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def detach(self) -> RowShardedTensor:
         return type(self)(self._local_tensor.detach(), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, object]) -> RowShardedTensor:
-        """Return a copy of this rank's rows, for entries of state dicts. Raise TypeError for parameters."""
+        """Return a copy of this rank's rows, for entries in state dicts. For parameters, raise TypeError."""
         if not isinstance(self, nn.Parameter):
             copied = type(self)(copy.deepcopy(self._local_tensor, memo), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
             memo[id(self)] = copied
@@ -229,7 +229,7 @@ def _not_here(tensor: RowShardedTensor) -> str:
 
 
 class _WithinBounds(RowShardedTensor):
-    """Values drawn by ``nn.init.trunc_normal_`` within its bounds; see [Note: Random numbers by global row]."""
+    """Values that ``nn.init.trunc_normal_`` has drawn within its bounds; see [Note: Random numbers by global row]."""
 
     @classmethod
     def __torch_function__(
@@ -257,7 +257,7 @@ class ShardedScalar(RowShardedTensor):
             meets = any(not isinstance(leaf, DTensor) and leaf.requires_grad for leaf in leaves)
         if meets and torch.is_grad_enabled() and not spec.is_fully_local:
             raise RuntimeError(penalty_message(spec))
-        numbers: dict[int, ShardedScalar] = {}  # by id of the row that replaces it
+        numbers: dict[int, ShardedScalar] = {}  # keyed by the id of the row that replaces the scalar
         rows: list[Tensor] = []
 
         def row_of(number: ShardedScalar) -> Tensor:
@@ -311,7 +311,7 @@ class _RowToZeroDim(torch.autograd.Function):
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """Identity on a full parameter that raises in backward, where the gradient would be lost without an error."""
+    """Identity function on a full parameter. Its backward raises, because the gradient would be lost silently."""
 
     @staticmethod
     def forward(ctx: Any, parameter: RowShardedTensor, whole: Tensor) -> Tensor:
@@ -328,7 +328,7 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def sharded(local: Tensor, spec: RowShardSpec, watch: MutationTracker) -> RowShardedTensor:
-    """Return a DTensor of shape ``spec.true_shape`` whose rows on this rank are `local`, a plain tensor."""
+    """Return a DTensor of shape ``spec.true_shape`` whose rows on this rank are the plain tensor `local`."""
     return _of_rows(LocalShard(local, spec, watch), spec.true_shape)
 
 
@@ -342,7 +342,10 @@ def _of_rows(local: LocalShard, shape: tuple[int, ...]) -> RowShardedTensor:
 
 
 def _alike(made: Tensor) -> Tensor:
-    """Return `made` as a RowShardedTensor if its rows and shape allow it and it needs no gradient, else `made`."""
+    """Convert `made` to a RowShardedTensor if its rows and shape allow it and `made` needs no gradient.
+
+    Otherwise return `made` unchanged.
+    """
     local = made._local_tensor if isinstance(made, DTensor) else None
     if not isinstance(local, LocalShard) or made.requires_grad or tuple(made.shape) != (local.spec.true_shape or (1,)):
         return made

@@ -1,4 +1,4 @@
-"""Filter for torch's DTensor warnings that do not apply to sharded parameters."""
+"""Suppresses torch's DTensor warnings that do not apply to sharded parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ class _AboutOurMesh(logging.Filter):
 
 
 def filter_mesh_warnings() -> None:
-    """Install the filter. Without it, ``p.norm().full_tensor()`` warns once on each rank, as it reduces on two axes."""
+    """Install the filter.
+
+    Without the filter, ``p.norm().full_tensor()`` emits a warning once on each rank, because it reduces over two axes.
+    """
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     if not any(isinstance(found, _AboutOurMesh) for found in logger.filters):
         logger.addFilter(_AboutOurMesh())

@@ -1,4 +1,4 @@
-"""Reports of the memory and traffic of a sharded model: :func:`memory` and :func:`traffic`."""
+"""Reports the memory and traffic of a sharded model, with :func:`memory` and :func:`traffic`."""
 
 from __future__ import annotations
 
@@ -20,40 +20,43 @@ __all__ = ["MemoryReport", "TrafficReport", "measure", "memory", "traffic"]
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes on this rank, by kind.
+    """Memory that a sharded model uses on this rank, in bytes, by kind.
 
-    Kinds on the device:
+    Kinds of memory on the device:
 
     - ``zero1_shard``: masters, or 0 if the masters are inside the ZeRO-3 shard.
     - ``zero3_shard``: compute weights.
-    - ``full_buffer``: gathered units, and the post-forward shards of `reshard_after_forward`.
-    - ``cached_buffer``: cached memory of freed full buffers. At most the memory of the root, one unit, the units that
-      are gathered ahead, and the units that stay gathered.
+    - ``full_buffer``: gathered units, and the post-forward shards that `reshard_after_forward` keeps.
+    - ``cached_buffer``: cached memory of freed full buffers. It is at most the memory of the root, one unit, the units
+      that are gathered ahead, and the units that stay gathered.
     - ``accumulator``: accumulated gradients.
     - ``gradient_shard``: final gradients, or 0 if the final gradients are inside the accumulator. A backward that
-    begins without zero_grad copies the final gradients out of the accumulator.
-    - ``reduce_buffer``: reused scratch buffers for gradients that arrive, are sent and are received.
-    - ``optimizer``: optimizer state, which is only measured.
+      begins without zero_grad copies the final gradients out of the accumulator.
+    - ``reduce_buffer``: reused scratch buffers for gradients that come from autograd, are sent or are received.
+    - ``optimizer``: optimizer state. This kind is measured but not predicted.
 
-    Kinds in host memory: ``host_accumulator`` with `offload_grads`, ``host_zero1_shard``, ``host_gradient_shard`` and
-    ``host_optimizer`` with `offload_optimizer`, ``host_zero3_shard`` with `offload_params`. The corresponding kinds on
+    Kinds of host memory: ``host_accumulator`` with `offload_grads`; ``host_zero1_shard``, ``host_gradient_shard`` and
+    ``host_optimizer`` with `offload_optimizer`; ``host_zero3_shard`` with `offload_params`. The corresponding kinds on
     the device are then 0.
 
-    If the ranks of a ZeRO-3 group share memory, each rank counts its own part: its ZeRO-3 shard, and the gradients that
-    other ranks read. These gradients are in ``reduce_buffer``, or in ``accumulator`` with ``accumulation="full"``.
+    If the ranks of a ZeRO-3 group share memory, each rank counts its own part, which is its ZeRO-3 shard and the
+    gradients that other ranks read. These gradients are in ``reduce_buffer``, or in ``accumulator`` with
+    ``accumulation="full"``.
 
     Attributes:
-        predicted: bytes computed from layouts and settings. The prediction is valid between two steps, from the second
-            step on, if units are called one after the other in the order of their registration. The measured
-            ``reduce_buffer`` may be larger if calls of units interleave, so that their gradients arrive at the same
-            time, or if parameters were unfrozen. The measured ``reduce_buffer`` is smaller before the first backward
-            that reduces gradients, because it is allocated on first use.
-        measured: bytes of the storages that currently exist.
-        predicted_peak: predicted maximum of bytes on the device during a step, including the measured optimizer state.
-        measured_peak: maximum of bytes on the device so far, as counted by the model's own pools. Activations and
-            temporary allocations of torch or the optimizer are not included.
-        shared_segment: bytes of the shared memory of the ZeRO-3 group, as counted by the operating system: parts of all
-            ranks and the pages of counters. Each rank reports the same number, or 0 if memory is not shared.
+        predicted: number of bytes computed from layouts and settings. The prediction is valid between two steps, from
+            the second step on, if units are called one after the other in the order of their registration. The measured
+            ``reduce_buffer`` may be larger if parameters were unfrozen, or if calls of units interleave and their
+            gradients arrive at the same time. The measured ``reduce_buffer`` is smaller before the first backward that
+            reduces gradients, because it is allocated on first use.
+        measured: number of bytes in the storages that currently exist.
+        predicted_peak: predicted maximum number of bytes on the device during a step, including the measured optimizer
+            state.
+        measured_peak: maximum number of bytes on the device so far, as counted by the model's own pools. Activations
+            and temporary allocations by torch or the optimizer are not included.
+        shared_segment: number of bytes of shared memory that the ZeRO-3 group uses, as counted by the operating system.
+            It includes the parts of all ranks and the pages of counters. Each rank reports the same number, or 0 if
+            memory is not shared.
     """
 
     predicted: dict[str, int]
@@ -64,7 +67,7 @@ class MemoryReport:
 
     @property
     def total(self) -> int:
-        """Measured bytes of all kinds on the device."""
+        """Measured number of bytes on the device, summed over all kinds."""
         return on_device(self.measured)
 
     def __str__(self) -> str:
@@ -83,21 +86,21 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class TrafficReport:
-    """Collectives and bytes that this rank has sent since the last reset.
+    """Collectives that this rank has called, and bytes that it has sent, since the last reset.
 
     Attributes:
         calls: number of calls by collective: ``gather``, ``regather`` (for a backward, among the number of ranks set by
             `reshard_after_forward`), ``hop1``, ``hop2``, ``refresh``, ``metadata`` (one byte per parameter),
             ``gather_order`` (16 bytes whenever units are called in a new order), ``scalar_reduce`` (norms),
-            ``unshard``, ``broadcast``, ``owner_gather`` and ``owner_scatter`` (full parameters to their owners and
+            ``unshard``, ``broadcast``, ``owner_gather`` and ``owner_scatter`` (send full parameters to their owners and
             back, inside the ZeRO-3 group). If ranks share memory, a ``gather`` sends no data.
-        bytes: bytes sent, by collective. If ranks share memory, ``hop1`` counts the bytes that this rank has read from
-            other ranks' memory.
-        bytes_by_axis: bytes sent, by axis: ``zero3`` (inside the ZeRO-3 group), ``replica`` (between replicas),
-            ``control`` (the bytes of ``metadata`` and ``gather_order``, on the CPU), ``model_parallel`` (such as the
-            tensor-parallel axis).
-        predicted: predicted bytes of gathers, reductions and refreshes, by collective, for the same number of calls.
-            Collectives whose handles were called unequally often are omitted.
+        bytes: number of bytes sent, by collective. If ranks share memory, ``hop1`` counts the bytes that this rank has
+            read from other ranks' memory.
+        bytes_by_axis: number of bytes sent, by axis: ``zero3`` (inside the ZeRO-3 group), ``replica`` (between
+            replicas), ``control`` (the bytes of ``metadata`` and ``gather_order``, on the CPU), ``model_parallel``
+            (such as the tensor-parallel axis).
+        predicted: predicted number of bytes that gathers, reductions and refreshes send, by collective, for the same
+            number of calls. A collective is omitted if the handles have not all called it equally often.
         transport: name of the transport inside the ZeRO-3 group: ``"process_group"`` or ``"shared_memory"``.
     """
 
@@ -124,10 +127,10 @@ class TrafficReport:
 
 
 def memory(model: nn.Module) -> MemoryReport:
-    """Return the predicted and measured bytes of a sharded model on this rank, by kind.
+    """Return the predicted and measured memory that a sharded model uses on this rank, in bytes, by kind.
 
     For a module that contains sharded models, the report contains sums over these models. The sum of their peaks is an
-    upper bound of the peak.
+    upper bound on the peak of the module.
 
     Example::
 
@@ -148,7 +151,7 @@ def memory(model: nn.Module) -> MemoryReport:
 
 
 def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return the sums of `counts` by key. Keys are in the order of their first occurrence."""
+    """Sum `counts` by key. Keys are in the order of their first occurrence."""
     found: dict[str, int] = {}
     for each in counts:
         for key, count in each.items():
@@ -173,11 +176,11 @@ def _memory(runtime: LayerZeroState) -> MemoryReport:
 
 
 def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
-    """Return the calls and bytes that this rank has sent, by collective and axis. `reset` sets the counters to zero.
+    """Return the number of calls that this rank has made and of bytes that it has sent, by collective and axis.
 
     On an axis of n ranks, a ring or direct algorithm sends n-1 times this rank's shard for a gather or refresh, and
     (n-1)/n of the buffer for hop 1 or hop 2. For a module that contains sharded models, the report contains sums over
-    these models.
+    these models. If `reset` is True, the counters are then set to zero.
     """
     reports = [_traffic(runtime, reset=reset) for runtime in get_states(model).values()]
     if len(reports) == 1:
@@ -210,7 +213,7 @@ def _traffic(runtime: LayerZeroState, *, reset: bool) -> TrafficReport:
 
 
 def _formulas(runtime: LayerZeroState, calls: Mapping[str, int]) -> dict[str, int]:
-    """Return the predicted bytes of each collective in `calls` whose handles have all called it equally often."""
+    """Return the predicted number of bytes for each collective that all handles have called equally often."""
     found: dict[str, int] = {}
     for collective, places in predicted_traffic(specs_of(runtime.units), runtime.config).items():
         rounds, rest = divmod(calls.get(collective, 0), len(places))
@@ -250,7 +253,7 @@ def measure(runtime: LayerZeroState) -> dict[str, int]:
 
 
 def _pools(runtime: LayerZeroState) -> list[BufferPool]:
-    """Return the pool of scratch buffers and, if they are different, the pools of buffers that hop 1 sends."""
+    """Return the pool of scratch buffers and, if they are separate, the pools of the buffers that hop 1 sends."""
     sent = (transport.send_buffers for transport in runtime.transports)
     return list(dict.fromkeys((runtime.pools.scratch, *sent)))
 

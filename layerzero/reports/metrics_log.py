@@ -1,4 +1,4 @@
-"""Memory, traffic and wait times of a sharded model as named numbers for a logger: :func:`metrics`."""
+"""Reports memory, traffic and wait times of a sharded model as named numbers for a logger, with :func:`metrics`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from layerzero.utils.text_tables import seconds, size, table
 __all__ = ["metrics"]
 
 _SHOWN = 3  # number of stragglers that are reported
-_ALONG = {  # collectives by the axis that runs them
+_ALONG = {  # collectives, by the axis on which they run
     "zero3": (*GATHERS, Collective.HOP1),
     "replica": (Collective.HOP2, Collective.REFRESH),
 }
@@ -42,24 +42,27 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
 
     If `compare` is False, this function does not communicate.
 
-    - ``layerzero/memory/KIND``: currently allocated bytes, by the kinds of :class:`layerzero.MemoryReport`.
-    - ``layerzero/bytes/AXIS``: bytes sent on ``zero3`` (inside the ZeRO-3 group), ``replica`` (between replicas),
-      ``control``, and ``model_parallel`` (such as the tensor-parallel axis).
-    - ``layerzero/wait_seconds/COLLECTIVE``: seconds that the host has waited for ``gather``, ``regather``, ``hop1``,
-      ``hop2``, ``refresh``, ... These waits are close to zero on devices, where streams wait instead. If ranks share
-      memory, ``gather`` is the wait until the other ranks have read the old weights and written the new weights.
-    - ``layerzero/steps/taken``, ``layerzero/steps/skipped``: steps of the model's optimizers. A step counts as skipped
-      if gradients are discarded without a step, for example if a ``GradScaler`` skips the step.
+    - ``layerzero/memory/KIND``: number of bytes currently allocated. KIND is a kind of memory in
+      :class:`layerzero.MemoryReport`.
+    - ``layerzero/bytes/AXIS``: number of bytes sent on ``zero3`` (inside the ZeRO-3 group), ``replica`` (between
+      replicas), ``control``, and ``model_parallel`` (such as the tensor-parallel axis).
+    - ``layerzero/wait_seconds/COLLECTIVE``: number of seconds that the host has waited for ``gather``, ``regather``,
+      ``hop1``, ``hop2``, ``refresh``, ... These waits are close to zero on devices, where streams wait instead. If
+      ranks share memory, ``gather`` is the wait until the other ranks have read the old weights and written the new
+      weights.
+    - ``layerzero/steps/taken``, ``layerzero/steps/skipped``: number of steps that the model's optimizers have taken or
+      skipped. A step counts as skipped if gradients are discarded without a step, for example if a ``GradScaler`` skips
+      the step.
 
-    With `compare`, the result also has these numbers, which are the same on all ranks. They need collectives that the
-    host waits for:
+    With `compare`, the result also has the following numbers, which are the same on all ranks. To compute them, the
+    host waits for collectives:
 
     - ``layerzero/waited_for/rank_N``: median wait time of the other ranks minus the wait time of rank N, in seconds,
       for the three ranks with the largest values. A rank that is regularly late waits least, because all other ranks
-      wait for it.
+      wait for this rank.
     - ``layerzero/transfer_seconds/AXIS/ranks_N_M_...``: shortest wait time of any rank in a group, in seconds, for the
-      slowest group of each axis. This wait is the time of the transfer, because the rank that arrives last waits only
-      for the link.
+      slowest group on each axis. This wait is the duration of the transfer, because the rank that arrives last waits
+      only for the link.
 
     Args:
         model: a sharded model.
@@ -109,12 +112,12 @@ def _compared(runtime: LayerZeroState, counters: TrafficCounters) -> dict[str, f
 
 
 def waited_for(waited: Mapping[int, float]) -> dict[str, float]:
-    """Return the lateness of the latest ranks in seconds, by metric name.
+    """Return how late the latest ranks are, in seconds, by metric name.
 
-    The lateness of a rank is the median wait time of the other ranks minus the wait time of the rank.
+    The lateness of a rank is the median wait time of the other ranks minus the wait time of that rank.
 
     Args:
-        waited: seconds that each rank has waited, by rank.
+        waited: number of seconds that each rank has waited, by rank.
     """
     late: dict[int, float] = {}
     for rank, own in waited.items():

@@ -1,4 +1,4 @@
-"""Timeline of a sharded model as a Chrome trace: :func:`trace`."""
+"""Records the timeline of a sharded model as a Chrome trace, with :func:`trace`."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ __all__ = ["Trace", "TraceEvent", "trace"]
 _COMPUTE_ROW = "units"
 _SUMS_ROW = "sums, {} axis"
 TRACE_FORMAT = 2  # format version of the file's "layerzero" part
-_PATIENCE = 5.0  # seconds to wait for collectives in flight at process exit if the traced code raised
+_PATIENCE = 5.0  # seconds to wait at process exit for in-flight collectives if the traced code raised an error
 
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """One event on this rank's host. Times are microseconds since the trace began.
+    """One event on this rank's host. Times are in microseconds since the trace began.
 
     Attributes:
         kind: ``"begin"`` or ``"end"`` of a span, ``"launch"`` of a collective, ``"wait"`` for a collective, or
-            ``"add"``, the addition of received gradients.
+            ``"add"`` for the addition of received gradients.
         name: name of the unit, ``"optimizer"``, or ``""`` if a collective does not belong to a unit.
         start, end: start and end of the event on the host. The two times are equal for the begin or end of a span.
-        phase: phase of a span: ``"forward"``, ``"backward"`` or ``"update"``.
-        number: number of a collective in launch order, shared by its launch, wait and add.
-        collective, axis: kind and axis, as in :func:`layerzero.traffic`.
+        phase: phase that a span covers: ``"forward"``, ``"backward"`` or ``"update"``.
+        number: number of a collective in launch order. The launch, wait and add of a collective have the same number.
+        collective, axis: collective and axis, as in :func:`layerzero.traffic`.
         communicator: name of the communicator. Its collectives are launched in the same order on all of its ranks.
-        ranks: number of ranks of the communicator.
-        bytes: bytes that this rank sends, as in :func:`layerzero.traffic`.
-        completed: completion time of the collective, for a launch. None if the traced code raised before completion.
+        ranks: number of ranks in the communicator.
+        bytes: number of bytes that this rank sends, as in :func:`layerzero.traffic`.
+        completed: for a launch, the time at which the collective completed. None if the traced code raised an error
+            before completion.
         in_background: True if a background thread ran the operation while the program continued.
     """
 
@@ -66,8 +67,8 @@ class Trace:
 
     Attributes:
         path: path of this rank's file.
-        events: events by start time, which is program order except for background threads. Empty until the context
-            exits.
+        events: events sorted by start time, which is program order except for background threads. The sequence is empty
+            until the context exits.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,24 +80,24 @@ class Trace:
 def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.json") -> Iterator[Trace]:
     """Record the timeline of a sharded model inside the context and write a Chrome trace when the context exits.
 
-    Open the file in chrome://tracing or ui.perfetto.dev. Each rank is a process. The first row shows forwards and
-    backwards of units, nested by calls, and the optimizer's update. Each communicator has a row. On gloo, the additions
-    on each axis have a row. Collectives are named by kind and unit, such as ``gather blocks.0``. Times are absolute, so
-    you can join the ``traceEvents`` of the files of several ranks into one list.
+    Open the file in chrome://tracing or ui.perfetto.dev. Each rank is shown as a process. The first row shows the
+    forward and backward passes of units, nested by calls, and the optimizer's update. Each communicator has a row. On
+    gloo, the additions on each axis also have a row. Collectives are named by kind and unit, such as ``gather
+    blocks.0``. Times are absolute, so you can concatenate the ``traceEvents`` lists from several ranks' files.
 
-    On the CPU, the bar of a collective ends when its data have arrived. The bar begins at the launch of the collective
-    or at the end of the previous bar on its row, whichever is later. On an accelerator, all times refer to the compute
-    stream: a collective ends when the compute stream no longer waits for it. When the context exits, the host waits for
-    collectives that were launched inside. Recording an event needs tens of microseconds and a few hundred bytes, so
-    trace a few steps, not an entire run.
+    On the CPU, the bar of a collective ends when the collective's data have arrived. The bar begins when the collective
+    is launched or when the previous bar on the same row ends, whichever is later. On an accelerator, all times refer to
+    the compute stream. A collective ends when the compute stream no longer waits for it. When the context exits, the
+    host waits for collectives that were launched inside the context. Recording an event takes tens of microseconds and
+    a few hundred bytes, so trace a few steps, not an entire run.
 
     The file also contains the schedule under the key ``"layerzero"``: all events, sorted by start time, for
     ``layerzero simulate`` or your own script.
 
     Args:
         model: a sharded model.
-        path: path of the file. ``{rank}`` in the path is replaced with the global rank. Not all ranks need to trace,
-            but each rank that traces needs its own file.
+        path: path of the file. ``{rank}`` in the path is replaced with the global rank. Not all ranks need to record a
+            trace, but each rank that does needs its own file.
 
     Yields:
         A :class:`Trace`, whose `events` are set when the context exits.
@@ -141,7 +142,7 @@ def trace(model: nn.Module, path: str | os.PathLike[str] = "trace-rank{rank}.jso
 def _events(recorder: TraceRecorder) -> tuple[TraceEvent, ...]:
     time = recorder.clock.microseconds
     marks = recorder.marks
-    if recorder.clock.sees_other_threads:  # marks are in order only within each thread
+    if recorder.clock.sees_other_threads:  # marks are ordered only within each thread
         marks = sorted(marks, key=lambda mark: time(mark.began))
     launched = (mark.trace for mark in marks if mark.kind == "launch" and mark.trace is not None)
     number = {flight: place for place, flight in enumerate(launched)}
@@ -219,7 +220,7 @@ def _chrome_events(events: Sequence[TraceEvent], mesh_info: MeshInfo, rank: int,
     return shown
 
 
-_Bar = tuple[str, str, float, float, dict[str, Any]]  # row, name, start, end, args
+_Bar = tuple[str, str, float, float, dict[str, Any]]  # (row, name, start, end, args)
 
 
 def _span_bars(events: Sequence[TraceEvent]) -> Iterator[_Bar]:
@@ -236,7 +237,7 @@ def _span_bars(events: Sequence[TraceEvent]) -> Iterator[_Bar]:
 
 
 def _collective_bars(events: Sequence[TraceEvent]) -> Iterator[_Bar]:
-    """Yield bars that do not overlap on a row, because viewers show overlapping bars as nested."""
+    """Yield bars that do not overlap within a row. Viewers would show overlapping bars as nested."""
     trace_end = max((max(event.end, event.completed or 0.0) for event in events), default=0.0)
     launches = [event for event in events if event.kind == "launch"]
     free: dict[str, float] = {}  # by communicator: end of its previous bar

@@ -1,4 +1,4 @@
-"""List of the units of a sharded model: :func:`units`."""
+"""Lists the units of a sharded model, with :func:`units`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class UnitParameter:
     """Parameter of a unit, with the rows that this rank updates.
 
     Attributes:
-        name: first name of the parameter in the model.
+        name: first name that the parameter has in the model.
         shape: full shape of the parameter.
         dtype: dtype of the master.
         requires_grad: True if the parameter is trainable.
-        rows: range of dim 0 whose masters are on this rank. A 0-dim parameter has one row.
+        rows: range of indices along dim 0 whose masters are on this rank. A 0-dim parameter has one row.
         local_numel: number of elements in these rows.
     """
 
@@ -36,7 +36,7 @@ class UnitParameter:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the full parameter."""
+        """Number of elements in the full parameter."""
         return int(torch.Size(self.shape).numel())
 
     @classmethod
@@ -49,16 +49,16 @@ class UnitParameter:
 
 @dataclass(frozen=True)
 class UnitInfo:
-    """Unit: modules whose parameters are gathered and freed together.
+    """Unit, which consists of modules whose parameters are gathered and freed together.
 
     Attributes:
         name: name of the unit's module, or names of its modules joined by "+". "" for the root.
         modules: classes of the modules whose forward gathers the unit, by module name.
-        parameters: parameters of the unit, without the parameters of units inside it.
-        gathered_bytes: bytes of the unit's weights while they are gathered, in the compute dtype, including padding.
+        parameters: parameters of the unit, without the parameters of units inside the unit.
+        gathered_bytes: size in bytes of the unit's gathered weights, in the compute dtype and including padding.
         zero3_size: S, number of ranks that share the compute weights.
         data_parallel: D, number of ranks that share the masters.
-        reshard_after_forward: setting of the unit.
+        reshard_after_forward: value of the setting `reshard_after_forward` for the unit.
     """
 
     name: str
@@ -71,12 +71,12 @@ class UnitInfo:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the unit's full parameters."""
+        """Number of elements in the unit's full parameters."""
         return sum(parameter.numel for parameter in self.parameters)
 
     @property
     def local_numel(self) -> int:
-        """Number of elements of the unit whose masters are on this rank."""
+        """Number of the unit's elements whose masters are on this rank."""
         return sum(parameter.local_numel for parameter in self.parameters)
 
 
@@ -84,7 +84,7 @@ class UnitList(tuple[UnitInfo, ...]):
     """Units of a model, with the root first. ``str()`` formats them as a table.
 
     Attributes:
-        ignored: names of the ignored parameters, which are full on every rank and do not belong to a unit.
+        ignored: names of the ignored parameters, which are full on every rank and do not belong to any unit.
     """
 
     ignored: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ class UnitList(tuple[UnitInfo, ...]):
 def units(model: nn.Module) -> UnitList:
     """List the units of a sharded model, their parameters and sizes, and the rows on this rank.
 
-    This function does not communicate. The rows differ between ranks. ``print(model)`` marks the modules that are
+    This function does not communicate. Each rank has different rows. ``print(model)`` also marks the modules that are
     units.
 
     Args:
