@@ -365,6 +365,8 @@ def test_the_first_write_overwrites_later_ones_add_and_holes_become_zero() -> No
     ours.clear()
     ours.add_reduction(brought(torch.ones(7)), scale=3.0)
     assert ours.part(a).eq(3).all() and ours.part(b).eq(3).all()
+    ours.overwrite(a, torch.full((2, 2), 5.0))
+    assert ours.part(a).eq(5).all() and ours.part(b).eq(3).all(), "a replaced gradient is not added to"
 
 
 def test_what_is_offered_counts_when_it_is_taken_and_is_refused_otherwise() -> None:
