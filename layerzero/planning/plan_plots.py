@@ -141,7 +141,8 @@ def _plot_memory(rows: Sequence[Estimate], plan: Plan) -> str:
     """Plot the peak memory of each row as a bar that is stacked by kind, and the memory limit as a line."""
     named: dict[str, Estimate] = {}
     for row in rows:
-        named.setdefault(_name(row), row)
+        if row is plan.best or _name(row) not in named:  # rows with other reduce dtypes have the same name
+            named[_name(row)] = row
     bars = {}
     for name, row in named.items():
         held = {kind: nbytes for kind, nbytes in row.memory.items() if not kind.startswith("host_")}

@@ -101,7 +101,7 @@ def _launches(rank: int, zero3_size: int, folder: str) -> list[Log]:
         log = defaultdict(list)
         for event in trace.events:
             if event.kind == "launch":
-                log[event.comm].append((event.collective, event.name))
+                log[event.communicator].append((event.collective, event.name))
         logs.append(dict(log))
     return logs
 

@@ -155,7 +155,7 @@ def _predicted_within_a_step(rank: int, sizes: Sequence[int]) -> None:
             optimizer.zero_grad(set_to_none=to_none)
             _assert_predicted(model, (size, mode, policy, name, step))
         aside = size == 2 and mode == "sharded" and name != "one reduction a step"
-        assert (layerzero.memory(model).measured["gradient_shard"] > 0) == (mode == "full" or size != 2 or aside)
+        assert (layerzero.memory(model).measured["gradient_shard"] > 0) == (mode != "sharded" or size != 2 or aside)
 
 
 @BOTH

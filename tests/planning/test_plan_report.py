@@ -139,8 +139,9 @@ def test_the_docs_say_what_is_there() -> None:
     told = {}
     for names, _, values in rows:
         told |= zip(re.findall(r"`(\w+)`", names), [value.strip() for value in values.split(", ")], strict=False)
+    assert told["between"] == "400 for each accelerator" and Cluster(nodes=2, accelerators=4).node_link == 1600
     for field in dataclasses.fields(Cluster):
-        if field.name in told and field.name not in ("nodes", "price"):
+        if field.name in told and field.name not in ("nodes", "price", "between"):
             assert str(field.default).removesuffix(".0") == told[field.name], field.name
     missing = {field.name for field in dataclasses.fields(Cluster)} - told.keys()
     assert missing == {"processor_per_byte"}, "which is measured"

@@ -174,11 +174,12 @@ def test_a_recorded_schedule_keeps_every_collective_and_every_second(settings: S
     program = from_events(events)
     units, a = blocks + 1, settings.micro_batches
     outcome = simulate(program, MACHINE)
-    hop1 = a if settings.accumulation == "sharded" else 1
+    hop1 = 1 if settings.accumulation == "full" else a
+    hop2 = a if settings.accumulation == "local" else 1
     assert outcome.calls == {
         "gather": 2 * a * units * steps,
         "hop1": hop1 * units * steps,
-        "hop2": units * steps,
+        "hop2": hop2 * units * steps,
         "refresh": units * steps,
         "metadata": 2 * steps,  # along both axes
     }
@@ -186,7 +187,7 @@ def test_a_recorded_schedule_keeps_every_collective_and_every_second(settings: S
         sent = sum(event.bytes for event in events if event.kind == "launch" and event.collective == kind)
         assert outcome.bytes[kind] == sent, kind
     chains = [operation for operation in program if isinstance(operation, StartReduction)]
-    assert sum(len(chain.collectives) == 2 for chain in chains) == units * steps, "hop 2 belongs to a hop 1"
+    assert sum(len(chain.collectives) == 2 for chain in chains) == hop2 * units * steps, "hop 2 belongs to a hop 1"
     assert all(chain.collectives[0].unit == chain.collectives[-1].unit for chain in chains)
     assert len(outcome.step_ends) == steps
     computed = sum(each.seconds for each in program if isinstance(each, SimCompute))
