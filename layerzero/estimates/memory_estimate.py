@@ -46,7 +46,7 @@ def estimate_memory(units: Sequence[UnitSpec], config: LayerZeroConfig, *, scrat
 
 
 def held_bytes(units: Sequence[UnitSpec], config: LayerZeroConfig) -> int:
-    """Return the number of bytes in use on the device between two steps, excluding scratch buffers and optimizer state."""
+    """Return the number of bytes used on the device between two steps, without scratch buffers or optimizer state."""
     of_handles = sum(on_device(_handle_bytes(handle, unit, config)) for unit in units for handle in unit.handles)
     return of_handles + _accumulators(units, config)[0]
 
