@@ -1,13 +1,13 @@
-"""Agreement between ranks through the store, reached before operations that could hang.
+"""Check through the store that the ranks agree on an operation, before the operation could hang.
 
-Collectives abort or hang if sizes or dtypes differ between ranks. The store does not hang. Every rank publishes its
-next operation, the first rank compares the entries, and every rank reads the verdict.
+Collectives abort or hang if sizes or dtypes differ between ranks. Requests to the store do not hang. Every rank
+publishes its next operation, the first rank compares the entries, and every rank reads the verdict.
 
 [Note: Lifetime of store keys]
 Only the first rank reads the entries of all ranks, before it publishes its verdict. Each rank deletes its entry after
-it has read the verdict. The ranks read the verdict at different times. When all ranks take part in the next agreement,
-all of them have read the previous verdict, and the first rank deletes it. After a failed agreement, only the verdict
-with the reason remains.
+it has read the verdict. The ranks read the verdict at different times. Once all ranks take part in the next agreement,
+all of them have read the previous verdict, and the first rank deletes that verdict. After a failed agreement, only the
+verdict with the reason remains.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CALL_ON_ALL = (
 def has_peers(ranks: Sequence[int]) -> bool:
     """Return whether an agreement among `ranks` involves other processes.
 
-    With torch's fake process group, one process simulates one rank, and the other ranks do not exist.
+    With torch's fake process group, the process simulates a single rank, and the other ranks do not exist.
     """
     return len(ranks) > 1 and dist.get_backend() != "fake"
 
@@ -52,22 +52,22 @@ def require_equal(
     timeout: timedelta | None = None,
     advice: str = "",
 ) -> None:
-    """Raise on every rank unless all `ranks` publish equal `fields` for `subject` and none has failed.
+    """Raise an error on every rank unless all `ranks` publish the same `fields` for `subject` and no rank has failed.
 
     Args:
-        subject: subject of the agreement; starts the error message.
+        subject: subject of the agreement, with which the error message starts.
         fields: JSON-serializable values by name.
-        ranks: global ranks that call this together, listed in the same order on each rank. Calls with the same `ranks`
-            must be made in the same order on each of them.
+        ranks: global ranks that call this function together, listed in the same order on each rank. Each of these ranks
+            must make its calls with the same `ranks` in the same order.
         groups: additional fields by group name. They must be the same on all ranks that publish fields for that group.
-        failure: error to raise on this rank. The other ranks raise an error that reports it.
-        timeout: time to wait for the other ranks; by default the timeout of the store.
-        advice: advice for the user, appended to the message about a difference. The advice is not a part of `subject`,
+        failure: error to raise on this rank. The other ranks raise an error that reports this error.
+        timeout: maximum time to wait for the other ranks; by default the timeout of the store.
+        advice: advice for the user, appended to the message about a difference. The advice is not part of `subject`,
             because messages of other ranks quote the subject.
 
     Raises:
         ValueError: the ranks disagree. The message names each differing field, its values and their ranks.
-        RuntimeError: another rank did not take part, or it failed while this rank did not.
+        RuntimeError: another rank did not take part, or another rank failed while this rank did not.
     """
     if not has_peers(ranks):
         if failure is not None:
@@ -78,7 +78,7 @@ def require_equal(
     except RuntimeError as error:
         if failure is None:
             raise
-        # The error of this rank takes precedence over errors of the agreement.
+        # This rank's own error takes precedence over errors of the agreement.
         raise failure from failure.__cause__ or failure.__context__ or error
     if failure is not None:
         raise failure
@@ -101,7 +101,7 @@ def _exchange(
     rank = dist.get_rank()
     scope = "layerzero/" + hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
     try:
-        # The store counts the calls of this rank, so that the process needs no counter.
+        # The store counts the calls by this rank, so the process needs no counter of its own.
         turn = store.add(f"{scope}/turn/{rank}", 1)
         here = f"{scope}/{turn}"
         publish_status(RankStatus(subject, answer=f"{here}/first"))
@@ -139,12 +139,12 @@ def _forget(store: Store, key: str) -> None:
         store.delete_key(key)
     except dist.DistNetworkError:
         raise
-    except RuntimeError:  # the store cannot delete keys
+    except RuntimeError:  # this type of store cannot delete keys
         pass
 
 
 def _collect(store: Store, prefix: str, ranks: Sequence[int], timeout: timedelta, subject: str) -> dict[int, str] | str:
-    """Return the text that each rank published, or an error message that names the ranks that did not take part."""
+    """Return the text that each rank published, or an error message that names the ranks that did not publish one."""
     keys = {rank: f"{prefix}/{rank}" for rank in ranks}
     try:
         store.wait(list(keys.values()), timeout)
@@ -159,7 +159,7 @@ def _collect(store: Store, prefix: str, ranks: Sequence[int], timeout: timedelta
 
 
 def _format_wait(missing: Sequence[int], timeout: timedelta) -> str:
-    """Return a phrase with the timeout and the last known status of each rank in `missing`."""
+    """Return a phrase that states the timeout and the last known status of each rank in `missing`."""
     last = [f"rank {rank} last published status: {word}" for rank, word in read_statuses(missing).items()]
     return f"{timeout.total_seconds():g} s" + (f" ({'; '.join(last)})" if last else "")
 
@@ -179,7 +179,7 @@ def _digest(told: object) -> str:
 
 def _read(store: Store, key: str, timeout: timedelta, subject: str, first: int) -> str:
     try:
-        # The first rank may wait for another rank for a full timeout.
+        # The first rank itself may wait for the other ranks for up to the full timeout.
         store.wait([key], 2 * timeout)
     except dist.DistNetworkError:
         raise

@@ -1,4 +1,4 @@
-"""Codecs for gathered weights: the :class:`GatherCodec` protocol, sizes of encoded shards, and an 8-bit codec."""
+"""Define the :class:`GatherCodec` protocol for encoded gathers, the sizes of encoded shards, and an 8-bit codec."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class RowBlock(NamedTuple):
 
 
 class GatherCodec(Protocol):
-    """Protocol of codecs that encode bf16 or fp16 ZeRO-3 shards for gathers: ``shard_model(gather_codec=...)``.
+    """Protocol for codecs that encode bf16 or fp16 ZeRO-3 shards for gathers: ``shard_model(gather_codec=...)``.
 
-    A codec has no state. Decoded weights depend only on the encoded bytes, so that all ranks decode the same weights.
+    A codec has no state. Decoded weights depend only on the encoded bytes, so all ranks decode the same weights.
     In each method, `blocks` lists the rows of each parameter in the shard, and ``block.of(shard)`` has shape ``[rows,
     length]``. Elements between blocks are padding.
     """
@@ -57,7 +57,7 @@ def is_encoded(dtype: torch.dtype) -> bool:
 
 
 def encoded_sizes(codec: GatherCodec | None, layout: FlatLayout, zero3_size: int, dtype: torch.dtype) -> list[int]:
-    """Return the size in bytes of each rank's encoded shard; an empty list if nothing is encoded.
+    """Return the size in bytes of each rank's encoded shard, or an empty list if nothing is encoded.
 
     Raises:
         TypeError: ``codec.nbytes`` does not return a number of bytes.
@@ -74,7 +74,11 @@ def encoded_sizes(codec: GatherCodec | None, layout: FlatLayout, zero3_size: int
 
 
 def encoded_bytes(sizes: Sequence[int]) -> int:
-    """Return the size in bytes of the receive buffer for encoded shards of these sizes, padded to equal size."""
+    """Return the size in bytes of the receive buffer for encoded shards that are padded to a common size.
+
+    Args:
+        sizes: size of each rank's encoded shard, in bytes, before padding.
+    """
     return -(-max(sizes, default=0) // _ALIGNED) * _ALIGNED * len(sizes)
 
 
@@ -93,7 +97,9 @@ def row_blocks(layout: FlatLayout, zero3_size: int) -> list[list[RowBlock]]:
 
 @dataclass(frozen=True)
 class Float8Rows:
-    """Codec to float8_e4m3fn values with one fp32 scale per row: ``shard_model(gather_codec=layerzero.Float8Rows())``.
+    """Codec that encodes weights as float8_e4m3fn values with one fp32 scale per row.
+
+    Pass it as ``shard_model(gather_codec=layerzero.Float8Rows())``.
 
     An encoded gather sends about half the bytes of a bf16 gather. The error of a weight is at most 2^-4 times the
     largest absolute weight of its row and, except for the smallest weights, at most 2^-4 times the weight itself. Rows
@@ -104,7 +110,7 @@ class Float8Rows:
         model = layerzero.shard_model(model, mp_policy=bf16, gather_codec=layerzero.Float8Rows())
     """
 
-    _SHORT = 16  # elements; a scale does not pay off for shorter rows
+    _SHORT = 16  # elements; in shorter rows, a scale takes too much of the saving
     _MOST = 448.0  # maximum of float8_e4m3fn
     _LEAST_SCALE = 2.0**-120  # avoids divisions by zero and by denormal numbers
     _AT_ONCE = 2**22  # elements (at least one row) that are converted at once, to bound the scratch memory
@@ -130,11 +136,9 @@ class Float8Rows:
     def _places(
         self, weights: Tensor, blocks: Sequence[RowBlock], encoded: Tensor
     ) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
-        """Yield (rows, scales ``[rows, 1]``, encoded values) for each chunk of rows.
+        """Yield (rows, scales ``[rows, 1]``, encoded values) for each chunk of rows. Short rows have None as scales.
 
-        For short rows, the scales are None.
-
-        An encoded shard consists of all scales, then the short rows, then the 8-bit values.
+        An encoded shard consists of all scales, followed by the short rows and then the 8-bit values.
         """
         long = [block for block in blocks if block.length >= self._SHORT]
         short = [block for block in blocks if block.length < self._SHORT]

@@ -1,25 +1,26 @@
-"""Watchdog that names the ranks that have not joined a late collective; `failure_report` describes failed ones.
+"""Report which ranks have not joined a late collective. `failure_report` describes collectives that have failed.
 
 [Note: Detection of absent ranks]
 All ranks of a group launch the same collectives in the same order, and each rank counts its launches. If the count of a
 rank is less than the number of the late collective, the rank has not joined the collective. A rank that waits in a
 collective cannot answer, so each rank has a thread that answers. The thread periodically reads a number in the store. A
 rank with a late collective increments this number, and then each rank publishes its state. A rank that does not answer
-has stopped, has exited, or cannot reach the store. If this rank cannot reach the store, its request remains unanswered
-and cannot be canceled. Therefore a second thread measures the duration of requests.
+has stopped, has exited, or cannot reach the store. If this rank itself cannot reach the store, its request remains
+unanswered and cannot be canceled. Therefore a second thread measures the duration of requests.
 
 [Note: Completion on a device]
-With NCCL, the host's `wait` never raises. If a rank is absent, torch's watchdog kills the process at the timeout of the
-group, without naming the rank. Therefore layerzero starts its watchdog by default on devices.
+With NCCL, the host's `wait` never raises. If a rank is absent, torch's watchdog kills the process when the timeout of
+the group expires, without naming the rank. Therefore layerzero starts its watchdog by default on devices.
 
-A collective completes on the device after `wait` returns to the host. The work object of a collective keeps its
-outputs alive, so the watchdog stores only weak references to works. After `wait`, the watchdog stores an event of the
-waiting stream instead, which keeps no memory alive.
+A collective completes on the device after `wait` returns to the host. The work object of a collective keeps the
+collective's outputs alive, so the watchdog stores only weak references to work objects. After `wait`, the watchdog
+instead stores an event that it has recorded on the waiting stream. The event keeps no memory alive.
 
-A query of an event or a work is cheap, but a query from another thread may invalidate a CUDA graph during its capture.
-Therefore the watchdog's thread queries a launch only if it is older than the limit, or if another rank reports a late
-collective. Otherwise the thread that launches collectives removes the oldest completed launches if there are more than
-`_MOST`. The results only remove entries and do not affect launches.
+Querying an event or a work object is cheap, but a query from another thread may invalidate a CUDA graph while it is
+being captured. Therefore the watchdog's thread queries a launch only if the launch is older than the limit, or if
+another rank reports a late collective. Otherwise the thread that launches collectives removes the oldest completed
+launches once more than `_MOST` entries exist. The results of queries only decide which entries are removed; they do
+not affect launches.
 """
 
 from __future__ import annotations
@@ -48,23 +49,26 @@ __all__ = ["Scope", "Watchdog", "default_limit", "new_scope"]
 
 _T = TypeVar("_T")
 _LOG = logging.getLogger("layerzero")
-_SILENT = 3.5  # seconds after which the store does not answer
-_MOST = 1024  # number of launches above which the oldest are queried
+_SILENT = 3.5  # seconds after which the store counts as not answering
+_MOST = 1024  # number of recorded launches above which the oldest are queried
 _SCOPE = "layerzero/late"
 
 
 def default_limit(timeout: float) -> float:
-    """Return the limit of the default watchdog, in seconds, for the timeout of a process group.
+    """Return the limit of the default watchdog, in seconds.
 
-    The watchdog reports at most a tenth of the limit, or 5 s, after the limit. With half the timeout as the limit, the
-    report is therefore well before torch ends the process. A step rarely takes 5 minutes, so a longer limit would only
-    delay the report.
+    The watchdog reports at most a tenth of the limit, or 5 s, after the limit has passed. The limit is half the
+    timeout, so the report appears well before torch ends the process. A step rarely takes 5 minutes, so a longer limit
+    would only delay the report.
+
+    Args:
+        timeout: timeout of the process group, in seconds.
     """
     return min(timeout / 2, 300.0)
 
 
 def _period(limit: float) -> float:
-    """Return the seconds between two requests to the store.
+    """Return the time between two requests to the store, in seconds.
 
     One process serves the store to all ranks, so requests are less frequent if the limit is long.
     """
@@ -73,12 +77,12 @@ def _period(limit: float) -> float:
 
 @dataclass(frozen=True)
 class Scope:
-    """Keys of one watchdog in the store.
+    """Scope of the keys that one watchdog uses in the store.
 
     Attributes:
         prefix: prefix of the keys.
         ranks: global ranks of the model.
-        number: number of watchdogs created for these ranks so far. It distinguishes models on the same ranks.
+        number: number of watchdogs created for these ranks so far, which distinguishes models on the same ranks.
     """
 
     prefix: str
@@ -114,11 +118,11 @@ class Launch:
         issued, held = works.issued, works.issued.communicator.held_group
         self.collective, self.name = issued.collective, issued.name
         self.group, self.ranks = held.name, held.ranks
-        self.number = number  # of the launch on its group
+        self.number = number  # index of the launch among all launches on its group
         self.step = step
         self.since = time.monotonic()
         self._works = weakref.ref(works)
-        self._order = None if issued.communicator.is_gloo else order  # gloo's wait returns at the end
+        self._order = None if issued.communicator.is_gloo else order  # gloo's wait returns after completion
         self._mark: Any = None
         self._over = False
 
@@ -134,8 +138,8 @@ class Launch:
 
     @property
     def is_over(self) -> bool:
-        """True if the collective is known to be over. Does not query the device."""
-        works = self._works()  # read first: `waited` sets the mark before the works end
+        """True if the collective is known to be over. The property does not query the device."""
+        works = self._works()  # read first, because `waited` sets the mark before the works are dropped
         return self._over or (works is None and self._mark is None)  # dropped without a wait
 
     def waited(self) -> None:
@@ -155,11 +159,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class _Answer:
-    """State of a rank, published when a collective is late."""
+    """State of a rank, which the rank publishes when a collective is late."""
 
-    counts: Mapping[str, int]  # launches by group
+    counts: Mapping[str, int]  # number of launches, by group
     step: int
-    last: str  # name of its last launch
+    last: str  # name of the rank's last launch
     ago: float  # seconds since that launch
     late: tuple[str, str, int, tuple[int, ...], float] | None  # doing, group, number, ranks, seconds
 
@@ -173,9 +177,9 @@ class Watchdog:
     """Watchdog for late collectives of one model, started by :func:`layerzero.watchdog` or by ``shard_model``.
 
     Attributes:
-        limit: seconds after its launch from which an incomplete collective is late.
-        is_default: True if ``shard_model`` has started it.
-        reports: lines that this rank has logged.
+        limit: time in seconds after its launch from which an incomplete collective counts as late.
+        is_default: True if ``shard_model`` has started the watchdog.
+        reports: lines that the watchdog of this rank has logged.
     """
 
     def __init__(
@@ -191,18 +195,19 @@ class Watchdog:
         self._store: Store = _get_default_store().clone()  # type: ignore[attr-defined]
         self._scope = scope.prefix
         self._alarms = self._reported = self._store.add(f"{self._scope}/alarms", 0)
-        self._who = ""  # the last report
-        self._raised: set[tuple[str, int]] = set()  # groups and numbers of late collectives that raised an alarm
+        self._who = ""  # text of the last report
+        self._raised: set[tuple[str, int]] = set()  # (group, number) of the late collectives that raised an alarm
         self._looking = threading.Lock()  # held while entries are removed from `_flying`
         self._flying: deque[Launch] = deque()  # in launch order
-        self._counts: Counter[str] = Counter()  # launches by group
+        self._counts: Counter[str] = Counter()  # number of launches, by group
         self._last: Launch | None = None
         self._steps = 0
-        self._hooks: list[Any] = []  # on optimizers
+        self._hooks: list[Any] = []  # handles of hooks on optimizers
         self._started = time.monotonic()
         self._ended = threading.Event()
-        self._asking_since: float | None = None  # start of the request to the store that is pending
-        self._silences: set[tuple[str, int]] = set()  # late collectives reported while the store did not answer
+        self._asking_since: float | None = None  # start time of the pending request to the store
+        # (group, number) of the late collectives that were reported while the store did not answer
+        self._silences: set[tuple[str, int]] = set()
         self._threads = [
             threading.Thread(target=target, name="layerzero watchdog", daemon=True)
             for target in (self._watch, self._monitor_store)
@@ -210,12 +215,12 @@ class Watchdog:
         self._counters.on_launch = self
         for thread in self._threads:
             thread.start()
-        # The watchdog ends with the model. Its threads hold this object, so it must not hold the model.
+        # The watchdog ends with the model. The watchdog's threads hold this object, so it must not hold the model.
         self._finalizer = weakref.finalize(owner, self._stop)
         self._finalizer.atexit = False
 
     def close(self) -> None:
-        """Stop the watchdog. The end of the model also stops it."""
+        """Stop the watchdog. It also stops when the model is garbage collected."""
         self._finalizer()
         for thread in self._threads:
             thread.join(_SILENT)  # a thread may wait for a store that does not answer
@@ -235,7 +240,10 @@ class Watchdog:
         self._steps += 1
 
     def launched(self, works: PendingCollective) -> Launch:
-        """Record a launch. Called for each collective, so it usually takes no lock and does not query the device."""
+        """Record a launch.
+
+        This method is called for each collective, so it usually takes no lock and does not query the device.
+        """
         group = works.issued.communicator.held_group.name
         self._counts[group] = number = self._counts[group] + 1  # one thread at a time launches on a group
         self._last = launch = Launch(works, number, self._steps, self._order)
@@ -262,7 +270,7 @@ class Watchdog:
             del self._store  # closes the connection
 
     def _has_world(self) -> bool:
-        """Return whether the default process group of the watchdog still exists."""
+        """Return whether the default process group with which the watchdog started still exists."""
         world = self._world()
         return world is not None and dist.group.WORLD is world
 
@@ -304,14 +312,14 @@ class Watchdog:
             self._raised.add((late.group, late.number))
             self._request(lambda: self._store.add(f"{self._scope}/alarms", 1))
         if self._answer_new_alarm():
-            deadline = time.monotonic() + self._period + 1  # all ranks have looked by then
+            deadline = time.monotonic() + self._period + 1  # by then, all ranks have read the alarm
             while time.monotonic() < deadline and not self._ended.wait(0.25):
                 self._answer_new_alarm()  # other ranks may raise alarms meanwhile
             self._report()
             self._reported = self._alarms
 
     def _request(self, question: Callable[[], _T]) -> _T:
-        """Send a request to the store and return the answer. While it is pending, its start time is recorded."""
+        """Send a request to the store and return the answer. Record the start time while the request is pending."""
         self._asking_since = time.monotonic()
         try:
             return question()
@@ -328,7 +336,7 @@ class Watchdog:
         return is_new
 
     def _late(self, *, older_than: float) -> Launch | None:
-        """Return the oldest launch that is not over, if any. Query only launches older than `older_than` seconds."""
+        """Return the oldest launch that is not over, or None. Query only launches older than `older_than` seconds."""
         with self._looking:
             while self._flying:
                 oldest = self._flying[0]
@@ -368,7 +376,7 @@ class Watchdog:
 
 
 def existing_keys(check: Callable[[Sequence[str]], bool], keys: Sequence[str]) -> list[str]:
-    """Return the keys that exist in a store. If few keys are missing, few requests are made.
+    """Return the keys that exist in a store. The fewer keys are missing, the fewer requests are made.
 
     Args:
         check: function that returns whether the store has all of the given keys.
@@ -383,7 +391,7 @@ def existing_keys(check: Callable[[Sequence[str]], bool], keys: Sequence[str]) -
 
 def _describe_late_ranks(answers: Mapping[int, _Answer], limit: float) -> tuple[str, float]:
     """Return a sentence that names the waiting and the missing ranks, and the longest wait in seconds."""
-    waits: dict[tuple[str, int], list[int]] = {}  # waiting ranks by collective and step
+    waits: dict[tuple[str, int], list[int]] = {}  # waiting ranks, by (collective, step)
     missing: dict[tuple[str, int], dict[int, None]] = {}
     longest = 0.0
     for rank, answer in answers.items():

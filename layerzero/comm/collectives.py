@@ -1,21 +1,22 @@
-"""Collectives between ranks.
+"""Launch collectives between ranks.
 
-This is the only file of the package that calls a collective. Other files choose a :class:`Collective` (gather, hop 1,
-hop 2, refresh, ...) and a communicator. A transport without a backend launches through :func:`launching`.
+This is the only file in the package that calls collectives of torch.distributed. Other files choose a
+:class:`Collective` (gather, hop 1, hop 2, refresh, ...) and a communicator. A transport that uses no backend launches
+its collectives inside :func:`launching`.
 
 [Note: Reductions in fp32]
 On gloo, a reduce-scatter is an all-to-all of the pieces followed by local additions in rank order. This all-to-all
 sends the same number of bytes as a reduce-scatter, adds in the accumulator's precision regardless of the wire dtype,
 and returns bitwise identical results on every run. The all-to-all is also faster than gloo's reduce-scatter. Other
-backends use their own reduce-scatter, which adds in the wire dtype. Ranks with shared memory read the pieces in place
-and add them in the same order, so that the result is bitwise identical; see comm/transport/shared_memory.py.
+backends use their own reduce-scatter, which adds in the wire dtype. Ranks that share memory read the pieces in place
+and add them in the same order, so the results are bitwise identical; see comm/transport/shared_memory.py.
 
 [Note: In-place gathers]
 gloo's all-gather is a ring that assembles the result in an internal buffer and copies it to the output, including this
 rank's piece. Between two ranks, one broadcast from each rank directly into the output sends the same number of bytes
 and takes a third less work. Between more ranks, the ring is used, because its messages cross node boundaries less often
-than the messages of broadcast trees. A shard that is a master is an exception: the user may write to the master during
-the collective, which must only read it. In this case, broadcasts are used between any number of ranks.
+than the messages of broadcast trees. A shard that is itself a master is an exception. The user may write to the master
+during the collective, so the collective must only read it. In this case, broadcasts are used for any number of ranks.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Communicator:
-    """Process group along one axis of the mesh, and its traffic counters.
+    """Process group along one axis of the mesh, with the traffic counters for its collectives.
 
     Collectives on one communicator run in the order in which they were launched. Collectives on different communicators
     may overlap.
@@ -96,18 +97,18 @@ class Communicator:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group. Raises RuntimeError after the model was closed."""
+        """The process group. Raises RuntimeError if the model was closed."""
         return self.held_group.group
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
-    """Return the backend of `group` for a device type; "cpu:gloo,cuda:nccl" has one backend per type."""
+    """Return the backend of `group` for a device type. A group such as "cpu:gloo,cuda:nccl" has one for each type."""
     config: str = dist.get_backend_config(group)
     return dict(entry.split(":") for entry in config.split(","))[device_type]
 
 
 class Transfer(Protocol):
-    """Pending transfer: a backend's :class:`torch.distributed.Work`, or a wait for ranks that share memory."""
+    """Pending transfer: a :class:`torch.distributed.Work` of a backend, or a wait for ranks that share memory."""
 
     def is_completed(self) -> bool: ...
 
@@ -155,7 +156,7 @@ class LaunchedCollective:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Return the timeout of the group's collectives in seconds; torch's default if no backend reports one."""
+    """Return the timeout of the group's collectives, in seconds, or torch's default if no backend reports one."""
     for entry in dist.get_backend_config(group).split(","):
         if (timeout := timeout_on(group, entry.split(":")[0])) is not None:
             return timeout.total_seconds()
@@ -168,7 +169,7 @@ class PendingCollective:
 
     each: tuple[Transfer, ...]
     issued: LaunchedCollective
-    watched: list[Watched] = field(default_factory=list, compare=False, repr=False)  # launches a watchdog has recorded
+    watched: list[Watched] = field(default_factory=list, compare=False, repr=False)  # launches recorded by a watchdog
 
     @property
     def flight(self) -> CollectiveTrace | None:
@@ -181,7 +182,7 @@ class PendingCollective:
         """Wait for all transfers.
 
         Args:
-            beside: True if a background thread waits instead of the program. The waiting time is then not counted.
+            beside: True if a background thread waits in place of the program. The waiting time is then not counted.
 
         Raises:
             CollectiveError: a rank did not take part, or its process exited.
@@ -212,11 +213,12 @@ class PendingCollective:
 
 @dataclass
 class PendingReduction:
-    """Reduce-scatter in flight. The object keeps the buffers alive until the result has been added to a target."""
+    """In-flight reduce-scatter. The object keeps the buffers alive until the result has been added to a target."""
 
     work: PendingCollective
     sent: Tensor  # 1-D [size * n]; must not be written before :meth:`add_to` returns
-    parts: Callable[[], Sequence[Tensor]]  # after `wait`: each 1-D [n]; rounded to `wire`, their sum is the result
+    # Returns the summands, each 1-D [n]; call it after `wait`. The result is the sum of the summands rounded to `wire`.
+    parts: Callable[[], Sequence[Tensor]]
     wire: torch.dtype
     give_back: Callable[[], None]  # releases the memory of the parts; called by :meth:`add_to`
 
@@ -242,7 +244,10 @@ _reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist
 
 @contextmanager
 def launching(comm: Communicator, collective: Collective, name: str, sent: int) -> Iterator[LaunchedCollective]:
-    """Context manager that counts and traces the collective launched inside, and names it if the launch fails."""
+    """Context manager that counts and traces the collective launched inside it.
+
+    If the launch fails, the error names the collective.
+    """
     comm.held_group.require_open()
     if comm.held_group.reserved is not None:
         comm.held_group.reserved.wait()
@@ -274,14 +279,14 @@ def all_gather(
     only_reads_shard: bool = False,
     parts: Sequence[int] | None = None,
 ) -> PendingCollective:
-    """Start an all-gather of `shard` [n] into `out` [size * n]; the caller waits.
+    """Start an all-gather of `shard` [n] into `out` [size * n]. The caller waits for the result.
 
     Args:
         shard: shard of this rank, which may be this rank's slice of `out`.
         name: name of the collective in messages and traces, for example the name of the unit. The functions below have
             the same argument.
         only_reads_shard: if True, do not write to `shard`, because the user may write to `shard` during the collective.
-        parts: number of elements on each rank, if they differ.
+        parts: number of elements in each rank's shard, if the numbers differ.
     """
     sent = (comm.size - 1) * shard.numel() * shard.element_size()
     with launching(comm, collective, name, sent) as issued:
@@ -311,11 +316,11 @@ def reduce_scatter(
     name: str = "",
     parts: Sequence[int] | None = None,
 ) -> PendingReduction:
-    """Start a reduce-scatter of `flat` [size * n] in the dtype `wire`; rank i receives the sum of all pieces i.
+    """Start a reduce-scatter of `flat` [size * n] in the dtype `wire`. Rank i receives the sum of piece i of all ranks.
 
     Args:
-        pool: provides the receive buffer.
-        parts: number of elements of each rank, if they differ.
+        pool: pool that provides the receive buffer.
+        parts: number of elements that each rank receives, if the numbers differ.
     """
     assert flat.dtype == wire
     numel = flat.numel() // comm.size if parts is None else parts[comm.rank]
@@ -350,9 +355,9 @@ def all_to_all(
     to_each: Sequence[int],
     name: str = "",
 ) -> PendingCollective:
-    """Start an all-to-all: send one piece of `sent` to each rank and receive one piece from each rank into `received`.
+    """Start an all-to-all, which sends one piece of `sent` to each rank and receives one piece from each rank.
 
-    The pieces in both tensors are in rank order.
+    The received pieces are written to `received`. In both tensors, the pieces are in rank order.
 
     Args:
         from_each: number of elements received from each rank.
@@ -382,14 +387,14 @@ def send_recv(
 
 
 def collective_error(comm: Communicator, collective: Collective, name: str, error: Exception) -> RuntimeError:
-    """Return the error to raise for `error`, raised by a wait for other ranks that uses no backend."""
+    """Return the error to raise for `error`, which was raised by a wait for other ranks that uses no backend."""
     return LaunchedCollective(comm, collective, name, None).failed(error)
 
 
 def all_reduce(
     comm: Communicator, collective: Collective, tensor: Tensor, op: dist.ReduceOp.RedOpType
 ) -> PendingCollective:
-    """Start an all-reduce of a small tensor in place. Bytes are counted as for a ring algorithm."""
+    """Start an in-place all-reduce of a small tensor. The bytes that a ring algorithm would send are counted."""
     sent = 2 * (comm.size - 1) * tensor.numel() * tensor.element_size() // comm.size
     with launching(comm, collective, "", sent) as issued:
         return issued.carried_by(dist.all_reduce(tensor, op=op, group=comm.group, async_op=True))
@@ -400,8 +405,8 @@ class PendingSmallGather:
     """In-flight all-gather of a few numbers per rank."""
 
     work: PendingCollective
-    said: Tensor  # [size, n], by rank; valid after the wait
-    sent: Tensor  # 1-D [size * n]; must not be written before the wait
+    said: Tensor  # [size, n], indexed by rank; valid after the wait
+    sent: Tensor  # 1-D [size * n]; must not be written before the wait returns
 
     def wait(self) -> Tensor:
         self.work.wait()
@@ -409,10 +414,10 @@ class PendingSmallGather:
 
 
 def all_gather_small(comm: Communicator, collective: Collective, tensor: Tensor) -> PendingSmallGather:
-    """Start an all-gather of `tensor`, a few numbers, 1-D [n].
+    """Start an all-gather of `tensor`, a 1-D tensor [n] of a few numbers.
 
-    Each rank sends to all other ranks concurrently. A ring, which gloo uses for a reduction, would send fewer bytes,
-    but would take 2 (size - 1) times as long as a single message.
+    Each rank sends to all other ranks concurrently. A reduction, for which gloo uses a ring, would send fewer bytes but
+    would take 2 (size - 1) times as long as a single message.
     """
     with launching(comm, collective, "", (comm.size - 1) * tensor.numel() * tensor.element_size()) as issued:
         sent = tensor.repeat(comm.size)
@@ -422,10 +427,10 @@ def all_gather_small(comm: Communicator, collective: Collective, tensor: Tensor)
 
 
 def connect(comm: Communicator, device: torch.device) -> None:
-    """Connect a communicator with a tiny gather and a tiny reduction, if its backend connects at first use.
+    """Connect a communicator by running a tiny gather and a tiny reduction, if its backend connects on first use.
 
-    ``ncclCommInit`` blocks the host until all ranks have called it, and allocates memory. Therefore it must not run in
-    the first backward, near the peak of memory usage. All ranks of the communicator must call this function.
+    ``ncclCommInit`` allocates memory and blocks the host until all ranks have called it. Therefore it must not run in
+    the first backward pass, near the peak of memory usage. All ranks of the communicator must call this function.
     """
     if comm.size == 1 or comm.held_group.is_local:  # gloo connects when the group is created
         return
@@ -436,12 +441,12 @@ def connect(comm: Communicator, device: torch.device) -> None:
 
 
 def all_reduce_group(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
-    """All-reduce `tensor` in place over a group that the user passed in, and wait. The bytes are not counted."""
+    """All-reduce `tensor` in place over a process group from the user, and wait. The bytes are not counted."""
     dist.all_reduce(tensor, op=op, group=group)
 
 
 def broadcast_group(tensor: Tensor, group: dist.ProcessGroup, *, from_rank: int) -> None:
-    """Broadcast `tensor` from rank `from_rank` of a group that the user passed in, and wait. Bytes are not counted."""
+    """Broadcast `tensor` from rank `from_rank` of a process group from the user, and wait. Bytes are not counted."""
     dist.broadcast(tensor, group=group, group_src=from_rank)
 
 

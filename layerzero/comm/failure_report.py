@@ -1,15 +1,15 @@
-"""Status of each rank in the store, for error messages that name the ranks that did not take part in a collective.
+"""Publish the status of each rank in the store, and write error messages that name the ranks missing in a collective.
 
-This module runs after a collective has failed. Before that, `collective_watchdog` reports late ranks, and
-transport/shm_counters.py detects exited processes that share memory.
+The diagnosis runs after a collective has failed. Before that, `collective_watchdog` reports late ranks, and
+transport/shm_counters.py detects that a process that shared memory has exited.
 
 [Note: Published rank status]
-A busy rank cannot answer a query about its state. Therefore each rank publishes its status in the store, under one key
-per rank: before an agreement, before an unexpected comparison of gather orders, and when one of its collectives fails.
-In the steady state, no status is published. A rank whose collective fails publishes its status before it waits briefly
-for the statuses of the other ranks. Ranks that wait in the same collective also fail, and report the same collective. A
-rank that reports another collective was waiting in that collective. A rank without a report has not reached the
-collective, or has exited.
+A busy rank cannot answer a query about its state. Therefore each rank publishes its status in the store, under its own
+key. A rank does so before an agreement, before an unexpected comparison of gather orders, and when one of its
+collectives fails. In the steady state, no status is published. A rank whose collective fails first publishes its own
+status and then waits briefly for the statuses of the other ranks. Ranks that wait in the same collective also fail, and
+report the same collective. A rank that reports another collective was waiting in that collective. A rank that reports
+nothing has not reached the collective, or has exited.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class RankStatus:
 
     doing: str  # for example "gather of 'layers.3'"
     failed: str = ""  # kind of failure; empty: no failure
-    passed: bool = False  # the rank has continued since then
-    answer: str = ""  # key of the store that exists once the rank can continue
-    gathers: tuple[str, ...] = ()  # for a gather: the last gathered units, up to this one
+    passed: bool = False  # True if the rank has since continued
+    answer: str = ""  # key that exists in the store once the rank can continue
+    gathers: tuple[str, ...] = ()  # for a gather: names of the last gathered units, up to this one
 
     def __str__(self) -> str:
         order = f" ({' -> '.join(map(repr, self.gathers))})" if self.gathers else ""
@@ -57,7 +57,7 @@ class CollectiveError(RuntimeError):
 
     Attributes:
         status: status of this rank.
-        elsewhere: statuses, by rank, of the ranks that were in another collective; empty if any rank is missing.
+        elsewhere: statuses of the ranks that were in another collective, by rank. Empty if any rank is missing.
     """
 
     def __init__(self, message: str, status: RankStatus, elsewhere: dict[int, RankStatus]) -> None:
@@ -67,12 +67,12 @@ class CollectiveError(RuntimeError):
 
 
 def publish_status(status: RankStatus) -> None:
-    """Publish the status of this rank in the store, without waiting for an answer."""
+    """Publish the status of this rank in the store. Do not wait for an answer."""
     _get_default_store().set(_key(dist.get_rank()), json.dumps(asdict(status)))
 
 
 def read_statuses(ranks: Sequence[int], found: dict[int, RankStatus] | None = None) -> dict[int, RankStatus]:
-    """Return the last published status of each rank in `ranks`, by rank; ranks that have published none are omitted.
+    """Return the last published status of each rank in `ranks`, by rank. Omit ranks that have published no status.
 
     If `found` is given, each status is added to it as soon as it is read.
     """
@@ -87,11 +87,11 @@ def read_statuses(ranks: Sequence[int], found: dict[int, RankStatus] | None = No
 
 
 def diagnose(status: RankStatus, error: Exception, *, ranks: Sequence[int], timeout: float) -> CollectiveError:
-    """Publish that a collective has failed, read the statuses of the other ranks, and return an error about them.
+    """Publish that a collective has failed, read the statuses of the other ranks, and return an error that lists them.
 
     Args:
-        status: status of this rank, without `failed`.
-        error: error of the backend.
+        status: status of this rank, with `failed` not yet set.
+        error: error that the backend raised.
         ranks: global ranks of the collective.
         timeout: timeout of the collective in seconds.
     """
@@ -120,7 +120,7 @@ def _within(seconds: float, do: Callable[[], None]) -> bool:
     """Run a request to the store in a thread; return whether the request completed within `seconds`.
 
     A store on an unreachable machine never answers, and a pending request cannot be canceled. A pending request also
-    blocks the store's client, so that even requests without an answer wait.
+    blocks the store's client, so even requests that expect no answer have to wait.
     """
     doing = threading.Thread(target=do, name="layerzero whereabouts", daemon=True)
     doing.start()
@@ -134,7 +134,10 @@ def _leave_if_there(status: RankStatus) -> None:
 
 
 def _asked(status: RankStatus, others: Sequence[int], *, seconds: float) -> tuple[dict[int, RankStatus], str]:
-    """Publish `status`; return the statuses of the other ranks and an error about the store (empty if it answers)."""
+    """Publish `status`; return the statuses of the other ranks, and an error message about the store.
+
+    The error message is empty if the store answers.
+    """
     statuses: dict[int, RankStatus] = {}
     told = [_SILENT]
 
@@ -164,9 +167,9 @@ def _receive_statuses(others: Sequence[int], statuses: dict[int, RankStatus], *,
 def _describe_statuses(
     status: RankStatus, others: Sequence[int], statuses: dict[int, RankStatus], timeout: float
 ) -> tuple[list[str], dict[int, RankStatus]]:
-    """Return sentences about the other ranks, and the statuses of those in another collective.
+    """Return sentences about the other ranks, and the statuses of the ranks that were in another collective.
 
-    If any rank is missing, no statuses are returned.
+    If any rank is missing, the second value is empty.
     """
     there = {rank: said for rank, said in statuses.items() if said.failed or not said.passed}
     elsewhere = {rank: said for rank, said in there.items() if said.doing != status.doing}

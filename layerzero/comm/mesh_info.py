@@ -1,15 +1,15 @@
-"""Coordinates of this rank among the data-parallel ranks, and its communicators.
+"""Create meshes, and store the coordinates and communicators of this rank among the data-parallel ranks.
 
-Rank = r * S + s: replica r, ZeRO-3 coordinate s. The flat position of its ZeRO-1 shard is k = s * R + r, so that
-the shard lies inside ZeRO-3 shard s and every collective runs along one axis.
+The rank in replica r with ZeRO-3 coordinate s has the index r * S + s. The index of its ZeRO-1 shard in the flat order
+is k = s * R + r. The ZeRO-1 shard therefore lies inside ZeRO-3 shard s, and every collective runs along one axis.
 
 [Note: One process group per communicator]
 A backend matches the collectives of a group by their order. The groups of a mesh may be shared by the user's
 collectives (for example token dispatch to experts), by several meshes and by several models. The order of layerzero's
 collectives relative to these may depend on timing and on the parameters that a rank has used. Therefore each
-communicator has a separate process group. Communicators along model-parallel axes are an exception: their collectives
-run between passes, at fixed points of the program. The mesh's own groups may remain unused. Only gloo
-connects a group when it is created, even if the group is never used; other backends connect on first use.
+communicator has a separate process group. Communicators along model-parallel axes are an exception, because their
+collectives run between passes, at fixed points in the program. The mesh's own groups may remain unused. gloo connects
+the ranks of a group when the group is created, even if it is never used. Other backends connect on first use.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class MeshInfo:
     device: torch.device
     counters: TrafficCounters
     groups: ModelGroups  # owner of the communicators' process groups, and of other groups of the model
-    # Gathers and reductions use separate communicators, so that neither waits for the other. Their order on each
-    # communicator depends only on the program; see "Training step" in docs/architecture.md.
+    # Gathers and reductions use separate communicators, so neither waits for the other. The order of collectives on
+    # each communicator depends only on the program; see "Training step" in docs/architecture.md.
     zero3_gather_comm: Communicator
     zero3_reduce_comm: Communicator
     replica_comm: Communicator
-    # gloo, for a few bytes that the host must read. See [Note: Control messages] in model_ranks.py.
+    # On gloo, for a few bytes that the host must read. See [Note: Control messages] in model_ranks.py.
     zero3_control_comm: Communicator
     replica_control_comm: Communicator
     # Collectives along these communicators, in this order, reduce over all ranks of the model. Empty until
@@ -96,7 +96,7 @@ class MeshInfo:
     def subgroup_comm(self, ranks: int) -> Communicator:
         """Return the communicator of this rank's block of `ranks` consecutive ranks in the ZeRO-3 group, for gathers.
 
-        The first call with a given number of ranks creates the communicator. All ranks must make that call.
+        The first call with a given value of `ranks` creates the communicator. All ranks must make that call.
         """
         if ranks not in self._among:
             row, like = dist.get_process_group_ranks(self.zero3_gather_comm.group), self.zero3_gather_comm.group
@@ -114,8 +114,8 @@ class MeshInfo:
 
         Args:
             mesh: see :func:`as_data_parallel`.
-            counters: counters of the model, if other meshes of the model exist.
-            groups: process groups of the model, if other meshes of the model exist.
+            counters: traffic counters of the model, if the model already has other meshes.
+            groups: process groups of the model, if the model already has other meshes.
         """
         mesh, counters = as_data_parallel(mesh), counters or TrafficCounters()
         groups = groups or ModelGroups()
@@ -154,9 +154,9 @@ def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> 
 
     Args:
         zero3_size: number S of consecutive ranks that share the compute weights, usually the ranks of one node. The
-            value The value 1 means ZeRO-1, and the world size means ZeRO-3. S must divide the world size. If it is
-            None, S is the number of ranks of a node, which torchrun sets as ``LOCAL_WORLD_SIZE``.
-        device_type: ``"cuda"``, ``"cpu"``, ...; by default the accelerator if there is one, else the CPU.
+            value 1 means ZeRO-1, and the world size means ZeRO-3. S must divide the world size. If `zero3_size` is
+            None, S is the number of ranks per node, which torchrun sets as ``LOCAL_WORLD_SIZE``.
+        device_type: ``"cuda"``, ``"cpu"``, ...; by default the accelerator if there is one, otherwise the CPU.
 
     Raises:
         TypeError: `zero3_size` is not an int.
@@ -176,7 +176,7 @@ def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> 
 
 
 def mesh_of_ranks(ranks: Sequence[int], zero3_size: int | None, device_type: str) -> DeviceMesh:
-    """Create the mesh of `ranks`, which must be ascending; see :func:`init_mesh`.
+    """Create a mesh of the given `ranks`, which must be in ascending order; see :func:`init_mesh`.
 
     All of these ranks must call this function.
     """
@@ -216,11 +216,12 @@ def _checked_size(zero3_size: int | None, world: int) -> int:
 def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGroup) -> DeviceMesh:
     """Create a mesh from two existing process groups of a framework.
 
-    Every member of `zero1_group` must call this function. One process group per replica axis is created.
+    Every member of `zero1_group` must call this function. The function creates one process group for each set of ranks
+    that differ only in the replica coordinate.
 
     Args:
         zero1_group: group of all data-parallel ranks.
-        zero3_group: group of the consecutive members of `zero1_group` that share the compute weights with this rank.
+        zero3_group: group of consecutive members of `zero1_group`, including this rank, that share the compute weights.
 
     Raises:
         ValueError: `zero3_group` is not a block of consecutive members of `zero1_group`, or the blocks of different
@@ -250,7 +251,7 @@ def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGr
 
 
 def _mesh_over(table: torch.Tensor, zero3_group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
-    """Create the mesh of the ranks in `table` [R, S], with a group for this rank's replica axis."""
+    """Create the mesh of the ranks in `table` [R, S], with a process group for this rank's column."""
     _, column = _lines_of(table)
     replica_group = mesh_group(column, like=zero3_group, device_type=device_type)
     return DeviceMesh.from_group([replica_group, zero3_group], device_type, mesh=table, mesh_dim_names=AXES)
@@ -263,15 +264,15 @@ def _lines_of(table: torch.Tensor) -> tuple[list[int], list[int]]:
 
 
 def as_data_parallel(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of data-parallel ranks with the axes ``("replica", "zero3")``.
+    """Return `mesh` as a mesh of data-parallel ranks with the axes ``("replica", "zero3")``.
 
     Args:
         mesh: result of :func:`init_mesh` or :func:`mesh_from_groups`, or a DeviceMesh with one or two axes of any
-            names. On a single axis, all ranks share the weights. Of two axes, the first is the replicas, and the ranks
-            of the second share the weights.
+            names. If there is a single axis, all of its ranks share the weights. If there are two axes, the first is
+            the replica axis, and the ranks along the second share the weights.
 
     Raises:
-        TypeError, ValueError: `mesh` is none of these objects. The error is raised on this rank only.
+        TypeError, ValueError: `mesh` is not one of these objects. The error is raised on this rank only.
     """
     check_mesh(mesh)
     if mesh.mesh_dim_names == AXES:
@@ -287,7 +288,7 @@ def as_data_parallel(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Raise TypeError or ValueError unless `mesh` is a DeviceMesh of data-parallel ranks only, in ascending order."""
+    """Raise TypeError or ValueError unless `mesh` is a DeviceMesh of only data-parallel ranks, in ascending order."""
     if not isinstance(mesh, DeviceMesh):
         way_out = "create it with layerzero.init_mesh, layerzero.mesh_from_groups or torch's init_device_mesh"
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}; {way_out}")

@@ -1,14 +1,14 @@
-"""Ranks that hold the parts of one model, along its data-parallel and model-parallel axes.
+"""Communicate between all ranks that hold parts of one model, along its data-parallel and model-parallel axes.
 
 [Note: Control messages]
-Control messages are a few bytes that the host of each rank must read. They are sent over gloo along one axis after the
-other. The first axis is the ZeRO-3 group, then follow the replicas and the model-parallel axes. Therefore a rank has S
-+ R sockets and sends S + R messages. gloo connects all pairs of ranks when a group is created. A group of all D ranks
-would need D sockets on each rank and reach the usual limit of file descriptors at D = 1024. Only checkpoints need a
-group of all ranks, for ``torch.distributed.checkpoint``. This group is created at the first save or load.
+Control messages consist of a few bytes that the host of each rank must read. They are sent over gloo along one axis
+after the other: first along the ZeRO-3 axis, then along the replica axis and the model-parallel axes. Therefore a rank
+has S + R sockets and sends S + R messages. gloo connects all pairs of ranks when a group is created. A group of all D
+ranks would need D sockets on each rank and reach the usual limit on file descriptors at D = 1024. Only checkpoints need
+a group of all ranks, for ``torch.distributed.checkpoint``. This group is created at the first save or load.
 
-A message along the second axis depends on the messages received along the first. If a rank must not wait for the
-earlier messages, :class:`LateMaximum` uses the messages of the previous round instead.
+A message along the second axis depends on the messages received along the first axis. If a rank must not wait for these
+messages, :class:`LateMaximum` uses the messages of the previous round instead.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ __all__ = ["LateMaximum", "ModelParallelAxes", "ModelRanks", "broadcast_over", "
 
 @dataclass(frozen=True, eq=False)
 class ModelRanks:
-    """Ranks of a model: the root's data-parallel ranks at all model-parallel coordinates."""
+    """Ranks of a model: the data-parallel ranks of its root module, at all model-parallel coordinates."""
 
-    mesh_info: MeshInfo  # of the root's parameters
+    mesh_info: MeshInfo  # mesh of the root module's parameters
     ranks: tuple[int, ...]  # global ranks, ascending
     control_comms: tuple[Communicator, ...]  # used one after the other; see [Note: Control messages]
-    model_parallel: tuple[Communicator, ...]  # of this rank: one for each model-parallel axis
-    _control_group: list[HeldGroup] = field(default_factory=list)  # of all ranks; empty until it is needed
+    model_parallel: tuple[Communicator, ...]  # communicators of this rank, one for each model-parallel axis
+    _control_group: list[HeldGroup] = field(default_factory=list)  # the group of all ranks; empty until it is needed
 
     @classmethod
     def around(cls, mesh_info: MeshInfo, further: DeviceMesh | None) -> ModelRanks:
         """Find the ranks of a model and create their communicators. All of these ranks must call this method.
 
         Args:
-            mesh_info: mesh of the root's data-parallel ranks.
+            mesh_info: mesh of the data-parallel ranks of the root module.
             further: mesh of the model-parallel axes, or None if there are no such axes.
 
         Raises:
@@ -89,11 +89,11 @@ class ModelRanks:
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
-        """Communicators in the order of broadcasts from the first rank to all. Reductions use the reverse order."""
+        """Communicators in the order that broadcasts from the first rank use. Reductions use the reverse order."""
         return *self.model_parallel, self.mesh_info.replica_comm, self.mesh_info.zero3_gather_comm
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Broadcast a tensor from the first rank. All ranks must call this method."""
+        """Broadcast a tensor from the first rank of the model. All ranks must call this method."""
         broadcast_over(self.communicators, tensor)
 
     def reduce(self, number: Tensor, op: dist.ReduceOp.RedOpType) -> None:
@@ -125,7 +125,7 @@ class ModelRanks:
         return self._control_group[0].group
 
     def new_control_group(self, groups: ModelGroups | None = None) -> HeldGroup:
-        """Create another gloo group of all ranks, for use by a separate thread. All ranks must call this method.
+        """Create another gloo group of all ranks, for a separate thread. All ranks must call this method.
 
         Args:
             groups: owner of the new group. If it is None, the model owns the group.
@@ -135,7 +135,7 @@ class ModelRanks:
 
 @dataclass(frozen=True, eq=False)
 class ModelParallelAxes:
-    """Model-parallel axes in addition to one data-parallel mesh, for parameters that are DTensors."""
+    """Model-parallel axes that complement one data-parallel mesh, for parameters that are DTensors."""
 
     mesh: DeviceMesh
     communicators: tuple[Communicator, ...]  # one for each axis of `mesh`
@@ -145,7 +145,7 @@ class ModelParallelAxes:
 
     @classmethod
     def of(cls, mesh_info: MeshInfo, further: DeviceMesh, model_ranks: ModelRanks) -> ModelParallelAxes:
-        """Create the model-parallel axes. All ranks of the model must call this method, for the same parameters."""
+        """Create the model-parallel axes. All ranks of the model must call this method for the same parameters."""
         flat, names = mesh_info.flat_mesh, further.mesh_dim_names
         told = dict(zip(model_ranks.ranks, model_ranks.all_gather_text(json.dumps(flat.mesh.tolist())), strict=True))
         table = torch.tensor([json.loads(told[rank]) for rank in further.mesh.flatten().tolist()])
@@ -162,22 +162,26 @@ class LateMaximum:
     """Elementwise maximum of a few bytes over all ranks, computed without waiting for messages of the current round.
 
     Each round sends the maximum along one more axis. With K axes, each round therefore completes the maximum of the
-    inputs of K - 1 rounds earlier, in the same round on all ranks. See [Note: Control messages].
+    inputs that were given K - 1 rounds earlier. All ranks obtain it in the same round. See [Note: Control messages].
 
     Args:
         axes: number of communicators along which messages are sent.
-        numel: bytes in a message.
+        numel: number of bytes in a message.
     """
 
     def __init__(self, axes: int, numel: int) -> None:
         self._known = [torch.zeros(numel, dtype=torch.uint8, device="cpu") for _ in range(axes)]  # by axis
 
     def outgoing(self, own: Tensor) -> list[Tensor]:
-        """Return the message for each communicator, uint8 [numel]; `own` is the first one."""
+        """Return the message for each communicator, uint8 [numel]. The first message is `own`."""
         return [own, *self._known[:-1]]
 
     def receive(self, messages: Iterable[Tensor]) -> Tensor:
-        """Store the messages of each communicator, uint8 [ranks, numel]; return the maximum that is now complete."""
+        """Store the messages received along each communicator and return the maximum that is now complete.
+
+        Args:
+            messages: messages of all ranks for each communicator, uint8 [ranks, numel].
+        """
         self._known = [message.amax(dim=0) for message in messages]
         return self._known[-1]
 

@@ -1,38 +1,40 @@
-"""Creation and release of process groups.
+"""Create and release process groups.
 
 [Note: Group creation by members only]
-Only the members of a group create the group. A model may be on some of the ranks, without calls on the other ranks.
+Only the members of a group create the group. A model may use only some of the ranks, and the other ranks then make no
+calls.
 After ``init_process_group(device_id=...)``, torch would split the world's communicator for each new group. A split
 needs all ranks of the world, and would hang if only the members called it. Therefore the world is not bound to a device
 while this module creates a group.
 
 [Note: Names of groups]
 torch derives the name of such a group from its ranks and from the number of groups of the process. That number
-decreases when groups are released. torch could then reuse a name while its keys are still in the store, or while
-another group has this name. Ranks that collect garbage at different times would also use different names for one group,
-and deadlock. Therefore layerzero names a group after its ranks and the number of groups created for these ranks so far.
-Local groups of a model are also removed from torch's tables (see the next note). The names of torch's other groups
-therefore do not depend on the number of live models.
+decreases when groups are released. torch could then reuse a name while the keys of the previous group are still in the
+store, or while another group has this name. Ranks that collect garbage at different times would also use different
+names for the same group, and deadlock. Therefore layerzero names a group after its ranks and the number of groups
+created for these ranks so far. Local groups of a model are also removed from torch's tables (see the next note).
+Therefore the names of torch's other groups do not depend on the number of live models.
 
 [Note: Release of groups]
-A model's groups belong to its :class:`ModelGroups`, which exists as long as the model or a sharded parameter that user
-code refers to. The groups are released when this object is garbage collected, or by ``layerzero.close``.
+A model's groups belong to its :class:`ModelGroups`. This object lives as long as the model, and as long as user code
+refers to one of the model's sharded parameters. The groups are released when this object is garbage collected, or by
+``layerzero.close``.
 
 A gloo group is released locally: its threads and sockets end with the last reference to the group. However, its
-destructor waits for collectives in flight, and the garbage collector runs in any thread, at any point, at different
-times on each rank. Therefore the finalizer only passes the groups to a thread, which drops each group when no
-collective is in flight on it. After a rank has dropped a group, collectives of other ranks on the group fail instead of
-waiting, so that ranks do not deadlock.
+destructor waits for in-flight collectives, and the garbage collector may run in any thread, at any point in the
+program, at different times on each rank. Therefore the finalizer only passes the groups to a thread. This thread drops
+each group once no collective is in flight on it. After a rank has dropped a group, collectives that other ranks launch
+on the group fail instead of waiting, so the ranks do not deadlock.
 
 On other backends, destroying a communicator may be a collective (as ``ncclCommAbort`` was). On such backends, the
-groups of a collected model are kept until the next ``shard_model`` or ``close`` on all of their ranks. That call finds
+groups of a collected model are kept until all of their ranks next call ``shard_model`` or ``close``. That call finds
 the groups that all of their ranks have released and destroys these groups in the same order on all ranks. Until then,
-the groups stay in torch's tables, so that ``destroy_process_group()`` destroys the rest.
+the groups stay in torch's tables, so ``destroy_process_group()`` destroys any that are left.
 
 [Note: Groups of meshes]
-The groups of a mesh are created once for each combination of ranks, backend and timeout. These groups stay until
+The groups of a mesh are created once for each combination of ranks, backend and timeout. These groups exist until
 ``destroy_process_group()``, like the groups of torch's ``init_device_mesh``. DTensor's caches compare meshes by their
-ranks and return specs with the mesh of an earlier model, so the groups of that mesh must still work.
+ranks and may return specs that contain the mesh of an earlier model, so the groups of that mesh must still work.
 """
 
 from __future__ import annotations
@@ -81,12 +83,12 @@ CLOSED = (
     "its last use, or shard a new model"
 )
 _PATIENCE = 5.0  # seconds
-_PERIOD = 0.02  # seconds between two checks of the work in flight
-_LOCAL = {"gloo", "fake"}  # backends whose groups end without other ranks
+_PERIOD = 0.02  # seconds between two checks for in-flight work
+_LOCAL = {"gloo", "fake"}  # backends whose groups can be released without other ranks
 
 
 class Ending(Protocol):
-    """Work in flight on a group."""
+    """In-flight work on a group."""
 
     def done(self) -> bool: ...
 
@@ -94,7 +96,7 @@ class Ending(Protocol):
 class Reservation:
     """Reservation of some groups by one thread.
 
-    Other threads launch on these groups only after that thread has launched its collectives.
+    Other threads launch collectives on these groups only after that thread has made its launches.
     """
 
     def __init__(self) -> None:
@@ -111,22 +113,22 @@ class Reservation:
             self._made.set()
 
     def wait(self) -> None:
-        """Wait until the reserved launches have been made. Return at once in the thread that makes them."""
+        """Wait until the reserved launches have been made. In the thread that makes them, return immediately."""
         if threading.current_thread() is not self._thread:
             self._made.wait()
 
 
 class HeldGroup:
-    """Handle to a process group that can be closed and released.
+    """Reference to a process group that can be closed and released.
 
     Attributes:
-        reserved: launches that must precede all others on the group, or None if there are no such launches.
-        in_flight: work that must complete before the group may be dropped, by id.
+        reserved: reservation of the launches that must precede all others on the group, or None.
+        in_flight: work that must complete before the group may be dropped, by ``id`` of the work object.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, store: Store | None = None) -> None:
         self._group: dist.ProcessGroup | None = group
-        self._store = store  # part of the store for the rendezvous; None for groups that torch keeps
+        self._store = store  # the group's part of the rendezvous store; None for groups that torch keeps
         self._world = weakref.ref(dist.group.WORLD)
         self._closed = False
         self.in_flight: dict[int, Ending] = {}
@@ -137,13 +139,13 @@ class HeldGroup:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group. Raises RuntimeError after its release."""
+        """The process group. Raises RuntimeError after the group was closed or released."""
         self.require_open()
         assert self._group is not None
         return self._group
 
     def require_open(self) -> None:
-        """Raise RuntimeError after the release of the group."""
+        """Raise RuntimeError if the group was closed or released."""
         if self._closed:
             raise RuntimeError(CLOSED)
 
@@ -158,7 +160,7 @@ class HeldGroup:
         self.in_flight[id(ending)] = ending
 
     def forget_done(self) -> None:
-        """Drop completed work without a wait. Dropping the work releases its tensors."""
+        """Drop completed work without waiting. Dropping the work releases its tensors."""
         for key, each in list(self.in_flight.items()):
             if each.done():
                 self.in_flight.pop(key, None)
@@ -168,11 +170,11 @@ class HeldGroup:
         self._closed = True
 
     def forget_store(self) -> None:
-        """Do not delete the group's keys from the store on release, because other ranks may still read them."""
+        """Keep the group's keys in the store when the group is released, because other ranks may still read them."""
         self._store = None
 
     def drop(self) -> None:
-        """Release the process group. If the group is not local, all of its ranks must call this method."""
+        """Release the process group. If the group is not local, all ranks of the group must call this method."""
         self._closed = True
         group, self._group = self._group, None
         self.in_flight.clear()
@@ -187,8 +189,8 @@ class HeldGroup:
             table.pop(group, None)
         # After another init_process_group on the same store, the key may belong to another group.
         if self._store is not None and dist.group.WORLD is self._world():
-            with suppress(RuntimeError):  # the process that served the store exited
-                self._store.delete_key(f"cpu//0/{group.rank()}")  # the address of this rank in gloo
+            with suppress(RuntimeError):  # the process that served the store has exited
+                self._store.delete_key(f"cpu//0/{group.rank()}")  # gloo's address of this rank
 
 
 class ModelGroups:
@@ -203,7 +205,7 @@ class ModelGroups:
     def new(self, ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str, backend: str = "") -> HeldGroup:
         """Create a group that is released with the model.
 
-        All of its members must call this method, in the same order.
+        All members of the group must call this method, in the same order relative to other groups.
         """
         group, store = _make(ranks, like=like, device_type=device_type, backend=backend)
         held = HeldGroup(group, store=store)
@@ -213,14 +215,14 @@ class ModelGroups:
         return held
 
     def abandon(self) -> None:
-        """Release the local groups of a model that failed to build; other ranks may still be connecting to them."""
+        """Release the local groups of a model that could not be built. Other ranks may still be connecting to them."""
         for held in self._held:
             held.forget_store()
             held.close()
         self._finalizer()
 
     def release(self) -> None:
-        """Release all groups. For groups that are not local, all of their ranks must call this method."""
+        """Release all groups. If some groups are not local, all ranks of these groups must call this method."""
         if not self._finalizer.alive:
             return
         for held in self._held:
@@ -244,17 +246,21 @@ def mesh_group(ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: st
 def new_group_like(
     ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str, backend: str = ""
 ) -> dist.ProcessGroup:
-    """Create a group with the backend and timeout of `like`. torch keeps it until ``destroy_process_group()``.
+    """Create a group with the backend and timeout of `like`. torch keeps the group until ``destroy_process_group()``.
 
-    Only the members call this function, in the same order on all ranks. See [Note: Group creation by members only].
+    Only the members of the group call this function. Each rank must make such calls in the same order. See [Note: Group
+    creation by members only].
     """
     return _make(ranks, like=like, device_type=device_type, backend=backend)[0]
 
 
 def groups_so_far(*members: Sequence[int]) -> dict[str, dict[str, object]]:
-    """Return the number of groups created so far for each of `members`, as `groups` of :func:`require_equal`.
+    """Return the number of groups created so far for each of `members`, as the argument `groups` of `require_equal`.
 
     The members of a group must agree on this number before they create another group. See [Note: Names of groups].
+
+    Args:
+        members: for each group, the ranks that are its members.
     """
     names = _names()
     return {
@@ -264,10 +270,10 @@ def groups_so_far(*members: Sequence[int]) -> dict[str, dict[str, object]]:
 
 
 def drop_released_groups(told: Sequence[str], ranks: Sequence[int]) -> None:
-    """Drop the groups that all of their ranks have released. All `ranks` must call this function, with the same `told`.
+    """Drop the groups that all of their ranks have released. All `ranks` must call this function with the same `told`.
 
     Args:
-        told: result of :func:`groups_to_release` on each rank.
+        told: result of :func:`groups_to_release` on each of `ranks`.
     """
     said = {rank: json.loads(text) for rank, text in zip(ranks, told, strict=True)}
     for name in sorted(_KEPT):
@@ -276,19 +282,19 @@ def drop_released_groups(told: Sequence[str], ranks: Sequence[int]) -> None:
 
 
 def groups_to_release() -> str:
-    """Return, as JSON, the names of the groups that this rank keeps until all of their other ranks release them.
+    """Return, as JSON, the names of the groups that this rank keeps until their other ranks have also released them.
 
     See [Note: Release of groups].
     """
     world = dist.distributed_c10d._world
     for name, held in list(_KEPT.items()):
-        if held._group not in world.pg_map:  # destroyed with its world
+        if held._group not in world.pg_map:  # destroyed with its default process group
             del _KEPT[name]
     return json.dumps(sorted(_KEPT))
 
 
 def settle_releases() -> None:
-    """Wait until released groups without work in flight are dropped, for at most a few seconds."""
+    """Wait, for at most a few seconds, until released groups without in-flight work have been dropped."""
     _RELEASES.settle()
 
 
@@ -296,7 +302,7 @@ def settle_releases() -> None:
 def known_to_torch(group: dist.ProcessGroup) -> Iterator[None]:
     """Context manager that adds `group` to torch's tables.
 
-    Inside, torch's object collectives, and therefore torch.distributed.checkpoint, can use the group.
+    Inside the context, torch's object collectives, and therefore torch.distributed.checkpoint, can use the group.
     """
     groups = dist.distributed_c10d._world.pg_map
     is_known = group in groups
@@ -318,7 +324,7 @@ def _names() -> Counter[tuple[int, ...]]:
 def _make(
     ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str, backend: str
 ) -> tuple[dist.ProcessGroup, Store]:
-    """Create a group of `ranks`; return the group and its part of the store."""
+    """Create a group of `ranks` and return it with its part of the store."""
     members = sorted(ranks)
     names = _names()
     names[tuple(members)] += 1
@@ -369,7 +375,7 @@ def _nothing_to_split() -> Iterator[None]:
 
 
 def timeout_on(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
-    """Return the timeout of the group's collectives on a device type; None if the backend does not report it."""
+    """Return the timeout of the group's collectives on a device type, or None if the backend does not report one."""
     try:
         timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
     except (AttributeError, RuntimeError):  # the base class of backends raises if there are no options
@@ -380,7 +386,7 @@ def timeout_on(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
 def _hand_over(groups: list[HeldGroup]) -> None:
     """Pass groups to the release thread.
 
-    The function takes no lock, because finalizers may call it in any thread at any time.
+    This function takes no lock, because finalizers may call it in any thread at any time.
     """
     for held in groups:
         if held.is_local:
@@ -389,18 +395,21 @@ def _hand_over(groups: list[HeldGroup]) -> None:
 
 
 class _Releases:
-    """Thread that drops released groups. It runs while any owner of groups exists; see [Note: Release of groups]."""
+    """Thread that drops released groups. The thread runs while any owner of groups exists.
+
+    See [Note: Release of groups].
+    """
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[list[HeldGroup] | threading.Event | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._owners = 0  # owners that are alive, or whose groups are not dropped yet
+        self._owners = 0  # number of owners that are alive or whose groups have not been dropped yet
         self._thread: threading.Thread | None = None
 
     def expect(self) -> None:
         """Count an owner whose groups will be passed to :meth:`put`.
 
-        The method takes a lock, so finalizers must not call this method.
+        Finalizers must not call this method, because it takes a lock.
         """
         with self._lock:
             self._owners += 1
@@ -412,7 +421,7 @@ class _Releases:
         self._queue.put(groups)
 
     def settle(self) -> None:
-        """Wait until the groups passed to :meth:`put` so far are dropped, except those with work in flight."""
+        """Wait until the groups passed to :meth:`put` so far have been dropped, except those with in-flight work."""
         thread = self._thread
         if thread is None or not thread.is_alive() or thread is threading.current_thread():
             return
@@ -421,18 +430,18 @@ class _Releases:
         deadline = time.monotonic() + _PATIENCE
         while not passed.wait(_PERIOD) and thread.is_alive() and time.monotonic() < deadline:
             pass
-        if self._thread is not thread:  # it has no owners left and ends
+        if self._thread is not thread:  # no owners are left, so the thread ends
             thread.join(_PATIENCE)
 
     def end(self) -> None:
-        """Stop the thread at the end of the process, when no thread may be inside a backend."""
+        """Stop the thread at process exit, when no thread may still be inside a backend."""
         thread = self._thread
         if thread is not None and thread.is_alive():
             self._queue.put(None)
             thread.join(_PATIENCE)
 
     def _run(self) -> None:
-        waiting: list[list[HeldGroup]] = []  # by owner
+        waiting: list[list[HeldGroup]] = []  # one list of groups per owner
         while True:
             given: list[HeldGroup] | threading.Event | None = None
             try:
@@ -461,14 +470,14 @@ class _Releases:
 
 
 def _drop_idle(groups: list[HeldGroup]) -> bool:
-    """Drop the local groups without work in flight; return whether `groups` still contains any group."""
+    """Drop the local groups that have no in-flight work. Return whether `groups` still contains any group."""
     here = [held for held in groups if held.is_local and held.is_idle]
     threads: list[threading.Thread] = []
     for held in here:
         thread = threading.Thread(target=held.drop, daemon=True)
         try:  # gloo closes connections one by one, with a short wait for each
             thread.start()
-        except RuntimeError:  # Python 3.12 and newer start no thread while the interpreter shuts down
+        except RuntimeError:  # Python 3.12 and newer cannot start threads while the interpreter shuts down
             held.drop()
         else:
             threads.append(thread)

@@ -1,4 +1,4 @@
-"""All-gather of strings."""
+"""Gather strings from all ranks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def all_gather_text(comm: Communicator, text: str) -> list[str]:
     """Return the texts of all ranks, in rank order. All ranks of the communicator must call this function.
 
     Args:
+        text: text of this rank.
         comm: communicator for CPU tensors.
     """
     if comm.size == 1:
@@ -37,7 +38,10 @@ def all_gather_text(comm: Communicator, text: str) -> list[str]:
 def need_numpy(what: str) -> None:
     """Raise ModuleNotFoundError if numpy is missing, with a clearer message than that of torch.distributed.
 
-    torch.distributed sends objects between ranks through numpy arrays.
+    torch.distributed sends objects between ranks as numpy arrays.
+
+    Args:
+        what: description of the feature that needs numpy, for the message.
     """
     if find_spec("numpy") is None:
         raise ModuleNotFoundError(

@@ -1,15 +1,15 @@
-"""Trace and profiler events for the computation of units and for collectives.
+"""Report the computation of units and the collectives to traces and to torch's profiler.
 
 The engine reports its operations to a :class:`TraceDispatcher`. While a trace (:func:`layerzero.trace`) or torch's
 profiler is active, the dispatcher forwards the operations to the recorder of the trace, and to the profiler as named
 ranges.
 
 [Note: Nesting of spans]
-The forward or backward of a unit begins in one hook and ends in another hook. The second hook does not run if the
-inputs need no gradient or if the pass raises. An open span ends with its enclosing span, at the latest with the pass.
-In a backward, the hook that begins a unit runs just before the hook that ends the previous unit, because both hooks are
-on the same tensor. Therefore the new span ends the previous span, and spans are always nested. If autograd alternates
-between parallel units, the rest of the first unit is attributed to the enclosing span.
+The forward or backward pass of a unit begins in one hook and ends in another hook. The second hook does not run if the
+inputs need no gradient or if the pass raises. An open span ends with its enclosing span, and no later than the end of
+the pass. In a backward pass, the hook that begins a unit runs just before the hook that ends the previous unit, because
+both hooks are on the same tensor. Therefore a new span first ends the previous span, so spans are always nested. If
+autograd alternates between parallel units, the rest of the first unit is attributed to the enclosing span.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _NAP = 2e-4  # seconds
 
 @dataclass(frozen=True)
 class TraceMark:
-    """Operation of a host thread between `began` and `ended`, two stamps of the recorder's clock."""
+    """Operation that a host thread ran between the times `began` and `ended` of the recorder's clock."""
 
     kind: str  # "launch", "wait", "add", "begin" or "end"
-    name: str  # of the unit
+    name: str  # name of the unit
     began: Any
     ended: Any
-    phase: str = ""  # of "begin" and "end": "forward", "backward" or "update"
-    trace: CollectiveTrace | None = None  # of "launch", "wait" and "add"
+    phase: str = ""  # for "begin" and "end": "forward", "backward" or "update"
+    trace: CollectiveTrace | None = None  # for "launch", "wait" and "add": the collective
     in_background: bool = False  # True if a background thread of the engine ran the operation
 
 
 class TraceRecorder:
-    """Marks of one trace, in the order in which they ended."""
+    """Recorder of the marks of one trace, in the order in which the recorded operations ended."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -56,15 +56,19 @@ class TraceRecorder:
         self.flying: list[CollectiveTrace] = []  # collectives whose completion a thread of the backend reports
 
     def mark(self, kind: str, name: str, began: Any, *, flight: CollectiveTrace) -> None:
-        """Record an operation that began at `began` and ends now. `flight` is the collective of the operation."""
+        """Record an operation that began at `began` and ends now.
+
+        Args:
+            flight: collective to which the operation belongs.
+        """
         beside = isinstance(threading.current_thread(), StreamThread)
         self.marks.append(TraceMark(kind, name, began, self.clock.now(), trace=flight, in_background=beside))
 
     def drain(self, seconds: float = math.inf) -> None:
-        """Wait until the threads of the backend have reported all completions, for at most `seconds`.
+        """Wait, for at most `seconds`, until the threads of the backend have reported all completions.
 
-        A report during interpreter shutdown would abort the process. A collective that hangs ends at the timeout of its
-        process group.
+        A report during interpreter shutdown would abort the process. A collective that hangs ends when the timeout of
+        its process group expires.
         """
         deadline = time.monotonic() + seconds
         while any(flight.completed is None for flight in self.flying) and time.monotonic() < deadline:
@@ -72,7 +76,7 @@ class TraceRecorder:
 
 
 class CollectiveTrace:
-    """Collective in flight that is recorded in a trace or in torch's profiler."""
+    """In-flight collective that is recorded in a trace or in torch's profiler."""
 
     def __init__(
         self, observer: TraceDispatcher, *, collective: str, comm: str, axis: str, ranks: int, name: str, sent: int
@@ -83,14 +87,14 @@ class CollectiveTrace:
         self.ranks = ranks
         self.name = name
         self.bytes = sent
-        self._works = 0  # works whose completion is reported
-        self._completions: list[Any] = []  # their completion times
+        self._works = 0  # number of works whose completion is reported
+        self._completions: list[Any] = []  # completion times of these works
         self._observer = observer
         self._recorder = observer.recorder
 
     @property
     def completed(self) -> Any:
-        """Completion time; None if the collective is not known to be complete."""
+        """Completion time, or None if the collective is not known to be complete."""
         done = self._works and len(self._completions) == self._works
         return (max(self._completions) if self._works > 1 else self._completions[0]) if done else None
 
@@ -117,7 +121,7 @@ class CollectiveTrace:
             yield
 
     def was_awaited(self, began: Any) -> None:
-        """Record that the program has waited since `began` for a thread that handles this collective."""
+        """Record that the program has waited since `began` for the thread that handles this collective."""
         if self._recorder is not None:
             self._recorder.mark("wait", self.name, began, flight=self)
 
@@ -152,14 +156,14 @@ class _OpenSpan:
     phase: str
     name: str
     key: object  # a UnitCall, or another object that identifies the call
-    task: int  # autograd's graph task id of the backward in which it began; -1: outside of a backward
-    range: AbstractContextManager[Any]  # of torch's profiler
+    task: int  # autograd's graph task id of the backward in which the span began; -1: not in a backward
+    range: AbstractContextManager[Any]  # range in torch's profiler
 
 
 class TraceDispatcher:
-    """Dispatcher of the engine's operations to a trace and to torch's profiler.
+    """Dispatcher that forwards the engine's operations to a trace and to torch's profiler.
 
-    While neither the trace nor the profiler is active, the only overhead is reading two attributes.
+    While neither a trace nor the profiler is active, the only overhead is reading two attributes.
     """
 
     def __init__(self) -> None:
@@ -187,10 +191,10 @@ class TraceDispatcher:
         self._mark("begin", phase, name)
 
     def reach(self, key: object, around: Sequence[object]) -> None:
-        """End the spans of other units when the current backward reaches the call `key`.
+        """End the spans of other units when the current backward pass reaches the call `key`.
 
         Args:
-            around: calls that enclose `key`; their spans stay open.
+            around: calls that enclose `key`. The spans of these calls stay open.
         """
         task = torch._C._current_graph_task_id() if self._open else -1
         while self._open:

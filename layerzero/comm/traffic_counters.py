@@ -1,4 +1,4 @@
-"""Names of collectives, and counters of their calls and bytes."""
+"""Define the purposes and names of collectives, and count their calls and bytes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["GATHERS", "Collective", "TrafficCounters", "Watched", "Watching", "d
 class Collective(enum.Enum):
     """Purpose of a collective; the value is its name in :class:`layerzero.TrafficReport`."""
 
-    GATHER = "gather"  # ZeRO-3 shards -> full buffer; counts no bytes with shared memory
+    GATHER = "gather"  # ZeRO-3 shards -> full buffer; with shared memory, no bytes are counted
     REGATHER = "regather"  # post-forward shards of a few ranks -> full buffer
-    HOP1 = "hop1"  # gradients, inside the ZeRO-3 group; with shared memory, counts the bytes that were read
+    HOP1 = "hop1"  # gradients, inside the ZeRO-3 group; with shared memory, the bytes that were read are counted
     HOP2 = "hop2"  # gradients, across replicas
     REFRESH = "refresh"  # ZeRO-1 shards -> ZeRO-3 shard
     METADATA = "metadata"  # used parameters, one byte each, and other control messages
-    GATHER_ORDER = "gather_order"  # next unit to gather, if it was not predicted
+    GATHER_ORDER = "gather_order"  # name of the next unit to gather, if this unit was not predicted
     SCALAR_REDUCE = "scalar_reduce"  # gradient norms
     UNSHARD = "unshard"  # parameters in full precision for users and checkpoints
     BROADCAST = "broadcast"  # initial weights
@@ -51,7 +51,7 @@ _SPELLED = {  # for messages
 
 
 def display_name(collective: Collective, name: str) -> str:
-    """Return the display name of a collective, followed by `name`, for example the name of its unit."""
+    """Return the display name of a collective, followed by `name`, which is for example the name of its unit."""
     return _SPELLED.get(collective, collective.value) + (f" of {name!r}" if name else "")
 
 
@@ -66,30 +66,31 @@ class Watching(Protocol):
     """Interface through which the code that launches collectives reports to a watchdog."""
 
     def launched(self, works: Any) -> Watched:
-        """Record that `works` have been launched."""
+        """Record that the pending collective `works` has been launched."""
 
     def count_steps_of(self, optimizer: Optimizer) -> None:
         """Count the steps of `optimizer` as steps of the model."""
 
 
-_SHOWN = 6  # number of gathers before a failure that the error names
+_SHOWN = 6  # number of gathers before a failure that the error message names
 
 
 def gather_name(collective: Collective, unit: str) -> str:
-    """Return the name of a gather in comparisons and messages about the gather order."""
+    """Return the name of a gather that comparisons of gather orders, and messages about them, use."""
     return f"{unit} (kept)" if collective is Collective.REGATHER else unit
 
 
 @dataclass
 class TrafficCounters:
-    """Counters of one model on this rank.
+    """Traffic counters of one model on this rank.
 
     Attributes:
-        calls: number of calls by collective.
-        bytes: bytes that this rank sent, by (collective, axis).
-        waited: seconds that the host has waited, by collective. The values are close to zero if device streams wait
-            instead.
-        steps: ``"taken"``: steps of optimizers; ``"skipped"``: steps whose gradients were discarded instead.
+        calls: number of calls, by collective.
+        bytes: number of bytes that this rank has sent, by (collective, axis).
+        waited: time that the host has waited, in seconds, by collective. The values are close to zero if device streams
+            wait instead of the host.
+        steps: number of steps, by outcome. ``"taken"`` counts steps that an optimizer has taken. ``"skipped"`` counts
+            steps whose gradients were discarded instead.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -97,9 +98,9 @@ class TrafficCounters:
     waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     steps: Counter[str] = field(default_factory=Counter)
     observer: TraceDispatcher = field(default_factory=TraceDispatcher)
-    gathered: deque[str] = field(default_factory=lambda: deque(maxlen=4 * _SHOWN))  # names of the last gathers
+    gathered: deque[str] = field(default_factory=lambda: deque(maxlen=4 * _SHOWN))  # names of the most recent gathers
     failure: str = ""  # message of the first collective that failed
-    on_launch: Watching | None = None  # watchdog that records each launch and the end of its wait
+    on_launch: Watching | None = None  # watchdog that records each launch and the end of each wait
     _lock: threading.Lock = field(default_factory=threading.Lock)  # background threads also launch collectives
 
     def record(self, collective: Collective, axis: str, sent: int, name: str = "") -> None:
@@ -110,9 +111,9 @@ class TrafficCounters:
             self.gathered.append(gather_name(collective, name))
 
     def gathers_up_to(self, collective: Collective, unit: str) -> tuple[str, ...]:
-        """Return the names of the last gathers up to and including the gather of `unit`. Omit consecutive repeats.
+        """Return the names of the last gathers, up to and including the gather of `unit`. Omit consecutive repeats.
 
-        If `collective` is not a gather, `unit` is appended as the next one.
+        If `collective` is not a gather, `unit` is appended as the next gather.
         """
         names, name, launched = list(self.gathered), gather_name(collective, unit), collective in GATHERS
         if launched and name in names:

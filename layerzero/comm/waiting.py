@@ -1,4 +1,4 @@
-"""Measurement of the program's waits for collectives that background threads handle."""
+"""Measure how long the program waits for collectives that background threads handle."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def record_wait(
     """Context manager that counts and traces the program's wait for a collective that a background thread handles.
 
     Args:
-        collective: collective to which the wait is attributed if `issued[number]` does not exist afterwards.
-        issued: launched collectives; the thread may append to it during the wait.
+        collective: collective to which the wait is attributed if `issued[number]` does not exist after the wait.
+        issued: launched collectives. The background thread may append to this sequence during the wait.
         number: index of the awaited collective in `issued`.
     """
     began = time.perf_counter()

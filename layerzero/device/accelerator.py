@@ -1,4 +1,4 @@
-"""Device-specific code: streams, events, copies to and from the host, and clocks."""
+"""Wrap device-specific features: streams, events, copies to and from the host, and clocks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ StreamEvent = Any  # event of the device, or None on the CPU
 
 
 def default_device_type() -> str:
-    """Return the type of the accelerator if there is one, else ``"cpu"``."""
+    """Return the type of the accelerator if there is one, otherwise ``"cpu"``."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
 
 
 def device_module(device: torch.device) -> Any:
-    """Return ``torch.cuda`` or the corresponding module of another device; None for the CPU and meta devices."""
+    """Return ``torch.cuda`` or the corresponding module of another device, or None for the CPU and meta devices."""
     return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
 
 
@@ -43,7 +43,7 @@ def refuse_capture(device: torch.device, what: str) -> None:
     """Raise RuntimeError if the current stream of `device` is being captured into a CUDA graph.
 
     Args:
-        what: name of the refused call, for the message.
+        what: name of the refused call, for the error message.
     """
     module = device_module(device)
     if module is None or not module.is_current_stream_capturing():
@@ -68,20 +68,20 @@ def host_memory(numel: int, dtype: torch.dtype, *, device: torch.device) -> Tens
 
 
 def finish_copies(device: torch.device) -> None:
-    """Wait until all work in the current stream of a device, including copies to the host, is done."""
+    """Wait until all work on the current stream of a device, including copies to the host, has completed."""
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()
 
 
 class CurrentStream:
-    """Current stream of a device. Methods record events on the stream and make the stream wait for events."""
+    """Access to the current stream of a device, to record events on it and to make it wait for events."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
 
     @classmethod
     def of(cls, device: torch.device) -> CurrentStream | None:
-        """Return the recorder for a device, or None for the CPU, which has no streams."""
+        """Return the object for a device, or None for the CPU, which has no streams."""
         module = device_module(device)
         return None if module is None else cls(module)
 
@@ -90,7 +90,7 @@ class CurrentStream:
         return self._module.current_stream()
 
     def record_event(self) -> StreamEvent:
-        """Record and return an event after all work enqueued on the current stream."""
+        """Record an event after all work enqueued on the current stream, and return the event."""
         return self._module.current_stream().record_event()
 
     def wait_event(self, mark: StreamEvent) -> None:
@@ -100,10 +100,10 @@ class CurrentStream:
 
 
 class TouchedBy:
-    """Streams that have read or written a buffer since its last copy.
+    """Record of the streams that have read or written a buffer since it was last copied.
 
-    Gradients of leaves arrive on the stream that was current when their AccumulateGrad nodes were created. This stream
-    may differ from the stream that is current when the buffer is copied.
+    Gradients of leaf tensors arrive on the stream that was current when their AccumulateGrad nodes were created. This
+    stream may differ from the stream that is current when the buffer is copied.
     """
 
     def __init__(self, order: CurrentStream | None) -> None:
@@ -116,18 +116,21 @@ class TouchedBy:
             self._streams.append(stream)
 
     def marks(self) -> list[StreamEvent]:
-        """Record and return one event per stream, after its uses of the buffer so far. Clear the list of streams."""
+        """Record one event per stream, after the stream's uses of the buffer so far, and return the events.
+
+        The list of streams is cleared.
+        """
         streams, self._streams = self._streams, []
         return [stream.record_event() for stream in streams]
 
 
 class HostDeviceCopies:
-    """Copies between a device and host memory that overlap with the computation. Each direction has one stream.
+    """Copies between a device and host memory that overlap with the computation. Each direction has its own stream.
 
-    On the CPU a copy is done when :meth:`copy` returns.
+    On the CPU, a copy is complete when :meth:`copy` returns.
 
     Args:
-        pin_memory: if True, pin the host memory. The host waits for copies of memory that is not pinned.
+        pin_memory: if True, pin the host memory. If the memory is not pinned, the host waits for each copy.
     """
 
     def __init__(self, device: torch.device, *, pin_memory: bool = True) -> None:
@@ -139,7 +142,7 @@ class HostDeviceCopies:
         self._side: Any = {to_host: self._module.Stream(device) for to_host in (False, True)} if self.pins else None
 
     def device_buffer(self, nbytes: int) -> Tensor:
-        """Return a 1-D uint8 tensor [nbytes] on the device, whose memory is not reused while a copy may use it."""
+        """Return a 1-D uint8 tensor [nbytes] on the device. Its memory is not reused while a copy may access it."""
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         if self._side is not None:
             for stream in self._side.values():
@@ -147,7 +150,7 @@ class HostDeviceCopies:
         return buffer
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a 1-D tensor [numel] in host memory, pinned if the device is not the CPU and `pin_memory` is set."""
+        """Return a 1-D tensor [numel] in host memory, pinned if the device is not the CPU and `pin_memory` is True."""
         if not self._pin_memory:
             return torch.empty(numel, dtype=dtype)
         return host_memory(numel, dtype, device=self.device)
@@ -160,11 +163,11 @@ class HostDeviceCopies:
         return stream
 
     def copy(self, target: Tensor, source: Tensor, *, to_host: bool, after: Sequence[StreamEvent] = ()) -> StreamEvent:
-        """Start a copy and return the event of its completion.
+        """Start a copy and return the event that marks its completion.
 
         The copy runs after the work enqueued so far on the current stream, after the events in `after`, and after
-        earlier copies in the same direction. Until :meth:`wait` for its event, `target` must not be used and `source`
-        must not be written.
+        earlier copies in the same direction. Until :meth:`wait` is called with the returned event, `target` must not be
+        used and `source` must not be written.
         """
         if self._side is None:
             target.copy_(source)
@@ -179,20 +182,20 @@ class HostDeviceCopies:
         return side.record_event()
 
     def finish(self, mark: StreamEvent) -> None:
-        """Block the host until the copy is done. Afterwards, the host may use both tensors."""
+        """Block the host until the copy with the event `mark` is complete. The host may then use both tensors."""
         if mark is not None:
             mark.synchronize()
 
     def wait(self, mark: StreamEvent) -> None:
-        """Make the current stream wait for the copy. The host does not wait."""
+        """Make the current stream wait for the copy with the event `mark`. The host does not wait."""
         if self.order is not None:
             self.order.wait_event(mark)
 
 
 class Clock:
-    """Clock for work on the CPU: host time."""
+    """Clock for work on the CPU, which measures host time."""
 
-    sees_other_threads = True  # a stamp may be taken in any thread
+    sees_other_threads = True  # a time stamp may be taken in any thread
 
     def __init__(self) -> None:
         self.epoch = time.time()  # time 0 of this clock, in seconds since the Unix epoch
@@ -206,14 +209,14 @@ class Clock:
         return time.perf_counter_ns()
 
     def microseconds(self, stamp: Any) -> float:
-        """Return the microseconds from the creation of the clock to a stamp."""
+        """Return the time from the creation of the clock to a time stamp, in microseconds."""
         return float(stamp - self._zero) / 1e3
 
 
 class DeviceClock(Clock):
-    """Clock for work on a device: a stamp is the time at which the current stream reaches it."""
+    """Clock for work on a device. A time stamp is an event, and its time is when the current stream reaches it."""
 
-    sees_other_threads = False  # threads of a backend have another current stream
+    sees_other_threads = False  # threads of a backend have a different current stream
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

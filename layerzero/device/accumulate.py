@@ -1,10 +1,10 @@
-"""Addition of tensors to an accumulator.
+"""Add tensors to an accumulator.
 
 [Note: Chunked accumulation]
-On a CPU, torch adds a tensor of another dtype by first copying the full tensor to the dtype of the accumulator. With
-chunks that fit into a core's cache, this copy stays in the cache, as does the accumulator while several tensors are
-added. Each element is rounded as in an addition of the full tensors, so the result is bitwise identical. On a device,
-an addition is one kernel.
+On a CPU, torch adds a tensor of another dtype by first copying the full tensor to the dtype of the accumulator. If the
+chunks fit into a core's cache, the copy of each chunk stays in the cache. The same holds for the chunk of the
+accumulator to which several tensors are added. Each element is rounded as in an addition of the full tensors, so the
+results are bitwise identical. On a device, an addition is a single kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 __all__ = ["accumulate_parts"]
 
-_PIECE = 1 << 16  # elements: half a MiB in fp32 with its copy; torch uses two threads for such a piece
+_PIECE = 1 << 16  # elements per chunk: half a MiB in fp32, including the copy; torch uses two threads for a chunk
 
 
 def accumulate_parts(
@@ -30,8 +30,8 @@ def accumulate_parts(
     """Add ``scale * sum(parts)`` to `target`, one part after the other, in the target's dtype.
 
     Args:
-        parts: tensors of the target's shape, of any floating dtype.
-        wire: dtype to which each part is rounded first. If it is None, parts are not rounded.
+        parts: tensors with the shape of the target and any floating-point dtype.
+        wire: dtype to which each part is first rounded. If it is None, parts are not rounded.
         overwrite: if True, replace the contents of the target instead of adding to them.
     """
     parts = tuple(parts)

@@ -1,4 +1,4 @@
-"""Pools that reuse the memory of flat buffers and full buffers."""
+"""Provide pools that reuse the memory of flat buffers and full buffers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ __all__ = ["BufferPool", "FullBufferPool", "Size", "UnitFootprint", "bytes_of_bu
 
 Size = tuple[int, torch.dtype]  # number of elements and dtype of a flat buffer
 
-_SLOTS = 3  # buffers of one size that a device rotates: one is filled, one is sent, one is accumulated
+_SLOTS = 3  # number of buffers of one size that a device rotates: one is filled, one is sent, one is accumulated
 
 
 def bytes_of_buffers(predicted: Mapping[Size, int], *, on_device: bool) -> int:
-    """Return the number of bytes that a pool allocates if at most `predicted` buffers of each size are used at once."""
+    """Return the number of bytes that a pool allocates if no more than the predicted buffers are used at once.
+
+    Args:
+        predicted: maximum number of buffers in use at once, by size.
+        on_device: True if the pool allocates device memory.
+    """
     return sum(
         (_slots(count) if on_device else count) * numel * dtype.itemsize for (numel, dtype), count in predicted.items()
     )
@@ -30,25 +35,25 @@ def bytes_of_buffers(predicted: Mapping[Size, int], *, on_device: bool) -> int:
 def _slots(predicted: int) -> int:
     """Return the number of buffers of one size in a device's pool.
 
-    A single unit of that size, such as the embeddings, needs one buffer.
+    If only one unit uses that size, for example the embeddings, one buffer is enough.
     """
     return 1 if predicted == 1 else _SLOTS
 
 
 class UnitFootprint(NamedTuple):
-    """Memory of one gathered unit."""
+    """Memory that one unit uses while it is gathered."""
 
-    nbytes: int  # bytes of its full buffers
-    reshards: bool | int  # True if the full buffers are freed after a forward
-    post_forward_ranks: Hashable  # mesh of its gathers
-    kept: int = 0  # bytes of its post-forward shards
+    nbytes: int  # bytes of the unit's full buffers
+    reshards: bool | int  # True if the full buffers are freed after a forward pass
+    post_forward_ranks: Hashable  # identifies the mesh on which the unit is gathered
+    kept: int = 0  # bytes of the unit's post-forward shards
 
 
 def max_gathered_bytes(units: Sequence[UnitFootprint], prefetch: int) -> int:
-    """Return the maximum number of bytes in gathered full buffers and post-forward shards at one time.
+    """Return the maximum number of bytes that gathered full buffers and post-forward shards use at the same time.
 
-    The sum counts the root (the first of `units`), units that stay gathered, the post-forward shards of all units, and
-    for each mesh the `prefetch` + 1 largest of the other units.
+    The sum includes the root (the first of `units`), units that stay gathered, the post-forward shards of all units,
+    and for each mesh the `prefetch` + 1 largest of the other units.
     """
     root, *others = units
     total = sum(unit.kept for unit in units) + root.nbytes + sum(unit.nbytes for unit in others if not unit.reshards)
@@ -59,20 +64,20 @@ def max_gathered_bytes(units: Sequence[UnitFootprint], prefetch: int) -> int:
 
 
 class BufferPool:
-    """Pool of flat buffers that are reused by size and dtype, so that the steady state allocates nothing.
+    """Pool of flat buffers that are reused by size and dtype. In the steady state, the pool allocates no memory.
 
     A buffer of a collective is released only after the wait for the collective. On a device, a stream waits instead of
-    the host, so the host releases a buffer long before its last use on the device. Once the pool has as many buffers as
-    are in use at a time, it therefore returns the buffer that was released first. The current stream waits for the
-    event of that release.
+    the host, so the host releases a buffer long before the buffer's last use on the device. Therefore, once the pool
+    has as many buffers as are in use at a time, it returns the buffer that was released first. The current stream waits
+    for the event that was recorded at that release.
 
     Args:
-        predicted: number of buffers by size that may be in use at once. In host memory, the pool allocates these
-            buffers together and reuses the buffer that was released last. Unused buffers then occupy address space but
-            no memory. The pool allocates more buffers if needed.
+        predicted: number of buffers that may be in use at once, by size. In host memory, the pool allocates all buffers
+            of a size together and reuses the buffer that was released last. Unused buffers then occupy address space
+            but no memory. The pool allocates more buffers if needed.
 
     Attributes:
-        expected: the numbers given as `predicted`. They may be changed until the first buffer is allocated.
+        expected: numbers of buffers given as `predicted`. They may be changed until the first buffer is allocated.
     """
 
     def __init__(self, device: torch.device, predicted: Mapping[Size, int] = MappingProxyType({})) -> None:
@@ -86,7 +91,7 @@ class BufferPool:
 
     @property
     def predicted_bytes(self) -> int:
-        """Bytes that the pool allocates if no more than the expected buffers are needed."""
+        """Number of bytes that the pool allocates if no more than the expected buffers are needed."""
         return bytes_of_buffers(self.expected, on_device=self._order is not None)
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -119,35 +124,38 @@ class BufferPool:
 
 
 class FullBufferPool:
-    """Pool of memory for the storages of full buffers, of which few are gathered at a time.
+    """Pool of memory for the storages of full buffers. Only a few full buffers are gathered at a time.
 
-    Autograd saves views of a full buffer, so its storage must stay the same object while its memory is allocated and
-    freed. Freed memory is cached and reused for storages of the same size. This avoids allocations, and page faults in
-    new memory. A storage reuses its previous memory if that memory is cached. Memory is cached only while the sum of
-    bytes in use and cached bytes stays within the limit. torch 2.11 cannot move memory between storages, so with that
-    version every gather allocates memory.
+    Autograd saves views of a full buffer. Therefore the storage must stay the same object while its memory is freed and
+    allocated again. Freed memory is cached and reused for storages of the same size. This avoids allocations and page
+    faults in new memory. A storage reuses its own previous memory if that memory is cached. Memory is cached only while
+    the sum of used and cached bytes stays within the limit. torch 2.11 cannot move memory between storages, so with
+    that version every gather allocates memory.
 
-    Memory is freed on the stream that allocated it, after its last use on the current stream, because torch's caching
-    allocator reuses it on that stream without further synchronization.
+    torch's caching allocator reuses memory on the stream that allocated it, without further synchronization. Therefore
+    this stream waits for the last use of the memory on the current stream before the memory is freed.
     """
 
     can_cache = hasattr(UntypedStorage, "_swap_data_ptr_")
 
     def __init__(self, device: torch.device) -> None:
-        self.limit = 0  # bytes in use and cached; set by the owner
+        self.limit = 0  # limit on the sum of used and cached bytes; set by the owner
         self.cached_bytes = 0
         self.allocations = 0  # number of allocations so far
-        self.most_bytes = 0  # maximum of bytes in use and cached so far
+        self.most_bytes = 0  # maximum of the sum of used and cached bytes so far
         self._lent_bytes = 0
         self._device = device
         self._order = CurrentStream.of(device)
-        self._parked: dict[int, list[tuple[UntypedStorage, StreamEvent]]] = defaultdict(list)  # cached, by bytes
+        self._parked: dict[int, list[tuple[UntypedStorage, StreamEvent]]] = defaultdict(list)  # cached memory, by size
         self._empty: list[UntypedStorage] = []
         self._homes: dict[int, int] = {}  # last address of each storage
         self._streams: dict[int, Any] = {}  # streams that allocated the memory, by address
 
     def allocate(self, storage: UntypedStorage, nbytes: int) -> None:
-        """Allocate `nbytes` of memory with unspecified contents for a storage. Its current memory is freed first."""
+        """Allocate `nbytes` of memory with unspecified contents for a storage.
+
+        If the storage already has memory, that memory is freed first.
+        """
         if storage.nbytes():
             self.free(storage)
         parked = self._parked[nbytes]
@@ -188,9 +196,9 @@ class FullBufferPool:
         storage.resize_(0)
 
     def _choose(self, storage: UntypedStorage, parked: Sequence[tuple[UntypedStorage, StreamEvent]]) -> int:
-        """Return the index of the storage's previous memory if that memory is cached, else -1.
+        """Return the index of the storage's previous memory if that memory is cached, otherwise -1.
 
-        Therefore the full buffers of units keep their addresses from step to step.
+        As a result, the full buffers of units keep their addresses from step to step.
         """
         home = self._homes.get(storage._cdata)
         return next((index for index, (source, _) in enumerate(parked) if source.data_ptr() == home), -1)

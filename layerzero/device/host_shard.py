@@ -1,10 +1,11 @@
-"""ZeRO-3 shards in host memory.
+"""Keep ZeRO-3 shards in host memory and copy them to and from the device.
 
 [Note: Weights in host memory]
 If `offload_params` is True, ZeRO-3 shards are in host memory. A gather first copies the shard into this rank's slice of
-the full buffer on a copy stream and is launched from that stream. Therefore the computation waits for the copy and the
-gather only when it needs the weights. A refresh writes to a scratch buffer on the device, which is then copied to the
-host. The stream that launches the refresh waits for that copy, so that the next handle can reuse the scratch buffer.
+the full buffer on a copy stream, and is then launched from that stream. Therefore the computation waits for the copy
+and the gather only when it needs the weights. A refresh writes to a scratch buffer on the device, which is then copied
+to the host. The stream that launches the refresh waits for this copy, so that the next handle can reuse the scratch
+buffer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["Fetch", "HostShard"]
 
 @dataclass(frozen=True)
 class Fetch:
-    """Copy to the device without a following collective."""
+    """Pending copy of a shard to the device that no collective follows."""
 
     transfers: HostDeviceCopies
     mark: StreamEvent
@@ -38,23 +39,25 @@ class HostShard:
     """ZeRO-3 shard in host memory; see [Note: Weights in host memory].
 
     Attributes:
-        tensor: 1-D [numel], initially zeros.
+        tensor: the shard, a 1-D tensor [numel] that is initially zero.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, transfers: HostDeviceCopies, pool: BufferPool) -> None:
         self.tensor = transfers.host_buffer(numel, dtype).zero_()
         self._transfers = transfers
-        self._pool = pool  # provides scratch on the device
+        self._pool = pool  # provides scratch buffers on the device
         self._stored: StreamEvent = None  # event of the last copy to the host
         self._fetched: StreamEvent = None  # event of the last copy to the device
 
     @contextmanager
     def fetched(self, target: Tensor, *, beside: bool) -> Iterator[None]:
-        """Context manager that copies the shard to `target` [numel] on the device before work launched inside.
+        """Context manager that copies the shard to `target` [numel] on the device.
+
+        Work that is launched inside the context runs after the copy.
 
         Args:
-            beside: if True, make the stream of the copy current inside, so that the computation does not wait for the
-                copy.
+            beside: if True, make the copy stream current inside the context, so that the computation does not wait for
+                the copy.
         """
         fetch = self.start_fetch(target)
         with self._transfers.beside(to_host=False) if beside else nullcontext():
@@ -67,11 +70,11 @@ class HostShard:
         return Fetch(self._transfers, self._fetched)
 
     def borrow(self) -> Tensor:
-        """Return scratch on the device, 1-D [numel], for :meth:`store`."""
+        """Return a scratch buffer on the device, 1-D [numel], to be filled and passed to :meth:`store`."""
         return self._pool.acquire(self.tensor.numel(), self.tensor.dtype)
 
     def store(self, fresh: Tensor) -> None:
-        """Copy borrowed scratch to the host and release the scratch to the pool."""
+        """Copy the borrowed scratch buffer `fresh` to the shard on the host, and release the buffer to the pool."""
         self._stored = self._transfers.copy(self.tensor, fresh, to_host=True, after=(self._fetched,))
         self._transfers.wait(self._stored)
         self._pool.release(fresh)

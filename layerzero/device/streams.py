@@ -1,25 +1,26 @@
-"""Streams that run background work in an order fixed by the program.
+"""Provide streams that run background work in an order fixed by the program.
 
 [Note: Streams]
-A stream runs its operations in the order in which they were enqueued. Operations of different streams are ordered by
-events only. One stream waits for an event of another stream. All operations of a handle's reduction are enqueued at one
-point of the program. Therefore the operations, and their order on each stream, depend only on the program. The speed of
-a collective affects only the times at which they run.
+A stream runs its operations in the order in which they were enqueued. Operations on different streams are ordered only
+by events: one stream waits for an event of another stream. All operations of a handle's reduction are enqueued at one
+point in the program. Therefore the operations, and their order on each stream, depend only on the program. The speed of
+a collective affects only when these operations run.
 
 On a device, these streams are device streams. The host enqueues operations and does not wait. gloo's `wait` blocks the
 calling thread. With gloo, worker threads therefore act as streams (:class:`ThreadStreams`), and the host waits when it
-needs a result. Other CPU backends may require one order over all their groups, so with these backends each operation
-runs as soon as it is enqueued.
+needs a result. Other CPU backends may require the same order of collectives across all of their groups. With these
+backends, each operation therefore runs as soon as it is enqueued.
 
 [Note: State shared by threads]
 The buffers of a reduction belong to its handle, and the host does not use them until the last event has completed.
-Therefore threads and host share only pools, slabs and records of operations. Each of these has a lock, or one writer
-per entry. The host launches the first collective of a reduction, in program order, because this collective needs the
-accumulators in a slab. If a thread copied the accumulators to a slab later, the thread might reuse the slab to which
-the next gradients are being written. A failure in a thread is stored, and dependent operations are skipped. The host
-raises the failure at the end of the backward. The failure of a collective, after which training cannot continue, is
-raised where the host next enqueues work or waits for a thread. If the host waits for a gather at that time, the gather
-also fails. The error of the gather is more informative, because it names the ranks that are in another collective.
+Therefore the threads and the host share only pools, slabs and records of operations. Each of these has a lock, or one
+writer per entry. The host itself launches the first collective of a reduction, in program order, because this
+collective needs the accumulators in a slab. If a thread copied the accumulators to a slab later, the thread might reuse
+the slab to which the next gradients are being written. A failure in a thread is stored, and dependent operations are
+skipped. The host raises the failure at the end of the backward pass. After the failure of a collective, training cannot
+continue. Such a failure is raised as soon as the host enqueues more work or waits for a thread. If the host is waiting
+for a gather at that time, the gather also fails. The error of the gather is more informative, because it names the
+ranks that are in another collective.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ __all__ = [
 Operation = Callable[[], object]
 Waiting = Callable[[], AbstractContextManager[None]]
 
-_PATIENCE = 5.0  # seconds to wait for collectives in flight when a model is closed or the process ends
+_PATIENCE = 5.0  # seconds to wait for in-flight collectives when a model is closed or the process exits
 
 
 class Waitable(Protocol):
     """Collective or event that can be waited for."""
 
     def wait(self) -> None:
-        """Make subsequent work wait for the completion."""
+        """Make subsequent work wait until the collective or event has completed."""
 
 
 class Stream(ABC):
@@ -77,17 +78,18 @@ class Stream(ABC):
 
     @abstractmethod
     def record_event(self, waiting: Waiting = nullcontext) -> Waitable:
-        """Return an event that completes after all operations so far.
+        """Return an event that completes after all operations enqueued so far.
 
         Args:
-            waiting: returns a context that surrounds the host's wait for the event.
+            waiting: function that returns a context manager. The host waits for the event inside its context.
         """
 
 
 class ReductionStreams(ABC):
-    """Streams of a model's reductions: `launches`, `zero3` (results of hop 1) and `replica` (results of hop 2).
+    """Streams on which a model's reductions run: `launches`, `zero3` (results of hop 1), `replica` (results of hop 2).
 
-    Each stream waits for events of the streams before it. `launches` also waits for events of `zero3`.
+    Each stream waits for events of the streams that precede it in this list. `launches` also waits for events of
+    `zero3`.
     """
 
     launches: Stream
@@ -102,7 +104,7 @@ class ReductionStreams(ABC):
 
     @abstractmethod
     def gradients_ready(self) -> Waitable:
-        """Record and return an event after the work that the program has enqueued so far, including gradients."""
+        """Record and return an event that follows the work enqueued by the program so far, including gradients."""
 
     def limit_in_flight(self, marks: deque[Waitable], most: int) -> None:
         """Drop the oldest events in `marks` until at most `most` remain.
@@ -113,14 +115,14 @@ class ReductionStreams(ABC):
             marks.popleft()
 
     def check(self) -> None:  # noqa: B027 - most streams raise where an operation is enqueued
-        """Raise the failure of a collective for which a background thread has waited."""
+        """Raise an error if a collective for which a background thread has waited has failed."""
 
-    def close(self) -> None:  # noqa: B027 - most have no threads
-        """End the threads that act as streams, after their pending work."""
+    def close(self) -> None:  # noqa: B027 - most subclasses have no threads
+        """End the threads that act as streams, after they have completed their pending work."""
 
     @abstractmethod
     def synchronize(self, marks: Sequence[deque[Waitable]]) -> None:
-        """Make subsequent work of the program run after all operations of all streams and clear all `marks`."""
+        """Make subsequent work of the program run after all operations on all streams, and clear all `marks`."""
 
 
 class _Nothing:
@@ -137,7 +139,7 @@ _NOTHING = _Nothing()
 
 
 class _ThreadEvent:
-    """Event that a thread sets. The host or another thread may wait for it."""
+    """Event that a thread sets. The host or another thread may wait for the event."""
 
     def __init__(self, failures: _Failures, waiting: Waiting) -> None:
         self.passed = threading.Event()
@@ -152,11 +154,11 @@ class _ThreadEvent:
 
 
 class DeferredCollectiveError(RuntimeError):
-    """Error of a collective in a background thread, which the host replaces by ``explain(error)``.
+    """Error of a collective in a background thread. The host raises ``explain(error)`` instead.
 
     Args:
         error: error that the thread has caught.
-        explain: returns the error to raise on the host.
+        explain: function that returns the error to raise on the host.
     """
 
     def __init__(self, error: Exception, explain: Callable[[Exception], Exception]) -> None:
@@ -166,7 +168,7 @@ class DeferredCollectiveError(RuntimeError):
 
 
 class _Failures:
-    """Errors of threads, oldest first."""
+    """Errors that threads have raised, oldest first."""
 
     def __init__(self) -> None:
         self._found: deque[BaseException] = deque()
@@ -175,10 +177,11 @@ class _Failures:
         self._found.append(error)
 
     def check(self, *, settled: bool = False) -> None:
-        """Raise the oldest error, if any, and discard the later errors, which follow from it.
+        """Raise the oldest error, if any, and discard the later errors, which are its consequences.
 
-        Unless all operations have run (`settled`), raise only the error of a collective. Other ranks may raise other
-        errors at a different point of the program, and a rank that stops early would skip collectives.
+        If not all operations have run yet (`settled` is False), raise only an error of a collective. Other ranks may
+        raise errors of other kinds at a different point in the program. A rank that stopped early would then skip
+        collectives.
         """
         if self._found and (settled or isinstance(self._found[0], DeferredCollectiveError)):
             first = self._found.popleft()
@@ -194,7 +197,7 @@ class StreamThread(threading.Thread):
     def __init__(self, name: str, failures: _Failures) -> None:
         super().__init__(name=f"layerzero {name}", daemon=True)
         self.given: SimpleQueue[Operation | None] = SimpleQueue()
-        self.failed = False  # since the last synchronization
+        self.failed = False  # True if an operation has failed since the last synchronization
         self._failures = failures
 
     def run(self) -> None:
@@ -210,12 +213,12 @@ class StreamThread(threading.Thread):
     def stop(self) -> None:
         """End the thread after its pending operations.
 
-        Do not wait, because finalizers may call this method at any time.
+        This method does not wait, because finalizers may call it at any time.
         """
         self.given.put(None)
 
     def end(self) -> None:
-        """Stop the thread and wait at most a few seconds for its end."""
+        """Stop the thread and wait for at most a few seconds until it has ended."""
         if self.is_alive():
             self.stop()
             if self is not threading.current_thread():
@@ -227,13 +230,13 @@ _STARTED: weakref.WeakSet[StreamThread] = weakref.WeakSet()
 
 @atexit.register
 def _end_threads() -> None:
-    """End all threads at process exit, when no thread may be inside a backend."""
+    """End all threads at process exit, when no thread may still be inside a backend."""
     for thread in list(_STARTED):
         thread.end()
 
 
 class ThreadStream(Stream):
-    """Daemon thread that acts as a stream. It starts with the first operation."""
+    """Daemon thread that acts as a stream. The thread starts when the first operation is enqueued."""
 
     def __init__(self, name: str, failures: _Failures | None = None) -> None:
         self._failures = _Failures() if failures is None else failures
@@ -252,7 +255,7 @@ class ThreadStream(Stream):
         self.start()
         if self.thread.is_alive():
             self.thread.given.put(operation)
-        else:  # the process is ending, or it is a fork without the thread
+        else:  # the process is exiting, or it is a forked child, which does not have the thread
             operation()
 
     def wait_event(self, awaited: Waitable) -> None:
@@ -260,7 +263,7 @@ class ThreadStream(Stream):
             self.run(awaited.passed.wait if isinstance(awaited, _ThreadEvent) else awaited.wait)
 
     def record_event(self, waiting: Waiting = nullcontext) -> Waitable:
-        if self.thread.ident is None:  # no operations so far
+        if self.thread.ident is None:  # no operation has been enqueued so far
             return _NOTHING
         mark = _ThreadEvent(self._failures, waiting)
         self.run(mark.passed.set)
@@ -277,7 +280,7 @@ class ThreadStreams(ReductionStreams):
         zero3, replica = (ThreadStream(name, self._failures) for name in ("zero3", "replica"))
         self.launches, self.zero3, self.replica = _ImmediateStream(), zero3, replica
         self._threads = (zero3, replica)
-        self._launcher = zero3.thread  # launches each hop 2 that follows a hop 1
+        self._launcher = zero3.thread  # thread that launches each hop 2 that follows a hop 1
         for stream in self._threads:
             stream.end_with(self)
 
@@ -307,7 +310,7 @@ class ThreadStreams(ReductionStreams):
                 self.limit_in_flight(each, 0)
             self._finish()
         except BaseException:
-            with suppress(Exception):  # subsequent errors; a second interrupt may leave events that are not complete
+            with suppress(Exception):  # subsequent errors; after a second interrupt, events may remain incomplete
                 self._finish()
             for each in marks:
                 each.clear()
@@ -383,8 +386,8 @@ class _DeviceStream(Stream):
 class DeviceStreams(ReductionStreams):
     """Streams of an accelerator, in addition to the compute stream.
 
-    Autograd delivers gradients of leaves on the stream that was current when their nodes were created. This must also
-    be the current stream in the constructor.
+    Autograd delivers gradients of leaf tensors on the stream that was current when their AccumulateGrad nodes were
+    created. The same stream must be current when this object is constructed.
     """
 
     def __init__(self, device: torch.device) -> None:

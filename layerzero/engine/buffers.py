@@ -1,9 +1,10 @@
-"""Buffers that ``shard_model(buffer_dtype=...)`` has cast, and their original dtypes.
+"""Keep track of the buffers that ``shard_model(buffer_dtype=...)`` has cast, and of their original dtypes.
 
 [Note: Dtype of saved buffers]
 A state dict contains each buffer in its original dtype, as in FSDP1, so that an unsharded model can load the state
-dict. The values are copied from the cast buffer and are therefore rounded. Updates during a forward, such as updates of
-a running mean, are also rounded. If ``keep_vars=True`` is passed, the state dict contains the cast buffers themselves.
+dict. The values are copied from the cast buffer and are therefore rounded. Updates during a forward pass, for example
+of a running mean, are also rounded. If ``keep_vars=True`` is passed, the state dict contains the cast buffers
+themselves.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ class CastBuffer:
     """Buffer of a module that was cast to another dtype."""
 
     module: weakref.ref[nn.Module]  # see [Note: References between model and state] in hooks.py
-    name: str  # in the module
-    dtype: torch.dtype  # before the cast
+    name: str  # name of the buffer in the module
+    dtype: torch.dtype  # dtype before the cast
 
     @property
     def tensor(self) -> Tensor | None:
-        """Current buffer, or None if the module is gone or has no buffer of this name."""
+        """Current buffer, or None if the module no longer exists or has no buffer of this name."""
         module = self.module()
         return None if module is None else module._buffers.get(self.name)
 
@@ -65,7 +66,7 @@ def in_original_dtype(buffers: Iterable[CastBuffer]) -> Iterator[None]:
         with torch.inference_mode(False), torch.no_grad():
             for each, cast, original in shown:
                 now = each.tensor
-                if now is original:  # always copy: batch norm does not bump the version
+                if now is original:  # always copy, because batch norm does not bump the version counter
                     cast.data.copy_(original)
                     each.show(cast)
                 elif now is not None:  # the user has replaced the buffer

@@ -1,5 +1,4 @@
-"""Helpers for calling a unit: run its hooks, detect recursive calls and the backward, refuse unsupported transforms and
-explain dtype errors."""
+"""Support calls of units: run hooks, detect recursive calls and backward passes, refuse transforms, explain errors."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ def call_with_hooks(
 
 
 def is_recursive_call(modules: Sequence[nn.Module]) -> bool:
-    """Return whether a unit is calling itself, that is, whether the stack contains another call of one of its
-    modules."""
+    """Return whether a unit is calling itself. In this case, the stack contains several calls of the unit's modules."""
     frame, calls, codes = inspect.currentframe(), 0, (nn.Module._call_impl.__code__, call_with_hooks.__code__)
     while frame is not None:
         calls += frame.f_code in codes and any(frame.f_locals.get("self") is module for module in modules)
@@ -47,10 +45,11 @@ def in_backward() -> bool:
 
 
 def refuse_transforms(label: str) -> None:
-    """Raise if a forward is traced or transformed, because weights can be gathered only in eager mode.
+    """Raise if a forward pass is traced or transformed, because weights can be gathered only in eager mode.
 
     Raises:
-        RuntimeError: a trace, an export or a transform of torch.func is active. The error precedes any collective.
+        RuntimeError: a trace, an export or a transform of torch.func is active. The error is raised before any
+            collective is launched.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         kind = torch._C._functorch.peek_interpreter_stack().key().name.lower()
@@ -80,7 +79,7 @@ def _refuse_capture(what: str, label: str) -> None:
 def explain_dtype_error(
     error: BaseException | None, label: str, module: nn.Module, param_dtype: torch.dtype | None
 ) -> None:
-    """Add a hint to torch's error on mixed dtypes if some buffers do not have the dtype of the compute weights."""
+    """Add a hint to torch's error about mixed dtypes if some buffers do not have the dtype of the compute weights."""
     if not isinstance(error, RuntimeError) or param_dtype is None or not error.args:
         return
     text = str(error.args[0])

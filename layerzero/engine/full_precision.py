@@ -1,10 +1,10 @@
-"""Parameters gathered in master precision for evaluation; see `layerzero.full_precision`.
+"""Gather parameters in master precision for evaluation; see `layerzero.full_precision`.
 
 [Note: Full-precision gathers]
-Compute weights are casts of the masters, so full precision must be gathered from the ZeRO-1 shards. The first
-all-gather runs along the replica axis, into this rank's slice of the full buffer. The second runs along the zero3 axis.
-All data-parallel ranks take part, even if they share memory or need no gather of compute weights. A handle is gathered
-as usual if its compute dtype represents the masters exactly.
+Compute weights are casts of the masters, so weights in full precision must be gathered from the ZeRO-1 shards. The
+first all-gather runs along the replica axis, into this rank's slice of the full buffer. The second all-gather runs
+along the zero3 axis. All data-parallel ranks take part, even if they share memory or do not need to gather compute
+weights. If the compute dtype of a handle represents the masters exactly, the handle is gathered as usual.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class FullPrecision:
     """Full buffer of one handle in master dtype, and the parameters that are views of it.
 
     Attributes:
-        parameters: for each managed parameter, the parameter that the module uses. It has the shape and strides of
-            `ManagedParam.gathered`.
+        parameters: for each managed parameter, the parameter that the module uses. This parameter has the shape and
+            strides of `ManagedParam.gathered`.
     """
 
     def __init__(self, weights: WeightStorage, members: Sequence[ManagedParam]) -> None:
@@ -45,8 +45,8 @@ class FullPrecision:
             made = self._leaves.make(place, original, member.spec.model_parallel, offers_main_grad=False)
             made.requires_grad_(False)
             self.parameters[member] = made
-        self._first: PendingCollective | None = None  # along the replica axis
-        self._second: PendingCollective | None = None  # along the zero3 axis
+        self._first: PendingCollective | None = None  # all-gather along the replica axis
+        self._second: PendingCollective | None = None  # all-gather along the zero3 axis
         self._version = self._leaves.version
         self.free()
 
@@ -57,7 +57,7 @@ class FullPrecision:
 
     @property
     def edited(self) -> bool:
-        """True if a forward has changed a parameter since the last call to :meth:`free`."""
+        """True if a forward pass has changed a parameter since the last call of :meth:`free`."""
         return self._leaves.version != self._version
 
     @torch.no_grad()
@@ -87,7 +87,7 @@ class FullPrecision:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait for the first all-gather, run the second, and fill the parameters that have separate memory."""
+        """Wait for the first all-gather, run the second one, and fill the parameters that have separate memory."""
         if (first := self._first) is not None:
             self._first = None
             first.wait()

@@ -1,13 +1,14 @@
 """Check that all ranks of a ZeRO-3 group gather the same units in the same order.
 
 [Note: Predicted gathers]
-Each rank of the ZeRO-3 group contributes a part to the result of a gather. If one rank gathers unit A while another
+Each rank of the ZeRO-3 group contributes a part of the result of a gather. If one rank gathers unit A while another
 rank gathers unit B, the result has the right size but wrong contents, or the backend aborts. A comparison before each
 gather would cost one round trip per gather. Instead, each rank predicts its next gather from its history of gathers.
-The rank finds the most recent position with the longest matching context and predicts the gather that followed that
-position. Equal histories lead to equal predictions. If two ranks gather different units, the prediction of at least one
-rank is therefore wrong. A rank whose prediction is wrong or missing compares its next gather with the other ranks
-before it gathers. A loop with identical steps needs no comparison after the first step.
+The rank finds the position in the history whose context matches the latest gathers over the greatest length, and the
+most recent one among equals. It predicts the gather that followed that position. Equal histories lead to equal
+predictions. If two ranks gather different units, the prediction of at least one of them is therefore wrong. A rank
+whose prediction is wrong or missing compares its next gather with those of the other ranks before it gathers. A loop
+with identical steps needs no comparisons after the first step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["GatherOrderCheck"]
 
 _REMEMBERED = 4096  # length of the history that is searched for a repetition
 _CONTEXT = 64  # maximum length of a matching context
-_SHOWN = 6  # gathers that an error message lists for each rank
+_SHOWN = 6  # number of gathers that an error message lists for each rank
 _KEPT = (
     ". A unit marked '(kept)' is gathered among the ranks of reshard_after_forward=k only. The other ranks gather this "
     "unit in the full ZeRO-3 group, because their last forward ran without gradients or one of their passes failed. "
@@ -52,8 +53,8 @@ class GatherOrderCheck:
         self._note = note
         self._names = tuple(names)
         self._comms = tuple(comms)
-        self._history: list[int] = []  # indices into names
-        self._repeats = -1  # index into history of the predicted next gather, or -1 without a prediction
+        self._history: list[int] = []  # past gathers, as indices into names
+        self._repeats = -1  # index of the predicted next gather in the history, or -1 if there is no prediction
         self._count = 0  # number of gathers so far
         self._ranks = tuple(ranks)
         self._compares = has_peers(self._ranks)
@@ -106,7 +107,7 @@ class GatherOrderCheck:
     def _gather(self, comm: Communicator, sent: Tensor, name: str) -> Tensor:
         gathered = torch.empty(comm.size * sent.numel(), dtype=torch.int64)
         comparison = all_gather(comm, Collective.GATHER_ORDER, gathered, sent, name=name)
-        status = comparison.issued.status if self._repeats >= 0 else None  # without a prediction all ranks compare
+        status = comparison.issued.status if self._repeats >= 0 else None  # without a prediction, all ranks compare
         if status is not None:
             publish_status(status)
         try:
@@ -121,7 +122,10 @@ class GatherOrderCheck:
         return " -> ".join(repr(self._names[unit]) for unit in units)
 
     def _predicted_place(self) -> int:
-        """Return the index of the gather after the longest, most recent match of the current context, or -1."""
+        """Return the index of the gather that followed the best match of the latest gathers, or -1 without a match.
+
+        The best match is the longest one and, among equals, the most recent one.
+        """
         history, end = self._history, len(self._history)
         best, longest = -1, 0
         for place in range(end - 1, 0, -1):  # history[place - 1] is compared with the latest gather

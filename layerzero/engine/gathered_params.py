@@ -1,11 +1,11 @@
-"""Gathered parameters of a handle: the autograd leaves that modules use, and their ``main_grad``.
+"""Create the gathered parameters of a handle, which are the autograd leaves that modules use, and their ``main_grad``.
 
 [Note: main_grad]
 Kernels may accumulate weight gradients in fp32 themselves, with the protocol of Megatron-LM's gradient accumulation
 fusion. NVIDIA Apex's ``fused_weight_gradient_mlp_cuda`` and Transformer Engine use the same protocol. The kernel adds
-to ``weight.main_grad``, sets ``weight.grad_added_to_main_grad = True``, and returns a gradient with arbitrary values.
-The returned gradient only triggers autograd's gradient accumulation. If the weight has ``zero_out_wgrad = True``
-(a weight with other uses), the returned gradient is added as well.
+the gradient to ``weight.main_grad``, sets ``weight.grad_added_to_main_grad = True``, and returns a gradient with
+arbitrary values. The returned gradient only triggers autograd's gradient accumulation. If a weight also has other uses
+(``zero_out_wgrad = True``), the returned gradient is added as well.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ FLAG = "grad_added_to_main_grad"
 
 
 class MainGradParameter(nn.Parameter):
-    """Gathered parameter with ``main_grad``, its full gradient accumulated over the backwards of a step."""
+    """Gathered parameter with ``main_grad``, the full gradient accumulated over the backward passes of a step."""
 
     grad_added_to_main_grad: bool
     open_main_grad: Callable[[], Tensor | None] | None
 
     def offer(self, open_main_grad: Callable[[], Tensor | None]) -> None:
-        """Register the callable that returns ``main_grad``, or None if the parameter has no ``main_grad``."""
+        """Register the function that opens ``main_grad``. It returns None while the parameter has no ``main_grad``."""
         self.open_main_grad = open_main_grad
         self.grad_added_to_main_grad = False
 
     @property
     def main_grad(self) -> Tensor:
-        """Full gradient accumulated so far, in the master's dtype (fp32) and the parameter's shape. Kernels add to it.
+        """Full gradient accumulated so far, with the master's dtype (fp32) and the parameter's shape.
+
+        Kernels add gradients to this tensor.
 
         Raises:
-            AttributeError: the parameter has no ``main_grad`` at present.
+            AttributeError: the parameter currently has no ``main_grad``.
         """
         opened = None if self.open_main_grad is None else self.open_main_grad()
         if opened is None:
@@ -49,7 +51,7 @@ class MainGradParameter(nn.Parameter):
 
     @main_grad.setter
     def main_grad(self, kept: Tensor) -> None:
-        # Megatron's linear layers save main_grad in forward and set it again in backward.
+        # Megatron's linear layers save main_grad in the forward pass and set it again in the backward pass.
         if kept.data_ptr() != self.main_grad.data_ptr():
             raise AttributeError(
                 "main_grad of a gathered parameter cannot be replaced, because layerzero reads it. Add to main_grad in "
@@ -66,7 +68,7 @@ def take_flag(leaf: Tensor) -> bool:
 
 
 def keeps_order(parameter: Tensor) -> bool:
-    """Return whether a view of row-major memory can have the parameter's strides. Dims of size 1 are ignored."""
+    """Return whether a view of row-major memory can have the strides of `parameter`. Dims of size 1 are ignored."""
     return parameter.is_contiguous() or parameter.numel() == 0
 
 
@@ -74,14 +76,14 @@ class StridedParam:
     """Gathered parameter that is copied to memory with the strides of the original parameter.
 
     Shards consist of rows, so the full buffer is row-major. Kernels may be faster with the original strides, and
-    different strides change the last bits of the results. Therefore each gather copies the parameter once.
+    different strides would change the last bits of the results. Therefore each gather copies the parameter once.
     """
 
     def __init__(self, source: Tensor, like: Tensor) -> None:
         self._source = source  # row-major, a view of the full buffer
         self._written = torch.empty_like(like, dtype=source.dtype, device=source.device)  # keeps dense strides
         self.gathered_bytes = self._written.untyped_storage().nbytes()
-        self.tensor = self._written.data  # an alias whose version counter does not count the writes of `fill`
+        self.tensor = self._written.data  # an alias whose version counter does not count the writes by `fill`
 
     @property
     def nbytes(self) -> int:
@@ -97,10 +99,13 @@ class StridedParam:
 
 
 class GatheredParams:
-    """Gathered parameters of one handle, in the memory of `compute`, a 1-D alias of the full buffer.
+    """Gathered parameters of one handle.
 
     Most parameters are views of `compute` and share its version counter. Parameters with non-contiguous strides and
     DTensors have separate version counters.
+
+    Args:
+        compute: 1-D alias of the full buffer.
     """
 
     def __init__(self, compute: Tensor) -> None:
@@ -134,7 +139,7 @@ class GatheredParams:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Size in bytes of each allocation, besides the full buffer, that exists while the unit computes."""
+        """Size in bytes of each allocation that exists while the unit computes, in addition to the full buffer."""
         return tuple(strided.gathered_bytes for strided in self._strided)
 
     @property
@@ -144,7 +149,7 @@ class GatheredParams:
 
     @property
     def version(self) -> int:
-        """Sum of the version counters, which grows with every in-place write to a gathered parameter."""
+        """Sum of the version counters, which increases with every in-place write to a gathered parameter."""
         return sum(tensor._version for tensor in self._counters)
 
     def bump_version(self) -> None:

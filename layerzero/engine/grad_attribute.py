@@ -1,6 +1,6 @@
-"""The ``.grad`` of sharded parameters: publishing final gradients and applying changes by the user.
+"""Manage the ``.grad`` of sharded parameters: publish final gradients and apply changes that the user has made.
 
-Reads that have to wait for other ranks are in dtensor/lazy_grad.py, and the mean is in `reduction_spec`.
+Reads of ``.grad`` that have to wait for other ranks are in dtensor/lazy_grad.py. `reduction_spec` describes the mean.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class GradAttribute:
         self.gradients = gradients
         self._watches = [MutationTracker() for _ in members]
         self._shown: dict[int, RowShardedTensor] = {}  # by slot
-        # By slot, during a backward: whether the parameter had a .grad, and the error for reads of it.
+        # By slot, during a backward pass: whether the parameter had a .grad, and the error that reads of .grad raised.
         self._withheld: list[tuple[bool, str | None]] = []
 
     def publish(self, *, agreed: bool) -> None:
         """Set the ``.grad`` of each used sharded parameter to a view of the final gradient.
 
         Access to ``.grad`` raises while contributions are unreduced, or while the ranks have not `agreed` on the used
-        parameters. Until the ranks agree, a ``.grad`` is also set on a parameter that only another rank may have used:
-        this rank may store rows of that gradient, and must detect zero_grad().
+        parameters. Until the ranks agree, a ``.grad`` is also set on parameters that perhaps only another rank has
+        used. This rank may store rows of such gradients, and must therefore detect zero_grad().
         """
         usage = self.gradients.usage
         self.gradients.final.storage.wait_for_host()
@@ -50,7 +50,7 @@ class GradAttribute:
             if usage[slot] and not self._is_ours(slot, member.sharded.grad):
                 member.sharded.grad = self._gradient_of(slot)
             self._watches[slot].access_error = forbidden
-        if agreed and not any(usage):  # zeros were reduced for slots that no rank has used
+        if agreed and not any(usage):  # no rank has used these slots, so only zeros were reduced
             self.gradients.drop(())
 
     def _is_ours(self, slot: int, gradient: Tensor | None) -> bool:
@@ -58,10 +58,12 @@ class GradAttribute:
         return isinstance(gradient, RowShardedTensor) and gradient._local_tensor.tracker is self._watches[slot]
 
     def apply_user_grads(self) -> None:
-        """Apply the user's changes to published ``.grad`` attributes: set to None, zeroed early, or replaced.
+        """Apply the user's changes to published ``.grad`` attributes.
+
+        A ``.grad`` may have been set to None, zeroed before it was final, or replaced.
 
         Raises:
-            RuntimeError: a ``.grad`` was replaced while contributions to it are unreduced.
+            RuntimeError: a ``.grad`` was replaced although it has unreduced contributions.
         """
         gradients = self.gradients
         if self._withheld:
@@ -93,10 +95,10 @@ class GradAttribute:
             member.sharded.grad = self._gradient_of(slot)
 
     def hide(self) -> None:
-        """Remove the ``.grad`` of all parameters until the end of a backward, because its memory may be reused.
+        """Remove the ``.grad`` of all parameters until the end of a backward pass, because its memory may be reused.
 
-        Otherwise autograd could add to ``.grad``, because a loss may use ``p.to_local()`` (this rank's rows), for
-        example in a penalty.
+        A loss may use ``p.to_local()`` (this rank's rows), for example in a penalty. Autograd would then add to
+        ``.grad`` if it were still set.
         """
         assert not self._withheld
         for member, watch in zip(self.members, self._watches, strict=True):
@@ -107,7 +109,7 @@ class GradAttribute:
                 member.sharded.grad = None
 
     def collect_local_grads(self) -> None:
-        """Add the gradients that a backward wrote directly to sharded parameters, then undo :meth:`hide`."""
+        """Add the gradients that a backward pass wrote directly to sharded parameters, and then undo :meth:`hide`."""
         for slot, member in enumerate(self.members):
             gradient = member.sharded.grad
             if gradient is not None and not self._is_ours(slot, gradient):
@@ -118,7 +120,8 @@ class GradAttribute:
     def unlock(self) -> None:
         """Allow access to all published gradients.
 
-        Their values are final, even if the ranks have not agreed yet on which other parameters have a gradient.
+        The values of these gradients are final, even if the ranks have not yet agreed on which other parameters have a
+        gradient.
         """
         self.gradients.final.storage.wait_for_host()
         for watch in self._watches:

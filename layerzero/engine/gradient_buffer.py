@@ -1,8 +1,8 @@
-"""Memory in which the gradients of one handle are accumulated, and the state of each slot.
+"""Accumulate the gradients of one handle in a buffer, and keep the state of each slot.
 
 [Note: Write rules of gradient buffers]
-The first write to a slot overwrites, and later writes add. Sealing the buffer fills unwritten slots with zeros.
-Therefore memory needs no clearing in advance. Only this module applies these rules.
+The first write to a slot overwrites the contents, and later writes add to them. Sealing the buffer fills unwritten
+slots with zeros. Therefore the memory need not be cleared in advance. Only this module applies these rules.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from layerzero.layout.shard_grid import Extent, ShardGrid, overlap
 
 __all__ = ["GradientBuffer", "SlotState"]
 
-_MOST_TENSORS = 8  # flat tensors whose views are cached; more than the buffers of one size in use
+_MOST_TENSORS = 8  # number of flat tensors whose views are cached; exceeds the number of buffers of one size in use
 
 
 class SlotState(enum.IntEnum):
     """State of one slot of a gradient buffer.
 
-    - EMPTY -> EXPOSED by :meth:`GradientBuffer.expose`, and back by :meth:`GradientBuffer.withdraw`
-    - EMPTY or EXPOSED -> WRITTEN by a write
-    - any -> EMPTY by :meth:`GradientBuffer.clear` and :meth:`GradientBuffer.seal`
+    - :meth:`GradientBuffer.expose` changes EMPTY to EXPOSED, and :meth:`GradientBuffer.withdraw` changes it back.
+    - A write changes EMPTY or EXPOSED to WRITTEN.
+    - :meth:`GradientBuffer.clear` and :meth:`GradientBuffer.seal` change any state to EMPTY.
     """
 
     EMPTY = 0  # unspecified contents
-    EXPOSED = 1  # zeros, or gradients that a kernel has added without a report
+    EXPOSED = 1  # zeros, or gradients that a kernel has added but not yet reported
     WRITTEN = 2
 
 
@@ -40,8 +40,8 @@ class GradientBuffer:
     """Accumulated gradients of one handle over one extent; see [Note: Write rules of gradient buffers].
 
     Args:
-        extent: ZERO1, ZERO3 or FULL, which selects the elements of `layout` that the buffer covers on this rank.
-        place: memory of the buffer. It has as many elements as the extent.
+        extent: ZERO1, ZERO3 or FULL; determines which elements of `layout` the buffer covers on this rank.
+        place: memory of the buffer, with as many elements as the extent.
     """
 
     def __init__(self, layout: FlatLayout, grid: ShardGrid, extent: Extent, place: GradientStorage) -> None:
@@ -53,7 +53,7 @@ class GradientBuffer:
         self._shapes = tuple((len(layout.rows_in(slot, flat)), *slot.shape[1:]) for slot in layout.slots)
         self._states = bytearray(len(layout.slots))  # a SlotState for each slot
         self._parts: dict[int, list[Tensor]] = {}  # views by slot, keyed by the address of the flat tensor
-        self._opened: tuple[Tensor, list[Tensor]] | None = None  # flat tensor and its views, while they stay valid
+        self._opened: tuple[Tensor, list[Tensor]] | None = None  # flat tensor and its views, as long as they are valid
 
     # State and contents
 
@@ -67,11 +67,11 @@ class GradientBuffer:
 
     @property
     def untouched(self) -> bool:
-        """True if no slot is written or exposed, so that the contents are not needed."""
+        """True if no slot is written or exposed. The contents are then not needed."""
         return not any(self._states)
 
     def part(self, slot: int) -> Tensor:
-        """Return a view of the rows of one slot, ``[rows, *rest]``, in the memory that stores them between passes."""
+        """Return a view ``[rows, *rest]`` of the rows of one slot, in the memory that stores them between passes."""
         return self._parts_of(self.storage.home())[slot]
 
     def filled_parts(self) -> list[tuple[int, Tensor]]:
@@ -84,7 +84,10 @@ class GradientBuffer:
     # Writes
 
     def add(self, slot: int, values: Tensor, scale: float = 1.0) -> None:
-        """Add `scale` times `values` to one slot. `values` has shape ``[rows, *rest]`` and any floating dtype."""
+        """Add `scale` times `values` to one slot.
+
+        `values` has the shape ``[rows, *rest]`` and any floating-point dtype.
+        """
         target = (self._opened or self._open())[1][slot]
         accumulate_parts(target, (values,), overwrite=self._states[slot] != SlotState.WRITTEN, scale=scale)
         self._states[slot] = SlotState.WRITTEN
@@ -116,7 +119,7 @@ class GradientBuffer:
     # Kernels that accumulate into the buffer themselves
 
     def expose(self, slot: int) -> Tensor:
-        """Return the memory of one slot, to which a kernel may add a gradient. An empty slot is zeroed first.
+        """Return the memory of one slot, to which a kernel may add a gradient. If the slot is empty, zero it first.
 
         Call :meth:`mark_written` after the kernel has added its gradient.
         """
@@ -130,7 +133,7 @@ class GradientBuffer:
         """Record that a kernel has added to an exposed slot.
 
         Raises:
-            RuntimeError: the slot was not exposed since it was last sealed or cleared.
+            RuntimeError: the slot has not been exposed since it was last sealed or cleared.
         """
         if self._states[slot] == SlotState.EMPTY:
             raise RuntimeError(
@@ -140,7 +143,7 @@ class GradientBuffer:
         self._states[slot] = SlotState.WRITTEN
 
     def withdraw(self, slots: Iterable[int]) -> None:
-        """Mark each exposed slot in `slots` as empty, which discards gradients that kernels have added."""
+        """Mark each exposed slot in `slots` as empty, and so discard gradients that kernels have added to it."""
         for slot in slots:
             if self._states[slot] == SlotState.EXPOSED:
                 self._states[slot] = SlotState.EMPTY
@@ -148,7 +151,7 @@ class GradientBuffer:
     # Sealing and memory
 
     def seal(self) -> None:
-        """Fill unwritten slots with zeros, then mark all slots as empty. The values stay in memory.
+        """Fill unwritten slots with zeros, and then mark all slots as empty. The values stay in memory.
 
         Raises:
             RuntimeError: a kernel wrote to an exposed slot without reporting it.
@@ -173,7 +176,7 @@ class GradientBuffer:
         self.storage.close(keep=False)
         self._opened = None
 
-    # Buffers whose memory aliases another buffer; see gradient_storage.py
+    # Buffers whose memory is a part of another buffer; see gradient_storage.py
 
     def vacate(self) -> None:
         """Move the contents to separate memory before the aliased memory is reused."""

@@ -1,15 +1,16 @@
-"""Gradient accumulators that are kept in pinned host memory between the backwards of a step.
+"""Keep gradient accumulators in pinned host memory between the backward passes of a step.
 
 [Note: Two slabs]
-If `offload_grads` is True, accumulators are in pinned host memory. During the backward of a unit, its accumulators are
-in a slab: device memory that is large enough for the accumulators of any unit. One of the two slabs serves the unit
-whose backward runs. The other slab serves a neighboring unit, whose accumulators are copied to or from the host
-meanwhile. A unit without a slab is assigned the least recently used slab. Contents that the host does not have yet are
-copied to the host first. A copy runs after all work enqueued so far on the current stream, after uses of the slab on
-other streams, and after earlier copies from and to the slab. Streams wait for copies, but the host does not wait.
+If `offload_grads` is True, accumulators are in pinned host memory. During the backward pass of a unit, its accumulators
+are in a slab. A slab is device memory that is large enough for the accumulators of any unit. One of the two slabs
+serves the unit whose backward pass is running. The other slab serves a neighboring unit, whose accumulators are copied
+to or from the host meanwhile. A unit that needs a slab and has none is assigned the least recently used slab. Before
+that, the previous unit's contents are copied to the host, unless the host already has them. A copy runs after all work
+enqueued so far on the current stream, after uses of the slab on other streams, and after earlier copies to and from the
+slab. Streams wait for copies, but the host does not wait.
 
 On the CPU, threads finish collectives that read slabs, while the main thread assigns slabs to other units. A thread
-acquires a lock for each operation, so that a slab remains assigned until the unit's next collective has been launched.
+acquires a lock for each operation, so a slab remains assigned until the unit's next collective has been launched.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class AccumulatorAllocator:
 
     Args:
         device: device on which accumulators are used.
-        transfers: copies to and from the host. If it is None, accumulators stay on the device.
+        transfers: object that copies accumulators to and from the host. If it is None, they stay on the device.
     """
 
     def __init__(self, device: torch.device, transfers: HostDeviceCopies | None = None) -> None:
@@ -63,8 +64,8 @@ class AccumulatorAllocator:
         """Return a storage of `numel` elements for a handle of `unit`.
 
         Args:
-            send_buffer: function that creates the memory if a collective sends the accumulator. If it is None, no
-                transport uses the memory.
+            send_buffer: function that creates the memory of an accumulator that the transport sends. It is None if the
+                transport does not use the memory.
         """
         made: GradientStorage
         if self._slabs is not None:
@@ -78,10 +79,10 @@ class AccumulatorAllocator:
 
 
 def accumulator_bytes(sizes: Sequence[Sequence[int]], *, offloaded: bool) -> tuple[int, int]:
-    """Return the sizes in bytes of all accumulators on the device and on the host.
+    """Return the number of bytes that accumulators use on the device, and the number that they use on the host.
 
     Args:
-        sizes: bytes of each accumulator, in one sequence per unit.
+        sizes: size of each accumulator in bytes, in one sequence per unit.
     """
     total = sum(map(sum, sizes))
     if not offloaded:
@@ -96,7 +97,7 @@ def _aligned(nbytes: int) -> int:
 
 
 class OffloadedStorage(GradientStorage):
-    """Accumulator in host memory that is used in a slab; see [Note: Two slabs]."""
+    """Storage of an accumulator that is in host memory and is used in a slab; see [Note: Two slabs]."""
 
     lasting = False
 
@@ -106,9 +107,9 @@ class OffloadedStorage(GradientStorage):
         self.guard = slabs.lock
         self._tenant = slabs.tenant_of(unit)
         self._place = self._tenant.add(self, numel * dtype.itemsize)  # byte range in a slab
-        self._host: Tensor | None = None  # [numel], allocated at the first copy to the host
-        self._device: Tensor | None = None  # [numel], view of a slab while the unit has one
-        self._newer = False  # the slab has contents that the host does not have
+        self._host: Tensor | None = None  # [numel], allocated on the first copy to the host
+        self._device: Tensor | None = None  # [numel], view of a slab while the unit has a slab
+        self._newer = False  # True if the slab has contents that the host does not have
         self._stored: StreamEvent = None  # event of the last copy to the host
 
     @property
@@ -176,7 +177,7 @@ class _Tenant:
         return any(place.leased for place in self._places)
 
     def add(self, place: OffloadedStorage, nbytes: int) -> slice:
-        """Reserve `nbytes` for an accumulator; return its byte range in a slab."""
+        """Reserve `nbytes` for an accumulator, and return the accumulator's byte range in a slab."""
         assert self.slab is None, "an accumulator is added to a unit that has a slab"
         self._places.append(place)
         own = slice(self.nbytes, self.nbytes + nbytes)
@@ -193,13 +194,13 @@ class _Slab:
     def __init__(self, touched: TouchedBy) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.tenant: _Tenant | None = None
-        self.copied: StreamEvent = None  # event of the last copy from or to the slab
-        self.touched = touched  # streams that have opened the slab since that copy, and not closed it yet
-        self.used: list[StreamEvent] = []  # events after the uses since that copy
+        self.copied: StreamEvent = None  # event of the last copy to or from the slab
+        self.touched = touched  # streams that have opened the slab since that copy and have not closed it yet
+        self.used: list[StreamEvent] = []  # events after the uses of the slab since that copy
 
     def end_uses(self) -> None:
-        """Make the next copy wait for work so far on the current stream and on streams that have opened the slab."""
-        self.touched.note()  # a collective that reads the slab ends on a different stream from the stream of its launch
+        """Make the next copy wait for the work enqueued so far on the current stream and on streams that use the slab."""
+        self.touched.note()  # a collective that reads the slab ends on a different stream than it was launched on
         self.used += self.touched.marks()
 
 
@@ -231,7 +232,7 @@ class _Slabs:
         return None
 
     def admit(self, tenant: _Tenant) -> _Slab:
-        """Return the slab of a unit. Assign a slab first if the unit has none."""
+        """Return the slab of a unit. If the unit has no slab, first assign one to it."""
         slab = tenant.slab or self.free_slab()
         assert slab is not None, "collectives read both slabs"
         if slab.tenant is not tenant:
@@ -256,7 +257,7 @@ class _Slabs:
         return slab.copied
 
     def wait(self, slab: _Slab) -> None:
-        """Make the current stream wait for the copies from and to a slab, and for its uses."""
+        """Make the current stream wait for the copies to and from a slab, and for other uses of the slab."""
         if slab.copied is not None:
             self.transfers.wait(slab.copied)
         for mark in slab.used:

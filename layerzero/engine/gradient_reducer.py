@@ -1,6 +1,6 @@
-"""Gradients of a full model: their reduction, their publication as ``.grad``, and changes by the user.
+"""Reduce the gradients of a full model, publish them as ``.grad``, and apply changes that the user has made.
 
-`reduction_spec` defines the dtypes, the stages and the mean.
+`reduction_spec` defines the dtypes and stages of reductions, and the mean.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ class GradientStatus(enum.Enum):
     """State of the gradients after all passes so far. INVALID takes precedence over UNREDUCED."""
 
     FINAL = "final"
-    UNREDUCED = "unreduced"  # the last backward ran inside no_sync
-    INVALID = "invalid"  # a backward failed after it had started to add gradients
+    UNREDUCED = "unreduced"  # the last backward pass ran inside no_sync
+    INVALID = "invalid"  # a backward pass failed after it had started to add gradients
 
 
 class GradientReducer:
-    """Reduces the gradients of all handles, in the same order on all ranks, and publishes them as ``.grad``.
+    """Object that reduces the gradients of all handles in the same order on all ranks and publishes them as ``.grad``.
 
-    A backward calls :meth:`begin`, starts the reductions of `queue` as handles complete, and calls :meth:`finish` at
-    its end. If the backward raises, :meth:`abandon` is called instead.
+    A backward pass calls :meth:`begin`, starts the reductions of `queue` as handles complete, and calls :meth:`finish`
+    at its end. If the backward pass raises an error, :meth:`abandon` is called instead.
 
     Attributes:
-        backwards: number of backwards begun so far.
-        queue: reductions of the handles, in the order that all ranks share.
-        settings: comparison of optimizer settings between ranks.
-        lazy_grad: resolver of ``.grad``; pending until the ranks have agreed on the used parameters.
+        backwards: number of backward passes begun so far.
+        queue: queue that starts the reductions of the handles, in the same order on all ranks.
+        settings: object that compares optimizer settings between ranks.
+        lazy_grad: object that completes reads of ``.grad``. It is pending until the ranks have agreed on the used
+            parameters.
     """
 
     def __init__(self, handles: Sequence[Handle], model_ranks: ModelRanks) -> None:
@@ -64,15 +65,15 @@ class GradientReducer:
         self._requeue()
         self.settings = SettingsCheck(model_ranks)
         self._last_use: PendingUse | None = None  # the latest reduction of used parameters
-        self._pending_use: PendingUse | None = None  # the same reduction, until the wait for it
-        self._updated: list[ManagedParam] = []  # final gradient is new, and hooks have not run
+        self._pending_use: PendingUse | None = None  # the same reduction, until it has been waited for
+        self._updated: list[ManagedParam] = []  # parameters with a new final gradient whose hooks have not run yet
         self._members = tuple(member for handle in handles for member in handle.members)
         self.lazy_grad = LazyGrad(self._show)
         for handle in handles:
             handle.tracker.lazy_grad = self.lazy_grad
 
     def _requeue(self) -> None:
-        """Rebuild the queue in backward order, last unit first. The order is the same on all ranks."""
+        """Rebuild the queue in backward order, which begins with the last unit. The order is the same on all ranks."""
         # After no_sync, this rank does not know which parameters other ranks have used, so all handles must take part.
         left = self._status is not GradientStatus.FINAL
         self._follow(
@@ -90,7 +91,7 @@ class GradientReducer:
 
     @property
     def failed(self) -> bool:
-        """True if a backward has failed and its incomplete gradients have not been dropped."""
+        """True if a backward pass has failed and its incomplete gradients have not been dropped."""
         return self._status is GradientStatus.INVALID
 
     @property
@@ -102,10 +103,10 @@ class GradientReducer:
     def _shown(self) -> list[GradAttribute]:
         return [handle.grads for handle in self._handles if handle.grads is not None]
 
-    # One backward, in which gradient recording is disabled
+    # One backward pass, in which gradient recording is disabled
 
     def begin(self) -> None:
-        """Begin a backward: apply the user's changes to ``.grad``, then hide ``.grad`` until the backward ends."""
+        """Begin a backward pass: apply the user's changes to ``.grad``, and hide ``.grad`` until the pass ends."""
         self.backwards += 1
         self.apply_user_grads()
         with plain_access():
@@ -113,10 +114,12 @@ class GradientReducer:
                 shown.hide()
 
     def main_grad(self, handle: Handle, slot: int, *, in_backward: bool) -> Tensor | None:
-        """Return the memory to which a kernel may add a parameter's full gradient, or None without a ``main_grad``.
+        """Return the memory to which a kernel may add a parameter's full gradient.
+
+        Return None if the parameter has no ``main_grad``.
 
         Raises:
-            RuntimeError: called outside of a backward while the memory may be offloaded.
+            RuntimeError: the method was called outside of a backward pass, and the memory may be offloaded.
         """
         gradients = handle.gradients
         if gradients is None or not gradients.offers_main_grad:
@@ -139,11 +142,11 @@ class GradientReducer:
 
     @torch.no_grad()
     def finish(self, arrived: Sequence[Handle], *, reduces: bool) -> None:
-        """End a backward: start the remaining reductions, wait for all of them, and publish the gradients.
+        """End a backward pass: start the remaining reductions, wait for all reductions, and publish the gradients.
 
         Args:
             arrived: handles in the order in which their gradients became complete.
-            reduces: whether the backward ran outside no_sync.
+            reduces: True if the backward pass ran outside no_sync.
         """
         with plain_access():
             for shown in self._shown:
@@ -163,18 +166,21 @@ class GradientReducer:
             self._agree_on_order(arrived)
 
     def _show(self) -> None:
-        """Wait until the ranks have agreed on the used parameters, then publish each ``.grad``.
+        """Wait until the ranks have agreed on the used parameters, and then publish each ``.grad``.
 
         This method may be called again after an interrupt.
         """
         if self._pending_use is not None:
             for shown in self._shown:
-                shown.collect_local_grads()  # from a backward that ran through no unit
+                shown.collect_local_grads()  # gradients from a backward pass that ran through no unit
             self._publish(self._pending_use)
         self._updated.clear()  # no parameter has hooks; see finish()
 
     def abandon(self) -> None:
-        """Mark gradients as invalid: contributions of a failed backward cannot be separated from earlier ones."""
+        """Mark gradients as invalid after a failed backward pass.
+
+        The contributions of the failed pass cannot be separated from earlier contributions.
+        """
         self._status = GradientStatus.INVALID
         self.queue.abandon()
         for shown in self._shown:
@@ -194,18 +200,18 @@ class GradientReducer:
         self._used_params.close()
         self.__dict__.clear()
 
-    # Between backwards
+    # Between backward passes
 
     def complete(self) -> bool:
-        """Make every ``.grad`` final by reducing the gradients that backwards inside no_sync have accumulated.
+        """Make every ``.grad`` final by reducing the gradients that backward passes inside no_sync have accumulated.
 
         Returns:
-            True if any gradients were reduced.
+            True if a reduction was necessary.
         """
         self.apply_user_grads()
         owed = (
             self._status is GradientStatus.UNREDUCED
-        )  # even if this rank has no accumulated gradients: another replica may have some
+        )  # even if this rank has no accumulated gradients, because another replica may have some
         if owed:
             with torch.no_grad():
                 used = self._agree_on_use()
@@ -215,7 +221,7 @@ class GradientReducer:
         return owed
 
     def drop(self) -> None:
-        """Drop all gradients and contributions and clear the state of a failed backward."""
+        """Drop all gradients and contributions, and clear the state of a failed backward pass."""
         for shown in self._shown:
             shown.gradients.drop(range(len(shown.members)))
             for member in shown.members:
@@ -226,7 +232,7 @@ class GradientReducer:
         """Apply changes that the user has made to ``.grad``.
 
         Raises:
-            RuntimeError: a backward has failed, and its incomplete gradients have not been zeroed.
+            RuntimeError: a backward pass has failed, and its incomplete gradients have not been zeroed.
         """
         self.lazy_grad.resolve()
         with plain_access():
@@ -241,7 +247,7 @@ class GradientReducer:
             self.drop()
 
     def apply_requires_grad(self) -> None:
-        """Apply changes to ``requires_grad`` by the user; raise on all ranks if they differ between ranks."""
+        """Apply the user's changes to ``requires_grad``. Raise on all ranks if the changes differ between ranks."""
         with plain_access():
             changed = [m for m in self._members if m.sharded.requires_grad is not m.gathered.requires_grad]
         if not changed:
@@ -252,7 +258,7 @@ class GradientReducer:
         require_equal(subject, said, ranks=self._model_ranks.ranks, failure=failure, advice=advice)
         self.lazy_grad.resolve()
         for shown in self._shown:
-            shown.apply_user_grads()  # gradients dropped by zero_grad() need no reduction
+            shown.apply_user_grads()  # so that gradients dropped by zero_grad() are not reduced
         for handle in self._handles:
             handle.apply_requires_grad()
         self._used_params.add_names(m.name for m in changed)
@@ -260,7 +266,7 @@ class GradientReducer:
         self._order_agreed = False
 
     def run_hooks(self) -> None:
-        """Call the user's post-accumulate-grad hooks of the parameters that have a new final gradient."""
+        """Call the user's post-accumulate-grad hooks on parameters that have a new final gradient."""
         updated, self._updated = self._updated, []
         with plain_access():
             hooked = [(m.sharded, post_accumulate_grad_hooks(m.sharded)) for m in updated if m.sharded.grad is not None]
@@ -273,11 +279,11 @@ class GradientReducer:
     def _agree_on_use(self) -> bytes | PendingUse:
         """Start the reduction of used parameters over all ranks.
 
-        If this rank has used every parameter, the result is known in advance. The rank still sends its bytes, but does
-        not wait for the bytes of other ranks.
+        If this rank has used every parameter, the result is known in advance. In this case, the rank still sends its
+        bytes, but does not wait for the bytes of other ranks.
 
         Returns:
-            One :class:`GradUsage` byte per parameter if the result is known, otherwise the pending reduction.
+            One :class:`GradUsage` byte per parameter if the result is already known, otherwise the pending reduction.
         """
         local = bytearray().join(gradients.usage for gradients in self.queue.order)
         if self._model_ranks.size == 1 or not local:

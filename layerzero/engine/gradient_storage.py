@@ -1,30 +1,33 @@
-"""Memory of a gradient buffer: persistent, from a pool, inside another buffer, or on the host.
+"""Provide the memory of a gradient buffer: persistent, from a pool, inside another buffer, or on the host.
 
 See gradient_offload.py for slabs.
 
 [Note: The final gradient inside the ZeRO-3 gradient shard]
-Once hop 2 has sent the ZeRO-3 gradient shard, its contents are not needed until the next backward. Therefore the final
-gradient needs no separate memory: it is stored in this rank's part of the ZeRO-3 gradient shard, and ``.grad`` is a
-view of that part.
+Once hop 2 has sent the ZeRO-3 gradient shard, its contents are not needed until the next backward pass. Therefore the
+final gradient needs no separate memory. It is stored in this rank's part of the ZeRO-3 gradient shard, and ``.grad`` is
+a view of that part.
 
 A final gradient is still needed if zero_grad has not been called. The final gradient is a mean over all ranks, but new
-gradients are not. Before new gradients are added to the same memory, the final gradient is copied to separate memory.
-The final gradient is copied back when the ZeRO-3 gradient shard has been sent. The separate memory is allocated at the
-first copy and never freed, so that the memory of a model depends on the program and not on timing. ``.grad`` is always
-a view of the part of the ZeRO-3 gradient shard. Reads of ``.grad`` raise while that part contains other gradients:
-during backwards, and after a backward inside no_sync. A loop that sets gradients to None before the next backward needs
-no copies.
+gradients are not. Before new gradients are added to the same memory, the final gradient is therefore copied to separate
+memory. It is copied back when the ZeRO-3 gradient shard has been sent. The separate memory is allocated on the first
+copy and kept from then on. The memory of a model therefore depends on the program and not on timing. ``.grad`` is
+always a view of this rank's part of the ZeRO-3 gradient shard. Reads of ``.grad`` raise while that part contains other
+gradients, that is, during backward passes and after a backward pass inside no_sync. A loop that sets gradients to None
+before the next backward pass needs no copies.
 
-The final gradient has separate memory in three cases. The accumulators are in slabs, which are not persistent. Or full
-gradients are accumulated, which kernels may write (``main_grad``) while ``.grad`` is read. Or no ZeRO-3 gradient shard
-exists between backwards.
+The final gradient has separate memory in three cases:
+
+- The accumulators are in slabs, which are not persistent.
+- Full gradients are accumulated. Kernels may write to them (``main_grad``) while ``.grad`` is read.
+- No ZeRO-3 gradient shard exists between backward passes.
 
 [Note: Optimizer on the host]
 If `offload_optimizer` is True, masters and final gradients (``.grad``) are in pinned host memory. The optimizer runs on
 the CPU, and its state is in host memory. A final gradient is accumulated in scratch memory on the device and copied to
 the host when it is complete. A refresh copies updated rows to the ZeRO-3 shard on the device and casts them. Both
-copies overlap with other work, and streams wait for them. The host waits for the copy before it reads a gradient. The
-host may write a master during its copy to the device, because another refresh follows each write.
+copies overlap with other work, and streams wait for them. Before the host reads a gradient, it waits for the copy. The
+host may write to a master while the master is being copied to the device, because each write is followed by another
+refresh.
 """
 
 from __future__ import annotations
@@ -83,7 +86,7 @@ class GradientStorage(ABC):
 
     @property
     def blocked(self) -> bool:
-        """True if the storage cannot be opened before a collective that reads another storage ends."""
+        """True if the storage cannot be opened until a collective that reads another storage has ended."""
         return False
 
     def lease(self) -> Lease:
@@ -92,11 +95,11 @@ class GradientStorage(ABC):
         return Lease(self._end_lease)
 
     def lend_send_buffer(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
-        """Return a lease of the contents, in the dtype `wire`, for a collective that is their last use.
+        """Return a lease on the contents, in the dtype `wire`, for a collective that is the last to use them.
 
         Args:
             wire: dtype in which the contents are sent.
-            pool: pool of scratch buffers, used if the dtypes differ.
+            pool: pool that provides a scratch buffer if the dtypes differ.
             copies: if True, use a scratch buffer even if the dtypes are equal.
         """
         tensor = self.open(keep=True)
@@ -131,28 +134,28 @@ class GradientStorage(ABC):
         return 0
 
     def wait_for_host(self) -> None:  # noqa: B027 - most storages are on the device
-        """Wait until the host can read the contents of the last :meth:`close`."""
+        """Wait until the host can read the contents that the last :meth:`close` has preserved."""
 
     def prefetch(self, *, keep: bool) -> None:  # noqa: B027 - most storages need no preparation
-        """Prepare the memory for a call of :meth:`open` that follows soon."""
+        """Prepare the memory for an upcoming call of :meth:`open`."""
 
     def close(self, *, keep: bool) -> None:  # noqa: B027
         """End the use of the opened memory. The contents are preserved only if `keep` is True."""
 
     def set_aside(self, *, keep: bool) -> None:  # noqa: B027
-        """Vacate memory that is shared with another storage. The contents are preserved only if `keep` is True."""
+        """Move out of memory that is shared with another storage. The contents are preserved only if `keep` is True."""
 
     def restore(self, *, keep: bool) -> None:  # noqa: B027
-        """Move back to the memory that is shared with another storage.
+        """Move back into the memory that is shared with another storage.
 
         The contents are preserved only if `keep` is True.
         """
 
 
 class Lease:
-    """Lease that keeps a storage in place until the code that finishes the collective ends it.
+    """Lease that keeps a storage in place until the code that finishes the collective ends the lease.
 
-    Ending a lease again does nothing.
+    Ending a lease a second time has no effect.
     """
 
     def __init__(self, end: Callable[[], None]) -> None:
@@ -165,7 +168,7 @@ class Lease:
 
 
 class SendLease(Lease):
-    """Lease of `tensor`, which a collective reads."""
+    """Lease on `tensor`, which a collective reads."""
 
     def __init__(self, end: Callable[[], None], tensor: Tensor) -> None:
         super().__init__(end)
@@ -177,7 +180,7 @@ class PersistentStorage(GradientStorage):
 
     def __init__(self, buffer: SendBuffer) -> None:
         super().__init__(buffer.numel, buffer.dtype)
-        self.fixed = not buffer.read_in_place  # otherwise each write may have to wait
+        self.fixed = not buffer.read_in_place  # if peers read in place, each write may have to wait
         self._buffer = buffer
 
     @property
@@ -190,7 +193,8 @@ class PersistentStorage(GradientStorage):
     def lend_send_buffer(self, wire: torch.dtype, pool: BufferPool, *, copies: bool = False) -> SendLease:
         """Return a lease as described in the base class.
 
-        If peers read the memory in place, the tensor keeps the dtype of the storage, and the peers round to `wire`.
+        However, if peers read the memory in place, the tensor keeps the dtype of the storage, and the peers round to
+        `wire`.
         """
         if not self._buffer.read_in_place:
             return super().lend_send_buffer(wire, pool, copies=copies)
@@ -236,7 +240,7 @@ class AliasState(enum.Enum):
 
 
 class AliasedStorage(GradientStorage):
-    """Storage that is a part of another storage. Its contents are in separate memory while that storage accumulates.
+    """Storage that is a part of another storage. While the other storage accumulates, the contents are set aside.
 
     See [Note: The final gradient inside the ZeRO-3 gradient shard].
     """
@@ -247,7 +251,7 @@ class AliasedStorage(GradientStorage):
         self.state = AliasState.IN_PLACE
         self._around = around
         self._part = part
-        self._aside: Tensor | None = None  # [numel], allocated at the first copy
+        self._aside: Tensor | None = None  # [numel], allocated on the first copy
 
     @property
     def nbytes(self) -> int:
@@ -279,17 +283,17 @@ class AliasedStorage(GradientStorage):
 
 
 class HostStorage(GradientStorage):
-    """Gradient that is accumulated on the device and stored on the host; see [Note: Optimizer on the host]."""
+    """Storage whose gradient is accumulated on the device and kept on the host; see [Note: Optimizer on the host]."""
 
     lasting = False
 
     def __init__(self, numel: int, dtype: torch.dtype, transfers: HostDeviceCopies, pool: BufferPool) -> None:
         super().__init__(numel, dtype)
         self._transfers = transfers
-        self._pool = pool  # provides scratch on the device
+        self._pool = pool  # provides scratch buffers on the device
         self._host: Tensor | None = None
         self._stored: StreamEvent = None  # event of the last copy to the host
-        self._device: Tensor | None = None  # scratch while it is open
+        self._device: Tensor | None = None  # scratch buffer while the storage is open
         self._touched = TouchedBy(transfers.order)
 
     @property
@@ -317,7 +321,7 @@ class HostStorage(GradientStorage):
         uses = self._touched.marks()
         if keep:
             self._stored = self._transfers.copy(self.home(), device, to_host=True, after=uses)
-            self._transfers.wait(self._stored)  # the next user of the scratch comes after the copy
+            self._transfers.wait(self._stored)  # the scratch buffer is reused only after the copy
         else:
             for mark in uses:
                 self._transfers.wait(mark)

@@ -1,4 +1,4 @@
-"""One handle: the parameters of one kind in a unit, with their weights and gradients."""
+"""Manage the parameters of one kind in a unit, with their weights and gradients, as one handle."""
 
 from __future__ import annotations
 
@@ -41,18 +41,19 @@ class Handle:
     Args:
         name: name of the unit and kind of parameters, for messages.
         layout: positions of the parameters in the flat order.
-        originals: for each slot of `layout`, the part of a parameter that this handle shards, its (module, attribute)
-            pairs, and its model-parallel spec. Values are copied, and the original storage is released.
-        label: name of the unit, for traces. Handles of one unit share a slab; see gradient_offload.py.
+        originals: for each slot of `layout`, the parameter (or part of a parameter) that this handle shards, its
+            (module, attribute) pairs, and its model-parallel spec. Values are copied, and the original storage is
+            released.
+        label: name of the unit, for traces. Handles of the same unit share a slab; see gradient_offload.py.
         precision: dtypes of masters, compute weights and gradients.
         reduction_spec: stages of the gradient reduction.
         mesh: communicators, transport and pools.
-        options: encoding of gathers, and size of the post-forward shard.
-        extension: all-gather extension of the only parameter in `layout`; the handle then has no full buffer. See
-            [Note: All-gather extensions] in dtensor/extensions.py.
+        options: options for gathers, such as the codec and the ranks that share a post-forward copy.
+        extension: all-gather extension of the only parameter in `layout`, or None. With an extension, the handle has no
+            full buffer. See [Note: All-gather extensions] in dtensor/extensions.py.
 
     Attributes:
-        full_precision: full buffer in master dtype inside ``layerzero.full_precision``.
+        full_precision: full buffer in master dtype inside ``layerzero.full_precision``, otherwise None.
         refresh_due: True if a step has changed the masters and their refresh has not been launched.
     """
 
@@ -111,24 +112,24 @@ class Handle:
 
     @property
     def extension_bytes(self) -> GatheredBytes | None:
-        """Bytes of the gathered parameter, if its class has an all-gather extension."""
+        """Memory that the gathered parameter uses if its class has an all-gather extension, otherwise None."""
         return self._gathered_params.bytes if isinstance(self._gathered_params, ExtendedGather) else None
 
     @property
     def trainable(self) -> bool:
         """True if any gathered parameter requires a gradient.
 
-        Changes to ``requires_grad`` by the user apply from the next backward, or the next forward with gradients
-        enabled.
+        The user's changes to ``requires_grad`` take effect in the next backward pass, or in the next forward pass with
+        gradients enabled.
         """
         return any(member.gathered.requires_grad for member in self.members)
 
     def holding_ranks(self, model_ranks: ModelRanks) -> tuple[int, ...]:
-        """Return the ranks that store the parameters of this handle, or parts of these parameters."""
+        """Return the ranks that store this handle's parameters or parts of them."""
         return self.mesh_info.ranks if self._is_rank_local(model_ranks) else model_ranks.ranks
 
     def comms_to_holding_ranks(self, model_ranks: ModelRanks) -> tuple[Communicator, ...]:
-        """Return the control communicators that connect the ranks of :meth:`holding_ranks`."""
+        """Return the control communicators that connect the ranks in :meth:`holding_ranks`."""
         return self.mesh_info.control_comms if self._is_rank_local(model_ranks) else model_ranks.control_comms
 
     def _is_rank_local(self, model_ranks: ModelRanks) -> bool:
@@ -137,14 +138,14 @@ class Handle:
     @property
     def may_be_updated(self) -> bool:
         """True if an optimizer step or the user may have changed the masters. The value is the same on all ranks."""
-        # A parameter frozen after the backward still has a gradient, so the optimizer updates it.
+        # A parameter that was frozen after the backward pass still has a gradient, so the optimizer updates it.
         graded = any(member.sharded.grad is not None for member in self.members)
         return self.trainable or self.tracker.dirty or graded
 
     def close(self) -> None:
         """Free all memory except the masters, which store the values of the sharded parameters."""
         for member in self.members:
-            # A view would keep the memory alive that peers map.
+            # A view would keep alive the memory that peers map.
             master = member.master.clone() if self.weights.peers_read_master else member.master
             member.recut(master, member.spec, member.shard_slice, MutationTracker())
             member.close()
@@ -155,9 +156,11 @@ class Handle:
     def _rows_of(
         self, slot: Slot, shape: tuple[int, ...], model_parallel: ModelParallelSpec | None
     ) -> tuple[Tensor, RowShardSpec, slice]:
-        """Return this rank's master rows of a slot, the shard spec, and the slice of these rows in the ZeRO-1 shard.
+        """Return this rank's rows of the master at a slot, the shard spec, and the slice of these rows in the ZeRO-1
+        shard.
 
-        `shape` is the shape of the parameter.
+        Args:
+            shape: shape of the parameter.
         """
         layout, mesh_info = self.layout, self.mesh_info
         rows_of = [layout.rows_in(slot, layout.shard_range(k)) for k in range(mesh_info.data_parallel)]
@@ -180,7 +183,7 @@ class Handle:
             accumulates = accumulate_node(leaf)
         else:
             leaf = self._gathered_params.make(place, original, model_parallel, offers_main_grad=offers)
-            accumulates = get_gradient_edge(leaf).node  # keep it: autograd would create another one
+            accumulates = get_gradient_edge(leaf).node  # keep the node, because autograd would create another one
         leaf.requires_grad_(original.requires_grad)
         parameter = nn.Parameter(sharded(master, spec, self.tracker), requires_grad=original.requires_grad)
         assert isinstance(parameter, RowShardedTensor)
@@ -208,7 +211,7 @@ class Handle:
     # Gather and reshard
 
     def gather(self) -> None:
-        """Launch the gather, unless the handle is gathered or gathering."""
+        """Launch the gather, unless the handle is already gathered or a gather is in flight."""
         weights = self.weights
         if weights.state is not ShardState.SHARDED:
             return
@@ -263,10 +266,10 @@ class Handle:
             )
 
     def evaluate_in_full_precision(self, enabled: bool) -> None:
-        """Enable or disable gathers of the masters instead of the compute weights. This has an effect only if the
-        compute dtype is less precise than the dtype of the masters.
+        """Enable or disable gathers of the masters instead of the compute weights.
 
-        The handle must be sharded.
+        This has an effect only if the compute dtype is less precise than the dtype of the masters. The handle must be
+        sharded.
         """
         assert self.weights.state is ShardState.SHARDED
         coarser = torch.promote_types(self.precision.compute, self.precision.master) != self.precision.compute
@@ -300,12 +303,12 @@ class Handle:
     # Refresh
 
     def guard_master_writes(self) -> None:
-        """Register a wait that precedes user writes to masters that peers read in place."""
+        """Make user writes to masters that peers read in place wait until no peer reads the masters."""
         if self.weights.peers_read_master:
             self.tracker.before_write = self._mesh.transport.begin_write
 
     def launch_refresh(self) -> None:
-        """Launch the refresh of the compute weights of all replicas from the masters."""
+        """Launch the refresh, which copies the masters to the compute weights of all replicas."""
         self.weights.launch_refresh()
         self.tracker.dirty = False
         self.tracker.loaded_digests.clear()
@@ -313,7 +316,7 @@ class Handle:
         self._invalidate_old_graphs()
 
     def bump_version(self) -> None:
-        """Record that a step has changed the masters: a refresh is due, and backwards through old graphs raise."""
+        """Record that a step has changed the masters. A refresh is then due, and backward passes of old graphs raise."""
         self.refresh_due = True
         self._invalidate_old_graphs()
 
@@ -338,7 +341,7 @@ class Handle:
 
     @property
     def inspect(self) -> Inspect | None:
-        """Callback that is called with the gradients of this rank by slot, before they are sent."""
+        """Callback that receives this rank's gradients, by slot, before they are sent."""
         return self._inspect
 
     @inspect.setter
@@ -351,7 +354,7 @@ class Handle:
     def requires_grad_error(self) -> ValueError | None:
         """Error to raise if the user has unfrozen a parameter whose master dtype is too imprecise for training.
 
-        The value is None if no such parameter exists.
+        If there is no such parameter, the value is None.
         """
         if self.gradients is not None or self.precision.master.itemsize >= 4:
             return None
@@ -359,7 +362,7 @@ class Handle:
         return next((ValueError(TOO_COARSE.format(name, self.precision.master)) for name in wanted), None)
 
     def apply_requires_grad(self) -> None:
-        """Apply the user's changes to ``requires_grad`` to the gathered parameters and the expected gradients."""
+        """Apply the user's changes to ``requires_grad`` to the gathered parameters and to the expected gradients."""
         for member in self.members:
             member.gathered.requires_grad_(member.sharded.requires_grad)
         if self.trainable and self.gradients is None:

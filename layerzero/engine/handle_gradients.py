@@ -1,4 +1,4 @@
-"""Gradient buffers of one handle, and the reductions between these buffers."""
+"""Manage the gradient buffers of one handle, and the reductions between these buffers."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ Inspect = Callable[[Sequence[tuple[int, Tensor]]], None]
 class HandleGradients:
     """Gradient buffers of one trainable handle, and the usage of its parameters.
 
-    A backward calls :meth:`receive` for each parameter. When all gradients have arrived, or the pass ends,
-    :meth:`start_reduction` returns the stages that the pass requires.
+    A backward pass calls :meth:`receive` for each parameter. When all gradients have arrived, or the pass ends,
+    :meth:`start_reduction` returns the reduction that the pass requires.
 
     Args:
         spec: stages of the reduction.
         label: name of the unit, for traces.
         master: dtype of the masters.
         mesh: transport and pools.
-        to_host: copies of the final gradient to the host, or None if the optimizer runs on the device.
+        to_host: object that copies the final gradient to the host, or None if the optimizer runs on the device.
 
     Attributes:
-        incoming: buffer to which autograd's gradients are added.
-        accumulator: buffer that stores gradients between backwards.
+        incoming: buffer to which gradients from autograd are added.
+        accumulator: buffer that stores gradients between backward passes.
         final: buffer of the final gradient.
-        reduction: event that completes with the reduction in flight, or None if no reduction is in flight.
+        reduction: event that completes with the in-flight reduction, or None if no reduction is in flight.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class HandleGradients:
         return self.mesh_info.grid.replica_part_sizes(self._layout)
 
     def recut(self, layout: FlatLayout) -> None:
-        """Change to the ZeRO-1 shards of `layout`. Requires more than one replica, and no gradients."""
+        """Change to the ZeRO-1 shards of `layout`. The model must have several replicas, and no gradients."""
         assert layout.slots == self._layout.slots and self.mesh_info.grid.replicas > 1
         self._layout = layout
         storage = self._final_storage(self.final.storage.dtype)
@@ -127,7 +127,7 @@ class HandleGradients:
 
     @property
     def may_have_peer_contributions(self) -> bool:
-        """True if a buffer may include contributions of ZeRO-3 group peers whose usage is not known yet."""
+        """True if a buffer may include contributions from ZeRO-3 group peers whose usage is not known yet."""
         return self.spec.accumulator_is_reduced and not (self.accumulator.empty and self.final.empty)
 
     @property
@@ -139,9 +139,12 @@ class HandleGradients:
         return self.usage[slot] >= GradUsage.PUBLISHED
 
     def record_usage(self, anywhere: bytes) -> None:
-        """Record the usage that the ranks have agreed on, one GradUsage per slot.
+        """Record the usage on which the ranks have agreed.
 
         Call this method before the final gradient is published.
+
+        Args:
+            anywhere: one GradUsage per slot, the maximum over all ranks.
         """
         for slot, use in enumerate(anywhere):
             if use >= GradUsage.PUBLISHED:
@@ -149,29 +152,29 @@ class HandleGradients:
 
     @property
     def is_blocked(self) -> bool:
-        """True if the accumulator cannot be used until a collective in flight has finished."""
+        """True if the accumulator cannot be used until an in-flight collective has finished."""
         return self.reduction is not None or (not self.accumulator.storage.lasting and self.accumulator.storage.blocked)
 
     @property
     def incoming_is_blocked(self) -> bool:
-        """True if no gradient can be received until a collective in flight has finished."""
+        """True if no gradient can be received until an in-flight collective has finished."""
         return self.incoming is self.accumulator and self.is_blocked
 
     @property
     def benefits_from_no_sync(self) -> bool:
-        """True if a backward inside no_sync runs fewer collectives than a backward outside of it."""
+        """True if a backward pass inside no_sync runs fewer collectives than one outside no_sync."""
         return len(self.spec.stages) > len(self._accumulating)
 
     # One backward pass
 
     def receive(self, slot: int, gradient: Tensor) -> None:
-        """Add the full gradient of one parameter, which has the parameter's shape and any floating dtype."""
+        """Add the full gradient of one parameter. It has the parameter's shape and any floating-point dtype."""
         self.pending_slots.mark_ready(slot)
         self.usage[slot] = GradUsage.CONTRIBUTED
         self.incoming.add(slot, gradient, self.spec.incoming_scale)
 
     def take(self, slot: int) -> None:
-        """Record that a kernel has added a parameter's gradient to the memory exposed for this parameter."""
+        """Record that a kernel has added a parameter's gradient to the memory that was exposed for this parameter."""
         self.incoming.mark_written(slot)
         self.pending_slots.mark_ready(slot)
         self.usage[slot] = GradUsage.CONTRIBUTED
@@ -186,16 +189,22 @@ class HandleGradients:
             self.incoming.storage.prefetch(keep=not self.incoming.untouched)
 
     def start_reduction(self, *, across_replicas: bool) -> HandleReduction | None:
-        """Return the last reduction of this pass; None if the pass needs no collective.
+        """Return the last reduction of this pass, or None if the pass needs no collective.
 
-        If `across_replicas` is True, incoming gradients are reduced into the final gradient, otherwise into the
-        accumulator. The pass must not add gradients afterwards. The caller submits the reduction to streams.
+        The pass must not add gradients after this call. The caller submits the reduction to streams.
+
+        Args:
+            across_replicas: if True, incoming gradients are reduced into the final gradient, otherwise into the
+                accumulator.
         """
         self.pending_slots.end()
         return self._new_reduction(self.spec.stages if across_replicas else self._accumulating)
 
     def reduce_accumulated(self) -> HandleReduction | None:
-        """Return the reduction of gradients accumulated inside no_sync into the final gradient; None if not needed."""
+        """Return the reduction of gradients accumulated inside no_sync into the final gradient.
+
+        Return None if no collective is needed.
+        """
         return self._new_reduction(self._rest)
 
     def _new_reduction(self, stages: Sequence[ReductionStage]) -> HandleReduction | None:
@@ -207,7 +216,7 @@ class HandleGradients:
         return HandleReduction(self, stages)
 
     def abort(self) -> None:
-        """Discard the state of the current pass after a failed backward."""
+        """Discard the state of the current pass after a failed backward pass."""
         self.pending_slots.end()
         self.incoming.withdraw(range(len(self.usage)))  # a kernel may have written to exposed slots
         if self.incoming is not self.accumulator:
@@ -216,7 +225,7 @@ class HandleGradients:
     # Gradients that are set or dropped by the user
 
     def add_rows(self, slot: int, rows: Tensor) -> None:
-        """Add this rank's rows of a gradient without a reduction. `rows` has the shape of the master."""
+        """Add this rank's rows of a gradient without reducing them. `rows` has the shape of the master."""
         if self.reduction is not None:
             self.reduction.wait()
         self.final.add(slot, rows)
@@ -224,7 +233,7 @@ class HandleGradients:
         self.usage[slot] = GradUsage.CONTRIBUTED
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Drop all contributions to the parameters at `slots`, whose gradients become None."""
+        """Drop all contributions to the parameters at `slots`. The gradients of these parameters become None."""
         for slot in slots:
             self.usage[slot] = GradUsage.UNUSED
         slots = slots if any(self.usage) else range(len(self.usage))
@@ -252,7 +261,7 @@ class HandleGradients:
 
 
 class PendingSlots:
-    """Slots of one handle whose gradients are expected or have arrived in one backward.
+    """Slots of one handle whose gradients are expected or have arrived in one backward pass.
 
     The reduction of the handle may be launched when `all_ready` is True; see [Note: Launch order of reductions] in
     reduction_queue.py.
@@ -260,9 +269,9 @@ class PendingSlots:
 
     def __init__(self, slots: int) -> None:
         self._trained = (1 << slots) - 1
-        self._missing = self._trained  # bit set of slots that are expected in this backward and have not arrived
+        self._missing = self._trained  # bit set of slots whose gradients are expected in this pass and have not arrived
         self._arrived = 0
-        self._closed = False  # the backward has passed all calls of the unit
+        self._closed = False  # True if the backward pass is past all calls of the unit
 
     @property
     def all_ready(self) -> bool:
@@ -277,9 +286,9 @@ class PendingSlots:
         self._missing &= ~self._arrived
 
     def close(self, is_coming: Callable[[int], bool]) -> None:
-        """Record that the backward has passed all calls of the unit.
+        """Record that the backward pass is past all calls of the unit.
 
-        Afterwards, only slots for which `is_coming` returns True expect a gradient.
+        From then on, a gradient is expected only for slots for which `is_coming` returns True.
         """
         self._closed = True
         if self._missing:
@@ -287,13 +296,13 @@ class PendingSlots:
             self._missing &= coming
 
     def end(self) -> None:
-        """Reset the state: the next arrival belongs to a new backward."""
+        """Reset the state. The next gradient that arrives belongs to a new backward pass."""
         self._arrived = 0
         self._missing = self._trained
         self._closed = False
 
     def set_trainable(self, trained: Sequence[bool]) -> None:
-        """Set which slots are expected to receive gradients, one bool per slot, and reset the state."""
+        """Set which slots are expected to receive gradients, and reset the state. `trained` has one bool per slot."""
         self._trained = _set(trained)
         self.end()
 
@@ -303,19 +312,19 @@ def _set(members: Iterable[bool]) -> int:
 
 
 class HandleReduction:
-    """Reduction of the gradients of one handle through some stages. One collective is in flight at a time.
+    """Reduction of one handle's gradients in one or more stages. One collective is in flight at a time.
 
     Attributes:
-        finished_events: one event per collective, which completes when the result has been added to the target buffer.
-            :meth:`submit` appends these events.
+        finished_events: one event per collective. The event completes when the result has been added to the target
+            buffer. :meth:`submit` appends these events.
     """
 
     def __init__(self, gradients: HandleGradients, stages: Sequence[ReductionStage]) -> None:
         self.gradients = gradients
         self.finished_events: list[Waitable] = []
         self._stages = stages
-        self._pending: PendingReduction | None = None  # the collective in flight
-        self._leases: tuple[Lease, ...] = ()  # of memory that the collective uses
+        self._pending: PendingReduction | None = None  # the in-flight collective
+        self._leases: tuple[Lease, ...] = ()  # leases on memory that the collective uses
         self._issued: list[LaunchedCollective] = []  # collectives launched so far
         self._streams: ReductionStreams  # set by submit()
 
@@ -325,7 +334,8 @@ class HandleReduction:
         Call this method once. See [Note: Streams] in device/streams.py.
 
         After no_sync, only handles with "full" accumulation still need hop 1. A reduction that begins with hop 2 then
-        waits for hop 1 of earlier reductions. Otherwise the order of hop 2 on the replica axis would depend on timing.
+        waits for hop 1 of earlier reductions. Otherwise the order of hop 2 collectives on the replica axis would depend
+        on timing.
         """
         self._streams = streams
         counters, label = self.gradients.mesh_info.counters, self.gradients.label
@@ -347,7 +357,7 @@ class HandleReduction:
     # Operations that run on the streams
 
     def wait(self) -> None:
-        """Wait for the collective in flight. If it fails, the remaining stages do nothing."""
+        """Wait for the in-flight collective. If it fails, the remaining stages do nothing."""
         if self._pending is not None:
             try:
                 self._pending.wait(beside=self._streams.off_main_thread)
@@ -368,14 +378,14 @@ class HandleReduction:
     def _launch(self, stage: ReductionStage, *, is_first: bool) -> None:
         gradients = self.gradients
         if stage.collective is Collective.HOP2 and self._streams.failed:
-            return  # a hop 2 was skipped, and other ranks would match this hop 2 with the skipped one
+            return  # a hop 2 was skipped, and other ranks would match this hop 2 with the skipped hop 2
         source, target = gradients.buffers[stage.source], gradients.buffers[stage.target]
         if stage.source is Extent.ZERO3:
             gradients.final.vacate()
         source.seal()
         is_hop1 = stage.collective is Collective.HOP1
         pool = gradients.transport.send_buffers if is_hop1 else gradients.pool
-        # Copy for a second collective: its wait comes later, and other handles may need the slab before then.
+        # For a second collective, send a copy. Its wait comes later, and other handles may need the slab before then.
         sent = source.storage.lend_send_buffer(
             stage.wire_dtype, pool, copies=not is_first and not source.storage.lasting
         )

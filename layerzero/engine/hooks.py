@@ -1,19 +1,19 @@
-"""Hooks through which a model calls its `LayerZeroState`, and from which :func:`get_state` reads the state.
+"""Register the hooks through which a model calls its `LayerZeroState`. :func:`get_state` reads the state from them.
 
 The hooks are the only objects that layerzero attaches to the user's modules.
 
 [Note: Closed models]
 ``layerzero.close`` clears the attributes of the state, because a sharded optimizer, an EMA or the graph of a loss may
-still refer to the state. The module hooks are replaced by hooks that raise the error of a closed model, and every other
-use of the state raises the same error. The parameters keep this rank's rows. Rows of other ranks can no longer be
-gathered.
+still refer to the state. The module hooks are replaced by hooks that raise an error saying that the model was closed.
+Every other use of the state raises the same error. The parameters keep this rank's rows. The rows of other ranks can no
+longer be gathered.
 """
 
 # [Note: References between model and state]
 # The hooks of the root module own the state, and the state owns the units, the handles and their memory. Only the user
 # owns the root module. The state and its objects refer to modules through weak references, or through the modules'
-# dicts of parameters. The hooks of other units refer to the state weakly. Therefore the last reference to the model
-# frees its memory, without Python's garbage collector.
+# dicts of parameters. The hooks of other units refer to the state weakly. Therefore the model's memory is freed when
+# the last reference to the model is dropped, without Python's garbage collector.
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ __all__ = [
     "units_within",
 ]
 
-_RUNTIMES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # of all sharded models of this process
+_RUNTIMES: weakref.WeakSet[LayerZeroState] = weakref.WeakSet()  # states of all sharded models in this process
 
 
 def register_hooks(runtime: LayerZeroState) -> None:
@@ -55,7 +55,7 @@ def register_hooks(runtime: LayerZeroState) -> None:
     _RUNTIMES.add(runtime)
     runtime.model.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
     for unit in runtime.units:
-        # The first pre-hook and the last hook of a forward, so that the user's hooks see gathered parameters.
+        # Our pre-hook runs first and our hook runs last in a forward pass, so the user's hooks see gathered parameters.
         for module in unit.modules:
             module.register_forward_pre_hook(_BeforeForward(runtime, unit), prepend=True, with_kwargs=True)
             module.register_forward_hook(_AfterForward(runtime, unit), always_call=True)
@@ -82,7 +82,7 @@ def remove_hooks(model: nn.Module) -> None:
 
 
 def is_closed(model: nn.Module) -> bool:
-    """Return whether `layerzero.close` has closed this model, or the model that contains this unit."""
+    """Return whether `layerzero.close` has closed `model`, or the model that contains `model` as a unit."""
     return any(isinstance(hook, _ClosedBefore) for hook in model._forward_pre_hooks.values())
 
 
@@ -105,9 +105,9 @@ class _ClosedAfter:
 def _prepare_load(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
 ) -> None:
-    """Add missing names of tied parameters to a state dict, before torch copies its tensors into the parameters.
+    """Add missing names of tied parameters to a state dict, before torch copies the tensors into the parameters.
 
-    Each sharded parameter then copies its rows from the full tensor.
+    Each sharded parameter then copies this rank's rows from the full tensor.
 
     Raises:
         RuntimeError: ``load_state_dict(assign=True)`` would replace a sharded parameter.
@@ -123,7 +123,7 @@ def _prepare_load(
                 f"load_state_dict(assign=True) would replace the sharded parameter {found[0]!r} of the model. Use "
                 "assign=False, or layerzero.load_full_state_dict(model, state_dict)"
             )
-        for name in tied if found else ():  # one name of a tied parameter is enough
+        for name in tied if found else ():  # a state dict needs only one of the names of a tied parameter
             state_dict.setdefault(name, state_dict[found[-1]])
 
 
@@ -153,10 +153,10 @@ def get_state(model: nn.Module) -> LayerZeroState:
 
 
 def get_states(model: nn.Module) -> dict[str, LayerZeroState]:
-    """Return the state of a sharded model under ``""``, or the states of the sharded models inside `model` by path.
+    """Return the states of all sharded models inside `model`, by path. The path of `model` itself is ``""``.
 
     Raises:
-        TypeError, ValueError: `model` is not a module, contains no sharded model, or is a part of one.
+        TypeError, ValueError: `model` is not a module, contains no sharded model, or is a part of a sharded model.
     """
     inside = _models_in(model) if isinstance(model, nn.Module) else {}
     return inside or {"": get_state(model)}
@@ -175,12 +175,12 @@ def _models_in(module: nn.Module) -> dict[str, LayerZeroState]:
 def managed_params_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedParam]]:
     """Return the sharded parameters inside `module`, keyed by state.
 
-    `module` is a sharded model, a part of a sharded model, or a module that contains a sharded model. States and
+    `module` is a sharded model, a part of a sharded model, or a module that contains sharded models. States and
     parameters are in the order of the modules, which is the same on all ranks. A tied parameter is included if any of
     its modules is inside `module`.
 
     Raises:
-        TypeError, ValueError: `module` is not a module, or nothing inside it is sharded.
+        TypeError, ValueError: `module` is not a module, or it contains no sharded parameter.
         RuntimeError: `module` was a part of a sharded model that was garbage collected.
     """
     if not isinstance(module, nn.Module):
@@ -211,7 +211,7 @@ def managed_params_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedPar
 
 
 def forward_hooks(module: nn.Module) -> tuple[_BeforeForward, _AfterForward]:
-    """Return the forward pre-hook and the forward hook of a sharded model, or of one of its units.
+    """Return the forward pre-hook and the forward hook of `module`, a sharded model or one of its units.
 
     Raises:
         ValueError: `module` is neither a sharded model nor one of its units.
@@ -230,11 +230,11 @@ def forward_hooks(module: nn.Module) -> tuple[_BeforeForward, _AfterForward]:
 def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
     """Return the units that own the parameters of `module`, keyed by state, in the order of the model.
 
-    Units inside `module` are not included. Ignored parameters belong to no unit. Inside ``layerzero.unsharded``, no
+    Units nested in `module` are not included. Ignored parameters belong to no unit. Inside ``layerzero.unsharded``, no
     parameter belongs to a unit.
 
     Raises:
-        ValueError: all parameters of `module` are in units inside it.
+        ValueError: all parameters of `module` are in units nested in it.
     """
     refuse_closed(module)
     found: dict[LayerZeroState, set[Unit]] = {}
@@ -243,7 +243,9 @@ def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
         each = left.pop()
         for parameter in each._parameters.values():
             has_own |= parameter is not None
-            leaf = getattr(parameter, "gathered", parameter)  # inside a forward, the module has the gathered parameter
+            leaf = getattr(
+                parameter, "gathered", parameter
+            )  # in a forward pass, this is already the gathered parameter
             for hook in () if leaf is None else post_accumulate_grad_hooks(leaf):
                 if isinstance(hook, _OnGradient) and (runtime := hook.runtime()) is not None:
                     found.setdefault(runtime, set()).add(hook.unit)
@@ -262,8 +264,8 @@ def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
 class _OnGradient:
     """Post-accumulate-grad hook of a gathered parameter, which passes the gradient to the state.
 
-    References are weak, because Python's garbage collector does not visit the hooks of a tensor and cannot free a
-    cycle through them.
+    References are weak, because Python's garbage collector does not visit the hooks of a tensor and therefore cannot
+    free a reference cycle that contains a hook.
     """
 
     def __init__(self, runtime: LayerZeroState, unit: Unit, handle: Handle, slot: int) -> None:
@@ -294,7 +296,10 @@ def _main_grad(runtime: LayerZeroState, handle: Handle, slot: int) -> Callable[[
 
 
 class _Hook:
-    """Module hook with a reference to the state. Copies raise, because a copy would use the storage of the original."""
+    """Module hook with a reference to the state.
+
+    Copying the hook raises an error, because a copied model would use the storage of the original.
+    """
 
     def __init__(self, runtime: LayerZeroState, unit: Unit) -> None:
         self.unit = unit
@@ -327,13 +332,13 @@ class _Hook:
 
     @property
     def __name__(self) -> str:
-        raise AttributeError(  # torch.jit.script reads it, to compile the hook
+        raise AttributeError(  # torch.jit.script reads the name to compile the hook
             "hooks of layerzero have no name. torch.jit.script reads it, but cannot compile a sharded model. Load "
             "layerzero.full_state_dict(model) into an unsharded model, and script that model"
         )
 
 
-# torch.compile may compile the forward of a unit, but must not trace the hooks, which run collectives and have state.
+# torch.compile may compile a unit's forward method, but must not trace the hooks, which run collectives and have state.
 
 
 class _BeforeForward(_Hook):

@@ -1,13 +1,13 @@
-"""Comparison of optimizer settings, such as learning rates, between all ranks without an additional collective.
+"""Compare optimizer settings, such as learning rates, between all ranks without an additional collective.
 
 [Note: Digest of optimizer settings]
-Each reducing backward sends one byte for each parameter, along one mesh axis after the other. The message has sixteen
-more bytes: a digest of the settings of the optimizers that have stepped, and its complement. The digests differ if
-their maximum over all ranks is not the complement of the maximum of the complements. Ranks read the bytes at the end of
-the next reducing backward and then send the maximum over the first axis along the second axis. The bytes have arrived
-by then, so ranks do not wait, and all ranks compute the same result at the same point of the program. The next
-optimizer step raises. Therefore one to three steps use unequal settings before the error. These are one step per axis
-and possibly one more.
+Each backward pass that reduces gradients sends one byte per parameter, along one mesh axis after the other. The message
+contains sixteen more bytes: a digest of the settings of the optimizers that have stepped, and its complement. The
+digests differ if their maximum over all ranks is not the complement of the maximum of the complements. Ranks read the
+bytes at the end of the next such backward pass. They then send the maximum over the first axis along the second axis.
+The bytes have arrived by then, so ranks do not wait. All ranks compute the same result at the same point in the
+program. If the digests differ, the next optimizer step raises. Therefore one to three steps use different settings
+before the error is raised: one step per axis and possibly one more.
 """
 
 from __future__ import annotations
@@ -26,28 +26,32 @@ from layerzero.comm.model_ranks import LateMaximum, ModelRanks
 
 __all__ = ["DIGEST_BYTES", "SettingsCheck"]
 
-DIGEST_BYTES = 16  # digest and complement, one half each
-Settings = list[list[tuple[str, Any]]]  # by group: names and values
+DIGEST_BYTES = 16  # one half for the digest, one half for its complement
+Settings = list[list[tuple[str, Any]]]  # names and values, by parameter group
 
 
 class SettingsCheck:
-    """Compares the settings of optimizers between all ranks; see [Note: Digest of optimizer settings]."""
+    """Comparison of optimizer settings between all ranks; see [Note: Digest of optimizer settings]."""
 
     def __init__(self, model_ranks: ModelRanks) -> None:
         self._model_ranks = model_ranks
-        self._stepped: list[weakref.WeakMethod[Callable[[], Settings]]] = []  # since the last digest, or included in it
+        # Optimizers that have stepped since the last digest, or before any such step those in the last digest.
+        self._stepped: list[weakref.WeakMethod[Callable[[], Settings]]] = []
         self._is_told = False
         self._last: list[Settings] = []  # settings of the last digest
         self._digest = bytes(DIGEST_BYTES)
         axes = len(model_ranks.control_comms)
         self._late = LateMaximum(axes, DIGEST_BYTES)
-        self._sent: deque[list[Settings]] = deque(maxlen=max(1, axes))  # settings of the digests in flight
+        self._sent: deque[list[Settings]] = deque(maxlen=max(1, axes))  # settings of the in-flight digests
         self._differ = False
-        self._compared: list[Settings] = []  # settings of the digests that differed
+        self._compared: list[Settings] = []  # this rank's settings for the digests that differed
 
     def note_step(self, settings: Callable[[], Settings]) -> None:
-        """Record that an optimizer is stepping. `settings` is a bound method of the optimizer and returns the settings
-        of its parameter groups."""
+        """Record that an optimizer is stepping.
+
+        Args:
+            settings: bound method of the optimizer that returns the settings of the optimizer's parameter groups.
+        """
         if self._is_told:
             self._stepped.clear()
             self._is_told = False
@@ -93,7 +97,7 @@ class SettingsCheck:
     def require_equal(self) -> None:
         """Raise RuntimeError on all ranks if any digests differed.
 
-        All ranks must call this method. The ranks communicate only if digests differed.
+        All ranks must call this method. The ranks communicate only if digests have differed.
         """
         if not self._differ:
             return

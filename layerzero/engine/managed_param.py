@@ -1,4 +1,4 @@
-"""Parameter of a handle in its gathered and sharded forms, and a lookup by parameter object."""
+"""Represent a parameter of a handle in its gathered and sharded forms, and look it up by parameter object."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["ManagedParam", "ParamRegistry"]
 class ManagedParam:
     """One parameter of a handle: its modules, and its gathered, sharded and master forms."""
 
-    name: str  # fully qualified, the first of its names
+    name: str  # fully qualified name; the first one if the parameter is tied
     module_refs: tuple[tuple[dict[str, Any], str], ...]  # (module._parameters, attribute); several if tied
-    gathered: nn.Parameter  # the full parameter, compute dtype; a view of the full buffer
+    gathered: nn.Parameter  # the full parameter in compute dtype, a view of the full buffer
     sharded: nn.Parameter  # the sharded parameter that the user sees, a RowShardedTensor
     master: Tensor  # this rank's rows, a plain tensor in master dtype, updated by the optimizer
     spec: RowShardSpec
@@ -34,7 +34,7 @@ class ManagedParam:
     evaluated: nn.Parameter | None = None  # replaces `gathered` inside layerzero.full_precision
 
     def recut(self, master: Tensor, spec: RowShardSpec, local: slice, watch: MutationTracker) -> None:
-        """Change the rows of this rank. The sharded parameter remains the same object."""
+        """Change the rows that this rank stores. The sharded parameter remains the same object."""
         self.master, self.spec, self.shard_slice = master, spec, local
         assert isinstance(self.sharded, RowShardedTensor)
         self.sharded._local_tensor = LocalShard(master, spec, watch)
@@ -47,7 +47,7 @@ class ManagedParam:
         self.sharded.gathered = self.sharded.grad = None
 
     def will_receive_grad(self) -> bool:
-        """Return whether the current backward will produce a gradient of the gathered parameter."""
+        """Return whether the current backward pass will produce a gradient of the gathered parameter."""
         try:
             return bool(torch._C._will_engine_execute_node(self.accumulate_grad))  # type: ignore[attr-defined]
         except RuntimeError:  # autograd.grad of the gathered parameter itself
@@ -55,7 +55,7 @@ class ManagedParam:
 
 
 class ParamRegistry:
-    """Lookup of managed parameters by parameter object, for example a parameter of an optimizer.
+    """Registry that finds managed parameters by parameter object, for example by a parameter of an optimizer.
 
     Args:
         members: managed parameters of the model, by name.
@@ -69,7 +69,7 @@ class ParamRegistry:
         self._ignored = WeakIdKeyDictionary(dict.fromkeys(ignored))
 
     def remember_origins(self, origins: Iterable[tuple[nn.Parameter, str]]) -> None:
-        """Register (original parameter, name) pairs, because an optimizer may refer to unsharded parameters."""
+        """Register (original parameter, name) pairs, because an optimizer may refer to the original parameters."""
         for parameter, name in origins:
             self._origins[parameter] = self._members[name]
 

@@ -1,4 +1,4 @@
-"""Conditions under which the passes of a sharded model may compute."""
+"""Check the conditions under which the passes of a sharded model may compute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Closable", "ModelStatus"]
 
 
 class Closable:
-    """Base class of parts of a sharded model. :meth:`clear` deletes all attributes, so that every later use raises."""
+    """Base class for parts of a sharded model. :meth:`clear` deletes all attributes, so every later use raises."""
 
     def clear(self) -> None:
         self.__dict__.clear()
@@ -37,15 +37,15 @@ class Closable:
 
 
 class ModelStatus:
-    """Conditions under which a model may compute: active contexts, a failed load, and its module structure.
+    """Status that determines whether a model may compute: active contexts, a failed load, and the module structure.
 
     Attributes:
         active_views: contexts that are currently active, outermost first.
-        unsharded: parameters that are unsharded inside :func:`layerzero.unsharded`. The value is True if the parameter
-            is full on this rank.
+        unsharded: parameters that are unsharded inside :func:`layerzero.unsharded`. The value is True if the full
+            parameter is available on this rank.
         load_error: error message after a load that failed partway, otherwise None.
-        first_forward_checks: functions that are called once, before the first forward. A function that raises is called
-            again before the next forward.
+        first_forward_checks: functions that are called once, before the first forward pass. A function that raises is
+            called again before the next forward pass.
     """
 
     def __init__(self, structure: StructureCheck) -> None:

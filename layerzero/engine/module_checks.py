@@ -1,7 +1,7 @@
 """Check for changes to the modules and parameters of a sharded model.
 
-Only parameters that were in the model at sharding have their gradients reduced and are updated. A parameter added
-later would silently be trained by each rank separately.
+Only parameters that were in the model when it was sharded have their gradients reduced and are updated. A parameter
+that is added later would silently be trained by each rank separately.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ __all__ = ["StructureCheck", "replaced"]
 
 
 class StructureCheck:
-    """Record of the modules and parameters of a model at sharding, and check for later changes.
+    """Record of a model's modules and parameters at the time of sharding, which detects later changes.
 
-    Create it while the modules hold sharded parameters.
+    Create this object while the modules hold sharded parameters.
     """
 
     def __init__(self, model: nn.Module, members: Iterable[ManagedParam]) -> None:
         self._model = weakref.ref(model)  # see [Note: References between model and state] in hooks.py
         self._sharded = {id(member.sharded): member for member in members}
-        self._born = [module._parameters for module in model.modules()]  # kept alive, so that their ids stay unique
-        # (dict, attribute) of parameters that are sharded, or that are ignored and trained by the user.
+        self._born = [module._parameters for module in model.modules()]  # kept alive, so that the ids stay unique
+        # (dict, attribute) of the parameters that are sharded, or that are ignored and trained by the user.
         self._places = {
             (id(held), attribute)
             for held in self._born
             for attribute, parameter in held.items()
             if parameter is not None
         }
-        self._added_frozen_params: list[nn.Parameter] = []  # need no reduction and no step while frozen
+        self._added_frozen_params: list[nn.Parameter] = []  # these need no reduction and no step while they are frozen
         self._remember()
 
     @property
@@ -44,19 +44,19 @@ class StructureCheck:
         return model
 
     def check_for_changes(self) -> None:
-        """Check the modules and parameters of the model. Call this method at the start of an outermost forward.
+        """Check the modules and parameters of the model. Call this method at the start of an outermost forward pass.
 
-        Modules may be removed, wrapped in other modules, or added without trainable parameters.
+        Modules may be removed, wrapped in other modules, or added if they have no trainable parameters.
 
         Raises:
-            RuntimeError: a parameter was replaced, or a trainable one was added.
+            RuntimeError: a parameter was replaced, or a trainable parameter was added.
         """
         if self._has_changed() or any(parameter.requires_grad for parameter in self._added_frozen_params):
             self._check()
             self._remember()
 
     def _has_changed(self) -> bool:
-        # Runs in every forward, so it avoids Python loops. Units check for replaced parameters.
+        # This method runs in every forward pass, so it avoids Python loops. Units check for replaced parameters.
         return (
             [*map(len, self._parameters)] != self._counts
             or any(self._childless)
@@ -95,7 +95,7 @@ class StructureCheck:
                         f"parameter {full_name!r} was tied to {tied.name!r} after shard_model, and would not be "
                         "gathered in that module. Tie parameters before shard_model"
                     )
-                if isinstance(parameter, RowShardedTensor):  # of another sharded model, which manages it
+                if isinstance(parameter, RowShardedTensor):  # a parameter of another sharded model, which manages it
                     continue
                 if parameter.requires_grad:
                     late.append(full_name)

@@ -1,4 +1,4 @@
-"""Contexts that replace the parameters of a model, and checks of forwards inside them."""
+"""Define the contexts that replace the parameters of a model, and check forward passes inside these contexts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["ParamView", "refuse_gradients", "refuse_sharded", "viewing"]
 class ParamView(enum.Enum):
     """Context that replaces the parameters of a model.
 
-    Only EMA contexts can be nested, and UNSHARDED contexts for different parameters.
+    Only EMA contexts, and UNSHARDED contexts for different parameters, can be nested.
     """
 
-    UNSHARDED = "layerzero.unsharded"  # full parameters: no gathers, and no gradients
-    FULL_PRECISION = "layerzero.full_precision"  # gathered masters; forwards record no gradients
-    EMA = "EMA.swapped()"  # writes to masters are undone at exit
+    UNSHARDED = "layerzero.unsharded"  # full parameters, without gathers and without gradients
+    FULL_PRECISION = "layerzero.full_precision"  # gathered masters; forward passes record no gradients
+    EMA = "EMA.swapped()"  # writes to masters are undone on exit
 
 
 def refuse_gradients(label: str, view: ParamView = ParamView.UNSHARDED) -> None:
-    """Raise RuntimeError if gradients are enabled in a forward inside `view`."""
+    """Raise RuntimeError if gradients are enabled in a forward pass inside `view`."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"forward of {label} inside {view.value}, where gradients are not supported. Run the forward under "
@@ -35,7 +35,7 @@ def refuse_gradients(label: str, view: ParamView = ParamView.UNSHARDED) -> None:
 
 
 def refuse_sharded(unit: Unit, unsharded: Mapping[ManagedParam, bool]) -> None:
-    """Raise RuntimeError if a forward inside ``layerzero.unsharded`` needs a parameter that is still sharded."""
+    """Raise RuntimeError if a forward pass inside ``layerzero.unsharded`` needs a parameter that is still sharded."""
     if absent := next((member.name for member in unit.members() if not unsharded.get(member)), None):
         raise RuntimeError(
             f"forward of {unit.label} inside layerzero.unsharded, where its parameter {absent!r} is sharded on this "
@@ -46,7 +46,7 @@ def refuse_sharded(unit: Unit, unsharded: Mapping[ManagedParam, bool]) -> None:
 
 @contextmanager
 def viewing(views: list[ParamView], view: ParamView) -> Iterator[None]:
-    """Context manager in which `view` is one of the active views of a state, listed in `views`."""
+    """Context manager in which `view` is added to `views`, the active views of a model."""
     views.append(view)
     try:
         yield

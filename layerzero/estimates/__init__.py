@@ -1,1 +1,1 @@
-"""Predictions of memory and traffic from specs without tensors."""
+"""Predict memory and traffic from specs that contain no tensors."""

@@ -1,7 +1,8 @@
-"""Simulation of the full buffers of a step on the meta device, to predict their memory.
+"""Predict the memory of full buffers by simulating training steps on the meta device.
 
-Units are gathered and freed in the order of their registration, nested units inside their parents, and `prefetch` units
-are gathered ahead. The same `FullBufferPool` as in training allocates, caches and frees the storages of full buffers.
+Units are gathered and freed in the order in which they were registered, and nested units during the calls of their
+parents. `prefetch` units are gathered ahead. As in training, a `FullBufferPool` allocates, caches and frees the
+storages of full buffers.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ from layerzero.estimates.specs import UnitSpec
 
 __all__ = ["FullBufferEstimate", "simulate_full_buffers"]
 
-_STEPS = 3  # the first forward has no recorded order and does not prefetch; the last step repeats the second
+_STEPS = 3  # the first forward pass has no recorded order and does not prefetch; the last step repeats the second
 
 
 class FullBufferEstimate(NamedTuple):
-    """Bytes of full buffers on the device."""
+    """Number of bytes that full buffers use on the device."""
 
-    idle: int  # cached between two steps
-    peak: int  # maximum of allocated and cached bytes
+    idle: int  # number of bytes that are cached between two steps
+    peak: int  # maximum of the sum of allocated and cached bytes
 
 
 def simulate_full_buffers(units: Sequence[UnitSpec], prefetch: int) -> FullBufferEstimate:
-    """Simulate the full buffers of `units` in steps of one forward and one backward. The root must be first."""
+    """Simulate the full buffers of `units` during steps with one forward and one backward pass.
+
+    The root must be the first of `units`.
+    """
     stage = _Stage(units, prefetch)
     for step in range(_STEPS):
         stage.prefetch = prefetch if step else 0
@@ -133,7 +137,7 @@ class _Stage:
 
 
 def _on_mesh_of(unit: UnitSpec, others: Iterable[UnitSpec]) -> list[UnitSpec]:
-    """Return the units that may be prefetched when `unit` is called: the units with the same traits as `unit`."""
+    """Return the units of `others` that may be prefetched when `unit` is called: those with the same traits."""
     return [other for other in others if other.traits == unit.traits]
 
 
@@ -142,7 +146,7 @@ def _storages(sizes: Sequence[int]) -> list[tuple[UntypedStorage, int]]:
 
 
 def _nested(units: Sequence[UnitSpec]) -> dict[UnitSpec, list[UnitSpec]]:
-    """Return the units that are directly inside each unit, in order."""
+    """Return, for each unit, the units that are directly nested in it, in order."""
     inner: dict[UnitSpec, list[UnitSpec]] = {unit: [] for unit in units}
     for unit in units:
         around = [other for other in units if other is not unit and _contains(other.name, unit.name)]

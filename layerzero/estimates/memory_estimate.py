@@ -1,6 +1,6 @@
-"""Prediction of the memory and traffic of a rank from the specs of its units.
+"""Predict the memory and traffic of a rank from the specs of its units.
 
-`scratch_buffers` predicts scratch, and planning/meta_sharding.py adds scratch and the optimizer state.
+`scratch_buffers` predicts scratch buffers. planning/meta_sharding.py adds the scratch buffers and the optimizer state.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["MemoryEstimate", "estimate_memory", "held_bytes", "on_device", "pred
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Predicted bytes on a rank, without optimizer state."""
+    """Predicted memory of a rank in bytes, excluding optimizer state."""
 
-    kinds: dict[str, int]  # between two steps, by the kinds of `layerzero.MemoryReport`
-    peak: int  # maximum on the device at any time in a step
+    kinds: dict[str, int]  # memory between two steps, by kind as in `layerzero.MemoryReport`
+    peak: int  # maximum memory on the device at any time during a step
 
 
 def estimate_memory(units: Sequence[UnitSpec], config: LayerZeroConfig, *, scratch: int) -> MemoryEstimate:
@@ -32,7 +32,7 @@ def estimate_memory(units: Sequence[UnitSpec], config: LayerZeroConfig, *, scrat
 
     Args:
         units: specs of all units on the rank. The root must be first.
-        scratch: bytes of the scratch buffers of reductions. They are included in the result.
+        scratch: size of the scratch buffers of reductions in bytes, which is included in the result.
     """
     kinds: Counter[str] = Counter()
     for unit in units:
@@ -46,13 +46,13 @@ def estimate_memory(units: Sequence[UnitSpec], config: LayerZeroConfig, *, scrat
 
 
 def held_bytes(units: Sequence[UnitSpec], config: LayerZeroConfig) -> int:
-    """Return the number of bytes on the device between two steps, without scratch buffers and optimizer state."""
+    """Return the number of bytes used on the device between two steps, without scratch buffers or optimizer state."""
     of_handles = sum(on_device(_handle_bytes(handle, unit, config)) for unit in units for handle in unit.handles)
     return of_handles + _accumulators(units, config)[0]
 
 
 def predicted_traffic(units: Sequence[UnitSpec], config: LayerZeroConfig) -> dict[str, list[int]]:
-    """Return the numbers of bytes that a rank sends in one call, by collective, with one entry per handle.
+    """Return, for each collective, the numbers of bytes that a rank sends in one call, with one entry per handle.
 
     Reductions and refreshes are omitted for handles whose ZeRO-1 shards have different lengths, because their ranks
     send different numbers of bytes.

@@ -1,12 +1,12 @@
-"""Number of scratch buffers that reductions use at once, by size.
+"""Predict the number of scratch buffers of each size that reductions use at once.
 
 [Note: Number of scratch buffers]
-Handles are reduced one after the other, and reduction_queue.py limits the number of reductions in flight. At most
+Handles are reduced one after the other, and reduction_queue.py limits the number of in-flight reductions. At most
 `IN_FLIGHT` reductions are in each hop. One more reduction is launched before the host waits for the oldest reduction.
-Gradients arrive in one unit after the other, and in the units that contain this unit, which complete last. Therefore
-the number of buffers of each size follows from the layouts. All of these buffers are allocated when the first is used,
-so the memory of a model does not depend on the speed of collectives. If the backwards of units interleave, more buffers
-may be in use at once and are then allocated.
+Gradients arrive in one unit after the other. They also arrive in the units that contain the current unit, and these
+complete last. Therefore the number of buffers of each size follows from the layouts. All buffers of a size are
+allocated when the first of them is used, so the memory of a model does not depend on the speed of collectives. If the
+backward passes of units interleave, more buffers may be in use at once. These are then allocated.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ _UNREAD = 2  # number of buffers of a size that may still be read when the next 
 
 
 class ScratchBuffers(NamedTuple):
-    """Number of scratch buffers in use at once, by size."""
+    """Number of scratch buffers that are in use at once, by size."""
 
     scratch: Counter[Size]
-    outgoing: Counter[Size]  # buffers of the transport that hop 1 sends from; empty if they are scratch buffers
+    outgoing: Counter[Size]  # transport buffers from which hop 1 sends; empty if hop 1 sends from scratch buffers
 
     def plus(self, more: ScratchBuffers) -> ScratchBuffers:
-        """Return the sum with the buffers of handles on another mesh."""
+        """Return the sum of these buffers and `more`, the buffers of handles on another mesh."""
         return ScratchBuffers(self.scratch + more.scratch, self.outgoing + more.outgoing)
 
 
 def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: RankTraits) -> ScratchBuffers:
-    """Return the number of scratch buffers of handles on one mesh; see [Note: Number of scratch buffers]."""
-    in_place = not where.transport.receives_copies  # peers read the buffers that hop 1 sends from
+    """Return the number of scratch buffers that handles on one mesh use; see [Note: Number of scratch buffers]."""
+    in_place = not where.transport.receives_copies  # peers read the buffers from which hop 1 sends
     first, second = (most + 1 for most in IN_FLIGHT)
     trained = [each for each in handles if each.trainable and each.reduction_spec.stages]
     hop1 = [each for each in trained if each.reduction_spec.stages[0].collective is Collective.HOP1]
     plan = ScratchBuffers(Counter(), Counter())
     outgoing = plan.outgoing if in_place else plan.scratch
-    # Incoming gradients that are sent from the buffer that they arrive in.
+    # Incoming gradients that are sent from the buffer in which they arrive.
     incoming = [
         each for each in trained if each.reduction_spec.incoming_extent is not each.reduction_spec.accumulator_extent
     ]
     for size, members in _by_size(incoming, lambda each: each.incoming_numel).items():
         flying = _landing_at_once(members, handles) + first - 1
         outgoing[size] += min(len(members) + 1, flying + _UNREAD) if in_place else min(len(members), flying)
-    # Accumulated gradients that are copied before they are sent, and receive buffers.
+    # Copies of accumulated gradients that cannot be sent in place, and receive buffers.
     for size, members in _by_size(
         [each for each in trained if each not in incoming], lambda each: each.sent_numel
     ).items():
@@ -85,13 +85,13 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
         plan.scratch[size] += min(len(members), second)
     for size, members in _by_size(twice, lambda each: _received(each, 1, where)).items():
         plan.scratch[size] += min(len(members), second)
-    if config.offload_optimizer:  # final gradients, which are summed on the device before the copy to the host
+    if config.offload_optimizer:  # final gradients, which are summed on the device before they are copied to the host
         final = [each for each in handles if each.trainable]
         rank = {id(each): where.grid.numel(each.layout, Extent.ZERO1) for each in final}
         for size, members in _by_size(final, lambda each: (rank[id(each)], each.precision.master)).items():
             once = min(len(members), _UNREAD) if where.on_device else 1  # on a device, copies are asynchronous
             plan.scratch[size] += once if members[0].reduction_spec.stages else _landing_at_once(members, handles)
-    if where.weights_in_host:  # refreshed weights are gathered here before the copy to the host
+    if where.weights_in_host:  # refreshed weights, which are gathered on the device before they are copied to the host
         zero3 = {id(each): where.grid.numel(each.layout, Extent.ZERO3) for each in handles}
         fresh = [each for each in handles if each.trainable]
         for size, members in _by_size(fresh, lambda each: (zero3[id(each)], each.precision.compute)).items():
@@ -100,7 +100,7 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
 
 
 def buffer_demand(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: RankTraits) -> BufferDemand:
-    """Return the buffers that handles on one mesh request from a transport with the traits of `where`."""
+    """Return the buffers that handles on one mesh request from a transport with the traits ``where.transport``."""
     gradients = [(each.layout.numel, each.precision.master) for each in handles]
     return BufferDemand(
         full_buffers=tuple((each.layout.numel, each.precision.compute) for each in handles if each.extension is None),
@@ -115,14 +115,17 @@ def buffer_demand(handles: Sequence[HandleSpec], config: LayerZeroConfig, where:
 
 
 def _lent_in_place(handle: HandleSpec, config: LayerZeroConfig, where: RankTraits, *, is_hop1: bool) -> bool:
-    """Return whether the first stage sends an accumulator in place, without a copy in the wire dtype."""
+    """Return whether the first stage sends the accumulator in place, without copying it to the wire dtype."""
     if is_hop1 and where.transport.rounds_on_read:
         return handle.has_persistent_send_buffer(config)
     return handle.reduction_spec.stages[0].wire_dtype == handle.reduction_spec.incoming_dtype
 
 
 def _landing_at_once(members: Sequence[HandleSpec], handles: Sequence[HandleSpec]) -> int:
-    """Return the number of `members` that get gradients at once: handles of one unit and of the units around it."""
+    """Return the number of `members` that receive gradients at the same time.
+
+    These are the handles of one unit and of the units that contain it.
+    """
     names = {each.unit for each in handles}
     around = {name for name in names if any(other != name and _contains(name, other) for other in names)}
     inner = Counter(each.unit for each in members if each.unit not in around)
@@ -136,7 +139,7 @@ def _contains(outer: str, inner: str) -> bool:
 def _received(handle: HandleSpec, stage: int, where: RankTraits) -> Size:
     """Return the size of a stage's receive buffer.
 
-    The result is the size of all ranks' parts if this rank adds the parts, otherwise the size of the sum.
+    If this rank adds the parts of all ranks, the buffer holds all of these parts. Otherwise it holds their sum.
     """
     numel, chosen, grid = handle.layout.numel, handle.reduction_spec.stages[stage], where.grid
     if chosen.collective is Collective.HOP1:

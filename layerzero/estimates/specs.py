@@ -1,4 +1,4 @@
-"""Specs of handles and units, without tensors, for predictions of memory, traffic and schedules."""
+"""Describe handles and units without their tensors, to predict memory, traffic and schedules."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class RankTraits:
     """Position of a rank in the grid, and the backend properties that determine its memory."""
 
     grid: ShardGrid
-    transport: TransportTraits  # of the ZeRO-3 group
+    transport: TransportTraits  # traits of the ZeRO-3 group's transport
     adds_hop2: bool  # True if this rank receives the parts of all ranks in hop 2 and adds them, as on gloo
-    on_device: bool  # the rank computes on an accelerator with its own streams and memory
-    weights_in_host: bool = False  # ZeRO-3 shards are in host memory
+    on_device: bool  # True if the rank computes on an accelerator with its own streams and memory
+    weights_in_host: bool = False  # True if ZeRO-3 shards are in host memory
 
     @classmethod
     def of(cls, mesh_info: MeshInfo, transport: TransportTraits, *, offload_params: bool) -> RankTraits:
@@ -57,11 +57,11 @@ class HandleSpec:
     precision: Precision
     layout: FlatLayout
     reduction_spec: ReductionSpec
-    in_host: bool = False  # the master and the final gradient are in host memory
-    strided: tuple[int, ...] = ()  # bytes of each gathered parameter that is not contiguous
-    coded: int = 0  # bytes that a gather of encoded shards receives
-    set_aside: bool = False  # the final gradient was preserved during a backward; see engine/gradient_storage.py
-    extension: GatheredBytes | None = None  # bytes of the all-gather extension of the only parameter
+    in_host: bool = False  # True if the master and the final gradient are in host memory
+    strided: tuple[int, ...] = ()  # sizes in bytes of the gathered parameters that are not contiguous
+    coded: int = 0  # number of bytes that a gather of encoded shards receives
+    set_aside: bool = False  # True if the final gradient was preserved in a backward; see engine/gradient_storage.py
+    extension: GatheredBytes | None = None  # memory that the all-gather extension of the handle's only parameter uses
 
     def has_persistent_send_buffer(self, config: LayerZeroConfig) -> bool:
         """Return whether hop 1 sends from an accumulator that has permanent memory on this rank."""
@@ -75,13 +75,14 @@ class HandleSpec:
 
     @property
     def sent_numel(self) -> Size:
-        """Number of elements and dtype that the first stage sends."""
+        """Number of elements that the first stage sends, and their dtype."""
         return self.layout.numel, self.reduction_spec.stages[0].wire_dtype
 
     def gathered_sizes(self, where: RankTraits) -> tuple[int, ...]:
-        """Return the sizes, in bytes, of the full buffer and of each strided parameter.
+        """Return the sizes, in bytes, of the full buffer and of each parameter that is not contiguous.
 
-        With an all-gather extension, return the sizes of the tensors that it receives and creates.
+        If the handle has an all-gather extension, return the sizes of the tensors that the extension receives and
+        creates.
         """
         if self.extension is not None:
             return (*self.extension.received, *self.extension.made)
@@ -98,18 +99,18 @@ class UnitSpec:
     reshard_after_forward: (
         bool | int
     )  # True: the unit is freed after its forward. An int: its backward gathers among that many ranks
-    over: Hashable = None  # identifies the mesh that the unit is sharded over
+    over: Hashable = None  # identifies the mesh over which the unit is sharded
 
     @property
     def stays_gathered(self) -> bool:
-        """True if the unit stays gathered between forward and backward.
+        """True if the unit stays gathered between its forward and its backward pass.
 
-        On a device, the root always stays gathered, because the backward starts with it.
+        On a device, the root always stays gathered, because the backward pass starts with the root.
         """
         return not self.reshard_after_forward or (self.traits.on_device and not self.name)
 
     def coded_of(self, handle: HandleSpec) -> int:
-        """Return the number of bytes of encoded weights that a handle needs during a gather.
+        """Return the number of bytes that a handle needs for encoded weights during a gather.
 
         The full buffer is not included.
         """
@@ -134,7 +135,7 @@ class UnitSpec:
 
 
 def specs_of(units: Iterable[Unit]) -> list[UnitSpec]:
-    """Return the specs of existing units. Their layouts may have changed since the units were built."""
+    """Return the specs of existing units. The layouts of the units may have changed since they were built."""
     units = tuple(units)
     in_host = any(handle.weights.host_shard is not None for unit in units for handle in unit.handles)
     return [

@@ -1,1 +1,1 @@
-"""Flat layout of parameters over ranks. Uses integers only, without torch and processes."""
+"""Lay out parameters in flat storage over ranks. The code uses only integers, without torch or processes."""

@@ -1,8 +1,8 @@
-"""Positions of the parameters of a handle in flat storage. Uses integers only, without torch and processes.
+"""Plan the positions of a handle's parameters in flat storage. The code uses only integers, without torch or processes.
 
 The flat order of a handle is divided into `num_shards` equal ZeRO-1 shards. Parameters are ordered and padded so that
 no shard boundary (cut) is inside a dim-0 row. The shard of a parameter on each rank is therefore always a `[rows,
-*rest]` view. See owner_layout.py for other cuts of the same order.
+*rest]` view. See owner_layout.py for layouts with other cuts of the same order.
 
     >>> (layout,) = plan_layouts([("weight", (6, 4)), ("bias", (6,))], num_shards=4, align=2)
     >>> layout.shard_numel, [(slot.name, slot.offset) for slot in layout.slots]
@@ -18,7 +18,8 @@ Let D be the number of shards, W the longest row of a layout in elements, and
 Every planned layout has  shard_numel <= floor(n / D) + W  (and at least 1 if all slots are empty). If each row is a
 multiple of `align`, as is usual, the rounding in n adds nothing. Two facts follow.
 
-- Padding beyond n is at most W per shard. This is at most 1 % if a shard holds at least 100 of its longest rows.
+- Padding beyond n is at most W per shard. This is at most 1 % if a shard is at least 100 times as long as the longest
+  row.
 - The bound can always be met. For one row length r, let  L = r * ceil(n / (r * D)),  the first multiple of r for which
   D shards contain n elements. Then L - r < n / D, so L <= floor(n / D) + r. Every cut is a multiple of r, so a slot may
   start at any multiple of lcm(r, align). Adjacent slots, each rounded up, need n <= D * L elements. `_pack` places each
@@ -37,9 +38,9 @@ from dataclasses import dataclass, replace
 from math import gcd, lcm, prod
 from typing import NamedTuple
 
-_WIDTH = 8  # beam width of the search if one order does not fit; 4 to 64 give models the same padding
-_MANY = 16  # number of row lengths above which the search is cut short; no known model has as many
-_EFFORT = 2_500  # maximum number of offsets tried for one shard length; keeps dozens of odd parameters quick
+_WIDTH = 8  # beam width of the search if the greedy order does not fit; 4 to 64 yield the same padding for known models
+_MANY = 16  # number of row lengths above which the search is cut short; no known model has that many
+_EFFORT = 2_500  # maximum number of offsets tried per shard length; keeps planning fast for dozens of odd parameters
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Slot:
     """Position of one parameter in the flat order. `Slot("w", (6, 4), 8)` covers flat positions 8 to 31."""
 
     name: str
-    shape: tuple[int, ...]  # at least one dim
-    offset: int  # elements from the start of the flat order
+    shape: tuple[int, ...]  # has at least one dim
+    offset: int  # number of elements from the start of the flat order
 
     @property
     def rows(self) -> int:
@@ -70,7 +71,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Flat order of one handle, and the cuts between its shards. All sizes are in elements.
+    """Flat order of one handle's parameters, and the cuts between its shards. All sizes are in elements.
 
     ZeRO-1 shard k is elements [k * shard_numel, (k + 1) * shard_numel), or [bounds[k], bounds[k + 1]) if `bounds` are
     given.
@@ -80,13 +81,13 @@ class FlatLayout:
     """
 
     slots: tuple[Slot, ...]  # sorted by offset; empty slots are first, at offset 0
-    shard_numel: int  # L, elements of one ZeRO-1 shard; the mean if they differ
+    shard_numel: int  # L, number of elements in each ZeRO-1 shard, or the mean if the shards differ in length
     num_shards: int  # D
-    align: int  # elements; every slot starts at a multiple of it
+    align: int  # every slot starts at a multiple of this number of elements
     bounds: tuple[int, ...] = ()  # D + 1 cuts; empty if all shards have equal length
 
     def __post_init__(self) -> None:
-        # Layouts are also read from checkpoints. Therefore check here and not only in the planner.
+        # Layouts are also read from checkpoints. Therefore they are checked here and not only in the planner.
         if min(self.shard_numel, self.num_shards, self.align) < 1:
             raise ValueError(
                 f"shard_numel={self.shard_numel}, num_shards={self.num_shards} and align={self.align} "
@@ -176,13 +177,14 @@ def plan_layouts(
 ) -> tuple[FlatLayout, ...]:
     """Plan as few layouts as possible that meet the bound in [Note: Bound on the shard length].
 
-    The result depends only on the arguments, so that all ranks plan the same layouts.
+    The result depends only on the arguments, so all ranks plan the same layouts.
 
     Args:
         params: (name, shape) of each parameter.
         num_shards: number of ZeRO-1 shards.
-        align: alignment of slots in elements: 16 bytes divided by the smallest stored itemsize, so 8 with bf16.
-            `shard_numel` is a multiple of `align` if the note allows.
+        align: alignment of slots in elements: 16 bytes divided by the smallest itemsize in which the parameters are
+            stored, for example 8 with bf16. `shard_numel` is a multiple of `align` if the bound in the note allows
+            this.
 
     Raises:
         ValueError: an argument is not positive, there are no parameters, a name is repeated, or a shape is invalid.
@@ -215,7 +217,10 @@ def _refuse_nonsense(params: Sequence[tuple[str, tuple[int, ...]]], num_shards: 
 
 
 def _plan_split(slots: Sequence[Slot], num_shards: int, align: int) -> list[FlatLayout]:
-    """Return several layouts, each for some of the row lengths: the fewest found, with the least padding."""
+    """Return several layouts, each for some of the row lengths.
+
+    Of the plans that are tried, return the one with the fewest layouts or, among equals, with the least padding.
+    """
     by_row: dict[int, list[Slot]] = {}
     for slot in slots:
         by_row.setdefault(slot.row_numel, []).append(slot)
@@ -227,8 +232,12 @@ def _plan_split(slots: Sequence[Slot], num_shards: int, align: int) -> list[Flat
 
 
 def _join(groups: Sequence[Sequence[Slot]], num_shards: int, align: int) -> list[FlatLayout]:
-    """Add each group of one row length to the layout that grows least, or else to a new layout."""
-    # Models have few row lengths. For hundreds of unrelated ones, speed matters more than padding.
+    """Add each group of slots of one row length to the layout that grows least, or to a new layout if it fits in none.
+
+    Args:
+        groups: slots of each row length.
+    """
+    # Models have few row lengths. With hundreds of unrelated row lengths, speed matters more than padding.
     effort = _EFFORT if len(groups) <= _MANY else 0
     layouts: list[FlatLayout] = []
     for group in groups:
@@ -248,9 +257,12 @@ def _join(groups: Sequence[Sequence[Slot]], num_shards: int, align: int) -> list
 
 
 def _plan_one(slots: Sequence[Slot], num_shards: int, align: int, effort: int) -> FlatLayout | None:
-    """Return one layout of all `slots` (not empty) with the shortest shard found; None if none is short enough."""
+    """Return one layout of all `slots` with the shortest shards found, or None if no shard length meets the bound.
+
+    The slots must have elements.
+    """
     kinds = _kinds(slots)
-    # Search aligned lengths thoroughly. Other lengths are for parameters that are too small or irregular for these.
+    # Search aligned lengths thoroughly. Other lengths are for parameters that are too small or irregular for alignment.
     for unit in dict.fromkeys((align, 1)):
         for shard in _candidates(kinds, num_shards, unit, align):
             placed = _pack(kinds, shard, num_shards, align, effort if unit == align else 0)
@@ -261,7 +273,7 @@ def _plan_one(slots: Sequence[Slot], num_shards: int, align: int, effort: int) -
 
 @dataclass(frozen=True)
 class _Kind:
-    """Slots of equal row length and size, which the planner treats alike, in the order of the caller."""
+    """Slots of equal row length and size, which the planner treats alike, in the order in which they were passed."""
 
     row: int
     numel: int
@@ -271,7 +283,7 @@ class _Kind:
 def _kinds(slots: Iterable[Slot]) -> list[_Kind]:
     """Group `slots` into kinds, sorted by row length and then by number of elements, largest first.
 
-    In this order, slots with rows that divide each other leave no gaps.
+    In this order, slots whose row lengths divide each other leave no gaps.
     """
     groups: dict[tuple[int, int], list[Slot]] = {}
     for slot in slots:
@@ -280,13 +292,13 @@ def _kinds(slots: Iterable[Slot]) -> list[_Kind]:
 
 
 def _candidates(kinds: Sequence[_Kind], num_shards: int, unit: int, align: int) -> Iterator[int]:
-    """Yield shard lengths to try: multiples of `unit` up to the limit, in ascending order and with growing steps."""
+    """Yield the shard lengths to try: multiples of `unit` up to the limit, in ascending order with growing steps."""
     longest_row = kinds[0].row
-    # Lower bound for the end of slots at aligned offsets: the last slot is not rounded up.
+    # Lower bound for the end of the last slot if all offsets are aligned. The last slot itself is not rounded up.
     least = sum(_round_up(kind.numel, align) * len(kind.slots) for kind in kinds)
     least -= max(_round_up(kind.numel, align) - kind.numel for kind in kinds)
     shard = max(_ceil_div(least, num_shards), longest_row)
-    # Do not step over the length that is proved to work for one row length; see [Note: Bound on the shard length].
+    # Do not skip the length that provably works for a single row length; see [Note: Bound on the shard length].
     n = sum(_round_up(kind.numel, lcm(kind.row, align)) * len(kind.slots) for kind in kinds)
     limit = n // num_shards + longest_row
     sure = _round_up(max(shard, _ceil_div(n, num_shards)), lcm(unit, *(kind.row for kind in kinds)))
@@ -298,13 +310,13 @@ def _candidates(kinds: Sequence[_Kind], num_shards: int, unit: int, align: int) 
 
 
 def _next_possible(kinds: Sequence[_Kind], shard: int, unit: int, limit: int) -> int | None:
-    """Return the first length from `shard` up to `limit` that may be possible; None if there is none.
+    """Return the first shard length from `shard` to `limit` that may be possible, or None if there is none.
 
     See [Note: Constraints on the shard length].
     """
     while shard <= limit:
         multiple = unit
-        eased = limit + 1  # length at which some slot stops requiring multiples of its row
+        eased = limit + 1  # length from which some slot no longer requires multiples of its row
         for kind in kinds:
             if kind.numel > 2 * shard:
                 eased = min(eased, _ceil_div(kind.numel, 2))
@@ -320,10 +332,10 @@ def _next_possible(kinds: Sequence[_Kind], shard: int, unit: int, limit: int) ->
 class _PartialOrder(NamedTuple):
     """Partial order of slots, as a linked list: the slot placed last, and the partial order before it."""
 
-    gaps: int  # elements left empty between slots so far
+    gaps: int  # number of elements left empty between the slots placed so far
     end: int  # flat position after the last slot
-    kind: int  # index of the kind of the last slot
-    offset: int  # of the last slot
+    kind: int  # index of the last slot's kind
+    offset: int  # offset of the last slot
     before: "_PartialOrder | None"
 
 
@@ -334,10 +346,10 @@ def _pack(
     align: int,
     effort: int,
 ) -> tuple[Slot, ...] | None:
-    """Place all slots in the shards without cutting a row; return None if no order that was tried fits.
+    """Place all slots in the shards without cutting a row. Return None if none of the orders that are tried fits.
 
-    First try a greedy order, which always places the slot with the smallest gap next, or the longest row among equals.
-    Then try a beam search, as wide as `effort` (the number of offsets to try) allows.
+    First try a greedy order. It always places next the slot that leaves the smallest gap and, among equals, the slot
+    with the longest row. Then try a beam search whose width is limited by `effort`, the number of offsets to try.
     """
     widest = effort // (len(kinds) * sum(len(kind.slots) for kind in kinds))
     way = _best_order(kinds, shard, num_shards, align, width=1)
@@ -354,14 +366,15 @@ def _pack(
 
 
 def _best_order(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int, *, width: int) -> _PartialOrder | None:
-    """Place the slots one by one, in a beam search of the given `width`; return the best order, or None if none fits.
+    """Place the slots one by one in a beam search of the given `width`. Return the best order, or None if none fits.
 
-    Later slots depend on a partial order only through its end, and an earlier end is better. Therefore only the best of
-    the partial orders of the same slots is kept. Without a limit on `width`, the search would be exact.
+    A partial order affects the positions of later slots only through its end, and an earlier end is better. Therefore,
+    of the partial orders that contain the same slots, only the best is kept. Without a limit on `width`, the search
+    would be exact.
     """
     counts = tuple(len(kind.slots) for kind in kinds)
     spare = shard * num_shards - sum(kind.numel * len(kind.slots) for kind in kinds)
-    ways = {counts: _PartialOrder(0, 0, -1, 0, None)}  # by the number of slots of each kind left to place
+    ways = {counts: _PartialOrder(0, 0, -1, 0, None)}  # by the numbers of slots of each kind that remain to be placed
     for _ in range(sum(counts)):
         longer: dict[tuple[int, ...], _PartialOrder] = {}
         for left, way in ways.items():
@@ -379,16 +392,16 @@ def _best_order(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int,
                     longer[after] = _PartialOrder(gaps, offset + kind.numel, i, offset, way)
                 if width == 1 and offset == start:
                     break
-        # A greedy search works best with the smallest gaps. A wider search may use all spare elements, and works best
-        # if it places the longest rows first (first in `left`): long rows are the hardest to place, and short rows fill
-        # gaps.
+        # A greedy search works best if it prefers the smallest gaps. A wider search may use all spare elements. It
+        # works best if it places the longest rows first (they are first in `left`), because long rows are the hardest
+        # to place and short rows can fill gaps.
         ranked = sorted(longer.items(), key=lambda item: (item[1].gaps if width == 1 else 0, item[0]))
         ways = dict(ranked[:width])
     return next(iter(ways.values()), None)
 
 
 def _earliest(kind: _Kind, start: int, shard: int, align: int) -> int | None:
-    """Return the first legal offset at or after `start` (a multiple of `align`); None if no offset is legal.
+    """Return the first legal offset at or after `start`, a multiple of `align`, or None if no offset is legal.
 
     For example, with 4 rows of 3 elements, shards of 8 and `align` 1, the first legal offset from 0 is 2. The rows then
     start at 2, 5 | 8, 11.
@@ -407,7 +420,10 @@ def _earliest(kind: _Kind, start: int, shard: int, align: int) -> int | None:
 
 
 def _first_aligned(start: int, cut: int, row: int, align: int) -> int | None:
-    """Return the first multiple of `align` from `start` on that is full rows away from `cut`; None if none exists."""
+    """Return the first multiple of `align` at or after `start` whose distance from `cut` is a whole number of rows.
+
+    Return None if there is no such multiple.
+    """
     common = gcd(row, align)
     if (cut - start) % common:
         return None

@@ -1,4 +1,4 @@
-"""Usage of a parameter: the state of its gradient as one byte."""
+"""Encode the state of a parameter's gradient as one byte."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["GradUsage"]
 
 
 class GradUsage(enum.IntEnum):
-    """Known state of the gradient of one parameter since the user last zeroed it.
+    """Known state of one parameter's gradient since the user last zeroed it.
 
-    The ranks agree on the maximum of this byte over all ranks. A contribution moves UNUSED to CONTRIBUTED. Publication
-    of the final gradient moves CONTRIBUTED to PUBLISHED. zero_grad() moves every state to UNUSED. UNKNOWN means that
-    contributions of other ranks are unknown until the next agreement.
+    The ranks agree on the maximum of this byte over all ranks. A contribution changes UNUSED to CONTRIBUTED. When the
+    final gradient is published, CONTRIBUTED changes to PUBLISHED. zero_grad() changes every state to UNUSED. UNKNOWN
+    means that this rank does not know the contributions of other ranks until the next agreement.
     """
 
-    UNUSED = 0  # no contribution from any rank, as far as this rank knows
-    UNKNOWN = 1  # none from this rank, but perhaps from another rank of the ZeRO-3 group
-    PUBLISHED = 2  # has contributions, all published
-    CONTRIBUTED = 3  # has contributions since the final gradient was last published
+    UNUSED = 0  # no rank has contributed, as far as this rank knows
+    UNKNOWN = 1  # this rank has not contributed, but another rank of the ZeRO-3 group may have
+    PUBLISHED = 2  # there are contributions, and all of them have been published
+    CONTRIBUTED = 3  # there are contributions since the final gradient was last published

@@ -1,19 +1,19 @@
-"""Owners of parameters that an optimizer needs in full, and the resulting shard boundaries. Uses integers only.
+"""Assign owners to parameters that an optimizer needs in full, and set shard boundaries accordingly.
 
-In every ZeRO-3 shard that contains a part of an owned slot, this part belongs to the same replica. Therefore all ZeRO-1
-rows of the slot are in one ZeRO-3 group. The owner, one rank of this group, gathers the rows inside the group and
-updates the parameter. If the parameter is split along a model-parallel axis, the parts are also joined along that axis.
-Each rank on the axis has an equal part, at the same position of an equal layout.
+The code uses only integers. In every ZeRO-3 shard that contains a part of an owned slot, this part belongs to the same
+replica. Therefore all ZeRO-1 rows of the slot are in one ZeRO-3 group. The owner, one rank of this group, gathers the
+rows inside the group and updates the parameter. If the parameter is split along a model-parallel axis, the parts are
+also joined along that axis. All ranks on the axis have equal layouts, with parts of equal size at the same position.
 
 [Note: Shard boundaries with owners]
 The parts of a ZeRO-3 shard are in the order of the replicas. A slot that extends from one ZeRO-3 shard into the next is
-at the end of the first and at the start of the second. Such slots link ZeRO-3 shards into a chain. The replica indices
-of owned slots never decrease along a chain. Therefore each replica has one run of the chain, which may be empty, and
-the runs define the plan. Other slots may be split at any row boundary.
+at the end of the first shard and at the start of the second shard. Such slots link ZeRO-3 shards into a chain. The
+replica indices of owned slots never decrease along a chain. Therefore each replica has one contiguous run of the chain,
+which may be empty. The runs define the plan. Other slots may be split at any row boundary.
 
 Runs are chosen to balance three loads by least squares: the elements of each replica, the elements of each rank, and
-the optimizer work of each replica. The choice is exact for one chain while the others are fixed. Several rounds over
-all chains approximate the joint optimum.
+the optimizer work of each replica. For one chain, the choice is exact while the other chains are fixed. Several rounds
+over all chains approximate the joint optimum.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from layerzero.layout.flat_layout import FlatLayout, Slot
 
 __all__ = ["JoinAxis", "OwnerLayouts", "ParamOwner", "plan_owners", "update_cost"]
 
-_EFFORT = 200_000  # maximum number of runs tried after the first round
+_EFFORT = 200_000  # number of tried runs above which chains keep their runs after the first round
 _ROUNDS = 6  # maximum number of rounds over all chains
-_INSIDE = 32  # candidate cuts inside the slots of a layout, apart from those between slots
+_INSIDE = 32  # number of candidate cuts inside the slots of a layout, in addition to those between slots
 
 
 class ParamOwner(NamedTuple):
@@ -41,7 +41,7 @@ class ParamOwner(NamedTuple):
 
     r: int
     s: int
-    axis: int | None = None  # model-parallel axis along which parts are joined, or None if parts are not joined
+    axis: int | None = None  # model-parallel axis along which the parts are joined, or None if they are not joined
     t: int = 0  # coordinate on that axis
 
 
@@ -50,21 +50,22 @@ class JoinAxis(NamedTuple):
 
     axis: int
     size: int  # number of ranks on the axis
-    shape: tuple[int, ...]  # of the joined parameter
+    shape: tuple[int, ...]  # shape of the joined parameter
 
 
 @dataclass(frozen=True)
 class OwnerLayouts:
-    """Layouts with their new shard boundaries, and the owner of each owned slot by name."""
+    """Layouts with new shard boundaries, and the owner of each owned slot, by name of the slot."""
 
     layouts: tuple[FlatLayout, ...]
     owners: dict[str, ParamOwner]
 
 
 def update_cost(shape: Sequence[int]) -> int:
-    """Return the relative cost of a matrix optimizer's update: the shorter side of a matrix times its elements.
+    """Return the relative cost of updating a parameter with a matrix optimizer.
 
-    A stack of matrices costs the sum of its matrices. A vector costs its number of elements.
+    The cost of a matrix is its number of elements times the length of its shorter side. The cost of a stack of matrices
+    is the sum of the costs of the matrices. The cost of a vector is its number of elements.
     """
     return prod(shape) * (min(shape[-2:]) if len(shape) > 1 else 1)
 
@@ -82,11 +83,11 @@ def plan_owners(
     Layouts without owned slots have equal shards. The result depends only on the arguments.
 
     Args:
-        layouts: layouts to change.
+        layouts: layouts with equal shards.
         owned: names of the owned slots of each layout.
         replicas: number of replicas, R.
         zero3_size: number of ranks in a ZeRO-3 group, S.
-        join_axes_of: axis of each parameter whose parts are joined along a model-parallel axis, by parameter name.
+        join_axes_of: model-parallel axes along which the parts of parameters are joined, by parameter name.
     """
     work = partial(_work, join_axes_of)
     chains = [
@@ -107,19 +108,19 @@ def plan_owners(
 
 
 def _work(join_axes_of: Mapping[str, JoinAxis], slot: Slot) -> int:
-    """Return the update cost of a slot; for a joined parameter, the share of each rank on the axis."""
+    """Return the update cost of a slot. For a joined parameter, return the share of each rank on the axis."""
     join_axis = join_axes_of.get(slot.name)
     return update_cost(slot.shape) if join_axis is None else update_cost(join_axis.shape) // join_axis.size
 
 
 class _LinkedShards(NamedTuple):
-    """Chain of ZeRO-3 shards of one layout that owned slots link; see [Note: Shard boundaries with owners]."""
+    """Chain of ZeRO-3 shards in one layout that owned slots link; see [Note: Shard boundaries with owners]."""
 
     layout: int  # index of the layout
-    shards: range  # of s
+    shards: range  # range of s, the index of the ZeRO-3 shard
     points: tuple[int, ...]  # flat positions where a cut may fall, including both ends of the chain
     work: tuple[int, ...]  # update cost of the owned slots before each point
-    starts: tuple[int, ...]  # start of each ZeRO-3 shard, and the end of the last one
+    starts: tuple[int, ...]  # start of each ZeRO-3 shard in the chain, and the end of the last one
 
 
 def _linked_shards(
@@ -150,16 +151,16 @@ def _linked_shards(
 
 
 def _inside(slot: Slot, used: int) -> list[int]:
-    """Return candidate cuts between rows of a slot, at about equal distances."""
+    """Return candidate cuts between the rows of a slot, at approximately equal distances."""
     pieces = min(slot.rows, 1 + _INSIDE * slot.numel // max(used, 1))
     return [slot.offset + slot.rows * i // pieces * slot.row_numel for i in range(1, pieces)] if slot.numel else []
 
 
 class _OwnerLoads:
-    """Loads assigned to replicas and ranks so far, as fractions of an equal distribution over replicas."""
+    """Loads assigned to replicas and ranks so far, relative to an equal distribution over replicas."""
 
     def __init__(self, chains: Sequence[_LinkedShards], replicas: int, zero3_size: int) -> None:
-        self.elements = [[0.0] * zero3_size for _ in range(replicas)]  # by r and s
+        self.elements = [[0.0] * zero3_size for _ in range(replicas)]  # indexed by r and s
         self.work = [0.0] * replicas
         numel = sum(chain.points[-1] - chain.points[0] for chain in chains)
         work = sum(chain.work[-1] for chain in chains)
@@ -182,11 +183,14 @@ class _OwnerLoads:
         return [(s, piece * self._per_element) for s, piece in pieces if piece > 0]
 
     def best(self, chain: _LinkedShards, replicas: int) -> list[int]:
-        """Return the index of the point at which each replica's run ends, so that the squared loads grow least."""
+        """Choose the runs of `chain` that increase the squared loads least.
+
+        Return, for each replica, the index of the point at which its run ends.
+        """
         count = len(chain.points)
         shares = {(i, j): self._shares(chain, i, j) for i in range(count) for j in range(i + 1, count)}
         totals = [sum(row) for row in self.elements]
-        least = [0.0] + [float("inf")] * (count - 1)  # by point: least cost of the replicas so far, up to that point
+        least = [0.0] + [float("inf")] * (count - 1)  # lowest cost of the replicas so far, by the point where they end
         chosen: list[list[int]] = []
         for r in range(replicas):
             before, from_point = least, list(range(count))  # an empty run costs nothing
@@ -204,7 +208,7 @@ class _OwnerLoads:
             at = from_point[at]
         return ends[::-1]
 
-    # Elements of a replica count twice, because they are sent over the slow link.
+    # The elements of a replica count twice, because they are sent over the slower link.
     def _growth(self, r: int, total: float, work: int, shares: Sequence[tuple[int, float]]) -> float:
         size, effort = sum(share for _, share in shares), work * self._per_work
         growth = 2 * size * (2 * total + size) + effort * (2 * self.work[r] + effort)
@@ -213,7 +217,7 @@ class _OwnerLoads:
 
 
 def _balance(chains: Sequence[_LinkedShards], replicas: int, zero3_size: int) -> list[list[int]]:
-    """Return, for each chain, the index of the point at which the run of each replica ends."""
+    """Return, for each chain and each replica, the index of the point at which the run of the replica ends."""
     loads = _OwnerLoads(chains, replicas, zero3_size)
     runs: list[list[int]] = [[] for _ in chains]
     order = sorted(range(len(chains)), key=lambda i: chains[i].points[0] - chains[i].points[-1])
@@ -224,7 +228,7 @@ def _balance(chains: Sequence[_LinkedShards], replicas: int, zero3_size: int) ->
             chain = chains[index]
             looked_at += replicas * len(chain.points) ** 2 // 2
             if runs[index] and looked_at > _EFFORT:
-                continue  # keep its runs
+                continue  # keep the runs of this chain
             if runs[index]:
                 loads.give(chain, runs[index], -1)
             ends = loads.best(chain, replicas)
@@ -250,10 +254,10 @@ def _owners(
     zero3_size: int,
     join_axes_of: Mapping[str, JoinAxis],
 ) -> dict[str, ParamOwner]:
-    """Assign owners inside each ZeRO-3 group, heaviest slots first.
+    """Assign owners inside each ZeRO-3 group, starting with the heaviest slots.
 
-    Among the ranks whose load allows it, a slot goes to the rank with most of its rows. Along a model-parallel axis, a
-    joined parameter goes to the least loaded rank.
+    Among the ranks whose load allows another slot, the rank that stores the most rows of the slot becomes the owner.
+    Along a model-parallel axis, the least loaded rank becomes the owner of a joined parameter.
     """
     of_replica: list[list[tuple[FlatLayout, Slot]]] = [[] for _ in range(replicas)]
     for layout, names in zip(layouts, owned, strict=True):
@@ -291,7 +295,7 @@ def _owners(
 
 
 class _OwnerLoad(NamedTuple):
-    """Load of one owner, as fractions of the total of its ZeRO-3 group."""
+    """Load of one owner, as fractions of the total load of its ZeRO-3 group."""
 
     elements: float = 0.0
     work: float = 0.0
@@ -301,6 +305,6 @@ class _OwnerLoad(NamedTuple):
 
 
 def _holders(layout: FlatLayout, slot: Slot) -> list[int]:
-    """Return the indices of the ZeRO-1 shards that contain rows of a slot; [0] if the slot has no rows."""
+    """Return the indices of the ZeRO-1 shards that contain rows of a slot, or [0] if the slot has no rows."""
     holders = [k for k in range(layout.num_shards) if len(layout.rows_in(slot, layout.shard_range(k)))]
     return holders or [0]

@@ -1,4 +1,4 @@
-"""Coordinates of one rank among the data-parallel ranks, and its parts of a layout. Uses integers only.
+"""Compute the coordinates of a rank among the data-parallel ranks, and its parts of a layout, from integers only.
 
 [Note: Three extents]
 A tensor of a handle has one of three extents on a rank. Weights are copied from smaller to larger extents. Gradients
@@ -33,14 +33,14 @@ class Extent(enum.IntEnum):
 
 
 class Overlap(NamedTuple):
-    """Common elements of a slot and a range of the flat order. Without common elements, both slices are empty."""
+    """Elements that a slot and a range of the flat order have in common. If there are none, both slices are empty."""
 
-    of_slot: slice  # elements of the slot
-    of_range: slice  # elements of the range
+    of_slot: slice  # the common elements within the slot
+    of_range: slice  # the common elements within the range
 
 
 def overlap(slot: Slot, flat: range) -> Overlap:
-    """Return the common elements of `slot` and `flat`, a range of the flat order."""
+    """Return the elements that `slot` and `flat`, a range of the flat order, have in common."""
     start = min(max(slot.offset, flat.start), flat.stop)
     stop = max(start, min(slot.end, flat.stop))
     if start == stop:
@@ -50,7 +50,9 @@ def overlap(slot: Slot, flat: range) -> Overlap:
 
 @dataclass(frozen=True)
 class ShardGrid:
-    """Grid of D data-parallel ranks as R replicas of S ranks, and the coordinates of one rank: rank = r * S + s.
+    """Grid of D data-parallel ranks, arranged as R replicas of S ranks, and the coordinates of one rank.
+
+    The rank with the coordinates (r, s) has the index r * S + s.
 
     >>> grid = ShardGrid.of_rank(2, data_parallel=4, zero3_size=2)  # (r, s) = (1, 0)
     >>> grid.shard_index, grid.same_elements(Extent.ZERO1, Extent.ZERO3)
@@ -82,11 +84,11 @@ class ShardGrid:
 
     @property
     def shard_index(self) -> int:
-        """Index k of this rank's ZeRO-1 shard in the flat order. The shard is a part of ZeRO-3 shard s."""
+        """Index k of this rank's ZeRO-1 shard in the flat order. This shard is a part of ZeRO-3 shard s."""
         return self.zero3_rank * self.replicas + self.replica_rank
 
     def same_elements(self, small: Extent, big: Extent) -> bool:
-        """Return whether extents `small` and `big` cover the same elements in every layout."""
+        """Return whether the extents `small` and `big` cover the same elements in every layout."""
         low, high = sorted((small, big))
         one_replica, one_shard = self.replicas == 1, self.zero3_size == 1
         return all(
@@ -94,7 +96,7 @@ class ShardGrid:
         )
 
     def range_of(self, layout: FlatLayout, extent: Extent) -> range:
-        """Return the range of flat positions that this rank's tensors of `extent` cover."""
+        """Return the range of flat positions that this rank's tensors with the extent `extent` cover."""
         if extent is Extent.ZERO1:
             return layout.shard_range(self.shard_index)
         if extent is Extent.ZERO3:
@@ -110,12 +112,15 @@ class ShardGrid:
         return slice(inner.start - outer.start, inner.stop - outer.start)
 
     def replica_part_sizes(self, layout: FlatLayout) -> tuple[int, ...] | None:
-        """Return the number of elements of each replica's part of this rank's ZeRO-3 shard; None if all are equal."""
+        """Return the number of elements in each replica's part of this rank's ZeRO-3 shard.
+
+        Return None if all parts have the same number of elements.
+        """
         if not layout.bounds:
             return None
         first = self.zero3_rank * self.replicas
         return tuple(len(layout.shard_range(k)) for k in range(first, first + self.replicas))
 
     def slot_slice(self, layout: FlatLayout, slot: Slot, extent: Extent) -> slice:
-        """Return the slice of `slot` within this rank's tensor of `extent`."""
+        """Return the slice of this rank's tensor with the extent `extent` that contains elements of `slot`."""
         return overlap(slot, self.range_of(layout, extent)).of_range

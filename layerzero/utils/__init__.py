@@ -1,1 +1,1 @@
-"""General helpers that do not depend on sharding."""
+"""Provide general helpers that do not depend on sharding."""

@@ -1,4 +1,4 @@
-"""Sums and digests of tensor bits, for bitwise comparison between ranks and detection of bit flips."""
+"""Compute sums and digests of tensor bits, to compare tensors bitwise between ranks and to detect bit flips."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 __all__ = ["as_integers", "digest", "sum64", "weighted_sum"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 1 << 20  # number of elements that are processed at once, to limit the memory of their positions
+_PIECE = 1 << 20  # number of elements that are processed at once, to limit the memory needed for their positions
 _CHUNK = 1 << 20  # number of 8-byte words that are processed at once
 
 
@@ -37,9 +37,10 @@ def as_integers(tensor: Tensor) -> Tensor:
 
 
 def sum64(tensor: Tensor) -> Tensor:
-    """Return the sum of the tensor's 64-bit words, or of smaller words, as 0-dim int64.
+    """Return the sum of the tensor's 64-bit words as a 0-dim int64 tensor.
 
-    Any single bit flip changes the sum. The tensor is read once.
+    If the memory of the tensor cannot be viewed as 64-bit words, the elements are summed instead. Any single bit flip
+    changes the sum. The tensor is read once.
     """
     words = as_integers(tensor)
     per_word = 8 // words.element_size()
@@ -49,16 +50,16 @@ def sum64(tensor: Tensor) -> Tensor:
 
 
 def weighted_sum(tensor: Tensor, first: int, run: int = 1, pitch: int = 1) -> Tensor:
-    """Return the sum of a tensor's elements, weighted by their positions in a full tensor, as 0-dim int64.
+    """Return the sum of a tensor's elements, weighted by their positions in a full tensor, as a 0-dim int64 tensor.
 
-    Positions are flat indices into the full tensor, of which `tensor` is a part. The sums of all parts of any partition
-    add up to the sum of the full tensor. The sum also changes if elements are moved.
+    Positions are flat indices into the full tensor, and `tensor` is a part of the full tensor. For any partition, the
+    sums of all parts add up to the sum of the full tensor. The sum also changes if elements are moved.
 
     Args:
-        tensor: the part.
+        tensor: part of the full tensor.
         first: position of the part's first element.
         run: number of elements per run. The elements of a run are adjacent in the full tensor.
-        pitch: distance between the positions of the first elements of two consecutive runs.
+        pitch: difference between the positions of the first elements of consecutive runs.
     """
     words = as_integers(tensor)
     total = torch.zeros((), dtype=torch.int64, device=words.device)

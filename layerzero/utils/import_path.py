@@ -1,4 +1,4 @@
-"""Import of callables and classes by a name of the form ``package.module:name``."""
+"""Import callables and classes by a name of the form ``package.module:name``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def load_named(target: str, what: str) -> Callable[..., Any]:
     """Import and return a callable.
 
     Args:
-        target: name of the callable, ``package.module:name``.
+        target: name of the callable, in the form ``package.module:name``.
         what: description of the callable, for error messages.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Identity of this machine."""
+"""Identify this machine."""
 
 from __future__ import annotations
 

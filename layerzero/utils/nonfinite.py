@@ -1,4 +1,4 @@
-"""Tests for NaN and infinity."""
+"""Test tensors for NaN and infinity."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 __all__ = ["any_not_finite", "few_names", "max_magnitudes", "not_finite"]
 
-_SHOWN = 3  # names in a message
+_SHOWN = 3  # maximum number of names in a message
 _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -52,10 +52,10 @@ def _are_finite(tensors: list[Tensor]) -> Tensor:
 
 
 def max_magnitudes(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the largest magnitude in each tensor as a 0-dim tensor; NaN if the tensor contains a NaN.
+    """Return the largest magnitude in each tensor as a 0-dim tensor, or NaN if the tensor contains a NaN.
 
-    The tensors must be non-empty and on one device. A sum of squares is not used, because it may overflow even if every
-    element is finite.
+    The tensors must be non-empty and on the same device. A sum of squares would not be suitable, because it may
+    overflow even if every element is finite.
     """
     if tensors[0].device.type != "cpu":
         return list(torch._foreach_norm(tensors, math.inf))

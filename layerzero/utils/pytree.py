@@ -1,4 +1,4 @@
-"""Iteration over tensors in nested inputs and outputs of modules, and conversion of their dtypes."""
+"""Iterate over the tensors in nested inputs and outputs of modules, and convert their dtypes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _map_fields(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    # For a dict subclass or a dataclass. Objects that are both, like many model outputs, have equal items and fields.
+    # For dict subclasses and dataclasses. An object that is both, like many model outputs, has equal items and fields.
     names = list(value) if isinstance(value, dict) else [field.name for field in dataclasses.fields(value)]
     old = [value[name] if isinstance(value, dict) else getattr(value, name) for name in names]
     new = [_map_tensors(item, change) for item in old]

@@ -1,4 +1,4 @@
-"""Plain-text tables, and numbers with units."""
+"""Format plain-text tables and numbers with units."""
 
 from __future__ import annotations
 

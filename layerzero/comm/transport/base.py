@@ -1,21 +1,21 @@
-"""Interface of transports: how the ranks of one ZeRO-3 group move weights and gradients.
+"""Define the interface of transports, which move weights and gradients between the ranks of one ZeRO-3 group.
 
 A :class:`Transport` provides three kinds of memory:
 
 - a :class:`FullBuffer` for the compute weights of each handle, with this rank's ZeRO-3 shard
-- `send_buffers`, a pool of scratch from which hop 1 sends
+- `send_buffers`, a pool of scratch buffers from which hop 1 sends
 - a :class:`SendBuffer` for each accumulator that hop 1 sends
 
 A transport also runs the reduce-scatter of hop 1. The two transports are `process_group` (collectives) and
 `shared_memory`; :mod:`layerzero.comm.transport.selection` chooses the transport of each mesh. The replica axis always
-uses process groups. Formulas for memory and traffic depend on :class:`TransportTraits` only.
+uses process groups. Formulas for memory and traffic depend only on :class:`TransportTraits`.
 
 [Note: Write rounds]
-A transport may store the shards of all ranks in memory that the peers read at any time. Shards are then written in
+A transport may store the shards of all ranks in memory that the peers may read at any time. Shards are then written in
 rounds, which are the same on all ranks. :meth:`Transport.begin_write` begins a round, and has no effect inside a round.
 Each write ends with :meth:`FullBuffer.publish`. :meth:`Transport.end_write` ends the round. A round belongs to the
 transport and not to a full buffer, because a user may write to the masters of one handle on one rank before the other
-ranks do.
+ranks write to theirs.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class TransportTraits:
 
     name: str  # for reports
     full_buffer_resident: bool  # full buffers always contain the shards of all ranks and are neither gathered nor freed
-    sums_locally: bool  # in hop 1, each rank adds the parts of all ranks in fp32; otherwise the backend adds them
-    receives_copies: bool  # hop 1 receives into scratch; otherwise peers read the send buffers in place
+    sums_locally: bool  # in hop 1, each rank adds the parts of all ranks in fp32; if False, the backend adds them
+    receives_copies: bool  # hop 1 receives into scratch buffers; if False, peers read the send buffers in place
     rounds_on_read: bool  # send buffers keep their own dtype, and the receiver rounds to the wire dtype
 
 
@@ -62,7 +62,7 @@ class GatherOptions(NamedTuple):
     """Options for the gathers of a handle. A transport whose full buffers are resident ignores them."""
 
     codec: GatherCodec | None = None  # None if weights are not encoded
-    post_forward_comm: Communicator | None = None  # ranks that keep post-forward shards, if any
+    post_forward_comm: Communicator | None = None  # connects the ranks that share a post-forward copy, if any
     host_shard: HostShard | None = None  # ZeRO-3 shard in host memory, or None if the shard is on the device
 
 
@@ -71,22 +71,22 @@ class BufferDemand:
     """Sizes of the buffers that a model requests from a transport; the same on all ranks of the ZeRO-3 group."""
 
     full_buffers: tuple[Size, ...]
-    send_buffers: Mapping[Size, int]  # number of scratch buffers in use at once, by size
-    accumulators: tuple[Size, ...]  # of handles whose accumulator hop 1 sends
-    gradients: tuple[Size, ...]  # full gradients in master dtype, of all handles
+    send_buffers: Mapping[Size, int]  # number of scratch buffers that are in use at once, by size
+    accumulators: tuple[Size, ...]  # sizes of the accumulators that hop 1 sends
+    gradients: tuple[Size, ...]  # sizes of the full gradients of all handles, in master dtype
 
 
 class FullBuffer(ABC):
     """Full buffer of one handle, and the ZeRO-3 shard of this rank.
 
     Attributes:
-        full: 1-D [G], compute dtype. Its storage is empty while the buffer is freed.
-        shard: 1-D [G / S], compute dtype, the target of refreshes. The shard may be in host memory; see
-            `GatherOptions`.
-        read_by_peers: True if peers read `shard` in place, and therefore the shard may be written only in rounds.
-        full_bytes: bytes of `full` while it is gathered, or 0 if `full` has no memory apart from the shard.
-        encoded_bytes: bytes of encoded shards during a gather.
-        post_forward_bytes: bytes of the post-forward shard while the shard is kept.
+        full: full buffer, 1-D [G], compute dtype. The storage of `full` is empty while the buffer is freed.
+        shard: ZeRO-3 shard of this rank, 1-D [G / S], compute dtype. Refreshes write to it. The shard may be in host
+            memory; see `GatherOptions`.
+        read_by_peers: True if peers read `shard` in place. The shard may then be written only in rounds.
+        full_bytes: size of `full` in bytes while it is gathered, or 0 if `full` has no memory apart from the shard.
+        encoded_bytes: size of the encoded shards in bytes during a gather.
+        post_forward_bytes: size of the post-forward shard in bytes while the shard is kept.
     """
 
     read_by_peers = False
@@ -112,7 +112,7 @@ class FullBuffer(ABC):
 
     @abstractmethod
     def gather(self, *, name: str) -> Waitable | None:
-        """Start filling `full` with the shards of all ranks; return None if no wait is needed.
+        """Start filling `full` with the shards of all ranks. Return None if no wait is needed.
 
         Args:
             name: name of the unit, for messages and traces.
@@ -130,19 +130,19 @@ class FullBuffer(ABC):
     def publish(self, pending: PendingCollective | None) -> None:  # noqa: B027
         """Make the new contents of `shard` visible to the peers when `pending` completes.
 
-        If `pending` is None, the contents become visible at once.
+        If `pending` is None, the contents become visible immediately.
 
         See [Note: Write rounds].
         """
 
     def wait_published(self, name: str) -> None:  # noqa: B027
-        """Wait until all ranks have published as many times as this rank."""
+        """Wait until every rank has published its shard as many times as this rank."""
 
 
 class LocalBuffer(FullBuffer):
-    """ZeRO-3 shard without gathers by a transport.
+    """Full buffer that the transport never gathers.
 
-    Either the shard is the full buffer (S = 1), or an all-gather extension gathers the shard.
+    Either this rank's ZeRO-3 shard is the full buffer (S = 1), or an all-gather extension gathers the shard.
     """
 
     def __init__(self, shard: Tensor) -> None:
@@ -153,10 +153,10 @@ class LocalBuffer(FullBuffer):
 
 
 class SendBuffer:
-    """Persistent memory of a gradient buffer, 1-D [numel]. The memory is allocated at first use and filled with zeros.
+    """Persistent memory of a gradient buffer, 1-D [numel]. The memory is allocated on first use and filled with zeros.
 
     Attributes:
-        read_in_place: True if peers read this memory in hop 1 and round the values to the wire dtype.
+        read_in_place: True if peers read this memory in place in hop 1 and round the values to the wire dtype.
     """
 
     read_in_place = False
@@ -173,7 +173,7 @@ class SendBuffer:
         return 0 if self._tensor is None else self._tensor.nbytes
 
     def open(self) -> Tensor:
-        """Return the memory, after :meth:`wait_until_writable`."""
+        """Call :meth:`wait_until_writable` and return the memory."""
         if self._tensor is None:
             self._tensor = self._allocate()
         self.wait_until_writable()
@@ -187,11 +187,11 @@ class SendBuffer:
 
 
 class Transport(ABC):
-    """Movement of weights and gradients between the ranks of one ZeRO-3 group.
+    """Abstract base class for the movement of weights and gradients between the ranks of one ZeRO-3 group.
 
     Attributes:
-        traits: properties that planners read.
-        send_buffers: pool of the memory that hop 1 sends from.
+        traits: properties from which memory and traffic are predicted.
+        send_buffers: pool of the buffers from which hop 1 sends.
     """
 
     traits: TransportTraits
@@ -206,26 +206,26 @@ class Transport(ABC):
 
     @abstractmethod
     def send_buffer(self, numel: int, dtype: torch.dtype) -> SendBuffer:
-        """Return memory for an accumulator that hop 1 sends."""
+        """Return persistent memory for an accumulator that hop 1 sends."""
 
     @abstractmethod
     def reduce_scatter(self, flat: Tensor, wire_dtype: torch.dtype, *, name: str) -> PendingReduction:
         """Start hop 1, in which rank i receives the sum over all ranks of piece i of `flat`, 1-D [G].
 
         Args:
-            flat: in `wire_dtype`. If `traits.rounds_on_read`, another dtype is allowed.
+            flat: gradient to reduce, in `wire_dtype`. If `traits.rounds_on_read` is True, it may have another dtype.
             name: name of the unit, for messages and traces.
         """
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the memory that the ranks of the ZeRO-3 group share, as counted by the system."""
+        """Number of bytes that the ranks of the ZeRO-3 group share, as counted by the operating system."""
         return 0
 
     def begin_write(self) -> None:  # noqa: B027
-        """Wait until no peer reads full buffers that this rank will write; see [Note: Write rounds].
+        """Wait until no peer reads the full buffers to which this rank will write; see [Note: Write rounds].
 
-        Shards that are written afterwards must be published.
+        Shards that are written after this call must be published.
         """
 
     def end_write(self) -> None:  # noqa: B027

@@ -1,4 +1,4 @@
-"""Post-forward shards: parts of a full buffer that a few neighboring ranks keep from a forward to its backward."""
+"""Keep post-forward shards, the parts of a full buffer that a few neighboring ranks keep until the backward pass."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ __all__ = ["PostForwardShard"]
 
 
 class PostForwardShard:
-    """N/k elements of a full buffer on each of k neighboring ranks: ``reshard_after_forward=k``.
+    """Part of a full buffer that each of k neighboring ranks keeps: ``reshard_after_forward=k``.
 
-    The shard is allocated at the end of a forward that may have a backward. The shard is freed at the end of the
-    backward of the last forward that has kept it, or when the weights change. The shard is kept even for a forward
-    whose output is discarded, because the lifetime of the graph depends on each rank's garbage collection, and all
-    ranks must launch the same gathers. While the shard is allocated, gathers run among the k ranks only.
+    The part has 1/k of the buffer's elements. The shard is allocated at the end of a forward pass that may have a
+    backward pass. The shard is freed at the end of the backward pass of the last forward pass that has kept it, or when
+    the weights change. The shard is kept even for a forward pass whose output is discarded. Otherwise the launched
+    gathers could differ between ranks, because the lifetime of the graph depends on each rank's garbage collection.
+    While the shard is allocated, gathers run only among the k ranks.
 
     Args:
-        full: 1-D [G], the full buffer.
+        full: full buffer, 1-D [G].
         comm: communicator of the k ranks. If it is None, no shard is kept.
-        storages: pool that provides the memory.
+        storages: pool that provides the memory of the shard.
     """
 
     def __init__(self, full: Tensor, comm: Communicator | None, storages: FullBufferPool) -> None:
@@ -43,13 +44,13 @@ class PostForwardShard:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy this rank's part from the gathered full buffer, unless the part is already kept."""
+        """Copy this rank's part of the gathered full buffer into the shard, unless the shard is already allocated."""
         if self._comm is not None and self.size > self.nbytes:
             self._storages.allocate(self._storage, self.size)
             self._shard.copy_(self._full.chunk(self._comm.size)[self._comm.rank])
 
     def gather(self, *, name: str) -> PendingCollective | None:
-        """Start the regather of the full buffer; return None if no shard is kept."""
+        """Start the regather of the full buffer. Return None if no shard is kept."""
         if self._comm is None or not self.nbytes:
             return None
         return all_gather(self._comm, Collective.REGATHER, self._full, self._shard, name=name)

@@ -1,10 +1,10 @@
-"""Transport over process groups: all-gathers and reduce-scatters.
+"""Move weights and gradients over process groups, with all-gathers and reduce-scatters.
 
 [Note: Encoded gathers]
-Each rank encodes its ZeRO-3 shard, and the encoded bytes are gathered. Each rank decodes the bytes of all ranks into
-its full buffer, including its own shard, so that all ranks compute with the same weights. Masters and ZeRO-3 shards
-stay exact. Without a gather (S = 1, shared memory), weights are not encoded. Post-forward shards contain decoded
-weights.
+Each rank encodes its ZeRO-3 shard, and the encoded bytes are gathered. Each rank decodes the bytes of all ranks,
+including its own, into its full buffer, so that all ranks compute with the same weights. Masters and ZeRO-3 shards are
+not changed by the encoding. Without a gather (S = 1, shared memory), weights are not encoded. Post-forward shards
+contain decoded weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["GatheredFullBuffer", "ProcessGroupTransport", "traits_of"]
 
 
 def traits_of(*, sums_locally: bool) -> TransportTraits:
-    """Return the traits of process groups.
+    """Return the traits of the process-group transport.
 
     Args:
         sums_locally: see [Note: Reductions in fp32] in comm/collectives.py.
@@ -53,8 +53,8 @@ class ProcessGroupTransport(Transport):
     """Transport over the process groups of a mesh.
 
     Args:
-        scratch: pool of buffers that collectives send from and receive into.
-        full: pool of the memory of full buffers.
+        scratch: pool of buffers from which collectives send and into which they receive.
+        full: pool that provides the memory of full buffers.
     """
 
     def __init__(self, mesh_info: MeshInfo, scratch: BufferPool, full: FullBufferPool) -> None:
@@ -80,10 +80,11 @@ class ProcessGroupTransport(Transport):
 class GatheredFullBuffer(FullBuffer):
     """Full buffer that all-gathers fill; see [Note: Encoded gathers].
 
-    The memory of `full` is allocated until the first :meth:`free`, so that the caller can create views of it.
+    The memory of `full` is already allocated after construction, so that the caller can create views of `full`. The
+    first :meth:`free` frees the memory.
 
     Args:
-        pool: provides the memory of `full`, of encoded shards and of the post-forward shard.
+        pool: pool that provides the memory of `full`, of encoded shards and of the post-forward shard.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class GatheredFullBuffer(FullBuffer):
             post_forward_bytes=self._post_forward.size,
         )
         self._host_shard = host
-        self._input = shard if host is None else own  # of gathers
+        self._input = shard if host is None else own  # input of gathers
         self._pool = pool
         pool.free(self._encoded.untyped_storage())
 
@@ -147,7 +148,7 @@ class GatheredFullBuffer(FullBuffer):
 
     @torch.no_grad()
     def decode(self) -> None:
-        """Decode the shards that the last gather has received and free the encoded bytes."""
+        """Decode the shards that the last gather has received, and free the memory of the encoded bytes."""
         assert self._codec is not None
         parts, outs = self._encoded.chunk(self._comm.size), self.full.chunk(self._comm.size)
         for part, size, blocks, out in zip(parts, self._sizes, self._blocks, outs, strict=True):
@@ -167,7 +168,7 @@ class GatheredFullBuffer(FullBuffer):
 
 @dataclass(frozen=True)
 class PendingDecode:
-    """In-flight gather of encoded shards. :meth:`wait` decodes them."""
+    """In-flight gather of encoded shards. :meth:`wait` waits for the gather and decodes the shards."""
 
     works: PendingCollective
     buffer: GatheredFullBuffer

@@ -1,4 +1,4 @@
-"""Choice of the transport of each mesh. Only this module names a concrete transport."""
+"""Choose the transport of each mesh. Only this module names concrete transports."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ shared_memory_traits = shared_memory.TRAITS
 
 
 def may_share_memory(mesh_info: MeshInfo, setting: str) -> bool:
-    """Return whether the ranks of a ZeRO-3 group try to share memory: True on the CPU with gloo.
+    """Return whether the ranks of a ZeRO-3 group try to share memory, which they do only on the CPU with gloo.
 
     Args:
-        setting: ``shard_model(shared_memory=...)``.
+        setting: value of ``shard_model(shared_memory=...)``.
     """
     on_cpu = mesh_info.device.type == "cpu" and mesh_info.zero3_reduce_comm.is_gloo
     return setting != "off" and mesh_info.zero3_size > 1 and on_cpu
@@ -40,9 +40,9 @@ def select_transports(
     Models on several meshes, and ZeRO-3 groups in which any rank cannot share memory, use process groups.
 
     Args:
-        demand: returns the buffers that the model requests from a transport with these traits.
-        scratch, full: pools of the model for process groups.
-        setting: ``shard_model(shared_memory=...)``.
+        demand: function that returns the buffers that the model requests from a transport with the given traits.
+        scratch, full: pools of the model that the process-group transport uses.
+        setting: value of ``shard_model(shared_memory=...)``.
     """
     meshes = tuple(meshes)
     if len(meshes) == 1 and may_share_memory(meshes[0], setting):

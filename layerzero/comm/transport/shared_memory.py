@@ -1,22 +1,22 @@
-"""Transport over memory that all ranks of a ZeRO-3 group map, if they are processes of one machine.
+"""Move weights and gradients through memory that all ranks of a ZeRO-3 group map, if they run on one machine.
 
 [Note: Weights in shared memory]
 The full buffer of a handle is one mapping for all ranks of a ZeRO-3 group. Each rank writes its ZeRO-3 shard and reads
 the full buffer. Writes are grouped in rounds; see [Note: Write rounds] in base.py. A round is one `RefreshRound` of the
-weight refresher. A rank increments its counter ARRIVED when it arrives at a round: its earlier passes no longer read
-the weights, and its next pass follows the round. Ranks write only after all ranks have arrived. If the master itself is
-in shared memory (fp32), the first write is the update by the optimizer or a write by the user. In this case, the rank
-arrives at the round before that write.
+weight refresher. A rank increments its counter ARRIVED when it arrives at a round. From then on, its earlier passes no
+longer read the weights, and its next pass follows the round. Ranks write only after all ranks have arrived. If the
+master itself is in shared memory (fp32), the first write is the update by the optimizer or a write by the user. In this
+case, the rank arrives at the round before that write.
 
 A rank that has arrived must not read weights before the end of the round. Therefore a rank also marks the handles as
-written when it arrives. A forward then begins with the refresh of the handles, and a backward raises.
+written when it arrives. A forward pass then begins with the refreshes of the handles, and a backward pass raises.
 
 Each handle also has a counter of the completed refreshes of this rank's shard. A refresh completes when the parts of
-all replicas have been received, which overlaps with the next forward. A thread increments the counter, because the main
-thread may be busy, for example in a unit that other ranks do not call, or in a wait for other ranks. Before a read, a
-rank waits until all ranks have completed as many refreshes as it has launched. Therefore each rank may read any handle
-at any time, in any order, independently of the other ranks. Before the first forward, which all ranks start together,
-ranks do not read weights, and writes need no wait.
+all replicas have been received, which overlaps with the next forward pass. A thread increments the counter, because the
+main thread may be busy, for example in a unit that other ranks do not call, or in a wait for other ranks. Before a rank
+reads weights, it waits until all ranks have completed as many refreshes as it has launched. Therefore each rank may
+read any handle at any time, in any order, independently of the other ranks. All ranks start the first forward pass
+together. Before that, no rank reads weights, so writes need no wait.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ TRAITS = TransportTraits(
 _SLICE = timedelta(seconds=0.5)
 _ARRIVED = FIRST_FREE_COUNTER
 _FIRST_HANDLE = _ARRIVED + 1
-_MORE = 5  # address space reserved for each handle beyond the predicted buffers, in full gradients
+_MORE = 5  # address space reserved for each handle in addition to the predicted buffers, in units of a full gradient
 
 
 def segment_sizes(demand: BufferDemand) -> SegmentSizes:
@@ -90,8 +90,8 @@ class SharedMemoryTransport(Transport):
     """Transport through a segment that the ranks of a ZeRO-3 group share.
 
     Args:
-        segment: mapped by all ranks of the group.
-        send_buffers: number of scratch buffers of each size that hop 1 uses at once.
+        segment: segment that all ranks of the group have mapped.
+        send_buffers: number of scratch buffers that hop 1 uses at once, by size.
     """
 
     traits = TRAITS
@@ -106,7 +106,7 @@ class SharedMemoryTransport(Transport):
     def connect(cls, mesh_info: MeshInfo, demand: BufferDemand) -> SharedMemoryTransport | None:
         """Map a segment on all ranks of the ZeRO-3 group. All of these ranks must call this method.
 
-        Return None on all ranks if any rank cannot map the segment.
+        If any rank cannot map the segment, return None on all ranks.
         """
         segment = map_shared_segment(mesh_info.zero3_control_comm, segment_sizes(demand))
         return None if segment is None else cls(segment, mesh_info, demand.send_buffers)
@@ -119,7 +119,7 @@ class SharedMemoryTransport(Transport):
         return SharedSendBuffer(numel, dtype, self.send_buffers)
 
     def reduce_scatter(self, flat: Tensor, wire_dtype: torch.dtype, *, name: str) -> PendingReduction:
-        """Start hop 1, in which each rank reads its pieces in the memory of the others.
+        """Start hop 1, in which each rank reads its pieces directly from the memory of the other ranks.
 
         See [Note: Reuse of send buffers] in shm_buffers.py.
         """
@@ -134,7 +134,8 @@ class SharedMemoryTransport(Transport):
                 if shown is not flat:
                     pool.release(shown)
 
-            # The reader rounds to `wire_dtype`, bitwise identical to sending rounded values, but without extra memory.
+            # The reader rounds to `wire_dtype`. The result is bitwise identical to that of sending rounded values, but
+            # no extra memory is needed.
             parts = partial(pool.parts, number, numel, flat.dtype)
             return PendingReduction(issued.carried_by(pool.peers_ready(number)), flat, parts, wire_dtype, give_back)
 
@@ -161,7 +162,7 @@ class WriteBarrier:
         self._rounds = 0
         self._arrived = 0
         self._handles = 0
-        self._used = 0  # bytes of the common part
+        self._used = 0  # bytes of the common part that are in use
         self._publisher = ThreadStream("refresh")
         self._publisher.end_with(self)
 
@@ -174,7 +175,7 @@ class WriteBarrier:
         """Return the full buffer of the next handle. All ranks must call this method with the same `numel` and `dtype`.
 
         Args:
-            own: this rank's ZeRO-3 shard in the full buffer.
+            own: slice of the full buffer that is this rank's ZeRO-3 shard.
         """
         tensor = self.memory.common(numel, dtype, self._used)
         self._used += aligned_bytes(tensor.numel() * tensor.element_size())
@@ -184,7 +185,7 @@ class WriteBarrier:
     def arrive(self) -> None:
         """Wait until all ranks have arrived at this round and no longer read the weights.
 
-        Weights that are written afterwards must be refreshed.
+        Weights that are written after this call must be refreshed.
         """
         if self._arrived == self._rounds:
             self._arrived += 1
@@ -192,11 +193,11 @@ class WriteBarrier:
         self.wait(_ARRIVED, self._arrived, "")
 
     def end_round(self) -> None:
-        """End the round, after all of its refreshes were launched."""
+        """End the round, after all refreshes of the round have been launched."""
         self._rounds = self._arrived
 
     def publish_shard(self, works: PendingCollective | None, counter: int) -> None:
-        """Increment counter `counter` when `works` have completed, or at once if `works` is None."""
+        """Increment the counter with index `counter` when `works` has completed, or immediately if `works` is None."""
         if works is None:
             self.memory.counters.increment(counter)
         else:
@@ -207,15 +208,15 @@ class WriteBarrier:
         self._comm.counters.record(Collective.GATHER, self._comm.axis, 0, name)
 
     def wait(self, counter: int, target: int, name: str) -> None:
-        """Wait until counter `counter` of all ranks is at least `target`.
+        """Wait until the counter with index `counter` is at least `target` on all ranks.
 
-        The elapsed time counts as a wait for gathers.
+        The elapsed time is counted as waiting time for gathers.
         """
         began = time.perf_counter()
         try:
             self.memory.counters.wait(counter, target)
         except RuntimeError as error:
-            # Report a refresh and not a gather, because ranks that share memory may gather in different orders.
+            # Report a refresh instead of a gather, because ranks that share memory may gather in different orders.
             raise collective_error(self._comm, Collective.REFRESH, name, error) from error
         finally:
             self._comm.counters.waited[Collective.GATHER.value] += time.perf_counter() - began
@@ -239,7 +240,7 @@ class SharedFullBuffer(FullBuffer):
     Args:
         full: 1-D [G], compute dtype.
         own: slice of `full` that is this rank's ZeRO-3 shard.
-        counter: index of the counter of refreshes of this shard.
+        counter: index of the counter of completed refreshes of this shard.
     """
 
     read_by_peers = True
@@ -267,10 +268,10 @@ class SharedFullBuffer(FullBuffer):
 
 @dataclass(frozen=True)
 class PendingShards:
-    """Gather in shared memory, which is complete when all ranks have published their shards."""
+    """Pending gather in shared memory. It is complete when all ranks have published their shards."""
 
     buffer: SharedFullBuffer
-    name: str  # of the unit
+    name: str  # name of the unit
 
     def wait(self) -> None:
         self.buffer.wait_published(self.name)

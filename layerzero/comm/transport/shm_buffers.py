@@ -1,20 +1,20 @@
-"""Gradient buffers in shared memory that the other ranks of a ZeRO-3 group read in place.
+"""Provide gradient buffers in shared memory, which the other ranks of a ZeRO-3 group read in place.
 
 [Note: Reuse of send buffers]
-A rank sends a full gradient by publishing the offset of the gradient in the rank's part (counter PUBLISHED). The other
-ranks read and add the gradient in place (counter CONSUMED). All ranks send and add in the same order, so gradient n of
-one rank corresponds to gradient n of every other rank. A buffer that was last sent as gradient n is reused once
-CONSUMED of all ranks is at least n. Later, no rank reads the buffer, because later gradients have different offsets.
-Offsets are published in a ring of 64 entries. Gradient n + 64 overwrites the entry of gradient n after CONSUMED of all
-ranks has reached n.
+A rank sends a full gradient by publishing the gradient's offset in the rank's part, and increments its counter
+PUBLISHED. The other ranks read and add the gradient in place, and increment their counters CONSUMED. All ranks send and
+add gradients in the same order, so gradient n of one rank corresponds to gradient n of every other rank. A buffer that
+was last sent as gradient n is reused once CONSUMED is at least n on all ranks. From then on, no rank reads the buffer,
+because later gradients have different offsets. Offsets are published in a ring of 64 entries. Gradient n + 64
+overwrites the entry of gradient n once CONSUMED has reached n on all ranks.
 
-An accumulator with "full" accumulation has a permanent buffer (:class:`SharedSendBuffer`). The same condition applies.
-A rank that opens the buffer waits until all ranks have added the gradient that was last sent from it.
+With "full" accumulation, an accumulator has a permanent buffer (:class:`SharedSendBuffer`), to which the same condition
+applies. A rank that opens the buffer waits until all ranks have added the gradient that was last sent from it.
 
-Ranks cannot deadlock. A rank that waits for the buffer of gradient n has added all gradients up to n, because buffers
-are released, and gradients accepted, only afterwards. The rank waits for the other ranks to add gradient n. These ranks
-need only operations before gradient n + 2 in the common order, which use buffers of earlier gradients. Therefore the
-rank with the least progress can always proceed.
+Ranks cannot deadlock. A rank that waits for the buffer of gradient n has itself added all gradients up to n, because it
+releases buffers and accepts further gradients only after that. The rank waits for the other ranks to add gradient n.
+For that, these ranks need only operations before gradient n + 2 in the common order. These operations use buffers of
+earlier gradients. Therefore the rank with the least progress can always proceed.
 """
 
 from __future__ import annotations
@@ -34,30 +34,34 @@ from layerzero.device.buffer_pools import BufferPool, Size
 
 __all__ = ["RING_BYTES", "PeersReady", "SharedBufferPool", "SharedSendBuffer", "aligned_bytes", "aligned_bytes_of_all"]
 
-PUBLISHED, CONSUMED = 1, 2  # counters in the shared memory
+PUBLISHED, CONSUMED = 1, 2  # indices of counters in the shared memory
 FIRST_FREE_COUNTER = 3
 _RING = 64
-_USUAL = 4  # buffers of an unexpected size that are created before one is reused
+_USUAL = 4  # for a size that was not predicted: number of buffers that are created before one is reused
 RING_BYTES = _RING * 2 * 8
 
 
 def aligned_bytes(nbytes: int) -> int:
-    """Return the number of bytes that a buffer occupies in a rank's part: `nbytes` rounded up to full cache lines."""
+    """Return the number of bytes that a buffer occupies in a rank's part: `nbytes`, rounded up to whole cache lines."""
     return -(-nbytes // LINE) * LINE
 
 
 def aligned_bytes_of_all(buffers: Mapping[Size, int]) -> int:
-    """Return the number of bytes that `buffers`, the number of buffers by size, occupy in a rank's part."""
+    """Return the number of bytes that buffers occupy in a rank's part.
+
+    Args:
+        buffers: number of buffers, by size.
+    """
     return sum(count * aligned_bytes(numel * dtype.itemsize) for (numel, dtype), count in buffers.items())
 
 
 class SharedBufferPool(BufferPool):
-    """Buffers in this rank's part of the shared memory; see [Note: Reuse of send buffers].
+    """Pool of buffers in this rank's part of the shared memory; see [Note: Reuse of send buffers].
 
     Args:
-        memory: mapping of the ZeRO-3 group.
-        explain: returns the error to raise after a failed wait for another rank.
-        predicted: number of buffers of each size that are created before one is reused.
+        memory: segment that the ranks of the ZeRO-3 group have mapped.
+        explain: function that returns the error to raise after a failed wait for another rank.
+        predicted: number of buffers that are created before one is reused, by size.
     """
 
     def __init__(
@@ -70,10 +74,10 @@ class SharedBufferPool(BufferPool):
         self._memory = memory
         self._counters = memory.counters
         self._explain = explain
-        self._used = RING_BYTES  # bytes of the part
-        self._offsets: dict[int, int] = {}  # offset in the part, by address of the buffer
-        self._sent_as: dict[int, int] = {}  # number of the gradient that was last sent from it, by address
-        self.kept_bytes = 0  # bytes of buffers from `keep`
+        self._used = RING_BYTES  # bytes of the part that are in use
+        self._offsets: dict[int, int] = {}  # offset of each buffer in the part, by address of the buffer
+        self._sent_as: dict[int, int] = {}  # number of the gradient last sent from each buffer, by address
+        self.kept_bytes = 0  # bytes of the buffers that `keep` has returned
         self._sent = 0
         self._added = 0
         self._rings: list[ctypes.Array[ctypes.c_uint64]] = [
@@ -93,7 +97,10 @@ class SharedBufferPool(BufferPool):
     # Buffers
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a 1-D buffer ``[numel]`` with unspecified contents; may wait until no other rank reads it."""
+        """Return a 1-D buffer ``[numel]`` with unspecified contents.
+
+        If the buffer is reused, wait until no other rank reads it.
+        """
         size = numel, dtype
         with self._lock:
             idle = self._idle[size]
@@ -108,15 +115,14 @@ class SharedBufferPool(BufferPool):
         return buffer
 
     def keep(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a permanent 1-D buffer ``[numel]`` of zeros, which is never released."""
+        """Return a permanent, zero-filled 1-D buffer ``[numel]``, which is never released."""
         buffer = self._grow(numel, dtype)
         self.kept_bytes += aligned_bytes(buffer.nbytes)
         self.allocated_bytes = self._memory.committed - self.kept_bytes
         return buffer
 
     def wait_consumed(self, buffer: Tensor) -> None:
-        """Wait until all ranks have added the gradient that was last sent from a buffer, so that it can be
-        overwritten."""
+        """Wait until all ranks have added the gradient last sent from `buffer`. The buffer may then be overwritten."""
         self._wait(CONSUMED, self._sent_as.get(buffer.data_ptr(), 0))
 
     def holds(self, tensor: Tensor) -> bool:
@@ -141,7 +147,7 @@ class SharedBufferPool(BufferPool):
     # Gradients
 
     def publish(self, buffer: Tensor) -> int:
-        """Send the gradient in `buffer` by publishing the offset of the buffer and return the number of the gradient.
+        """Send the gradient in `buffer` by publishing the buffer's offset. Return the number of the gradient.
 
         The buffer must not be written before :meth:`wait_consumed` returns.
         """
@@ -155,7 +161,7 @@ class SharedBufferPool(BufferPool):
         return number
 
     def parts(self, number: int, numel: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return one 1-D view [numel] per rank: this rank's piece of that rank's gradient number `number`.
+        """Return this rank's piece of gradient `number` of each rank, as one 1-D view [numel] per rank.
 
         All ranks must have sent gradient `number`.
         """
@@ -197,7 +203,7 @@ class SharedBufferPool(BufferPool):
 
 
 class SharedSendBuffer(SendBuffer):
-    """Accumulator in shared memory, which the peers read in place."""
+    """Memory of an accumulator in shared memory, which the peers read in place."""
 
     read_in_place = True
 

@@ -1,20 +1,21 @@
-"""Counters in shared memory. One rank increments a counter, and the other ranks wait until it reaches a value.
+"""Synchronize ranks with counters in shared memory. One rank increments a counter, and other ranks wait for a value.
 
 [Note: Futex counters]
-Each counter has a separate cache line and one owner, the only rank that increments it. The system call
-``FUTEX_WAKE_OP`` increments the counter with release semantics and wakes the waiting ranks. A rank that reads the new
-value sees all earlier writes of the owner. On x86-64 this is sufficient, because loads are not reordered. On other
-machines, the reader makes a second system call before it reads the data. This call adds 0 to one of the reader's own
-counters and is a full barrier.
+Each counter has a separate cache line and one owner, which is the only rank that increments the counter. The futex
+operation ``FUTEX_WAKE_OP`` increments the counter with release semantics and wakes the waiting ranks. A rank that reads
+the new value sees all earlier writes by the owner. On x86-64, the load of the counter is sufficient, because loads are
+not reordered. On other machines, the reader makes another system call before it reads the data. This call adds 0 to one
+of the reader's own counters and acts as a full barrier.
 
-A counter has 32 bits and may wrap around, so counters are compared by their difference. A waiting rank sleeps in the
-kernel for short intervals. After each interval, it checks that the owner is alive and that the timeout has not expired.
+A counter has 32 bits and may wrap around, so the difference between two values is compared. A waiting rank sleeps in
+the kernel for short intervals. After each interval, the rank checks that the owner is alive and that the timeout has
+not expired.
 
 [Note: Detection of exited processes]
 From the rendezvous on, each rank holds a lock on one byte of the shared file. The kernel releases the lock when the
-process exits for any reason, or when the file is closed. It is a process-associated record lock. Unlike an open file
-description lock, it is not inherited by a forked child, such as a data loader worker. Therefore a worker that outlives
-its rank does not hold the lock.
+process exits for any reason, or when the file is closed. The lock is a process-associated record lock. Unlike an open
+file description lock, it is not inherited by a forked child, such as a data loader worker. Therefore a worker that
+outlives its rank does not hold the lock.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from collections.abc import Sequence
 
 __all__ = ["LINE", "SharedCounters", "refuse_platform"]
 
-LINE = 64  # bytes: a cache line
+LINE = 64  # bytes in a cache line
 _SLICE = 0.05  # seconds
 _WAIT, _WAKE_OP = 0, 5
 _ADD = 1 << 28
@@ -50,7 +51,7 @@ class _Timespec(ctypes.Structure):
 
 
 def refuse_platform() -> str | None:
-    """Return the reason why this machine is not supported, or None if it is supported."""
+    """Return the reason why this machine is not supported, or None if the machine is supported."""
     if sys.platform != "linux" or _SYSCALL is None:
         return f"{sys.platform} on {platform.machine()} is not supported: Linux on x86-64 or aarch64 is required"
     return None
@@ -61,8 +62,8 @@ class SharedCounters:
 
     Args:
         mapping: shared memory.
-        start: byte offset of the counters: ``nbytes(len(ranks), num_counters)`` bytes, initially zero.
-        file: descriptor of the shared memory; each rank locks one of its first bytes.
+        start: byte offset of the counters, which occupy ``nbytes(len(ranks), num_counters)`` bytes and are initially 0.
+        file: file descriptor of the shared memory. Each rank locks one of the first bytes of the file.
         ranks: global ranks, for messages.
         rank: index of this rank in `ranks`.
         num_counters: number of counters per rank.
@@ -98,22 +99,22 @@ class SharedCounters:
         return ranks * (num_counters + 1) * LINE
 
     def mark_alive(self) -> None:
-        """Lock the byte of this rank, which marks it as alive. See [Note: Detection of exited processes]."""
+        """Lock this rank's byte to mark the rank as alive. See [Note: Detection of exited processes]."""
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
 
     def increment(self, counter: int) -> None:
-        """Increment a counter of this rank. See [Note: Futex counters]."""
+        """Increment this rank's counter with index `counter`. See [Note: Futex counters]."""
         self._add(counter, 1)
 
     def ranks_below(self, counter: int, target: int) -> list[int]:
-        """Return the indices of the other ranks whose counter `counter` is below `target`."""
+        """Return the indices of the other ranks whose counter with index `counter` is below `target`."""
         return [rank for rank in self._others if self._is_behind(rank, counter, target)]
 
     def wait(self, counter: int, target: int) -> None:
-        """Wait until counter `counter` of every other rank has reached `target`.
+        """Wait until the counter with index `counter` of every other rank has reached `target`.
 
         Raises:
-            RuntimeError: a rank exited, or the timeout is reached.
+            RuntimeError: a rank has exited, or the timeout has expired.
         """
         deadline = time.monotonic() + self._timeout
         for rank in self._others:
@@ -143,7 +144,7 @@ class SharedCounters:
             raise _failure("FUTEX_WAKE_OP")
 
     def _sleep(self, place: int, seen: int) -> bool:
-        """Sleep while a counter equals `seen`; return False if the entire time slice has passed."""
+        """Sleep while a counter equals `seen`. Return False if the full time slice has passed."""
         assert _libc is not None
         slice_ = _Timespec(0, int(_SLICE * 1e9))
         address = ctypes.c_void_p(self._address + 4 * place)

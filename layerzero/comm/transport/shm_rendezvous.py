@@ -1,4 +1,4 @@
-"""Setup of shared memory between the ranks of one machine, with a test on each rank that it works."""
+"""Set up shared memory between the ranks of one machine, and test on each rank that it works."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _SUBJECT = "shared memory of the ZeRO-3 group"
 
 
 def map_shared_segment(comm: Communicator, region: SegmentSizes) -> SharedSegment | None:
-    """Map one shared memory segment on all ranks of a communicator, and test that they share it.
+    """Map one shared memory segment on all ranks of a communicator, and test that the ranks share it.
 
     All ranks must call this function. If any rank fails, or the communicator has only one rank, all ranks return None.
 
     Args:
-        comm: communicator for CPU tensors.
-        region: sizes of the segment.
+        comm: communicator that supports CPU tensors.
+        region: sizes of the parts of the segment.
     """
     ranks = dist.get_process_group_ranks(comm.group)
     if not has_peers(ranks):

@@ -1,14 +1,16 @@
-"""Memory segment that the ranks of one machine share.
+"""Create and map a memory segment that the ranks of one machine share.
 
 [Note: Anonymous shared memory]
 The memory is a file without a name (``memfd_create``), which the other ranks open through ``/proc``. The file exists as
 long as a process has it open or mapped, so it does not outlive the ranks. The file is not in /dev/shm, which is limited
-to 64 MB in many containers. Only the same user can open it. Its pages are allocated before any rank accesses them.
-Without enough memory, the allocation raises an error, while a later access would raise a signal.
+to 64 MB in many containers. Only the same user can open the file. Its pages are allocated before any rank accesses
+them. If there is not enough memory, the allocation raises an error. Without an earlier allocation, the access would
+raise a signal instead.
 
 [Note: Layout of a segment]
-The segment begins with the counters, followed by the common part of all ranks (weights) and one part per rank, all of
-equal length. A part has the maximum length that a rank may need. Only committed bytes use memory.
+The segment begins with the counters, followed by the common part, which all ranks share (weights), and one part per
+rank. The parts of all ranks have the same length, which is the maximum that a rank may need. Only committed bytes use
+memory.
 """
 
 from __future__ import annotations
@@ -33,17 +35,17 @@ from layerzero.comm.transport.shm_counters import SharedCounters
 __all__ = ["SegmentDescriptor", "SegmentSizes", "SharedSegment", "left_of_container", "pages"]
 
 _OLD_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # cgroups v1
-_PROOF = 0  # first counter of each rank: set when the rank has reserved its memory
+_PROOF = 0  # index of each rank's first counter, which is incremented when the rank has reserved its memory
 
 
 @dataclass(frozen=True)
 class SegmentSizes:
-    """Sizes of a segment, equal on all ranks."""
+    """Sizes of a segment; the same on all ranks."""
 
     num_counters: int  # number of counters per rank
-    common: int  # bytes of the common part
-    part: int  # bytes of each rank's part, at most
-    predicted: int  # bytes of each rank's part that are committed at the beginning
+    common: int  # size of the common part in bytes
+    part: int  # maximum size of each rank's part in bytes
+    predicted: int  # number of bytes in each rank's part that are committed initially
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class SegmentDescriptor:
     """Location of a segment. The first rank broadcasts the location, so that the other ranks can open the segment."""
 
     process: int  # id of the first rank's process
-    file: int  # descriptor in that process
+    file: int  # file descriptor in that process
     token: int  # random number in the label of the file
 
     @property
@@ -78,7 +80,7 @@ class SharedSegment:
         self._close = weakref.finalize(self, os.close, file)
         self._common_start = pages(SharedCounters.nbytes(self.size, region.num_counters))
         self._parts_start = self._common_start + pages(region.common)
-        self._committed = 0  # bytes of this rank's part
+        self._committed = 0  # number of committed bytes in this rank's part
         total = _length(region, self.size)
         if os.fstat(file).st_size != total:
             raise OSError(f"the shared memory has {os.fstat(file).st_size} bytes, not {total}")
@@ -89,7 +91,7 @@ class SharedSegment:
 
     @staticmethod
     def create(region: SegmentSizes, size: int) -> tuple[int, SegmentDescriptor]:
-        """Create a segment for `size` ranks; return its file descriptor and its location for the other ranks."""
+        """Create a segment for `size` ranks. Return its file descriptor, and its location for the other ranks."""
         token = secrets.randbits(62)
         call = SegmentDescriptor(os.getpid(), -1, token)
         file = os.memfd_create(call.label, os.MFD_CLOEXEC)
@@ -105,7 +107,7 @@ class SharedSegment:
 
     @staticmethod
     def open(call: SegmentDescriptor) -> int:
-        """Open a segment that another rank has created; return its file descriptor.
+        """Open a segment that another rank has created, and return its file descriptor.
 
         Raises:
             OSError: the file cannot be opened, or is not the segment.
@@ -117,9 +119,9 @@ class SharedSegment:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def reserve(self) -> None:
-        """Mark this rank as alive and allocate its share of the common part and the start of its own part.
+        """Mark this rank as alive, and allocate its share of the common part and the beginning of its own part.
 
-        The start of its own part has `predicted` bytes.
+        In its own part, the rank allocates the first `predicted` bytes.
         """
         self.counters.mark_alive()
         page = mmap.PAGESIZE
@@ -131,13 +133,13 @@ class SharedSegment:
         self.counters.increment(_PROOF)
 
     def close(self) -> None:
-        """Close the file. The other ranks of the ZeRO-3 group then treat this rank as ended."""
+        """Close the file. The other ranks of the ZeRO-3 group then consider the process of this rank to have exited."""
         self._close()
 
     def check_visible(self) -> str | None:
-        """Return an error message if writes of other ranks are not visible here; None if they are.
+        """Return an error message if writes by other ranks are not visible on this rank, or None if they are visible.
 
-        All ranks must have called :meth:`reserve` before.
+        All ranks must have called :meth:`reserve` before this call.
         """
         behind = self.counters.ranks_below(_PROOF, 1)
         return f"writes of other ranks are not visible here (indices {behind} in the ZeRO-3 group)" if behind else None
@@ -158,12 +160,12 @@ class SharedSegment:
 
     @property
     def committed(self) -> int:
-        """Bytes of this rank's part that are allocated."""
+        """Number of allocated bytes in this rank's part."""
         return self._committed
 
     @property
     def allocated_bytes(self) -> int:
-        """Total bytes that all ranks have allocated for the segment."""
+        """Total number of bytes that all ranks have allocated for the segment."""
         return os.fstat(self._file).st_blocks * 512
 
     def common(self, numel: int, dtype: torch.dtype, offset: int) -> Tensor:
@@ -177,7 +179,7 @@ class SharedSegment:
         return self._tensor(numel, dtype, self._parts_start + rank * pages(self.region.part) + offset)
 
     def numbers_of(self, rank: int, count: int) -> ctypes.Array[ctypes.c_uint64]:
-        """Return the first `count` 8-byte integers of the part of `rank`."""
+        """Return the first `count` 8-byte integers in the part of `rank`."""
         start = self._parts_start + rank * pages(self.region.part)
         return (ctypes.c_uint64 * count).from_buffer(self._mapping, start)
 
@@ -188,7 +190,7 @@ class SharedSegment:
 
 
 def _require(nbytes: int) -> None:
-    """Raise OSError if less than `nbytes` of memory is available.
+    """Raise OSError if fewer than `nbytes` bytes of memory are available.
 
     Without this check, Linux would kill a process when memory runs out.
     """
