@@ -48,9 +48,7 @@ class Unit:
         self._modules = [weakref.ref(module) for module in modules]  # see [Note: References between model and state]
         self.handles = handles
         self.mesh_info = mesh.mesh_info
-        self.transport_traits = (
-            mesh.transport.traits
-        )  # not the transport, because live autograd graphs keep units alive
+        self.transport_traits = mesh.transport.traits  # not the transport, because live graphs keep units alive
         self.cast_buffers = tuple(cast_buffers)
         self.reshard_after_forward = reshards  # if an int: number of ranks that each keep a post-forward shard
         self.is_told = (
