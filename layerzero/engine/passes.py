@@ -22,7 +22,7 @@ __all__ = ["BackwardPass", "ForwardPass", "GatheredUse", "UnitCall"]
 
 
 class UnitCall:
-    """One call of a unit. An autograd graph refers to the calls in it, so a backward pass finds the calls of its graph."""
+    """One call of a unit. An autograd graph refers to the calls in it, so a backward pass can find these calls."""
 
     __slots__ = ("__weakref__", "_position", "callers", "ends_with_input_grad", "forward", "unit")
 
@@ -86,7 +86,7 @@ class UnitCall:
         return not self.forward.is_still_needed(self.unit, calls=self._position, uses=self._position)
 
     def preceding(self, count: int | None) -> Sequence[UnitCall]:
-        """Return the last `count` calls on the same mesh before this call, latest first, or all of them if it is None."""
+        """Return the last `count` calls on the same mesh before this call, latest first. If it is None, return all."""
         return list(islice((each for each in self._earlier() if each.unit.mesh_info is self.unit.mesh_info), count))
 
     @property

@@ -570,7 +570,7 @@ class Scheduler(Closable):
         self._release_all()
 
     def recover_interrupted_pass(self) -> None:
-        """Recover from a failed backward pass or an interrupted forward pass. torch runs no hooks after an interrupt."""
+        """Recover from a failed backward or interrupted forward pass. torch runs no hooks after an interrupt."""
         self.recover_failed_backward()
         if self._running and not in_backward():
             self._forward = None
