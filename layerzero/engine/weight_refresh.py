@@ -109,7 +109,7 @@ class WeightRefresher:
         self.launch([handle for handle in self._handles if handle.refresh_due])
 
     def launch_edited(self) -> None:
-        """Launch the refreshes of masters that were changed outside of a step. Raise if ranks made different changes."""
+        """Launch the refreshes of masters that were changed outside of a step. Raise if the changes differ by rank."""
         edited = [handle for handle in self._handles if handle.tracker.dirty]
         if edited:
             self._agree("refresh of parameters that were changed outside optimizer.step()", edited)
