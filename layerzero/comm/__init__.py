@@ -1,1 +1,1 @@
-"""Process groups, communicators, collectives, and agreement between ranks."""
+"""Provide process groups, communicators, collectives, and agreement between ranks."""

@@ -248,8 +248,8 @@ def new_group_like(
 ) -> dist.ProcessGroup:
     """Create a group with the backend and timeout of `like`. torch keeps the group until ``destroy_process_group()``.
 
-    Only the members of the group call this function. Each rank must make such calls in the same order. See [Note: Group
-    creation by members only].
+    Only the members of the group call this function. Each rank must make such calls in the same order.
+    See [Note: Group creation by members only].
     """
     return _make(ranks, like=like, device_type=device_type, backend=backend)[0]
 

@@ -1,1 +1,1 @@
-"""Device memory, streams, buffer pools and host copies."""
+"""Manage device memory, streams, buffer pools and copies to the host."""

@@ -199,7 +199,7 @@ class _Slab:
         self.used: list[StreamEvent] = []  # events after the uses of the slab since that copy
 
     def end_uses(self) -> None:
-        """Make the next copy wait for the work enqueued so far on the current stream and on streams that use the slab."""
+        """Make the next copy wait for work that is already on the current stream and on streams that use the slab."""
         self.touched.note()  # a collective that reads the slab ends on a different stream than it was launched on
         self.used += self.touched.marks()
 

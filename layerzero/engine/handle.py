@@ -156,8 +156,7 @@ class Handle:
     def _rows_of(
         self, slot: Slot, shape: tuple[int, ...], model_parallel: ModelParallelSpec | None
     ) -> tuple[Tensor, RowShardSpec, slice]:
-        """Return this rank's rows of the master at a slot, the shard spec, and the slice of these rows in the ZeRO-1
-        shard.
+        """Return this rank's master rows of a slot, their shard spec, and their slice in the ZeRO-1 shard.
 
         Args:
             shape: shape of the parameter.
@@ -316,7 +315,7 @@ class Handle:
         self._invalidate_old_graphs()
 
     def bump_version(self) -> None:
-        """Record that a step has changed the masters. A refresh is then due, and backward passes of old graphs raise."""
+        """Record that a step has changed the masters. A refresh is then due, and backward passes of old graphs fail."""
         self.refresh_due = True
         self._invalidate_old_graphs()
 

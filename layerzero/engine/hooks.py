@@ -243,9 +243,7 @@ def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
         each = left.pop()
         for parameter in each._parameters.values():
             has_own |= parameter is not None
-            leaf = getattr(
-                parameter, "gathered", parameter
-            )  # in a forward pass, this is already the gathered parameter
+            leaf = getattr(parameter, "gathered", parameter)  # in a forward pass, `parameter` is already gathered
             for hook in () if leaf is None else post_accumulate_grad_hooks(leaf):
                 if isinstance(hook, _OnGradient) and (runtime := hook.runtime()) is not None:
                     found.setdefault(runtime, set()).add(hook.unit)

@@ -35,7 +35,7 @@ class SettingsCheck:
 
     def __init__(self, model_ranks: ModelRanks) -> None:
         self._model_ranks = model_ranks
-        # Optimizers that have stepped since the last digest, or before any such step those in the last digest.
+        # Optimizers that have stepped since the last digest. If none has stepped yet, those in the last digest.
         self._stepped: list[weakref.WeakMethod[Callable[[], Settings]]] = []
         self._is_told = False
         self._last: list[Settings] = []  # settings of the last digest

@@ -1,10 +1,11 @@
-"""Objects for active forward and backward passes. Each object lives as long as its pass.
+"""Represent active forward and backward passes. Each object lives as long as its pass.
 
 [Note: Prefetch on several meshes]
 If units are on several meshes, a rank may call units of another mesh that other ranks of its group do not call, such as
-experts without tokens. Therefore only a call of a unit on the same mesh prefetches a gather. All ranks that take part
-in the gather then launch it at the same point in the program. An unpredicted gather waits for the other ranks. At any
-other point of the program, the other ranks might be waiting for this rank in a collective launched by user code.
+experts that receive no tokens. Therefore a gather is prefetched only by the call of a unit on the same mesh. All ranks
+that take part in the gather then launch it at the same point in the program. This matters because an unpredicted gather
+waits for the other ranks. At any other point in the program, the other ranks might be waiting for this rank in a
+collective launched by user code.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ __all__ = ["BackwardPass", "ForwardPass", "GatheredUse", "UnitCall"]
 
 
 class UnitCall:
-    """One call of a unit. The autograd graph refers to its calls, so that a backward finds the calls of its graph."""
+    """One call of a unit. An autograd graph refers to the calls in it, so a backward pass can find these calls."""
 
     __slots__ = ("__weakref__", "_position", "callers", "ends_with_input_grad", "forward", "unit")
 
     def __init__(self, unit: Unit, around: tuple[UnitCall, ...]) -> None:
         self.unit = unit
         self.callers = around  # enclosing calls, outermost first
-        self.ends_with_input_grad = False  # the backward of the call ends when its input has a gradient
-        self.forward: ForwardPass | None = None  # forward that records this call in `returned`
+        self.ends_with_input_grad = False  # True if the backward pass of the call ends when its input has a gradient
+        self.forward: ForwardPass | None = None  # forward pass that records this call in `returned`
         self._position = 0
 
     def record_return(self, forward: ForwardPass) -> None:
@@ -40,28 +41,28 @@ class UnitCall:
 
     @property
     def _order(self) -> list[weakref.ref[UnitCall]]:
-        """All calls of the forward, in order of return. The graph keeps them alive."""
+        """All calls in the forward pass, in the order in which they returned. The graph keeps the calls alive."""
         return self.forward.returned if self.forward is not None else []
 
     @property
     def next_call(self) -> UnitCall | None:
-        """Next call in an autograd graph that returned after this call, or None if this call is the last.
+        """Next call in an autograd graph that returned after this call, or None if this call was the last.
 
-        The backward of the next call runs before the backward of this call.
+        The backward pass of the next call runs before the backward pass of this call.
         """
         later = (self._order[place]() for place in range(self._position + 1, len(self._order)))
         return next((call for call in later if call is not None), None)
 
     def is_before(self, use: GatheredUse) -> bool:
-        """Return whether the call returned before `use` began, so that autograd runs the nodes of `use` first."""
+        """Return whether the call returned before `use` began. Autograd then runs the nodes of `use` first."""
         return self.forward is not None and self.forward is use.forward and self._position < use.place
 
     def ended_handles(self) -> Iterator[Handle]:
-        """Yield the handles whose units receive no more gradients once the backward of this call begins.
+        """Yield the handles whose units receive no more gradients once the backward pass of this call begins.
 
-        Autograd runs three kinds of nodes before the nodes of this call: nodes of the next call, of the callers of the
-        next call, and of uses outside of forwards between the two calls. If units are on several meshes, the last call
-        in the graph also yields the handles of units that the forward did not call.
+        Autograd runs three kinds of nodes before the nodes of this call: nodes of the next call, nodes of the callers
+        of the next call, and nodes of uses outside of forward passes between the two calls. If units are on several
+        meshes, the last call in the graph also yields the handles of units that the forward pass did not call.
         """
         forward, follower = self.forward, self.next_call
         for place, units in () if forward is None else forward.uses:
@@ -80,12 +81,12 @@ class UnitCall:
 
     @property
     def is_last_in_backward(self) -> bool:
-        """True if no other call or use of the unit follows in the backward."""
+        """True if no other call or use of the unit follows in the backward pass."""
         assert self.forward is not None
         return not self.forward.is_still_needed(self.unit, calls=self._position, uses=self._position)
 
     def preceding(self, count: int | None) -> Sequence[UnitCall]:
-        """Return the last `count` calls on the same mesh before this call, latest first; None returns all calls."""
+        """Return the last `count` calls on the same mesh before this call, latest first. If it is None, return all."""
         return list(islice((each for each in self._earlier() if each.unit.mesh_info is self.unit.mesh_info), count))
 
     @property
@@ -99,18 +100,18 @@ class UnitCall:
 
 
 class ForwardPass:
-    """Forward of the root, or of a unit that is called directly.
+    """Forward pass of the root, or of a unit that is called directly.
 
     Args:
         entry: the outermost unit.
         units: all units of the model if they are on several meshes, because other ranks may then call units that this
             rank does not call. Otherwise the sequence is empty.
-        expected: units that the last forward with the same entry called, in order.
+        expected: units that the last forward pass with the same outermost unit called, in order.
 
     Attributes:
-        called: units in order of call.
-        returned: calls that are in an autograd graph, in order of return.
-        prefetched: units whose gathers were launched before their calls.
+        called: units in the order in which they were called.
+        returned: calls that are in an autograd graph, in the order in which they returned.
+        prefetched: units whose gathers were launched before they were called.
     """
 
     def __init__(self, entry: Unit, units: Sequence[Unit], *, expected: list[Unit]) -> None:
@@ -124,13 +125,13 @@ class ForwardPass:
         )
         self.uses: list[
             tuple[int, Sequence[Unit]]
-        ] = []  # uses of weights outside a call: (position in `returned`, units)
+        ] = []  # uses of weights outside of calls: (position in `returned`, units)
         self._expected = expected
         self._units = units
 
     @property
     def uncalled_units(self) -> list[Unit]:
-        """Units that this forward did not call, although other ranks may have called them."""
+        """Units that this forward pass did not call, although other ranks may have called them."""
         called = set(self.called)
         return [unit for unit in self._units if unit not in called]
 
@@ -143,9 +144,9 @@ class ForwardPass:
         return any(call.unit is unit for weak in self.returned[:calls] if (call := weak()) is not None)
 
     def next_units(self, count: int) -> list[Unit]:
-        """Return the next `count` units on the mesh of the last called unit, predicted from the last forward.
+        """Return the next `count` units on the mesh of the last called unit, predicted from the last forward pass.
 
-        The list is empty once this forward deviates from the prediction. See [Note: Prefetch on several meshes].
+        The list is empty once this forward pass deviates from the prediction. See [Note: Prefetch on several meshes].
         """
         here = len(self.called)
         # `called` is empty if the first call raised in its pre-hook.
@@ -156,12 +157,12 @@ class ForwardPass:
 
 
 class GatheredUse:
-    """One use of weights in :func:`layerzero.gathered`, outside of the forwards of their units.
+    """One use of weights in :func:`layerzero.gathered`, outside of the forward passes of their units.
 
     Args:
         units: units that are gathered for the use.
-        forward: latest forward, in whose order of calls the use has a position. The graph of the forward may be freed
-            before the use.
+        forward: latest forward pass, which determines the position of the use in the order of calls. The graph of the
+            forward pass may be freed before the use.
     """
 
     __slots__ = ("_forward", "awaits_backward", "place", "units")
@@ -169,7 +170,7 @@ class GatheredUse:
     def __init__(self, units: Sequence[Unit], forward: ForwardPass | None) -> None:
         self.units = units
         self.place = 0 if forward is None else len(forward.returned)  # number of calls that returned before the use
-        self.awaits_backward = False  # a graph was recorded whose backward has not run
+        self.awaits_backward = False  # True if a graph was recorded and its backward pass has not run
         self._forward = None if forward is None else weakref.ref(forward)
         if forward is not None:
             forward.uses.append((self.place, units))
@@ -185,17 +186,17 @@ class GatheredUse:
 
 
 class BackwardPass:
-    """State of one backward.
+    """State of one backward pass.
 
     Attributes:
-        requires_gradient_sync: True if the backward runs outside no_sync.
-        task: id of the autograd graph task of this backward.
-        observer: receiver of trace events; None if no events are recorded.
-        nested: calls whose backward runs in a nested backward of a reentrant checkpoint, keyed by graph task.
-        completed_handles: handles that are ready for reduction, in order of arrival.
-        gathered_calls: calls whose units have been gathered for this backward.
-        active_calls: calls whose backward is active.
-        uses: uses of weights outside a forward, for as long as the backward of the use is active.
+        requires_gradient_sync: True if the pass runs outside no_sync.
+        task: id of the autograd graph task of this pass.
+        observer: object that receives trace events, or None if no events are recorded.
+        nested: calls whose backward passes run in a nested backward pass of a reentrant checkpoint, by graph task.
+        completed_handles: handles that are ready for reduction, in the order in which their gradients arrived.
+        gathered_calls: calls whose units have been gathered for this pass.
+        active_calls: calls whose backward passes are active.
+        uses: uses of weights outside of forward passes whose backward passes are active.
     """
 
     def __init__(self, *, reduces: bool, task: int, observer: TraceDispatcher | None) -> None:
@@ -209,13 +210,13 @@ class BackwardPass:
         self.uses: dict[GatheredUse, None] = {}
 
     def involves(self, unit: Unit) -> bool:
-        """Return whether the backward of a call or use of the unit is running."""
+        """Return whether the backward pass of a call or use of the unit is running."""
         return any(call.unit is unit for call in self.active_calls) or any(unit in use.units for use in self.uses)
 
     def next_call_holds_buffer(self, call: UnitCall) -> bool:
-        """Return whether the call after `call` still has its full buffer when the backward of `call` begins.
+        """Return whether the next call after `call` still has its full buffer when the backward pass of `call` begins.
 
-        The backward of the later call ends at this point, but the hook that ends it runs second.
+        The backward pass of the next call ends at this point, but the hook that ends it runs second.
         """
         follower = call.next_call
         return (

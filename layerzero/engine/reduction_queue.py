@@ -1,19 +1,21 @@
-"""Order of gradient reductions, and the reductions in flight.
+"""Order gradient reductions, and limit the number of in-flight reductions.
 
 [Note: Launch order of reductions]
 All ranks must launch collectives in the same order across all communicators. Otherwise backends that run one
-collective at a time deadlock. The time at which the last gradient of a handle arrives may differ between ranks, for
-example because of unused parameters or data-dependent paths. Two rules make the launch order independent of this time:
+collective at a time would deadlock. The time at which the last gradient of a handle arrives may differ between ranks,
+for example because of unused parameters or data-dependent paths. Two rules make the launch order independent of this
+time:
 
-- Reductions are launched in one fixed order of handles. In each backward that reduces, the reduction of every handle is
-launched exactly once, with zeros for missing gradients.
-- Reductions are launched only between the backwards of two unit calls, before the gather for the next call. At this
-point, the reductions of handles whose units have no remaining call are launched. The others are launched at the end of
-the backward. The arrival of a gradient does not trigger a launch.
+- Reductions are launched in one fixed order of handles. In each backward pass that reduces gradients, the reduction of
+every handle is launched exactly once, with zeros in place of missing gradients.
+- Reductions are launched only between the backward passes of two unit calls, before the gather for the next call. At
+this point, the reductions of handles whose units have no remaining calls are launched. All other reductions are
+launched at the end of the backward pass. The arrival of a gradient does not trigger a launch.
 
 A launch submits the complete reduction of a handle to the streams: hop 1, accumulation, hop 2, accumulation. Therefore
-each communicator has one order of launches, independent of when gradients arrive and how long collectives take.
-Communicators overlap. On a device, all launches form a single sequence: hop 1 and hop 2 alternate, handle by handle.
+each communicator has one order of launches, which does not depend on when gradients arrive or how long collectives
+take. Collectives on different communicators overlap. On a device, all launches form a single sequence, in which hop 1
+and hop 2 alternate, handle by handle.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from layerzero.engine.handle_gradients import HandleGradients, HandleReduction
 
 __all__ = ["IN_FLIGHT", "ReductionQueue"]
 
-# Maximum number of reductions in their first and in their second collective. At the maximum, the host waits for the
-# oldest. Each reduction keeps the gradients of a unit in memory: full gradients in the first collective, a ZeRO-3
-# gradient shard in the second, and twice that amount on gloo. If more than one first collective were in flight, ranks
-# that use both slabs (gradient_offload.py) could launch in a different order.
+# Maximum number of reductions that may be in their first and in their second collective. At the maximum, the host waits
+# for the oldest reduction. Each reduction keeps the gradients of a unit in memory: full gradients in the first
+# collective, a ZeRO-3 gradient shard in the second, and twice that amount on gloo. If more than one first collective
+# were in flight, ranks that use both slabs (gradient_offload.py) could launch reductions in a different order.
 IN_FLIGHT = (1, 2)
 
 
@@ -41,7 +43,7 @@ class ReductionQueue:
         self.order = list(order)
         self.streams = streams
         self._next = 0  # index in `order` of the first handle that this pass has not started
-        self._reducing: list[HandleGradients] = []  # started in this pass
+        self._reducing: list[HandleGradients] = []  # handles whose reductions were started in this pass
         self._events: list[deque[Waitable]] = [
             deque() for _ in IN_FLIGHT
         ]  # events of first and second collectives, oldest first
@@ -66,7 +68,7 @@ class ReductionQueue:
             gradients.pending_slots.end()
 
     def finish_accumulated(self) -> None:
-        """Reduce the gradients that backwards inside no_sync have accumulated."""
+        """Reduce the gradients that backward passes inside no_sync have accumulated."""
         for gradients in self.order:
             self.wait_until_writable(gradients)
             self._reducing.append(gradients)
@@ -74,7 +76,7 @@ class ReductionQueue:
         self.settle()
 
     def settle(self) -> None:
-        """Make later work wait for all reductions in flight."""
+        """Make later work wait for all in-flight reductions."""
         try:
             self.streams.synchronize(self._events)
         finally:
@@ -87,12 +89,12 @@ class ReductionQueue:
         if gradients.reduction is not None:
             gradients.reduction.wait()
             gradients.reduction = None
-        for events in self._events:  # of other handles, which may use the memory that this handle needs
+        for events in self._events:  # reductions of other handles, which may use the memory that this handle needs
             while gradients.is_blocked and events:
                 events.popleft().wait()
 
     def abandon(self) -> None:
-        """End the pass of a failed backward and make later work wait for the gradients that have arrived.
+        """End a failed backward pass, and make later work wait for the gradients that have arrived.
 
         Reductions that were started are completed. Their progress differs between ranks, but all ranks must launch the
         same collectives. Further errors are suppressed, because they either follow from the first error or recur in the

@@ -1,4 +1,4 @@
-"""Static description of the gradient reduction of a handle: its buffers, and the collectives between them.
+"""Describe the gradient reduction of a handle statically: its buffers, and the collectives between them.
 
 This module needs neither tensors nor processes. See [Note: Three extents] in layout/shard_grid.py.
 
@@ -14,27 +14,28 @@ This module needs neither tensors nor processes. See [Note: Three extents] in la
     local,   S > 1, R = 1    FULL      ZERO1        hop 1
     local,   S > 1, R > 1    FULL      ZERO1        hop 1, hop 2
 
-"full", "sharded" and "local" are the settings of gradient accumulation; rows without a setting apply to "full" and
-"sharded". A backward inside no_sync reduces incoming gradients into the accumulator. Any other backward reduces them
-into the final gradient (ZERO1). A step after no_sync reduces the accumulator into the final gradient. With "local", the
-accumulator is the final gradient, so every backward communicates over all ranks.
+"full", "sharded" and "local" are the settings of gradient accumulation. Rows without a setting apply to "full" and
+"sharded". A backward pass inside no_sync reduces incoming gradients into the accumulator. Any other backward pass
+reduces them into the final gradient (ZERO1). A step after no_sync reduces the accumulator into the final gradient. With
+"local", the accumulator is the final gradient, so every backward pass communicates over all ranks.
 
 [Note: Dtype of full gradients]
-Autograd produces gradients in the compute dtype. The full gradient keeps the compute dtype if each backward sends its
-gradients ("sharded" and "local"), and the receiving rank adds the parts of the first hop in fp32 (on gloo, or in shared
-memory). The sum is bitwise identical to a sum of fp32 messages, but needs half the memory and half the traffic.
-Messages that the backend adds are sent in the dtype of the addition. A gradient may arrive in several parts, as with
-reentrant checkpoints. The parts are then added in the compute dtype. Autograd does the same for a parameter with
-several uses.
+Autograd produces gradients in the compute dtype. The full gradient keeps the compute dtype under two conditions. Each
+backward pass sends its gradients ("sharded" and "local"), and the receiving rank adds the parts of the first hop in
+fp32 (on gloo, or in shared memory). The sum is bitwise identical to a sum of fp32 messages, but requires half the
+memory and half the traffic. If the backend adds the messages, they are sent in the dtype of the addition. A gradient
+may arrive in several parts, as with reentrant checkpoints. The parts are then added in the compute dtype. Autograd does
+the same for a parameter with several uses.
 
 [Note: Division of gradients]
-Contributions are summed. The sum is divided once by D or by the user's factor when it is added to the final gradient.
-The range of fp16 is 6e-8 to 65504. For fp16 the division is therefore split, so that messages are about as large as the
-gradient of one rank. The factor is the product of one factor per hop. If hop 2 sends fp16, the ZeRO-3 gradient shards
-are divided in fp32 by the factor of hop 1 before hop 2, and sent as means. If a backend adds in the dtype of the
-messages, its sums are large. Gradients are then divided by about the square root of the factor of a hop before that
-hop, and by the rest after that hop, as in FSDP. All scales except the last are powers of two and are therefore exact
-outside of fp16. Without collectives, gradients are divided when they arrive.
+Contributions are summed. The sum is divided once, by D or by the user's factor, when it is added to the final gradient.
+The range of fp16 is 6e-8 to 65504. With fp16, the division is therefore split, so that the values in messages are about
+as large as the gradient of one rank. The factor is the product of one factor per hop. If hop 2 sends fp16, the ZeRO-3
+gradient shards are divided in fp32 by the factor of hop 1 before hop 2, and sent as means. If a backend adds in the
+dtype of the messages, its sums may be large. Before each hop, gradients are then divided by about the square root of
+the hop's factor. After the hop, they are divided by the rest of the factor, as in FSDP. All scales except the last are
+powers of two and are therefore exact outside of fp16. If there are no collectives, gradients are divided when they
+arrive.
 """
 
 from __future__ import annotations
@@ -88,9 +89,9 @@ class ReductionSpec:
         Args:
             accumulation: ``"sharded"``, ``"full"`` or ``"local"``.
             divide_factor: divisor of the sum over all ranks.
-            adds_hop1: each rank receives the parts of all ranks in hop 1 and adds them in fp32. Otherwise the backend
-                adds in the dtype of the messages.
-            adds_hop2: equivalent of `adds_hop1` for hop 2.
+            adds_hop1: True if each rank receives the parts of all ranks in hop 1 and adds them in fp32. If False, the
+                backend adds them in the dtype of the messages.
+            adds_hop2: the same as `adds_hop1`, for hop 2.
         """
         if grid.data_parallel == 1:
             return cls(Extent.ZERO1, Extent.ZERO1, (), precision.master, 1.0 / divide_factor)
@@ -122,7 +123,7 @@ class ReductionSpec:
         return cls(Extent.FULL, Extent.FULL, stages, precision.master, 1.0 / first)
 
     def between(self, start: Extent, stop: Extent) -> tuple[ReductionStage, ...]:
-        """Return the stages that reduce extent `start` to the smaller extent `stop`."""
+        """Return the stages that reduce the extent `start` to the smaller extent `stop`."""
         return tuple(stage for stage in self.stages if stage.source <= start and stage.target >= stop)
 
     @property
@@ -132,7 +133,7 @@ class ReductionSpec:
 
 
 def _factors(grid: ShardGrid, divide_factor: float) -> tuple[float, float]:
-    """Return the divisors of hop 1 and hop 2: the factors by which the hops are expected to increase a sum."""
+    """Return the divisors of hop 1 and hop 2, which are the factors by which the hops are expected to increase sums."""
     if grid.replicas == 1:
         return divide_factor, 1.0
     factor1 = min(float(grid.zero3_size), max(1.0, divide_factor))
@@ -140,7 +141,10 @@ def _factors(grid: ShardGrid, divide_factor: float) -> tuple[float, float]:
 
 
 def _before(factor: float, wire: torch.dtype, *, adds: bool) -> float:
-    """Return the divisor of gradients before a hop, a part of the hop's factor; see [Note: Division of gradients]."""
+    """Return the part of a hop's factor by which gradients are divided before the hop.
+
+    See [Note: Division of gradients].
+    """
     return 1.0 if adds or wire is not torch.float16 else _power_of_two(math.sqrt(max(1.0, factor)))
 
 

@@ -1,4 +1,4 @@
-"""Resources that the handles of a model share: memory pools of the model, and the transport of each mesh."""
+"""Group the resources that the handles of a model share: the model's memory pools, and the transport of each mesh."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["MeshResources", "ModelPools"]
 class ModelPools:
     """Memory pools and host copies of a model, shared by all of its meshes."""
 
-    scratch: BufferPool  # for collectives
+    scratch: BufferPool  # scratch buffers for collectives
     full: FullBufferPool
     accumulators: AccumulatorAllocator
-    to_host: HostDeviceCopies | None = None  # copies of masters and final gradients, if the optimizer runs on the host
-    weights_to_host: HostDeviceCopies | None = None  # copies of compute weights, if they are in host memory
+    to_host: HostDeviceCopies | None = None  # copies masters and final gradients if the optimizer runs on the host
+    weights_to_host: HostDeviceCopies | None = None  # copies compute weights if they are in host memory
 
 
 @dataclass(frozen=True, eq=False)

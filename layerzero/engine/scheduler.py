@@ -1,27 +1,29 @@
-"""Schedule of one sharded model: when units are gathered, prefetched and freed, and when their gradients are reduced.
+"""Schedule one sharded model: decide when units are gathered, prefetched and freed, and when gradients are reduced.
 
 Hooks of modules, tensors and parameters call the methods of :class:`Scheduler`.
 
 [Note: Release of full buffers]
-A forward frees the full buffer when it returns, unless one of three conditions holds. The forward runs inside a
-backward (as in the recomputation of a checkpoint), the unit stays gathered for the backward, or the next call is
-expected to be a call of the same unit. A backward frees the full buffer when the gradients of the inputs of a call are
-known. Autograd runs later nodes first, so all nodes of the call have run by then. Two kinds of inputs are exceptions:
-leaves receive gradients before later nodes run, and inputs without gradients run no hook. A call with such inputs ends
-with its enclosing backward, which is a nested backward in a reentrant checkpoint. Gradients of the unit's parameters
-are no criterion, because parameters of nested units and tied weights may still be reached through its weights.
+A forward pass frees the full buffer when it returns, unless one of three conditions holds. The forward pass runs inside
+a backward pass (as in the recomputation of a checkpoint), the unit stays gathered for the backward pass, or the next
+call is expected to be a call of the same unit. A backward pass frees the full buffer when the gradients of the inputs
+of a call are known. Autograd runs later nodes first, so all nodes of the call have run by then. Two kinds of inputs are
+exceptions: leaves receive gradients before later nodes run, and inputs without gradients run no hook. A call with such
+inputs ends with the enclosing backward pass. In a reentrant checkpoint, this is a nested backward pass. Gradients of
+the unit's own parameters are not a criterion, because autograd may still have to run nodes of nested units and of tied
+weights that use the unit's weights.
 
 [Note: Forward order]
-Each forward records its calls. The next forward prefetches in the recorded order as long as it makes the same calls. A
-backward prefetches in the reverse order of its forward, whose record is referenced by the backward's hooks.
+Each forward pass records its calls. The next forward pass prefetches in the recorded order as long as it makes the same
+calls. A backward pass prefetches in the reverse order of its forward pass. The hooks of the backward pass refer to the
+record of this order.
 
 [Note: Weights outside of forwards]
-The inputs and outputs of a computation inside `gathered` are unknown. Therefore `gathered` installs saved-tensor hooks
-of autograd. When a backward unpacks the first tensor that was saved inside the context, the units are gathered again.
-Their modules then have the gathered parameters, including in recomputed activation checkpoints. These hooks replace
-outer hooks and therefore call the outer hooks. They also disable autograd's version check, which is repeated in
-`unpack`. Gradients arrive at the gathered parameters as in any other backward. The units are freed when the backward
-reaches a call that returned before the use began.
+The inputs and outputs of a computation inside `gathered` are unknown. Therefore `gathered` installs autograd's
+saved-tensor hooks. When a backward pass unpacks the first tensor that was saved inside the context, the units are
+gathered again. Their modules then have the gathered parameters, including in recomputed activation checkpoints. These
+hooks replace the outer saved-tensor hooks, and therefore call the outer hooks themselves. They also disable autograd's
+version check, which `unpack` therefore repeats. Gradients arrive at the gathered parameters as in any other backward
+pass. The units are freed when the backward pass reaches a call that returned before the use began.
 """
 
 from __future__ import annotations
@@ -59,23 +61,24 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler(Closable):
-    """Gathers and frees the units of one sharded model and launches the reductions of their gradients.
+    """Scheduler that gathers and frees the units of one sharded model and launches the reductions of their gradients.
 
     Args:
-        units: units of the model, the root first.
+        units: units of the model. The root must be first.
         config: settings of the model.
         mesh_info: mesh of the root.
         pools: memory pools of the model.
-        gradients: reduces the gradients of the handles.
-        refresher: copies masters to compute weights.
-        uses: active uses of weights outside of forwards, outermost first. The refresher shares this list.
-        status: conditions under which passes may run.
+        gradients: object that reduces the gradients of the handles.
+        refresher: object that copies masters to compute weights.
+        uses: active uses of weights outside of forward passes, outermost first. The refresher shares this list.
+        status: status that determines whether passes may run.
 
     Attributes:
-        prefetched_forward: by unit, the units that the forward prefetches instead of the units that `prefetch` selects.
-        prefetched_backward: by unit, the units that the backward prefetches.
+        prefetched_forward: units that a unit's forward pass prefetches instead of those that `prefetch` selects, by
+            unit.
+        prefetched_backward: units that a unit's backward pass prefetches instead, by unit.
         requires_gradient_sync: False inside ``no_sync``.
-        requires_all_reduce: False if backwards do not reduce across replicas.
+        requires_all_reduce: False if backward passes do not reduce across replicas.
     """
 
     def __init__(
@@ -99,17 +102,17 @@ class Scheduler(Closable):
         self._uses = uses
         self.status = status
         self._observer = mesh_info.counters.observer
-        self.staying: set[Unit] = set()  # units that stay gathered between a forward and its backward
+        self.staying: set[Unit] = set()  # units that stay gathered between a forward pass and its backward pass
         self.prefetched_forward: dict[Unit, Sequence[Unit]] = {}
         self.prefetched_backward: dict[Unit, Sequence[Unit]] = {}
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
         self._running: list[UnitCall] = []  # calls of units in progress, outermost first
-        self._ahead: set[Unit] = set()  # units that unshard() has gathered for a later forward
+        self._ahead: set[Unit] = set()  # units that unshard() has gathered for a later forward pass
         self._forward: ForwardPass | None = None
-        self._last_forward: Callable[[], ForwardPass | None] = lambda: None  # weak: its graph keeps it alive
+        self._last_forward: Callable[[], ForwardPass | None] = lambda: None  # weak; the graph keeps the pass alive
         self._backward: BackwardPass | None = None
-        self._last_calls: dict[Unit, list[Unit]] = {}  # calls of the last forward, by entry unit
+        self._last_calls: dict[Unit, list[Unit]] = {}  # units that the last forward pass called, by outermost unit
         saving = (handle.gradients for handle in self._handles if handle.gradients is not None)
         self.no_sync_hint = NoSyncHint(would_save=any(gradients.benefits_from_no_sync for gradients in saving))
         self._index = {unit: index for index, unit in enumerate(self._units)}
@@ -130,7 +133,7 @@ class Scheduler(Closable):
         self._pools.full.limit = max_gathered_bytes([unit.gathered_memory for unit in self._units], ahead)
 
     def unshard(self, unit: Unit) -> None:
-        """Launch the gather of a unit for a later forward."""
+        """Launch the gather of a unit for a later forward pass."""
         if ParamView.UNSHARDED in self.status.active_views:
             return
         self._prepare()
@@ -191,7 +194,7 @@ class Scheduler(Closable):
         return args, kwargs
 
     def post_forward(self, unit: Unit, output: Any) -> Any:
-        """Finish the forward of a unit; `output` is None if the forward raised."""
+        """Finish the forward pass of a unit. `output` is None if the forward pass raised."""
         if ParamView.UNSHARDED in self.status.active_views:
             return unit.cast_output(output, computes_in=unit.master_dtypes)
         call = next((call for call in reversed(self._running) if call.unit is unit), None)
@@ -217,19 +220,19 @@ class Scheduler(Closable):
         return output
 
     def _compute_dtypes(self, unit: Unit) -> set[torch.dtype] | None:
-        """Return the dtypes of the gathered parameters if these are not the compute weights, else None."""
+        """Return the dtypes of the gathered parameters if these are not the compute weights, otherwise None."""
         return unit.evaluated_dtypes if ParamView.FULL_PRECISION in self.status.active_views else None
 
     def _is_running(self, unit: Unit) -> bool:
-        """Return whether a forward of the unit is in progress."""
+        """Return whether a forward pass of the unit is in progress."""
         return any(call.unit is unit for call in self._running)
 
     def is_held(self, unit: Unit) -> bool:
-        """Return whether :func:`layerzero.gathered` of the unit is active."""
+        """Return whether a :func:`layerzero.gathered` context for the unit is active."""
         return any(unit in use.units for use in self._uses)
 
     def _is_idle(self, unit: Unit) -> bool:
-        """Return whether no forward, backward or other use of the unit is active."""
+        """Return whether no forward pass, backward pass or other use of the unit is active."""
         busy = self._is_running(unit) or self.is_held(unit)
         return not busy and not (self._backward is not None and self._backward.involves(unit))
 
@@ -241,7 +244,7 @@ class Scheduler(Closable):
         self._last_forward = weakref.ref(self._forward)
 
     def _prepare(self) -> None:
-        """Prepare for gathers outside of a forward."""
+        """Prepare for gathers outside of a forward pass."""
         if self._forward is None and not in_backward():
             refuse_capture(self._mesh_info.device, "a gather outside of forwards")
             self.recover_interrupted_pass()
@@ -250,7 +253,7 @@ class Scheduler(Closable):
     def _follow_user(self) -> None:
         """Check that the model may compute, and apply changes that the user has made since the last pass."""
         self.status.require_usable()
-        if torch.is_grad_enabled():  # reference forwards without gradients may freeze adapters temporarily
+        if torch.is_grad_enabled():  # reference forward passes without gradients may temporarily freeze adapters
             self._gradients.apply_requires_grad()
         self._refresher.pre_forward()
 
@@ -263,7 +266,7 @@ class Scheduler(Closable):
         self._forward = None
         self._last_calls[forward.entry_unit] = forward.called
         self._free_kept(forward)
-        # Without a graph (or if the forward raised) no backward will free the units that stayed gathered.
+        # Without a graph (or if the forward pass raised), no backward pass will free the units that stayed gathered.
         for unit in forward.prefetched.difference(forward.called) if awaits_backward else self._units:
             if self._is_idle(unit) and unit not in self._ahead:
                 unit.release() if torch.is_grad_enabled() and not awaits_backward else unit.reshard()
@@ -271,14 +274,14 @@ class Scheduler(Closable):
     def _hook_inputs(self, call: UnitCall, args: Any, kwargs: Any) -> None:
         # A leaf's hook may run before later nodes of the call; see [Note: Release of full buffers].
         inputs = [t for t in iter_tensors((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
-        call.ends_with_input_grad = len(inputs) == 1  # with several inputs, the end of the backward is unknown
+        call.ends_with_input_grad = len(inputs) == 1  # with several inputs, the end of the backward pass is unknown
         if len(inputs) == 1:
             inputs[0].register_hook(functools.partial(self.post_backward, call))  # type: ignore[no-untyped-call]
         elif inputs:
             register_multi_grad_hook(inputs, functools.partial(self.post_backward, call))
 
     def _hook_outputs(self, call: UnitCall, output: Any) -> bool:
-        """Register hooks that gather the unit when the backward reaches this call.
+        """Register hooks that gather the unit when the backward pass reaches this call.
 
         Return False if no output requires a gradient.
         """
@@ -400,7 +403,7 @@ class Scheduler(Closable):
         self._end_uses_after(backward, call)
         self._end_with_nested_backward(backward, call)
         self._reduce_ended(backward, call.ended_handles(), called=call.next_call is not None)
-        # Gather the outermost call first, because the output that the backward reaches first may differ between ranks.
+        # Gather the outermost call first, because ranks may differ in which output the backward pass reaches first.
         for around in call.callers:
             if around not in backward.gathered_calls:
                 backward.gathered_calls.add(around)
@@ -420,7 +423,8 @@ class Scheduler(Closable):
         """Launch the reductions of handles that receive no more gradients. See [Note: Launch order of reductions].
 
         Args:
-            called: whether the forward has called their units. Only such handles are added to the order of arrival.
+            called: True if the forward pass has called the units of `handles`. Only such handles are added to the order
+                of arrival.
         """
         for handle in handles:
             gradients = handle.gradients
@@ -431,7 +435,7 @@ class Scheduler(Closable):
         self._gradients.queue.start_ready(across_replicas=backward.requires_gradient_sync)
 
     def _reduce_rest(self, backward: BackwardPass) -> None:
-        """Launch the remaining reductions at the end of a backward, when no more gradients will arrive."""
+        """Launch the remaining reductions at the end of a backward pass, when no more gradients will arrive."""
         for handle in reversed(self._handles):  # the root's last
             if handle.gradients is not None and handle.trainable:
                 if handle.gradients.pending_slots.has_begun:
@@ -456,7 +460,7 @@ class Scheduler(Closable):
                 self._reduce_ended(backward, call.unit.handles, called=True)
         earlier = call.preceding(
             None if call.unit.has_post_forward_shard else 1
-        )  # any of the forwards may use the post-forward shard
+        )  # any of the forward passes may use the post-forward shard
         begun = earlier if backward is None else backward.gathered_calls
         coming = [each for each in earlier if each.unit is call.unit and each not in begun]
         if self._is_idle(call.unit) and not set(coming).intersection(earlier[:1]):
@@ -465,9 +469,9 @@ class Scheduler(Closable):
             self._prefetch_before(previous)
 
     def _end_with_nested_backward(self, backward: BackwardPass, call: UnitCall) -> None:
-        """If a reentrant checkpoint is running a nested backward, schedule the call to end when that backward ends.
+        """If a reentrant checkpoint runs a nested backward pass, schedule the call to end when that pass ends.
 
-        The nested backward contains all nodes of the recomputed call.
+        The nested backward pass contains all nodes of the recomputed call.
         """
         task = torch._C._current_graph_task_id()
         if task == backward.task:
@@ -489,7 +493,7 @@ class Scheduler(Closable):
         gradient, leaf.grad = leaf.grad, None
         gradients = handle.gradients
         written = getattr(leaf, FLAG, False) and take_flag(leaf)
-        if gradient is None:  # frozen after its forward: torch also drops the gradient
+        if gradient is None:  # the parameter was frozen after its forward pass, so torch drops the gradient
             if written and gradients is not None:
                 gradients.incoming.withdraw([slot])
             return
@@ -508,11 +512,11 @@ class Scheduler(Closable):
 
     def main_grad(self, handle: Handle, slot: int) -> Tensor | None:
         """Return the ``main_grad`` of a gathered parameter, or None if kernels may not add to it."""
-        # A recomputed forward does not count as a backward.
+        # A recomputed forward pass does not count as a backward pass.
         return self._gradients.main_grad(handle, slot, in_backward=in_backward() and not self._running)
 
     def _enter_backward(self, name: str) -> BackwardPass:
-        if torch.is_grad_enabled():  # inside a backward, the mode that the autograd engine sets
+        if torch.is_grad_enabled():  # inside a backward pass, the autograd engine sets this mode
             raise RuntimeError(
                 f"backward or autograd.grad with create_graph=True through {name!r} is not supported: gradients "
                 "of gradients need weights that have been freed. Compute the penalty on an unsharded model, or by "
@@ -558,29 +562,29 @@ class Scheduler(Closable):
             self._gradients.run_hooks()
 
     def recover_failed_backward(self) -> None:
-        """Recover from a failed backward, which has begun and not ended although no backward is running."""
+        """Recover from a failed backward pass, which has begun and not ended although none is running."""
         if self._backward is None or in_backward():
             return
-        self._gradients.abandon()  # repeated if interrupted
+        self._gradients.abandon()  # if it is interrupted, the next recovery calls it again
         self._backward = None
         self._release_all()
 
     def recover_interrupted_pass(self) -> None:
-        """Recover from a failed backward or an interrupted forward. torch runs no hooks after an interrupt."""
+        """Recover from a failed backward or interrupted forward pass. torch runs no hooks after an interrupt."""
         self.recover_failed_backward()
         if self._running and not in_backward():
             self._forward = None
             self._release_all()
 
     def evaluate_in_full_precision(self, enabled: bool) -> None:
-        """Select whether later forwards compute with gathered masters or with compute weights.
+        """Select whether later forward passes compute with gathered masters or with compute weights.
 
         Call this method between passes.
         """
         self.recover_interrupted_pass()
         for unit in self._units:
             unit.release(())
-        with torch.inference_mode(False), torch.no_grad():  # tensors with versions
+        with torch.inference_mode(False), torch.no_grad():  # so that the new tensors have version counters
             for handle in self._handles:
                 handle.evaluate_in_full_precision(enabled)
 
@@ -593,7 +597,7 @@ class Scheduler(Closable):
                 unit.release()
 
     def complete_gradients(self) -> None:
-        """Make every ``.grad`` final by reducing the gradients that backwards inside no_sync have accumulated."""
+        """Make every ``.grad`` final by reducing the gradients that backward passes inside no_sync have accumulated."""
         self.recover_interrupted_pass()
         if self._gradients.complete():
             self._gradients.run_hooks()

@@ -1,4 +1,4 @@
-"""Root state of one sharded model, which the hooks on the model's modules refer to."""
+"""Hold the root state of one sharded model, to which the hooks on the model's modules refer."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = ["LayerZeroState"]
 
 
 class ModelExtension(Protocol):
-    """Object that another subpackage attaches to a model."""
+    """Protocol for objects that other subpackages attach to a model."""
 
     def close(self) -> None:
-        """Finish the work of the object and release its resources."""
+        """Finish the object's work and release its resources."""
 
 
 _T = TypeVar("_T", bound=ModelExtension)
@@ -44,11 +44,11 @@ class LayerZeroState(Closable):
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[Unit],  # the root first
+        units: Sequence[Unit],  # the root must be first
         config: LayerZeroConfig,
         model_ranks: ModelRanks,
         pools: ModelPools,
-        transports: Iterable[Transport],  # of each mesh, the root's first
+        transports: Iterable[Transport],  # transport of each mesh, beginning with the root's mesh
         ignored: Sequence[nn.Parameter],
     ) -> None:
         self._model = weakref.ref(model)  # see [Note: References between model and state] in hooks.py
@@ -62,7 +62,7 @@ class LayerZeroState(Closable):
         self.pools = pools
         self.observer = mesh_info.counters.observer
         self._extensions: dict[type[ModelExtension], Any] = {}  # by class; see extension()
-        self.on_close: list[Callable[[], object]] = []  # idempotent callbacks that end snapshots, watchdogs and so on
+        self.on_close: list[Callable[[], object]] = []  # idempotent callbacks that end snapshots, watchdogs, etc.
         member_of = {id(m.sharded): m for handle in self.handles for m in handle.members}
         # By name, in the order of the model. The order of the handles may differ between ranks.
         self.members = {m.name: m for parameter in model.parameters() if (m := member_of.get(id(parameter)))}
@@ -78,7 +78,7 @@ class LayerZeroState(Closable):
 
     @property
     def model(self) -> nn.Module:
-        """Sharded model. Raises RuntimeError if the model was garbage collected."""
+        """The sharded model. Raises RuntimeError if the model was garbage collected."""
         if (model := self._model()) is None:
             raise RuntimeError(
                 "the sharded model was garbage collected because nothing referred to it. Keep a reference to the model "
@@ -97,7 +97,7 @@ class LayerZeroState(Closable):
         return found
 
     def close(self) -> None:
-        """Finish background work and release all resources of the model except its parameters.
+        """Finish background work and release all of the model's resources except its parameters.
 
         See [Note: Closed models] in hooks.py. If the process groups run on a device, all ranks must call this method.
         """

@@ -1,4 +1,4 @@
-"""Unit of gathering: one or more modules whose parameters are gathered and freed together."""
+"""Manage one unit: one or more modules whose parameters are gathered and freed together."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ __all__ = ["Unit", "gather_orders"]
 class Unit:
     """Handles of one or more modules that are gathered together.
 
-    Between passes, the modules have sharded parameters. During forward and backward, the modules have gathered
-    parameters. In a backward, activation checkpoints inside the modules use the gathered parameters.
+    Between passes, the modules have sharded parameters. During forward and backward passes, they have gathered
+    parameters. In a backward pass, activation checkpoints inside the modules use the gathered parameters.
     """
 
     def __init__(
@@ -48,12 +48,13 @@ class Unit:
         self._modules = [weakref.ref(module) for module in modules]  # see [Note: References between model and state]
         self.handles = handles
         self.mesh_info = mesh.mesh_info
-        self.transport_traits = mesh.transport.traits  # not the transport: a graph that is alive holds its units
+        self.transport_traits = mesh.transport.traits  # not the transport, because live graphs keep units alive
         self.cast_buffers = tuple(cast_buffers)
-        self.reshard_after_forward = reshards  # an int: keep a post-forward shard on each of as many ranks
-        self.is_told = False  # set_reshard_after_forward was called, and also applies to the root on a device
+        self.reshard_after_forward = reshards  # if an int: number of ranks that each keep a post-forward shard
+        # True if set_reshard_after_forward was called. On a device, the root follows the setting only in this case.
+        self.is_told = False
         self.reshard_after_backward = True
-        self._kept_for: Callable[[], object] = lambda: None  # the last forward with a post-forward shard
+        self._kept_for: Callable[[], object] = lambda: None  # the last forward pass that kept a post-forward shard
         self.param_dtype, self._output_dtype = policy.param_dtype, policy.output_dtype
         self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self._places = [
@@ -62,7 +63,7 @@ class Unit:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Modules of the unit. A call of any of them is a call of the unit."""
+        """Modules of the unit. A call of any of these modules is a call of the unit."""
         modules = [module for weak in self._modules if (module := weak()) is not None]
         assert len(modules) == len(self._modules)
         return modules
@@ -73,7 +74,7 @@ class Unit:
 
     @property
     def label(self) -> str:
-        """Name for traces and messages."""
+        """Name of the unit in traces and messages."""
         return self.name or "the root"
 
     @property
@@ -94,12 +95,12 @@ class Unit:
         return UnitFootprint(gathered, reshards, self.mesh_info, sum(buffer.post_forward_bytes for buffer in buffers))
 
     def gather(self) -> None:
-        """Launch the gathers of handles that are not gathered or gathering."""
+        """Launch the gathers of handles that are sharded and have no in-flight gather."""
         for handle in self.handles:
             handle.gather()
 
     def keep_post_forward(self, forward: object) -> None:
-        """Keep a post-forward shard for the backward of `forward`, if the unit uses post-forward shards.
+        """Keep a post-forward shard for the backward pass of `forward`, if the unit uses post-forward shards.
 
         Call this method before resharding.
         """
@@ -129,9 +130,10 @@ class Unit:
         return {handle.evaluated_dtype for handle in self.handles}
 
     def cast_inputs(self, args: Any, kwargs: Any, *, computes_in: set[torch.dtype] | None = None) -> tuple[Any, Any]:
-        """Cast the inputs of a forward to the dtype of the parameters, if the policy requires it.
+        """Cast the inputs of a forward pass to the dtype of the parameters, if the policy requires it.
 
-        `computes_in` is the set of dtypes of the parameters if the forward does not use the compute weights.
+        Args:
+            computes_in: dtypes of the parameters if the forward pass does not use the compute weights, otherwise None.
         """
         dtype = self._input_dtype
         if computes_in is not None and dtype is not None:
@@ -139,7 +141,10 @@ class Unit:
         return (args, kwargs) if dtype is None else cast_floating((args, kwargs), dtype)
 
     def cast_output(self, output: Any, *, computes_in: set[torch.dtype] | None = None) -> Any:
-        """Cast the output of a forward, but not to a dtype narrower than `computes_in` (see :meth:`cast_inputs`)."""
+        """Cast the output of a forward pass, but not to a dtype that is narrower than any of those in `computes_in`.
+
+        See :meth:`cast_inputs`.
+        """
         dtype = self._output_dtype
         computes_in = computes_in if computes_in is None else computes_in or {torch.float32}
         if dtype is None or any(torch.promote_types(dtype, each) != dtype for each in computes_in or ()):
@@ -156,7 +161,7 @@ class Unit:
         self.drop_post_forward(passed)
 
     def end_backward(self, passed: Collection[object]) -> None:
-        """Release the unit after a backward; keep the full buffer if `reshard_after_backward` is False."""
+        """Release the unit after a backward pass. Keep the full buffer if `reshard_after_backward` is False."""
         if self.reshard_after_backward:
             self.release(passed)
         else:
@@ -164,7 +169,7 @@ class Unit:
             self.drop_post_forward(passed)
 
     def drop_post_forward(self, passed: Collection[object] | None = None) -> None:
-        """Free the post-forward shard if its forward is in `passed`, or if `passed` is None."""
+        """Free the post-forward shard if the forward pass that kept it is in `passed`, or if `passed` is None."""
         for handle in self.handles if passed is None or self._kept_for() in passed else ():
             handle.weights.buffer.drop_post_forward()
 
@@ -185,9 +190,10 @@ class Unit:
 
 
 def gather_orders(units: Sequence[Unit], *, full_precision: bool = False) -> dict[MeshInfo, GatherOrderCheck]:
-    """Return the check of the gather order for each mesh. Unit indices count full gathers first, then regathers.
+    """Return an object for each mesh that checks the gather order. Its indices count full gathers, then regathers.
 
-    If `full_precision` is True, gathers include all data-parallel ranks, otherwise the ranks of a ZeRO-3 group.
+    If `full_precision` is True, the gathers include all data-parallel ranks, otherwise only the ranks of a ZeRO-3
+    group.
     """
     labels = [gather_name(collective, unit.label) for collective in GATHERS for unit in units]
     topologies = {unit.mesh_info for unit in units}

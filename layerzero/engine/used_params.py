@@ -1,17 +1,17 @@
-"""Map of the parameters that any rank of a model has used, with one byte per parameter.
+"""Determine which parameters any rank of a model has used, with one byte per parameter.
 
 [Note: Order of names in messages]
-A model-parallel axis may split a dim into parts of different sizes. The ranks along the axis then have different
-parameter orders and different numbers of handles. Therefore messages list parameters by name, in sorted order, and each
-rank translates them to its local order.
+A model-parallel axis may split a dim into parts of different sizes. The ranks along the axis then have different orders
+of parameters and different numbers of handles. Therefore the bytes in messages are sorted by parameter name, and each
+rank converts them to its local order.
 
 [Note: Reduction of used parameters by axis]
 The bytes are reduced to their maximum along each axis; see [Note: Control messages] in model_ranks.py. If a rank has
 used every parameter, the result is known in advance. Such a rank sends its bytes along all axes immediately and does
-not wait. On other ranks, a thread waits for the first axis and then sends along the second axis, so that the main
-thread does not wait. Until then, the communicators of the model-parallel axes are reserved: the main thread launches
-its collectives on them afterwards. Therefore all ranks launch the same messages on each communicator in the same order,
-independent of the parameters that they have used.
+not wait. On other ranks, a thread waits for the messages along the first axis and then sends along the second axis, so
+that the main thread does not wait. Until the thread has sent its messages, the communicators of the later axes are
+reserved, and the main thread launches its collectives on them only afterwards. Therefore all ranks launch the same
+messages on each communicator in the same order, regardless of which parameters they have used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class UsedParamMap:
 
     Args:
         model_ranks: all ranks of the model.
-        comms: communicators that connect the ranks with the same parameter or a part of it, by parameter name.
+        comms: communicators that connect the ranks that store a parameter or a part of it, by parameter name.
     """
 
     def __init__(self, model_ranks: ModelRanks, comms: Mapping[str, tuple[Communicator, ...]]) -> None:
@@ -52,12 +52,12 @@ class UsedParamMap:
         self._thread.thread.end()
 
     def add_names(self, names: Iterable[str]) -> None:
-        """Include the parameters `names` in later exchanges of used parameters. All ranks must pass the same names."""
+        """Include the parameters `names` in later reductions of used parameters. All ranks must pass the same names."""
         self._names = sorted({*self._names, *names})
         self.set_local_order(self._own)
 
     def set_local_order(self, own: Sequence[str]) -> None:
-        """Set this rank's order of the parameters in its bytes. The order may differ between ranks."""
+        """Set the order in which this rank lists the parameters in its bytes. The order may differ between ranks."""
         self._own = own
         by_comms: dict[tuple[Communicator, ...], list[str]] = {self._model_ranks.control_comms: []}
         for name in self._names:
@@ -75,7 +75,7 @@ class UsedParamMap:
         pending = PendingUse(self._groups, torch.frombuffer(own, dtype=torch.uint8), further, is_known=is_known)
         several_axes = any(len(group.comms) > 1 for group in self._groups)
         if several_axes:
-            self._thread.start()  # also if not needed yet, to keep the number of threads constant
+            self._thread.start()  # even if it is not needed yet, to keep the number of threads constant
         if several_axes and not is_known:
             pending.reserve()
             self._thread.run(pending.relay_in_background)
@@ -84,7 +84,7 @@ class UsedParamMap:
         return pending
 
     def from_first_rank(self, numbers: Mapping[str, int]) -> dict[str, int]:
-        """Return the number that the first rank assigns to each parameter, or -1 without a number."""
+        """Return the number that the first rank has passed for each parameter, or -1 if it has passed none."""
         said = torch.tensor([numbers.get(name, -1) for name in self._names], dtype=torch.int64, device="cpu")
         self._model_ranks.broadcast_numbers(said)
         return dict(zip(self._names, said.tolist(), strict=True))
@@ -94,7 +94,7 @@ class _ParamsOnComms:
     """Parameters whose bytes are sent along the same communicators.
 
     Attributes:
-        own: positions of these parameters in the order of this rank, int64 [n].
+        own: positions of these parameters in this rank's order, int64 [n].
         places: positions of the same parameters in messages, int64 [n].
     """
 
@@ -108,7 +108,7 @@ class _ParamsOnComms:
 
 
 class PendingUse:
-    """Reduction of used parameters in flight; see [Note: Reduction of used parameters by axis]."""
+    """In-flight reduction of used parameters; see [Note: Reduction of used parameters by axis]."""
 
     def __init__(
         self, groups: Sequence[_ParamsOnComms], own: Tensor, further: Sequence[Tensor], *, is_known: bool
@@ -119,8 +119,8 @@ class PendingUse:
         self._is_known = is_known
         self._relayed: Reservation | None = None  # reservation of communicators for launches by a thread
         self._failure: Exception | None = None
-        self._heard: list[list[PendingSmallGather]] = [[] for _ in groups]  # by group and axis
-        self._most: list[Tensor] = []  # by group: bytes to send next, uint8 [parameters of the group]
+        self._heard: list[list[PendingSmallGather]] = [[] for _ in groups]  # messages, by group and axis
+        self._most: list[Tensor] = []  # bytes to send next, by group, uint8 [number of parameters in the group]
         for group in groups:
             most = torch.zeros(group.numel, dtype=torch.uint8, device="cpu")
             most[group.places] = own[group.own]
@@ -128,7 +128,7 @@ class PendingUse:
         self._send_along(0)
 
     def reserve(self) -> None:
-        """Make launches of the main thread on model-parallel axes wait for :meth:`relay_in_background`."""
+        """Make launches by the main thread on all axes except the first wait for :meth:`relay_in_background`."""
         self._relayed = Reservation()
         for group in self._groups:
             for comm in group.comms[1:]:
@@ -144,7 +144,7 @@ class PendingUse:
                 self._failure = error
 
     def relay(self) -> None:
-        """Send along the remaining axes, after the wait for the messages of earlier axes."""
+        """Send along the remaining axes. Before each send, wait for the messages of earlier axes if they are needed."""
         for axis in range(1, max(len(group.comms) for group in self._groups)):
             self._send_along(axis)
 
@@ -171,7 +171,7 @@ class PendingUse:
         return [heard.said[:, self._groups[0].numel :] for heard in self._heard[0]]
 
     def max_over_ranks(self) -> bytes:
-        """Wait for all messages; return each parameter's maximum byte over the ranks, in this rank's order."""
+        """Wait for all messages. Return the maximum over the ranks of each parameter's byte, in this rank's order."""
         self.wait()
         most = torch.zeros_like(self._own)
         for place, group in enumerate(self._groups):
@@ -191,6 +191,6 @@ class PendingUse:
             heard.append(all_gather_small(group.comms[axis], Collective.METADATA, message))
 
     def _take(self, place: int) -> None:
-        """Store the maximum over all ranks from the last message of a group, which must have arrived."""
+        """Store the maximum over all ranks in the last message of a group. The message must have arrived."""
         if heard := self._heard[place]:
             self._most[place] = heard[-1].said[:, : self._groups[place].numel].amax(dim=0)

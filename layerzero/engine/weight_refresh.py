@@ -1,4 +1,4 @@
-"""Schedule of refreshes: when masters are copied to the compute weights of all replicas."""
+"""Schedule refreshes, which copy masters to the compute weights of all replicas."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _ALL_ALIKE = (
 
 
 class WeightRefresher:
-    """Launches the refresh of handles. Each handle waits for its refresh before its next gather.
+    """Object that launches the refreshes of handles. Each handle waits for its refresh before its next gather.
 
     Args:
         handles: handles of the model.
         model_ranks: all ranks of the model.
-        uses: active uses of weights outside of forwards, during which weights must not change.
+        uses: active uses of weights outside of forward passes, during which weights must not change.
         transports: transports of all meshes of the model.
 
     Attributes:
-        deferred: True if a step does not launch a refresh, because a pipeline schedule calls :meth:`launch_deferred`.
+        deferred: True if steps do not launch refreshes because a pipeline schedule calls :meth:`launch_deferred`.
     """
 
     def __init__(
@@ -42,28 +42,28 @@ class WeightRefresher:
     ) -> None:
         self.deferred = False
         self._uses = uses
-        self._precedes_forward = True  # before the first forward, no rank reads weights that other ranks write
-        self._steps = 0  # optimizer steps since the last forward
-        self._expected_steps = 1  # steps between the previous two forwards
+        self._precedes_forward = True  # before the first forward pass, no rank reads weights that other ranks write
+        self._steps = 0  # number of optimizer steps since the last forward pass
+        self._expected_steps = 1  # number of steps between the previous two forward passes that had any in between
         self._handles = handles
         self._transports = tuple(transports)
         self._model_ranks = model_ranks
 
     def launch(self, handles: Sequence[Handle] | None = None) -> None:
-        """Launch the refresh of `handles`, or of all handles if it is None. All ranks must call this method."""
+        """Launch the refreshes of `handles`, or of all handles if it is None. All ranks must call this method."""
         handles = self._handles if handles is None else handles
         if handles:
             self.require_no_active_use("changing weights")
         RefreshRound(handles, self._transports, waits=not self._precedes_forward).end()
 
     def before_master_write(self, handles: Sequence[Handle] | None = None) -> None:
-        """Prepare a write to the masters of `handles`, or of all handles if it is None.
+        """Prepare for a write to the masters of `handles`, or of all handles if it is None.
 
         All ranks must call this method before the write, and :meth:`launch` after it.
         """
         self.require_no_active_use("changing weights")
         for handle in self._handles if handles is None else handles:
-            handle.weights.finish_refresh()  # a refresh in flight may read the masters
+            handle.weights.finish_refresh()  # an in-flight refresh may read the masters
             if handle.weights.peers_read_master:
                 handle.tracker.record_write()
 
@@ -77,13 +77,13 @@ class WeightRefresher:
 
     @contextmanager
     def step(self) -> Iterator[RefreshRound | None]:
-        """Context manager of an optimizer step. On exit it launches the refresh of the updated masters.
+        """Context manager for an optimizer step. On exit, it launches the refreshes of the updated masters.
 
-        If several optimizers step before a forward, the last step launches one refresh for all of them.
+        If several optimizers step before a forward pass, the last step launches the refreshes for all of them.
 
         Yields:
-            Refresh round, which can launch handles as soon as they are updated, or None if the refresh is launched
-            later.
+            Refresh round, which can launch the refreshes of handles as soon as the handles are updated. None if the
+            refreshes are launched later.
         """
         self.require_no_active_use("optimizer.step()")
         self._steps += 1
@@ -105,18 +105,18 @@ class WeightRefresher:
                     handle.bump_version()
 
     def launch_deferred(self) -> None:
-        """Launch the refresh that a step has deferred."""
+        """Launch the refreshes that steps have deferred."""
         self.launch([handle for handle in self._handles if handle.refresh_due])
 
     def launch_edited(self) -> None:
-        """Launch the refresh of masters that were changed outside of a step; raise if they differ between ranks."""
+        """Launch the refreshes of masters that were changed outside of a step. Raise if the changes differ by rank."""
         edited = [handle for handle in self._handles if handle.tracker.dirty]
         if edited:
             self._agree("refresh of parameters that were changed outside optimizer.step()", edited)
             self.launch(edited)
 
     def pre_forward(self) -> None:
-        """Launch all pending refreshes before a forward."""
+        """Launch all pending refreshes before a forward pass."""
         self._expected_steps, self._steps = self._steps or self._expected_steps, 0
         self.launch_deferred()
         if self._precedes_forward:
@@ -148,17 +148,17 @@ class WeightRefresher:
 
 
 class RefreshRound:
-    """One refresh of some handles, launched in their order, at once or in parts.
+    """Round of refreshes of some handles, which are launched in order, all at once or in parts.
 
     See [Note: Write rounds] in comm/transport/base.py.
 
     Args:
         handles: handles to refresh, in order.
         transports: transports of all meshes of the model.
-        waits: whether to wait for peers that may still read the weights.
+        waits: True if the round must wait for peers that may still read the weights.
 
     Attributes:
-        left: handles whose refresh has not been launched, or None before the first launch.
+        left: handles whose refreshes have not been launched, or None before the first launch.
     """
 
     def __init__(self, handles: Sequence[Handle], transports: Sequence[Transport], *, waits: bool) -> None:
@@ -168,7 +168,7 @@ class RefreshRound:
         self._waits = waits
 
     def launch(self, ready: Collection[Handle]) -> None:
-        """Launch the refresh of the next handles in order, up to the first handle that is not in `ready`."""
+        """Launch the refreshes of the next handles in order, up to the first handle that is not in `ready`."""
         if self.left is None:
             self.left = deque(self._handles)
             for handle in self._handles:
@@ -179,7 +179,7 @@ class RefreshRound:
             self.left.popleft().launch_refresh()
 
     def end(self) -> None:
-        """Launch the remaining handles and end the round."""
+        """Launch the refreshes of the remaining handles, and end the round."""
         self.launch(self._handles)
         for transport in self._transports:
             transport.end_write()

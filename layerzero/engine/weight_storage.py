@@ -1,18 +1,19 @@
-"""Weights of one handle: master, ZeRO-3 shard and full buffer, with the copies between these three.
+"""Store the weights of one handle (master, ZeRO-3 shard and full buffer), and copy weights between these three.
 
 [Note: Shared storage of equal shards]
 The ZeRO-1 shard is a part of the ZeRO-3 shard. If both have the same dtype, the master is a view of that part and needs
-no extra memory. If S = 1, the ZeRO-3 shard is the full buffer, without gathers. A transport with resident full buffers
-also needs no gathers. Its memory contains the ZeRO-3 shards of all ranks in order, which form the full buffer of each
-rank. [Note: Write rounds] in comm/transport/base.py defines when ranks may write and read this memory.
+no extra memory. If S = 1, the ZeRO-3 shard is the full buffer, and no gathers are needed. A transport with resident
+full buffers also needs no gathers. Its memory contains the ZeRO-3 shards of all ranks in order. Together, these shards
+are the full buffer of every rank. [Note: Write rounds] in comm/transport/base.py defines when ranks may write and read
+this memory.
 
 [Note: Version counters]
 Collectives write to the full buffer. `compute` is an alias of the full buffer with a separate version counter, and the
 gathered parameters are views of `compute`. The alias is needed because gloo bumps the counter of its output from
-another thread, which autograd would report as an in-place change. All gathered parameters share the counter of
+another thread, and autograd would report this as an in-place change. All gathered parameters share the counter of
 `compute`, except DTensors and parameters with custom strides, which have separate counters. A changed counter shows
-that a forward has changed gathered weights, and the change would be lost. A bump of the counter makes autograd reject
-graphs from before an optimizer step.
+that a forward pass has changed gathered weights. Such a change would be lost. After an optimizer step, the counter is
+bumped, so that autograd rejects older graphs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = ["ShardState", "WeightStorage"]
 
 
 class ShardState(enum.Enum):
-    """State of a full buffer: SHARDED -> GATHERING -> GATHERED -> SHARDED."""
+    """State of a full buffer, which cycles through SHARDED -> GATHERING -> GATHERED -> SHARDED."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"
@@ -58,16 +59,16 @@ class WeightStorage:
         layout: positions of the parameters in the flat order.
         precision: dtypes of masters and compute weights.
         mesh: transport and pools.
-        options: encoding of gathers, and size of the post-forward shard.
+        options: options for gathers, such as the codec and the ranks that share a post-forward copy.
         label: name of the unit, for traces.
-        updated_on_host: True if the optimizer updates the master in host memory, provided that the pools offload.
+        updated_on_host: True if the master is to be in host memory, provided that the pools offload the optimizer.
         has_extension: True if an all-gather extension gathers the shard. The handle then has no full buffer.
 
     Attributes:
-        master: 1-D [L], the ZeRO-1 shard.
+        master: ZeRO-1 shard, 1-D [L].
         buffer: full buffer of the transport, with the ZeRO-3 shard.
-        compute: 1-D [G], alias of the full buffer; see [Note: Version counters].
-        to_host: copies of the master, if the optimizer runs on the host; see gradient_storage.py.
+        compute: alias of the full buffer, 1-D [G]; see [Note: Version counters].
+        to_host: object that copies the master if the optimizer runs on the host, or None; see gradient_storage.py.
         host_shard: ZeRO-3 shard in host memory; see device/host_shard.py. If it is None, the shard is on the device.
         state: state of the full buffer.
     """
@@ -131,7 +132,7 @@ class WeightStorage:
 
     @cached_property
     def needs_gather(self) -> bool:
-        """True if weights are gathered, or copied from host memory, before a unit computes."""
+        """True if weights must be gathered, or copied from host memory, before a unit computes."""
         if self.host_shard is not None:
             return True
         return not self.buffer.read_by_peers and not self.mesh_info.grid.same_elements(Extent.ZERO3, Extent.FULL)
@@ -147,7 +148,7 @@ class WeightStorage:
 
     @torch.no_grad()
     def set_values(self, parameters: Sequence[Tensor]) -> None:
-        """Copy this rank's rows of the full `parameters`, one per slot, and publish them."""
+        """Copy this rank's rows from the full `parameters`, one per slot, and publish the ZeRO-3 shard."""
         grid, layout = self.mesh_info.grid, self.layout
         for slot, parameter in zip(layout.slots, parameters, strict=True):
             values = parameter.detach().contiguous().view(-1)
@@ -180,7 +181,7 @@ class WeightStorage:
     # Gather and reshard
 
     def launch_gather(self) -> Waitable | None:
-        """Launch the gather of the full buffer, for :meth:`start_gather`."""
+        """Launch the gather of the full buffer, and return it for :meth:`start_gather`."""
         if self.needs_gather:
             self.finish_refresh()
         return self.buffer.gather(name=self.label)
@@ -221,10 +222,7 @@ class WeightStorage:
 
     @torch.no_grad()
     def launch_refresh(self) -> None:
-        """Copy the master to its part of the ZeRO-3 shard, and launch an all-gather.
-
-        The all-gather fills in the parts of the other replicas.
-        """
+        """Copy the master to its part of the ZeRO-3 shard, and launch an all-gather for the other replicas' parts."""
         assert self.state is ShardState.SHARDED
         self.finish_refresh()
         zero3, own = self.zero3_shard, self._own_part
@@ -254,7 +252,7 @@ class WeightStorage:
     def finish_refresh(self, *, of_peers: bool = False) -> None:
         """Wait for the last refresh of this rank's shard.
 
-        If `of_peers` is True, also wait for the shards of the ZeRO-3 group.
+        If `of_peers` is True, also wait for the refreshes of the other shards in the ZeRO-3 group.
         """
         if self._refreshing is not None:
             self._refreshing.wait()
@@ -263,9 +261,9 @@ class WeightStorage:
             self.buffer.wait_published(self.label)
 
     def read_zero3(self) -> Tensor:
-        """Return the ZeRO-3 shard after the last refresh, 1-D [G / S], on the device.
+        """Return the ZeRO-3 shard, 1-D [G / S], on the device, after waiting for the last refresh.
 
-        A shard in host memory is copied.
+        If the shard is in host memory, it is copied to the device.
         """
         self.finish_refresh()
         return self.zero3_shard if self.host_shard is None else self.host_shard.arrive().to(self.mesh_info.device)

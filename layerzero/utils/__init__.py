@@ -1,1 +1,1 @@
-"""Provide general helpers that do not depend on sharding."""
+"""Provide general helpers that are independent of sharding."""
