@@ -209,7 +209,7 @@ class CorruptionGuard:
             _LOG.warning("layerzero: flipped bits in %s were recomputed; repeat the step", names)
 
     def _hook_new_parameters(self) -> None:
-        """Register gradient hooks on parameters that have become trainable. Frozen parameters cannot have such hooks."""
+        """Register gradient hooks on parameters that became trainable. Frozen parameters cannot have such hooks."""
         for name, member in self._runtime.members.items():
             if member.sharded.requires_grad and name not in self._listened:
                 self._hooks.append(_hook_on(member.sharded, self._on_gradient(name)))

@@ -174,7 +174,7 @@ def _locate(handle: Handle, mesh_info: MeshInfo, sound: Mapping[str, bool]) -> l
     All ranks of the replica group must call this function. The result is the same on these ranks.
     """
     zero3 = handle.weights.read_zero3()
-    replicas, shard = mesh_info.replicas, as_integers(zero3).view(torch.uint8)  # as uint8, because backends support few integer dtypes
+    replicas, shard = mesh_info.replicas, as_integers(zero3).view(torch.uint8)  # many backends lack other integers
     copies_of_replicas = shard.expand(replicas, -1).contiguous()
     truth: Tensor | None = None
     parts = mesh_info.grid.replica_part_sizes(handle.layout)

@@ -49,8 +49,8 @@ def guard_steps(
 
     Args:
         model: model that :func:`layerzero.shard_model` returned.
-        optimizers: all optimizers of the model, which :func:`layerzero.shard_optimizer` returned. If one optimizer skips
-            a step, all of them skip it.
+        optimizers: all optimizers of the model, which :func:`layerzero.shard_optimizer` returned. If one optimizer
+            skips a step, all of them skip it.
         nonfinite: if "skip", a step with non-finite gradients leaves parameters and optimizer state unchanged and logs
             the affected parameters. It raises an error if more than `skips` consecutive steps would be skipped. If
             "raise", the first step with a non-finite gradient raises an error.
@@ -179,7 +179,7 @@ class StepGuard:
         }
 
     def _note(self, gradients: dict[str, Tensor]) -> None:
-        """Count a skipped step, and log a message or raise an error. The message is the same on all ranks of the model."""
+        """Count a skipped step, and log a message or raise an error. All ranks of the model have the same message."""
         rank = dist.get_rank()
         final = list(dict.fromkeys(self._all_tell(not_finite(gradients))))
         own = [] if self._own is None else [f"rank {rank}: {text}" for text in self._own.bad(set(final))]

@@ -169,7 +169,7 @@ def _work(
         pipe.send(_Failure(rank, time.time(), f"{type(error).__name__}: {error}", traceback.format_exc()))
         _leave(1)
     pipe.send(result)
-    # A rank must not exit while another rank may still read from it. The caller closes the pipe when all ranks are done.
+    # A rank must not exit while another rank may still read from it. The caller closes the pipe after all ranks finish.
     with contextlib.suppress(EOFError, OSError):
         pipe.recv()
     _leave(0)

@@ -114,7 +114,7 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
 
 
 class ReferenceRun:
-    """Result of the plain run: the initial weights, the records of the steps (on rank 0), and the losses of all batches."""
+    """Result of the plain run: the initial weights, the records of all steps (on rank 0), and the losses."""
 
     def __init__(self) -> None:
         self.start: dict[str, Tensor] = {}
@@ -177,7 +177,7 @@ def train_sharded(
     model = task.build()
     given = {name: settings[name] for name in PER_MODEL if settings.get(name) is not None}
     own = {name: value(model) if callable(value) else value for name, value in given.items()}
-    # Use collectives, unless the user sets shared memory. Collectives detect a wrong order, and real runs may use devices.
+    # Use collectives, which detect a wrong order, unless the user sets shared memory. Real runs may use devices.
     model = shard_model(model, mesh=mesh, **{"shared_memory": "off", **settings, **own})
     optimizer = shard_optimizer(task.optimizer(model.parameters()), model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -103,8 +103,8 @@ def verify(
             must return the loss, or an object that has the loss as ``.loss`` or ``["loss"]``. The model is called as
             ``model(batch)``, as ``model(*batch)`` for a tuple, or as ``model(**batch)`` for a dict.
         optimizer_fn: function ``(parameters) -> optimizer``, for example ``functools.partial(torch.optim.SGD,
-            lr=0.01)``. The default is SGD with momentum 0.9 and learning rate 0.1. Adam hides wrong scales of gradients,
-            and it makes full-size steps even if gradients consist only of rounding errors.
+            lr=0.01)``. The default is SGD with momentum 0.9 and learning rate 0.1. Adam hides wrong scales of
+            gradients. It also makes full-size steps if gradients consist only of rounding errors.
         world_size: number of processes to start. The default is 4. Under torchrun, it is the existing world size.
         zero3_sizes: values of S to try. The default is every divisor of the world size. If `reshard_after_forward` is a
             number, the default is 1 and every divisor that is a multiple of that number. If `reshard_after_forward` is
