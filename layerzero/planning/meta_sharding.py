@@ -52,7 +52,7 @@ def where_of(
 
 
 class MetaSharding:
-    """Units of a model. They are selected once, and the specs for many combinations of settings are derived from them."""
+    """Units of a model, selected once. The specs for many combinations of settings are derived from these units."""
 
     def __init__(self, model: nn.Module, config: LayerZeroConfig) -> None:
         if odd := [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]:
