@@ -5,46 +5,46 @@ records the sizes and checksums of the other files. See docs/checkpoints.md.
 
 Publication and folders:
 
-- `atomic_files`: atomic publication of checkpoint folders and files, and durable writes
-- `run_folder`: folder with the checkpoints of one run
-- `resuming`: resume from the newest checkpoint that can be loaded
+- `atomic_files`: publishes checkpoint folders and files atomically, and writes files durably
+- `run_folder`: manages the folder that contains the checkpoints of one run
+- `resuming`: resumes a run from the newest checkpoint that can be loaded
 
 Saves:
 
-- `saving`: synchronous and background saves
-- `collect_state`: collection of the state that a save writes, and agreement of all ranks
-- `staging`: host memory for copies of the state in background saves
-- `preemption`: save and exit after a preemption signal
-- `buddy_snapshots`: in-memory snapshots that survive the loss of a node
-- `snapshot_files`: files of these snapshots in shared memory
+- `saving`: saves checkpoints, synchronously or in the background
+- `collect_state`: collects the state that a save writes, and checks that all ranks agree on the state
+- `staging`: allocates host memory for the copies of the state that background saves write
+- `preemption`: saves a checkpoint and exits after a preemption signal
+- `buddy_snapshots`: takes in-memory snapshots that survive the loss of a node
+- `snapshot_files`: stores these snapshots as files in shared memory
 
 Loads:
 
-- `loading`: load of a checkpoint from any source of tensors
-- `restore`: plan and commit of a load
-- `pretrained_weights`: load of full models from safetensors files into sharded models
-- `rng_state`: states of random number generators
+- `loading`: loads a checkpoint from any source of tensors
+- `restore`: plans a load and commits it
+- `pretrained_weights`: loads full models from safetensors files into sharded models
+- `rng_state`: saves and restores the states of random number generators
 
 Checks:
 
-- `checksums`: checksums per chunk of a file
-- `contents_checks`: validation of ``contents.json``
-- `optimizer_compat`: check that an optimizer can continue from a checkpoint
-- `rank_agreement`: checks and errors that saves and loads share
-- `run_digest`: digests that show that a resumed run equals an uninterrupted run
-- `safe_json`: limits for untrusted JSON
+- `checksums`: computes one checksum per chunk of a file
+- `contents_checks`: validates ``contents.json``
+- `optimizer_compat`: checks that an optimizer can continue from a checkpoint
+- `rank_agreement`: contains checks and errors that saves and loads share
+- `run_digest`: computes digests that show whether a resumed run gives the same results as an uninterrupted run
+- `safe_json`: limits the size and depth of untrusted JSON
 
 Formats:
 
-- `manifest`: ``manifest.json``
-- `state_names`: names in a checkpoint, and the document of a model and an optimizer
-- `json_codec`: encoding of nested values as JSON and tensors
-- `subclass_tensors`: tensor subclasses as plain tensors
-- `safetensors_reader`: reader of checkpoint files, which verifies checksums
-- `safetensors_writer`: streaming writer of safetensors files
-- `dcp_storage`: storage for torch.distributed.checkpoint (DCP)
-- `dcp_interop`: conversion between layerzero checkpoints and DCP
-- `whole_model_files`: export, import and inspection of full models in one process
+- `manifest`: reads and writes ``manifest.json``
+- `state_names`: defines the names in a checkpoint, and builds the document of a model and an optimizer
+- `json_codec`: encodes nested values as JSON and tensors
+- `subclass_tensors`: represents tensor subclasses as plain tensors
+- `safetensors_reader`: reads checkpoint files and verifies their checksums
+- `safetensors_writer`: writes safetensors files in a stream
+- `dcp_storage`: implements storage for torch.distributed.checkpoint (DCP)
+- `dcp_interop`: loads DCP checkpoints, and reads layerzero checkpoints through DCP
+- `whole_model_files`: exports, imports and inspects full models in one process
 """
 
 from layerzero.checkpoint.atomic_files import CheckpointError

@@ -1,23 +1,23 @@
-"""Atomic publication of checkpoint folders and files, and durable writes.
+"""Publish checkpoint folders and files atomically, and write files durably.
 
 [Note: Atomic publication]
-All files of a checkpoint are written into ``.NAME.TOKEN.partial`` and flushed to the disk. The manifest is written
-last. The manifest lists every other file with its size and checksums. The folder is then renamed to ``NAME``. If a
-process dies before the rename, it leaves a folder whose name starts with a dot. Such a folder is never read as a
-checkpoint, and neither is a folder without an intact manifest.
+All files of a checkpoint are written into ``.NAME.TOKEN.partial`` and flushed to disk. The manifest is written last.
+It lists every other file with its size and checksums. The folder is then renamed to ``NAME``. If a process dies before
+the rename, it leaves a folder whose name starts with a dot. Such a folder is never read as a checkpoint, and neither is
+a folder without an intact manifest.
 
 [Note: Concurrent saves to one path]
 A restarted job, or a node that rejoins, may save to a path that another job is saving to. The first rank draws a random
 token for each save and sends the token to the other ranks with the global plan. Therefore no job writes into or removes
-a folder that another job is writing. rename() decides which job gets the name: the rename fails if the target is a
-folder with files, also on NFS. (rename() replaces an empty folder, which loses no data.) A folder is renamed before it
-is removed. A job that tries to publish that folder then fails, instead of publishing a folder that is being deleted.
+a folder that another job is writing. rename() decides which job gets the name: it fails if the target is a folder that
+contains files, also on NFS. (An empty target folder is replaced, but then no data is lost.) A folder is renamed before
+it is removed. A job that tries to publish this folder then fails, instead of publishing a folder that is being deleted.
 
 [Note: Replacement of a checkpoint]
-If the file system supports it, a single rename swaps an overwritten checkpoint with the new one. Otherwise, as on NFS,
-the old checkpoint is first renamed to ``.NAME.TOKEN.replaced``. If publishing the new checkpoint then fails, the old
-checkpoint is renamed back. If a process dies between the two renames, ``NAME`` does not exist. While that name is free,
-the ``.replaced`` folder counts as a checkpoint. Loads find this folder, and other jobs do not remove it.
+If the file system can exchange two paths, a single rename swaps the old checkpoint with the new one. Otherwise, as on
+NFS, the old checkpoint is first renamed to ``.NAME.TOKEN.replaced``. If publishing the new checkpoint then fails, the
+old checkpoint is renamed back. If a process dies between the two renames, ``NAME`` does not exist. While that name is
+free, the ``.replaced`` folder counts as a checkpoint. Loads find this folder, and other jobs do not remove it.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ __all__ = [
 ]
 
 _PIECE = 1 << 20  # size in bytes of the pieces that are hashed and written while they are in the cache
-_AHEAD = 16 << 20  # number of bytes that are written before their flush to the disk starts
+_AHEAD = 16 << 20  # number of bytes that are written before flushing them to disk starts
 _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux only
 _HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|replaced)", re.DOTALL)
-_OURS = re.compile(r"manifest\.json|contents\.json|rank-\d{5,}\.safetensors")  # files of a checkpoint
+_OURS = re.compile(r"manifest\.json|contents\.json|rank-\d{5,}\.safetensors")  # names of the files in a checkpoint
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Linux only
 
@@ -102,14 +102,14 @@ def write_file(path: Path, content: Iterable[Any]) -> FileRecord:
 def read_back(folder: Path, record: FileRecord) -> None:
     """Read a flushed file and compare its checksums with those of the data that was written.
 
-    Where the system supports it, the page cache of the file is dropped first, so that the disk is read.
+    If the operating system supports it, the cached pages of the file are dropped first, so that the disk is read.
 
     Raises:
         CheckpointError: the contents differ.
     """
     path = folder / record.name
     with open(path, "rb") as file:
-        if hasattr(os, "posix_fadvise"):  # cached pages would hide an error of the disk
+        if hasattr(os, "posix_fadvise"):  # cached pages would hide a disk error
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     try:
         read_pieces(path, record.size, record.sums, ChecksumScheme.best(), [ByteRange(0, record.size, None)])
@@ -138,7 +138,7 @@ def new_token() -> str:
 
 
 def partial_path(path: Path, token: str) -> Path:
-    """Return the hidden folder that the save with this token writes before it publishes the checkpoint `path`."""
+    """Return the hidden folder into which the save with this token writes the files of the checkpoint `path`."""
     return path.with_name(f".{path.name}.{token}.partial")
 
 
@@ -236,7 +236,7 @@ def claim_path(partial: Path, path: Path, is_there: Callable[[], bool], *, overw
                 )
     try:
         flush_folder(path.parent)
-    except OSError as error:  # a warning only: the checkpoint exists
+    except OSError as error:  # only warn, because the checkpoint exists
         warnings.warn(
             f"the new checkpoint exists, but its folder {path.parent} could not be flushed to the disk: {error}. "
             "The checkpoint may be lost if the machine crashes",
@@ -262,11 +262,11 @@ def _exchange(partial: Path, path: Path) -> bool:
 
 
 def _put_back(replaced: Path | None, partial: Path, path: Path, ours: os.stat_result) -> None:
-    """Move the old checkpoint back to `path` after publishing of the new one failed.
+    """Move the old checkpoint back to `path` after publishing the new one failed.
 
     Args:
-        ours: stat result of the new checkpoint's folder. If another job has created a different folder at `path`, this
-            folder is not moved.
+        ours: stat result of the new checkpoint's folder. If another job has created a different folder at `path`, that
+            other folder is not moved.
     """
     with suppress(OSError):  # if this fails, loads find the old checkpoint under its current name
         if replaced != partial:
@@ -323,9 +323,9 @@ def make_folder(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint, or the leftover of one.
+    """Remove a checkpoint or a leftover folder.
 
-    The folder is renamed first, so that no process finds it partly deleted.
+    The folder is renamed first, so that no process finds a partly deleted checkpoint.
 
     Raises:
         FileNotFoundError: another job has removed or published the folder.
@@ -334,7 +334,7 @@ def discard(folder: Path) -> None:
 
 
 def hide(folder: Path, kind: Literal["partial", "replaced"] = "partial") -> Path:
-    """Rename a checkpoint, or the leftover of one, to a hidden name that no other job uses; return the new path."""
+    """Rename a checkpoint or a leftover folder to a hidden name that no other job uses; return the new path."""
     match = _HIDDEN.fullmatch(folder.name)
     hidden = folder.with_name(f".{match[1] if match else folder.name}.{new_token()}.{kind}")
     os.rename(folder, hidden)
@@ -351,7 +351,7 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove(partial: Path) -> None:
-    """Remove a file or folder with a name that only this job uses."""
+    """Remove a file or folder whose name only this job uses."""
     if partial.is_dir():
         shutil.rmtree(partial, ignore_errors=True)
     else:
@@ -360,7 +360,7 @@ def remove(partial: Path) -> None:
 
 def _write_all(descriptor: int, data: Any) -> int:
     written = os.write(descriptor, data)
-    while written < len(data):  # after a signal, or if the disk is almost full
+    while written < len(data):  # os.write may write only a part after a signal, or if the disk is almost full
         written += os.write(descriptor, bytes(data)[written:])
     return written
 

@@ -1,19 +1,20 @@
-"""In-memory snapshots that survive the loss of a node: each rank's part is stored on its own node and on another node.
+"""Take in-memory snapshots that survive the loss of a node. Each rank's part is stored on two nodes.
 
 [Note: Snapshot format]
 A snapshot has the files of a checkpoint, with the same manifest and checksums. Like a checkpoint, a snapshot can be
-loaded by any number of ranks. The files are in shared memory, which outlives processes. Each rank's file is on its own
-node and on its partner's node. If one node is lost, the other nodes together still have all files.
+loaded by any number of ranks. The files are in shared memory, which outlives processes. Each rank's file is stored on
+the rank's own node and on its partner's node. If one node is lost, the other nodes together still have all files.
 
 [Note: Completeness of snapshots]
 The manifest is written last, after all ranks have confirmed that their own file and their partner's file are complete
 and correct. Therefore a single manifest proves that all files existed. When all ranks start a new snapshot, older
-snapshots are removed, except the last complete one. After the first snapshot, a complete snapshot exists at all times.
+snapshots are removed, except the last complete one. Once the first snapshot is complete, a complete snapshot always
+exists.
 
 [Note: Snapshot numbers]
 The number of a snapshot is the time at which it was taken, in seconds, or the previous number plus one, whichever is
 larger. Therefore an old snapshot on a node that rejoins late does not take precedence over a newer snapshot. The
-numbers can also be compared with the times of checkpoints on a disk.
+numbers can also be compared with the times of checkpoints on disk.
 """
 
 from __future__ import annotations
@@ -81,20 +82,21 @@ class Buddies:
     """In-memory snapshots of a run that survive the loss of a node.
 
     All data-parallel ranks must create a ``Buddies`` and call its methods together. A snapshot has the same contents as
-    a checkpoint. Each rank writes its part into shared memory of its node and sends a copy to a rank of another node.
-    The transfer runs in the background, spread over a quarter of the time between two snapshots. After a restart,
-    :meth:`load` restores model and optimizer from the last complete snapshot without reading a disk. The restart may
-    use other nodes and a different number of ranks.
+    a checkpoint. Each rank writes its part into the shared memory of its node and sends a copy to a rank on another
+    node. The transfer runs in the background, spread over a quarter of the time between two snapshots. After a restart,
+    :meth:`load` restores the model and the optimizer from the last complete snapshot without reading from disk. The
+    restarted run may use other nodes and a different number of ranks.
 
     With AdamW, snapshots use 48 N/D bytes of host memory per rank: two snapshots, each with this rank's part and its
-    partner's part. Snapshots remain in memory after processes die. Call :meth:`close` at the regular end of a run to
+    partner's part. Snapshots remain in memory after processes die. When a run ends normally, call :meth:`close` to
     remove the snapshots.
 
     Args:
-        model: from :func:`layerzero.shard_model`.
-        optimizer: from :func:`layerzero.shard_optimizer`.
-        name: name of the run, by which a restart finds its snapshots. Each run on a machine needs a different name.
-        memory: mount point of shared memory, the same for all ranks of a node.
+        model: model that :func:`layerzero.shard_model` returned.
+        optimizer: optimizer that :func:`layerzero.shard_optimizer` returned.
+        name: name of the run. A restarted run finds its snapshots by this name. Runs on the same machine need different
+            names.
+        memory: mount point of the shared memory file system, the same for all ranks of a node.
 
     Example::
 
@@ -145,20 +147,21 @@ class Buddies:
         self._hooks: list[Any] = []
         self._newest = ""  # token of the last snapshot that this rank has completed or loaded
         self._began = self._period = 0.0
-        self._hurries = threading.Event()  # set while a caller waits for the transfer in flight
+        self._hurries = threading.Event()  # set while a caller waits for the in-flight transfer
 
     def snapshot(self, extra: object = None) -> None:
         """Take a snapshot of the current state.
 
-        The call first waits for the previous snapshot, and returns after this rank's part is copied. The copy is
-        sent in the background. If a snapshot fails, the next step warns, and the previous snapshot is kept.
+        The method first waits for the previous snapshot. It returns after it has copied this rank's part. The copy is
+        sent in the background. If a snapshot fails, the next optimizer step emits a warning, and the previous snapshot
+        is kept.
 
         Args:
-            extra: further state of the run, as for :func:`save`.
+            extra: additional state of the run, as for :func:`save`.
 
         Raises:
-            CheckpointError: a node has too little memory, or values are not finite. No snapshot is taken, and existing
-                snapshots are kept.
+            CheckpointError: a node has too little memory, or values are not finite. Then no snapshot is taken, and
+                existing snapshots are kept.
         """
         self._finish()
         runtime, failure = self._runtime, None
@@ -203,7 +206,7 @@ class Buddies:
         self._hooks = [each.register_step_pre_hook(self._pending.warn_if_failed) for each in runtime.optimizers]
 
     def wait(self) -> None:
-        """Wait until the last snapshot is complete on all nodes; raise its error if it failed."""
+        """Wait until the last snapshot is complete on all nodes. If the snapshot failed, raise its error."""
         self._hurries.set()
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -276,7 +279,10 @@ class Buddies:
         self._newest = job.here.token
 
     def _swap(self, folder: Path, mine: FileRecord, theirs: FileRecord | None) -> None:
-        """Send this rank's file and receive and verify another rank's file, in chunks with pauses between them."""
+        """Send this rank's file, and receive and verify another rank's file.
+
+        The files are sent in chunks, with pauses between the chunks.
+        """
         if theirs is None:
             return
         sent, count = mapped(folder / mine.name, mine.size), -(-max(mine.size, theirs.size) // CHUNK)
@@ -291,7 +297,7 @@ class Buddies:
         )
 
     def load(self, *, strict: bool = True, newer_than: str | os.PathLike[str] | None = None) -> Resumed | None:
-        """Load the last complete snapshot into model and optimizer; return None if no snapshot can be loaded.
+        """Load the last complete snapshot into the model and the optimizer; return None if no snapshot can be loaded.
 
         All ranks must call this method. Each rank reads its rows from the shared memory of its node and verifies their
         checksums. Files that the node lacks are received from other nodes. If a snapshot is damaged, the method logs a
@@ -299,8 +305,8 @@ class Buddies:
 
         Args:
             strict: as for :func:`load`.
-            newer_than: a folder of checkpoints, as for :func:`load_latest`. Snapshots are skipped if they were taken
-                before the last complete checkpoint in this folder was started.
+            newer_than: folder that contains checkpoints, as for :func:`load_latest`. Snapshots are skipped if they were
+                taken before the save of the last complete checkpoint in this folder started.
 
         Raises:
             ValueError: names, shapes or dtypes do not match.
@@ -333,13 +339,13 @@ class Buddies:
         return None
 
     def _saved(self, folder: str | os.PathLike[str] | None) -> int:
-        """Return the start time in seconds of the last complete checkpoint in `folder`; -1 if there is none.
+        """Return when the save of the last complete checkpoint in `folder` started, in seconds; -1 if there is none.
 
         The first rank reads the folder and sends the result to all ranks.
         """
         saved = -1
         if folder is not None and self._comm.rank == 0:
-            with suppress(OSError):  # another job may remove the checkpoint meanwhile
+            with suppress(OSError):  # meanwhile, another job may remove the checkpoint
                 newest = latest(folder)
                 saved = -1 if newest is None else int(min(file.stat().st_mtime for file in newest.iterdir()))
         return int(all_gather_text(self._comm, str(saved))[0])
@@ -368,7 +374,7 @@ def _partners(nodes: Sequence[str], rank: int) -> tuple[int | None, int | None]:
     largest node. Therefore the partner is on another node, unless the largest node has more than half of the ranks.
 
     Args:
-        nodes: identifier of the node of each rank.
+        nodes: identifier of each rank's node.
     """
     order = sorted(range(len(nodes)), key=lambda each: (nodes.index(nodes[each]), each))
     if len(set(nodes)) == 1:
@@ -388,7 +394,7 @@ def _document(told: Sequence[Sequence[Any]]) -> dict[str, Any]:
 
 
 def _table(records: Sequence[FileRecord], told: Sequence[Sequence[Any]]) -> dict[str, StoredTensor]:
-    """Return all tensors by key, with the file of each chunk. If a chunk has several copies, use the first one."""
+    """Return all tensors by key, with the file of each chunk. If a chunk has several copies, the first one is used."""
     found: dict[str, tuple[str, list[int], dict[tuple[int, ...], tuple[str, tuple[int, ...], tuple[int, ...]]]]] = {}
     for record, (_, chunks, *_) in zip(records, told, strict=True):
         for key, dtype, shape, offsets, sizes in chunks:

@@ -1,8 +1,8 @@
-"""Checksums per chunk of a file, so that a reader can verify the chunks that it reads without reading the full file.
+"""Compute one checksum per chunk of a file. A reader can verify the chunks that it reads without reading the full file.
 
 [Note: Purpose of checksums]
 Disks, networks and truncated copies change bytes by accident. Any good 128-bit hash detects such changes. XXH3-128,
-from the package xxhash, is so fast that its cost is negligible compared with that of the disk. Checksums do not protect
+from the xxhash package, is so fast that hashing takes negligible time compared with disk I/O. Checksums do not protect
 against an attacker, who can also replace the checksums. A cryptographic hash would not protect against such an attack
 either.
 """
@@ -27,12 +27,12 @@ from layerzero.checkpoint.safe_json import CheckpointError
 
 __all__ = ["ByteRange", "ChecksumScheme", "ChunkHasher", "checksums_of", "read_pieces"]
 
-CHUNK = 8 << 20  # size of a chunk in bytes; a terabyte of files has 4 MB of checksums
-_SMALLEST = 1 << 20  # smallest chunk size that is accepted, because each chunk costs memory
+CHUNK = 8 << 20  # size of a chunk in bytes; the checksums of a terabyte of files take 4 MB
+_SMALLEST = 1 << 20  # smallest accepted chunk size in bytes; many small chunks would need too much memory
 _STEP = 512 << 10  # size in bytes of the pieces that are hashed while they are in the cache
-_THREADS = 4  # threads that read and hash in parallel
+_THREADS = 4  # number of threads that read and hash in parallel
 _XXH3, _SHA256 = "xxh3-128", "sha256"
-_WIDTHS = {_XXH3: 32, _SHA256: 64}  # hexadecimal digits of one checksum
+_WIDTHS = {_XXH3: 32, _SHA256: 64}  # number of hexadecimal digits per checksum
 
 
 def _xxh3() -> Any:
@@ -43,7 +43,7 @@ def _xxh3() -> Any:
 
 @dataclass(frozen=True)
 class ChecksumScheme:
-    """Checksum algorithm and chunk size of the files of a checkpoint.
+    """Checksum algorithm and chunk size for the files of a checkpoint.
 
     Attributes:
         chunk: size of a chunk in bytes; the last chunk of a file may be shorter.
@@ -62,7 +62,7 @@ class ChecksumScheme:
         return ChecksumScheme(_SHA256, CHUNK)
 
     def check(self) -> None:
-        """Raise ValueError unless algorithm and chunk size are supported."""
+        """Raise ValueError unless the algorithm and the chunk size are supported."""
         if type(self.algorithm) is not str or self.algorithm not in _WIDTHS:
             raise ValueError(f"this version of layerzero does not support the checksum algorithm {self.algorithm!r}")
         if type(self.chunk) is not int or self.chunk < _SMALLEST:
@@ -81,7 +81,7 @@ class ChecksumScheme:
             ) from error
 
     def count(self, size: int) -> int:
-        """Return the number of chunks of a file of `size` bytes; an empty file has one empty chunk."""
+        """Return the number of chunks in a file of `size` bytes. An empty file has one empty chunk."""
         return max(1, -(-size // self.chunk))
 
     def fits(self, sums: object, size: int) -> bool:
@@ -133,7 +133,8 @@ class ByteRange:
     """A byte range to be read from a file.
 
     Attributes:
-        into: destination, uint8 of shape [stop - start], on any device; None if the bytes are only verified.
+        into: destination tensor on any device, with dtype uint8 and shape [stop - start]. If None, the bytes are
+            verified but not copied.
     """
 
     start: int
@@ -142,12 +143,12 @@ class ByteRange:
 
 
 def read_pieces(path: Path, size: int, sums: str, scheme: ChecksumScheme, pieces: Sequence[ByteRange]) -> None:
-    """Read byte ranges of a file and verify the checksums of all chunks that overlap with them.
+    """Read byte ranges of a file and verify the checksums of all chunks that overlap these ranges.
 
     Args:
         size: size of the file in bytes.
         sums: checksums of the full file.
-        pieces: byte ranges in file order, without overlap.
+        pieces: byte ranges in file order. The ranges do not overlap.
 
     Raises:
         CheckpointError: the file is damaged or cannot be read. The contents of the destinations are then undefined.

@@ -1,4 +1,4 @@
-"""Collection of the state that a save writes, and a check that all ranks agree on the state."""
+"""Collect the state that a save writes, and check that all ranks agree on the state."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class CollectedState(NamedTuple):
     """The state that one rank saves.
 
     Attributes:
-        document: nested values, the same on all ranks, except for entries that are read from the first rank only.
-        tensors: by key, the tensors that this rank writes: its shards, and the unsharded tensors that no other rank
-            writes.
+        document: nested values. They are the same on all ranks, except for entries that only the first rank writes.
+        tensors: by key, the tensors that this rank writes. These are the rank's shards and the unsharded tensors that
+            no other rank writes.
         own: this rank's :class:`PerRank` values, and its own entries of :class:`MergedValue`.
         digests: by path, digests of all values that must be the same on all ranks.
         bad: names of tensors with non-finite values.
@@ -76,7 +76,7 @@ def collect(
 def require_equal_state(
     subject: str, runtime: LayerZeroState, fields: Mapping[str, object], failure: Exception | None
 ) -> None:
-    """Raise on all ranks unless all ranks save the same state."""
+    """Raise an error on all ranks unless all ranks save the same state."""
     try:
         agree_or_raise(subject, runtime, fields, failure)
     except ValueError as error:

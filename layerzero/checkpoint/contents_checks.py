@@ -1,4 +1,4 @@
-"""Validation of ``contents.json`` before its contents are used.
+"""Validate ``contents.json`` before its contents are used.
 
 [Note: Validation of contents]
 A matching checksum proves that a file has not changed since it was written, but not that layerzero wrote it. Rows that
@@ -62,7 +62,7 @@ def check_tensors(tensors: Mapping[str, StoredTensor], file_sizes: Mapping[str, 
     Raises:
         ValueError: a check fails; the message names the tensor or the file.
     """
-    held: Counter[str] = Counter()  # bytes, by file
+    held: Counter[str] = Counter()  # number of bytes per file
     for key, tensor in tensors.items():
         shape = tensor.shape
         if not _are_sizes(shape) or tensor.dtype.itemsize * math.prod(max(1, size) for size in shape) >= 2**63:
@@ -119,7 +119,8 @@ def check_document(document: Mapping[str, Any], tensors: Mapping[str, StoredTens
     """Check that the document has all required parts and that :class:`Decoder` can decode each part.
 
     Args:
-        ranks: number of ranks that saved. Each :func:`layerzero.checkpoint.per_rank` entry must have this many values.
+        ranks: number of ranks that saved the checkpoint. Each :func:`layerzero.checkpoint.per_rank` entry must have
+            this many values.
 
     Raises:
         ValueError, TypeError, KeyError: a part is missing or cannot be decoded.
@@ -197,7 +198,7 @@ def _check_tagged(
             _check_value(key, tensors, ranks)
             hash(_PLAIN.decode(key))
     elif tag != "$tuple":
-        _PLAIN.decode(value)  # raises for an unknown tag
+        _PLAIN.decode(value)  # raises an error for an unknown tag
     _check_value(content, tensors, ranks)
 
 

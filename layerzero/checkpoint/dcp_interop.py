@@ -1,4 +1,4 @@
-"""Conversion between layerzero checkpoints and torch.distributed.checkpoint (DCP), in both directions."""
+"""Load checkpoints of torch.distributed.checkpoint (DCP), and read layerzero checkpoints through DCP."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def load_dcp(
     optimizer_key: str = "optimizer",
     strict: bool = True,
 ) -> None:
-    """Load a ``torch.distributed.checkpoint.save`` checkpoint of FSDP2, of DDP, or of a sharded model.
+    """Load a checkpoint that ``torch.distributed.checkpoint.save`` wrote for an FSDP2, DDP or sharded model.
 
-    torch unpickles the metadata and all values that are not tensors and does not detect damage. Use this function only
-    for files that you trust.
+    torch unpickles the metadata and all values that are not tensors, and it does not detect damaged files. Use this
+    function only for files that you trust.
 
     Args:
-        path: a folder with a file ``.metadata``.
-        model_key, optimizer_key: keys under which the state dicts of model and optimizer were saved. The optimizer
-            state dict is keyed by parameter name, flattened or not, as
-            ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns it.
+        path: folder that contains a ``.metadata`` file.
+        model_key, optimizer_key: keys under which the state dicts of the model and the optimizer were saved. The
+            optimizer state dict must be keyed by parameter name, as returned by
+            ``torch.distributed.checkpoint.state_dict.get_state_dict``. It may be flattened.
         strict: as in :func:`layerzero.checkpoint.load`.
 
     Raises:
@@ -119,7 +119,7 @@ class _DcpFiles:
 
 
 def _tree(source: FileSystemReader, metadata: Metadata, wanted: tuple[str, str]) -> dict[str, Any]:
-    """Return the values under the `wanted` keys, nested as in the checkpoint. References replace the tensors."""
+    """Return the values under the `wanted` keys, nested as in the checkpoint. Tensors are replaced by references."""
     paths = metadata.planner_data or {key: tuple(key.split(".", 1)) for key in metadata.state_dict_metadata}
     entries = {key: entry for key, entry in metadata.state_dict_metadata.items() if paths[key][0] in wanted}
     values: dict[str, Any] = {key: None for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)}
@@ -135,7 +135,7 @@ def _tree(source: FileSystemReader, metadata: Metadata, wanted: tuple[str, str])
 
 
 class _Placeholder(Tensor):
-    """Placeholder for a tensor of the checkpoint while torch flattens names."""
+    """Placeholder that stands for a tensor in the checkpoint while torch flattens names."""
 
     key: str
 
@@ -151,13 +151,16 @@ class _Placeholder(Tensor):
 
 
 def reader(path: str | os.PathLike[str], *, verify: bool = True) -> StorageReader:
-    """Return a ``StorageReader`` for ``torch.distributed.checkpoint.load`` into FSDP2 models and plain models.
+    """Return a ``StorageReader`` with which ``torch.distributed.checkpoint.load`` reads a layerzero checkpoint.
+
+    The checkpoint can be loaded into FSDP2 models and plain models.
 
     The names are those of ``{"model": model.state_dict(), "optimizer": optimizer_state, "extra": extra}``, flattened by
     torch. The optimizer state is keyed by parameter name, as in ``torch.distributed.checkpoint.state_dict``.
 
     Args:
-        verify: verify the checksums of all files first. Each process that creates a reader then reads all files.
+        verify: whether to verify the checksums of all files first. If True, each process that creates a reader reads
+            all files.
 
     Raises:
         FileNotFoundError, CheckpointError: see :func:`load`.

@@ -1,7 +1,8 @@
-"""StorageWriter and StorageReader of torch.distributed.checkpoint (DCP), for safetensors files and ``contents.json``.
+"""Write and read safetensors files and ``contents.json`` through torch.distributed.checkpoint (DCP).
 
-DCP plans which rows each rank writes and reads. The two classes execute the plan. Each rank writes one file, in which
-tensors are named by their keys. ``contents.json`` records which rows of a tensor are in which file.
+DCP plans which rows each rank writes and reads. The StorageWriter and the StorageReader in this module execute the
+plan. Each rank writes one file, in which tensors are named by their keys. ``contents.json`` records which rows of a
+tensor are in which file.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class CheckpointContents:
     """Contents of ``contents.json``.
 
     Attributes:
-        topology: sizes of the run that saved the checkpoint. The keys are ``data_parallel`` and ``zero3_size``, and
-            also ``ranks`` if there were more ranks than ``data_parallel``.
+        topology: numbers of ranks in the run that saved the checkpoint. The keys are ``data_parallel`` and
+            ``zero3_size``, and also ``ranks`` if the total number of ranks was larger than ``data_parallel``.
         document: model, optimizer and ``extra``, as encoded by :class:`layerzero.checkpoint.json_codec.Encoder`.
         tensors: by key, the tensors that `document` refers to.
     """
@@ -83,7 +84,7 @@ class CheckpointContents:
 
     @classmethod
     def read(cls, manifest: Manifest) -> CheckpointContents:
-        """Read and validate the file of contents. Raises CheckpointError if the file is missing or invalid."""
+        """Read and validate ``contents.json``. Raises CheckpointError if the file is missing or invalid."""
         path = manifest.path_of(CONTENTS)
         try:
             text = read_capped(path, CONTENTS_BYTES)
@@ -110,7 +111,12 @@ class CheckpointContents:
         return cls(content["topology"], content["document"], tensors)
 
     def write(self, folder: Path) -> FileRecord:
-        """Write ``contents.json``. Raises CheckpointError if a reader would reject it, and OSError on a full disk."""
+        """Write ``contents.json``.
+
+        Raises:
+            CheckpointError: a reader would reject the file.
+            OSError: the file cannot be written, for instance because the disk is full.
+        """
         path, text = folder / CONTENTS, self._to_json()
         if len(text) > CONTENTS_BYTES:
             raise CheckpointError(
@@ -129,16 +135,17 @@ class CheckpointContents:
 
 
 class SafetensorsWriter(StorageWriter):
-    """StorageWriter of one checkpoint.
+    """StorageWriter that writes one checkpoint.
 
     Args:
         path: path of the checkpoint, which exists only after the save finishes.
         document: the full document on the first rank; unused on other ranks.
         own: this rank's :class:`PerRank` values, and its own entries of :class:`MergedValue`.
         finite: whether all trained tensors of this rank are finite.
-        sequence: function that returns the sequence number of the checkpoint. The first rank calls it at the end.
-        overwrite: replace an existing checkpoint at `path`.
-        reads_back: read each file again and verify its checksums before the checkpoint is published.
+        sequence: function that returns the sequence number of the checkpoint. The first rank calls the function at the
+            end of the save.
+        overwrite: whether to replace an existing checkpoint at `path`.
+        reads_back: whether to read each file again and verify its checksums before the checkpoint is published.
     """
 
     def __init__(
@@ -161,7 +168,7 @@ class SafetensorsWriter(StorageWriter):
         self._document = document
         self._own = own
         self._sequence = sequence
-        self._finite = finite  # for this rank; on the first rank, for all ranks after the global plan
+        self._finite = finite  # of this rank; after the global plan, the first rank has the value for all ranks
         self._overwrite = overwrite
         self._reads_back = reads_back
 
@@ -185,7 +192,7 @@ class SafetensorsWriter(StorageWriter):
 
     @property
     def _partial(self) -> Path:
-        """Hidden folder that the files are written into. It is later renamed to the path of the checkpoint."""
+        """Hidden folder into which the files are written. The folder is later renamed to the path of the checkpoint."""
         assert self._token is not None
         return partial_path(self._path, self._token)
 
@@ -245,10 +252,10 @@ class SafetensorsWriter(StorageWriter):
 
 
 class SafetensorsReader(StorageReader):
-    """StorageReader of one verified checkpoint.
+    """StorageReader that reads one verified checkpoint.
 
     Args:
-        names: key of each tensor, by flat name. If it is None, the names equal the keys.
+        names: key of each tensor, by flat name. If None, each key is also the flat name.
         values: values that are not tensors, by flat name, for loads through torch.distributed.checkpoint.
     """
 
@@ -336,7 +343,7 @@ def opened(path: Path) -> Any:
 def check_entry(
     path: Path, tensors: Any, names: Container[str], key: str, shape: Sequence[int], dtype: torch.dtype
 ) -> None:
-    """Raise CheckpointError unless the opened file at `path` has the tensor that ``contents.json`` describes."""
+    """Raise CheckpointError unless the opened file at `path` contains the tensor that ``contents.json`` describes."""
     entry = tensors.get_slice(key) if key in names else None
     if entry is None or list(entry.get_shape()) != list(shape) or entry.get_dtype() != DTYPES.get(dtype):
         found = "no tensor" if entry is None else f"{entry.get_dtype()} {entry.get_shape()}"
@@ -346,7 +353,10 @@ def check_entry(
 def pieces(
     tensors: Any, key: str, shape: Sequence[int], dtype: torch.dtype, *, box: Sequence[slice] = ()
 ) -> Iterator[Tensor]:
-    """Yield a tensor of an opened file, or its region `box`, in row ranges of at most 64 MiB or one row."""
+    """Yield a tensor of an opened file, or only the region `box` of the tensor, in ranges of rows.
+
+    Each range has a single row or at most 64 MiB.
+    """
     if not shape:
         yield tensors.get_tensor(key)
         return
@@ -364,7 +374,10 @@ def _read_region(tensors: Any, key: str, offsets: Sequence[int], lengths: Sequen
 
 
 def _pickled(value: Any) -> io.BytesIO:
-    """Return a buffer with the pickled `value`, as DCP expects for non-tensors. The value comes from JSON."""
+    """Return a buffer with the pickled `value`, as DCP expects for values that are not tensors.
+
+    The value was decoded from JSON.
+    """
     torch.save(value, buffer := io.BytesIO())
     buffer.seek(0)
     return buffer

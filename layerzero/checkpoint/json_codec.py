@@ -1,4 +1,4 @@
-"""Encoding of nested values as JSON and tensors, and decoding. In contrast to unpickling, decoding executes no code.
+"""Encode nested values as JSON and tensors, and decode them. In contrast to unpickling, decoding executes no code.
 
 JSON has no tuples, integer keys or infinities. Such a value becomes an object with a key that starts with ``$``:
 
@@ -42,7 +42,7 @@ __all__ = [
     "references",
 ]
 
-DEPTH = 200  # maximum depth of the JSON, so that recursion does not exceed Python's stack
+DEPTH = 200  # maximum nesting depth of the JSON, so that recursive functions do not overflow Python's stack
 
 DTYPES = {  # names in the safetensors format
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -69,7 +69,7 @@ class PerRank:
 
 @dataclass(frozen=True)
 class MergedValue:
-    """A dict or list that contains entries common to all ranks and own entries of this rank.
+    """A dict or list that contains entries common to all ranks, and this rank's own entries.
 
     The checkpoint contains the common entries and the own entries of all ranks.
     """
@@ -83,18 +83,18 @@ class Encoder:
     """Encoder that converts values to JSON and collects their tensors.
 
     Attributes:
-        is_rank_local: function that returns whether other ranks have a different parameter under a name. Tensors with
-            the sharding of such a parameter are allowed only in own entries of a :class:`MergedValue`.
-        tells: whether this rank writes its own entries of a :class:`MergedValue`. Of the ranks with equal own entries,
-            one writes them.
+        is_rank_local: function that returns whether other ranks have a different parameter under a given name. Tensors
+            with the sharding of such a parameter are allowed only in own entries of a :class:`MergedValue`.
+        tells: whether this rank writes its own entries of a :class:`MergedValue`. If several ranks have equal own
+            entries, only one of these ranks writes them.
         tensors: by key, the tensors that the JSON refers to.
         own: this rank's :class:`PerRank` values and own entries of :class:`MergedValue`, as JSON, in encoding order.
-        apart: the keys of tensors in own entries of :class:`MergedValue`.
+        apart: keys of the tensors in own entries of :class:`MergedValue`.
         digests: by path, digests of all values that must be the same on all ranks.
     """
 
     rank: int
-    name_of: Callable[[LocalShard], str]  # stored name of the parameter that rows are sharded like
+    name_of: Callable[[LocalShard], str]  # returns the stored name of the parameter that these rows belong to
     is_rank_local: Callable[[str], bool] = lambda name: False
     tells: bool = True
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Encoder:
             path: name of the value in error messages, and key of its tensors in the checkpoint.
 
         Raises:
-            TypeError: a value is neither plain data nor a tensor; the message names its path.
+            TypeError: a value is neither plain data nor a tensor; the message names the path of the value.
         """
         if isinstance(value, PerRank):
             return self._per_rank(value.value, path)
@@ -134,7 +134,11 @@ class Encoder:
         return encoded
 
     def encode_tree(self, value: Any, path: str) -> Any:
-        """Encode a user's value. Raises TypeError like :meth:`encode`, or if the value is nested too deeply to load."""
+        """Encode a user's value.
+
+        Raises:
+            TypeError: :meth:`encode` raises it, or the value is nested too deeply to be loaded.
+        """
         most = DEPTH // 2 - 2  # each own value may add the same depth again
         try:
             encoded = self.encode(value, path)
@@ -209,7 +213,7 @@ class Encoder:
                 )
             return {"$sharded": key, "like": like}
         if not self._prefix and not self._in_own:
-            self.digests[path] = ""  # filled by `digest_tensors`, if the ranks compare it
+            self.digests[path] = ""  # `digest_tensors` computes the digest if the ranks compare this tensor
             self._key_at[path] = key
         return {"$tensor": key}
 
@@ -251,11 +255,11 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Decoder of values from JSON.
+    """Decoder that converts JSON back to values.
 
     Attributes:
         tensor: function that returns the tensor stored under a key.
-        rank: the rank whose :class:`PerRank` values are used. If it is None, these values are decoded as None.
+        rank: rank whose :class:`PerRank` values are used. If None, these values are decoded as None.
     """
 
     tensor: Callable[[str], Tensor]
@@ -351,7 +355,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def has_own_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor stores its values in its own storage; a subclass with its own dispatch may not."""
+    """Return whether a tensor stores its values in its own storage. A subclass with its own dispatch may not do so."""
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 

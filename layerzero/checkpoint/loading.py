@@ -1,6 +1,6 @@
-"""Loading a checkpoint from any source of tensors.
+"""Load a checkpoint from any source of tensors.
 
-`restore` has the checks before a load, and `atomic_files` defines when a checkpoint exists.
+`restore` contains the checks that precede a load, and `atomic_files` defines when a checkpoint exists.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ def load(path: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = 
     """Load a checkpoint into a sharded model and optimizer.
 
     Each rank reads its own rows and verifies their checksums before it changes the model or the optimizer. All
-    data-parallel ranks must call this function. The number of ranks, `zero3_size` and units may differ from those of
-    the save.
+    data-parallel ranks must call this function. The number of ranks, `zero3_size` and the units may differ from those
+    in the run that saved the checkpoint.
 
     Args:
-        path: path of a checkpoint of :func:`save` or :func:`save_async`, or the result of :func:`latest`.
-        optimizer: If it is None, the optimizer state in the checkpoint is skipped. Each parameter group loads the
-            hyperparameters that its parameters were saved with, even if the parameters were grouped differently.
+        path: path of a checkpoint that :func:`save` or :func:`save_async` wrote, for instance the result of
+            :func:`latest`.
+        optimizer: optimizer to load. If None, the optimizer state in the checkpoint is skipped. Each parameter group
+            receives the hyperparameters that its parameters were saved with, even if the parameters were grouped
+            differently.
         strict: if False, load the tensors that match and warn about the others.
 
     Returns:
@@ -78,10 +80,10 @@ def prepare_load(
 ) -> PreparedLoad:
     """Read and check a checkpoint for :func:`load`, without changing the model or the optimizer.
 
-    The function raises unless the checks pass on all ranks.
+    The function raises an error unless the checks pass on all ranks.
 
     Args:
-        apart: the names passed to the save. If it is None, all ranks have the same parameters.
+        apart: names that were passed to the save. If None, all ranks have the same parameters.
     """
     path = Path(path)
 
@@ -104,10 +106,10 @@ class Source(Protocol):
     twice: bool
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
-        """Fill `tensors` except those in `in_place`, which :meth:`reread` fills. All ranks must call this method."""
+        """Fill `tensors`, except those in `in_place`, which :meth:`reread` fills. All ranks must call this method."""
 
     def reread(self) -> None:
-        """Fill the tensors whose keys were in `in_place`."""
+        """Fill the tensors whose keys were in the `in_place` passed to :meth:`read`."""
 
 
 def prepare_from(
@@ -119,7 +121,7 @@ def prepare_from(
     strict: bool,
     apart: RankLocalNames | None = None,
 ) -> PreparedLoad:
-    """Prepare a load from any source, like :func:`prepare_load` for a checkpoint.
+    """Prepare a load from any source, as :func:`prepare_load` does for a checkpoint.
 
     See [Note: Checks before changes] in restore.py.
     """
@@ -193,7 +195,7 @@ def _commit(
 ) -> Any:
     """Write the values into the model and the optimizer; return ``extra``.
 
-    After a failure, either may be partly loaded.
+    After a failure, the model and the optimizer may be partly loaded.
     """
     extra: Any = None
     failure: Exception | None = None

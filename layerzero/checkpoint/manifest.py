@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint, with names, sizes and checksums of the other files, and the sequence number."""
+"""Read and write the manifest: the names, sizes and checksums of a checkpoint's files, and its sequence number."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class UnsupportedFormat(CheckpointError):
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Name, size and checksums of one file of a checkpoint at the time of the save."""
+    """Name, size and checksums that one file of a checkpoint had when it was saved."""
 
     name: str
     size: int  # bytes
-    sums: str  # hexadecimal checksums of all its chunks, concatenated
+    sums: str  # concatenated hexadecimal checksums of all chunks of the file
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Manifest:
 
     Attributes:
         scheme: checksum scheme of all files.
-        sequence: number that increases with every save into a folder. :func:`layerzero.checkpoint.latest` returns the
-            checkpoint with the largest number.
+        sequence: sequence number, which increases with every save into a folder. :func:`layerzero.checkpoint.latest`
+            returns the checkpoint with the largest sequence number.
         token: token of the save; see [Note: Concurrent saves to one path] in atomic_files.py.
-        finite: whether all trained tensors were finite, or None if the values were not checked.
+        finite: whether all values of the trained tensors were finite, or None if the values were not checked.
     """
 
     folder: Path
@@ -113,7 +113,7 @@ class Manifest:
             found = path.lstat()
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
-        except (OSError, ValueError) as error:  # such as a name that is too long or contains a zero byte
+        except (OSError, ValueError) as error:  # for instance because the name is too long or contains a zero byte
             raise CheckpointError(f"{self.folder / MANIFEST} names a file {record.name!r}: {error}") from None
         if not stat.S_ISREG(found.st_mode):
             raise CheckpointError(f"{path} is not a regular file. Links inside a checkpoint are not supported")
@@ -128,7 +128,7 @@ class Manifest:
 
     @property
     def identity(self) -> str:
-        """Digest of names, sizes and checksums of all files, different for every checkpoint."""
+        """Digest of the names, sizes and checksums of all files. Different checkpoints have different digests."""
         files = sorted((record.name, record.size, record.sums) for record in self.files.values())
         return hashlib.sha256(repr((self.scheme, files)).encode()).hexdigest()
 
@@ -141,10 +141,10 @@ class Manifest:
         return manifest_text({**known, "checksums": asdict(self.scheme)})
 
     def read_pieces(self, name: str, pieces: Sequence[ByteRange]) -> None:
-        """Read byte ranges of the file `name` and verify the checksums of all chunks that overlap with them.
+        """Read byte ranges of the file `name` and verify the checksums of all chunks that overlap these ranges.
 
         Raises:
-            CheckpointError: the file is damaged; the message names it.
+            CheckpointError: the file is damaged; the message names the file.
         """
         path, record = self.path_of(name), self.files[name]
         read_pieces(path, record.size, record.sums, self.scheme, pieces)
@@ -170,7 +170,7 @@ def _optional(content: Mapping[str, Any]) -> tuple[str, ...]:
 def manifest_text(known: Mapping[str, Any]) -> bytes:
     """Return the contents of a manifest file with the entries `known`.
 
-    The contents are a unique function of the entries. Therefore any differing byte on disk is damage.
+    The entries determine every byte of the contents. Therefore the file is damaged if any byte on disk differs.
     """
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
     return json.dumps({**known, "sha256": digest}, sort_keys=True, indent=1).encode() + b"\n"

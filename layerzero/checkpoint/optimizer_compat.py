@@ -2,10 +2,10 @@
 
 [Note: Trial of the optimizer state]
 Optimizer classes do not declare which state they store for a parameter, or which entries may be missing. A trial step
-determines these entries. The trial steps a small parameter with the settings of the checkpoint, because the state
+determines these entries. The trial updates a small parameter with the settings in the checkpoint, because the state
 depends on settings such as ``amsgrad`` and ``momentum``. If an entry is a number or a tensor of the parameter's shape
 after the trial, the checkpoint must have the same kind of entry. An entry that is None or missing in the checkpoint is
-accepted if a step from such a state succeeds. Other entries of the checkpoint are not checked.
+accepted if a step that starts from such a state succeeds. Other entries in the checkpoint are not checked.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def key_of(reference: Any) -> str | None:
 
 
 class GroupCompatibility:
-    """Compatibility of one parameter group with its entry in a checkpoint.
+    """Check whether one parameter group is compatible with its entry in a checkpoint.
 
     Args:
-        group: the current group of `inner`.
+        group: current parameter group of `inner`.
         saved: settings of the group in the checkpoint, as JSON.
-        tensors: tensors of the checkpoint, by key.
-        what: name of the group in messages.
+        tensors: tensors in the checkpoint, by key.
+        what: name of the group in error messages.
 
     Attributes:
         problems: descriptions of incompatible settings, one line each.
-        settings: the compatible settings of `saved`.
+        settings: the compatible settings in `saved`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class GroupCompatibility:
         return _difference(_shown(current), self._sorted(saved), saved)
 
     def _sorted(self, value: Any) -> Any:
-        """Return the kind of the encoded value `value`; for a list, a list of kinds."""
+        """Return the kind of the encoded `value`. For a list, return a list of kinds."""
         if (key := key_of(value)) is not None:
             return _NUMBER if self._tensors[key].shape in ((), (1,)) else _TENSOR
         tag = next(iter(value), "") if isinstance(value, dict) else ""
@@ -87,7 +87,7 @@ class GroupCompatibility:
         return _TAGS.get(tag, f"a {tag[1:]}" if tag.startswith("$") else _sort_of(value))
 
     def _plain(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings that contain no tensors, decoded. Tensors have not been read yet."""
+        """Return the decoded settings that contain no tensors. Tensors have not been read yet."""
         decoder = Decoder(_refuse_tensor, rank=None)
         return {
             key: decoder.decode(value)
@@ -96,12 +96,12 @@ class GroupCompatibility:
         }
 
     def _trial(self, group: Mapping[str, Any], ndim: int = 2) -> tuple[dict[str, Any] | None, str | None]:
-        """Step a small parameter with `ndim` dims. Return (state, None), or (None, error) if the step fails."""
+        """Update a small parameter with `ndim` dims. Return (state, None), or (None, error) if the step fails."""
         try:
             return self._state_after_a_step(self._inner, {**group, "params": []}, ndim), None
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-        try:  # pass the parameters of the group, because some optimizers create the state in the constructor
+        try:  # use the parameters of the group, because some optimizers create the state in the constructor
             return self._state_after_a_step(self._inner, {**group, "params": self._group["params"]}, ndim), None
         except Exception:
             return None, failure
@@ -160,7 +160,7 @@ class GroupCompatibility:
 
 
 def match_state_type(value: Any, example: Any) -> Any:
-    """Return a loaded state entry; a number is converted to a tensor if `example` is a tensor."""
+    """Return a loaded state entry. If `example` is a tensor, a number is converted to a tensor."""
     if isinstance(example, Tensor) and isinstance(value, (int, float)):
         return torch.full_like(example, value)
     return value
@@ -174,7 +174,7 @@ def _kind(example: Any) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """Return the kind of a value, such as "a number"; for a list, a list of kinds."""
+    """Return the kind of a value, such as "a number". For a list, return a list of kinds."""
     if isinstance(value, Tensor):
         return _NUMBER if value.numel() == 1 else _TENSOR
     return [_shown(item) for item in value] if isinstance(value, (list, tuple)) else _sort_of(value)
@@ -187,7 +187,7 @@ def _sort_of(value: Any) -> str:
 
 
 def _difference(expected: Any, found: Any, value: Any) -> str | None:
-    """Return a description of a mismatch of two kinds; None if they match.
+    """Return a description of the mismatch between two kinds; None if the kinds match.
 
     Lists may differ in length, because the trial step checks them.
     """
@@ -204,7 +204,7 @@ def _difference(expected: Any, found: Any, value: Any) -> str | None:
 def _changes(current: Any, saved: Any) -> bool:
     try:
         return bool(current != saved)
-    except (RuntimeError, TypeError, ValueError):  # comparisons of tensors
+    except (RuntimeError, TypeError, ValueError):  # a comparison of tensors may fail
         return True
 
 

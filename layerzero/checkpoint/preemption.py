@@ -1,21 +1,21 @@
-"""Clean exit after a preemption signal. All ranks save a checkpoint after the same step and stop before a deadline.
+"""Exit cleanly after a preemption signal. All ranks save a checkpoint after the same step and stop before a deadline.
 
 [Note: Delayed agreement]
-A signal may arrive on some ranks only, and at any time. At each query, every rank sends whether it has received the
-signal and reads the messages of the previous query, which have usually arrived. Ranks therefore rarely wait, and all
-ranks get the same answer at the same point in the program. Messages are sent along one mesh axis after the other, and
-each axis needs one query (:class:`LateMaximum`).
+A signal may arrive on only some of the ranks, and at any time. At each query, every rank sends a message that says
+whether the rank has received the signal. The rank then reads the messages of the previous query, which have usually
+arrived. Therefore ranks rarely wait, and all ranks get the same answer at the same point in the program. Messages are
+sent along one mesh axis after the other, and each axis takes one query (:class:`LateMaximum`).
 
 [Note: Deadline during blocking calls]
 Python runs a signal handler between two bytecode instructions. A rank that waits for a dead rank may be inside one
 instruction for minutes. The C-level handler, however, immediately writes a byte to the wakeup file descriptor, and a
-thread waits for that byte. A process has only one wakeup file descriptor, so requests for several signals share it. A
-later request uses the descriptor of an earlier request whose handler is still set.
+thread waits for that byte. A process has only one wakeup file descriptor. Therefore requests for several signals share
+this descriptor. A later request uses the descriptor of an earlier request whose handler is still set.
 
 [Note: Forked processes]
-A forked process inherits the handlers and the wakeup file descriptor, so a signal to a worker process would also affect
-its parent. Therefore requests are closed in a child right after the fork. Closing a request restores the previous
-handler in the child.
+A forked process inherits the handlers and the wakeup file descriptor. A signal to a worker process would therefore also
+affect its parent process. To prevent this, requests are closed in a child process right after the fork. Closing a
+request restores the previous handler in the child.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ __all__ = ["LeaveRequest", "on_signal"]
 def on_signal(
     signum: int, model: nn.Module, *, deadline: float | None = None, exit_code: int | None = None
 ) -> LeaveRequest:
-    """Set a handler, so that a signal requests a clean exit instead of ending the process.
+    """Set a signal handler that requests a clean exit instead of ending the process.
 
     All data-parallel ranks must call this function from the main thread and then call :meth:`LeaveRequest.asked` at the
-    same points of the loop. A signal to a single rank suffices.
+    same points in the loop. It is enough that a single rank receives the signal.
 
     Args:
         signum: signal number, such as ``signal.SIGTERM``, which launchers and schedulers send before ``SIGKILL``.
-        model: from :func:`layerzero.shard_model`.
-        deadline: seconds from the signal until the process is ended, regardless of its state. If it is None, there is
-            no deadline.
+        model: model that :func:`layerzero.shard_model` returned.
+        deadline: time in seconds after the signal at which the process is ended, regardless of its state. If None,
+            there is no deadline.
         exit_code: exit code of the process. Default: 128 + `signum`, as if the signal had ended the process.
 
     Example::
@@ -76,7 +76,10 @@ def on_signal(
 
 
 class LeaveRequest:
-    """Handler of one signal, created by :func:`on_signal`. The request is a context manager that closes on exit."""
+    """Handler of one signal, created by :func:`on_signal`.
+
+    The request is a context manager. Leaving the context closes the request.
+    """
 
     def __init__(self, signum: int, model: nn.Module, deadline: float | None, exit_code: int) -> None:
         self._runtime = get_state(model)
@@ -87,7 +90,7 @@ class LeaveRequest:
         self._agreed = False  # all ranks have received the message that a signal has arrived
         comms = self._runtime.ranks.control_comms
         self._late = LateMaximum(len(comms), 1)
-        self._heard: list[PendingSmallGather] = []  # messages of the last query, by axis
+        self._heard: list[PendingSmallGather] = []  # messages of the last query, one per mesh axis
         self._in_time = threading.Event()
         self._timer: threading.Thread | None = None
         self._handles = True  # the signal handler is set
@@ -103,11 +106,11 @@ class LeaveRequest:
         os.register_at_fork(after_in_child=partial(_close_in_child, weakref.ref(self)))
 
     def asked(self) -> bool:
-        """Return whether any rank has received the signal. All ranks must call this method. All of them get the same
-        answer.
+        """Return whether any rank has received the signal.
 
-        The result is True no later than in the third call after the signal, or in the second call if all ranks are in
-        one ZeRO-3 group or every ZeRO-3 group has one rank. See [Note: Delayed agreement].
+        All ranks must call this method. The result is the same on all ranks. It is True no later than in the third call
+        after the signal. If all ranks are in one ZeRO-3 group, or if every ZeRO-3 group has one rank, it is True no
+        later than in the second call. See [Note: Delayed agreement].
         """
         comms = self._runtime.ranks.control_comms
         if not comms:
@@ -143,7 +146,7 @@ class LeaveRequest:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._release()  # local, without other ranks; after an exception, a running deadline is not canceled
+        self._release()  # without communication; after an exception, a running deadline is not canceled
         if kind is None:
             self.close()
 
@@ -212,7 +215,7 @@ def _close_in_child(weak: weakref.ref[LeaveRequest]) -> None:
 
 
 class _Wakeups:
-    """Thread that listens on the wakeup file descriptor, shared by all requests.
+    """Thread that listens on the wakeup file descriptor. All requests share the thread.
 
     See [Note: Deadline during blocking calls].
 
@@ -227,10 +230,10 @@ class _Wakeups:
 
     @classmethod
     def shared(cls) -> _Wakeups | None:
-        """Return the listener of open requests, or a new one.
+        """Return the listener of the open requests. If no request is open, return a new listener.
 
         Returns:
-            None if other code, such as asyncio, has set the wakeup file descriptor.
+            The listener, or None if other code, such as asyncio, has set the wakeup file descriptor.
         """
         for signum in signal.valid_signals():
             request = getattr(signal.getsignal(signum), "__self__", None)

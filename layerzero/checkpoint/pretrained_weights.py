@@ -1,4 +1,4 @@
-"""Loading of full models from safetensors files, such as files of Hugging Face, into sharded models."""
+"""Load full models from safetensors files, such as those on the Hugging Face Hub, into sharded models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from layerzero.dtensor.local_shard import LocalShard, plain
 __all__ = ["find_safetensors", "load_safetensors"]
 
 _INDEX = ".safetensors.index.json"
-_SAMPLES, _SAMPLE = 16, 4096  # positions in a file, and number of bytes read at each position
+_SAMPLES, _SAMPLE = 16, 4096  # number of positions in a file, and number of bytes read at each position
 _DTYPE_NAMED = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -39,19 +39,19 @@ def load_safetensors(
 ) -> None:
     """Load the safetensors files of a full model into a sharded model, which may have been built on ``meta``.
 
-    Each rank reads its own rows from the files. No data is sent, and no rank allocates the full model or a full sharded
-    tensor. All data-parallel ranks must call this function with the same files. A tied parameter may be stored under
-    only one of its names. Files do not contain non-persistent buffers, such as rotary tables. `param_init_fn` of
-    :func:`layerzero.shard_model` must initialize these buffers.
+    Each rank reads its own rows from the files. Ranks send no data to each other. No rank allocates memory for the full
+    model or for the full form of a sharded tensor. All data-parallel ranks must call this function with the same files.
+    It is enough to store a tied parameter under one of its names. Files do not contain non-persistent buffers, such as
+    rotary tables. The `param_init_fn` passed to :func:`layerzero.shard_model` must initialize these buffers.
 
     Args:
-        source: a folder that has ``model.safetensors`` or an index of several files; an index file; or the safetensors
-            files.
+        source: folder that contains ``model.safetensors`` or an index of several files; path of an index file; or paths
+            of the safetensors files.
         strict: if False, load the tensors that match and warn about the others.
-        rename: maps a name in the files to the name in the model's ``state_dict()``.
+        rename: function that maps a name in the files to the name in the model's ``state_dict()``.
 
     Raises:
-        FileNotFoundError: `source` has no safetensors files.
+        FileNotFoundError: `source` contains no safetensors files.
         CheckpointError: a file is incomplete or does not match the index; the message names the file.
         ValueError: names, shapes or dtypes do not match; the message lists or counts the mismatches. The model is
             unchanged.
@@ -71,8 +71,8 @@ def find_safetensors(source: PathLike | Sequence[PathLike]) -> list[Path]:
     """Return the safetensors files of a full model.
 
     Raises:
-        FileNotFoundError: a folder has no model.
-        ValueError: a folder has more than one model.
+        FileNotFoundError: a folder contains no model.
+        ValueError: a folder contains more than one model.
         CheckpointError: an index is invalid.
     """
     if not isinstance(source, (str, os.PathLike)):
@@ -117,7 +117,7 @@ class _FullFiles:
     twice = True
 
     def __init__(self, files: Sequence[Path], rename: Callable[[str], str] | None) -> None:
-        self._place: dict[str, tuple[Path, str]] = {}  # by key: the file, and the name in that file
+        self._place: dict[str, tuple[Path, str]] = {}  # by key: file, and name in that file
         stored: dict[str, StoredTensor] = {}
         for path in files:
             with opened(path) as tensors:
@@ -163,7 +163,7 @@ class _FullFiles:
 def _sample(path: Path) -> tuple[int, str]:
     """Return the size of a file in bytes and a digest of samples of its contents.
 
-    The samples suffice to distinguish two training runs of the same model.
+    The samples suffice to distinguish files from two training runs of the same model.
     """
     size, digest = path.stat().st_size, hashlib.sha256()
     with open(path, "rb") as file:
@@ -174,7 +174,7 @@ def _sample(path: Path) -> tuple[int, str]:
 
 
 def _rows(file: Any, name: str, tensor: Tensor, stored: StoredTensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (slice of this rank's rows of `tensor`, stored values for that slice) pairs."""
+    """Yield pairs of a slice of this rank's rows of `tensor` and the stored values for that slice."""
     memory = plain(tensor)
     local = tensor._local_tensor if isinstance(tensor, DTensor) else None
     if not memory.numel():  # for instance a sharded scalar on ranks that do not hold it

@@ -1,4 +1,4 @@
-"""Checks of arguments, agreement of all ranks and translation of errors, for saves and loads."""
+"""Check the arguments of saves and loads, check that all ranks agree, and translate errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KINDS = {
 
 
 class RankLostError(CheckpointError):
-    """Error for a collective that failed because a rank has exited or is late."""
+    """Error that is raised if a collective fails because a rank has exited or is late."""
 
 
 def agree_or_raise(

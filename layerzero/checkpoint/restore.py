@@ -1,15 +1,15 @@
-"""Plan and commit of a load. All checks precede the first read, and all reads precede the first write.
+"""Plan a load and commit it. All checks precede the first read, and all first reads precede the first write.
 
 [Note: Checks before changes]
-A load compares every name, shape and dtype with the table of the checkpoint. Then each rank reads every byte that it
+A load compares every name, shape and dtype with the table in the checkpoint. Then each rank reads every byte that it
 needs and verifies the checksums. Values that need new memory are kept. All other values are read through a small buffer
 and discarded. The load changes the model and the optimizer only after these reads succeed on all ranks. Masters and
 optimizer state with existing memory are then read and verified a second time. This second read writes directly into
 that memory and most likely reads from the page cache. Reading into new memory first would be slower than the second
 read and would need as much extra memory as the state.
 
-The second read of a file may still fail although the first read succeeded. The changes can then not be undone. The load
-raises on all ranks, and the model and the optimizer cannot be used until a load succeeds.
+The second read of a file may still fail although the first read succeeded. The changes then cannot be undone. The load
+raises an error on all ranks, and the model and the optimizer cannot be used until a load succeeds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["RestorePlan"]
 
-_LISTED, _EXAMPLES = 12, 3  # up to 12 problems are all listed; otherwise, 3 of each kind
+_LISTED, _EXAMPLES = 12, 3  # up to 12 problems are all listed; of more problems, 3 of each kind
 _KINDS = ("missing", "unexpected", "unexpected in the optimizer", "")  # first words of problems; "" for other problems
 
 
@@ -60,12 +60,14 @@ class RestorePlan:
     Args:
         rank: rank of this process if the same number of ranks saved the checkpoint, otherwise None.
         twice: whether the source can be read a second time, into memory of the model and the optimizer.
-        apart: names under which other ranks have different parameters. The checkpoint has the parameters of all ranks.
+        apart: names under which other ranks have different parameters. The checkpoint contains the parameters of all
+            ranks.
 
     Attributes:
         problems: descriptions of the entries that do not match, one line each. These entries are skipped.
-        tensors: by key, tensors to be read, sharded or full. All but the tensors `in_place` are new CPU memory.
-        in_place: keys of tensors that use memory of the model or the optimizer. They are written only after all checks.
+        tensors: by key, tensors to be read, sharded or full. All tensors except those in `in_place` use new CPU memory.
+        in_place: keys of tensors that use memory of the model or the optimizer. These tensors are written only after
+            all checks.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class RestorePlan:
         apart: RankLocalNames | None = None,
     ) -> None:
         self.problems: list[str] = []
-        self._differ, self._count = 0, 0  # numbers of tensors: without a match, and in total
+        self._differ, self._count = 0, 0  # number of tensors without a match, and total number of tensors
         self.tensors: dict[str, Tensor] = {}
         self._runtime = runtime
         self._optimizer = optimizer
@@ -90,13 +92,13 @@ class RestorePlan:
         self._rank = rank
         self._read_targets: list[_ReadTarget] = []
         self._uses: dict[str, list[RowShardSpec | None]] = {}  # by key: sharding of each use; None: full
-        self._homes: dict[str, Tensor] = {}  # by key: memory of this rank that the rows are loaded into
-        self._twins: list[tuple[str, str, str, str]] = []  # tied here, stored separately: names and keys of both
-        self._parts: dict[int, tuple[str, str]] = {}  # by id, inner tensors of subclasses: name and key
+        self._homes: dict[str, Tensor] = {}  # by key: memory on this rank into which the rows are loaded
+        self._twins: list[tuple[str, str, str, str]] = []  # pairs tied here, stored apart: names and keys
+        self._parts: dict[int, tuple[str, str]] = {}  # by id of an inner tensor of a subclass: name and key
         self._states: list[tuple[nn.Module, Any]] = []  # extra states, encoded
         self._optimizer_state: dict[str, Any] = {}  # by the optimizer's own names
-        self._kept: dict[str, Mapping[str, Any]] = {}  # likewise: examples of the optimizer state, if known
-        self._group_settings: list[dict[str, Any]] | None = None  # by group of the optimizer; None: not stored
+        self._kept: dict[str, Mapping[str, Any]] = {}  # by the same names: examples of the optimizer state, if known
+        self._group_settings: list[dict[str, Any]] | None = None  # None if not stored
         self._plan_model(contents.document["model"])
         if optimizer is not None:
             self._plan_optimizer(optimizer, contents.document["optimizer"])
@@ -107,7 +109,10 @@ class RestorePlan:
             self.tensors[key] = self._target_tensor(key, specs)
 
     def summary(self) -> str:
-        """Return a text with all problems if there are at most 12, otherwise with a count and examples of each kind."""
+        """Return a text that lists the problems.
+
+        The text lists all problems if there are at most 12. Otherwise it has a count and examples of each kind.
+        """
         if len(self.problems) <= _LISTED:
             return "; ".join(self.problems)
         by_kind: dict[str, list[str]] = {kind: [] for kind in _KINDS}
@@ -147,7 +152,7 @@ class RestorePlan:
         self.problems += [f"unexpected: {name}" for name in unexpected if not self._names.apart.is_elsewhere(name)]
 
     def _plan_parts(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
-        """Plan the load of all inner tensors of an unsharded subclass tensor, or of none if any does not match."""
+        """Plan the load of all inner tensors of an unsharded subclass tensor. If any does not match, plan none."""
         name, entry = names[0], stored[names[0]]
         if (told := flatten_subclass(name, target)) is None:
             self.problems.append(
@@ -183,7 +188,7 @@ class RestorePlan:
     def _plan_tensor(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
         member = self._names.members.get(names[0]) or self._runtime.parameters.managed_param(target)
         dtype = self._names.dtypes.get(names[0], target.dtype) if member is None else member.master.dtype
-        keys: dict[str, str] = {}  # first name that has this key
+        keys: dict[str, str] = {}  # by key: first name that has this key
         for name in names:
             key = key_of(stored[name])
             if key is None:
@@ -240,7 +245,7 @@ class RestorePlan:
                 f"{entry} of {name} in the optimizer: {problem}"
                 for entry, key in keys.items()
                 if self._stored[key].shape
-                and optimizer.owned(here[name]) is None  # state of an owned parameter may have any shapes
+                and optimizer.owned(here[name]) is None  # state of an owned parameter may have any shape
                 and (problem := _misfit(self._stored[key], shape, self._stored[key].dtype))
             ]
             inside = {
@@ -298,8 +303,8 @@ class RestorePlan:
         """Record that this rank needs the stored tensor `key`.
 
         Args:
-            spec: sharding of the rows that this rank needs; None: the full tensor.
-            home: existing memory that the rows can be loaded into.
+            spec: sharding of the rows that this rank needs. If None, this rank needs the full tensor.
+            home: existing memory into which the rows can be loaded.
         """
         self._uses.setdefault(key, []).append(spec)
         if spec is not None and isinstance(home, Tensor):
@@ -308,10 +313,10 @@ class RestorePlan:
     def _can_hold(self) -> frozenset[str]:
         """Return the keys of the tensors that can be read in place.
 
-        The plan uses such a tensor once, and the stored bytes can be read into its memory without conversion. The
-        result is empty if the memory of two such tensors overlaps.
+        A tensor can be read in place if the plan uses it once and the stored bytes can be read into its memory without
+        conversion. The result is empty if two such tensors overlap in memory.
         """
-        able: list[tuple[int, int, str]] = []  # start and end of its memory
+        able: list[tuple[int, int, str]] = []  # start address, end address and key
         for key, home in self._homes.items():
             (spec, *others), stored = self._uses[key], self._stored[key]
             if spec is not None and not others and _takes_bytes(home, spec, stored):
@@ -321,7 +326,7 @@ class RestorePlan:
         return frozenset(key for _, _, key in able) if apart else frozenset()
 
     def _target_tensor(self, key: str, specs: list[RowShardSpec | None]) -> Tensor:
-        """Return the tensor to read `key` into: sharded if all uses have the same sharding, otherwise full."""
+        """Return the destination of `key`: sharded if all uses have the same sharding, otherwise a full tensor."""
         stored, first = self._stored[key], specs[0]
         if first is None or not all(spec is not None and spec.same_sharding(first) for spec in specs):
             return torch.empty(stored.shape, dtype=stored.dtype)
@@ -331,7 +336,7 @@ class RestorePlan:
         return sharded(rows, first, MutationTracker())
 
     def _read(self, key: str) -> Any:
-        """Return the tensor that was read for `key`; None if it does not match or belongs to other ranks."""
+        """Return the tensor that was read for `key`; None if the tensor does not match or belongs to other ranks."""
         return self.tensors.get(key)
 
     def _rows(self, key: str, target: Tensor | ManagedParam) -> Tensor:
@@ -364,7 +369,7 @@ class RestorePlan:
     def commit(self) -> None:
         """Write all tensors that were not read in place, and the optimizer state. All ranks must call this method."""
         for key in self.in_place:
-            increment_version(self._homes[key])  # autograd graphs that saved it are invalid
+            increment_version(self._homes[key])  # autograd graphs that saved this tensor become invalid
         for read_target in self._read_targets:
             if read_target.key not in self.in_place:
                 target = (
@@ -407,7 +412,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _misfit(stored: StoredTensor, shape: torch.Size, dtype: torch.dtype) -> str | None:
-    """Return why a stored tensor cannot be converted to this shape and dtype without loss; None if it can."""
+    """Return the reason why a stored tensor cannot be converted to this shape and dtype without loss, or None."""
     if stored.shape != tuple(shape):
         return f"expected shape {list(shape)}, but the checkpoint has {list(stored.shape)}"
     if stored.dtype == dtype:

@@ -1,10 +1,11 @@
-"""Resuming from the newest checkpoint that can be loaded.
+"""Resume a run from the newest checkpoint that can be loaded.
 
 [Note: Renaming of damaged checkpoints]
-If a damaged checkpoint has the name of a later save, every resumed run would fail at that save. Therefore the damaged
-checkpoint receives a new name, which is never read or removed. The rename happens only after an earlier checkpoint has
-been loaded. If no checkpoint can be loaded, another cause is more likely, such as the file system, and no checkpoint is
-renamed. A checkpoint that was skipped because of non-finite values is also renamed if it is newer than the loaded one.
+If a damaged checkpoint kept a name that a later save needs, every resumed run would fail at that save. Therefore the
+damaged checkpoint receives a new name, under which it is never read or removed. It is renamed only after an earlier
+checkpoint has been loaded. If no checkpoint can be loaded, another cause is more likely, such as the file system, and
+no checkpoint is renamed. A checkpoint that was skipped because of non-finite values is also renamed if it is newer than
+the loaded one.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Resumed(NamedTuple):
     Attributes:
         path: path of the checkpoint that was loaded.
         extra: the ``extra`` that was saved with the checkpoint.
-        set_aside: a sentence for each damaged checkpoint, and for each newer checkpoint with non-finite values. The
-            sentence has the path, the problem and the new name.
+        set_aside: one sentence for each damaged checkpoint and for each newer checkpoint with non-finite values. The
+            sentence contains the path, the problem and the new name.
     """
 
     path: Path
@@ -49,23 +50,23 @@ class Resumed(NamedTuple):
 def load_latest(
     folder: PathLike, model: nn.Module, optimizer: ShardedOptimizer | None = None, *, strict: bool = True
 ) -> Resumed | None:
-    """Load the newest valid checkpoint of a folder with :func:`load`.
+    """Load the newest valid checkpoint in a folder with :func:`load`.
 
     All ranks try the same checkpoint. If that checkpoint is damaged on any rank, all ranks try the previous checkpoint.
     After a checkpoint has been loaded, damaged checkpoints are renamed, so that later saves can use their names. The
-    function logs a warning and removes no checkpoint. Checkpoints with non-finite values are tried last. Such
-    checkpoints are also renamed if an older checkpoint is loaded.
+    function logs a warning for each renamed checkpoint and removes no checkpoint. Checkpoints with non-finite values
+    are tried last. Such checkpoints are also renamed if an older checkpoint is loaded.
 
     Args:
-        folder: folder of one run, as for :func:`latest`.
+        folder: folder that contains the checkpoints of one run, as for :func:`latest`.
         model, optimizer, strict: as for :func:`load`.
 
     Returns:
-        The loaded checkpoint, or None if `folder` has no checkpoint, not even a damaged one.
+        A description of the loaded checkpoint, or None if `folder` contains no checkpoint, not even a damaged one.
 
     Raises:
-        CheckpointError: there are checkpoints, but none can be loaded; the message has the reason for each. No
-            checkpoint has been renamed.
+        CheckpointError: `folder` contains checkpoints, but none of them can be loaded. The message has the reason for
+            each checkpoint. No checkpoint has been renamed.
         ValueError: names, shapes or dtypes of an intact checkpoint do not match. No other checkpoint is tried.
 
     Example::
@@ -106,7 +107,7 @@ def load_latest(
 
 
 def _heard(runtime: LayerZeroState, texts: list[str] | None) -> list[str]:
-    """Return the first rank's `texts` on all ranks."""
+    """Return the first rank's `texts` on every rank."""
     heard: list[str] = json.loads(runtime.ranks.all_gather_text(json.dumps(texts))[0])
     return heard
 
@@ -116,7 +117,7 @@ def _try_load(
 ) -> tuple[Any, str | None]:
     """Try to load a checkpoint. Return (``extra``, None), or (None, reason) if the checkpoint is damaged.
 
-    The reason is the same on all ranks, and empty if the checkpoint no longer exists. Other errors are raised.
+    The reason is the same on all ranks. It is empty if the checkpoint no longer exists. Other errors are raised.
     """
     try:
         return prepare_load(path, model, optimizer, strict=strict).commit(), None
@@ -141,7 +142,11 @@ def _try_load(
 
 
 def _put_aside(seen: RunFolderScan, damaged: dict[Path, str], *, loaded: Path) -> list[str]:
-    """Rename damaged checkpoints, and non-finite checkpoints newer than the loaded one. Return a sentence for each."""
+    """Rename damaged checkpoints, and non-finite checkpoints that are newer than the loaded one.
+
+    Returns:
+        One sentence for each of these checkpoints.
+    """
     known: dict[Path, Manifest | None] = {manifest.folder: manifest for manifest in seen.complete}
     since = next(manifest.sequence for manifest in seen.complete if manifest.folder == loaded)
     passed_over = {

@@ -1,4 +1,4 @@
-"""Saving and restoring of random number generator states, also if the number of ranks changes."""
+"""Save and restore the states of random number generators, also if the number of ranks changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOG = logging.getLogger("layerzero")
 
 
 def seed_random_states(seed: int) -> None:
-    """Seed this rank's generators of torch, Python and NumPy at the start of a run.
+    """Seed this rank's torch, Python and NumPy generators at the start of a run.
 
     Each rank derives its own seed from `seed`, the number of ranks and its rank.
 
@@ -34,12 +34,14 @@ def seed_random_states(seed: int) -> None:
 
 
 def random_states(seed: int, step: int) -> dict[str, Any]:
-    """Return this rank's generator states for ``extra``: torch, the device, Python, and NumPy if it is imported.
+    """Return this rank's random number generator states, to be saved in ``extra``.
+
+    The states are those of torch, the device, Python and, if it has been imported, NumPy.
 
     Args:
         seed: seed of the run, the same on all ranks.
-        step: current step, the same on all ranks. If a different number of ranks resumes, states are derived from
-            `seed` and `step`.
+        step: index of the current step, the same on all ranks. If a different number of ranks resumes the run, new
+            states are derived from `seed` and `step`.
 
     Example::
 

@@ -1,9 +1,9 @@
-"""Chain of digests that shows that a resumed run equals an uninterrupted one.
+"""Compute a chain of digests that shows whether a resumed run gives the same results as an uninterrupted run.
 
 [Note: Independence of the number of ranks]
 The digest of a parameter is a sum over its elements, weighted by their indices in the flattened full tensor. Each rank
-sums over its own shard. The total equals the sum over the full tensor, regardless of the sharding. Digests of a rank's
-data and random numbers are listed by rank.
+sums over its own shard. The total equals the sum over the full tensor, regardless of the sharding. The digests of data
+and random numbers are listed by rank.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ _START = "0" * 64
 
 
 class Chain:
-    """Chain of digests of a run. A link covers weights, optimizer state, random numbers, and data since the last link.
+    """Chain of digests that describes a run.
 
-    Each link includes the previous link. If two runs have equal links, they had the same weights, state and random
-    numbers at every link so far, and the same data in the same order. For unsharded tensors, such as buffers, a link
-    covers the first rank's copy, which is also the copy in checkpoints.
+    A link covers the weights, the optimizer state, the random numbers, and the data used since the last link. Each link
+    includes the previous link. If two runs have equal links, they had the same weights, optimizer state and random
+    numbers at every link so far. They also used the same data in the same order. For unsharded tensors, such as
+    buffers, a link covers the first rank's copy. Checkpoints contain this copy, too.
 
     Args:
-        model: from :func:`layerzero.shard_model`.
-        optimizers: from :func:`layerzero.shard_optimizer`.
+        model: model that :func:`layerzero.shard_model` returned.
+        optimizers: optimizers that :func:`layerzero.shard_optimizer` returned.
 
     Example::
 
@@ -71,9 +72,9 @@ class Chain:
         self._data = hashlib.sha256()
 
     def saw(self, *data: object) -> None:
-        """Record the data that this rank trains on, as numbers, strings, tensors, arrays, lists or dicts.
+        """Record the data that this rank trains on.
 
-        Sample indices suffice.
+        The data may be numbers, strings, tensors, arrays, lists or dicts. It is enough to pass the sample indices.
 
         Raises:
             TypeError: `data` contains a value of any other type, whose text form may differ between processes.
@@ -81,7 +82,10 @@ class Chain:
         self._data.update(_text(data).encode())
 
     def link(self, step: int) -> dict[str, Any]:
-        """Return the next link, to be saved in ``extra``. All ranks must call this method and get the same link."""
+        """Return the next link, to be saved in ``extra``.
+
+        All ranks must call this method. The link is the same on all ranks.
+        """
         state, random = self._weights(), self._of_ranks(_random_digest())
         data = self._of_ranks(self._data.hexdigest())
         self._data = hashlib.sha256()
@@ -95,10 +99,10 @@ class Chain:
         All ranks must call this method.
 
         Returns:
-            True if the same number of ranks created the link. Otherwise False, and random states are not compared.
+            True if the same number of ranks created the link. If False, the random states were not compared.
 
         Raises:
-            CheckpointError: the loaded state differs from the saved one; the message names the differences.
+            CheckpointError: the loaded state differs from the saved state; the message names the differences.
         """
         now = self._weights()
         wrong = [name for name in dict.fromkeys([*link["weights"], *now]) if link["weights"].get(name) != now.get(name)]
@@ -165,8 +169,8 @@ class _Places(NamedTuple):
     Attributes:
         first: index of the first element.
         run, pitch: see :func:`weighted_sum`.
-        counts: whether this rank adds its rows. Of several ranks with copies of the rows, one adds them.
-        leads: whether this rank adds the scalars of the full parameter. Exactly one rank adds them.
+        counts: whether this rank adds its rows. If several ranks have copies of the same rows, only one rank adds them.
+        leads: whether this rank adds the scalars of the full parameter. Exactly one rank adds the scalars.
     """
 
     first: int
@@ -198,7 +202,7 @@ def _nothing() -> Tensor:
 def _sum_of(value: Any, places: _Places | None) -> Tensor:
     """Return this rank's contribution to the sum of a state entry.
 
-    One rank alone adds a scalar; each rank adds its rows.
+    Only one rank adds a scalar, but each rank adds its rows.
 
     Args:
         places: positions of the rows, or None if the entry is not sharded.
@@ -241,7 +245,7 @@ def _text(value: Any) -> str:
     """Return a text that differs for different values."""
     if isinstance(value, Tensor):
         return f"{value.dtype}{tuple(value.shape)}{value.detach().cpu().reshape(-1).tolist()}"
-    if hasattr(value, "dtype") and hasattr(value, "tolist"):  # NumPy, which may not be installed
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):  # a NumPy value; NumPy may not be installed
         return f"{value.dtype}{value.shape}{_text(value.tolist())}"
     if isinstance(value, dict):
         return "{" + ",".join(sorted(f"{_text(key)}:{_text(item)}" for key, item in value.items())) + "}"

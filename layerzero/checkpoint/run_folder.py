@@ -1,4 +1,4 @@
-"""Folder with the checkpoints of one run."""
+"""Manage the folder that contains the checkpoints of one run."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from layerzero.checkpoint.manifest import UnsupportedFormat
 __all__ = ["RunFolderScan", "clear_leftovers", "latest", "next_sequence", "put_aside", "rotate", "scan", "tidy"]
 
 
-_DEAD_AFTER = 24 * 3600.0  # number of seconds without a write
+_DEAD_AFTER = 24 * 3600.0  # time in seconds without a write after which a save counts as dead
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the complete checkpoint in `folder` that was saved last; None if there is none.
+    """Return the most recently saved complete checkpoint in `folder`; None if there is none.
 
-    A checkpoint is ignored if it is still being written, if its save died, or if files are missing or truncated. Only
-    :func:`load` verifies the contents of the files.
+    A checkpoint is ignored if it is still being written, if the saving process died, or if files are missing or
+    truncated. Only :func:`load` verifies the contents of the files.
     """
     found = _complete(Path(folder))
     return found[-1].folder if found else None
@@ -44,7 +44,7 @@ def next_sequence(folder: Path) -> int:
 
 
 def tidy(path: Path, keep_last: int | None) -> None:
-    """Clean up after a save to `path`: remove leftovers of dead saves, and checkpoints older than the last `keep_last`.
+    """Remove leftovers of dead saves and checkpoints that are older than the last `keep_last`, after a save to `path`.
 
     A checkpoint that another job has saved at the same time or later is never removed.
 
@@ -66,7 +66,7 @@ def rotate(path: Path, keep_last: int) -> None:
     good = next((manifest for manifest in reversed(found) if manifest.finite), None)
     for manifest in found[:-keep_last]:
         if own is not None and manifest.sequence < own and manifest is not good:
-            with suppress(FileNotFoundError):  # another job has removed it
+            with suppress(FileNotFoundError):  # another job has removed the checkpoint
                 _remove_checkpoint(manifest)
 
 
@@ -74,10 +74,10 @@ def clear_leftovers(written_last: Path) -> None:
     """Remove leftovers of saves that died over a day ago.
 
     Args:
-        written_last: the last file that a save has just written to its checkpoint. The leftovers next to that
-            checkpoint are removed. The time stamp of the file is used as the current time.
+        written_last: file that a save has just written last into its checkpoint. The leftovers next to that checkpoint
+            are removed. The time stamp of the file serves as the current time.
     """
-    now = written_last.stat().st_mtime  # by the clock of the file system, like the time stamps of the leftovers
+    now = written_last.stat().st_mtime  # from the clock of the file system, like the time stamps of the leftovers
     for leftover in written_last.parent.parent.iterdir():
         if is_leftover(leftover):
             with suppress(FileNotFoundError):  # the leftover has become a checkpoint, or another job has removed it
@@ -86,7 +86,7 @@ def clear_leftovers(written_last: Path) -> None:
 
 
 def _remove_checkpoint(manifest: Manifest) -> None:
-    """Remove this checkpoint, but not a newer checkpoint that another job may have saved to its path."""
+    """Remove this checkpoint, but not a newer checkpoint that another job may have saved to the same path."""
     hidden = hide(manifest.folder)
     if _read(hidden) == replace(manifest, folder=hidden):
         remove(hidden)
@@ -96,12 +96,12 @@ def _remove_checkpoint(manifest: Manifest) -> None:
 
 @dataclass(frozen=True)
 class RunFolderScan:
-    """Checkpoints in the folder of a run that is to be resumed.
+    """Checkpoints found in the folder of a run that is to be resumed.
 
     Attributes:
         complete: manifests of complete checkpoints in the order in which a load tries them. The newest is first, and
             checkpoints that have non-finite values are last.
-        broken: reason for each incomplete checkpoint, by path.
+        broken: reason why a checkpoint is incomplete, by path of the checkpoint.
     """
 
     complete: tuple[Manifest, ...]
@@ -112,7 +112,7 @@ def scan(folder: Path) -> RunFolderScan:
     """Scan all checkpoints of a run.
 
     Raises:
-        UnsupportedFormat: a checkpoint was written by a newer layerzero.
+        UnsupportedFormat: a newer version of layerzero wrote a checkpoint.
     """
     broken = {path: why for path in _shown(folder) if (why := _damage_reason(path)) and _was_checkpoint(path)}
     newest = _complete(folder)[::-1]
@@ -140,7 +140,7 @@ def put_aside(path: Path, damaged: Manifest | None) -> Path | None:
 def _damage_reason(path: Path) -> str | None:
     try:
         Manifest.read(path)
-    except (UnsupportedFormat, FileNotFoundError) as error:  # another job may have removed it
+    except (UnsupportedFormat, FileNotFoundError) as error:  # another job may have removed the checkpoint
         if isinstance(error, UnsupportedFormat):
             raise
     except (CheckpointError, OSError) as error:
@@ -149,7 +149,7 @@ def _damage_reason(path: Path) -> str | None:
 
 
 def _was_checkpoint(path: Path) -> bool:
-    """Return whether `path` has a manifest, or contains checkpoint files only."""
+    """Return whether `path` contains a manifest, or contains only checkpoint files."""
     try:
         if os.path.lexists(path / MANIFEST):
             return True

@@ -1,4 +1,4 @@
-"""Reader of checkpoint files. Each rank reads its own rows and verifies the checksums of the bytes that it reads."""
+"""Read checkpoint files. Each rank reads its own rows and verifies the checksums of the bytes that it reads."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from layerzero.dtensor.local_shard import LocalShard, plain
 
 __all__ = ["CheckpointFiles", "same_columns"]
 
-_HEADER_BYTES = 100 << 20  # maximum header size of a safetensors file
+_HEADER_BYTES = 100 << 20  # maximum size in bytes of the header of a safetensors file
 
 
 class CheckpointFiles:
-    """The files of one checkpoint as a source of tensors; see [Note: Checks before changes] in restore.py.
+    """Source of tensors that reads the files of one checkpoint; see [Note: Checks before changes] in restore.py.
 
     Attributes:
         fingerprint: value that is the same on all ranks if they have opened the same checkpoint.
@@ -49,7 +49,7 @@ class CheckpointFiles:
         """Verify the stored bytes of all `tensors` and fill those whose keys are not in `in_place`.
 
         Raises:
-            CheckpointError: a file is damaged; the message names it.
+            CheckpointError: a file is damaged; the message names the file.
         """
         wanted: dict[str, list[_Part]] = defaultdict(list)  # by file
         for key, tensor in tensors.items():
@@ -72,7 +72,10 @@ class CheckpointFiles:
                 part.finish()
 
     def reread(self) -> None:
-        """Fill the tensors whose keys were in `in_place`. After a CheckpointError, their contents are undefined."""
+        """Fill the tensors whose keys were in `in_place`.
+
+        After a CheckpointError, the contents of these tensors are undefined.
+        """
         for file, pieces in self._reread.items():
             self._read(file, pieces)
 
@@ -122,8 +125,8 @@ def _columns(rows: Tensor, wanted: Sequence[tuple[int, int]], starts: Sequence[i
     """Return a view of some columns of `rows`.
 
     Args:
-        wanted: for each dim except the first, the range (begin, end) of the columns in the full tensor.
-        starts: for each dim except the first, the index in the full tensor of the first column of `rows`.
+        wanted: for each dim except the first, the range (begin, end) of the wanted columns in the full tensor.
+        starts: for each dim except the first, the index that the first column of `rows` has in the full tensor.
     """
     cut = (slice(begin - at, end - at) for (begin, end), at in zip(wanted, starts, strict=True))
     here = (slice(None), *cut)
@@ -133,7 +136,7 @@ def _columns(rows: Tensor, wanted: Sequence[tuple[int, int]], starts: Sequence[i
 def same_columns(box: Sequence[slice], at: Sequence[int], sizes: Sequence[int]) -> bool:
     """Return whether a stored chunk has the same columns as `box`.
 
-    If so, the rows of the chunk can be copied byte by byte.
+    If it does, the rows of the chunk can be copied byte by byte.
     """
     return [(each.start, each.stop - each.start) for each in box[1:]] == list(zip(at[1:], sizes[1:], strict=True))
 
@@ -143,8 +146,8 @@ class _Part(NamedTuple):
 
     Attributes:
         sizes: shape of the chunk in the file.
-        offset: offset of the wanted bytes in the chunk, in bytes.
-        into: uint8 destination of the read.
+        offset: byte offset of the wanted bytes within the chunk.
+        into: destination tensor of the read, with dtype uint8.
         finish: function that copies the bytes from `into` to their destination.
     """
 

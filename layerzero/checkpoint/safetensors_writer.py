@@ -1,4 +1,4 @@
-"""Streaming writer of safetensors files, for any tensors and for the save plan of a rank."""
+"""Write tensors, or the items in a rank's save plan, to safetensors files in a stream."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def write_safetensors(
     The file consists of the length of the header (8 bytes), the header (JSON), and the bytes of the tensors.
 
     Args:
-        tensors: shape and dtype by name, in the order of the file.
-        content: for each entry of `tensors`, its values as consecutive tensors on any device.
+        tensors: shape and dtype of each tensor, by name, in file order.
+        content: for each entry of `tensors`, the values of the tensor as consecutive tensors on any device.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -1,4 +1,4 @@
-"""Synchronous and background saves: :func:`save` and :func:`save_async`."""
+"""Save checkpoints synchronously (:func:`save`) or in the background (:func:`save_async`)."""
 
 from __future__ import annotations
 
@@ -57,34 +57,36 @@ def save(
     overwrite: bool = False,
     require_finite: bool = True,
 ) -> None:
-    """Write a checkpoint that loads with any number of ranks, any `zero3_size` and any units.
+    """Write a checkpoint that can be loaded with any number of ranks, any `zero3_size` and any units.
 
-    Each rank writes its own rows of masters and optimizer state, without gathering rows and without writing duplicates.
+    Each rank writes its own rows of masters and optimizer state. No rows are gathered, and no duplicates are written.
     The first rank writes buffers and other unsharded values. All data-parallel ranks must call this function with a
-    path on a shared file system. Gradients are not saved, so call this function between ``optimizer.step()`` and the
-    next backward.
+    path on a shared file system. Gradients are not saved. Therefore, call this function between ``optimizer.step()``
+    and the next backward pass.
 
     Args:
-        path: a folder that does not exist yet. It is created only after all its files are on disk.
-        model: from :func:`layerzero.shard_model`.
-        optimizer: from :func:`layerzero.shard_optimizer`.
-        extra: further state of the run, such as ``scheduler.state_dict()`` and the position in the data. It may contain
-            numbers, strings, bytes, None, tensors, NumPy arrays, sharded tensors of this model (``ema.state_dict()``),
-            and lists, tuples and dicts of these. It must be the same on all ranks, except for values marked by
-            :func:`per_rank`.
-        keep_last: after a successful save, remove older checkpoints from the parent folder of `path`, except this many
-            newest ones and the last finite one. The new checkpoint is read back and verified first.
-        overwrite: replace an existing checkpoint at `path` after the new one is on disk. The new checkpoint is read
-            back and verified first.
-        require_finite: if True, save nothing if a trained parameter or its optimizer state has a NaN or Inf. If False,
-            save the state anyway for debugging, and record the non-finite values in the manifest.
+        path: path of the new checkpoint folder, which must not exist yet. The folder appears under this path only after
+            all its files are on disk.
+        model: model that :func:`layerzero.shard_model` returned.
+        optimizer: optimizer that :func:`layerzero.shard_optimizer` returned.
+        extra: additional state of the run, such as ``scheduler.state_dict()`` and the position in the data. It may
+            contain numbers, strings, bytes, None, tensors, NumPy arrays, sharded tensors of this model
+            (``ema.state_dict()``), and lists, tuples and dicts of these. It must be the same on all ranks, except for
+            values marked by :func:`per_rank`.
+        keep_last: number of checkpoints to keep in the parent folder of `path`. After a successful save, older
+            checkpoints are removed, except the last checkpoint with only finite values. The new checkpoint is read back
+            and verified first.
+        overwrite: whether to replace an existing checkpoint at `path` after the new checkpoint is on disk. If True, the
+            new checkpoint is read back and verified first.
+        require_finite: if True, save nothing if a trained parameter or its optimizer state contains NaN or Inf. If
+            False, save the state anyway, for debugging, and record in the manifest that it has non-finite values.
 
     Raises:
         FileExistsError: `path` already exists.
-        TypeError: a value in `extra` cannot be saved; the message names it.
+        TypeError: a value in `extra` cannot be saved; the message names the value.
         ValueError: `extra` differs between ranks, or the ranks disagree on what to save.
-        CheckpointError: a rank could not write (the message has its error) or has non-finite values. `path` is
-            unchanged.
+        CheckpointError: a rank could not write its file, or has non-finite values. The message has the error of that
+            rank. `path` is unchanged.
 
     Example::
 
@@ -101,10 +103,10 @@ def save_with(
 ) -> None:
     """Save a model whose ranks have different parameters under the same names.
 
-    Takes the positional arguments of :func:`save` after `apart`, and raises the same errors.
+    After `apart`, the function takes the positional arguments of :func:`save`. It raises the same errors.
 
     Args:
-        apart: names under which ranks have different parameters. If it is None, all ranks have the same parameters.
+        apart: names under which ranks have different parameters. If None, all ranks have the same parameters.
     """
     runtime = get_state(model)
     how = _How(keep_last=None, overwrite=False, require_finite=True)
@@ -121,18 +123,18 @@ def save_async(
     overwrite: bool = False,
     require_finite: bool = True,
 ) -> PendingSave:
-    """Copy the state to (pinned) host memory, return, and write the checkpoint while training continues.
+    """Copy the state to (pinned) host memory and write the checkpoint in the background while training continues.
 
-    The checkpoint contains the state at the time of the call. The next call reuses the host memory. The host memory has
-    the size of the data that this rank writes. Pinned memory may have twice that size, because torch rounds up to a
-    power of two. The next save and :func:`load` wait for a save that is still being written. If a save fails, the next
-    step, save or load logs a warning and then continues. Call ``wait()`` on the last save before
-    ``destroy_process_group()``.
+    The function returns after the state is copied. The checkpoint contains the state at the time of the call. The next
+    call reuses the host memory. The host memory has the size of the data that this rank writes. Pinned memory may have
+    twice that size, because torch rounds sizes up to a power of two. The next save or :func:`load` waits until the
+    current checkpoint is written. If a background save fails, the next optimizer step, save or load emits a warning and
+    then continues. Call ``wait()`` on the last save before ``destroy_process_group()``.
 
-    Takes the same arguments and raises the same errors as :func:`save`.
+    The function takes the same arguments and raises the same errors as :func:`save`.
 
     Returns:
-        A :class:`PendingSave`.
+        A :class:`PendingSave`, on which you can wait.
 
     Example::
 
@@ -147,7 +149,7 @@ def save_async(
     tensors: dict[str, Tensor] = {}
     try:
         tensors = staging.copy(job.tensors)
-    except Exception as error:  # such as a failure to pin memory
+    except Exception as error:  # for instance, pinning the memory failed
         failure = error
     require_equal("checkpoint.save_async", {}, ranks=runtime.ranks.ranks, failure=failure)
     _renew_group(runtime, staging)
@@ -173,11 +175,14 @@ class PendingSave:
             self._error = error
 
     def done(self) -> bool:
-        """Return whether the save has ended; :meth:`wait` raises if it failed."""
+        """Return whether the save has ended. If the save failed, :meth:`wait` raises its error."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until the checkpoint exists. If the save failed, the first call raises the error of :func:`save`."""
+        """Wait until the checkpoint exists.
+
+        If the save failed, the first call raises the error that :func:`save` would have raised.
+        """
         self._thread.join()
         if self._error is not None:
             error, self._error = self._error, None
@@ -186,13 +191,13 @@ class PendingSave:
     def settle(self) -> None:
         """Wait until the save ends.
 
-        Warn if the save failed and neither a warning nor :meth:`wait` has reported the error.
+        Emit a warning if the save failed and neither a warning nor :meth:`wait` has reported the error.
         """
         self._thread.join()
         self.warn_if_failed()
 
     def warn_if_failed(self, *_: object) -> None:
-        """Warn once if the save has failed and :meth:`wait` has not raised its error."""
+        """Emit one warning if the save has failed and :meth:`wait` has not raised its error."""
         if self._is_reported or not self.done():
             return
         self._is_reported = True
@@ -272,8 +277,8 @@ def _prepare(
 def _renew_group(runtime: LayerZeroState, staging: Staging) -> None:
     """Create a process group for background saves on all ranks if any rank has no such group.
 
-    A rank has no such group if its own collectives failed during the last save. The ranks first tell each other whether
-    they have one.
+    A rank has no such group if its collectives failed during the last save. The ranks first tell each other whether
+    they have such a group.
     """
     model_ranks = runtime.ranks
     said = model_ranks.all_gather_text("lacks one" if staging.group is None else "has one")
@@ -308,7 +313,7 @@ def _write(job: _SaveJob, group: dist.ProcessGroup) -> None:
     if first:
         try:
             tidy(job.path, job.keep_last)
-        except OSError as error:  # a warning only: the new checkpoint exists, and the other ranks continue
+        except OSError as error:  # only warn, because the new checkpoint exists and the other ranks continue
             warnings.warn(
                 f"keep_last={job.keep_last}: an old checkpoint could not be removed: {error}. Remove it manually",
                 stacklevel=2,

@@ -1,4 +1,4 @@
-"""Snapshot files in shared memory: the files on each node, and transfers of missing files between ranks."""
+"""Manage the snapshot files in the shared memory of each node, and transfer missing files between ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CHUNK = 4 << 20  # number of bytes per message
 
 @dataclass(frozen=True)
 class SnapshotPart:
-    """The folder with one rank's part of one snapshot."""
+    """Folder that contains one rank's part of one snapshot."""
 
     folder: Path
 
@@ -56,7 +56,7 @@ class SnapshotPart:
 
 
 def pieces_in(folder: Path) -> list[SnapshotPart]:
-    """Return the snapshot parts of all ranks on this node; empty if another rank has removed `folder`."""
+    """Return the snapshot parts of all ranks on this node. The list is empty if another rank has removed `folder`."""
     names = os.listdir(folder) if folder.exists() else []
     return [SnapshotPart(folder / name) for name in names if _NAME.fullmatch(name)]
 
@@ -65,7 +65,7 @@ def opened_folder(folder: Path) -> str:
     """Create a folder that only this user can access; return an identifier that is unique across nodes.
 
     Raises:
-        PermissionError: the folder belongs to another user, or others may access it.
+        PermissionError: the folder belongs to another user, or other users can access it.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
@@ -78,9 +78,9 @@ def opened_folder(folder: Path) -> str:
 
 
 def remove_views(folder: Path, ranks: int) -> None:
-    """Remove the views that crashed loads by ranks that no longer exist have left.
+    """Remove views that were left by crashed loads on ranks that no longer exist.
 
-    Links in such views keep memory in use.
+    The links in such views keep memory in use.
     """
     for view in folder.glob("view.*"):
         if not view.suffix[1:].isdigit() or int(view.suffix[1:]) >= ranks:
@@ -102,8 +102,8 @@ def mapped(path: Path, size: int) -> Tensor:
 def allocate_file(path: Path, size: int) -> Tensor:
     """Create a file and map it as a writable uint8 tensor of shape [size].
 
-    The function reserves the space. If there is too little space, this function raises OSError instead of a later
-    write.
+    The function reserves the space for the file. If there is too little space, this function raises OSError, so that no
+    later write fails.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -115,32 +115,32 @@ def allocate_file(path: Path, size: int) -> Tensor:
 
 
 def opened_to_write(path: Path, size: int) -> Tensor:
-    """Map a file from :func:`allocate_file` as a writable uint8 tensor of shape [size]."""
+    """Map a file that :func:`allocate_file` created as a writable uint8 tensor of shape [size]."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     return torch.from_file(os.fspath(path), shared=True, size=size, dtype=torch.uint8)
 
 
 def complete_snapshots(comm: Communicator, folder: Path) -> list[str]:
-    """Return the tokens of snapshots that were complete, newest first. All ranks must call this function.
+    """Return the tokens of snapshots that were once complete, newest first. All ranks must call this function.
 
-    All ranks get the same list. Files of a snapshot may have been lost since the snapshot was complete.
+    The list is the same on all ranks. Files of a snapshot may have been lost after the snapshot was completed.
     """
     found: dict[str, list[str]] = {}
     for piece in pieces_in(folder):
         found.setdefault(piece.token, []).extend(os.listdir(piece.folder))
     told = [json.loads(text) for text in all_gather_text(comm, json.dumps(found))]
-    # A manifest proves that all files existed. The ranks may have lost some of them since.
+    # A manifest proves that all files once existed. The ranks may have lost some of these files since then.
     return sorted({token for tokens in told for token, names in tokens.items() if MANIFEST in names}, reverse=True)
 
 
 def gather_view(comm: Communicator, folder: Path, token: str, view: Path) -> None:
-    """Create a folder in which this rank can open a snapshot. The folder contains links to the files of this node.
+    """Create a folder from which this rank can read a snapshot. The folder contains links to the files on this node.
 
     All ranks must call this function.
 
     Raises:
-        CheckpointError: on all ranks, if no rank has an intact manifest, or no rank has ``contents.json``.
+        CheckpointError: no rank has an intact manifest, or no rank has ``contents.json``. All ranks raise this error.
     """
     failure, text = "", ""
     try:
@@ -172,7 +172,7 @@ def _link(source: Path, view: Path) -> None:
 
 
 def _intact(folder: Path) -> str:
-    """Return the text of the manifest in `folder`; an empty string if it is missing or damaged."""
+    """Return the text of the manifest in `folder`, or an empty string if the manifest is missing or damaged."""
     try:
         Manifest.read(folder, parts=True)
         return (folder / MANIFEST).read_text()
@@ -187,10 +187,11 @@ def _all_succeeded(comm: Communicator, failure: str) -> None:
 
 
 def fetch(comm: Communicator, view: Path, records: Mapping[str, FileRecord], wanted: Set[str]) -> None:
-    """Receive the files that this rank needs and its node lacks. All ranks must call this function.
+    """Receive the files that this rank needs but that its node lacks. All ranks must call this function.
 
     Raises:
-        CheckpointError: on all ranks, if no rank has a needed file, or a rank has too little memory for a file.
+        CheckpointError: no rank has a needed file, or a rank has too little memory for a file. All ranks raise this
+            error.
     """
     have = {name for name, record in records.items() if _size(view / name) == record.size}
     said = json.dumps([sorted(have), sorted(wanted - have)])
@@ -219,7 +220,7 @@ def fetch(comm: Communicator, view: Path, records: Mapping[str, FileRecord], wan
 
 
 def transfer(comm: Communicator, data: Tensor, *, to: int | None = None, source: int | None = None) -> None:
-    """Send `data` to the rank `to`, or receive it from the rank `source`, in chunks."""
+    """Send `data` to the rank `to`, or receive `data` from the rank `source`, in chunks."""
     nothing = data[:0]
     for chunk in torch.split(data, CHUNK):
         sent, received = (nothing, chunk) if to is None else (chunk, nothing)
@@ -228,10 +229,10 @@ def transfer(comm: Communicator, data: Tensor, *, to: int | None = None, source:
 
 @contextmanager
 def receiving(path: Path, size: int) -> Iterator[Tensor]:
-    """Create a file and yield its memory, uint8 of shape [size].
+    """Create a file and yield its memory as a uint8 tensor of shape [size].
 
-    If there is too little space for the file, yield other memory, so that the transfer can complete, and raise OSError
-    on exit.
+    If there is too little space for the file, other memory is yielded, so that the transfer can complete. OSError is
+    then raised on exit.
     """
     problem: OSError | None = None
     try:
@@ -252,10 +253,10 @@ def _size(path: Path) -> int:
 
 
 class SnapshotSource(CheckpointFiles):
-    """A snapshot as a source of tensors. Missing files are fetched from other ranks.
+    """Source of tensors that reads a snapshot. Missing files are fetched from other ranks.
 
     Args:
-        view: from :func:`gather_view`.
+        view: folder that :func:`gather_view` created.
     """
 
     def __init__(self, comm: Communicator, view: Path) -> None:

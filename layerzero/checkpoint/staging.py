@@ -1,4 +1,4 @@
-"""Host memory for copies of the state. Background saves write these copies while training continues."""
+"""Copy the state to host memory. Background saves write these copies to files while training continues."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class _Pending(Protocol):
 
 
 class Staging:
-    """Host memory for the background saves of one model; each save reuses the memory.
+    """Host memory for the background saves of one model. Each save reuses the memory.
 
     Args:
-        mesh_info: mesh of the model. A reference to its process groups keeps them alive during a save.
+        mesh_info: mesh of the model. A reference to the process groups of the mesh keeps them alive during a save.
 
     Attributes:
-        group: process group that only background saves use. If it is None, the next save must create one.
-        pending: save that is reading the memory, or None after :meth:`finish`.
+        group: process group that only background saves use. If None, the next save must create a group.
+        pending: save that reads this memory, or None after :meth:`finish`.
         listeners: optimizer hooks of the pending save.
     """
 
@@ -46,11 +46,11 @@ class Staging:
         self._memory = host_memory(0, torch.uint8, device=device)
 
     def close(self) -> None:
-        """Finish the background save."""
+        """Wait for the background save to end; see :meth:`finish`."""
         self.finish()
 
     def finish(self) -> None:
-        """Wait for the background save, if any. Warn if the save failed and its error was not raised."""
+        """Wait for the background save, if any. Emit a warning if the save failed and its error was not raised."""
         while self.listeners:
             self.listeners.pop().remove()
         if self.pending is not None:
@@ -59,7 +59,7 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies in host memory, sharded like the originals.
+        """Return copies of `tensors` in host memory. The copies are sharded like the originals.
 
         The copies are complete when this method returns.
         """
@@ -87,11 +87,14 @@ def _padded_nbytes(tensor: Tensor) -> int:
 
 
 def staging_of(runtime: LayerZeroState) -> Staging:
-    """Return the staging buffers of a model, which are created at first use."""
+    """Return the staging memory of a model. It is created at first use."""
 
     return runtime.extension(Staging, lambda: Staging(runtime.mesh_info))
 
 
 def finish_pending(runtime: LayerZeroState) -> None:
-    """Wait for the background save of a model, if any. Warn if the save failed and its error was not raised."""
+    """Wait for the background save of a model, if any.
+
+    Emit a warning if the save failed and its error was not raised.
+    """
     staging_of(runtime).finish()

@@ -1,6 +1,6 @@
-"""State of a model and an optimizer under checkpoint names, and the encoding of the state as a document.
+"""Collect the state of a model and an optimizer under checkpoint names, and encode the state as a document.
 
-References to tensors and values other than tensors become JSON; see json_codec.py.
+The document is JSON that contains references to tensors and all other values; see json_codec.py.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class RankLocalNames:
     """Names under which ranks have different parameters or values, such as those of experts.
 
     Attributes:
-        stored: function that maps a name to its unique name in the checkpoint, without parts added by wrappers.
+        stored: function that maps a name to the unique name in the checkpoint, without the parts that wrappers add.
         is_rank_local: function that returns whether ranks have different parameters under a stored name.
         is_elsewhere: function that returns whether only other ranks have a parameter under a stored name.
-        tells: whether this rank writes its unsharded values. Of the ranks with equal values, one writes them.
+        tells: whether this rank writes its unsharded values. If several ranks have equal values, only one of these
+            ranks writes them.
     """
 
     stored: Callable[[str], str]
@@ -45,7 +46,7 @@ class RankLocalNames:
         return cls(plain_name, lambda name: False, lambda name: False, tells=True)
 
     def joint(self, values: Mapping[str, Any]) -> MergedValue:
-        """Split `values`, keyed by stored name, into common values and own values of this rank."""
+        """Split `values`, keyed by stored name, into values common to all ranks and this rank's own values."""
         common = {name: value for name, value in values.items() if not self.is_rank_local(name)}
         return MergedValue(common, {name: value for name, value in values.items() if self.is_rank_local(name)})
 
@@ -55,15 +56,16 @@ class RankLocalNames:
 
 
 class StateNames:
-    """Names in a checkpoint, which equal the names in the plain model's ``state_dict()``.
+    """Names in a checkpoint. These are the names in the ``state_dict()`` of the model without wrappers.
 
     Wrappers for compilation and activation checkpointing add a part to module names. This part is removed, as in
-    checkpoints of torch.
+    torch's own checkpoints.
 
     Attributes:
-        targets: by stored name: parameters, persistent buffers, and modules with an extra state.
+        targets: by stored name, the parameters, persistent buffers, and modules with extra state.
         members: managed parameters, by stored name.
-        dtypes: original dtypes of buffers that `buffer_dtype` has cast, by stored name. Files have these dtypes.
+        dtypes: original dtypes of the buffers that `buffer_dtype` has cast, by stored name. The tensors in the files
+            have these dtypes.
         odd: names in the state dict that belong to none of the entries above.
     """
 
@@ -100,7 +102,7 @@ class StateNames:
         refuse_rank_local("layerzero.checkpoint", specs, runtime.ranks.size)
 
     def of_rows(self, rows: LocalShard) -> str:
-        """Return the stored name of the parameter that `rows` is sharded like.
+        """Return the stored name of the parameter whose sharding `rows` has.
 
         `rows` may also belong to another model with the same sharding.
 
@@ -142,7 +144,7 @@ def encode_all(
     rank: int,
     apart: RankLocalNames | None = None,
 ) -> tuple[dict[str, Any], Encoder]:
-    """Return the document of a checkpoint and the encoder with its tensors.
+    """Return the document of a checkpoint, and the encoder that has collected the tensors of the document.
 
     Raises:
         TypeError: a value cannot be saved; the message names the value.
@@ -171,7 +173,7 @@ def encode_all(
 
 
 def trained_rows(runtime: LayerZeroState, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's rows of those `tensors` that are trained parameters or their optimizer state, by key."""
+    """Return, by key, this rank's rows of the `tensors` that are trained parameters or optimizer state."""
     frozen = {id(member.sharded) for member in runtime.members.values() if not member.sharded.requires_grad}
     return {
         key: plain(tensor.detach())
@@ -196,7 +198,7 @@ def _check_state(names: StateNames, state: Mapping[str, Mapping[str, Any]]) -> N
 
 
 def _renamed(state_dict: Mapping[str, Any], rename: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return state and groups of an optimizer's state dict with parameters renamed."""
+    """Return the state and the groups of an optimizer's state dict, with the parameters renamed."""
     state = {rename(name): values for name, values in state_dict["state"].items()}
     return state, [
         {**{key: _number(value) for key, value in group.items()}, "params": [rename(n) for n in group["params"]]}
@@ -205,5 +207,5 @@ def _renamed(state_dict: Mapping[str, Any], rename: Any) -> tuple[dict[str, Any]
 
 
 def _number(value: Any) -> Any:
-    """Return a hyperparameter, converted to a number if it is a 0-dim tensor."""
+    """Return a hyperparameter. A 0-dim tensor is converted to a number."""
     return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value

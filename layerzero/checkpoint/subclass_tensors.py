@@ -1,8 +1,8 @@
-"""Tensor subclasses, such as quantized weights, stored as the plain tensors that they consist of.
+"""Store tensors of subclasses, such as quantized weights, as the plain tensors that they consist of.
 
-The ``__tensor_flatten__`` of a class returns these tensors and the remaining metadata. A load constructs no subclass
-tensors. The model already has tensors of the same classes and settings. The load fills the plain tensors of these.
-Therefore no class is looked up by a name from a file.
+The method ``__tensor_flatten__`` of a class returns these plain tensors and the remaining metadata. A load constructs
+no subclass tensors. The model already has tensors with the same classes and settings, and the load fills the plain
+tensors inside them. Therefore no class is looked up by a name from a file.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from layerzero.dtensor.local_shard import LocalShard
 __all__ = ["as_table", "flatten_subclass", "has_inner_tensors", "is_table"]
 
 _DEVICE = re.compile(r"device\([^()]*\)")
-_NOT_IN_WORDS = (" at 0x", "tensor(", "array(", "...")  # the repr of an object without its own repr, or a truncated one
+_NOT_IN_WORDS = (" at 0x", "tensor(", "array(", "...")  # parts of the default repr of an object, or of a truncated repr
 
 
 def has_inner_tensors(tensor: Tensor) -> bool:
-    """Return whether a tensor has a class from outside layerzero that stores its values in other tensors."""
+    """Return whether the class of a tensor is not part of layerzero and stores values in other tensors."""
     return not has_own_memory(tensor) and not isinstance(tensor, (DTensor, LocalShard))
 
 
 def flatten_subclass(name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]] | None:
-    """Return a description of a subclass tensor (class, shape and metadata) and its plain tensors by name.
+    """Return a description of a subclass tensor (class, shape and metadata), and its plain tensors by name.
 
     Args:
         name: name of the tensor in error messages.
 
     Returns:
-        None if the tensor has no inner tensors, its class has no ``__tensor_flatten__``, the metadata has no complete
-        repr, or an inner tensor cannot be filled.
+        The description and the plain tensors. None if the tensor has no inner tensors, its class has no
+        ``__tensor_flatten__``, the metadata has no complete repr, or an inner tensor cannot be filled.
 
     Raises:
-        TypeError: ``__tensor_flatten__`` has raised an error.
+        TypeError: ``__tensor_flatten__`` raised an error.
     """
     if not has_inner_tensors(tensor) or not hasattr(tensor, "__tensor_flatten__"):
         return None
@@ -69,17 +69,17 @@ def flatten_subclass(name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]]
 
 
 def _can_be_filled(value: Any, again: Any) -> bool:
-    """Return whether two reads of an attribute return a plain tensor on the same memory, not a temporary copy."""
+    """Return whether two reads of an attribute returned a plain tensor on the same memory, not temporary copies."""
     plain = isinstance(value, Tensor) and not isinstance(value, (DTensor, LocalShard)) and value.layout is torch.strided
     return plain and value.data_ptr() == again.data_ptr()
 
 
 def as_table(name: str, value: Tensor) -> Any:
-    """Return the checkpoint entry of a tensor in a state dict: a table for a subclass tensor, otherwise the tensor."""
+    """Return the checkpoint entry for a tensor: a table for a subclass tensor, otherwise the tensor itself."""
     parts = flatten_subclass(name, value)
     return value if parts is None else {"of": parts[0], "tensors": parts[1]}
 
 
 def is_table(entry: Any) -> bool:
-    """Return whether `entry`, JSON of a checkpoint, has the form of a table from :func:`as_table`."""
+    """Return whether `entry`, a JSON value in a checkpoint, has the form of a table that :func:`as_table` returns."""
     return isinstance(entry, Mapping) and entry.keys() == {"of", "tensors"} and isinstance(entry["tensors"], Mapping)

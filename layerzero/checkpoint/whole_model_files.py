@@ -1,4 +1,4 @@
-"""Export, import and inspection of full models in one process, without a process group."""
+"""Export, import and inspect full models in one process, without a process group."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _DTYPE_NAMED = {name: dtype for dtype, name in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """Description of one tensor of a checkpoint."""
+    """Description of one tensor in a checkpoint."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
-    files: int  # number of files with a part of the tensor
+    files: int  # number of files that contain a part of the tensor
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Inspection:
     entries: tuple[Entry, ...]
     topology: Mapping[str, int]
     sequence: int
-    nbytes: int  # total size of all files
+    nbytes: int  # total size of all files in bytes
 
 
 def inspect(path: str | os.PathLike[str]) -> Inspection:
@@ -83,22 +83,22 @@ def export_model(
     dtype: torch.dtype | None = None,
     averages: bool = False,
 ) -> None:
-    """Write the model of a checkpoint as one safetensors file with the names of the unsharded ``state_dict()``.
+    """Write the model in a checkpoint to one safetensors file, with the names of the unsharded ``state_dict()``.
 
     Tied parameters are written under each of their names. Module states that are not tensors are omitted. At most 64
-    MiB or one row of a tensor is in memory at once, except for tensors that were saved in columns, as in tensor
-    parallelism.
+    MiB or one row of a tensor is in memory at once. Tensors that were saved in columns, as with tensor parallelism, are
+    an exception.
 
     Args:
-        dtype: dtype that floating-point tensors are cast to. If it is None, the stored dtypes are kept (fp32 for
-            trained parameters).
-        averages: if True, write the averages saved as ``extra={"ema": ema.state_dict()}`` instead of the averaged
-            parameters.
+        dtype: dtype to which floating-point tensors are cast. If None, the stored dtypes are kept (fp32 for trained
+            parameters).
+        averages: if True, write the averages that were saved as ``extra={"ema": ema.state_dict()}`` instead of the
+            parameters that were averaged.
 
     Raises:
         FileExistsError: `out` already exists.
         FileNotFoundError, CheckpointError: see :func:`layerzero.checkpoint.load`.
-        ValueError: `averages` is True and the checkpoint has no averages, or the model has tensor subclasses.
+        ValueError: `averages` is True but the checkpoint has no averages, or the model has tensor subclasses.
     """
     manifest = Manifest.read(path)
     manifest.verify()
@@ -133,7 +133,7 @@ def export_model(
 
 
 def model_keys(contents: CheckpointContents, *, averages: bool) -> dict[str, str]:
-    """Return, by name, the key of each tensor of the model or of its average; see :func:`export_model`."""
+    """Return, by name, the key of each tensor in the model, or of the tensor's average; see :func:`export_model`."""
     model = contents.document["model"]
     if classes := [name for name, entry in model.items() if is_table(entry) and not name.endswith("_extra_state")]:
         raise ValueError(
@@ -166,7 +166,7 @@ def _keys(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _whole(files: Mapping[str, Any], key: str, tensor: StoredTensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the values of a tensor in order, in pieces, or all at once if the tensor was saved in columns."""
+    """Yield the values of a tensor in pieces, in order. If the tensor was saved in columns, yield it as one piece."""
     if any(sizes[1:] != tensor.shape[1:] for _, _, sizes in tensor.chunks):
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         for file, at, sizes in tensor.chunks:
@@ -185,12 +185,12 @@ def import_model(
 
     Args:
         files: files that together contain the model's ``state_dict()``, or folders or indexes of such files.
-        dtype: dtype that floating-point tensors are cast to. Training does not need a cast, because a load converts
-            bf16 to fp32 masters.
+        dtype: dtype to which floating-point tensors are cast. A cast is not needed for training, because a load
+            converts bf16 values to fp32 masters.
 
     Raises:
         FileExistsError: `path` already exists.
-        ValueError: two files have a tensor of the same name.
+        ValueError: two files contain a tensor with the same name.
         CheckpointError: a file is not a safetensors file.
     """
     target = Path(path).absolute()
@@ -213,7 +213,7 @@ def import_model(
 
 @dataclass(frozen=True)
 class _FileTensor:
-    """A tensor of an opened file, and the dtype that it is cast to."""
+    """A tensor in an opened file, and the dtype to which it is cast."""
 
     tensors: Any
     shape: tuple[int, ...]
@@ -258,7 +258,7 @@ def _write_model(target: Path, sources: Mapping[str, _FileTensor]) -> None:
 
 
 def _parts(sources: Mapping[str, _FileTensor]) -> Iterator[dict[str, _FileTensor]]:
-    """Split the tensors into files of about _PART bytes, so that the ranks of a load can verify them in parallel."""
+    """Split the tensors into files of about _PART bytes, so that the loading ranks can verify the files in parallel."""
     part: dict[str, _FileTensor] = {}
     nbytes = 0
     for name, source in sources.items():

@@ -1,4 +1,4 @@
-"""Megatron-Core integration: process groups, sharded model chunks, and an optimizer for Megatron's training loop.
+"""Integrate with Megatron-Core: process groups, sharded model chunks, and an optimizer for Megatron's training loop.
 
 No other package of layerzero imports this package. Megatron is imported only when a function of this package is called.
 

@@ -1,4 +1,4 @@
-"""Translation of Megatron-LM's command-line flags into layerzero settings. Unsupported flags raise an error."""
+"""Translate Megatron-LM's command-line flags into layerzero settings. Unsupported flags raise an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger("layerzero")
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add the ``--layerzero-*`` flags; pass this function as `extra_args_provider` to Megatron-LM's ``pretrain``."""
+    """Add the ``--layerzero-*`` flags. Pass this function as `extra_args_provider` to Megatron-LM's ``pretrain``."""
     group = parser.add_argument_group("layerzero")
     group.add_argument("--layerzero-config", metavar="FILE", help="YAML with the settings of layerzero.LayerZeroConfig")
     group.add_argument(
@@ -38,7 +38,7 @@ class ParsedArguments(NamedTuple):
     Attributes:
         wrap: keyword arguments of :func:`layerzero.megatron.wrap`.
         units: names of modules or classes that are units in addition to the default units.
-        ema_decay: decay of the exponential moving average (EMA) of the weights. If it is None, no average is computed.
+        ema_decay: decay of the exponential moving average (EMA) of the weights. If None, no average is computed.
     """
 
     wrap: dict[str, Any]
@@ -47,22 +47,24 @@ class ParsedArguments(NamedTuple):
 
 
 def chosen_of(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
-    """Return the layerzero settings for Megatron's arguments, or raise on all ranks. All ranks must call this function.
+    """Return the layerzero settings for Megatron's arguments. If a rank fails, all ranks raise an error.
+
+    All ranks must call this function.
 
     Args:
-        args: Megatron's validated arguments. This function sets ``args.overlap_param_gather`` to False; otherwise
-            Megatron's loop would call methods of Megatron's own wrapper.
+        args: Megatron's validated arguments. This function sets ``args.overlap_param_gather`` to False, because
+            Megatron's loop would otherwise call methods of Megatron's own wrapper.
         data_parallel: global ranks of this rank's data-parallel group, including context-parallel ranks.
 
     Raises:
-        ValueError: a flag or setting is not supported. The message gives the flag, the reason and an alternative.
+        ValueError: a flag or setting is not supported. The message names the flag, the reason and an alternative.
     """
     failure: Exception | None = None
     chosen = ParsedArguments({}, (), None)
     try:
         _refuse(args)
         chosen = _translated(args, data_parallel)
-    except Exception as error:  # sent to the other ranks, then raised here
+    except Exception as error:  # the error is sent to the other ranks, and then raised here
         failure = error
     told: dict[str, object] = {name: repr(value) for name, value in chosen.wrap.items()}
     told |= {"units": list(chosen.units), "--layerzero-ema-decay": chosen.ema_decay}
@@ -114,9 +116,9 @@ def _translated(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
 
 
 def _connections_warning(args: Namespace) -> str | None:
-    """Return a warning if CUDA_DEVICE_MAX_CONNECTIONS serializes streams; otherwise None.
+    """Return a warning if CUDA_DEVICE_MAX_CONNECTIONS serializes streams, otherwise None.
 
-    The warning also states whether `args` enable tensor or context parallelism, which may need that setting.
+    The warning also states whether `args` enable tensor or context parallelism, which may need this value.
     """
     warning = connections_warning(default_device_type())
     if warning is None:
@@ -143,7 +145,7 @@ def _of_a_node(data_parallel: list[int]) -> int:
 
 
 def _from_mindspeed(size: int, tensor: int, data_parallel: int) -> int:
-    """Convert MindSpeed's `zero3_size` to layerzero's, which does not count tensor-parallel ranks.
+    """Convert MindSpeed's `zero3_size` to layerzero's `zero3_size`, which does not count tensor-parallel ranks.
 
     The result is at most the data-parallel size.
     """
@@ -163,7 +165,7 @@ def _from_mindspeed(size: int, tensor: int, data_parallel: int) -> int:
 
 
 def _policy(policy: Any, args: Namespace) -> MixedPrecisionPolicy | None:
-    """Return the policy to pass to :func:`wrap`, or None if the user set no policy, so that `wrap` chooses one.
+    """Return the policy to pass to :func:`wrap`. If the user set no policy, return None; `wrap` then chooses one.
 
     ``cast_forward_inputs`` is False because Megatron's ``Float16Module`` casts inputs and outputs.
     """

@@ -1,4 +1,4 @@
-"""Sharded model chunk with the interface of Megatron's data-parallel wrapper."""
+"""Provide a sharded model chunk that has the interface of Megatron's data-parallel wrapper."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["ShardedChunk"]
 class ShardedChunk(nn.Module):
     """Sharded model chunk with the methods that Megatron's schedules and training loop call.
 
-    :func:`layerzero.megatron.wrap` creates it. The chunk is the root of the sharded model: pass it to
-    ``layerzero.memory``, ``layerzero.traffic``, ``layerzero.EMA`` and ``layerzero.full_state_dict``. Its parameters
-    have the same names as under Megatron's own wrapper.
+    :func:`layerzero.megatron.wrap` creates the chunk. The chunk is the root of the sharded model. Therefore, pass the
+    chunk to ``layerzero.memory``, ``layerzero.traffic``, ``layerzero.EMA`` and ``layerzero.full_state_dict``. The
+    parameters have the same names as in Megatron's own wrapper.
 
     Attributes:
         module: Megatron's model.
         config: TransformerConfig of the model.
         groups: process groups of this rank.
-        own_gradients: record of this rank's gradients that were NaN or infinite. If it is None, gradients are not
+        own_gradients: record of which of this rank's gradients were NaN or infinite. If None, gradients are not
             checked.
     """
 
@@ -47,7 +47,7 @@ class ShardedChunk(nn.Module):
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "ddp_config":  # read by Megatron's finalize_model_grads
+        if name == "ddp_config":  # Megatron's finalize_model_grads reads this attribute
             raise AttributeError(
                 "a ShardedChunk has no ddp_config, because Megatron's functions cannot finalize sharded gradients. Do "
                 "not change config.finalize_model_grads_func after layerzero.megatron.wrap"
@@ -56,7 +56,7 @@ class ShardedChunk(nn.Module):
 
     # Gradients
 
-    no_sync: Callable[[], AbstractContextManager[None]]  # bound by shard_model; backwards inside only accumulate
+    no_sync: Callable[[], AbstractContextManager[None]]  # bound by shard_model; backward passes inside only accumulate
 
     def start_grad_sync(self, *unused: object) -> None:
         """Reduce gradients that were accumulated inside :meth:`no_sync`.
@@ -66,7 +66,7 @@ class ShardedChunk(nn.Module):
         get_state(self).scheduler.complete_gradients()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Complete the gradient reduction. All gradients of the chunk are final afterwards."""
+        """Complete the gradient reduction. Afterwards, all gradients of the chunk are final."""
         get_state(self).scheduler.complete_gradients()
 
     @torch.no_grad()
@@ -79,7 +79,7 @@ class ShardedChunk(nn.Module):
             torch._foreach_mul_(gradients, scaling_factor)
 
     def gradient_rows(self) -> dict[str, Tensor]:
-        """Return this rank's rows of the final gradients as plain tensors, keyed by parameter name.
+        """Return, by parameter name, this rank's rows of the final gradients as plain tensors.
 
         Parameters without a gradient are omitted.
         """
@@ -116,8 +116,8 @@ class ShardedChunk(nn.Module):
     def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Refresh the compute weights.
 
-        The method launches the refresh that the optimizer's step deferred and the refresh of masters that the user
-        wrote to.
+        The method launches the refreshes that the optimizer's step deferred, and refreshes of masters to which the user
+        has written.
         """
         get_state(self).refreshes.launch_deferred()
         get_state(self).refreshes.launch_edited()
@@ -135,7 +135,7 @@ class ShardedChunk(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Raise an error, because Megatron calls this method on some ranks only, and no rank has full parameters.
+        """Raise an error, because Megatron calls this method on only some ranks, and no rank has full parameters.
 
         Raises:
             NotImplementedError: always. The message names the alternatives.
@@ -150,8 +150,8 @@ class ShardedChunk(nn.Module):
     ) -> dict[str, Any]:
         """Return this rank's rows of each parameter, in compute dtype, for ``megatron.core.dist_checkpointing``.
 
-        The rows are copies. The format is that of Megatron, so Megatron and layerzero can load each other's checkpoints
-        in any parallel layout. To load a checkpoint, pass the loaded state dict to :meth:`load_state_dict`.
+        The rows are copies. The format is Megatron's own. Therefore Megatron and layerzero can load each other's
+        checkpoints in any parallel layout. To load a checkpoint, pass the loaded state dict to :meth:`load_state_dict`.
 
         Raises:
             NotImplementedError: Megatron stores a parameter in pieces that are not contiguous ranges of its rows.
@@ -164,8 +164,8 @@ class ShardedChunk(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full or sharded tensors into the chunk. All data-parallel ranks must call this method.
 
-        Full tensors must have the names and shapes of the unwrapped module's ``state_dict()``; every rank loads the
-        values of the first data-parallel rank. Sharded tensors come from :meth:`state_dict`, or from
+        Full tensors must have the names and shapes in the unwrapped module's ``state_dict()``. Every rank then loads
+        the values that the first data-parallel rank passes. Sharded tensors must come from :meth:`state_dict`, or from
         ``dist_checkpointing.load`` with :meth:`sharded_state_dict`.
 
         Args:

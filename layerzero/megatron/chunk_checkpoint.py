@@ -1,9 +1,9 @@
-"""Checkpoints of all pipeline stages and tensor ranks: a folder with one layerzero checkpoint per model chunk.
+"""Save and load all pipeline stages and tensor ranks. The folder contains one layerzero checkpoint per model chunk.
 
 [Note: Publication of a Megatron checkpoint]
-Every chunk's part is written into one hidden folder, ``.NAME.TOKEN.partial``. Once all parts exist, a marker file that
-contains the token is added, and the folder is renamed to ``NAME``. Each save draws a new token, which is equal on all
-ranks. Therefore no job writes into or removes another job's folder; see [Note: Concurrent saves to one path] in
+The parts of all chunks are written into one hidden folder, ``.NAME.TOKEN.partial``. Once all parts exist, a marker file
+that contains the token is added, and the folder is renamed to ``NAME``. Each save draws a new token, which is the same
+on all ranks. Therefore no job writes into or removes another job's folder; see [Note: Concurrent saves to one path] in
 ``checkpoint/atomic_files.py``.
 """
 
@@ -49,16 +49,18 @@ def save(
     optimizer: ShardedMegatronOptimizer | None = None,
     extra: object = None,
 ) -> None:
-    """Write a checkpoint of the full model. All ranks must call this function, between a step and the next forward.
+    """Write a checkpoint of the full model.
+
+    All ranks must call this function, between a step and the next forward pass.
 
     Args:
-        path: a folder that does not exist yet, on a file system that all ranks share. The folder is published
-            atomically, after all data is written to disk.
-        extra: as for ``layerzero.checkpoint.save``: iteration, ``scheduler.state_dict()``, ...
+        path: path of the new checkpoint folder, on a file system that all ranks share. The folder must not exist yet.
+            It is published atomically after all data is written to disk.
+        extra: additional state, as for ``layerzero.checkpoint.save``: iteration, ``scheduler.state_dict()``, ...
 
     Raises:
-        FileExistsError: `path` already exists, or another job has created it during the save.
-        CheckpointError: a rank could not write; the message gives the cause. `path` is not created.
+        FileExistsError: `path` already exists, or another job has created `path` during the save.
+        CheckpointError: a rank could not write its part; the message gives the cause. `path` is not created.
         TypeError, ValueError: as raised by ``layerzero.checkpoint.save``. Ranks of other stages raise RuntimeError.
     """
     folder, groups = Path(path).absolute(), model_chunks[0].groups
@@ -95,14 +97,14 @@ def load(
     model_chunks: Sequence[ShardedChunk],
     optimizer: ShardedMegatronOptimizer | None = None,
 ) -> Any:
-    """Load a checkpoint written by :func:`save` and return its `extra`. All ranks must call this function.
+    """Load a checkpoint that :func:`save` wrote, and return its `extra`. All ranks must call this function.
 
-    The tensor-parallel and pipeline-parallel layout must be that of the save. `zero3_size` and the numbers of
+    The tensor-parallel and pipeline-parallel layout must be the same as in the save. `zero3_size` and the numbers of
     data-parallel and expert-parallel ranks may differ.
 
     Raises:
-        FileNotFoundError, CheckpointError, ValueError: `path` has no complete checkpoint of this layout, or on some
-            stage a part of the checkpoint is damaged or does not match the model. All models are unchanged.
+        FileNotFoundError, CheckpointError, ValueError: `path` contains no complete checkpoint with this layout, or a
+            stage's part of the checkpoint is damaged or does not match the model. All models are unchanged.
     """
     folder, groups = Path(path), model_chunks[0].groups
     experts = _experts("load", groups, model_chunks)
@@ -138,7 +140,7 @@ def load(
 
 
 def _experts(call: str, groups: ProcessGroups, model_chunks: Sequence[ShardedChunk]) -> list[RankLocalNames]:
-    """Return the checkpoint names of rank-local experts for each chunk; if a rank fails, raise on all ranks."""
+    """Return the checkpoint names of rank-local experts for each chunk. If a rank fails, all ranks raise an error."""
     found: list[RankLocalNames] = []
     failure: Exception | None = None
     try:
@@ -150,14 +152,14 @@ def _experts(call: str, groups: ProcessGroups, model_chunks: Sequence[ShardedChu
 
 
 def _stored_average(state: Mapping[str, Any], apart: RankLocalNames) -> dict[str, Any]:
-    """Return the EMA state with its averages keyed by their names in the checkpoint."""
+    """Return the EMA state, with the averages keyed by their names in the checkpoint."""
     return {**state, "averages": apart.joint({apart.stored(name): rows for name, rows in state["averages"].items()})}
 
 
 def _load_average(ema: EMA | None, saved: Any, apart: RankLocalNames) -> None:
     """Load the EMA from a checkpoint.
 
-    If the checkpoint has no EMA, reset `ema`; its next update then copies the weights.
+    If the checkpoint has no EMA, reset `ema`. The next update of `ema` then copies the weights.
     """
     if ema is not None and saved is None:
         ema.n_averaged.zero_()
@@ -207,7 +209,7 @@ def _publish(partial: Path, folder: Path, written: set[str], token: str) -> Exce
         return error
     try:
         clear_leftovers(folder / _MARKER)
-    except OSError as error:  # only a warning: the new checkpoint has been published
+    except OSError as error:  # only warn, because the new checkpoint has been published
         warnings.warn(
             f"leftovers of a dead save in {folder.parent} could not be removed: {error}. Remove them manually",
             stacklevel=3,
@@ -216,7 +218,7 @@ def _publish(partial: Path, folder: Path, written: set[str], token: str) -> Exce
 
 
 def _raise_together(call: str, groups: ProcessGroups, failure: Exception | None) -> None:
-    """Call :func:`raise_together`, but raise errors about files and paths with the same type on all ranks."""
+    """Call :func:`raise_together`, but raise errors about files and paths as the same type on all ranks."""
     try:
         raise_together(f"layerzero.megatron.{call}", groups, failure)
     except RuntimeError as error:

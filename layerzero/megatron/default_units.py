@@ -1,4 +1,4 @@
-"""Default units of a Megatron model: transformer and Mamba layers, the word embeddings and the output layer."""
+"""Select the default units of a Megatron model: its transformer and Mamba layers, word embeddings and output layer."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ IsUnit = Callable[[str, nn.Module], bool]
 
 
 def language_model(chunk: nn.Module) -> nn.Module | None:
-    """Return the language model inside the wrappers of a chunk; None if no module is found.
+    """Return the language model inside the wrappers of a chunk; None if there is no language model.
 
-    The language model is the outermost module with an attribute ``pre_process``.
+    The language model is the outermost module that has an attribute ``pre_process``.
     """
     module: Any = chunk
     while module is not None and not hasattr(module, "pre_process"):
@@ -37,7 +37,7 @@ def default_units(module: nn.Module, *, pipeline_size: int) -> IsUnit:
 
     Units are the transformer and Mamba layers, the word embeddings and the output layer. With a single pipeline stage
     and tied embeddings, the embeddings and the output layer are not units. The output layer then reads the embedding's
-    weight, which must therefore stay gathered during the entire forward.
+    weight, which must therefore stay gathered during the entire forward pass.
     """
     from megatron.core.ssm.mamba_layer import MambaLayer  # noqa: PLC0415
     from megatron.core.transformer.transformer_layer import BaseTransformerLayer  # noqa: PLC0415
@@ -57,7 +57,7 @@ def default_units(module: nn.Module, *, pipeline_size: int) -> IsUnit:
 
 
 def is_expert_parallel(parameter: nn.Parameter) -> bool:
-    """Return whether Megatron marks the parameter as expert parallel.
+    """Return whether Megatron has marked the parameter as expert parallel.
 
     Data-parallel ranks may then hold different experts.
     """
@@ -65,13 +65,13 @@ def is_expert_parallel(parameter: nn.Parameter) -> bool:
 
 
 def only_experts(module: nn.Module) -> bool:
-    """Return whether the module has parameters and all of them are expert parallel."""
+    """Return whether the module has parameters, and all of these parameters are expert parallel."""
     marks = [is_expert_parallel(parameter) for parameter in module.parameters()]
     return bool(marks) and all(marks)
 
 
 def with_named(default: Sequence[IsUnit], names: Sequence[str]) -> IsUnit:
-    """Return a predicate for the default units and for modules whose name or class name is in `names`."""
+    """Return a predicate that selects the default units, and modules whose name or class name is in `names`."""
 
     return lambda name, module: bool(named(name, module, names)) or any(each(name, module) for each in default)
 
@@ -80,13 +80,13 @@ def named(name: str, module: nn.Module, names: Sequence[str]) -> set[str]:
     """Return the entries of `names` that equal the module's name, class name or qualified class name."""
     kind = type(module)
     own = {name, kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
-    while name.startswith("module."):  # added by each wrapper around Megatron's model
+    while name.startswith("module."):  # each wrapper around Megatron's model adds this prefix
         own.add(name := name.removeprefix("module."))
     return own & set(names)
 
 
 def warn_of_layers_without_units(chunk: nn.Module, units: set[int]) -> None:
-    """Warn if a chunk has layers that are not units, because these layers are gathered and freed together.
+    """Emit a warning if a chunk has layers that are not units, because such layers are gathered and freed together.
 
     Args:
         units: ids of the modules that are units.

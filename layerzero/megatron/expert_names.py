@@ -1,4 +1,4 @@
-"""Checkpoint names of expert-parallel parameters, which contain each expert's index in the full model."""
+"""Map expert-parallel parameters to checkpoint names that contain each expert's index in the full model."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _NUMBER = re.compile(r"^(local_experts\.|(?:\w+\.)+(?:weight|bias))(\d+)(?=\.|$)
 def experts_of(chunk: ShardedChunk) -> RankLocalNames:
     """Return the checkpoint names of a chunk's experts that differ between data-parallel ranks.
 
-    Each name contains the expert's index within its layer of the full model. Therefore a checkpoint can be loaded with
-    a different number of expert-parallel ranks.
+    Each name contains the index that the expert has within its layer in the full model. Therefore a checkpoint can be
+    loaded with a different number of expert-parallel ranks.
 
     Raises:
         ValueError: a parameter belongs to several experts, or its name does not contain the index of its expert.
@@ -38,8 +38,8 @@ def experts_of(chunk: ShardedChunk) -> RankLocalNames:
         """Split the name of an expert's parameter, which may start with ``module.``.
 
         Returns:
-            The prefix up to the experts' own names, a match of the rest of the name, and the indices of this rank's
-            experts. None if the name is not that of a single expert's parameter.
+            The prefix before the experts' own names, a match of the rest of the name, and the indices of this rank's
+            experts. None if the name does not belong to a parameter of a single expert.
         """
         for layer, own in numbers.items():
             before, inside, after = name.partition(layer)
@@ -71,7 +71,7 @@ def experts_of(chunk: ShardedChunk) -> RankLocalNames:
 
 
 def _numbers(chunk: ShardedChunk) -> dict[str, range]:
-    """Return the indices of this rank's experts in each layer, keyed by the name prefix of the layer's experts.
+    """Return the indices of this rank's experts in each layer, by the name prefix of the layer's experts.
 
     The prefixes do not contain the names of wrappers.
     """

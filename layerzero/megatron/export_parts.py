@@ -1,4 +1,4 @@
-"""Export of a :func:`layerzero.megatron.save` checkpoint to one file, in a single process without Megatron."""
+"""Export a checkpoint that :func:`layerzero.megatron.save` wrote to one file, in a single process without Megatron."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = ["export_parts", "is_megatron_checkpoint"]
 
 _MARKER = "complete"
 
-_MOST_CHUNKS = 1000  # maximum number of chunks of a rank in an untrusted checkpoint
+_MOST_CHUNKS = 1000  # maximum number of chunks per rank that is accepted from an untrusted checkpoint
 
 
 def is_megatron_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Return whether `path` is a checkpoint folder written by :func:`layerzero.megatron.save`."""
+    """Return whether `path` is a checkpoint folder that :func:`layerzero.megatron.save` wrote."""
     return (Path(path) / _MARKER).exists() and any(Path(path).glob("layout-*"))
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """Stored tensor in one part of a checkpoint."""
+    """A tensor that is stored in one part of a checkpoint."""
 
     manifest: Manifest
     tensor: StoredTensor
@@ -51,13 +51,13 @@ class _Stored:
 
 @dataclass
 class _FullTensor:
-    """Tensor of the full model, built from rows of stored tensors.
+    """A tensor of the full model, built from rows of stored tensors.
 
     Attributes:
         shape: shape of the full tensor.
         dtype: dtype of the full tensor.
-        pieces: ``(stored, first, stop)`` keyed by the piece's offset in the full tensor: rows `first` to `stop`
-            (exclusive) of the stored tensor.
+        pieces: by offset of a piece in the full tensor, ``(stored, first, stop)``. The piece consists of the rows
+            `first` to `stop` (exclusive) of the stored tensor.
     """
 
     shape: tuple[int, ...]
@@ -89,21 +89,21 @@ def export_parts(
     dtype: torch.dtype | None = None,
     averages: bool = False,
 ) -> None:
-    """Write the parts of all tensor ranks and pipeline stages as one safetensors file.
+    """Write the parts of all tensor ranks and pipeline stages to one safetensors file.
 
-    Names and shapes are those of Megatron's model on one rank, with the padded vocabulary. Only one full tensor is in
-    memory at a time.
+    Names and shapes are those of Megatron's model on a single rank, with the padded vocabulary. Only one full tensor is
+    in memory at a time.
 
     Args:
-        path: checkpoint folder written by :func:`layerzero.megatron.save`.
-        out: file to write.
-        dtype: dtype to which floating-point tensors are cast. If it is None, the stored dtypes are kept. Trained
-            parameters are stored in fp32.
+        path: checkpoint folder that :func:`layerzero.megatron.save` wrote.
+        out: path of the file to write.
+        dtype: dtype to which floating-point tensors are cast. If None, the stored dtypes are kept. Trained parameters
+            are stored in fp32.
         averages: if True, write the moving averages (EMA) instead of the weights that have a moving average.
 
     Raises:
         FileExistsError: `out` already exists.
-        FileNotFoundError, CheckpointError: parts are missing or damaged; the message names them.
+        FileNotFoundError, CheckpointError: parts are missing or damaged; the message names these parts.
         ValueError: the checkpoint lacks the positions of its parameters in the full model, or has no averages.
     """
     target = Path(out).absolute()
@@ -163,7 +163,7 @@ def _add(found: dict[str, _FullTensor], part: Path, dtype: torch.dtype | None, *
         own = module_name(name)
         stored = _Stored(manifest, tensor, key)
         layer = layer_of(own)
-        # Buffers have no entry in `places`, because they are equal on all tensor ranks.
+        # Buffers have no entry in `places`, because they are the same on all tensor ranks.
         place = places.get(own) or {
             "name": renamed.get(layer, layer) + own.removeprefix(layer),
             "shape": tensor.shape,

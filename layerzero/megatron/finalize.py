@@ -1,4 +1,4 @@
-"""Replacement of Megatron's ``config.finalize_model_grads_func``, which schedules call after the last backward."""
+"""Replace Megatron's ``config.finalize_model_grads_func``, which schedules call after the last backward pass."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["FinalizeGradients", "tied_weight"]
 
 
 class FinalizeGradients:
-    """Callable that completes the data-parallel reduction, then sums gradients over model-parallel ranks.
+    """Callable that completes the data-parallel reduction, and then sums gradients over model-parallel ranks.
 
-    Gradient shards are reduced over model-parallel ranks. With D data-parallel ranks, each rank therefore sends 1/D of
-    the bytes that it sends in Megatron.
+    Only gradient shards are reduced over model-parallel ranks. With D data-parallel ranks, each rank therefore sends
+    1/D of the bytes that it would send with Megatron's own function.
     """
 
     def __init__(self, config: Any, groups: ProcessGroups) -> None:
@@ -37,14 +37,14 @@ class FinalizeGradients:
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> None:
-        """Make the gradients final, like ``megatron.core.distributed.finalize_model_grads``.
+        """Make the gradients final, as ``megatron.core.distributed.finalize_model_grads`` does.
 
         Args:
-            model: the chunks of this rank.
-            num_tokens: token count of this rank. Gradients are divided by the total over data-parallel ranks. If it is
+            model: chunks of this rank.
+            num_tokens: number of tokens on this rank. Gradients are divided by the total over data-parallel ranks. If
                 None, gradients are not divided.
-            pg_collection: unused; the process groups are those of :func:`wrap`.
-            force_all_reduce: if True, set ``main_grad`` to the full gradients, which Megatron's loop then saves.
+            pg_collection: unused. The process groups are those that were passed to :func:`wrap`.
+            force_all_reduce: whether to set ``main_grad`` to the full gradients. Megatron's loop then saves them.
         """
         for chunk in model:
             chunk.finish_grad_sync()
@@ -63,7 +63,7 @@ class FinalizeGradients:
     def _sum_over_tensor_ranks(self, model: Sequence[ShardedChunk]) -> None:
         """Sum or average the gradients of parameters that are replicated over tensor ranks.
 
-        Each tensor rank uses such a parameter for a part of the sequence or of the heads only.
+        Each tensor rank uses such a parameter for only a part of the sequence or of the heads.
         """
         size = self.groups.tensor.size()
         if size == 1:
@@ -92,9 +92,9 @@ class FinalizeGradients:
             _all_reduce([_gradient_rows(weight)], self.groups.embedding, 1.0)
 
     def _divide_by(self, num_tokens: Tensor, model: Sequence[ShardedChunk]) -> None:
-        """Divide gradients by the token count of all micro-batches and data-parallel ranks.
+        """Divide gradients by the total number of tokens in all micro-batches on all data-parallel ranks.
 
-        Only the last stage has counted the tokens, so it broadcasts `num_tokens`.
+        The last stage broadcasts `num_tokens`, because only this stage has counted the tokens.
         """
         last = dist.get_process_group_ranks(self.groups.pipeline)[-1]
         dist.broadcast(num_tokens, src=last, group=self.groups.pipeline)
@@ -108,8 +108,8 @@ def tied_weight(model: Sequence[ShardedChunk], groups: ProcessGroups) -> nn.Para
     """Return this rank's copy of the word embedding that the first and last stages share.
 
     The result is None if the stages share no embedding, or if this rank's stage holds no copy. The gradient shards of
-    the two copies are summed rank by rank. The shards must therefore be equal, so each copy must be the only parameter
-    of its unit.
+    the two copies are summed rank by rank. Therefore both copies must be sharded in the same way. To ensure this, each
+    copy must be the only parameter of its unit.
 
     Raises:
         ValueError: the copy is not the only parameter of its unit.

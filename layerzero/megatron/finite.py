@@ -1,4 +1,4 @@
-"""Check for NaN and infinite gradients before a step. If one is found, all ranks raise."""
+"""Check for NaN and infinite gradients before a step. If there is such a gradient, all ranks raise an error."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["refuse"]
 
 
 def refuse(chunks: Iterable[Any], groups: ProcessGroups) -> None:
-    """Raise on all ranks of the model if any rank has a final gradient that is NaN or infinite.
+    """Raise an error on all ranks of the model if any rank has a final gradient that is NaN or infinite.
 
     All ranks must call this function.
 
     Raises:
-        RuntimeError: a final gradient is not finite. The message names ranks and parameters.
+        RuntimeError: a final gradient is not finite. The message names the ranks and the parameters.
     """
     chunks = list(chunks)
     rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""Positions of one rank's parameters in the full model, from the ``sharded_state_dict`` of Megatron's modules."""
+"""Find the positions of one rank's parameters in the full model, from ``sharded_state_dict`` of Megatron's modules."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ def global_layout_of(chunk: ShardedChunk, apart: RankLocalNames) -> dict[str, An
     """Return each parameter's name, shape and row ranges in the full model.
 
     Args:
-        chunk: the chunk that holds the parameters.
+        chunk: model chunk that holds the parameters.
         apart: checkpoint names of rank-local experts.
 
     Returns:
-        ``{name: {"name": ..., "shape": [...], "pieces": [[first, stop, [offset, ...]], ...]}}``, as plain data that is
-        equal on all data-parallel ranks, except for rank-local experts. Rows ``first:stop`` of the parameter start at
-        ``offset`` in the full tensor. If the modules do not provide the positions: ``{"because": reason}``.
+        ``{name: {"name": ..., "shape": [...], "pieces": [[first, stop, [offset, ...]], ...]}}``, as plain data. Except
+        for rank-local experts, the data is the same on all data-parallel ranks. Rows ``first:stop`` of the parameter
+        start at ``offset`` in the full tensor. If the modules do not provide the positions, the result is
+        ``{"because": reason}``.
     """
     if not hasattr(chunk.module, "sharded_state_dict"):
         return {"because": f"{type(chunk.module).__name__} has no sharded_state_dict, which returns the positions"}
     members = get_state(chunk).members.values()
-    # Store each layer under a separate key, which has the number of the layer in the full model.
+    # Store each layer under a separate key, which contains the layer's index in the full model.
     metadata = {"non_homogeneous_layers": True}
     try:
         from layerzero.megatron.sharded_model_state import global_params  # noqa: PLC0415
 
         _, found = global_params(chunk.module, members, metadata, of_all_ranks=True)
-    except Exception as error:  # the save continues: only an export needs the positions
+    except Exception as error:  # the save continues, because only an export needs the positions
         return {"because": f"{type(error).__name__}: {error}"}
     common: dict[str, Any] = {}
     own: dict[str, Any] = {}
@@ -54,7 +55,7 @@ def global_layout_of(chunk: ShardedChunk, apart: RankLocalNames) -> dict[str, An
         stored = apart.stored(member.name)
         name = module_name(stored)
         # A copy of the word embeddings on the last stage has the key of the original. The keys of other parameters may
-        # have the names of other modules, so only their layer number is used.
+        # contain the names of other modules. Therefore only the layer number in these keys is used.
         copied = getattr(member.gathered, "shared", False)
         (own if apart.is_rank_local(stored) else common)[name] = {
             "name": where.key if copied else layer_of(where.key) + name.removeprefix(layer_of(name)),
@@ -65,6 +66,6 @@ def global_layout_of(chunk: ShardedChunk, apart: RankLocalNames) -> dict[str, An
 
 
 def layer_of(name: str) -> str:
-    """Return the prefix of a name up to its layer number, such as ``decoder.layers.3.``; "" if there is no number."""
+    """Return the prefix of a name up to the layer number, such as ``decoder.layers.3.``; "" if there is no number."""
     found = _LAYER.match(name)
     return found[0] if found else ""

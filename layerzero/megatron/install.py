@@ -1,18 +1,19 @@
-"""Integration with Megatron-LM's ``pretrain``, from the user's script and without changes to Megatron's files.
+"""Integrate layerzero with Megatron-LM's ``pretrain`` from the user's script, without changing Megatron's files.
 
 [Note: Replaced names of Megatron-LM]
 ``pretrain`` has no hook for the wrapper around the model, the optimizer, or functions that read full weights.
-Therefore only these names of ``megatron.training.training`` are replaced:
+Therefore these names in ``megatron.training.training``, and no others, are replaced:
 
-- ``get_model``: calls the original to build the chunks, but wraps them with layerzero instead of Megatron's wrapper.
-- ``get_megatron_optimizer``: returns the :class:`ShardedMegatronOptimizer` of the chunks.
-- ``calc_params_l2_norm``: counts each row once. ``check_param_hashes_across_dp_replicas``: compares the shards of the
-  replicas.
-- In 0.16, ``finalize_model_grads``: becomes the function that :func:`layerzero.megatron.wrap` has set in the config,
-  because the loop overwrites that config attribute with the function of this name.
-- In 0.19, ``setup_model_and_optimizer``: checks flags, then calls the original. If a script passes a model
-  configuration to ``pretrain``, ``megatron.training.models`` builds the model without ``get_model``. For such models,
-  ``dist_utils._ddp_wrap``, which wraps the chunks, is also replaced.
+- ``get_model``: the replacement calls the original to build the chunks, but wraps the chunks with layerzero instead of
+  Megatron's wrapper.
+- ``get_megatron_optimizer``: the replacement returns the :class:`ShardedMegatronOptimizer` of the chunks.
+- ``calc_params_l2_norm``: the replacement counts each row once.
+- ``check_param_hashes_across_dp_replicas``: the replacement compares the shards of the replicas.
+- In 0.16, ``finalize_model_grads``: the replacement is the function that :func:`layerzero.megatron.wrap` has set in the
+  config, because the loop overwrites that config attribute with the function of this name.
+- In 0.19, ``setup_model_and_optimizer``: the replacement checks flags and then calls the original. If a script passes a
+  model configuration to ``pretrain``, ``megatron.training.models`` builds the model without ``get_model``. For such
+  models, ``dist_utils._ddp_wrap``, which wraps the chunks, is also replaced.
 """
 
 from __future__ import annotations
@@ -42,12 +43,13 @@ def install() -> None:
     Call this function in the pretraining script, before ``pretrain``.
 
     The supported versions of ``megatron.training`` are those of Megatron-LM core_v0.16.1 and core_v0.19.0; see
-    [Note: Replaced names of Megatron-LM]. A second call has no effect. If a flag is unsupported, ``pretrain`` raises
-    on all ranks before it builds the model.
+    [Note: Replaced names of Megatron-LM]. A second call has no effect. If a flag is unsupported, ``pretrain`` raises an
+    error on all ranks before it builds the model.
 
     Raises:
-        ImportError: ``megatron.training`` cannot be imported; the megatron-core 0.16 package does not contain it.
-        RuntimeError: the version of Megatron-Core or ``megatron.training`` is not supported; the message names the
+        ImportError: ``megatron.training`` cannot be imported. The megatron-core 0.16 package does not contain this
+            module.
+        RuntimeError: the version of Megatron-Core or ``megatron.training`` is not supported. The message names the
             installed version and the supported versions.
 
     Example::
@@ -104,7 +106,7 @@ class _GetModel:
         return chunks if chosen is None else self._wrap(chunks, chosen)
 
     def checking_arguments_first(self, setup: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a replacement for ``setup_model_and_optimizer`` that checks flags before the model is built."""
+        """Return a replacement for ``setup_model_and_optimizer`` that checks the flags before it builds the model."""
 
         @functools.wraps(setup)
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -117,7 +119,7 @@ class _GetModel:
         return checked
 
     def wrap_built(self, model: list[nn.Module], *unused: Any, **unused_too: Any) -> list[Any]:
-        """Wrap chunks with layerzero; replaces ``_ddp_wrap``. Arguments for Megatron's wrappers are ignored."""
+        """Wrap chunks with layerzero. This method replaces ``_ddp_wrap``, whose other arguments are ignored."""
         return self._wrap(model, self._chosen())
 
     def _wrap(self, chunks: list[nn.Module], chosen: ParsedArguments) -> list[ShardedChunk]:
@@ -148,14 +150,17 @@ class _GetModel:
     def make_optimizer(
         self, config: Any, model_chunks: list[Any], config_overrides: Any = None, **unused: Any
     ) -> ShardedMegatronOptimizer:
-        """Create the optimizer of the chunks; replaces ``get_megatron_optimizer``. Other arguments are ignored."""
+        """Create the optimizer of the chunks. This method replaces ``get_megatron_optimizer``.
+
+        Other arguments are ignored.
+        """
         return ShardedMegatronOptimizer(
             model_chunks, config, config_overrides=config_overrides, ema_decay=self._ema_decay
         )
 
 
 def _require_all(units: tuple[str, ...], chunks: list[ShardedChunk]) -> None:
-    """Raise on all ranks if a name in `units` matches no module on any stage."""
+    """Raise an error on all ranks if a name in `units` matches no module on any stage."""
     modules = [entry for chunk in chunks for entry in chunk.named_modules()]
     here = {found for name, module in modules for found in named(name, module, units)}
     known = {found for told in all_gather_object(chunks[0].groups, here) for found in told}

@@ -1,4 +1,4 @@
-"""Optimizer with the interface of ``MegatronOptimizer``, for sharded model chunks."""
+"""Provide an optimizer for sharded model chunks that has the interface of ``MegatronOptimizer``."""
 
 from __future__ import annotations
 
@@ -30,25 +30,26 @@ class ShardedMegatronOptimizer:
     """Optimizer of sharded model chunks with the interface of ``megatron.core.optimizer.MegatronOptimizer``.
 
     Args:
-        model_chunks: from :func:`layerzero.megatron.wrap`.
-        config: Megatron's OptimizerConfig. The fields used are `optimizer` (``"adam"`` or ``"sgd"``) and its settings,
-            `clip_grad`, `grad_norm_skip_threshold`, `log_num_zeros_in_grad`, and `fp16` with its loss scale. Settings
-            for Megatron's sharding and overlap are ignored.
-        no_weight_decay_cond: ``cond(name, parameter)`` selects parameters without weight decay. ``parameter.shape`` is
-            the global shape. The default selects biases and 1-D parameters, as in Megatron.
-        scale_lr_cond: ``cond(name, parameter)`` selects parameters whose learning rate is multiplied by `lr_mult`.
+        model_chunks: chunks that :func:`layerzero.megatron.wrap` returned.
+        config: Megatron's OptimizerConfig. This class uses `optimizer` (``"adam"`` or ``"sgd"``) and the settings of
+            that optimizer, `clip_grad`, `grad_norm_skip_threshold`, `log_num_zeros_in_grad`, and `fp16` with its loss
+            scale. Settings for Megatron's sharding and overlap are ignored.
+        no_weight_decay_cond: function ``cond(name, parameter)`` that selects parameters without weight decay.
+            ``parameter.shape`` is the global shape. The default selects biases and 1-D parameters, as in Megatron.
+        scale_lr_cond: function ``cond(name, parameter)`` that selects parameters whose learning rate is multiplied by
+            `lr_mult`.
         config_overrides: Megatron's ``{ParamKey: {"wd_mult": ..., ...}}``, instead of `no_weight_decay_cond`.
-        make_optimizer: function that makes the inner optimizer from parameter groups, instead of the optimizer that
+        make_optimizer: function that creates the inner optimizer from parameter groups. It replaces the optimizer that
             `config` names.
         ema_decay: decay of an exponential moving average (EMA) of the weights. Each step that is not skipped updates
-            the average, and all checkpoints contain the average. If it is None, there is no average.
+            the average, and all checkpoints contain the average. If None, there is no average.
 
     Attributes:
         sharded: ShardedOptimizer of each chunk; None for chunks without trainable parameters.
         emas: EMA of each chunk; None for chunks without an EMA.
-        is_stub_optimizer: True if no rank of the model has trainable parameters. Megatron-LM reads this attribute. On a
-            stage without trainable parameters, it is False if another stage has trainable parameters, because all ranks
-            must take part in the collectives of a step.
+        is_stub_optimizer: True if no rank of the model has trainable parameters. Megatron-LM reads this attribute. If
+            only some stages have trainable parameters, the attribute is False on all stages, because all ranks must
+            take part in the collectives of a step.
 
     Raises:
         ValueError: arguments contradict each other; `config` lacks a learning rate or names an unsupported optimizer;
@@ -136,21 +137,21 @@ class ShardedMegatronOptimizer:
 
     @property
     def _scale_adapts(self) -> bool:
-        """True if the loss scale is dynamic. An overflow then skips the step instead of raising an error."""
+        """Whether the loss scale is dynamic. If it is, a step with an overflow is skipped, and no error is raised."""
         return self.grad_scaler is not None and not self.config.loss_scale
 
     @property
     def _checks(self) -> bool:
-        """True if a NaN or infinite gradient raises an error."""
+        """Whether a NaN or infinite gradient raises an error."""
         return any(chunk.own_gradients is not None for chunk in self.model_chunks)
 
     def get_loss_scale(self) -> Tensor:
-        """Return the loss scale, an fp32 tensor of shape [1]."""
+        """Return the loss scale as an fp32 tensor of shape [1]."""
         scale: Tensor = self._one if self.grad_scaler is None else self.grad_scaler.scale
         return scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss multiplied by the loss scale; for use as ``config.grad_scale_func``."""
+        """Return the loss multiplied by the loss scale. Use this method as ``config.grad_scale_func``."""
         return self.get_loss_scale() * loss
 
     # One step
@@ -168,13 +169,13 @@ class ShardedMegatronOptimizer:
 
         Returns:
             ``(updated, norm, zeros)``. `updated` is False if a gradient overflowed on any rank of the model, or if the
-            norm is above `config.grad_norm_skip_threshold`. `norm` is the gradient norm before clipping; None after an
-            overflow. `zeros` is the number of zero gradient elements; None after an overflow, or if
+            norm is above `config.grad_norm_skip_threshold`. `norm` is the gradient norm before clipping, or None after
+            an overflow. `zeros` is the number of gradient elements that are zero. It is None after an overflow, or if
             `config.log_num_zeros_in_grad` is off.
 
         Raises:
-            RuntimeError: on all ranks, if a gradient is NaN or infinite and ``wrap(check_for_nan_in_grad=True)`` was
-                used.
+            RuntimeError: a gradient is NaN or infinite, and ``wrap(check_for_nan_in_grad=True)`` was used. All ranks
+                raise this error.
         """
         if self.prepare_grads():
             return False, None, None
@@ -234,14 +235,14 @@ class ShardedMegatronOptimizer:
                 chunk.scale_gradients(factor)
         return norm
 
-    # Statistics: each element of the full model counts once
+    # Statistics, in which each element of the full model counts once
 
     def get_grad_norm(self) -> float:
         """Return the 2-norm of the gradients of the full model.
 
         Raises:
-            RuntimeError: on all ranks, if a gradient is NaN or infinite and ``wrap(check_for_nan_in_grad=True)`` was
-                used.
+            RuntimeError: a gradient is NaN or infinite, and ``wrap(check_for_nan_in_grad=True)`` was used. All ranks
+                raise this error.
         """
         counted, others = [_ZERO.to(self._device)], [_ZERO.to(self._device)]
         for parameter in self.get_parameters():
@@ -259,13 +260,13 @@ class ShardedMegatronOptimizer:
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
         """Return this rank's rows of all gradients that count towards the gradient norm.
 
-        Copies that another rank counts are excluded: word embeddings shared with another pipeline stage, and, except on
-        the first tensor rank, parameters that are replicated over tensor ranks.
+        Copies that another rank counts are excluded. These are word embeddings shared with another pipeline stage, and,
+        except on the first tensor rank, parameters that are replicated over tensor ranks.
         """
         return [plain(p.grad) for p in self.get_parameters() if p.grad is not None and self._counts(p)]
 
     def count_zeros(self) -> float:
-        """Return the number of parameter elements of the full model whose gradient is zero or missing."""
+        """Return the number of parameter elements in the full model whose gradient is zero or missing."""
         zeros = torch.zeros((), dtype=torch.float32, device=self._device)
         for parameter in self.get_parameters():
             if self._counts(parameter):
@@ -278,7 +279,7 @@ class ShardedMegatronOptimizer:
         return counts(parameter, self.groups)
 
     def _over_model(self, value: Tensor, op: Any) -> Tensor:
-        """All-reduce `value` in place over data-parallel ranks, then over model-parallel ranks, and return it."""
+        """All-reduce `value` in place over data-parallel ranks, then over model-parallel ranks, and return `value`."""
         for group in (self.groups.zero1, self.groups.model):
             dist.all_reduce(value, op=op, group=group)
         return value
@@ -288,7 +289,7 @@ class ShardedMegatronOptimizer:
     def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
         """Refresh the compute weights after parameters were changed outside a step.
 
-        The chunks' parameters are the masters themselves, so no values need to be copied to separate masters.
+        No values need to be copied to separate masters, because the chunks' parameters are the masters.
 
         Args:
             state_dict: if given, first load the chunk from ``state_dict["model"]``, or several chunks from
@@ -310,7 +311,7 @@ class ShardedMegatronOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's rows of the optimizer state and the EMA, and the loss scale.
 
-        The optimizer state is ordered by chunk, then keyed by parameter name.
+        The optimizer state is a list with one dict per chunk. Each dict is keyed by parameter name.
         """
         state: dict[str, Any] = {"optimizer": [o and o.state_dict_by_name() for o in self.sharded]}
         if self.grad_scaler is not None:
@@ -323,7 +324,7 @@ class ShardedMegatronOptimizer:
         """Load the optimizer state.
 
         Args:
-            state_dict: result of :meth:`state_dict` on the same ranks with the same `zero3_size`, or of
+            state_dict: result of :meth:`state_dict` on the same ranks with the same `zero3_size`, or result of
                 ``megatron.core.dist_checkpointing.load`` with :meth:`sharded_state_dict`. In the latter case, load the
                 model first.
 
@@ -360,18 +361,19 @@ class ShardedMegatronOptimizer:
     ) -> dict[str, Any]:
         """Return this rank's rows of optimizer state and masters, for ``megatron.core.dist_checkpointing``.
 
-        The format is that of Megatron's own optimizers, including the distributed optimizer. Megatron and layerzero can
-        load each other's checkpoints in any tensor, pipeline and data-parallel layout. All ranks must call this method.
+        The format is the same as that of Megatron's own optimizers, including the distributed optimizer. Megatron and
+        layerzero can load each other's checkpoints in any tensor, pipeline and data-parallel layout. All ranks must
+        call this method.
 
         Args:
-            model_sharded_state_dict: unused; Megatron passes the sharded state dict of the chunks.
-            is_loading: allocate separate memory for a load, so that the optimizer does not change before
-                :meth:`load_state_dict`. With Adam, the memory is 12 N/D bytes for N parameters on D ranks.
+            model_sharded_state_dict: unused. Megatron passes the sharded state dict of the chunks.
+            is_loading: whether to allocate separate memory for a load, so that the optimizer does not change before
+                :meth:`load_state_dict`. With Adam, this memory takes 12 N/D bytes for N parameters on D ranks.
             metadata: Megatron's metadata. ``distrib_optim_sharding_type`` may be ``"fully_reshardable"``.
 
         Raises:
-            ValueError: some parameters have not been stepped yet, or step counts differ between parameters.
-            NotImplementedError: the format cannot represent some state; the message names it.
+            ValueError: some parameters have not been updated yet, or step counts differ between parameters.
+            NotImplementedError: the format cannot represent some state; the message names this state.
         """
         from layerzero.megatron.sharded_optimizer_state import chained_states, sharded_states  # noqa: PLC0415
 
@@ -395,7 +397,7 @@ _ZERO = torch.zeros(1)  # first entry of the lists of gradients, which must not 
 
 
 def _grad_scaler(config: Any) -> Any:
-    """Return Megatron's own grad scaler if `config` uses fp16 or a constant loss scale; otherwise None."""
+    """Return Megatron's own grad scaler if `config` uses fp16 or a constant loss scale, otherwise None."""
     if not config.loss_scale and not config.fp16:
         return None
     from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""Process groups of a rank: Megatron's groups, and a ZeRO-3 group within the data-parallel group."""
+"""Collect the process groups of a rank: Megatron's groups, and a ZeRO-3 group within the data-parallel group."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from layerzero.megatron.versions import unsupported_version, version
 
 __all__ = ["NOT_FOUND", "ProcessGroups", "all_gather_object", "process_groups", "raise_together"]
 
-NOT_FOUND = object()  # value for a tensor that a non-strict load has not found in a Megatron checkpoint
+NOT_FOUND = object()  # stands for a tensor that a non-strict load has not found in a Megatron checkpoint
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """Process groups that one rank belongs to, as returned by :func:`process_groups`.
+    """Process groups to which one rank belongs, as returned by :func:`process_groups`.
 
     Attributes:
         zero1: all data-parallel ranks of this pipeline stage and tensor rank, including context-parallel ranks.
-        zero3: the ZeRO-3 group of this rank: consecutive ranks of `zero1` that share the compute weights.
+        zero3: ZeRO-3 group of this rank. It consists of consecutive ranks in `zero1` that share the compute weights.
         tensor, pipeline: Megatron's tensor-parallel and pipeline-parallel groups.
-        model: the tensor and pipeline ranks that together hold one copy of the model.
-        embedding: the pipeline stages that hold the word embeddings; None if this rank's stage does not hold them.
-        expert_zero1: the ranks of `zero1` that hold the same experts as this rank; None if all ranks of `zero1` do.
-        expert_zero3: the ranks of `zero3` that hold the same experts as this rank and share the experts' compute
-            weights; None if `expert_zero1` is None.
+        model: tensor and pipeline ranks that together hold one copy of the model.
+        embedding: pipeline stages that hold the word embeddings. None if this rank's stage does not hold them.
+        expert_zero1: ranks in `zero1` that hold the same experts as this rank. None if all ranks in `zero1` hold the
+            same experts.
+        expert_zero3: ranks in `zero3` that hold the same experts as this rank and share the experts' compute weights.
+            None if `expert_zero1` is None.
     """
 
     zero1: dist.ProcessGroup
@@ -54,10 +55,11 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
 
     Args:
         zero3_size: S, the number of consecutive data-parallel ranks that share the compute weights, as in MindSpeed.
-            Context-parallel ranks count; tensor and pipeline ranks do not. The value 1 means ZeRO-1. To keep the ZeRO-3
-            group inside a node, use at most the number of ranks per node divided by the tensor-parallel size.
+            Context-parallel ranks are included, but tensor and pipeline ranks are not. The value 1 means ZeRO-1. To
+            keep the ZeRO-3 group inside a node, use at most the number of ranks per node divided by the tensor-parallel
+            size.
         pg_collection: Megatron's ``ProcessGroupCollection`` (with `dp_cp`, `tp`, `pp`, `mp`, `embd` and, with expert
-            parallelism, `expt_dp`). The default is the groups of ``megatron.core.parallel_state``.
+            parallelism, `expt_dp`). By default, the groups in ``megatron.core.parallel_state`` are used.
 
     Raises:
         TypeError: `zero3_size` is not an int.
@@ -103,13 +105,15 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
 
 
 def raise_together(what: str, groups: ProcessGroups, failure: Exception | None) -> None:
-    """Raise on all ranks of all copies of the model if any rank passes a failure. All ranks must call this function.
+    """Raise an error on all ranks of all copies of the model if any rank passes a failure.
+
+    All ranks must call this function.
 
     Args:
-        what: name of the operation, for the message.
+        what: name of the operation in the error message.
         groups: process groups of this rank.
-        failure: the error of this rank, or None. A rank with an error raises that error; the other ranks raise
-            RuntimeError with the error's text.
+        failure: error of this rank, or None. A rank that passes an error raises this error. The other ranks raise
+            RuntimeError with the text of the error.
     """
     text = failure and f"{what} failed on rank {dist.get_rank()}: {type(failure).__name__}: {failure}"
     for group in (groups.zero1, groups.model):  # together these groups reach all ranks
@@ -123,7 +127,7 @@ def raise_together(what: str, groups: ProcessGroups, failure: Exception | None) 
 
 
 def all_gather_object(groups: ProcessGroups, fact: Any) -> list[Any]:
-    """Return the objects `fact` of all ranks of all copies of the model, ordered by rank.
+    """Return the object `fact` of each rank of all copies of the model, ordered by rank.
 
     All ranks must call this function.
     """
@@ -140,8 +144,8 @@ def _failure(zero3_size: object, ranks: Sequence[int], alike: Sequence[int]) -> 
 
     Args:
         zero3_size: value to check.
-        ranks: the data-parallel ranks.
-        alike: the ranks that hold the same experts as this rank.
+        ranks: data-parallel ranks.
+        alike: ranks that hold the same experts as this rank.
     """
     if not isinstance(zero3_size, int) or isinstance(zero3_size, bool):
         return TypeError(f"zero3_size must be an int, got {zero3_size!r}")

@@ -1,4 +1,4 @@
-"""Parameter groups with the keys that Megatron's learning-rate scheduler and logs expect."""
+"""Create parameter groups with the keys that Megatron's learning-rate scheduler and logs expect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def param_groups(
     lr_mult: float = 1.0,
     config_overrides: Mapping[Any, Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return parameter groups with the trainable parameters of a chunk, one group per combination of settings.
+    """Return the parameter groups of a chunk's trainable parameters, one group per combination of settings.
 
     Raises:
         ValueError: `config_overrides` gives a parameter two values for one setting, or an optimizer other than

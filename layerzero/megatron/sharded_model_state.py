@@ -1,12 +1,12 @@
-"""Sharded state dicts for ``megatron.core.dist_checkpointing``, with this rank's rows of each tensor.
+"""Create sharded state dicts for ``megatron.core.dist_checkpointing`` that contain this rank's rows of each tensor.
 
 [Note: Row numbers in place of parameters]
 ``sharded_state_dict`` of Megatron's modules returns the position of each parameter in the full model and splits some
-parameters into several pieces. During the call, each parameter is replaced by a tensor of its row numbers, expanded
-from one column to save memory. The returned pieces therefore contain the numbers of their rows, and a rank selects its
-own rows.
+parameters into several pieces. During the call, each parameter is replaced by a tensor that contains its row numbers.
+This tensor is expanded from one column to save memory. The returned pieces therefore contain the numbers of their rows,
+and each rank selects its own rows.
 
-Keys, shapes and nesting are those of Megatron, so Megatron and layerzero can load each other's checkpoints.
+Keys, shapes and nesting are the same as Megatron's. Therefore Megatron and layerzero can load each other's checkpoints.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class GlobalParam:
     """Positions of this rank's rows of one parameter in the tensors of the full model.
 
     Attributes:
-        member: the managed parameter.
-        key: key of the tensor, or the common prefix of the keys of its pieces.
-        pieces: ``(rows, piece)`` pairs: a range of this rank's rows, and a ShardedTensor without data that gives the
-            position of these rows.
+        member: managed parameter.
+        key: key of the tensor, or common prefix of the keys of the tensor's pieces.
+        pieces: ``(rows, piece)`` pairs. `rows` is a range of this rank's rows, and `piece` is a ShardedTensor without
+            data that gives the position of these rows.
     """
 
     member: ManagedParam
@@ -46,7 +46,7 @@ class GlobalParam:
     pieces: tuple[tuple[range, ShardedTensor], ...]
 
     def entry(self, rows: Tensor, *, prefix: str = "") -> Any:
-        """Return the sharded state dict entry for this rank's rows of the parameter, or of optimizer state like it.
+        """Return the sharded state dict entry for this rank's rows of the parameter, or of optimizer state of its shape.
 
         A load replaces the entry with a RowShardedTensor, which may share memory with `rows`. If the checkpoint lacks a
         piece, a non-strict load replaces the entry with NOT_FOUND.
@@ -56,7 +56,7 @@ class GlobalParam:
             return LocalNonpersistentObject(sharded(rows, spec, MutationTracker()))
 
         def build(key: str, rows: Tensor, replica: Any, flattened_range: Any) -> dict[str, Any]:
-            # A load removes pieces that the checkpoint lacks. With the extra entry, the dict is never empty, so that
+            # A load removes pieces that the checkpoint lacks. Because of the extra entry, the dict is never empty, and
             # merge is always called.
             built: dict[str, Any] = {"merged": LocalNonpersistentObject(True)}
             for number, (own, piece) in enumerate(self.pieces):
@@ -90,10 +90,10 @@ def global_params(
     """Return a module's sharded state dict in which each sharded parameter is a :class:`GlobalParam`.
 
     Args:
-        of_all_ranks: describe all rows of the parameters, not only this rank's rows.
+        of_all_ranks: whether to describe all rows of the parameters, not only this rank's rows.
 
     Returns:
-        The state dict, and its GlobalParams keyed by parameter name.
+        The state dict, and the GlobalParams in it by parameter name.
 
     Raises:
         NotImplementedError: a parameter is stored in pieces that are not contiguous ranges of its rows.
@@ -126,7 +126,7 @@ def global_params(
 
 
 def with_weights(state: dict[str, Any]) -> dict[str, Any]:
-    """Replace each GlobalParam of `state` with an entry that has a copy of this rank's rows in compute dtype.
+    """Replace each GlobalParam in `state` with an entry that contains a copy of this rank's rows in compute dtype.
 
     `state` is modified in place and returned.
     """
@@ -145,7 +145,7 @@ def _row_numbers(members: Iterable[ManagedParam]) -> Iterator[dict[int, ManagedP
     """Context manager in which each parameter is replaced with a tensor of its row numbers.
 
     Yields:
-        The managed parameters, keyed by the data pointer of their replacements.
+        The managed parameters, by the data pointers of their replacements.
     """
     shown: list[tuple[dict[str, Any], str, Any]] = []
     member_at: dict[int, ManagedParam] = {}
@@ -190,13 +190,13 @@ def _own_part(piece: ShardedTensor, spec: RowShardSpec, wanted: range) -> tuple[
     return own, replace(
         piece,
         data=None,
-        # Layers may be stacked along prepended axes. Megatron adds these only to pieces of equal size, so they become
-        # ordinary axes of the piece.
+        # Layers may be stacked along prepended axes. These axes become ordinary axes of the piece, because Megatron
+        # allows prepended axes only for pieces of equal size.
         local_shape=(*[1] * piece.prepend_axis_num, len(own), *piece.local_shape[1:]),
         prepend_axis_num=0,
         global_offset=tuple(offset),
         axis_fragmentations=None,
-        # The last number is that of the data-parallel replica. No other data-parallel rank has these rows.
+        # The last number is the index of the data-parallel replica. No other data-parallel rank has these rows.
         replica_id=0 if isinstance(piece.replica_id, int) else (*piece.replica_id[:-1], 0),
     )
 

@@ -1,16 +1,16 @@
-"""Sharded state dict of an optimizer, in the formats of Megatron's own optimizers.
+"""Create and load the sharded state dict of an optimizer, in the formats of Megatron's own optimizers.
 
 [Note: Formats of the optimizer state]
 - Weights in fp32: ``{"state", "param_groups"}``. The weights are the masters.
 - Weights in 16 bits: ``{"optimizer": {"state", "param_groups"}, "grad_scaler"}``, with the masters under
   ``fp32_param``.
-- ``metadata["distrib_optim_sharding_type"] == "fully_reshardable"``: like the second form, but with all masters under
-  ``param``.
-With expert parallelism, Megatron chains two optimizers, and the second one steps the experts. The state dict is then
-``{0: ..., 1: ...}``, and each value has one of these forms.
+- ``metadata["distrib_optim_sharding_type"] == "fully_reshardable"``: the same as the second format, but with all
+  masters under ``param``.
+With expert parallelism, Megatron chains two optimizers, and the second optimizer updates the experts. The state dict is
+then ``{0: ..., 1: ...}``, and each value has one of these formats.
 
-In all forms, a tensor's key is ``optimizer.state.<kind of state>.<parameter's key>``, and all parameters share one step
-count. The EMA of the weights is stored under ``ema``, a key that Megatron's optimizers do not load.
+In all formats, a tensor's key is ``optimizer.state.<kind of state>.<parameter's key>``, and all parameters share one
+step count. The EMA of the weights is stored under ``ema``, a key that Megatron's optimizers do not load.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _IDENTITY = param_group_identifier_keys  # keys that identify a parameter group;
 
 
 class ChunkOptimizer(NamedTuple):
-    """Model chunk with its optimizer and its EMA; `experts` selects some of the optimizer's parameter groups."""
+    """Model chunk with its optimizer and its EMA. `experts` selects some of the optimizer's parameter groups."""
 
     chunk: ShardedChunk
     optimizer: ShardedOptimizer
@@ -69,22 +69,22 @@ class ChunkOptimizer(NamedTuple):
 
 
 class _Common(NamedTuple):
-    """Unsharded optimizer state: parameter groups, distinct step counts, and whether any weight is in 16 bits."""
+    """Unsharded optimizer state: the parameter groups, the distinct step counts, and whether any weight has 16 bits."""
 
     groups: list[dict[str, Any]]
     steps: set[float]
     in_16_bits: bool
 
 
-# Saving, and allocation for a load
+# Saving, and allocating memory for a load
 
 
 def chained_states(
     pairs: Sequence[ChunkOptimizer], *, metadata: Mapping[str, Any] | None, **how: Any
 ) -> dict[Any, Any]:
-    """Return the :func:`sharded_states` of two chained optimizers, of which the second steps the experts.
+    """Return the :func:`sharded_states` of two chained optimizers. The second optimizer updates the experts.
 
-    On a stage without experts, return those of the first optimizer alone. All ranks must call this function.
+    On a stage without experts, return only the state of the first optimizer. All ranks must call this function.
     """
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # noqa: PLC0415
 
@@ -106,7 +106,7 @@ def sharded_states(
     grad_scaler: Mapping[str, Any] | None,
     groups: ProcessGroups,
 ) -> dict[str, Any]:
-    """Return the ``sharded_state_dict`` of the optimizer; if a rank fails, raise on all ranks.
+    """Return the ``sharded_state_dict`` of the optimizer. If a rank fails, all ranks raise an error.
 
     All ranks must call this function.
     """
@@ -151,7 +151,7 @@ def sharded_states(
 def _tensors(
     pair: ChunkOptimizer, index: int, metadata: Any, kind: str | None, steps: set[float], *, is_loading: bool
 ) -> dict[str, Any]:
-    """Return the entries of the optimizer state, EMA and master of each parameter, and add step counts to `steps`.
+    """Return the entries for each parameter's optimizer state, EMA and master, and add step counts to `steps`.
 
     The keys combine the chunk's index and the parameter's name.
     """
@@ -166,7 +166,7 @@ def _tensors(
             steps.add(float(group["step"]))
         for member in pair.members(group):
             if is_loading:
-                # Separate memory, so that a failed load changes nothing.
+                # Use separate memory, so that a failed load changes nothing.
                 rows = {key: torch.empty_like(member.master, dtype=dtype) for key, dtype in dtypes.items()}
             elif kept and not state:  # no step yet, or all steps were skipped after overflows
                 rows = {key: torch.zeros_like(member.master, dtype=dtype) for key, dtype in dtypes.items()}
@@ -207,7 +207,7 @@ def _rows_of_state(member: ManagedParam, state: Mapping[str, Any] | None, steps:
 
 
 def _merged(lists: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the parameter groups of several chunks or stages, with groups of equal identity merged.
+    """Return the parameter groups of several chunks or stages. Groups with the same identity are merged.
 
     Raises:
         ValueError: groups with the same identity have different settings.
@@ -240,7 +240,7 @@ def _agreed(common: _Common, group: dist.ProcessGroup) -> _Common:
     return _Common(_merged([theirs.groups for theirs in said]), steps, any(theirs.in_16_bits for theirs in said))
 
 
-# After loading
+# Restoring loaded state
 
 
 @torch.no_grad()
@@ -280,7 +280,7 @@ def load_states(pairs: Sequence[ChunkOptimizer], state: Mapping[Any, Any]) -> No
 
 
 def _unchained(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return the merged state of two chained optimizers; return the state of a single optimizer unchanged."""
+    """Return the merged state of two chained optimizers. The state of a single optimizer is returned unchanged."""
     if 0 not in state:
         return state
     parts = [state[index] for index in sorted(state)]
@@ -301,9 +301,9 @@ def _unchained(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def _load_average(ema: EMA | None, values: Mapping[str, dict[str, Any]], said: Mapping[str, Any]) -> None:
-    """Load the EMA, and remove its averages from `values`.
+    """Load the EMA, and remove the averages from `values`.
 
-    If the checkpoint lacks an average, reset the EMA; its next update then copies the weights.
+    If the checkpoint lacks an average, reset the EMA. The next update of the EMA then copies the weights.
     """
     found = {name: value.pop(_AVERAGE, None) for name, value in values.items()}
     if ema is None:
@@ -329,9 +329,9 @@ def _found(member: ManagedParam, values: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_lost_state(
     pair: ChunkOptimizer, group: Mapping[str, Any], found: Mapping[str, Any], values: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Raise if the checkpoint's settings need state that `values` lacks, such as momentum buffers.
+    """Raise an error if the checkpoint's settings need state that `values` lacks, such as momentum buffers.
 
-    This happens if the optimizer was built with settings for which it does not store that state.
+    State may be missing if the optimizer was built with settings for which it does not store this state.
     """
     kept = state_after_a_step(pair.optimizer.inner, {**group, **found}, _device(pair))[0]
     tensors = {key for key, value in kept.items() if isinstance(value, Tensor) and value.ndim}
@@ -357,7 +357,7 @@ def _common_step(inner: Mapping[str, Any]) -> float | None:
 
 
 def _settings(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the saved settings for `group`, from the saved group with the same identity."""
+    """Return the saved settings for `group`, taken from the saved group with the same identity."""
     found = [other for other in saved if _identity(other) == _identity(group)]
     if not found:
         wanted = ", ".join(f"{key}={group.get(key)!r}" for key in _IDENTITY)
@@ -365,7 +365,7 @@ def _settings(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> d
     return {key: value for key, value in found[0].items() if key in group and key not in ("params", "step", *_HOW)}
 
 
-_HOW = ("foreach", "fused", "capturable")  # settings of the implementation, which a load does not change
+_HOW = ("foreach", "fused", "capturable")  # settings that select an implementation; a load does not change them
 
 
 def _as(like: Any, step: float) -> Any:
@@ -373,7 +373,7 @@ def _as(like: Any, step: float) -> Any:
     return torch.full_like(like, step) if isinstance(like, Tensor) else type(like)(step)
 
 
-# Shared
+# Helpers for saving and loading
 
 
 def _all_members(pair: ChunkOptimizer) -> Iterator[ManagedParam]:

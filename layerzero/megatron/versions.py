@@ -1,10 +1,10 @@
-"""Megatron-Core releases that :mod:`layerzero.megatron` supports."""
+"""Check that :mod:`layerzero.megatron` supports the installed Megatron-Core release."""
 
 from __future__ import annotations
 
 __all__ = ["SUPPORTED", "require_supported", "unsupported_version", "version"]
 
-# By (major, minor): the latest patch release, used by the tests, and the Megatron-LM tag with its training loop.
+# By (major, minor): the latest patch release, which the tests use, and the Megatron-LM tag that has its training loop.
 SUPPORTED = {(0, 16): ("0.16.1", "core_v0.16.1"), (0, 19): ("0.19.2", "core_v0.19.0")}
 
 
@@ -19,7 +19,8 @@ def require_supported() -> tuple[int, int]:
     """Return the major and minor version of the installed Megatron-Core.
 
     Raises:
-        RuntimeError: layerzero does not support the installed version. The message names it and the supported versions.
+        RuntimeError: layerzero does not support the installed version. The message names the installed version and the
+            supported versions.
     """
     if error := unsupported_version():
         raise error

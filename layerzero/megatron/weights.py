@@ -1,4 +1,4 @@
-"""Weight statistics of the full model for Megatron's training loop: norm of the masters, equality of replicas."""
+"""Compute the norm of the masters and the equality of replicas in the full model, for Megatron's training loop."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = ["counts", "params_norm", "replicas_agree"]
 def counts(parameter: Tensor, groups: ProcessGroups) -> bool:
     """Return whether this rank's rows of a parameter count in sums over all ranks of the model.
 
-    Copies that another rank counts are excluded: word embeddings shared with another pipeline stage, and, except on the
-    first tensor rank, parameters that are replicated over tensor ranks.
+    Copies that another rank counts are excluded. These are word embeddings shared with another pipeline stage, and,
+    except on the first tensor rank, parameters that are replicated over tensor ranks.
     """
     if getattr(parameter, "shared", False):
         return False
@@ -32,7 +32,7 @@ def counts(parameter: Tensor, groups: ProcessGroups) -> bool:
 
 @torch.no_grad()
 def params_norm(model: ShardedChunk | Sequence[ShardedChunk], force_create_fp32_copy: bool = False) -> float:
-    """Return the 2-norm of the masters of the full model, for ``--log-params-norm``.
+    """Return the 2-norm of all masters in the full model, for ``--log-params-norm``.
 
     All ranks must call this function.
     """
@@ -56,7 +56,7 @@ def replicas_agree(model: Sequence[ShardedChunk], cross_check: bool = False) -> 
     different replicas with the same shard must have equal hashes.
     """
     groups, device = model[0].groups, get_state(model[0]).mesh_info.device
-    digests: dict[tuple[Any, ...], Any] = {}  # by chunk number, ranks of the mesh, and ZeRO-3 rank
+    digests: dict[tuple[Any, ...], Any] = {}  # by chunk index, ranks of the mesh, and ZeRO-3 rank
     for number, chunk in enumerate(model):
         chunk.start_param_sync()
         for handle in get_state(chunk).handles:

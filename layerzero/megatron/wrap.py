@@ -1,4 +1,4 @@
-"""Sharding of model chunks, with the hooks that Megatron's pipeline schedules call."""
+"""Shard model chunks, and set the hooks that Megatron's pipeline schedules call."""
 
 from __future__ import annotations
 
@@ -45,34 +45,36 @@ def wrap(
 ) -> list[ShardedChunk]:
     """Shard the model chunks of this rank. This function replaces Megatron's data-parallel wrapper.
 
-    The function sets `no_sync_func`, `grad_sync_func`, `param_sync_func` and `finalize_model_grads_func` of `config`.
-    Gradients are reduced over data-parallel ranks in each chunk's last backward. The optimizer's step launches the
-    refresh, and the next gather of each unit waits for the unit's refresh.
+    The function sets `no_sync_func`, `grad_sync_func`, `param_sync_func` and `finalize_model_grads_func` in `config`.
+    Gradients are reduced over data-parallel ranks in each chunk's last backward pass. The optimizer's step launches the
+    refresh. The next gather of each unit waits for the refresh of that unit.
 
     Args:
         model_chunks: Megatron's models, one for each chunk that this rank holds, with or without their
             ``Float16Module`` wrapper.
         config: TransformerConfig of the chunks.
-        zero3_size: S; see :func:`process_groups`. Pass either this or `groups`.
-        groups: from :func:`process_groups`.
-        units: as in :func:`layerzero.shard_model`; names begin with ``module.``. None: transformer and Mamba layers,
-            the word embeddings and the output layer; a warning lists the classes, and the total size, of layers that
-            are not units. Modules that have only expert-parallel parameters are always units.
-        mp_policy: mixed-precision policy. None: compute in the 16-bit dtype of `config` and reduce gradients in fp32;
-            without a 16-bit dtype, use the dtype of the parameters.
-        accumulation: as in :func:`layerzero.shard_model`; `config.gradient_accumulation_fusion` needs ``"full"``.
-        align_grad_reduce: if True, reduce gradients of all stages after the first at the same time, in the pipeline
-            bubble, instead of in the last backward of each stage.
-        align_param_refresh: if True, and with interleaving, launch the refresh of every chunk except the first when the
-            schedule reaches the chunk, on all stages at the same time, instead of in the optimizer's step.
-        check_for_nan_in_grad: raise on all ranks before a step if a gradient is NaN or infinite; the error names the
-            rank and the parameter. If the loss scale is dynamic, such a step is skipped instead. Equivalent to
-            Megatron-LM's ``--check-for-nan-in-loss-and-grad``, which is also on by default.
+        zero3_size: number S of ranks per ZeRO-3 group; see :func:`process_groups`. Pass either `zero3_size` or
+            `groups`.
+        groups: process groups that :func:`process_groups` returned.
+        units: as in :func:`layerzero.shard_model`. Names begin with ``module.``. If None, the units are the transformer
+            and Mamba layers, the word embeddings and the output layer. A warning then lists the classes and the total
+            size of layers that are not units. Modules that have only expert-parallel parameters are always units.
+        mp_policy: mixed-precision policy. If None, the model computes in the 16-bit dtype of `config`, and gradients
+            are reduced in fp32. If `config` has no 16-bit dtype, the dtype of the parameters is used.
+        accumulation: as in :func:`layerzero.shard_model`. `config.gradient_accumulation_fusion` needs ``"full"``.
+        align_grad_reduce: if True, the gradients of all stages after the first are reduced at the same time, in the
+            pipeline bubble, instead of in the last backward pass of each stage.
+        align_param_refresh: if True and the schedule is interleaved, the refresh of every chunk except the first is
+            launched when the schedule reaches the chunk, on all stages at the same time. Otherwise, the optimizer's
+            step launches the refresh.
+        check_for_nan_in_grad: if True, all ranks raise an error before a step if a gradient is NaN or infinite. The
+            error names the rank and the parameter. If the loss scale is dynamic, such a step is skipped instead. This
+            argument corresponds to Megatron-LM's ``--check-for-nan-in-loss-and-grad``, which is also on by default.
         **settings: other settings of :func:`layerzero.shard_model`: `prefetch`, `offload_grads`,
             `replica_reduce_dtype`, ...
 
     Returns:
-        Chunks to pass to the schedule and to :class:`ShardedMegatronOptimizer`.
+        The sharded chunks, to be passed to the schedule and to :class:`ShardedMegatronOptimizer`.
 
     Raises:
         ValueError: the model or its config uses an unsupported feature. The message names the feature and a remedy.
@@ -113,7 +115,10 @@ def wrap(
 
 
 def _meshes(groups: ProcessGroups) -> DeviceMesh | Callable[[str, nn.Module], DeviceMesh]:
-    """Return the mesh over which units are sharded; with expert parallelism, a function that returns a unit's mesh."""
+    """Return the mesh over which units are sharded.
+
+    With expert parallelism, return a function that returns the mesh of a unit.
+    """
     mesh = mesh_from_groups(groups.zero1, groups.zero3)
     if groups.expert_zero1 is None or groups.expert_zero3 is None:
         return mesh
@@ -122,7 +127,7 @@ def _meshes(groups: ProcessGroups) -> DeviceMesh | Callable[[str, nn.Module], De
 
 
 def _with_experts(units: Units, chunk: ShardedChunk, groups: ProcessGroups) -> Units:
-    """Return `units`, extended by the outermost modules of the chunk that have only expert-parallel parameters."""
+    """Return `units`, extended by the outermost modules in the chunk that have only expert-parallel parameters."""
     experts: dict[str, nn.Module] = {}
     for name, module in chunk.named_modules():
         if only_experts(module) and not any(name.startswith(f"{outer}.") for outer in experts):
@@ -163,7 +168,7 @@ def _set(
 
 def _policy(config: Any) -> MixedPrecisionPolicy:
     low = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
-    # Megatron casts the inputs of a chunk. Some inputs must stay in fp32, such as rotary embeddings.
+    # Megatron casts the inputs of a chunk. Some inputs, such as rotary embeddings, must stay in fp32.
     return MixedPrecisionPolicy(
         param_dtype=low, reduce_dtype=torch.float32 if low is not None else None, cast_forward_inputs=False
     )

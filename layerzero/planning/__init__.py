@@ -1,4 +1,4 @@
-"""Estimates of a model's memory, traffic and step time on a cluster: :func:`layerzero.plan`. Requires only torch."""
+"""Estimate a model's memory, traffic and step time on a cluster: :func:`layerzero.plan`. Requires only torch."""
 
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.estimator import Candidate, Estimate

@@ -13,34 +13,35 @@ from layerzero.planning.simulator import SimMachine
 __all__ = ["Cluster"]
 
 _STEPS = ("direct", "log", "ring")
-_PORT = 400.0  # Gbit/s: nodes with eight accelerators usually have a port of this speed for each
+_PORT = 400.0  # in Gbit/s; nodes with eight accelerators usually have one port of this speed per accelerator
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Cluster of nodes with accelerators. Speeds are achieved speeds, not nominal peaks.
+    """Description of a cluster of nodes with accelerators. Speeds are achieved speeds, not nominal peak speeds.
 
     Attributes:
         nodes: number of nodes.
         accelerators: number of accelerators per node.
         memory: memory of one accelerator, in GB (1e9 bytes).
-        reserve: memory of an accelerator that the driver, the allocator and NCCL use, in GB.
-        between: Gbit/s that a node sends to other nodes over all of its ports. None: 400 for each accelerator, assumed.
-        inside: GB/s that an accelerator sends inside its node.
-        between_latency, inside_latency: microseconds that one step of a collective takes between nodes and inside a
-            node.
-        tflops: TFLOP/s that an accelerator reaches in a block, in compute dtype; about half of its peak.
+        reserve: memory that the driver, the allocator and NCCL use on an accelerator, in GB.
+        between: bandwidth from a node to other nodes over all of its ports, in Gbit/s. If None, 400 Gbit/s per
+            accelerator are assumed.
+        inside: bandwidth from an accelerator to others in its node, in GB/s.
+        between_latency, inside_latency: time that one step of a collective takes between nodes and inside a node, in
+            microseconds.
+        tflops: TFLOP/s that an accelerator achieves in a block, in the compute dtype. This is about half of its peak.
         memory_speed: bandwidth of an accelerator's memory, in GB/s.
         host: speed of copies between an accelerator and its host, in GB/s.
         host_memory: host memory per node, in GB.
-        host_memory_speed: bandwidth of a node's host memory, in GB/s, for optimizers that run on the host.
-        launch: microseconds that the host needs to launch a collective.
-        steps: number of steps of a collective over n ranks. The value ``"direct"`` means 1 step, ``"log"`` means
+        host_memory_speed: bandwidth of a node's host memory, in GB/s. It is used for optimizers that run on the host.
+        launch: time that the host needs to launch a collective, in microseconds.
+        steps: number of steps in a collective over n ranks. The value ``"direct"`` means 1 step, ``"log"`` means
             log2(n) steps, and ``"ring"`` means n - 1 steps.
-        price: price of an accelerator per hour, in any currency, or 0 if the price is unknown.
+        price: price per accelerator and hour, in any currency, or 0 if the price is unknown.
         device: ``"cuda"`` or ``"cpu"``. On ``"cuda"``, the backend adds the parts of a reduction. On ``"cpu"``,
             layerzero adds the parts, as with gloo.
-        processor_per_byte: nanoseconds of processor time that a rank needs for each byte that it sends, on a CPU.
+        processor_per_byte: processor time that a rank on a CPU needs per byte that it sends, in nanoseconds.
 
     Example::
 
@@ -98,17 +99,17 @@ class Cluster:
 
     @property
     def node_link(self) -> float:
-        """Gbit/s that a node sends to other nodes: `between`, or the assumed value."""
+        """Bandwidth from a node to other nodes, in Gbit/s: `between`, or the assumed value."""
         return _PORT * self.accelerators if self.between is None else self.between
 
     @property
     def node_link_text(self) -> str:
-        """Text of `node_link` for reports."""
+        """Text that describes `node_link` in reports."""
         return f"{self.node_link:,.4g} Gbit/s per node" + (" (assumed)" if self.between is None else "")
 
     @property
     def room(self) -> float:
-        """Bytes of an accelerator's memory that are available to a model."""
+        """Memory of an accelerator that is available to a model, in bytes."""
         return (self.memory - self.reserve) * 1e9
 
     def machine(self, zero3_size: int) -> SimMachine:
@@ -131,8 +132,8 @@ class Cluster:
         """Read a cluster from a YAML file (requires PyYAML).
 
         Args:
-            path: file with the names and values of fields.
-            others: fields that override the fields of the file.
+            path: file that contains the names and values of fields.
+            others: fields that override those in the file.
 
         Raises:
             TypeError, ValueError: a name is unknown, a value is invalid, or `nodes` is missing. The message names the

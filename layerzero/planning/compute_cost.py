@@ -1,4 +1,4 @@
-"""Floating-point operations and activation memory of a model in a micro-batch: :class:`ComputeCost`."""
+"""Compute a model's floating-point operations and activation memory per micro-batch: :class:`ComputeCost`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["ComputeCost"]
 
 @dataclass(frozen=True)
 class ComputeCost:
-    """Compute and activation memory of one rank in one micro-batch.
+    """FLOP and activation memory that one rank needs for one micro-batch.
 
     Attributes:
         tokens: number of tokens in a micro-batch, over all sequences.
         sequence: number of tokens in one sequence.
-        recompute: True if blocks save only their inputs and recompute their forward in the backward.
-        forward: FLOP per token of a unit's forward, keyed by unit.
-        again: FLOP per token of the forward of the unit's blocks, which `recompute` repeats, keyed by unit.
-        activation_bytes: bytes of activations in a micro-batch, or 0 if unknown.
+        recompute: whether blocks save only their inputs and repeat their forward pass in the backward pass.
+        forward: by unit, FLOP per token in the unit's forward pass.
+        again: by unit, FLOP per token in the forward pass of the unit's blocks. `recompute` repeats this pass.
+        activation_bytes: size of the activations of a micro-batch in bytes, or 0 if unknown.
     """
 
     tokens: int
@@ -45,7 +45,7 @@ class ComputeCost:
     ) -> ComputeCost:
         """Compute the cost of a transformer from its shape.
 
-        The cost of a block is added to its unit, and the cost of the head to the root.
+        The cost of a block is added to the block's unit. The cost of the head is added to the root.
         """
         each = sizes.block_flops(sequence)
         again = {plan.name: each * sum(isinstance(m, TransformerBlock) for m in plan.modules) for plan in plans}
@@ -76,9 +76,9 @@ class ComputeCost:
         return cls(tokens, tokens, recompute, forward, again, activation_bytes)
 
     def flops(self, unit: str) -> float:
-        """Return the number of FLOPs in a unit's forward."""
+        """Return the number of FLOPs in a unit's forward pass."""
         return self.tokens * self.forward.get(unit, 0.0)
 
     def backward_flops(self, unit: str) -> float:
-        """Return the number of FLOPs in a unit's backward: twice the forward, plus recomputation."""
+        """Return the number of FLOPs in a unit's backward pass: twice those of the forward pass, plus recomputation."""
         return 2 * self.flops(unit) + (self.tokens * self.again.get(unit, 0.0) if self.recompute else 0.0)

@@ -1,4 +1,4 @@
-"""Estimated cost of a combination of settings: memory by kind, bytes sent per axis, and a simulated step."""
+"""Estimate the cost of a combination of settings: memory by kind, bytes sent per axis, and the simulated step time."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["LAYERZERO", "PEERS", "Candidate", "Estimate", "Estimator"]
 
 LAYERZERO = "layerzero"
 PEERS = ("FSDP2", "HSDP", "ZeRO-1")
-_STATE = 2  # state elements of AdamW per parameter element, in the dtype of the master
-_UPDATED = 7  # elements that AdamW accesses per parameter element: reads 4 (master, gradient, state), writes 3
-_STEPS = 2  # simulated steps; the result is that of the last step
+_STATE = 2  # number of AdamW state elements per parameter element, in the dtype of the master
+_UPDATED = 7  # memory accesses of AdamW per parameter element: 4 reads (master, gradient, state) and 3 writes
+_STEPS = 2  # number of simulated steps; the result is that of the last step
 
 
 @dataclass(frozen=True)
@@ -49,24 +49,24 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated cost of a combination of settings on a cluster. Bytes and seconds are per rank unless stated.
+    """Estimated cost of a combination of settings on a cluster. Bytes and seconds are per rank unless stated otherwise.
 
     Attributes:
-        choice: the settings.
-        memory: bytes by kind, as :func:`layerzero.memory` predicts them, with ``optimizer`` (AdamW) and, if known,
-            the estimated ``activations``.
-        peak: peak bytes on the device in a step, as the total over all kinds.
-        host: bytes in host memory.
-        room: bytes of an accelerator's memory that are available to the model.
-        excess: bytes by which `peak` exceeds `room`, or 0 if `peak` does not exceed `room`.
-        host_excess: bytes by which the ranks of a node together exceed the node's host memory, or 0 if the memory
-            suffices.
-        sent: bytes sent in a step, keyed by axis: ``zero3`` and ``replica``.
-        between: bytes sent to other nodes in a step.
-        step: simulated seconds of a step.
-        parts: seconds of each part of `step`: ``forward``, ``backward``, ``update``, ``add``, ``launch``, and the time
-            waited for each kind of collective.
-        tokens: tokens per second on all ranks, or 0 if the number of tokens in a micro-batch is unknown.
+        choice: the combination of settings.
+        memory: bytes by kind, as :func:`layerzero.memory` predicts them. The dict also contains ``optimizer`` (AdamW)
+            and, if known, the estimated ``activations``.
+        peak: largest number of bytes on the device during a step, over all kinds.
+        host: number of bytes in host memory.
+        room: memory of an accelerator that is available to the model, in bytes.
+        excess: number of bytes by which `peak` exceeds `room`, or 0 if `peak` does not exceed `room`.
+        host_excess: number of bytes by which the ranks of a node together exceed the node's host memory, or 0 if the
+            memory suffices.
+        sent: number of bytes sent per step, by axis: ``zero3`` and ``replica``.
+        between: number of bytes sent to other nodes per step.
+        step: simulated duration of a step, in seconds.
+        parts: duration of each part of `step`, in seconds: ``forward``, ``backward``, ``update``, ``add``, ``launch``,
+            and the time spent waiting for each kind of collective.
+        tokens: number of tokens per second on all ranks, or 0 if the number of tokens in a micro-batch is unknown.
         price: price of the cluster per day, or 0 if the price is unknown.
     """
 
@@ -110,18 +110,18 @@ class _Timed:
 
 @dataclass
 class Estimator:
-    """Estimator of the cost of settings, for one model on one cluster."""
+    """Estimate the cost of combinations of settings for one model on one cluster."""
 
     paper: MetaSharding
     load: ComputeCost
     cluster: Cluster
     param_dtype: torch.dtype
     units: object = None
-    called: str = ""  # text for `units` in the recommended settings, if the model's own classes are not available
+    called: str = ""  # text for `units` in the recommended settings if the model's classes are unavailable
     _timed: dict[tuple[Candidate, int], _Timed] = field(default_factory=dict)
 
     def config(self, choice: Candidate) -> LayerZeroConfig:
-        """Return the settings of `choice` in the form that ``shard_model`` takes."""
+        """Return the settings in `choice` in the form that ``shard_model`` takes."""
         return LayerZeroConfig(
             zero3_size=choice.zero3_size,
             units=self.units,  # type: ignore[arg-type]
@@ -170,8 +170,8 @@ class Estimator:
     def _memory_of_peer(self, choice: Candidate) -> tuple[dict[str, int], int]:
         """Return the number of bytes by kind, and their sum, for a scheme other than layerzero.
 
-        The numbers come from formulas without padding.
-        At the peak of a sharded scheme, the root and two units are gathered while the root and one unit are reduced.
+        The numbers come from formulas that ignore padding. At the peak of a sharded scheme, the root and two units are
+        gathered while the gradients of the root and one unit are reduced.
         """
         over = self._shared_over(choice)
         numel = sum(work.numel for work in self.works())
@@ -225,7 +225,7 @@ class Estimator:
         """Return the time and traffic of a simulated step.
 
         At most 3 micro-batches are simulated, and the others are extrapolated. From the third micro-batch on, each
-        takes as long as the previous one, because no collective is in flight between micro-batches.
+        micro-batch takes as long as the previous one, because no collective is in flight between micro-batches.
         """
         most = min(choice.micro_batches, 3)
         simulated = self._simulated(choice, most)
@@ -242,7 +242,7 @@ class Estimator:
         return self._timed[key]
 
     def program(self, choice: Candidate) -> tuple[SimMachine, list[Operation]]:
-        """Return the simulated machine, and the program of ``_STEPS`` steps to run on it."""
+        """Return the simulated machine, and a program with ``_STEPS`` steps that runs on this machine."""
         cluster = self.cluster
         if choice.scheme in ("FSDP2", "HSDP"):
             over = self._shared_over(choice)
@@ -276,7 +276,7 @@ class Estimator:
         return cluster.machine(choice.zero3_size), list(layerzero_program(works, sharding, steps=_STEPS))
 
     def _update(self, numel: float, *, in_host: bool) -> float:
-        """Return the seconds that AdamW needs to update `numel` elements."""
+        """Return the time in seconds that AdamW needs to update `numel` elements."""
         speed = self.cluster.host_memory_speed / self.cluster.accelerators if in_host else self.cluster.memory_speed
         return 4 * _UPDATED * numel / (speed * 1e9)
 

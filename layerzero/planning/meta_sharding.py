@@ -1,4 +1,7 @@
-"""Sharding of a model on meta, with the units and padding of :func:`layerzero.shard_model` but without processes."""
+"""Shard a model on the meta device, with the same units and padding as :func:`layerzero.shard_model`.
+
+No processes are needed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from layerzero.sharding.unit_selection import partition
 
 __all__ = ["MetaSharding", "optimizer_bytes", "predicted_memory", "where_of"]
 
-_STEP = 4  # bytes of a step counter
+_STEP = 4  # size of a step counter in bytes
 
 
 class _OnPaper:
@@ -49,7 +52,7 @@ def where_of(
 
 
 class MetaSharding:
-    """Units of a model, selected once, from which the specs for many combinations of settings are computed."""
+    """Units of a model, selected once. The specs for many combinations of settings are derived from these units."""
 
     def __init__(self, model: nn.Module, config: LayerZeroConfig) -> None:
         if odd := [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]:
@@ -83,7 +86,7 @@ def predicted_memory(units: Sequence[UnitSpec], config: LayerZeroConfig) -> Memo
 def optimizer_bytes(units: Sequence[UnitSpec], numbers: int) -> int:
     """Return the size in bytes of the optimizer state on one rank.
 
-    The state has `numbers` values per element in master dtype, and one step count per parameter.
+    The state has `numbers` values per element, in the dtype of the masters, and one step counter per parameter.
     """
     total = 0
     for unit in units:

@@ -1,4 +1,4 @@
-"""HTML report of a plan, as one file with tables and inline SVG figures. Requires matplotlib (extra ``plots``)."""
+"""Write a plan as an HTML report with tables and inline SVG figures. Requires matplotlib (extra ``plots``)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
 __all__ = ["report_html", "write_report"]
 
 _NODES = (8, 32, 128, 512, 2048, 4096)
-_SHOWN = 8  # bars of the memory figure and rows of the table
+_SHOWN = 8  # maximum number of bars in the memory figure, and of rows in the table
 _TIMELINE = {  # kind of a span: (row of the timeline, legend entry)
     "forward": ("compute", "forward"), "backward": ("compute", "backward"), "update": ("compute", "update"),
     "gather": ("gather", "gather"), "regather": ("gather", "gather"), "hop1": ("hop 1", "hop 1"),
@@ -34,8 +34,8 @@ _TIMELINE = {  # kind of a span: (row of the timeline, legend entry)
     "fetch": ("host", "host"), "store": ("host", "host"), "down": ("host", "host"), "up": ("host", "host"),
 }  # fmt: skip
 _MATPLOTLIB = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "plan",  # the same plan gives the same file
+    "svg.fonttype": "none",  # write text as text, not as paths
+    "svg.hashsalt": "plan",  # write the same file for the same plan
     "text.parse_math": False,
 }
 _STYLE = """
@@ -56,14 +56,14 @@ def write_report(plan: Plan, path: str | os.PathLike[str], *, nodes: Sequence[in
 
     Args:
         plan: result of :func:`layerzero.plan`.
-        path: HTML file to write.
-        nodes: numbers of nodes on the x axis of the figure of micro-batch times.
+        path: path of the HTML file to write.
+        nodes: numbers of nodes on the x axis of the figure that shows micro-batch times.
     """
     Path(path).write_text(report_html(plan, nodes=nodes), encoding="utf-8")
 
 
 def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
-    """Return the HTML report of a plan as text; see :func:`write_report`."""
+    """Return the HTML report of a plan as a string; see :func:`write_report`."""
     cluster = plan.cluster
     shown = [row for row in plan.rows if row.fits][:_SHOWN] or sorted(plan.rows, key=lambda row: row.excess)[:_SHOWN]
     if plan.best is not None and plan.best not in shown:
@@ -129,7 +129,7 @@ def _figure(height: float) -> Figure:
 
 
 def _svg(figure: Figure, label: str) -> str:
-    """Return the figure as an HTML element, without the XML prologue and metadata of an SVG file."""
+    """Return the figure as an HTML element, without the XML prologue and the metadata of an SVG file."""
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     text = StringIO()
     figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
@@ -138,7 +138,7 @@ def _svg(figure: Figure, label: str) -> str:
 
 
 def _plot_memory(rows: Sequence[Estimate], plan: Plan) -> str:
-    """Plot the peak memory of each row as a bar that is stacked by kind, and the memory limit as a line."""
+    """Plot the peak memory of each row as a stacked bar with one part per kind, and the memory limit as a line."""
     named: dict[str, Estimate] = {}
     for row in rows:
         if row is plan.best or _name(row) not in named:  # rows with other reduce dtypes have the same name
@@ -165,7 +165,7 @@ def _plot_memory(rows: Sequence[Estimate], plan: Plan) -> str:
 def _plot_step(plan: Plan, row: Estimate) -> str:
     """Plot the first and the last micro-batch of a step as a timeline.
 
-    The micro-batches between them are similar to the first and are omitted.
+    The micro-batches between these two are omitted, because they are similar to the first.
     """
     machine, program = plan.workshop.program(replace(row.choice, micro_batches=min(row.choice.micro_batches, 2)))
     outcome = simulate(program, machine)

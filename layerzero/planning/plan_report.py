@@ -1,4 +1,4 @@
-"""Result of :func:`layerzero.plan`, and its report as text.
+"""Define the result of :func:`layerzero.plan`, and format the result as text.
 
 The text contains tables, the recommendation, the recommended call and the YAML settings.
 """
@@ -18,7 +18,7 @@ from layerzero.utils.text_tables import rate, seconds, size, table
 
 __all__ = ["HEADER", "Plan", "call_text", "cells", "plan_text", "yaml_text"]
 
-_SHOWN = 12  # rows shown by default
+_SHOWN = 12  # number of rows that are shown by default
 HEADER = (
     "scheme", "S", "accumulation", "offload", "reduce", "A", "peak", "room", "host", "zero3", "replica", "between",
     "step", "tokens/s",
@@ -28,17 +28,17 @@ _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @dataclass(frozen=True)
 class Plan:
-    """Result of :func:`layerzero.plan`; ``print(plan)`` prints it as tables.
+    """Result of :func:`layerzero.plan`. ``print(plan)`` prints the result as tables.
 
     Attributes:
-        cluster: the cluster for which the plan was made.
-        numel: number of parameter elements of the model.
+        cluster: cluster for which the plan was made.
+        numel: number of parameter elements in the model.
         units: number of units, including the root.
-        rows: estimates, one per combination of settings: first the settings that fit into memory, fastest first, then
-            the others.
+        rows: estimates, one per combination of settings. The settings that fit into memory come first. Within each
+            part, the fastest settings come first.
         peers: estimates for FSDP2, HSDP and ZeRO-1, computed by the same rules.
-        best: the recommended row; None if no settings fit.
-        workshop: estimator with which further rows can be computed.
+        best: recommended row; None if no settings fit.
+        workshop: estimator that can compute more rows.
     """
 
     cluster: Cluster
@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def why(self) -> str:
-        """Text of the recommendation with its reason; if no settings fit, text about the closest settings."""
+        """Text of the recommendation and its reason. If no settings fit, the text describes the closest settings."""
         best = self.best
         if best is None:
             closest = min(self.rows, key=lambda row: row.excess + row.host_excess)
@@ -78,7 +78,7 @@ class Plan:
     def over_nodes(self, nodes: Sequence[int], choice: Candidate) -> Iterator[Estimate]:
         """Yield the estimate of `choice` for each number of nodes.
 
-        Numbers of nodes are skipped if the ``zero3_size`` of `choice` does not divide their ranks.
+        A number of nodes is skipped if the ``zero3_size`` of `choice` does not divide the number of ranks.
         """
         for count in nodes:
             shop = replace(self.workshop, cluster=replace(self.cluster, nodes=count), _timed={})
@@ -118,7 +118,7 @@ def plan_text(plan: Plan, *, every_row: bool = False) -> str:
 
     Args:
         plan: result of :func:`layerzero.plan`.
-        every_row: include all rows, even those that do not fit.
+        every_row: whether to include all rows, even those of settings that do not fit.
     """
     cluster = plan.cluster
     fitting = [row for row in plan.rows if row.fits]
@@ -223,7 +223,10 @@ def yaml_text(plan: Plan) -> str:
 
 
 def _units(plan: Plan, *, yaml: bool) -> str:
-    """Return the value of ``units`` as text: names of classes or modules, or a placeholder if the names are unknown."""
+    """Return the value of ``units`` as text.
+
+    The text contains the names of classes or modules, or a placeholder if the names are unknown.
+    """
     units, called = plan.workshop.units, plan.workshop.called
     if units is None:
         return "null" if yaml else "None"

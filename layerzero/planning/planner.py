@@ -1,4 +1,4 @@
-"""Search over settings for a model on a cluster: :func:`plan`."""
+"""Search for the best settings for a model on a cluster: :func:`plan`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from layerzero.sharding.unit_selection import block_classes
 __all__ = ["plan"]
 
 Model = nn.Module | Callable[[], nn.Module] | TransformerShape | str | os.PathLike[str]
-_ALIKE = 0.03  # throughputs that differ by at most this fraction count as equal, and the simpler settings are chosen
+_ALIKE = 0.03  # if throughputs differ by at most this fraction, the simpler settings are chosen
 
 
 def plan(
@@ -46,35 +46,35 @@ def plan(
 ) -> Plan:
     """Estimate a model's memory, traffic and step time on a cluster for many settings, and recommend settings.
 
-    Except for activations, which are approximate, the estimated memory equals to the byte what :func:`layerzero.memory`
-    predicts in a run, because both use the same formulas. Times are simulated. See ``docs/planning.md`` for the
-    assumptions and the differences from measurements. No process group is needed, and no memory is allocated for the
-    model.
+    Except for activations, the estimated memory matches the prediction of :func:`layerzero.memory` in a run to the
+    byte, because both use the same formulas. Activations are approximate, and times are simulated. See
+    ``docs/planning.md`` for the assumptions and the differences from measurements. No process group is needed, and no
+    memory is allocated for the model.
 
     Args:
-        model: a module, preferably on the meta device; a function without arguments that builds a module and is called
-            under the meta device; a :class:`layerzero.planning.TransformerShape`; or the path of a Hugging Face
+        model: module, preferably on the meta device; function without arguments that builds a module and is called
+            under the meta device; :class:`layerzero.planning.TransformerShape`; or path of a Hugging Face
             ``config.json``.
-        cluster: the :class:`layerzero.planning.Cluster`.
-        units: as in :func:`layerzero.shard_model`. None: the blocks, for a transformer shape or config; for other
-            models, ``"auto"`` if the model declares its block classes, otherwise only the root.
-        tokens: number of tokens in a rank's micro-batch.
+        cluster: description of the cluster.
+        units: as in :func:`layerzero.shard_model`. If None, the units of a transformer shape or config are its blocks.
+            For other models, None means ``"auto"`` if the model declares its block classes, otherwise only the root.
+        tokens: number of tokens per micro-batch and rank.
         sequence: number of tokens in one sequence. The default is `tokens`.
         micro_batches: values of A, the number of micro-batches per step, to try.
-        zero3_sizes: values of S to try. The default is the divisors of the number of accelerators per node, and the
-            total number of ranks.
+        zero3_sizes: values of S to try. By default, these are the divisors of the number of accelerators per node, and
+            the total number of ranks.
         accumulations: values of `accumulation` to try.
         param_dtype: compute dtype, or its name.
-        reduce_dtypes: reduce dtypes to try, or their names. Each is used for both hops.
+        reduce_dtypes: reduce dtypes to try, or their names. Each dtype is used for both hops.
         offload: if True, try `offload_grads`, `offload_optimizer` and both, and then `offload_params` alone and
             combined with each of these options. If None, try the first three options if the model does not fit without
             offloading, and the others if the model still does not fit. If False, do not try offloading.
-        recompute: True if blocks keep only their inputs for the backward (activation checkpointing).
-        activation_bytes: bytes of activations of a rank's micro-batch. 0: estimated for a transformer shape or config,
-            unknown for other models.
+        recompute: whether blocks keep only their inputs for the backward pass (activation checkpointing).
+        activation_bytes: size of the activations of a micro-batch on one rank, in bytes. If 0, the size is estimated
+            for a transformer shape or config, and unknown for other models.
 
     Returns:
-        A :class:`layerzero.planning.Plan` with all estimates and the recommendation.
+        A :class:`layerzero.planning.Plan` that contains all estimates and the recommendation.
 
     Raises:
         TypeError, ValueError: an argument is not supported. The message gives the reason and alternatives.
@@ -138,7 +138,7 @@ def plan(
 
 
 def _best(rows: Sequence[Estimate]) -> Estimate | None:
-    """Return the simplest of the rows that fit and are within ``_ALIKE`` of the fastest such row.
+    """Return the simplest row among those that fit and are within ``_ALIKE`` of the fastest row that fits.
 
     If no row fits, return None.
     """
@@ -172,7 +172,7 @@ def _sizes_to_try(asked: Iterable[int] | None, cluster: Cluster) -> list[int]:
 
 
 def _modes(asked: Iterable[str], zero3_size: int, replicas: int) -> list[str]:
-    """Return the values of `accumulation` in `asked` without those that equal an earlier one on this mesh."""
+    """Return the values of `accumulation` in `asked`, without values equivalent to an earlier value on this mesh."""
     modes = list(asked)
     if wrong := [mode for mode in modes if mode not in ACCUMULATIONS]:
         raise ValueError(f"accumulation={wrong[0]!r} is not supported. Use {' or '.join(ACCUMULATIONS)}")

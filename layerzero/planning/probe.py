@@ -1,4 +1,4 @@
-"""Measurement of the speeds of the cluster on which a job runs."""
+"""Measure the speeds of the cluster on which a job runs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from layerzero.planning.cluster import Cluster
 
 __all__ = ["ProbeResult", "measure_speeds", "probe"]
 
-_ROUNDS = 7  # rounds of each measurement; the result is the median
-_SMALL = 1  # elements that each rank sends in the measurement of latencies
-_WIDTHS = {"cpu": (512, 256)}  # by device type: width of a unit, and tokens, in the measurement of FLOP/s
+_ROUNDS = 7  # number of rounds per measurement; the result is the median
+_SMALL = 1  # number of elements that each rank sends when latencies are measured
+_WIDTHS = {"cpu": (512, 256)}  # by device type: width of a unit, and number of tokens, when FLOP/s are measured
 _WIDTH = (4096, 4096)
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -36,7 +36,7 @@ class ProbeResult:
     """Result of :func:`probe`, the same on all ranks.
 
     Attributes:
-        cluster: cluster with the measured values, and with defaults for fields that were not measured.
+        cluster: description of the cluster. Fields that were not measured have default values.
         measured: names of the measured fields.
     """
 
@@ -44,11 +44,11 @@ class ProbeResult:
     measured: tuple[str, ...]
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the cluster to a YAML file that :meth:`Cluster.from_yaml` reads."""
+        """Write the description of the cluster to a YAML file that :meth:`Cluster.from_yaml` can read."""
         Path(path).write_text(f"{self}\n", encoding="utf-8")
 
     def __str__(self) -> str:
-        """Return the fields as YAML, in which fields that were not measured are comments."""
+        """Return the fields as YAML. Fields that were not measured are written as comments."""
         lines = [f"# measured on {self.cluster.ranks} ranks; lines that start with # are defaults, to be corrected"]
         for name, value in {**asdict(self.cluster), "between": self.cluster.node_link}.items():
             said = f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -59,20 +59,20 @@ class ProbeResult:
 def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.dtype = torch.bfloat16) -> ProbeResult:
     """Measure the cluster on which this job runs, for :func:`layerzero.plan`.
 
-    All ranks must call this, after ``torch.distributed.init_process_group``. The probe takes a few seconds and uses
-    several times `nbytes` of memory. It measures all-gathers, first within nodes (on all nodes simultaneously), then
-    between nodes (with all ranks of a node simultaneously). FLOP/s are measured in the forward and backward of two
-    linear layers in `dtype`, on all ranks at once. The slowest rank determines the result. Other programs that run on
-    these machines affect the result.
+    All ranks must call this function after ``torch.distributed.init_process_group``. The probe takes a few seconds and
+    uses several times `nbytes` of memory. It measures all-gathers, first within nodes (on all nodes simultaneously),
+    then between nodes (with all ranks of a node simultaneously). It measures FLOP/s in the forward and backward passes
+    of two linear layers in `dtype`, on all ranks at once. The slowest rank determines the result. Other programs that
+    run on these machines affect the result.
 
     Args:
         zero3_size: number of ranks per node. The default is ``LOCAL_WORLD_SIZE``, which torchrun sets.
         nbytes: number of bytes that a rank receives in a large collective.
-        dtype: compute dtype for the measurement of FLOP/s.
+        dtype: compute dtype in which FLOP/s are measured.
 
     Raises:
         RuntimeError: torch.distributed is not initialized.
-        ValueError: `zero3_size` is unknown or does not divide the world size; or `nbytes` is below 4096.
+        ValueError: `zero3_size` is unknown or does not divide the world size, or `nbytes` is less than 4096.
 
     Example::
 
@@ -120,13 +120,13 @@ def _run_probe(mesh_info: MeshInfo, nbytes: int, dtype: torch.dtype) -> ProbeRes
 
 
 def measure_speeds(small: float, large: float, *, ranks: int, sent: int) -> tuple[float, float]:
-    """Return the latency of a collective's step in seconds, and the bandwidth in bytes per second.
+    """Return the latency of one step of a collective, in seconds, and the bandwidth, in bytes per second.
 
     Args:
-        small: seconds of a collective of negligible size.
-        large: seconds of a collective in which each rank sends `sent` bytes.
-        ranks: number of ranks; the collective has log2(`ranks`) steps.
-        sent: bytes that each rank sends in the large collective.
+        small: duration of a collective of negligible size, in seconds.
+        large: duration of a collective in which each rank sends `sent` bytes, in seconds.
+        ranks: number of ranks. The collective has log2(`ranks`) steps.
+        sent: number of bytes that each rank sends in the large collective.
     """
     steps = max(1, math.ceil(math.log2(ranks)))
     return small / steps, sent / max(large - small, 1e-2 * large)
@@ -143,7 +143,10 @@ def _meeting(comms: Sequence[Communicator]) -> Callable[[], None]:
 
 
 def _seconds(operation: Callable[[], object], device: torch.device, meet: Callable[[], None]) -> float:
-    """Return the median time in seconds of an operation that all ranks run at once. A warm-up round does not count."""
+    """Return the median duration, in seconds, of an operation that all ranks run at once.
+
+    The first round is a warm-up and does not count.
+    """
     times = []
     for _ in range(_ROUNDS + 1):
         finish_copies(device)
@@ -204,9 +207,9 @@ def _launch(comm: Communicator, device: torch.device, meet: Callable[[], None]) 
 
 
 def _flops(device: torch.device, dtype: torch.dtype, meet: Callable[[], None]) -> float:
-    """Return the FLOP/s of a unit's forward and backward.
+    """Return the FLOP/s in the forward and backward passes of a unit.
 
-    The forward counts as 2 FLOP per weight and token, and the backward as 4.
+    The forward pass counts as 2 FLOP per weight and token, and the backward pass as 4.
     """
     width, tokens = _WIDTHS.get(device.type, _WIDTH)
     unit = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)).to(device, dtype)
@@ -220,10 +223,10 @@ def _flops(device: torch.device, dtype: torch.dtype, meet: Callable[[], None]) -
 
 
 def _memory(device: torch.device, ranks: int, nbytes: int, meet: Callable[[], None]) -> dict[str, float]:
-    """Return memory sizes in GB and memory speeds in GB/s, keyed by the fields of :class:`Cluster`.
+    """Return memory sizes in GB and memory speeds in GB/s, by the names of the fields of :class:`Cluster`.
 
-    A memory speed counts both the bytes read and the bytes written. The speed of copies to the host counts each byte
-    once.
+    Memory speeds count both the bytes read and the bytes written. The speed of copies to the host counts each copied
+    byte once.
     """
     host = _host_bytes() / 1e9
     source = torch.ones(nbytes // 4, device=device)
@@ -247,7 +250,7 @@ def _memory(device: torch.device, ranks: int, nbytes: int, meet: Callable[[], No
 
 
 def _host_bytes(limits: Sequence[Path] = _LIMITS) -> int:
-    """Return the size in bytes of host memory, or the container's memory limit if that is lower."""
+    """Return the size of host memory in bytes, or the container's memory limit if that is lower."""
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for limit in limits:
         with suppress(OSError, ValueError):  # the file does not exist on this system, or contains "max"
@@ -259,7 +262,7 @@ _MORE_IS_WORSE = {"between_latency", "inside_latency", "launch", "processor_per_
 
 
 def _slowest(found: dict[str, float | int | str], comms: Sequence[Communicator]) -> dict[str, float | int | str]:
-    """Return `found` with each floating-point measurement replaced by its worst value over all ranks."""
+    """Return `found`, with each floating-point measurement replaced by the worst value on any rank."""
     types = {field.name: field.type for field in fields(Cluster)}
     names = [name for name in found if types[name] not in ("int", "str")]
     signs = torch.tensor([1.0 if name in _MORE_IS_WORSE else -1.0 for name in names], dtype=torch.float64)

@@ -1,13 +1,13 @@
-"""Programs for the simulator: the operations that one rank's host executes in a run.
+"""Define programs for the simulator. A program lists the operations that one rank's host executes in a run.
 
-A program is built from a recorded schedule (:func:`layerzero.trace`), from a formula, or by hand.
+A program can be built from a recorded schedule (:func:`layerzero.trace`), from a formula, or by hand.
 
 [Note: Machine-dependent times]
 Some times in a recording depend on the machine: when the parts of a reduction are added, when hop 2 is launched, and
 how long the host waits for either hop. Therefore the waits for hop 1 and hop 2, and the launches of hop 2, are removed
-from a program. The simulator recomputes these times according to the rules in
-``engine/reduction_queue.py``. :class:`StartReduction` starts a reduction, which then proceeds without the host.
-:class:`WaitReductions` waits for all reductions.
+from a program. The simulator recomputes these times by the rules in ``engine/reduction_queue.py``.
+:class:`StartReduction` starts a reduction, which then proceeds without the host. :class:`WaitReductions` waits for all
+reductions.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class SimCollective:
     kind: str  # "gather", "hop1", "hop2", "refresh", "metadata", ...
     unit: str
     axis: str  # "zero3", "replica" or "control"
-    comm: str  # communicator, whose collectives run one after the other
+    comm: str  # name of the communicator; its collectives run one after the other
     ranks: int
-    bytes: float  # bytes that this rank sends
+    bytes: float  # number of bytes that this rank sends
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SimCompute:
 
     seconds: float
     what: ComputeKey = ("", "")  # phase and unit, such as ("forward", "blocks.0")
-    span: int = 0  # number of the forward, backward, ... in the program
+    span: int = 0  # index of the forward pass, backward pass, ... in the program
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class SimWait:
 
 @dataclass(frozen=True)
 class StartReduction:
-    """Start of a reduction, in which each collective is followed by an addition.
+    """Start of a reduction. In the reduction, an addition follows each collective.
 
     See [Note: Machine-dependent times].
     """
@@ -101,7 +101,7 @@ Operation = SimCompute | SimLaunch | SimWait | StartReduction | WaitReductions |
 
 @dataclass(frozen=True)
 class Recording:
-    """Contents of a trace file written by :func:`layerzero.trace`."""
+    """Contents of a trace file that :func:`layerzero.trace` wrote."""
 
     zero3_size: int
     replicas: int
@@ -112,7 +112,7 @@ class Recording:
 
 
 def read_recording(path: str | PathLike[str]) -> Recording:
-    """Read a trace file written by :func:`layerzero.trace`.
+    """Read a trace file that :func:`layerzero.trace` wrote.
 
     Raises:
         ValueError: `path` is not a trace file.
@@ -138,7 +138,7 @@ def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
     spans: list[tuple[str, str, int]] = []  # phase, name, number
     last = ("", "", -1)  # the span that ended last
     begun = 0
-    owed = False  # True if reductions may be in flight that the program has not waited for
+    owed = False  # whether reductions for which the program has not waited may be in flight
     cursor = events[0].start if events else 0.0
     for event in events:
         if not event.in_background:
@@ -169,13 +169,13 @@ def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
 
 
 def _reductions(events: Sequence[TraceEvent]) -> dict[int, StartReduction]:
-    """Return the reductions, keyed by the number of their first collective.
+    """Return the reductions, by the number of their first collective.
 
-    A hop 2 belongs to the same reduction as the hop 1 whose addition precedes the hop 2.
+    A hop 2 belongs to the same reduction as the hop 1 whose addition precedes it.
     """
     additions = {event.number: (event.end - event.start) / 1e6 for event in events if event.kind == "add"}
     found: dict[int, StartReduction] = {}
-    added = -1  # last hop 1 with a finished addition, until its hop 2 is launched
+    added = -1  # number of the last hop 1 whose addition has finished and whose hop 2 is not launched yet
     for event in events:
         if event.collective == "hop1" and event.kind == "add":
             added = event.number
@@ -196,7 +196,7 @@ def _exchange(event: TraceEvent) -> SimCollective:
 
 
 def seconds_of(program: Iterable[Operation]) -> dict[ComputeKey, float]:
-    """Return the mean seconds of each kind of computation, per span (:attr:`SimCompute.span`)."""
+    """Return the mean time in seconds per span (:attr:`SimCompute.span`) of each kind of computation."""
     total: Counter[ComputeKey] = Counter()
     spans: defaultdict[ComputeKey, set[int]] = defaultdict(set)
     for operation in program:
@@ -214,11 +214,13 @@ def retimed(
     """Return the program with new computation times.
 
     Args:
-        program: the operations.
-        seconds: function that returns the seconds of one span (a forward, a backward, ...) of a phase and unit.
-        place: function that returns how the time of a phase and unit is distributed if collectives split a span.
-            ``"spread"``: in the proportions of the program. ``"first"`` or ``"last"``: all of the time in that part of
-            the span, so that the result does not depend on recorded times.
+        program: operations of the program.
+        seconds: function that returns the duration, in seconds, of one span (a forward pass, a backward pass, ...) of a
+            phase and unit.
+        place: function that returns how the time of a phase and unit is distributed if collectives split a span. The
+            value ``"spread"`` distributes the time in the proportions of `program`. The values ``"first"`` and
+            ``"last"`` assign all of the time to that part of the span, so that the result does not depend on recorded
+            times.
     """
     parts: defaultdict[tuple[ComputeKey, int], list[float]] = defaultdict(list)
     for operation in program:
@@ -247,7 +249,7 @@ def retimed(
 
 
 def resized(program: Iterable[Operation], bytes_of: Callable[[SimCollective], SimCollective]) -> list[Operation]:
-    """Return the program with each collective replaced by the result of `bytes_of` for that collective."""
+    """Return the program, with each collective replaced by the result of `bytes_of` for that collective."""
     result: list[Operation] = []
     for operation in program:
         if isinstance(operation, SimLaunch):

@@ -1,9 +1,9 @@
-"""Simulator programs built from settings, for layerzero and for other schemes.
+"""Build simulator programs from settings, for layerzero and for other schemes.
 
-layerzero's program launches and waits in the same order as the engine if units are called one after the other. A test
+If units are called one after the other, layerzero's program launches and waits in the same order as the engine. A test
 compares the program with a recording of the engine. The programs of other schemes follow the papers and manuals of
-these schemes. They are models, not measurements, and make favorable assumptions: prefetch of one unit, separate
-communicators that overlap, no padding, and, for HSDP, an all-reduce between nodes in the last micro-batch only.
+these schemes. They are models, not measurements, and make favorable assumptions: one unit is prefetched, separate
+communicators overlap, and there is no padding. For HSDP, only the last micro-batch has an all-reduce between nodes.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from layerzero.planning.sim_program import (
 
 __all__ = ["Peer", "ScheduleSettings", "UnitCost", "layerzero_program", "peer_program"]
 
-_MASTER = 4  # bytes of an element of masters, accumulators and final gradients
-_PARTS = 8  # parts of an optimizer's step; each is followed by the refresh of its units; see pipelined_step.py
+_MASTER = 4  # number of bytes per element of masters, accumulators and final gradients
+_PARTS = 8  # number of parts of an optimizer step; after each part, its units are refreshed; see pipelined_step.py
 
 
 @dataclass(frozen=True)
 class UnitCost:
-    """Number of elements of a unit, and seconds of its forward and backward in a micro-batch.
+    """Number of elements in a unit, and time in seconds of the unit's forward and backward passes per micro-batch.
 
     In a list of units, the root is the first unit.
     """
 
     name: str
-    numel: float  # elements of its full buffer, padding included
+    numel: float  # number of elements in the unit's full buffer, including padding
     forward: float
     backward: float
 
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """Settings that determine a schedule; dtypes are given as bytes per element."""
+    """Settings that determine a schedule. Dtypes are given as the number of bytes per element."""
 
     ranks: int
     zero3_size: int
@@ -56,10 +56,10 @@ class ScheduleSettings:
     offload_grads: bool = False
     offload_optimizer: bool = False
     offload_params: bool = False
-    root_stays_gathered: bool = True  # the root stays gathered from forward to backward, as on devices
-    adds_hop1: bool = False  # each rank adds the parts of hop 1, as on gloo: gradients are sent in their own dtype
-    update: float = 0.0  # seconds of the optimizer's update
-    memory_speed: float = float("inf")  # bytes per second in additions
+    root_stays_gathered: bool = True  # whether the root stays gathered from forward to backward, as on devices
+    adds_hop1: bool = False  # whether ranks add the parts of hop 1, as on gloo, and send gradients as they are
+    update: float = 0.0  # time of the optimizer's update in seconds
+    memory_speed: float = float("inf")  # memory bandwidth of additions in bytes per second
 
     @property
     def replicas(self) -> int:
@@ -78,14 +78,14 @@ class ScheduleSettings:
 
     @property
     def waits_whole(self) -> bool:
-        """True if full gradients are accumulated between micro-batches."""
+        """Whether full gradients are accumulated between micro-batches."""
         return self.accumulation == "full" or (self.zero3_size == 1 and self.accumulation != "local")
 
 
 def layerzero_program(units: Sequence[UnitCost], sharding: ScheduleSettings, *, steps: int = 2) -> Iterator[Operation]:
     """Yield the operations of `steps` consecutive steps.
 
-    Only the first step does not wait for collectives of a previous step.
+    Each step except the first waits for collectives of the previous step.
     """
     rank = _Rank(units, sharding)
     for _ in range(steps):
@@ -100,8 +100,8 @@ class _Rank:
         self._span = 0
         self._gathers: dict[str, int] = {}
         self._refreshes: dict[str, int] = {}
-        self._stores: list[int] = []  # copies of accumulators between device and host, oldest first
-        self._agreement: list[int] = []  # collectives about used parameters, one for each axis
+        self._stores: list[int] = []  # numbers of the copies of accumulators between device and host, oldest first
+        self._agreement: list[int] = []  # numbers of the collectives about used parameters, one per axis
         self._owes = False
 
     def step(self) -> Iterator[Operation]:
@@ -152,7 +152,7 @@ class _Rank:
         return self.how.zero3_size > 1 or self.how.offload_params
 
     def _gather_ahead(self, order: Sequence[UnitCost], begun: int, index: int) -> Generator[Operation, None, int]:
-        """Launch the gathers of the units in `order` up to `index`, and of the units to prefetch.
+        """Launch the gathers of the units in `order` up to `index`, and the gathers of the units to prefetch.
 
         Args:
             order: units in the order in which they are called.
@@ -169,7 +169,7 @@ class _Rank:
                 yield SimWait(self._refreshes.pop(unit.name))
             if self._gathering and unit.name not in self._gathers:
                 self._gathers[unit.name] = self._take()
-                if how.offload_params:  # on the communicator of the gather, so that the gather follows it
+                if how.offload_params:  # on the gather's communicator, so that the gather follows the copy
                     up = SimCollective(
                         "fetch", unit.name, "host", "zero3 gather", 1, unit.numel / how.zero3_size * how.compute
                     )
@@ -195,8 +195,8 @@ class _Rank:
                 yield StartReduction(tuple(chain), tuple(additions))
                 self._owes = True
         if how.offload_grads and how.accumulation != "local" and (how.waits_whole or how.replicas > 1):
-            # Accumulators are fetched before an addition and stored before the next micro-batch. There are two slabs,
-            # so at most two copies are in flight.
+            # Accumulators are fetched before an addition and stored before the next micro-batch. At most two copies are
+            # in flight, because there are two slabs.
             waits = unit.numel / (1 if how.waits_whole else how.zero3_size) * _MASTER
             if not first:
                 yield from self._copy("fetch", unit, waits, "from host")
@@ -227,7 +227,10 @@ class _Rank:
         return chain, additions
 
     def _addition(self, collective: SimCollective, numel: float) -> SimCompute:
-        """Return the addition that follows a collective. It reads the received part and the sum and writes the sum."""
+        """Return the addition that follows a collective.
+
+        The addition reads the received part and the sum, and writes the sum.
+        """
         seconds = 3 * _MASTER * numel / self.how.memory_speed
         return SimCompute(seconds, ("add", f"{collective.kind} {collective.unit}"), self._next_span())
 
@@ -253,7 +256,7 @@ class _Rank:
 
     def _refresh(self, unit: UnitCost) -> Iterator[Operation]:
         how = self.how
-        if how.offload_optimizer:  # on the communicator of the refresh, so that the refresh follows it
+        if how.offload_optimizer:  # on the refresh's communicator, so that the refresh follows the copy
             self._refreshes[unit.name] = self._take()
             up = SimCollective("up", unit.name, "host", "replica", 1, unit.numel / how.ranks * _MASTER)
             yield SimLaunch(up, self._refreshes[unit.name])
@@ -288,7 +291,7 @@ def _share(ranks: int) -> float:
 class Peer:
     """Settings of FSDP over all ranks, or of HSDP with sharding inside nodes."""
 
-    over: int  # ranks that weights, gradients and optimizer state are sharded over
+    over: int  # number of ranks over which weights, gradients and optimizer state are sharded
     replicas: int
     micro_batches: int
     compute: int = 2

@@ -1,16 +1,16 @@
-"""Discrete-event simulation of a program on a machine.
+"""Simulate a program on a machine with discrete events.
 
-All ranks run the same program at the same speed, so only one rank is simulated. The rank has a processor, a link inside
-its node, and a share of its node's link to other nodes. Concurrent users of a resource get equal shares. The
-collectives of one communicator run one after the other. Each collective first waits for its latency, then uses links
-and processor at the same time. Copies between device and host memory use a separate link.
+Only one rank is simulated, because all ranks run the same program at the same speed. The rank has a processor, a link
+inside its node, and a share of its node's link to other nodes. Concurrent users of a resource get equal shares of it.
+The collectives of one communicator run one after the other. Each collective first waits for its latency. Then it uses
+the links and the processor at the same time. Copies between device and host memory use a separate link.
 
 [Note: Traffic between nodes]
-Ranks are numbered consecutively within a node. A ring or hierarchical collective over entire nodes enters and leaves
-each node once, regardless of the number of ranks per node. A collective over replicas runs in one replica group per
-ZeRO-3 rank. If a ZeRO-3 group fills a node, each replica group has one rank on each node. If a ZeRO-3 group fills only
-a part of a node, each replica group has several ranks on each node. The replica groups with ranks on a node share the
-node's link.
+Ranks are numbered consecutively within a node. The data of a ring or hierarchical collective over entire nodes enters
+and leaves each node once, regardless of the number of ranks per node. A collective over replicas runs in one replica
+group per ZeRO-3 rank. If a ZeRO-3 group fills a node, each replica group has one rank on each node. If a ZeRO-3 group
+fills only a part of a node, each replica group has several ranks on each node. All replica groups that have ranks on a
+node share the node's link.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from layerzero.planning.sim_program import (
 __all__ = ["SimMachine", "SimResult", "SimSpan", "simulate"]
 
 _ALL_REDUCES = ("all-reduce", "scalar_reduce")
-_IN_FLIGHT = dict(enumerate(IN_FLIGHT))  # by place of a collective in its reduction; later places have no limit
+_IN_FLIGHT = dict(enumerate(IN_FLIGHT))  # by index of a collective in its reduction; later collectives have no limit
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,17 @@ class SimMachine:
 
     Attributes:
         node_size: number of ranks per node.
-        inside: bytes per second that a rank sends inside its node.
-        between: bytes per second that a node sends to other nodes.
-        inside_latency, between_latency: seconds that one step of a collective takes inside a node and between nodes.
-        steps: number of steps of a collective over n ranks. The value ``"direct"`` means 1 step, ``"log"`` means
+        inside: bandwidth at which a rank sends inside its node, in bytes per second.
+        between: bandwidth at which a node sends to other nodes, in bytes per second.
+        inside_latency, between_latency: time that one step of a collective takes inside a node and between nodes, in
+            seconds.
+        steps: number of steps in a collective over n ranks. The value ``"direct"`` means 1 step, ``"log"`` means
             log2(n) steps, and ``"ring"`` means n - 1 steps. An all-reduce takes twice as many steps.
-        launch: seconds that the host needs to launch a collective.
-        processor_per_byte: seconds of processor time that a rank needs for each byte that it sends. On a CPU with
-            sockets, collectives compete with the model for the cores.
+        launch: time that the host needs to launch a collective, in seconds.
+        processor_per_byte: processor time that a rank needs per byte that it sends, in seconds. If ranks on a CPU
+            communicate over sockets, collectives compete with the model for the cores.
         zero3_size: number of ranks that share the weights. The value 0 means the number of ranks per node.
-        host: bytes per second of a rank's copies between device and host memory.
+        host: speed of a rank's copies between device and host memory, in bytes per second.
     """
 
     node_size: int
@@ -90,7 +91,7 @@ class SimMachine:
         return passes * steps * (self.between_latency if self.crosses(collective) else self.inside_latency)
 
     def demands(self, collective: SimCollective) -> dict[str, float]:
-        """Return the seconds for which a collective uses each resource if no other task uses the resource.
+        """Return, by resource, how long a collective uses the resource if no other task uses it, in seconds.
 
         See [Note: Traffic between nodes].
         """
@@ -101,15 +102,15 @@ class SimMachine:
         found = {"processor": collective.bytes * self.processor_per_byte}
         found["between"] = self.sent_between(collective) / self.between
         alone = collective.axis == "replica" and (self.zero3_size or self.node_size) >= self.node_size
-        if not (self.crosses(collective) and alone):  # no other rank of the node is in its group
+        if not (self.crosses(collective) and alone):  # skip if no other rank of the node is in the group
             found["inside"] = collective.bytes / self.inside
         return {resource: seconds for resource, seconds in found.items() if seconds > 0.0}
 
 
 class SimSpan(NamedTuple):
-    """Time span of a computation or collective, in seconds since the start of the simulation."""
+    """Time span of a computation or a collective, in seconds since the start of the simulation."""
 
-    what: str  # phase of a computation, "compute" if it has none, or kind of a collective
+    what: str  # phase of a computation, "compute" if there is no phase, or kind of a collective
     name: str
     start: float
     end: float
@@ -117,19 +118,19 @@ class SimSpan(NamedTuple):
 
 @dataclass
 class SimResult:
-    seconds: float = 0.0  # end of the host's program
+    seconds: float = 0.0  # time at which the host's program ends
     step_ends: list[float] = field(default_factory=list)
-    waits: list[Counter[str]] = field(default_factory=list)  # for each step: seconds waited, by kind of collective
-    spans: list[SimSpan] = field(default_factory=list)  # ordered by their ends
-    computed: float = 0.0  # seconds of computations if no other task uses the processor
-    waited: float = 0.0  # seconds in which the host waited for collectives
-    busy: Counter[str] = field(default_factory=Counter)  # seconds of use, by resource
-    calls: Counter[str] = field(default_factory=Counter)  # number of launches, by kind of collective
-    bytes: Counter[str] = field(default_factory=Counter)  # bytes that the rank sent, by kind of collective
+    waits: list[Counter[str]] = field(default_factory=list)  # per step: seconds waited, by kind of collective
+    spans: list[SimSpan] = field(default_factory=list)  # ordered by end time
+    computed: float = 0.0  # time of all computations in seconds, as if no other task used the processor
+    waited: float = 0.0  # time in seconds that the host waited for collectives
+    busy: Counter[str] = field(default_factory=Counter)  # by resource: time of use in seconds
+    calls: Counter[str] = field(default_factory=Counter)  # by kind of collective: number of launches
+    bytes: Counter[str] = field(default_factory=Counter)  # by kind of collective: number of bytes that the rank sent
 
     @property
     def step(self) -> float:
-        """Seconds of the last step, including waits for collectives that the previous step launched."""
+        """Duration of the last step in seconds, including waits for collectives that the previous step launched."""
         return self.step_ends[-1] - self.step_start
 
     @property
@@ -149,14 +150,14 @@ def simulate(program: Iterable[Operation], machine: SimMachine) -> SimResult:
 
 @dataclass(eq=False)
 class _SimTask:
-    """Simulated task, which waits for its latency, then uses several resources at the same time."""
+    """Simulated task. The task waits for its latency, and then uses several resources at the same time."""
 
     latency: float
     demands: dict[str, float]
     what: str = "compute"
     name: str = ""
     began: float = 0.0
-    then: Callable[[], None] | None = None  # called at the end
+    then: Callable[[], None] | None = None  # callback for the end of the task
 
     @property
     def done(self) -> bool:
@@ -187,7 +188,7 @@ class _Simulation:
         self.until(lambda: task.done)
 
     def compute_beside(self, thread: str, seconds: float, what: ComputeKey, then: Callable[[], None]) -> None:
-        """Queue a computation behind the earlier computations of a background thread."""
+        """Queue a computation in a background thread, after the thread's earlier computations."""
         task = _computing(seconds, what)
         task.then = then
         self._queue(thread, task)
@@ -209,7 +210,7 @@ class _Simulation:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Advance the time until the next latency has passed or the next resource demand is met."""
+        """Advance the time until the next latency has passed or the next demand for a resource is met."""
         users: Counter[str] = Counter()
         for task in self._active:
             if not task.latency:
@@ -260,11 +261,11 @@ def _computing(seconds: float, what: ComputeKey) -> _SimTask:
 
 
 class _Running:
-    """Reduction in flight, which proceeds without the host; see [Note: Machine-dependent times] in sim_program.py.
+    """In-flight reduction, which proceeds without the host; see [Note: Machine-dependent times] in sim_program.py.
 
     Attributes:
         num_added: number of the reduction's collectives whose addition has finished.
-        collectives: the collectives of the reduction, in order.
+        collectives: collectives in the reduction, in order.
     """
 
     def __init__(self, reduction: StartReduction, world: _Simulation, launch: float) -> None:
@@ -335,11 +336,11 @@ class _Host:
         self._waits[what] += self.world.now - before  # type: ignore[assignment]
 
     def _under_way(self, place: int) -> list[_Running]:
-        """Return the reductions that have not added the result of collective number `place`, oldest first."""
+        """Return the reductions that have not yet added the result of collective number `place`, oldest first."""
         return [each for each in self._running if each.num_added <= place < len(each.collectives)]
 
     def _make_room(self, place: int, most: int) -> None:
-        """Wait until at most `most` reductions have not finished collective number `place`.
+        """Wait until at most `most` reductions have yet to add the result of collective number `place`.
 
         engine/reduction_queue.py sets the same limit.
         """

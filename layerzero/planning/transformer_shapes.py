@@ -1,4 +1,4 @@
-"""Shapes of transformers for a plan: parameters on meta, FLOP and activations."""
+"""Describe the shapes of transformers for a plan, and compute their meta parameters, FLOP and activations."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class TransformerShape:
         heads: number of query heads.
         kv_heads: number of key and value heads. The value 0 means `heads`.
         head_dim: dimension of a head. The value 0 means `hidden` / `heads`.
-        gated: True if the feed-forward layer has a gate, as in Llama.
-        biases: True if all linear layers have biases.
-        qkv_biases: True if the projections of queries, keys and values have biases.
-        head_norms: True if queries and keys are normalized, as in Qwen3.
-        experts: number of experts per feed-forward layer, or 0 without experts.
+        gated: whether the feed-forward layer has a gate, as in Llama.
+        biases: whether all linear layers have biases.
+        qkv_biases: whether the query, key and value projections have biases.
+        head_norms: whether queries and keys are normalized, as in Qwen3.
+        experts: number of experts per feed-forward layer, or 0 if the model has no experts.
         experts_per_token: number of experts that each token uses.
-        tied: True if the head shares the weight of the embedding.
-        positions: number of learned positions, or 0 without learned positions.
-        norm_biases: True if norms have biases, as in LayerNorm.
-        conv1d: True if linear weights have shape [inputs, outputs], as in GPT-2.
+        tied: whether the head shares the weight of the embedding.
+        positions: number of learned positions, or 0 if positions are not learned.
+        norm_biases: whether norm layers have biases, as LayerNorm does.
+        conv1d: whether linear weights have the shape [inputs, outputs], as in GPT-2.
 
     Example::
 
@@ -91,11 +91,11 @@ class TransformerShape:
         return self.ffn or 4 * self.hidden
 
     def build(self) -> nn.Module:
-        """Build the model on meta, with parameters but without a forward."""
+        """Build the model on the meta device, with parameters but without a forward method."""
         return _Transformer(self)
 
     def block_flops(self, sequence: int) -> float:
-        """Return the FLOP per token of a block's forward, with causal attention over `sequence` tokens."""
+        """Return the FLOP per token in a block's forward pass, with causal attention over `sequence` tokens."""
         projections = self.hidden * (2 * self.queries + 2 * self.keys)
         layers = (3 if self.gated else 2) * self.hidden * self.inner
         chosen = self.experts_per_token if self.experts else 1
@@ -106,7 +106,7 @@ class TransformerShape:
         return 2.0 * self.vocab * self.hidden
 
     def block_activations(self) -> int:
-        """Return the number of elements per token that a block saves for the backward.
+        """Return the number of elements per token that a block saves for the backward pass.
 
         Attention is assumed to save no scores.
         """
@@ -133,7 +133,10 @@ class _Norm(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Transformer block without a forward; its parameters are registered in the order of common implementations."""
+    """Transformer block without a forward method.
+
+    The parameters are registered in the same order as in common implementations.
+    """
 
     def __init__(self, sizes: TransformerShape) -> None:
         super().__init__()

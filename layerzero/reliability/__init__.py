@@ -1,1 +1,1 @@
-"""Checks for long runs: non-finite gradients, silent data corruption, missing ranks."""
+"""Detect non-finite gradients, silent data corruption and missing ranks in long runs."""

@@ -1,14 +1,15 @@
-"""Guard against silent data corruption. It detects and locates bits that flip between two steps.
+"""Guard against silent data corruption. The guard detects and locates bits that flip between two steps.
 
 [Note: State between steps]
-Between two steps, layerzero does not write to masters and optimizer state. Between a backward and the step, only the
-user writes to final gradients. A write through torch changes the tensor's version, and the parameter's mutation tracker
-counts writes. If address, version and write count are unchanged but the sum of the bits has changed, a bit has flipped.
+Between two steps, layerzero does not write to masters and optimizer state. Between a backward pass and the step, only
+the user writes to final gradients. A write through torch changes the tensor's version, and the parameter's mutation
+tracker counts writes. Suppose the address, the version and the write count of a tensor are unchanged. If the sum of the
+tensor's bits has changed nevertheless, a bit has flipped.
 
 [Note: Repeated steps]
 Compute weights are computed from masters, and gradients are computed from compute weights and batches. If masters and
-optimizer state are unchanged since the last step, a refused step can be repeated with a correct result. If values are
-wrong again after they were recomputed, their memory is defective.
+optimizer state are unchanged since the last step, a refused step can be repeated and then gives the correct result. If
+values are wrong again after they were recomputed, their memory is defective.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class SilentDataCorruption(RuntimeError):
 
     Attributes:
         corruptions: corrupted elements, the same on all ranks.
-        recoverable: True if masters and optimizer state are correct, so that only the refused step used wrong values.
+        recoverable: whether masters and optimizer state are correct. If True, only the refused step used wrong values.
             In this case, call :meth:`CorruptionGuard.recover` and repeat the step.
     """
 
@@ -71,18 +72,20 @@ def guard_corruption(
     """Check for flipped bits before each `every`-th step. All ranks must call this function.
 
     Each check runs before the step updates any tensor. It compares the compute weights of all replicas with each other
-    and with the masters (:func:`layerzero.fingerprint`). It also compares masters and optimizer state with their bits
-    after the previous step, and gradients with their bits after the backward. Unchecked steps have no overhead.
+    and with the masters (:func:`layerzero.fingerprint`). It also compares the bits of masters and optimizer state with
+    those after the previous step, and the bits of gradients with those after the backward pass. Unchecked steps have no
+    overhead.
 
     Args:
-        model: from :func:`layerzero.shard_model`.
-        optimizers: all optimizers of the model, in the order in which they step.
-        every: number of steps from one check to the next. The value 1 checks every step. The guard detects a bit that
-            flips in an unchecked step only if copies still differ at the next check.
-        on_found: "raise" raises :class:`SilentDataCorruption`. "log" logs the error and continues with the step.
+        model: model that :func:`layerzero.shard_model` returned.
+        optimizers: all optimizers of the model, in the order in which their steps run.
+        every: number of steps from one check to the next. If 1, every step is checked. If a bit flips in an unchecked
+            step, the guard detects the flip only if copies still differ at the next check.
+        on_found: if "raise", the guard raises :class:`SilentDataCorruption`. If "log", the guard logs the error and
+            continues with the step.
 
     Returns:
-        The guard, whose :meth:`CorruptionGuard.recover` restores a correct state after an error.
+        The guard. Its method :meth:`CorruptionGuard.recover` restores a correct state after an error.
 
     Example::
 
@@ -110,11 +113,11 @@ def guard_corruption(
 
 
 class _ExpectedBits(NamedTuple):
-    """State of a tensor that should not be written before the next check."""
+    """State of a tensor to which no code should write before the next check."""
 
     address: int
     version: int
-    edits: int  # write count of its mutation tracker
+    edits: int  # write count of the tensor's mutation tracker
     sum: Tensor  # 0-dim int64
 
 
@@ -130,7 +133,7 @@ def _gradient_record(gradient: Tensor) -> _ExpectedBits:
 
 
 def _hook_on(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
-    """Register a hook that is called when the final gradient of a parameter is set; return its handle."""
+    """Register a hook that is called when the final gradient of a parameter is set; return the hook's handle."""
     return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
@@ -142,8 +145,8 @@ class CorruptionGuard:
     """Guard against flipped bits, created by :func:`guard_corruption`.
 
     Attributes:
-        looked: number of checks.
-        found: all corruptions found so far.
+        looked: number of checks so far.
+        found: all corruptions that were found so far.
     """
 
     def __init__(
@@ -177,12 +180,12 @@ class CorruptionGuard:
         """Recompute compute weights from masters and clear gradients. All ranks must call this method.
 
         Call this method after :class:`SilentDataCorruption`, then repeat the step with the same batches. The repeated
-        step has the correct bits if the loop draws no random numbers and the forwards change no buffers.
+        step gives the correct bits if the loop draws no random numbers and the forward passes change no buffers.
 
         Raises:
             SilentDataCorruption: masters or optimizer state are wrong; weights that steps do not write may have been
                 wrong in earlier steps; or compute weights are wrong again, which suggests defective memory.
-            RuntimeError: no step was refused, because the guard found no corruption or only logs.
+            RuntimeError: no step was refused, because the guard found no corruption or only logs errors.
         """
         refused = self._refused
         if refused is None:
@@ -206,7 +209,7 @@ class CorruptionGuard:
             _LOG.warning("layerzero: flipped bits in %s were recomputed; repeat the step", names)
 
     def _hook_new_parameters(self) -> None:
-        """Register gradient hooks on newly trainable parameters. Frozen parameters cannot have such hooks."""
+        """Register gradient hooks on parameters that became trainable. Frozen parameters cannot have such hooks."""
         for name, member in self._runtime.members.items():
             if member.sharded.requires_grad and name not in self._listened:
                 self._hooks.append(_hook_on(member.sharded, self._on_gradient(name)))
@@ -214,7 +217,7 @@ class CorruptionGuard:
 
     @property
     def _is_due(self) -> bool:
-        """True if the next step is checked."""
+        """Whether the next step is checked."""
         return (self._steps + 1) % self._every == 0
 
     def _on_gradient(self, name: str) -> Callable[[Tensor], None]:
@@ -283,9 +286,9 @@ class CorruptionGuard:
         return _ExpectedBits(tensor.data_ptr(), tensor._version, edits, sum64(tensor))
 
     def _at_rest_since(self) -> dict[tuple[str, str], bool]:
-        """Return whether the bits of each recorded tensor are unchanged, keyed by kind and parameter name.
+        """Return whether the bits of each recorded tensor are unchanged, by kind and parameter name.
 
-        Tensors that were written since they were recorded are omitted.
+        Tensors to which code has written since they were recorded are omitted.
         """
         before = self._resting
         now = {key: self._at_rest(tensor, key[1]) for key, tensor in self._tensors() if key in before}
@@ -296,14 +299,14 @@ class CorruptionGuard:
         if not same:
             return {}
         wrong = torch.stack([(before[key].sum != now[key].sum).to("cpu", non_blocking=False) for key in same]).tolist()
-        # A gradient of zeros comes from zero_grad(set_to_none=False).
+        # zero_grad(set_to_none=False) sets gradients to zero, which is not a corruption.
         return {
             key: not is_wrong or bool(key[0] == "gradient" and now[key].sum == 0)
             for key, is_wrong in zip(same, wrong, strict=True)
         }
 
     def _changed(self, same: Mapping[tuple[str, str], bool]) -> list[Corruption]:
-        """Return a corruption for each tensor whose bits have changed without a write."""
+        """Return one corruption for each tensor whose bits have changed without a write."""
         found = []
         for (kind, name), is_same in same.items():
             if not is_same:
@@ -315,7 +318,7 @@ class CorruptionGuard:
     def _gradient(self, name: str) -> Tensor | None:
         """Return the final gradient of a parameter.
 
-        The result is None if the gradient is not final, such as after a later backward inside ``no_sync``.
+        The result is None if the gradient is not final, for instance after a later backward pass inside ``no_sync``.
         """
         gradient = self._runtime.members[name].sharded.grad
         rows = gradient._local_tensor if isinstance(gradient, DTensor) else None

@@ -1,12 +1,12 @@
-"""Comparison of weights that must be bitwise equal: compute weights of all replicas, and masters cast to their dtype.
+"""Compare weights that must be bitwise equal: the compute weights of all replicas, and the masters cast to their dtype.
 
 [Note: Redundant copies]
 After a refresh, all replicas have bitwise equal ZeRO-3 shards, and each rank's part of its shard equals its masters
-cast to the compute dtype. A flipped bit in the compute weights therefore makes one replica differ from the other
-replicas, and from the element's master. A flipped bit in a master, if it is visible in the compute dtype, makes all
-replicas differ from that master. If master and compute weight share memory, the value of the majority of the replicas
-counts as correct. Without a majority, the value of the rank with the master counts as correct, if that rank has checked
-that its masters are unchanged since the last step.
+cast to the compute dtype. Therefore, a flipped bit in the compute weights makes one replica differ from the other
+replicas and from the element's master. A flipped bit in a master makes all replicas differ from that master if the bit
+is visible in the compute dtype. If a master and its compute weight share memory, the value on the majority of the
+replicas counts as correct. If there is no majority, the value on the rank that has the master counts as correct. This
+rank must have checked that its masters are unchanged since the last step.
 
 The comparison uses 64-bit sums. Only shards whose sums differ are gathered and compared element by element.
 """
@@ -33,7 +33,7 @@ from layerzero.utils.bit_sums import as_integers, sum64
 
 __all__ = ["Corruption", "Fingerprint", "compare", "fingerprint"]
 
-_SHOWN = 8  # elements of a handle that are listed
+_SHOWN = 8  # maximum number of elements per entry that are listed
 _UNKNOWN, _CHANGED, _SOUND = range(3)  # state of masters since the last step
 _KNOWN = {None: _UNKNOWN, False: _CHANGED, True: _SOUND}
 
@@ -43,9 +43,10 @@ class Corruption:
     """Corrupted elements of one parameter.
 
     Attributes:
-        kind: "compute weights", "masters", "optimizer state 'exp_avg'" or "gradient". If the wrong copy is unknown:
-            "masters or compute weights" (the two differ on one rank) or "weights" (replicas differ).
-        ranks: global ranks with wrong bits. For "weights", all ranks with a copy; at least one of the copies is wrong.
+        kind: "compute weights", "masters", "optimizer state 'exp_avg'" or "gradient". If it is unknown which copy is
+            wrong, the kind is "masters or compute weights" (the two differ on one rank) or "weights" (replicas differ).
+        ranks: global ranks that have wrong bits. For "weights", these are all ranks that have a copy. At least one of
+            these copies is wrong.
         handle: name of the handle that stores the elements.
         parameter: name of the parameter that contains the elements.
         detail: description of the elements and of the comparison that failed.
@@ -68,9 +69,9 @@ class Fingerprint:
     """Result of :func:`fingerprint`.
 
     Attributes:
-        sums: 64-bit sum of this rank's ZeRO-3 shard of each handle, keyed by the handle's name. The sums of all
-            replicas are equal if no bit is corrupted. The sum is 0 for weights that share memory with their masters and
-            were changed but not refreshed yet.
+        sums: 64-bit sum of this rank's ZeRO-3 shard of each handle, by name of the handle. If no bit is corrupted, the
+            sums on all replicas are equal. The sum is 0 if the weights share memory with their masters and were changed
+            but not refreshed yet.
         corruptions: corrupted elements, the same on all ranks; empty if all copies are equal.
     """
 
@@ -86,12 +87,12 @@ class Fingerprint:
 def fingerprint(model: nn.Module) -> Fingerprint:
     """Compare the copies of a sharded model's weights that must be bitwise equal.
 
-    All ranks must call this function, between forwards. Each rank reads its masters and its ZeRO-3 shard once and sends
-    eight bytes per handle to other replicas. The result lists differences by rank, handle and parameter.
+    All ranks must call this function, between forward passes. Each rank reads its masters and its ZeRO-3 shard once and
+    sends eight bytes per handle to other replicas. The result lists differences by rank, handle and parameter.
 
-    The next forward refreshes weights that were changed since the last forward. If masters and compute weights share
-    memory, as in fp32, changed weights are compared only after this refresh. A loop that changes the weights right
-    before each call therefore prevents the comparison.
+    The next forward pass refreshes weights that were changed since the last forward pass. If masters and compute
+    weights share memory, as in fp32, changed weights are compared only after this refresh. Therefore, if a loop changes
+    the weights right before each call, they are never compared.
 
     Example::
 
@@ -102,13 +103,13 @@ def fingerprint(model: nn.Module) -> Fingerprint:
 
 
 def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[str, bool]) -> Fingerprint:
-    """Compare the copies like :func:`fingerprint`, and include corruptions that individual ranks have already found.
+    """Compare the copies as :func:`fingerprint` does, and include corruptions that some ranks have already found.
 
     Args:
         runtime: state of the sharded model.
         own: corruptions that this rank has found.
-        sound: for parameters whose state is known: True if the parameter's masters on this rank are unchanged since the
-            last step, False if their bits have changed without a write.
+        sound: by name, for parameters whose state is known: True if the parameter's masters on this rank are unchanged
+            since the last step, False if their bits have changed without a write.
     """
     handles = runtime.handles
     for handle in handles:
@@ -150,7 +151,7 @@ def _has_unrefreshed_masters(handle: Handle) -> bool:
 
 
 def _sum(handle: Handle) -> Tensor:
-    """Return the sum of a handle's ZeRO-3 shard, 0-dim int64.
+    """Return the sum of a handle's ZeRO-3 shard as a 0-dim int64 tensor.
 
     The result is 0 if the shard shares memory with the masters, and the masters were changed but not refreshed yet.
     """
@@ -168,12 +169,12 @@ def _cast(handle: Handle) -> Tensor:
 
 
 def _locate(handle: Handle, mesh_info: MeshInfo, sound: Mapping[str, bool]) -> list[Corruption]:
-    """Return the differences in one handle, between replicas or from the masters.
+    """Return the differences in one handle, between replicas or between compute weights and masters.
 
-    All ranks of the replica group must call this function and get the same result.
+    All ranks of the replica group must call this function. The result is the same on these ranks.
     """
     zero3 = handle.weights.read_zero3()
-    replicas, shard = mesh_info.replicas, as_integers(zero3).view(torch.uint8)  # backends support few integer dtypes
+    replicas, shard = mesh_info.replicas, as_integers(zero3).view(torch.uint8)  # many backends lack other integers
     copies_of_replicas = shard.expand(replicas, -1).contiguous()
     truth: Tensor | None = None
     parts = mesh_info.grid.replica_part_sizes(handle.layout)
@@ -214,21 +215,21 @@ def _locate(handle: Handle, mesh_info: MeshInfo, sound: Mapping[str, bool]) -> l
 
 
 def _verdict(values: Sequence[int], truth: int | None, owner: int, says: int) -> tuple[str, list[int]]:
-    """Return the kind of corruption of one element, and the replicas on which it is wrong.
+    """Return the kind of corruption of one element, and the replicas on which the element is wrong.
 
     Args:
         values: bits of the compute weight on each replica, as integers.
-        truth: bits of the master cast to the compute dtype, as an integer. If it is None, the owner's compute weight is
-            the master.
+        truth: bits of the master cast to the compute dtype, as an integer. If None, the owner's compute weight is the
+            master.
         owner: replica that has the master.
-        says: whether the master has changed since the last step, as far as its rank knows: ``_UNKNOWN``,
-            ``_CHANGED`` or ``_SOUND``.
+        says: state of the master since the last step, as far as the owner knows it: ``_UNKNOWN``, ``_CHANGED`` or
+            ``_SOUND``.
     """
     if truth is not None:
         wrong = [r for r, value in enumerate(values) if value != truth]
         if len(wrong) < len(values) or says == _SOUND:
             return "compute weights", wrong
-        # Several replicas agree with each other but not with the master. A single replica does not show which is wrong.
+        # Replicas agree with each other but not with the master. A single replica does not show which copy is wrong.
         return ("masters" if len(values) > 1 or says == _CHANGED else "masters or compute weights"), [owner]
     (most, times), *_ = Counter(values).most_common()
     if 2 * times > len(values):
@@ -264,14 +265,14 @@ class _Owners:
         self._replicas = mesh_info.replicas
 
     def replica(self, place: int) -> int:
-        """Return the replica that has the master of the element at position `place` in the shard."""
+        """Return the replica that has the master of the element at the position `place` in the shard."""
         flat = self._start + place
         return next(r for r in range(self._replicas) if flat in self._layout.shard_range(self._first + r))
 
     def parameter(self, place: int) -> tuple[str, int]:
         """Return the parameter that contains the element at `place`, and the element's flat index in the parameter.
 
-        For padding, return ``"padding"`` and the element's index in the handle's flat buffer.
+        If the element is padding, return ``"padding"`` and the element's index in the handle's flat buffer.
         """
         flat = self._start + place
         slot = next((slot for slot in self._layout.slots if slot.offset <= flat < slot.end), None)

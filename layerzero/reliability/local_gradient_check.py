@@ -1,10 +1,11 @@
-"""Search for the ranks whose own gradients were not finite.
+"""Find the ranks whose own gradients were not finite.
 
 [Note: Origin of non-finite gradients]
 A check of the final gradients, or of their norm, before each step detects non-finite gradients. At that point, the
-gradients of all ranks have been summed, so the check cannot identify the rank that produced them. Therefore each rank
-checks its own gradients before it sends them, and stores the result on the device. This check reads the gradients once.
-It does not communicate or block the host. The result is read only after a check of final gradients failed.
+gradients of all ranks have been summed. The check then cannot identify the rank that produced the non-finite gradients.
+Therefore each rank checks its own gradients before it sends them, and stores the result on the device. This check reads
+the gradients once. It does not communicate or block the host. The result is read only after a check of the final
+gradients has failed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["LocalGradientCheck", "nonfinite_text"]
 
 
 class LocalGradientCheck:
-    """Record of this rank's own gradients that were not finite when they were sent."""
+    """Record of which of this rank's own gradients were not finite when they were sent."""
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
@@ -42,12 +43,12 @@ class LocalGradientCheck:
             torch._foreach_zero_(self._bad)
 
     def bad(self, among: Collection[str] | None = None) -> list[str]:
-        """Return the names of parameters whose gradients were not finite, as one text per handle.
+        """Return the names of the parameters whose gradients were not finite, as one text per handle.
 
-        The host waits for the device.
+        This method makes the host wait for the device.
 
         Args:
-            among: names of the parameters to report. If it is None, report all parameters.
+            among: names of the parameters to report. If None, all parameters are reported.
         """
         found = []
         for handle, of_handle in zip(self._handles, self._bad, strict=True):
@@ -80,10 +81,10 @@ def _format(handle: Handle, names: list[str]) -> str:
 
 
 def nonfinite_text(own: Sequence[str], final: Iterable[str]) -> str:
-    """Return the text of a message about non-finite gradients.
+    """Return a message about non-finite gradients.
 
     Args:
-        own: texts from all ranks about their own non-finite gradients; empty if all of these gradients were finite.
+        own: texts from all ranks about their own non-finite gradients; empty if all ranks' own gradients were finite.
         final: names of the parameters whose final gradients are not finite.
     """
     if own:

@@ -1,4 +1,4 @@
-"""Guard that skips or refuses steps with non-finite gradients, in the same way on all ranks."""
+"""Skip or refuse steps with non-finite gradients, in the same way on all ranks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _LOG = logging.getLogger("layerzero")
 
 
 class NonFiniteGradients(RuntimeError):
-    """Error that all ranks raise, before any parameter is updated, if gradients are not finite.
+    """Error that all ranks raise if gradients are not finite, before any parameter is updated.
 
-    The message names ranks, parameters and handles.
+    The message names the ranks, parameters and handles.
     """
 
 
@@ -41,26 +41,27 @@ def guard_steps(
     locate: bool = True,
     extra_groups: Sequence[dist.ProcessGroup] = (),
 ) -> StepGuard:
-    """Make ``step()`` skip the update, or raise, if a gradient is NaN or infinite on any rank.
+    """Make ``step()`` skip the update or raise an error if any rank has a NaN or infinite gradient.
 
     All ranks must call this function. Each step then reads this rank's final gradients once and waits for an all-reduce
-    of one number. If `locate` is True, each reduction also reads the gradients that it sends once. A loss scaler runs
-    its own check first and skips the step on its own if that check fails.
+    of one number. If `locate` is True, each reduction also reads, once, the gradients that it sends. A loss scaler runs
+    its own check first. If that check fails, the loss scaler skips the step itself.
 
     Args:
-        model: from :func:`layerzero.shard_model`.
-        optimizers: all optimizers of the model, from :func:`layerzero.shard_optimizer`. If one optimizer skips a step,
-            all of them skip it.
-        nonfinite: "skip" leaves parameters and optimizer state unchanged, logs the affected parameters, and raises if
-            more than `skips` consecutive steps would be skipped. "raise" raises at the first non-finite gradient.
+        model: model that :func:`layerzero.shard_model` returned.
+        optimizers: all optimizers of the model, which :func:`layerzero.shard_optimizer` returned. If one optimizer
+            skips a step, all of them skip it.
+        nonfinite: if "skip", a step with non-finite gradients leaves parameters and optimizer state unchanged and logs
+            the affected parameters. It raises an error if more than `skips` consecutive steps would be skipped. If
+            "raise", the first step with a non-finite gradient raises an error.
         skips: number of consecutive steps that may be skipped.
-        locate: if True, also check each rank's own gradients, so that the message names the ranks that produced the
-            non-finite gradients.
-        extra_groups: process groups that include ranks with other parts of the model, as in tensor or pipeline
+        locate: whether to check each rank's own gradients as well, so that the message names the ranks that produced
+            the non-finite gradients.
+        extra_groups: process groups that include ranks with other parts of the model, as with tensor or pipeline
             parallelism. These ranks skip the same steps.
 
     Returns:
-        The guard, which counts skipped steps.
+        The guard, which counts the skipped steps.
 
     Example::
 
@@ -91,7 +92,7 @@ class StepGuard:
     Attributes:
         skipped: number of skipped steps. A step that several optimizers skip together counts once.
         in_a_row: number of steps skipped since the last update by the first optimizer.
-        found: description of the most recent non-finite gradients; empty if there were none.
+        found: description of the most recent non-finite gradients; empty if all gradients were finite.
     """
 
     def __init__(
@@ -106,10 +107,10 @@ class StepGuard:
         self.in_a_row = 0
         self.found = ""
         self._optimizers = optimizers
-        self._patience = patience  # number of skips in a row that raises
+        self._patience = patience  # number of consecutive refused steps at which an error is raised
         self._model_ranks = runtime.ranks
-        self._asked: list[ShardedOptimizer] = []  # optimizers of this round; each steps once, after a forward
-        self._refusing = False  # an optimizer of this round has skipped
+        self._asked: list[ShardedOptimizer] = []  # optimizers asked in this round; each steps once per forward pass
+        self._refusing = False  # an optimizer has skipped its step in this round
         self._extra_groups = extra_groups
         self._own = LocalGradientCheck(runtime.handles) if locate else None
         self._members = tuple(runtime.members.values())
@@ -127,10 +128,10 @@ class StepGuard:
             self._own.stop()
 
     def _begin_round(self, *_: object) -> None:
-        """Begin a new round before a forward.
+        """Begin a new round before a forward pass.
 
-        If no parameter has a gradient, also clear the record of non-finite gradients. A loss scaler, for example, may
-        have skipped the step without a call of this guard.
+        If no parameter has a gradient, also clear the record of non-finite gradients. For example, a loss scaler may
+        have skipped the step without calling this guard.
         """
         if torch.is_grad_enabled():
             self._asked.clear()
@@ -142,10 +143,10 @@ class StepGuard:
 
     @torch.no_grad()
     def may_step(self, optimizer: ShardedOptimizer) -> bool:
-        """Return whether the optimizer may step, because all gradients on all ranks are finite.
+        """Return whether the optimizer may step. It may step if all gradients on all ranks are finite.
 
-        If one optimizer of a round has skipped, the remaining optimizers of the round skip as well, without another
-        check. All ranks must call this method.
+        If one optimizer has skipped its step in a round, the remaining optimizers in the round also skip theirs,
+        without another check. All ranks must call this method.
         """
         if not self._asked or any(optimizer is other for other in self._asked):
             self._asked, self._refusing = [], False
@@ -168,7 +169,7 @@ class StepGuard:
         return False
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Return this rank's rows of the final gradients of all optimizers, keyed by parameter name."""
+        """Return, by parameter name, this rank's rows of the final gradients that all optimizers use."""
         return {
             name: plain(parameter.grad) if isinstance(parameter, RowShardedTensor) else parameter.grad
             for optimizer in self._optimizers
@@ -178,7 +179,7 @@ class StepGuard:
         }
 
     def _note(self, gradients: dict[str, Tensor]) -> None:
-        """Count a skipped step, and log or raise. The message is the same on all ranks of the model."""
+        """Count a skipped step, and log a message or raise an error. All ranks of the model have the same message."""
         rank = dist.get_rank()
         final = list(dict.fromkeys(self._all_tell(not_finite(gradients))))
         own = [] if self._own is None else [f"rank {rank}: {text}" for text in self._own.bad(set(final))]

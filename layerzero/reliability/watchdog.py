@@ -1,4 +1,4 @@
-"""Watchdog for late collectives of a model: :func:`watchdog`."""
+"""Report late collectives of a model: :func:`watchdog`."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
 
     All ranks must call this function.
 
-    The message names the collective, its unit, the step, and the missing ranks with the last collective of each rank.
-    The message is logged within 5 s after the limit, or within a tenth of `limit` if that is longer. The watchdog does
-    not abort a collective; the timeout of the process group aborts it. A watchdog uses two threads and sends a request
-    to the store every 1 to 10 s.
+    The message names the collective, its unit and the step. It also names each missing rank and that rank's last
+    collective. The message is logged within 5 s after the limit, or within a tenth of `limit` if that is longer. The
+    watchdog does not abort a collective. Only the timeout of the process group aborts the collective. A watchdog uses
+    two threads and sends a request to the store every 1 to 10 s.
 
-    On a device, :func:`layerzero.shard_model` starts a default watchdog, whose limit is half the timeout of the process
-    group but at most 5 minutes. This function replaces the default watchdog. To run without a watchdog, call
+    On a device, :func:`layerzero.shard_model` starts a default watchdog. Its limit is half the timeout of the process
+    group, but at most 5 minutes. This function replaces the default watchdog. To run without a watchdog, call
     ``layerzero.watchdog(model).close()``.
 
     Args:
-        model: from :func:`layerzero.shard_model`.
-        limit: seconds since the launch of a collective. Use a limit that is longer than any step or checkpoint.
+        model: model that :func:`layerzero.shard_model` returned.
+        limit: time in seconds after the launch of a collective at which the message is logged. Use a limit that is
+            longer than any step or checkpoint takes.
 
     Returns:
-        The watchdog. Its ``close()`` stops it.
+        The watchdog. Call its ``close()`` method to stop it.
 
     Raises:
         ValueError: `limit` is not positive.
-        RuntimeError: a watchdog from an earlier call of this function is active.
+        RuntimeError: a watchdog that an earlier call of this function started is still active.
 
     Example::
 

@@ -1,13 +1,15 @@
-"""Differences per parameter between two training runs of the same model. This module uses only arithmetic and text.
+"""Compute the difference of each parameter between two training runs of the same model.
+
+This module only computes numbers and formats text.
 
 [Note: Scale of differences]
-The gradient of a bias before a normalization is zero except for rounding, and rounding errors of two runs differ. A
-gradient's difference is therefore divided by the largest element of that parameter's gradient, or by `FLOOR` times the
-model's largest gradient element if that is larger. A weight's difference is divided by the distance that training has
-moved the weight, because a wrong update is small compared with the weight. If larger, `FLOOR` times the largest
-movement in the model, or `FLOOR` times the parameter's largest element, is used instead, so that rounding does not
-count. Two weights that differ by at most one ulp (unit in the last place) count as equal, regardless of their movement,
-because sums in a different order round differently.
+The gradient of a bias before a normalization layer is zero except for rounding errors, which differ between two runs.
+Therefore, a gradient's difference is divided by the largest element of that parameter's gradient. If `FLOOR` times the
+largest gradient element in the model is larger, it is the divisor instead. A weight's difference is divided by the
+distance that training has moved the weight, because even a wrong update is small compared with the weight. If `FLOOR`
+times the largest movement in the model, or `FLOOR` times the parameter's largest element, is larger, it is the divisor
+instead. Rounding errors then do not count. Two weights that differ by at most one ulp (unit in the last place) count as
+equal, regardless of their movement, because sums in a different order round differently.
 """
 
 from __future__ import annotations
@@ -22,15 +24,15 @@ from torch import Tensor
 __all__ = ["Comparison", "ParameterDifference", "StepRecord", "VerifyReport"]
 
 FLOOR = 1e-2
-_SHOWN = 20  # rows in the text of a report
+_SHOWN = 20  # maximum number of rows in the text of a report
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Gradients and weights of one optimizer step, as full tensors in host memory keyed by parameter name."""
+    """Gradients and weights of one optimizer step, as full tensors in host memory, by parameter name."""
 
     gradients: Mapping[str, Tensor | None]
-    weights: Mapping[str, Tensor]  # after the step, including floating-point buffers
+    weights: Mapping[str, Tensor]  # weights after the step, including floating-point buffers
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,16 @@ class ParameterDifference:
     """Differences of one parameter (or floating-point buffer) between one sharded run and the plain run.
 
     Attributes:
-        zero3_size: S of the sharded run.
+        zero3_size: value of S in the sharded run.
         precision: coarsest dtype of the sharded run, such as ``"float32"``.
         name: name of the parameter, as in ``named_parameters()``.
         gradient: largest relative difference of the parameter's gradient. The value is ``inf`` if only one run has a
             gradient, or if the gradient of the sharded run is not finite.
-        gradient_step: index of the step with the difference `gradient`, from 0.
-        weight: largest relative difference of trained values that differ by more than one ulp.
+        gradient_step: index of the step in which the difference `gradient` occurred, counted from 0.
+        weight: largest relative difference among trained values that differ by more than one ulp.
         weight_step: index of the step after which the difference `weight` was found.
-        tolerance: upper limit of `gradient` and `weight`.
-        note: remark such as ``"no gradient when sharded"``; usually empty.
+        tolerance: largest accepted value of `gradient` and `weight`.
+        note: remark, such as ``"no gradient when sharded"``; usually empty.
     """
 
     zero3_size: int
@@ -72,12 +74,12 @@ class ParameterDifference:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Result of :func:`layerzero.verify`. ``str(report)`` is a table of the rows.
+    """Result of :func:`layerzero.verify`. ``str(report)`` shows the rows as a table.
 
     Attributes:
         rows: one row per parameter and sharded run, sorted from the largest difference to the smallest.
         world_size, steps, micro_batches: settings of the runs.
-        notes: observations on the plain run.
+        notes: remarks about the plain run.
     """
 
     rows: tuple[ParameterDifference, ...]
@@ -88,7 +90,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """True if no parameter of any sharded run differs by more than its tolerance."""
+        """Whether, in every sharded run, all parameters differ by at most their tolerance."""
         return all(row.ok for row in self.rows)
 
     @property
@@ -123,10 +125,10 @@ class VerifyReport:
 
 
 class Comparison:
-    """Collector of the largest differences of one sharded run over all steps."""
+    """Collect the largest differences between one sharded run and the plain run over all steps."""
 
     def __init__(self, start: Mapping[str, Tensor], *, zero3_size: int, precision: str, tolerance: float) -> None:
-        self._start = start  # the weights before the first step
+        self._start = start  # weights before the first step
         self._zero3_size = zero3_size
         self._precision = precision
         self._tolerance = tolerance
@@ -135,7 +137,7 @@ class Comparison:
         self._note: dict[str, str] = {}
 
     def add(self, step: int, plain: StepRecord, ours: StepRecord) -> None:
-        """Compare the gradients and weights of one step and record the largest differences."""
+        """Compare the gradients and the weights of one step and record the largest differences."""
         largest_gradient = _largest(g for g in plain.gradients.values() if g is not None)
         largest_move = _largest(plain.weights[name] - self._start[name] for name in plain.gradients)
         for name in [*plain.weights, *(name for name in ours.weights if name not in plain.weights)]:
@@ -185,12 +187,12 @@ class Comparison:
 def _distance(left: Tensor, right: Tensor, *, slack: Tensor | float = 0.0) -> float:
     """Return the largest absolute difference between elements of two tensors.
 
-    The result is infinite if the shapes differ, or if an element is Inf or NaN in one tensor only.
+    The result is infinite if the shapes differ, or if an element is Inf or NaN in only one of the tensors.
 
     Args:
         left: first tensor.
         right: second tensor.
-        slack: differences up to this value count as zero; a number, or a tensor with the shape of `right`.
+        slack: number, or tensor with the shape of `right`. Differences up to this value count as zero.
     """
     if left.shape != right.shape:
         return math.inf
@@ -204,7 +206,9 @@ def _distance(left: Tensor, right: Tensor, *, slack: Tensor | float = 0.0) -> fl
 
 
 def _ulps(values: Tensor) -> Tensor:
-    """Return the size of one ulp of each element, in fp64: the distance to the next larger magnitude in its dtype.
+    """Return the size of one ulp of each element, in fp64.
+
+    One ulp is the distance to the next larger magnitude in the dtype of `values`.
 
     The result is 0 for integers, zeros and infinite values.
     """
@@ -216,7 +220,7 @@ def _ulps(values: Tensor) -> Tensor:
 
 
 def _largest(tensors: Iterable[Tensor]) -> float:
-    """Return the largest finite magnitude among the elements of all tensors; 0 if no tensor has elements."""
+    """Return the largest finite magnitude among the elements of all tensors, or 0 if no tensor has elements."""
     found = (t.abs().nan_to_num(0.0, posinf=0.0).max().item() for t in tensors if t.numel())
     return float(max(found, default=0.0))
 

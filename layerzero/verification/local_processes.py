@@ -1,4 +1,4 @@
-"""Execution of a function on local gloo ranks. Each rank is a single-threaded process. The rendezvous uses a file."""
+"""Run a function on local gloo ranks. Each rank is a single-threaded process. The rendezvous uses a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 __all__ = ["pickled", "run_on_local_ranks"]
 
-_GRACE = 2.0  # seconds to wait for errors of the other ranks after one failed
+_GRACE = 2.0  # time in seconds to wait for errors of the other ranks after one rank has failed
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _Failure:
 
     @property
     def is_secondary(self) -> bool:
-        """True if this rank only reports that another rank failed; see :mod:`layerzero.comm.agreement`."""
+        """Whether this rank only reports that another rank failed; see :mod:`layerzero.comm.agreement`."""
         return "layerzero: " in self.summary
 
 
@@ -45,7 +45,7 @@ def pickled(parts: Mapping[str, object], *, way_out: str) -> bytes:
 
     Args:
         parts: values by name.
-        way_out: advice to the user for the error message.
+        way_out: advice to the user that the error message contains.
 
     Raises:
         TypeError: a value cannot be pickled. The message names the value and contains `way_out`.
@@ -58,7 +58,7 @@ def pickled(parts: Mapping[str, object], *, way_out: str) -> bytes:
 def _require_picklable(name: str, part: object, way_out: str) -> None:
     try:
         pickle.dumps(part)
-    except Exception as error:  # pickle raises any exception type
+    except Exception as error:  # pickle may raise an exception of any type
         raise TypeError(f"{name} cannot be sent to the processes of the ranks ({error}). {way_out}") from error
 
 
@@ -68,17 +68,17 @@ def run_on_local_ranks(
     """Call ``fn(rank, arguments)`` in new processes with an initialized default group; return the result of rank 0.
 
     Args:
-        fn: a function at the top level of a module.
-        arguments: result of :func:`pickled`. Each process unpickles it for `fn`.
+        fn: function that is defined at the top level of a module.
+        arguments: result of :func:`pickled`. Each process unpickles the result and passes it to `fn`.
         world_size: number of processes.
         timeout: timeout of a collective between the ranks, in seconds.
 
     Raises:
-        RuntimeError: a rank raised or died. The message describes the first failure, with its traceback if there is
-            one. By then, all processes have exited.
+        RuntimeError: a rank raised an error or died. The message describes the first failure, with a traceback if there
+            is one. All processes have exited before this error is raised.
     """
     context = multiprocessing.get_context("spawn")
-    ranks: list[tuple[BaseProcess, Connection]] = []  # processes and pipes to them
+    ranks: list[tuple[BaseProcess, Connection]] = []  # each process and the pipe to it
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "store")
         try:
@@ -130,9 +130,9 @@ _DIED = (
 
 
 def _failure_message(failures: list[_Failure], exit_codes: Mapping[int, int | None]) -> str:
-    """Return a message that describes the cause in full, then its consequences.
+    """Return a message that describes the cause in full, and then the failures that followed.
 
-    The cause is a rank that died. If no rank died, it is the first rank that raised.
+    The cause is a rank that died. If no rank died, the cause is the first rank that raised an error.
     """
     first, *rest = sorted(failures, key=lambda failure: (failure.is_secondary, bool(failure.traceback), failure.when))
     lines = [f"rank {first.rank} failed: {first.summary}"]
@@ -169,14 +169,14 @@ def _work(
         pipe.send(_Failure(rank, time.time(), f"{type(error).__name__}: {error}", traceback.format_exc()))
         _leave(1)
     pipe.send(result)
-    # No rank exits while another rank may still read from it. The caller closes the pipe when all ranks are done.
+    # A rank must not exit while another rank may still read from it. The caller closes the pipe after all ranks finish.
     with contextlib.suppress(EOFError, OSError):
         pipe.recv()
     _leave(0)
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit without destroying process groups, which could deadlock with ranks that wait for this rank."""
+    """Exit without destroying process groups. Destroying them could deadlock with ranks that wait for this rank."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -1,11 +1,11 @@
-"""Plain and sharded training of a model for a few steps, from the same initial weights and on the same batches.
+"""Train a model for a few steps, plain and sharded, from the same initial weights and on the same batches.
 
 [Note: Plain run]
-The plain run is data-parallel training in one process. It has one model per rank, built by the user's function from the
-same seed, so that batch-norm statistics, counters and other module state change as on that rank. All models share the
-storage of the weights. Each model processes its rank's batches, the gradients are averaged, and one optimizer steps.
-layerzero uses no collectives in the plain run. Every rank executes the full plain run, so that modules that communicate
-with other ranks still work.
+The plain run is data-parallel training in one process. It has one model per rank, which the user's function builds from
+the same seed. Batch-norm statistics, counters and other module state therefore change as they do on that rank. All
+models share the storage of the weights. Each model processes the batches of its rank. The gradients are then averaged,
+and one optimizer updates the weights. layerzero uses no collectives in the plain run. Every rank executes the full
+plain run, so that modules that communicate with other ranks still work.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ __all__ = [
 ]
 
 
-PER_MODEL = ("ignored_params", "ignored_modules")  # settings of shard_model that contain parts of one model
+PER_MODEL = ("ignored_params", "ignored_modules")  # settings of shard_model that refer to parts of one model
 
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """Training that both runs perform; the fields are arguments of :func:`layerzero.verify`."""
+    """Description of the training that both runs perform. The fields are arguments of :func:`layerzero.verify`."""
 
     model_fn: Callable[[], nn.Module]
     batch_fn: Callable[[int, int], Any]
@@ -76,15 +76,15 @@ class TrainingTask:
         return optimizer
 
     def batch(self, index: int, rank: int) -> Any:
-        """Return the user's batch for a micro-batch and rank, with random numbers seeded by both."""
+        """Return the user's batch for a micro-batch and a rank. The random numbers are seeded from both indices."""
         _seed(self.seed, 1 + index, rank, 0)
         return self.batch_fn(index, rank)
 
     def backward(self, model: nn.Module, step: int, micro_batch: int, rank: int, device: torch.device) -> float:
-        """Run the forward and backward of one micro-batch, with random numbers seeded by micro-batch and rank.
+        """Run the forward and backward passes of one micro-batch. The random numbers are seeded from the indices.
 
         Returns:
-            The loss. Gradients are those of the loss divided by the number of micro-batches.
+            The loss. The gradients are those of the loss divided by the number of micro-batches.
         """
         index = step * self.micro_batches + micro_batch
         batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), self.batch(index, rank))
@@ -99,7 +99,7 @@ class TrainingTask:
 
 
 def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
-    """Run the model and return its output, or the ``loss`` of its output; the default loss function."""
+    """Run the model and return its output, or the ``loss`` in its output. This is the default loss function."""
     if isinstance(batch, Mapping):
         output = model(**batch)
     else:
@@ -114,13 +114,13 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
 
 
 class ReferenceRun:
-    """Result of the plain run: initial weights, records of the steps (on rank 0), and losses of all batches."""
+    """Result of the plain run: the initial weights, the records of all steps (on rank 0), and the losses."""
 
     def __init__(self) -> None:
         self.start: dict[str, Tensor] = {}
         self.snapshots: list[StepRecord] = []
         self.losses: list[float] = []
-        self.edited: set[str] = set()  # weights changed by something other than the optimizer; known on rank 0
+        self.edited: set[str] = set()  # weights that code other than the optimizer has changed; known on rank 0
         self.dtypes: set[torch.dtype] = set()  # dtypes of the parameters
 
 
@@ -128,10 +128,11 @@ def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, ra
     """Train without layerzero. See [Note: Plain run].
 
     Args:
-        task: the training to run.
+        task: description of the training.
         world_size: number of ranks whose batches are used.
         device: device of the models.
-        rank: this rank, whose buffers are recorded together with the weights. Only rank 0 records each step.
+        rank: index of this rank. The buffers of its model are recorded together with the weights. Only rank 0 records
+            each step.
     """
     _require_repeatable(task)
     models = _models_of_ranks(task, world_size, device)
@@ -154,7 +155,7 @@ def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, ra
         for name, master in masters.items():
             master.grad = sums[name].div_(world_size) if name in sums else None
             if not torch.equal(parameters[name], master.to(parameters[name].dtype)):
-                master.data.copy_(parameters[name])  # plain training keeps a change that a forward made to the weight
+                master.data.copy_(parameters[name])  # plain training keeps changes that a forward pass made to weights
         gradients = {name: None if m.grad is None else m.grad.cpu().clone() for name, m in masters.items()}
         optimizer.step()
         optimizer.zero_grad()
@@ -170,7 +171,7 @@ def train_sharded(
 ) -> Iterator[StepRecord]:
     """Train with layerzero on this rank's batches and yield a record of each step.
 
-    On ranks other than 0, the tensors of the records are empty. All ranks must exhaust the iterator together.
+    On ranks other than 0, the tensors in the records are empty. All ranks must exhaust the iterator together.
     """
     mesh = init_mesh(zero3_size, device_type)
     model = task.build()
@@ -227,8 +228,8 @@ def _models_of_ranks(task: TrainingTask, world_size: int, device: torch.device) 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
     """Return the parameter that the optimizer of the plain run updates.
 
-    As in a sharded run, a trainable master has at least the precision of fp32. If the dtype does not change, the master
-    shares the storage of `parameter`.
+    As in a sharded run, a trainable master has at least fp32 precision. If the dtype does not change, the master shares
+    the storage of `parameter`.
     """
     dtype = torch.promote_types(parameter.dtype, torch.float32) if parameter.requires_grad else parameter.dtype
     return nn.Parameter(parameter.data.to(dtype), requires_grad=parameter.requires_grad)
@@ -247,7 +248,7 @@ def _add_gradients(sums: dict[str, Tensor], model: nn.Module, masters: Mapping[s
 
 
 def _changed(parameter: Tensor, before: Tensor) -> bool:
-    """Return whether a parameter differs from its value `before`, compared in the parameter's dtype."""
+    """Return whether a parameter differs from `before`. The two are compared in the parameter's dtype."""
     return not torch.equal(parameter.detach().cpu(), before.to(parameter.dtype))
 
 
@@ -260,9 +261,9 @@ def _require_finite(losses: Iterable[float], step: int) -> None:
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of parameters and floating-point buffers.
+    """Yield the name and the tensor of each parameter and each floating-point buffer.
 
-    Integer buffers are counters and are omitted.
+    Integer buffers are omitted, because they are counters.
     """
     yield from model.named_parameters()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point())
@@ -273,7 +274,7 @@ def _weights(masters: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tenso
 
 
 def _average_ignored(model: nn.Module) -> None:
-    """Average the gradients of ignored parameters over all ranks, as a user's training loop must do."""
+    """Average the gradients of ignored parameters over all ranks, as a user's training loop must also do."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) or not parameter.requires_grad:
             continue
@@ -297,7 +298,7 @@ def _whole(tensor: Tensor, rank: int) -> Tensor:
 
 
 def _seed(*numbers: int) -> None:
-    """Seed the random numbers of torch and Python from integers. Equal integers give equal states on every rank."""
+    """Seed torch's and Python's random numbers from integers. Equal integers give the same states on every rank."""
     mixed = 0
     for number in numbers:
         mixed = (mixed * 1_000_003 + number + 0x9E3779B9) % 2**63
@@ -307,7 +308,7 @@ def _seed(*numbers: int) -> None:
 
 @contextmanager
 def preserved_rng(device: torch.device) -> Iterator[None]:
-    """Context manager that restores the random states of Python and torch on exit."""
+    """Context manager that restores the random states of Python and torch on exit from the context."""
     state = random.getstate()
     devices = [] if device.type == "cpu" else [device]
     try:

@@ -1,4 +1,4 @@
-"""Entry point :func:`verify`, which compares the training of a model with and without layerzero."""
+"""Compare the training of a model with and without layerzero: :func:`verify`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _DTYPES = ("replica_reduce_dtype", "buffer_dtype")  # settings that may lower th
 
 
 def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Return SGD with momentum. Adam is unsuitable, because it normalizes gradients, which hides a wrong scale."""
+    """Return SGD with momentum. Adam is unsuitable, because it normalizes gradients and thus hides a wrong scale."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
@@ -75,49 +75,51 @@ def verify(
     timeout: float = 300.0,
     **settings: Any,
 ) -> VerifyReport:
-    """Train a model for a few steps, plain and sharded, and compare gradients and weights.
+    """Train a model for a few steps, plain and sharded, and compare the gradients and weights.
 
-    The plain run is data-parallel training in one process, without collectives. The sharded runs use
-    :func:`layerzero.shard_model`, :func:`layerzero.no_sync` and :func:`layerzero.shard_optimizer` like a training loop.
-    All runs start from the same weights and draw the same random numbers for a given rank and micro-batch. Therefore
-    dropout and batch-norm in training mode can be compared.
+    The plain run is data-parallel training in one process, without collectives. The sharded runs call
+    :func:`layerzero.shard_model`, :func:`layerzero.no_sync` and :func:`layerzero.shard_optimizer`, as a training loop
+    does. All runs start from the same weights and draw the same random numbers for a given rank and micro-batch.
+    Therefore dropout and batch-norm in training mode can be compared.
 
-    On a CPU, the ranks use collectives as on devices instead of shared memory, unless `shared_memory` is given. A
-    forward on only some ranks of a ZeRO-3 group (``if rank == 0: evaluate(model)``) raises; on devices it would hang.
+    On a CPU, the ranks use collectives, as on devices, instead of shared memory, unless `shared_memory` is given. If
+    only some ranks of a ZeRO-3 group run a forward pass (``if rank == 0: evaluate(model)``), an error is raised. On
+    devices, such a forward pass would hang.
 
-    Use a small configuration of the model, because every rank allocates the full model, and rank 0 stores two copies
-    per step in host memory.
+    Use a small configuration of the model. Every rank allocates the full model, and rank 0 stores two copies of it per
+    step in host memory.
 
     If torch.distributed is initialized (under torchrun), every rank must call this function, and the existing ranks and
-    their devices are used. Otherwise `world_size` processes are started on this machine's CPU. All functions must then
-    be picklable, so define them at the top level of a module. A script must also guard its entry point with ``if
-    __name__ == "__main__"``.
+    their devices are used. Otherwise, `world_size` processes are started on this machine's CPU. In this case, all
+    functions must be picklable. Define them at the top level of a module. A script must also guard its entry point with
+    ``if __name__ == "__main__"``.
 
     Args:
-        model_fn: function that builds the model, on any device. The function is called many times and must return a new
-            model of the same structure each time.
-        batch_fn: ``(index, rank) -> batch``, where `index` counts micro-batches from 0 over all steps. The function
-            must return equal batches for equal arguments. torch's random numbers are seeded before each call.
-        loss_fn: ``(model, batch) -> loss``, where the loss is a tensor of one element. By default, the model returns
-            the loss, or an object with ``.loss`` or ``["loss"]``. The call is ``model(batch)``, ``model(*batch)`` for a
-            tuple, or ``model(**batch)`` for a dict.
-        optimizer_fn: ``(parameters) -> optimizer``, for example ``functools.partial(torch.optim.SGD, lr=0.01)``.
-            The default is SGD with momentum 0.9 and learning rate 0.1. Adam hides wrong scales of gradients and makes
-            full-size steps from gradients that consist of rounding errors.
-        world_size: number of processes to start. The default is 4, or under torchrun the existing world size.
+        model_fn: function that builds the model on any device. The function is called many times and must return a new
+            model with the same structure each time.
+        batch_fn: function ``(index, rank) -> batch``, where `index` counts micro-batches from 0 over all steps. The
+            function must return equal batches for equal arguments. torch's random numbers are seeded before each call.
+        loss_fn: function ``(model, batch) -> loss``, where the loss is a tensor with one element. If None, the model
+            must return the loss, or an object that has the loss as ``.loss`` or ``["loss"]``. The model is called as
+            ``model(batch)``, as ``model(*batch)`` for a tuple, or as ``model(**batch)`` for a dict.
+        optimizer_fn: function ``(parameters) -> optimizer``, for example ``functools.partial(torch.optim.SGD,
+            lr=0.01)``. The default is SGD with momentum 0.9 and learning rate 0.1. Adam hides wrong scales of
+            gradients. It also makes full-size steps if gradients consist only of rounding errors.
+        world_size: number of processes to start. The default is 4. Under torchrun, it is the existing world size.
         zero3_sizes: values of S to try. The default is every divisor of the world size. If `reshard_after_forward` is a
             number, the default is 1 and every divisor that is a multiple of that number. If `reshard_after_forward` is
             a callable that returns numbers, pass `zero3_sizes`.
         steps, micro_batches: number of optimizer steps, and number of batches per step and rank. All micro-batches of a
-            step except the last run inside ``no_sync``.
-        tolerance: largest accepted relative difference of a parameter's gradient and of the trained parameter. A
-            gradient's difference is divided by the gradient's largest element, and a trained parameter's by the
-            distance that the parameter moved. If a hundredth of the model's largest gradient or movement is larger, it
-            is the divisor instead. Trained values that differ by one ulp of their dtype count as equal. The default
-            depends on the coarsest dtype involved. For fp32 (3.5e-4) and fp64, the default is the square root of
-            epsilon, which is half of the digits. For fp16 (0.125) and bf16 (0.35), it is four times the square root,
-            because accumulated rounding exceeds half of so few digits.
-        seed: seed of all random numbers.
+            step except the last one run inside ``no_sync``.
+        tolerance: largest accepted relative difference, both of a parameter's gradient and of the trained parameter. A
+            gradient's difference is divided by the gradient's largest element. A trained parameter's difference is
+            divided by the distance that the parameter moved. If a hundredth of the model's largest gradient or movement
+            is larger, it is the divisor instead. Trained values that differ by one ulp of their dtype count as equal.
+            The default depends on the coarsest dtype that is used. For fp32 (3.5e-4) and fp64, the default is the
+            square root of epsilon, which corresponds to half of the digits. For fp16 (0.125) and bf16 (0.35), it is
+            four times the square root, because these dtypes have so few digits that accumulated rounding errors exceed
+            half of them.
+        seed: seed for all random numbers.
         timeout: timeout of a collective between the started processes, in seconds.
         settings: settings of :func:`layerzero.shard_model`: `units`, `accumulation`, `mp_policy`, ... To try both
             accumulation modes, call verify twice. `ignored_params` and `ignored_modules` must be functions
@@ -125,20 +127,21 @@ def verify(
             the training loop.
 
     The plain run uses the precision in which the model is built. If `mp_policy`, `replica_reduce_dtype` or
-    `buffer_dtype` request a lower precision, each S is run twice. The first run omits these settings and uses the
-    strict tolerance. The first run determines whether the model can be sharded. The second run uses the settings and
+    `buffer_dtype` requests a lower precision, there are two runs for each S. The first run omits these settings and
+    uses the strict tolerance. It determines whether the model can be sharded. The second run uses the settings and
     measures the effect of the lower precision. `tolerance` applies only to runs with your settings. In bf16, a
-    tolerance of 0.35 detects wrong scales but no subtle errors. Differences of 0.14 from fp32 have been observed in
-    single layers.
+    tolerance of 0.35 is enough to detect wrong scales, but not subtle errors. Differences of 0.14 from fp32 have been
+    observed in single layers.
 
     Returns:
-        A :class:`VerifyReport`, the same on all ranks: ``report.ok``, ``report.worst``, and a table as ``str(report)``.
+        A :class:`VerifyReport`, the same on all ranks. It has ``report.ok`` and ``report.worst``, and ``str(report)``
+        is a table.
 
     Raises:
         TypeError, ValueError: an argument is invalid, a function cannot be pickled, or a loss is invalid or not finite.
         RuntimeError: a rank failed, for instance because layerzero does not support the model. The message contains the
-            rank's traceback. Under torchrun, the traceback is instead in the exception chain of the rank that failed,
-            and the other ranks may wait for it until the timeout of the group.
+            rank's traceback. Under torchrun, the traceback is instead in the exception chain on the rank that failed.
+            The other ranks may then wait for this rank until the timeout of the process group.
 
     Example::
 
@@ -176,7 +179,7 @@ def verify(
 def check_arguments(
     *, steps: int, micro_batches: int, tolerance: float | None, timeout: float, settings: Mapping[str, Any]
 ) -> None:
-    """Raise if an argument of :func:`verify` is invalid for every run."""
+    """Raise an error if an argument of :func:`verify` is invalid for every run."""
     for name, value in {"steps": steps, "micro_batches": micro_batches}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be an int >= 1, got {value!r}")
@@ -230,7 +233,10 @@ def _verify_locally(rank: int, arguments: Mapping[str, Any]) -> VerifyReport:
 
 
 def _verify(arguments: Mapping[str, Any], *, device_type: str, rank: int) -> VerifyReport:
-    """Run the comparison on this rank. All ranks must call this function; the default group must be initialized."""
+    """Run the comparison on this rank.
+
+    All ranks must call this function, and the default process group must be initialized.
+    """
     given = dict(arguments)
     sizes, tolerance, settings = given.pop("zero3_sizes"), given.pop("tolerance"), given.pop("settings")
     task = TrainingTask(**given)
@@ -259,7 +265,7 @@ def _verify(arguments: Mapping[str, Any], *, device_type: str, rank: int) -> Ver
 def _compare(
     task: TrainingTask, trial: _Trial, plain: ReferenceRun, *, rank: int, device_type: str
 ) -> list[ParameterDifference]:
-    """Run one sharded training. Return one row per parameter on rank 0, and an empty list on other ranks."""
+    """Train the sharded model once. Return one row per parameter on rank 0, and an empty list on other ranks."""
     comparison = Comparison(
         plain.start, zero3_size=trial.zero3_size, precision=trial.precision, tolerance=trial.tolerance
     )
@@ -279,7 +285,7 @@ def _trials(
 ) -> list[_Trial]:
     """Return the sharded runs for each of `sizes`.
 
-    If `settings` request a lower precision than that of the model, each size has two runs. The first run is in the
+    If `settings` request a lower precision than that of the model, there are two runs per size. The first run uses the
     model's precision.
     """
     policy = settings.get("mp_policy") or MixedPrecisionPolicy()
@@ -314,7 +320,7 @@ def _epsilon(dtype: torch.dtype) -> float:
 
 
 def _notes(plain: ReferenceRun, world: int) -> tuple[str, ...]:
-    """Return notes on the plain run. All ranks must call this function, but only rank 0 returns all notes."""
+    """Return remarks about the plain run. All ranks must call this function, but only rank 0 returns all remarks."""
     notes = []
     if plain.edited:
         notes.append(
