@@ -46,7 +46,7 @@ class GlobalParam:
     pieces: tuple[tuple[range, ShardedTensor], ...]
 
     def entry(self, rows: Tensor, *, prefix: str = "") -> Any:
-        """Return the sharded state dict entry for this rank's rows of the parameter, or of optimizer state of its shape.
+        """Return the sharded state dict entry for this rank's rows of the parameter, or of state of its shape.
 
         A load replaces the entry with a RowShardedTensor, which may share memory with `rows`. If the checkpoint lacks a
         piece, a non-strict load replaces the entry with NOT_FOUND.
