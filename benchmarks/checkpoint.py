@@ -4,7 +4,7 @@
     python -m benchmarks.checkpoint --width 512        # a small model, as a quick test
 
 The model has AdamW state. Each contestant runs in new processes, and rounds alternate between the contestants. The time
-of a save ends when the bytes are on the disk (both flush their files). A stall ends when save_async returns. A load
+of a save ends when the bytes are on disk (both flush their files). A stall ends when save_async returns. A load
 reads from the page cache and ends when the optimizer has its state.
 """
 
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=3536, help=f"of each of the {LAYERS} layers")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure; default: a temporary one")
+    parser.add_argument("--folder", type=Path, default=None, help="folder on the disk to measure; default: a temporary one")
     parser.add_argument("--results", type=Path, default=FOLDER / "checkpoint" / "checkpoint.json")
     args = parser.parse_args()
     seconds: dict[str, dict[str, list[float]]] = {name: {} for name in CONTESTANTS}
@@ -72,7 +72,7 @@ def table(results: dict[str, Any]) -> str:
         ratio = statistics.median(theirs[what]) / statistics.median(ours[what])
         lines.append(f"| {what} | {cells[0]} | {cells[1]} | {ratio:.2f} |")
     sizes = [f"{results['bytes'][name] / 1e9:.2f} GB" for name in CONTESTANTS]
-    return "\n".join([*lines, f"| on the disk | {sizes[0]} | {sizes[1]} | |"])
+    return "\n".join([*lines, f"| on disk | {sizes[0]} | {sizes[1]} | |"])
 
 
 def _rank(rank: int, ranks: int, name: str, width: int, folder: str) -> None:
