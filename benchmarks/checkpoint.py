@@ -43,7 +43,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=3536, help=f"of each of the {LAYERS} layers")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=None, help="folder on the disk to measure; default: a temporary one")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="folder on the disk to measure; default: a temporary one"
+    )
     parser.add_argument("--results", type=Path, default=FOLDER / "checkpoint" / "checkpoint.json")
     args = parser.parse_args()
     seconds: dict[str, dict[str, list[float]]] = {name: {} for name in CONTESTANTS}
