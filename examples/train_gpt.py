@@ -40,7 +40,7 @@ SIZES = {
     "medium": {"layers": 12, "width": 768, "heads": 12},  # 85 million, for a GPU
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-DTYPE_HELP = "to compute in; masters stay fp32. auto: fp32 on CPUs, many of which are 20 times slower in bf16"
+DTYPE_HELP = "to compute in; masters stay fp32. auto: fp32 on CPUs, because bf16 is slow on many of them"
 MIB = 2**20
 
 

@@ -49,7 +49,7 @@ from layerzero.comm.collectives import Collective
 from layerzero.config import Precision
 from layerzero.layout.shard_grid import Extent, ShardGrid
 
-__all__ = ["ReductionSpec", "ReductionStage"]
+__all__ = ["ReductionSpec", "ReductionStage", "accumulates_full_gradients"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class ReductionSpec:
         if grid.data_parallel == 1:
             return cls(Extent.ZERO1, Extent.ZERO1, (), precision.master, 1.0 / divide_factor)
         has_hop1 = grid.zero3_size > 1
-        sends_each = accumulation == "local" or (accumulation == "sharded" and has_hop1)  # in every backward
+        sends_each = not accumulates_full_gradients(accumulation, grid.zero3_size)  # in every backward
         incoming, adds = (precision.reduce, adds_hop1) if has_hop1 else (precision.replica_reduce, adds_hop2)
         if sends_each and adds and precision.compute.itemsize < incoming.itemsize:
             incoming = precision.compute  # see [Note: Dtype of full gradients]
@@ -130,6 +130,11 @@ class ReductionSpec:
     def accumulator_is_reduced(self) -> bool:
         """True if the accumulator includes contributions of other ranks of the ZeRO-3 group."""
         return self.accumulator_extent is not self.incoming_extent
+
+
+def accumulates_full_gradients(accumulation: str, zero3_size: int) -> bool:
+    """Return whether full gradients are accumulated between micro-batches, so that parameters may have ``main_grad``."""
+    return accumulation == "full" or (accumulation == "sharded" and zero3_size == 1)
 
 
 def _factors(grid: ShardGrid, divide_factor: float) -> tuple[float, float]:

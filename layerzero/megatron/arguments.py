@@ -15,6 +15,7 @@ from layerzero.comm.agreement import require_equal
 from layerzero.config import LayerZeroConfig
 from layerzero.config.yaml_file import has_names_of_mindspeed
 from layerzero.device.accelerator import default_device_type
+from layerzero.engine.reduction_spec import accumulates_full_gradients
 from layerzero.sharding.launchers import connections_warning
 
 __all__ = ["ParsedArguments", "add_arguments", "chosen_of"]
@@ -93,8 +94,7 @@ def _translated(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
         size = _of_a_node(data_parallel)
     elif has_names_of_mindspeed(args.layerzero_config):
         size = _from_mindspeed(size, args.tensor_model_parallel_size, len(data_parallel))
-    mode = settings["accumulation"]
-    if args.gradient_accumulation_fusion and (mode == "local" or (size > 1 and mode == "sharded")):
+    if args.gradient_accumulation_fusion and not accumulates_full_gradients(settings["accumulation"], size):
         raise ValueError(
             "gradient accumulation fusion, which is on by default, adds to full gradients between micro-batches. Add "
             "--no-gradient-accumulation-fusion, or set accumulation: full in --layerzero-config"

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from layerzero.comm.mesh_info import mesh_from_groups
 from layerzero.config import Accumulation, Units
 from layerzero.engine.hooks import get_state
+from layerzero.engine.reduction_spec import accumulates_full_gradients
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.default_units import (
     default_units,
@@ -250,7 +251,7 @@ def _refuse_unsupported(module: nn.Module, config: Any) -> None:
 def _refuse_fusion(config: Any, zero3_size: int, accumulation: Accumulation, offload_grads: bool) -> None:
     if not getattr(config, "gradient_accumulation_fusion", False):
         return
-    if accumulation == "local" or (zero3_size > 1 and accumulation == "sharded"):
+    if not callable(accumulation) and not accumulates_full_gradients(accumulation, zero3_size):
         raise ValueError(
             'gradient_accumulation_fusion adds to full gradients between micro-batches. Use accumulation="full", or '
             '"sharded" with zero3_size=1, or disable the fusion'

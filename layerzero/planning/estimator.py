@@ -42,6 +42,11 @@ class Candidate:
     micro_batches: int = 1
 
     @property
+    def accumulation_text(self) -> str:
+        """Value of `accumulation`, or an empty text where ``"sharded"`` and ``"full"`` are the same."""
+        return self.accumulation if self.zero3_size > 1 or self.accumulation == "local" else ""
+
+    @property
     def offload(self) -> str:
         chosen = {"grads": self.offload_grads, "optimizer": self.offload_optimizer, "params": self.offload_params}
         return "+".join(name for name, on in chosen.items() if on) or "-"

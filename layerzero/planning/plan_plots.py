@@ -10,7 +10,7 @@ from io import StringIO
 from pathlib import Path
 
 from layerzero.planning.estimator import LAYERZERO, Estimate
-from layerzero.planning.plan_report import HEADER, Plan, call_text, cells, yaml_text
+from layerzero.planning.plan_report import DTYPE_TEXTS, HEADER, Plan, call_text, cells, yaml_text
 from layerzero.planning.simulator import simulate
 from layerzero.utils.text_tables import rate, seconds, size
 
@@ -119,9 +119,9 @@ def _name(row: Estimate) -> str:
     choice = row.choice
     if choice.scheme != LAYERZERO:
         return choice.scheme
-    mode = f" {choice.accumulation}" if choice.zero3_size > 1 or choice.accumulation == "local" else ""
-    offload = "" if choice.offload == "-" else f" offload {choice.offload}"
-    return f"S={choice.zero3_size}{mode}{offload}, A={choice.micro_batches}"
+    offload = "" if choice.offload == "-" else f"offload {choice.offload}"
+    words = [f"S={choice.zero3_size}", choice.accumulation_text, DTYPE_TEXTS[choice.reduce_dtype], offload]
+    return " ".join(filter(None, words)) + f", A={choice.micro_batches}"
 
 
 def _figure(height: float) -> Figure:
@@ -139,14 +139,13 @@ def _svg(figure: Figure, label: str) -> str:
 
 def _plot_memory(rows: Sequence[Estimate], plan: Plan) -> str:
     """Plot the peak memory of each row as a stacked bar with one part per kind, and the memory limit as a line."""
-    named: dict[str, Estimate] = {}
-    for row in rows:
-        if row is plan.best or _name(row) not in named:  # rows with other reduce dtypes have the same name
-            named[_name(row)] = row
     bars = {}
-    for name, row in named.items():
+    for row in rows:
         held = {kind: nbytes for kind, nbytes in row.memory.items() if not kind.startswith("host_")}
-        bars[f"{name}: {size(row.peak)}"] = {**held, "gathered at the peak": max(0, row.peak - sum(held.values()))}
+        bars[f"{_name(row)}: {size(row.peak)}"] = {
+            **held,
+            "gathered at the peak": max(0, row.peak - sum(held.values())),
+        }
     figure = _figure(1.6 + 0.35 * len(bars))
     axes = figure.subplots()
     axes.set_prop_cycle(color=matplotlib.colormaps["tab20"].colors)  # type: ignore[attr-defined]

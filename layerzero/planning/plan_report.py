@@ -23,7 +23,7 @@ HEADER = (
     "scheme", "S", "accumulation", "offload", "reduce", "A", "peak", "room", "host", "zero3", "replica", "between",
     "step", "tokens/s",
 )  # fmt: skip
-_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPE_TEXTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ def cells(row: Estimate) -> tuple[str, ...]:
     return (
         choice.scheme,
         str(choice.zero3_size) if of_layerzero else "",
-        choice.accumulation if of_layerzero and (choice.zero3_size > 1 or choice.accumulation == "local") else "",
+        choice.accumulation_text if of_layerzero else "",
         choice.offload if of_layerzero else "",
-        _DTYPES[choice.reduce_dtype],
+        DTYPE_TEXTS[choice.reduce_dtype],
         str(choice.micro_batches),
         size(row.peak),
         left,
@@ -175,7 +175,7 @@ def _settings_text(choice: Candidate) -> str:
     extras = "" if choice.offload == "-" else f", offload of {choice.offload}"
     return (
         f"zero3_size={choice.zero3_size}, accumulation={choice.accumulation!r}, "
-        f"{_DTYPES[choice.reduce_dtype]} gradients, {choice.micro_batches} micro-batches{extras}"
+        f"{DTYPE_TEXTS[choice.reduce_dtype]} gradients, {choice.micro_batches} micro-batches{extras}"
     )
 
 
@@ -215,7 +215,7 @@ def call_text(plan: Plan) -> str:
 def yaml_text(plan: Plan) -> str:
     """Return the recommended settings as YAML text for :meth:`layerzero.LayerZeroConfig.from_yaml`."""
     assert plan.best is not None
-    param, reduce = _DTYPES[plan.workshop.param_dtype], _DTYPES[plan.best.choice.reduce_dtype]
+    param, reduce = DTYPE_TEXTS[plan.workshop.param_dtype], DTYPE_TEXTS[plan.best.choice.reduce_dtype]
     policy = f"{{param_dtype: {param}, reduce_dtype: {reduce}}}"
     lines = [f"units: {_units(plan, yaml=True)}", f"mp_policy: {policy}"]
     lines += [f"{name}: {value}" for name, value in _settings(plan).items()]

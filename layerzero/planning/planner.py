@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.config import ACCUMULATIONS, LayerZeroConfig, Units
+from layerzero.config import ACCUMULATIONS, LayerZeroConfig, Precision, Units
 from layerzero.config.yaml_file import dtype_named
+from layerzero.engine.reduction_spec import ReductionSpec
+from layerzero.layout.shard_grid import ShardGrid
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.compute_cost import ComputeCost
 from layerzero.planning.estimator import LAYERZERO, PEERS, Candidate, Estimate, Estimator
@@ -176,9 +178,13 @@ def _modes(asked: Iterable[str], zero3_size: int, replicas: int) -> list[str]:
     modes = list(asked)
     if wrong := [mode for mode in modes if mode not in ACCUMULATIONS]:
         raise ValueError(f"accumulation={wrong[0]!r} is not supported. Use {' or '.join(ACCUMULATIONS)}")
-    same = {"sharded": "full"} if zero3_size == 1 else {"local": "sharded"} if replicas == 1 else {}
-    different = {same.get(mode, mode): mode for mode in reversed(modes)}
-    return [mode for mode in modes if different[same.get(mode, mode)] == mode]
+    grid = ShardGrid.of_rank(0, data_parallel=zero3_size * replicas, zero3_size=zero3_size)
+    dtypes = Precision(torch.float32, torch.float32, torch.float32, torch.float32)
+    first = {
+        ReductionSpec.plan(grid, dtypes, accumulation=mode, divide_factor=1.0, adds_hop1=False, adds_hop2=False): mode
+        for mode in reversed(modes)
+    }
+    return [mode for mode in modes if mode in first.values()]
 
 
 def _sizes_of(model: Model) -> TransformerShape | None:

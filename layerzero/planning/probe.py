@@ -22,7 +22,7 @@ from layerzero.comm.process_groups import ModelGroups
 from layerzero.device.accelerator import finish_copies, host_memory
 from layerzero.planning.cluster import Cluster
 
-__all__ = ["ProbeResult", "measure_speeds", "probe"]
+__all__ = ["ProbeResult", "latency_and_bandwidth", "probe"]
 
 _ROUNDS = 7  # number of rounds per measurement; the result is the median
 _SMALL = 1  # number of elements that each rank sends when latencies are measured
@@ -119,7 +119,7 @@ def _run_probe(mesh_info: MeshInfo, nbytes: int, dtype: torch.dtype) -> ProbeRes
     return ProbeResult(Cluster(**agreed), tuple(agreed))  # type: ignore[arg-type]
 
 
-def measure_speeds(small: float, large: float, *, ranks: int, sent: int) -> tuple[float, float]:
+def latency_and_bandwidth(small: float, large: float, *, ranks: int, sent: int) -> tuple[float, float]:
     """Return the latency of one step of a collective, in seconds, and the bandwidth, in bytes per second.
 
     Args:
@@ -176,7 +176,7 @@ def _link(comm: Communicator, nbytes: int, device: torch.device, meet: Callable[
     numel = _numel(nbytes, comm.size)
     small = _seconds(_gather(comm, _SMALL, device), device, meet)
     large = _seconds(_gather(comm, numel, device), device, meet)
-    return measure_speeds(small, large, ranks=comm.size, sent=4 * numel * (comm.size - 1))
+    return latency_and_bandwidth(small, large, ranks=comm.size, sent=4 * numel * (comm.size - 1))
 
 
 def _processor_per_byte(comm: Communicator, nbytes: int, device: torch.device) -> float:

@@ -119,14 +119,22 @@ def read_recording(path: str | PathLike[str]) -> Recording:
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))["layerzero"]
-        if content["format"] != TRACE_FORMAT:
-            raise ValueError(f"it has format {content['format']}, this version reads {TRACE_FORMAT}. Record it again")
+        found = content["format"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise _not_a_trace(path, error) from None
+    if found != TRACE_FORMAT:
+        raise ValueError(
+            f"{path} has trace format {found}, but this version reads format {TRACE_FORMAT}. Record the trace again"
+        )
+    try:
         events = tuple(TraceEvent(**event) for event in content["schedule"])
         return Recording(int(content["zero3_size"]), int(content["replicas"]), events)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path} is not a trace file written by layerzero.trace: {type(error).__name__}: {error}"
-        ) from None
+        raise _not_a_trace(path, error) from None
+
+
+def _not_a_trace(path: str | PathLike[str], error: Exception) -> ValueError:
+    return ValueError(f"{path} is not a trace file written by layerzero.trace: {type(error).__name__}: {error}")
 
 
 def from_events(events: Sequence[TraceEvent]) -> list[Operation]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
+from layerzero.engine.reduction_spec import accumulates_full_gradients
 from layerzero.planning.sim_program import (
     Operation,
     SimCollective,
@@ -79,7 +80,7 @@ class ScheduleSettings:
     @property
     def waits_whole(self) -> bool:
         """Whether full gradients are accumulated between micro-batches."""
-        return self.accumulation == "full" or (self.zero3_size == 1 and self.accumulation != "local")
+        return accumulates_full_gradients(self.accumulation, self.zero3_size)
 
 
 def layerzero_program(units: Sequence[UnitCost], sharding: ScheduleSettings, *, steps: int = 2) -> Iterator[Operation]:

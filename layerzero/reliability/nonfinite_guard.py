@@ -114,7 +114,7 @@ class StepGuard:
         self._extra_groups = extra_groups
         self._own = LocalGradientCheck(runtime.handles) if locate else None
         self._members = tuple(runtime.members.values())
-        self._due = runtime.gradients.lazy_grad
+        self._lazy_grad = runtime.gradients.lazy_grad
         self._hook = runtime.model.register_forward_pre_hook(self._begin_round)
         for optimizer in optimizers:
             optimizer.guard = self.may_step
@@ -136,7 +136,7 @@ class StepGuard:
         if torch.is_grad_enabled():
             self._asked.clear()
         if self._own is not None:
-            self._due.resolve()
+            self._lazy_grad.resolve()
             with plain_access():
                 if all(member.sharded.grad is None for member in self._members):
                     self._own.forget()

@@ -214,9 +214,9 @@ def _ulps(values: Tensor) -> Tensor:
     """
     if not values.is_floating_point():
         return torch.zeros(values.shape, dtype=torch.float64)
-    max_magnitudes = values.double().abs()
-    mantissas, _ = torch.frexp(max_magnitudes)  # in [0.5, 1), so that the quotient is exactly a power of two
-    return (max_magnitudes / mantissas).nan_to_num(0.0) * (torch.finfo(values.dtype).eps / 2)
+    magnitudes = values.double().abs()
+    mantissas, _ = torch.frexp(magnitudes)  # in [0.5, 1), so that the quotient is exactly a power of two
+    return (magnitudes / mantissas).nan_to_num(0.0) * (torch.finfo(values.dtype).eps / 2)
 
 
 def _largest(tensors: Iterable[Tensor]) -> float:

@@ -166,11 +166,12 @@ def _refused(rank: int) -> None:
         model(batch(rank, 0, 0)).sum().backward()
     with torch.no_grad():
         model(batch(rank, 0, 0))  # completes the failed backward
-    sharded = shard(net(), accumulation="sharded")
-    with pytest.raises(AttributeError, match="main_grad"):
-        sharded(batch(rank, 0, 0)).sum().backward()
-    with torch.no_grad():
-        sharded(batch(rank, 0, 0))
+    for settings in ({"accumulation": "sharded"}, {"accumulation": "local"}, {"accumulation": "local", "size": 1}):
+        without = shard(net(), **settings)
+        with pytest.raises(AttributeError, match="main_grad"):
+            without(batch(rank, 0, 0)).sum().backward()
+        with torch.no_grad():
+            without(batch(rank, 0, 0))
     with mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", LateTransfers):
         offloaded = shard(net(), offload_grads=True)
     offloaded[3].early = True

@@ -244,6 +244,10 @@ def _refuses(rank: int) -> None:
             with pytest.raises(ValueError, match=match):
                 layerzero.megatron.wrap(make_chunks(case, make_config(case)), config, zero3_size=2)
             setattr(config, name, before)
+        config.gradient_accumulation_fusion = True
+        with pytest.raises(ValueError, match='Use accumulation="full", or "sharded" with zero3_size=1'):
+            layerzero.megatron.wrap(make_chunks(case, make_config(case)), config, zero3_size=1, accumulation="local")
+        config.gradient_accumulation_fusion = False
         with pytest.raises(ValueError, match=r"zero3_size=3 does not divide the 2 data-parallel.*Use one of \[1, 2\]"):
             layerzero.megatron.wrap(make_chunks(case, config), config, zero3_size=3)
         with pytest.raises(ValueError, match="must be the only parameter of its unit on both"):

@@ -183,6 +183,7 @@ def test_plan_of_a_factory_and_of_a_config(tmp_path: Path) -> None:
 
 def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "trace.json").write_text("{}")
+    (tmp_path / "old.json").write_text('{"layerzero": {"format": 1, "schedule": []}}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     for arguments, said in (
@@ -192,6 +193,7 @@ def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path, monkey
         (["plan", "mine:Net"], "the number of nodes is unknown"),
         (["plan", "x:y", "--layers", "2", "--nodes", "2"], "either a model or its sizes"),
         (["trace", "trace.json"], "is not a trace file written by layerzero.trace"),
+        (["trace", "old.json"], "has trace format 1, but this version reads format 2. Record the trace again"),
         (["simulate", "nowhere.json"], "No such file"),
         (["simulate", "trace.json", "--gbit", "0"], "is not a trace file written by layerzero.trace"),
     ):

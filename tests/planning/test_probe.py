@@ -16,7 +16,7 @@ import torch.distributed as dist
 import layerzero
 from layerzero.engine.hooks import get_state
 from layerzero.planning import Cluster, ProbeResult, TransformerShape, probe
-from layerzero.planning.probe import _host_bytes, _slowest, measure_speeds
+from layerzero.planning.probe import _host_bytes, _slowest, latency_and_bandwidth
 from tests.support.models import integer_net
 from tests.support.ranks import run_ranks
 
@@ -32,9 +32,9 @@ def test_a_small_and_a_large_collective_give_latency_and_speed() -> None:
     for ranks, steps in ((2, 1), (8, 3), (9, 4)):
         latency, speed = 1e-5, 1e9
         small = steps * latency
-        found = measure_speeds(small, small + 1e6 / speed, ranks=ranks, sent=1_000_000)
+        found = latency_and_bandwidth(small, small + 1e6 / speed, ranks=ranks, sent=1_000_000)
         assert found == pytest.approx((latency, speed)), ranks
-    assert measure_speeds(2.0, 1.0, ranks=2, sent=100)[1] == 1e4, "of noise, a finite speed"
+    assert latency_and_bandwidth(2.0, 1.0, ranks=2, sent=100)[1] == 1e4, "of noise, a finite speed"
 
 
 def _run_probe(rank: int, size: int) -> ProbeResult:

@@ -226,6 +226,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "comm/test_failure_report.py::test_one_batch_less_before_a_checkpoint_is_named_as_such",
         "comm/test_failure_report.py::test_one_batch_less_before_a_step_is_named_as_such",
         "project/test_limits_loops.py::test_nodes_may_accumulate_different_numbers_of_micro_batches",
+        "project/test_limits_loops.py::test_other_numbers_of_micro_batches_are_an_error_in_local_mode",
     ),
     "A first forward on some ranks only": (
         "project/test_limits_loops.py::test_the_first_forward_is_a_meeting_of_all_ranks_and_later_ones_need_not_be",

@@ -71,6 +71,24 @@ def test_nodes_may_accumulate_different_numbers_of_micro_batches() -> None:
     run_ranks(_nodes_with_other_numbers, world_size=WORLD, pg_timeout=10)
 
 
+def _nodes_with_other_numbers_in_local_mode(rank: int) -> str:
+    model = shard(blocks(2), accumulation="local")
+    try:
+        for number in range(1 if rank < 2 else 3):
+            with layerzero.no_sync(model):
+                one_pass(model, rank, number)
+        one_pass(model, rank, 9)
+        layerzero.clip_grad_norm_(model, 1.0)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_other_numbers_of_micro_batches_are_an_error_in_local_mode() -> None:
+    messages = run_ranks(_nodes_with_other_numbers_in_local_mode, world_size=WORLD, pg_timeout=4)
+    assert all(messages), messages
+
+
 def _evaluates_alone(rank: int, trains_first: bool) -> str:
     model = shard(blocks(3), size=2)
     if trains_first:
