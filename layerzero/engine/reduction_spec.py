@@ -133,7 +133,7 @@ class ReductionSpec:
 
 
 def accumulates_full_gradients(accumulation: str, zero3_size: int) -> bool:
-    """Return whether full gradients are accumulated between micro-batches, so that parameters may have ``main_grad``."""
+    """Return whether full gradients are accumulated between micro-batches, to which ``main_grad`` refers."""
     return accumulation == "full" or (accumulation == "sharded" and zero3_size == 1)
 
 

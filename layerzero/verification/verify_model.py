@@ -121,8 +121,8 @@ def verify(
             half of them.
         seed: seed for all random numbers.
         timeout: timeout of a collective between the started processes, in seconds.
-        settings: settings of :func:`layerzero.shard_model`: `units`, `accumulation`, `mp_policy`, ... To try both
-            accumulation modes, call verify twice. `ignored_params` and `ignored_modules` must be functions
+        settings: settings of :func:`layerzero.shard_model`: `units`, `accumulation`, `mp_policy`, ... To try several
+            accumulation modes, call verify for each. `ignored_params` and `ignored_modules` must be functions
             ``model -> iterable``. verify averages the gradients of ignored parameters, because layerzero leaves this to
             the training loop.
 
