@@ -98,7 +98,7 @@ class RestorePlan:
         self._states: list[tuple[nn.Module, Any]] = []  # extra states, encoded
         self._optimizer_state: dict[str, Any] = {}  # by the optimizer's own names
         self._kept: dict[str, Mapping[str, Any]] = {}  # by the same names: examples of the optimizer state, if known
-        self._group_settings: list[dict[str, Any]] | None = None  # None if not stored
+        self._group_settings: list[dict[str, Any]] | None = None  # one dict per parameter group; None: not stored
         self._plan_model(contents.document["model"])
         if optimizer is not None:
             self._plan_optimizer(optimizer, contents.document["optimizer"])

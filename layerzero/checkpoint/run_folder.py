@@ -44,7 +44,7 @@ def next_sequence(folder: Path) -> int:
 
 
 def tidy(path: Path, keep_last: int | None) -> None:
-    """Remove leftovers of dead saves and checkpoints that are older than the last `keep_last`, after a save to `path`.
+    """After a save to `path`, remove leftovers of dead saves, and remove checkpoints older than the last `keep_last`.
 
     A checkpoint that another job has saved at the same time or later is never removed.
 

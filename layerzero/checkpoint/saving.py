@@ -73,9 +73,9 @@ def save(
             contain numbers, strings, bytes, None, tensors, NumPy arrays, sharded tensors of this model
             (``ema.state_dict()``), and lists, tuples and dicts of these. It must be the same on all ranks, except for
             values marked by :func:`per_rank`.
-        keep_last: number of checkpoints to keep in the parent folder of `path`. After a successful save, older
-            checkpoints are removed, except the last checkpoint with only finite values. The new checkpoint is read back
-            and verified first.
+        keep_last: number of checkpoints to keep in the parent folder of `path`. The new checkpoint is
+            read back and verified first. After a successful save, older checkpoints are removed, except the last one
+            that is known to be finite. If None, no checkpoints are removed.
         overwrite: whether to replace an existing checkpoint at `path` after the new checkpoint is on disk. If True, the
             new checkpoint is read back and verified first.
         require_finite: if True, save nothing if a trained parameter or its optimizer state contains NaN or Inf. If

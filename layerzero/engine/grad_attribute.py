@@ -27,7 +27,8 @@ class GradAttribute:
         self.gradients = gradients
         self._watches = [MutationTracker() for _ in members]
         self._shown: dict[int, RowShardedTensor] = {}  # by slot
-        # By slot, during a backward pass: whether the parameter had a .grad, and the error that reads of .grad raised.
+        # By slot, during a backward pass: whether the parameter had a .grad before the pass, and the error for reads of
+        # it at that time, or None.
         self._withheld: list[tuple[bool, str | None]] = []
 
     def publish(self, *, agreed: bool) -> None:

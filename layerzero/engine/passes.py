@@ -86,7 +86,8 @@ class UnitCall:
         return not self.forward.is_still_needed(self.unit, calls=self._position, uses=self._position)
 
     def preceding(self, count: int | None) -> Sequence[UnitCall]:
-        """Return the last `count` calls on the same mesh before this call, latest first. If it is None, return all."""
+        """Return the last `count` calls on the same mesh before this call, latest first. If `count` is None, return all
+        of them."""
         return list(islice((each for each in self._earlier() if each.unit.mesh_info is self.unit.mesh_info), count))
 
     @property

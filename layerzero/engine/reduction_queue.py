@@ -7,10 +7,10 @@ for example because of unused parameters or data-dependent paths. Two rules make
 time:
 
 - Reductions are launched in one fixed order of handles. In each backward pass that reduces gradients, the reduction of
-every handle is launched exactly once, with zeros in place of missing gradients.
+  every handle is launched exactly once, with zeros in place of missing gradients.
 - Reductions are launched only between the backward passes of two unit calls, before the gather for the next call. At
-this point, the reductions of handles whose units have no remaining calls are launched. All other reductions are
-launched at the end of the backward pass. The arrival of a gradient does not trigger a launch.
+  this point, the reductions of handles whose units have no remaining calls are launched. All other reductions are
+  launched at the end of the backward pass. The arrival of a gradient does not trigger a launch.
 
 A launch submits the complete reduction of a handle to the streams: hop 1, accumulation, hop 2, accumulation. Therefore
 each communicator has one order of launches, which does not depend on when gradients arrive or how long collectives

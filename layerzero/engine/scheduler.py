@@ -76,7 +76,8 @@ class Scheduler(Closable):
     Attributes:
         prefetched_forward: units that a unit's forward pass prefetches instead of those that `prefetch` selects, by
             unit.
-        prefetched_backward: units that a unit's backward pass prefetches instead, by unit.
+        prefetched_backward: units that a unit's backward pass prefetches instead of those that `prefetch` selects, by
+            unit.
         requires_gradient_sync: False inside ``no_sync``.
         requires_all_reduce: False if backward passes do not reduce across replicas.
     """

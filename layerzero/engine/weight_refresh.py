@@ -50,14 +50,15 @@ class WeightRefresher:
         self._model_ranks = model_ranks
 
     def launch(self, handles: Sequence[Handle] | None = None) -> None:
-        """Launch the refreshes of `handles`, or of all handles if it is None. All ranks must call this method."""
+        """Launch the refreshes of `handles`, or of all handles if `handles` is None. All ranks must call this
+        method."""
         handles = self._handles if handles is None else handles
         if handles:
             self.require_no_active_use("changing weights")
         RefreshRound(handles, self._transports, waits=not self._precedes_forward).end()
 
     def before_master_write(self, handles: Sequence[Handle] | None = None) -> None:
-        """Prepare for a write to the masters of `handles`, or of all handles if it is None.
+        """Prepare for a write to the masters of `handles`, or of all handles if `handles` is None.
 
         All ranks must call this method before the write, and :meth:`launch` after it.
         """

@@ -1,8 +1,8 @@
 """Classifies optimizers by their compatibility with sharding: element-wise, parameter by parameter, or unsupported.
 
 An element-wise optimizer updates each rank's rows. An optimizer that mixes the elements of one parameter updates full
-parameters, each on its owner rank. An optimizer that mixes several parameters is not supported. The class of an
-optimizer is determined by an allowlist, by a compatibility trial, or by the `elementwise` argument.
+parameters, each on its owner rank. An optimizer that mixes several parameters is not supported. An allowlist, a
+compatibility trial, or the `elementwise` argument determines the category of an optimizer.
 """
 
 from __future__ import annotations

@@ -302,8 +302,9 @@ class _OwnerRound:
     """Round of an owner group, in which each rank steps at most one parameter.
 
     Args:
-        chosen: one entry for each rank of the group, in rank order: a pair of the parameter that this rank steps and
-            the gradient of the calling rank's rows of that parameter. None if the rank does not step a parameter.
+        chosen: one entry for each rank of the group, in rank order: a pair of the parameter that the entry's rank
+            steps and the gradient of the calling rank's rows of that parameter. None if the entry's rank does not step
+            a parameter.
     """
 
     def __init__(self, chosen: Sequence[tuple[OwnedParam, Tensor] | None], owner_group: OwnerGroup) -> None:

@@ -34,8 +34,8 @@ class Plan:
         cluster: cluster for which the plan was made.
         numel: number of parameter elements in the model.
         units: number of units, including the root.
-        rows: estimates, one per combination of settings. The settings that fit into memory come first. Within each
-            part, the fastest settings come first.
+        rows: estimates, one per combination of settings. Settings that fit into memory come first, then the
+            others. In both groups, faster settings come first.
         peers: estimates for FSDP2, HSDP and ZeRO-1, computed by the same rules.
         best: recommended row; None if no settings fit.
         workshop: estimator that can compute more rows.

@@ -58,7 +58,7 @@ class ScheduleSettings:
     offload_optimizer: bool = False
     offload_params: bool = False
     root_stays_gathered: bool = True  # whether the root stays gathered from forward to backward, as on devices
-    adds_hop1: bool = False  # whether ranks add the parts of hop 1, as on gloo, and send gradients as they are
+    adds_hop1: bool = False  # ranks add the parts of hop 1, as on gloo; gradients are then sent in their own dtype
     update: float = 0.0  # time of the optimizer's update in seconds
     memory_speed: float = float("inf")  # memory bandwidth of additions in bytes per second
 

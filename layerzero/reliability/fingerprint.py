@@ -5,8 +5,8 @@ After a refresh, all replicas have bitwise equal ZeRO-3 shards, and each rank's 
 cast to the compute dtype. Therefore, a flipped bit in the compute weights makes one replica differ from the other
 replicas and from the element's master. A flipped bit in a master makes all replicas differ from that master if the bit
 is visible in the compute dtype. If a master and its compute weight share memory, the value on the majority of the
-replicas counts as correct. If there is no majority, the value on the rank that has the master counts as correct. This
-rank must have checked that its masters are unchanged since the last step.
+replicas counts as correct. If there is no majority, the value on the rank that has the master counts as correct if
+this rank has checked that its masters are unchanged since the last step.
 
 The comparison uses 64-bit sums. Only shards whose sums differ are gathered and compared element by element.
 """
@@ -229,7 +229,7 @@ def _verdict(values: Sequence[int], truth: int | None, owner: int, says: int) ->
         wrong = [r for r, value in enumerate(values) if value != truth]
         if len(wrong) < len(values) or says == _SOUND:
             return "compute weights", wrong
-        # Replicas agree with each other but not with the master. A single replica does not show which copy is wrong.
+        # All replicas differ from the master. A single replica does not show which copy is wrong.
         return ("masters" if len(values) > 1 or says == _CHANGED else "masters or compute weights"), [owner]
     (most, times), *_ = Counter(values).most_common()
     if 2 * times > len(values):
