@@ -90,7 +90,7 @@ class Row(NamedTuple):
             works = self.truth.works if self.accepted == "on rows" else self.truth.alone
             return self.accepted if works else f"{self.accepted} (WRONGLY)"
         if "wraps another optimizer" in self.said:
-            return "around others"
+            return "wrappers"
         return "refused (WRONGLY)" if self.truth.works or self.truth.alone else "refused"
 
 
@@ -281,12 +281,12 @@ def table(rows: list[Row]) -> str:
         + ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
         + ".",
         "",
-        "| package | on rows | whole | refused | around others | not judged |",
+        "| package | on rows | whole | refused | wrappers | not judged |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for package in PACKAGES:
         cells: dict[str, list[str]] = {
-            key: [] for key in ("on rows", "whole", "refused", "around others", "not judged")
+            key: [] for key in ("on rows", "whole", "refused", "wrappers", "not judged")
         }
         for row in rows:
             if row.package == package:
