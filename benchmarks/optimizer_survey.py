@@ -285,9 +285,7 @@ def table(rows: list[Row]) -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for package in PACKAGES:
-        cells: dict[str, list[str]] = {
-            key: [] for key in ("on rows", "whole", "refused", "wrappers", "not judged")
-        }
+        cells: dict[str, list[str]] = {key: [] for key in ("on rows", "whole", "refused", "wrappers", "not judged")}
         for row in rows:
             if row.package == package:
                 verdict, _, wrong = row.verdict.partition(" (")

@@ -89,6 +89,16 @@ class CurrentStream:
         """Return the current stream."""
         return self._module.current_stream()
 
+    def switched_to(self, stream: Any) -> AbstractContextManager[object]:
+        """Return a context in which `stream` is current."""
+        context: AbstractContextManager[object] = self._module.stream(stream)
+        return context
+
+    @staticmethod
+    def keep_until_done(tensor: Tensor, stream: Any) -> None:
+        """Keep the memory of a tensor, even after the tensor is gone, until `stream` has done its work so far."""
+        tensor.record_stream(stream)
+
     def record_event(self) -> StreamEvent:
         """Record an event after all work enqueued on the current stream, and return the event."""
         return self._module.current_stream().record_event()

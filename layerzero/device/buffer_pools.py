@@ -13,31 +13,24 @@ from torch import Tensor, UntypedStorage
 
 from layerzero.device.accelerator import CurrentStream, StreamEvent
 
-__all__ = ["BufferPool", "FullBufferPool", "Size", "UnitFootprint", "bytes_of_buffers", "max_gathered_bytes"]
+__all__ = [
+    "BufferPool",
+    "DeviceBufferPool",
+    "FullBufferPool",
+    "Size",
+    "UnitFootprint",
+    "bytes_of_buffers",
+    "max_gathered_bytes",
+]
 
 Size = tuple[int, torch.dtype]  # number of elements and dtype of a flat buffer
 
-_SLOTS = 3  # number of buffers of one size that a device rotates: one is filled, one is sent, one is accumulated
+_USUAL = 2  # number of buffers of a size that was not predicted: one is filled while the other is reduced
 
 
-def bytes_of_buffers(predicted: Mapping[Size, int], *, on_device: bool) -> int:
-    """Return the number of bytes that a pool allocates if no more than the predicted buffers are used at once.
-
-    Args:
-        predicted: maximum number of buffers in use at once, by size.
-        on_device: True if the pool allocates device memory.
-    """
-    return sum(
-        (_slots(count) if on_device else count) * numel * dtype.itemsize for (numel, dtype), count in predicted.items()
-    )
-
-
-def _slots(predicted: int) -> int:
-    """Return the number of buffers of one size in a device's pool.
-
-    If only one unit uses that size, for example the embeddings, one buffer is enough.
-    """
-    return 1 if predicted == 1 else _SLOTS
+def bytes_of_buffers(buffers: Mapping[Size, int]) -> int:
+    """Return the number of bytes of buffers, given their number by size."""
+    return sum(count * numel * dtype.itemsize for (numel, dtype), count in buffers.items())
 
 
 class UnitFootprint(NamedTuple):
@@ -64,63 +57,148 @@ def max_gathered_bytes(units: Sequence[UnitFootprint], prefetch: int) -> int:
 
 
 class BufferPool:
-    """Pool of flat buffers that are reused by size and dtype. In the steady state, the pool allocates no memory.
+    """Pool of flat buffers in host memory that are reused by size and dtype.
 
-    A buffer of a collective is released only after the wait for the collective. On a device, a stream waits instead of
-    the host, so the host releases a buffer long before the buffer's last use on the device. Therefore, once the pool
-    has as many buffers as are in use at a time, it returns the buffer that was released first. The current stream waits
-    for the event that was recorded at that release.
+    In the steady state, the pool allocates no memory. All predicted buffers of a size are allocated together, and the
+    buffer that was released last is reused first. Unused buffers then occupy address space but no memory. The pool
+    allocates more buffers if needed. :meth:`of` returns the pool for any device.
 
     Args:
-        predicted: number of buffers that may be in use at once, by size. In host memory, the pool allocates all buffers
-            of a size together and reuses the buffer that was released last. Unused buffers then occupy address space
-            but no memory. The pool allocates more buffers if needed.
+        predicted: number of buffers that may be in use at once, by size.
 
     Attributes:
-        expected: numbers of buffers given as `predicted`. They may be changed until the first buffer is allocated.
+        predicted_bytes: number of bytes that the pool allocates if no more than the predicted buffers are needed.
+        most_bytes: maximum number of bytes allocated at once so far.
     """
 
     def __init__(self, device: torch.device, predicted: Mapping[Size, int] = MappingProxyType({})) -> None:
         self.device = device
         self.expected: Mapping[Size, int] = dict(predicted)
-        self._order = CurrentStream.of(device)
-        self._idle: dict[tuple[int, torch.dtype], deque[tuple[Tensor, StreamEvent]]] = defaultdict(deque)
-        self._made: Counter[tuple[int, torch.dtype]] = Counter()
+        self.predicted_bytes = bytes_of_buffers(predicted)
+        self.most_bytes = 0
+        self._idle: dict[Size, deque[Tensor]] = defaultdict(deque)
+        self._made: Counter[Size] = Counter()  # number of existing buffers, by size
         self._lock = threading.Lock()  # background threads of reductions also use the pool
-        self.allocated_bytes = 0
 
-    @property
-    def predicted_bytes(self) -> int:
-        """Number of bytes that the pool allocates if no more than the expected buffers are needed."""
-        return bytes_of_buffers(self.expected, on_device=self._order is not None)
+    @staticmethod
+    def of(device: torch.device) -> BufferPool:
+        """Return the pool for a device."""
+        order = CurrentStream.of(device)
+        return BufferPool(device) if order is None else DeviceBufferPool(device, order)
+
+    def expect(self, buffers: Mapping[Size, int], nbytes: int) -> None:
+        """Set the predicted number of buffers by size, and their bytes. Call this before the first buffer is used."""
+        self.expected = dict(buffers)
+        self.predicted_bytes = nbytes
+
+    def expect_also(self, buffers: Mapping[Size, int]) -> None:
+        """Add buffers that will be in use while none of the buffers predicted so far is in use."""
+        self.expected = Counter(self.expected) | Counter(buffers)
+        self.predicted_bytes = bytes_of_buffers(self.expected)
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a 1-D buffer ``[numel]`` with unspecified contents."""
         key = numel, dtype
-        if self._order is None:
-            with self._lock:
-                idle = self._idle[key]
-                if not idle:
-                    more = max(1, self.expected.get(key, 0) - self._made[key])
-                    idle.extend((self._make(numel, dtype), None) for _ in range(more))
-                return idle.pop()[0]
-        idle = self._idle[key]
-        if idle and self._made[key] >= _slots(self.expected.get(key, _SLOTS)):
-            buffer, given = idle.popleft()
-            self._order.wait_event(given)
-            return buffer
-        return self._make(numel, dtype)
+        with self._lock:
+            idle = self._idle[key]
+            if not idle:
+                more = max(1, self.expected.get(key, 0) - self._made[key])
+                idle.extend(self._make(numel, dtype) for _ in range(more))
+            return idle.pop()
 
     def _make(self, numel: int, dtype: torch.dtype) -> Tensor:
         buffer = torch.empty(numel, dtype=dtype, device=self.device)
         self._made[numel, dtype] += 1
-        self.allocated_bytes += buffer.untyped_storage().nbytes()
+        self.most_bytes += buffer.untyped_storage().nbytes()
         return buffer
 
     def release(self, buffer: Tensor) -> None:
-        mark = None if self._order is None else self._order.record_event()
+        """Return a buffer to the pool. Work that uses the buffer must have been launched on the current stream."""
         with self._lock:
-            self._idle[buffer.numel(), buffer.dtype].append((buffer, mark))
+            self._idle[buffer.numel(), buffer.dtype].append(buffer)
+
+    def trim(self) -> None:
+        """Return unused device memory to torch's allocator."""
+
+
+class _Released(NamedTuple):
+    """Buffer that was released, and whose last use on the device may not have run yet."""
+
+    buffer: Tensor
+    mark: StreamEvent  # recorded after the last use
+    stream: Any  # stream of the last use
+
+
+class DeviceBufferPool(BufferPool):
+    """Pool of flat buffers on a device, which exist only while gradients are reduced.
+
+    [Note: Scratch memory on a device]
+    Buffers come from torch's caching allocator and belong to the stream that was current when the pool was created,
+    which is the stream of the computation. At the end of a backward pass, :meth:`trim` returns them to the allocator.
+    The memory can then hold activations.
+
+    The host releases a buffer long before the buffer's last use on the device. Therefore released buffers are kept with
+    an event. While the buffers take less than `predicted_bytes`, a request gets new memory and waits for nothing. After
+    that, the buffer that was released first is reused, or its memory is returned to the allocator, and the stream waits
+    for the event. The prediction has room for two units: one unit is reduced while the gradients of the next unit
+    arrive.
+
+    The allocator reuses memory on the stream to which the memory belongs. If the host returns memory during a pass,
+    this stream first waits for the last use. At the end of a pass, ``record_stream`` defers the reuse instead, so that
+    the computation does not wait for reductions.
+    """
+
+    def __init__(self, device: torch.device, order: CurrentStream) -> None:
+        super().__init__(device)
+        self._order = order
+        self._home = order.current()
+        self._released: deque[_Released] = deque()  # oldest first
+        self.held_bytes = 0  # bytes of all existing buffers
+
+    def expect_also(self, buffers: Mapping[Size, int]) -> None:
+        self.expected = Counter(self.expected) | Counter(buffers)
+        self.predicted_bytes = max(self.predicted_bytes, bytes_of_buffers(buffers))
+
+    def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
+        key = numel, dtype
+        if self._made[key] >= self.expected.get(key, _USUAL):
+            for index, each in enumerate(self._released):
+                if (each.buffer.numel(), each.buffer.dtype) == key:
+                    del self._released[index]
+                    self._order.wait_event(each.mark)
+                    return each.buffer
+        while self._released and self.held_bytes + numel * dtype.itemsize > self.predicted_bytes:
+            oldest = self._released.popleft()
+            if (oldest.buffer.numel(), oldest.buffer.dtype) == key:
+                self._order.wait_event(oldest.mark)
+                return oldest.buffer
+            self._home.wait_event(oldest.mark)
+            self._forget(oldest.buffer)
+        return self._make(numel, dtype)
+
+    def _make(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with self._order.switched_to(self._home):
+            buffer = torch.empty(numel, dtype=dtype, device=self.device)
+        if self._order.current() != self._home:  # earlier work of that stream may still use the memory
+            self._order.wait_event(self._home.record_event())
+        self._made[numel, dtype] += 1
+        self.held_bytes += buffer.untyped_storage().nbytes()
+        self.most_bytes = max(self.most_bytes, self.held_bytes)
+        return buffer
+
+    def release(self, buffer: Tensor) -> None:
+        self._released.append(_Released(buffer, self._order.record_event(), self._order.current()))
+
+    def trim(self) -> None:
+        while self._released:
+            each = self._released.popleft()
+            if each.stream != self._home:
+                self._order.keep_until_done(each.buffer, each.stream)
+            self._forget(each.buffer)
+
+    def _forget(self, buffer: Tensor) -> None:
+        self._made[buffer.numel(), buffer.dtype] -= 1
+        self.held_bytes -= buffer.untyped_storage().nbytes()
 
 
 class FullBufferPool:

@@ -42,6 +42,7 @@ class ReductionQueue:
     def __init__(self, order: Sequence[HandleGradients], streams: ReductionStreams) -> None:
         self.order = list(order)
         self.streams = streams
+        self._pools = {pool for each in self.order for pool in (each.pool, each.transport.send_buffers)}
         self._next = 0  # index in `order` of the first handle that this pass has not started
         self._reducing: list[HandleGradients] = []  # handles whose reductions were started in this pass
         self._events: list[deque[Waitable]] = [
@@ -83,6 +84,8 @@ class ReductionQueue:
             if not any(self._events):  # otherwise an interrupt ended the wait, and reductions are still in flight
                 while self._reducing:
                     self._reducing.pop().reduction = None
+                for pool in self._pools:
+                    pool.trim()
 
     def wait_until_writable(self, gradients: HandleGradients) -> None:
         """Wait until gradients can be added to the buffers of `gradients`."""

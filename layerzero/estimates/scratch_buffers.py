@@ -7,18 +7,23 @@ Gradients arrive in one unit after the other. They also arrive in the units that
 complete last. Therefore the number of buffers of each size follows from the layouts. All buffers of a size are
 allocated when the first of them is used, so the memory of a model does not depend on the speed of collectives. If the
 backward passes of units interleave, more buffers may be in use at once. These are then allocated.
+
+On a device, streams wait for reductions instead of the host. Buffers of a unit are needed from the arrival of its
+gradients until the reduction of the unit has ended. At most two units that do not contain each other have buffers: one
+is reduced while the gradients of the next one arrive; see [Note: Scratch memory on a device] in device/buffer_pools.py.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from layerzero.comm.collectives import Collective
 from layerzero.comm.transport.base import BufferDemand
 from layerzero.config import LayerZeroConfig
-from layerzero.device.buffer_pools import Size
+from layerzero.device.buffer_pools import Size, bytes_of_buffers
 from layerzero.engine.reduction_queue import IN_FLIGHT
 from layerzero.estimates.specs import HandleSpec, RankTraits
 from layerzero.layout.shard_grid import Extent
@@ -33,19 +38,22 @@ class ScratchBuffers(NamedTuple):
 
     scratch: Counter[Size]
     outgoing: Counter[Size]  # transport buffers from which hop 1 sends; empty if hop 1 sends from scratch buffers
+    nbytes: int  # bytes of `scratch` in use at once; on a device, not all sizes are in use at the same time
 
     def plus(self, more: ScratchBuffers) -> ScratchBuffers:
         """Return the sum of these buffers and `more`, the buffers of handles on another mesh."""
-        return ScratchBuffers(self.scratch + more.scratch, self.outgoing + more.outgoing)
+        return ScratchBuffers(self.scratch + more.scratch, self.outgoing + more.outgoing, self.nbytes + more.nbytes)
 
 
 def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: RankTraits) -> ScratchBuffers:
     """Return the number of scratch buffers that handles on one mesh use; see [Note: Number of scratch buffers]."""
+    if where.on_device:
+        return _plan_on_device(handles, config, where)
     in_place = not where.transport.receives_copies  # peers read the buffers from which hop 1 sends
     first, second = (most + 1 for most in IN_FLIGHT)
     trained = [each for each in handles if each.trainable and each.reduction_spec.stages]
     hop1 = [each for each in trained if each.reduction_spec.stages[0].collective is Collective.HOP1]
-    plan = ScratchBuffers(Counter(), Counter())
+    plan = ScratchBuffers(Counter(), Counter(), 0)
     outgoing = plan.outgoing if in_place else plan.scratch
     # Incoming gradients that are sent from the buffer in which they arrive.
     incoming = [
@@ -85,18 +93,55 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
         plan.scratch[size] += min(len(members), second)
     for size, members in _by_size(twice, lambda each: _received(each, 1, where)).items():
         plan.scratch[size] += min(len(members), second)
-    if config.offload_optimizer:  # final gradients, which are summed on the device before they are copied to the host
+    if config.offload_optimizer:  # final gradients, which are summed before they are copied
         final = [each for each in handles if each.trainable]
         rank = {id(each): where.grid.numel(each.layout, Extent.ZERO1) for each in final}
         for size, members in _by_size(final, lambda each: (rank[id(each)], each.precision.master)).items():
-            once = min(len(members), _UNREAD) if where.on_device else 1  # on a device, copies are asynchronous
-            plan.scratch[size] += once if members[0].reduction_spec.stages else _landing_at_once(members, handles)
-    if where.weights_in_host:  # refreshed weights, which are gathered on the device before they are copied to the host
-        zero3 = {id(each): where.grid.numel(each.layout, Extent.ZERO3) for each in handles}
+            plan.scratch[size] += 1 if members[0].reduction_spec.stages else _landing_at_once(members, handles)
+    if where.weights_in_host:  # refreshed weights, which are gathered before they are copied
         fresh = [each for each in handles if each.trainable]
-        for size, members in _by_size(fresh, lambda each: (zero3[id(each)], each.precision.compute)).items():
-            plan.scratch[size] += min(len(members), _UNREAD) if where.on_device else 1
-    return ScratchBuffers(+plan.scratch, +plan.outgoing)
+        for size in _by_size(fresh, lambda each: _fresh(each, where)):
+            plan.scratch[size] += 1
+    return ScratchBuffers(+plan.scratch, +plan.outgoing, bytes_of_buffers(plan.scratch))
+
+
+def _plan_on_device(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: RankTraits) -> ScratchBuffers:
+    units: dict[str, Counter[Size]] = {}  # scratch buffers of each unit's reductions, in the order of registration
+    for each in handles:
+        if each.trainable:
+            units.setdefault(each.unit, Counter()).update(_sizes_on_device(each, config, where))
+    scratch, nbytes = Counter[Size](), 0
+    # The last unit is the first one of the backward pass, and a unit that contains others comes after them.
+    for before, unit in pairwise(("", *reversed(units))):
+        names = {unit, *(name for name in units if _contains(name, unit)), *((before,) if before else ())}
+        together = sum((units[name] for name in names), Counter[Size]())
+        scratch |= together
+        nbytes = max(nbytes, bytes_of_buffers(together))
+    if where.weights_in_host:  # refreshed weights, which are gathered on the device before they are copied to the host
+        fresh = Counter(_fresh(each, where) for each in handles if each.trainable)
+        scratch |= Counter({size: min(count, _UNREAD) for size, count in fresh.items()})
+        nbytes = max(nbytes, *(bytes_of_buffers({size: 1}) for size in fresh), 0)
+    return ScratchBuffers(scratch, Counter(), nbytes)
+
+
+def _sizes_on_device(handle: HandleSpec, config: LayerZeroConfig, where: RankTraits) -> list[Size]:
+    """Return the sizes of the scratch buffers that the reduction of a handle on a device uses."""
+    spec, master, sizes = handle.reduction_spec, handle.precision.master, []
+    if config.offload_optimizer:  # the final gradient, which is summed on the device before it is copied to the host
+        sizes.append((where.grid.numel(handle.layout, Extent.ZERO1), master))
+    for number, stage in enumerate(spec.stages):
+        sent = where.grid.numel(handle.layout, stage.source), stage.wire_dtype
+        dtype = spec.incoming_dtype if stage.source is spec.incoming_extent else master
+        if stage.source is not spec.accumulator_extent:
+            sizes.append((sent[0], dtype))
+        if dtype != stage.wire_dtype or (number and stage.source is spec.accumulator_extent and config.offload_grads):
+            sizes.append(sent)
+        sizes.append(_received(handle, number, where))
+    return sizes
+
+
+def _fresh(handle: HandleSpec, where: RankTraits) -> Size:
+    return where.grid.numel(handle.layout, Extent.ZERO3), handle.precision.compute
 
 
 def buffer_demand(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: RankTraits) -> BufferDemand:
@@ -126,14 +171,15 @@ def _landing_at_once(members: Sequence[HandleSpec], handles: Sequence[HandleSpec
 
     These are the handles of one unit and of the units that contain it.
     """
-    names = {each.unit for each in handles}
-    around = {name for name in names if any(other != name and _contains(name, other) for other in names)}
-    inner = Counter(each.unit for each in members if each.unit not in around)
-    return sum(each.unit in around for each in members) + max(inner.values(), default=0)
+    found = Counter(each.unit for each in members)
+    return max(
+        sum(count for name, count in found.items() if name == unit or _contains(name, unit))
+        for unit in {each.unit for each in handles}
+    )
 
 
 def _contains(outer: str, inner: str) -> bool:
-    return not outer or inner.startswith(f"{outer}.")
+    return outer != inner and (not outer or inner.startswith(f"{outer}."))
 
 
 def _received(handle: HandleSpec, stage: int, where: RankTraits) -> Size:

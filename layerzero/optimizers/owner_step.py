@@ -225,6 +225,7 @@ def step_owned(
                 away.append((each, gradient))
         turns.append(_turns(away, _largest(members, owner_group), owner_group, pool))
     step_param_by_param(inner, take_step, chain.from_iterable(turns))
+    pool.trim()
 
 
 def _require_gradients_alike(owner_groups: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelRanks) -> None:

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.process_groups import groups_so_far
-from layerzero.device.buffer_pools import Size
 from layerzero.engine.handle import Handle
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.state import LayerZeroState
@@ -123,8 +122,7 @@ class OwnerTable:
         Optimizers step one after another, and never during a reduction. Therefore it is sufficient to register the
         maximum over all users.
         """
-        pool = self._runtime.pools.scratch
-        pool.expected = Counter(pool.expected) | buffers_of_rounds(self.owned.values())
+        self._runtime.pools.scratch.expect_also(buffers_of_rounds(self.owned.values()))
 
     def step(self, take_step: Callable[[], Any]) -> None:
         """Step all parameters of the optimizer. Owned parameters are stepped in full."""
@@ -221,7 +219,8 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
         handle.weights.finish_refresh()
         handle.recut(plan[handle])
     table.owners = owners
-    runtime.pools.scratch.expected = _scratch_buffers(runtime)
+    scratch = _scratch_buffers(runtime)
+    runtime.pools.scratch.expect(scratch.scratch, scratch.nbytes)
     for each in runtime.optimizers:
         each.on_layout_change()  # type: ignore[attr-defined]
 
@@ -335,14 +334,14 @@ def _require_equal_parts(handles: Iterable[Handle], join_axes: Mapping[str, Join
                 )
 
 
-def _scratch_buffers(runtime: LayerZeroState) -> Counter[Size]:
-    total = ScratchBuffers(Counter(), Counter())
+def _scratch_buffers(runtime: LayerZeroState) -> ScratchBuffers:
+    total = ScratchBuffers(Counter(), Counter(), 0)
     planned = specs_of(runtime.units)
     for over in dict.fromkeys(unit.over for unit in planned):
         units = [unit for unit in planned if unit.over is over]
         handles = [handle for unit in units for handle in unit.handles]
         total = total.plus(plan_scratch(handles, runtime.config, units[0].traits))
-    return total.scratch
+    return total
 
 
 def _require_untouched(runtime: LayerZeroState, moved: Iterable[Handle], owned: set[str]) -> None:

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.comm.transport.selection import process_group_traits
 from layerzero.config import LayerZeroConfig
-from layerzero.device.buffer_pools import bytes_of_buffers
 from layerzero.estimates.memory_estimate import MemoryEstimate, estimate_memory
 from layerzero.estimates.scratch_buffers import plan_scratch
 from layerzero.estimates.specs import RankTraits, UnitSpec
@@ -79,8 +78,8 @@ class MetaSharding:
 def predicted_memory(units: Sequence[UnitSpec], config: LayerZeroConfig) -> MemoryEstimate:
     """Return the memory estimate of the rank for which `units` were planned."""
     where = units[0].traits
-    scratch = plan_scratch([handle for unit in units for handle in unit.handles], config, where).scratch
-    return estimate_memory(units, config, scratch=bytes_of_buffers(scratch, on_device=where.on_device))
+    scratch = plan_scratch([handle for unit in units for handle in unit.handles], config, where)
+    return estimate_memory(units, config, scratch=scratch.nbytes)
 
 
 def optimizer_bytes(units: Sequence[UnitSpec], numbers: int) -> int:

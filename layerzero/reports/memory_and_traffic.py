@@ -32,7 +32,9 @@ class MemoryReport:
     - ``accumulator``: accumulated gradients.
     - ``gradient_shard``: final gradients, or 0 if the final gradients are inside the accumulator. A backward that
       begins without zero_grad copies the final gradients out of the accumulator.
-    - ``reduce_buffer``: reused scratch buffers for gradients that come from autograd, are sent or are received.
+    - ``reduce_buffer``: scratch buffers for gradients that come from autograd, are sent or are received. On the CPU,
+      they are kept. On a device, they are returned to torch's allocator after each backward pass, and this is the
+      maximum during a pass.
     - ``optimizer``: optimizer state. This kind is measured but not predicted.
 
     Kinds of host memory: ``host_accumulator`` with `offload_grads`; ``host_zero1_shard``, ``host_gradient_shard`` and
@@ -238,7 +240,7 @@ def measure(runtime: LayerZeroState) -> dict[str, int]:
     measured["cached_buffer"] = buffers.full.cached_bytes
     measured["accumulator"] = buffers.accumulators.device_bytes
     measured["host_accumulator"] = buffers.accumulators.host_bytes
-    measured["reduce_buffer"] = sum(pool.allocated_bytes for pool in _pools(runtime))
+    measured["reduce_buffer"] = sum(pool.most_bytes for pool in _pools(runtime))
     tensors = [
         value
         for optimizer in runtime.optimizers

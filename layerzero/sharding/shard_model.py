@@ -295,13 +295,13 @@ def _build(
 
     meshes = [site.mesh_info for site in sites.values()]
     transports = select_transports(meshes, demand_for, pools.scratch, pools.full, setting=config.shared_memory)
-    scratch = ScratchBuffers(Counter(), Counter())
+    scratch = ScratchBuffers(Counter(), Counter(), 0)
     for shared_over, site in sites.items():
         planned = [each for plan, unit in zip(plans, handles, strict=True) if plan.mesh == shared_over for each in unit]
         traits = transports[site.mesh_info].traits
         where = RankTraits.of(site.mesh_info, traits, offload_params=config.offload_params)
         scratch = scratch.plus(plan_scratch(planned, config, where))
-    pools.scratch.expected = scratch.scratch
+    pools.scratch.expect(scratch.scratch, scratch.nbytes)
     resources = {each: MeshResources(each, transport, pools) for each, transport in transports.items()}
     origins: list[tuple[nn.Parameter, str]] = []
     units_built = []
@@ -387,7 +387,7 @@ def _model_pools(device: torch.device, config: LayerZeroConfig) -> ModelPools:
         warnings.warn(said, stacklevel=4)
     of_grads = transfers if config.offload_grads else None
     return ModelPools(
-        BufferPool(device),
+        BufferPool.of(device),
         FullBufferPool(device),
         AccumulatorAllocator(device, of_grads),
         transfers if config.offload_optimizer else None,

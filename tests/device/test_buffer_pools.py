@@ -70,7 +70,7 @@ def test_scratch_is_reused_by_size_and_dtype() -> None:
     pool.release(first)
     assert pool.acquire(8, torch.float32) is first
     assert pool.acquire(8, torch.bfloat16) is not first
-    assert pool.allocated_bytes == 32 + 16
+    assert pool.most_bytes == 32 + 16
 
 
 def _steady(rank: int) -> None:

@@ -6,6 +6,8 @@ thread of their group, after the earlier work of the stream that launched them. 
 their input must not change while they are in flight. The compute stream is the host itself and is never late; if the
 engine forgets to let it wait, it reads NaN or stale data.
 
+Memory that a pool returns to the allocator is overwritten with NaN as soon as the allocator could reuse it.
+
 Missing waits for the compute stream are detected in another way. Each write of a compute stream has a number. An event
 carries the numbers that its stream has reached, and a stream that waits for the event then knows them. An operation or
 collective fails if it uses memory that was written under a number unknown to its stream. Hooks of a leaf run on the
@@ -32,7 +34,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from layerzero.device.accelerator import HostDeviceCopies
+from layerzero.device.accelerator import CurrentStream, HostDeviceCopies
+from layerzero.device.buffer_pools import DeviceBufferPool
 from tests.support import wrapped_gloo
 
 __all__ = ["NAME", "Device", "register"]
@@ -192,6 +195,7 @@ class Device:
         self.births: set[Stream] = set()  # streams on which hooks of leaves were registered
         self.writes: dict[int, tuple[Stream, int]] = {}  # by address: the stream of the last write, and its number
         self._current: Stream | None = None
+        self._poisoned: set[int] = set()
 
     def is_current_stream_capturing(self) -> bool:
         return self.captures
@@ -220,6 +224,8 @@ class Device:
             for module in ("device.accelerator", "device.streams", "engine.scheduler"):
                 stack.enter_context(mock.patch(f"layerzero.{module}.device_module", lambda device: self))
             stack.enter_context(mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", _LateTransfers))
+            stack.enter_context(mock.patch.object(CurrentStream, "keep_until_done", self._poison_later))
+            stack.enter_context(mock.patch.object(DeviceBufferPool, "_forget", self._poisons()))
             stack.enter_context(mock.patch.object(Tensor, _REGISTER, self._registers()))
             stack.enter_context(mock.patch.object(torch.autograd.Variable, "_execution_engine", _Engine(self)))
             stack.enter_context(_Computes())
@@ -235,6 +241,24 @@ class Device:
         """Drop the records of writes to these tensors."""
         for tensor in tensors:
             self.writes.pop(tensor.untyped_storage().data_ptr(), None)
+
+    def _poison_later(self, buffer: Tensor, stream: Stream) -> None:
+        """Overwrite a buffer of a pool as soon as the allocator could reuse its memory."""
+        self._poisoned.add(id(buffer))
+        stream.give(lambda: buffer.fill_(torch.nan))
+
+    def _poisons(self) -> Callable[[DeviceBufferPool, Tensor], None]:
+        forget = DeviceBufferPool._forget
+
+        def forgets(pool: DeviceBufferPool, buffer: Tensor) -> None:
+            if id(buffer) in self._poisoned:
+                self._poisoned.remove(id(buffer))
+            else:
+                pool._home.use([buffer], "the next owner of freed memory")
+                buffer.fill_(torch.nan)
+            forget(pool, buffer)
+
+        return forgets
 
     def _registers(self) -> Callable[[Tensor, Callable[[Tensor], None]], Any]:
         register = getattr(Tensor, _REGISTER)

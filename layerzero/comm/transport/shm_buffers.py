@@ -83,16 +83,11 @@ class SharedBufferPool(BufferPool):
         self._rings: list[ctypes.Array[ctypes.c_uint64]] = [
             memory.numbers_of(rank, 2 * _RING) for rank in range(memory.size)
         ]
-        self.allocated_bytes = memory.committed
-        self._predicted_bytes = memory.committed
+        self.most_bytes = self.predicted_bytes = memory.committed
 
     @property
     def size(self) -> int:
         return self._memory.size
-
-    @property
-    def predicted_bytes(self) -> int:
-        return self._predicted_bytes - self.kept_bytes
 
     # Buffers
 
@@ -106,7 +101,7 @@ class SharedBufferPool(BufferPool):
             idle = self._idle[size]
             buffer = None
             if idle and self._made[size] >= self.expected.get(size, _USUAL):
-                buffer = idle.popleft()[0]  # the oldest buffer, which all ranks have most likely read
+                buffer = idle.popleft()  # the oldest buffer, which all ranks have most likely read
             else:
                 self._made[size] += 1
         if buffer is None:
@@ -118,7 +113,8 @@ class SharedBufferPool(BufferPool):
         """Return a permanent, zero-filled 1-D buffer ``[numel]``, which is never released."""
         buffer = self._grow(numel, dtype)
         self.kept_bytes += aligned_bytes(buffer.nbytes)
-        self.allocated_bytes = self._memory.committed - self.kept_bytes
+        self.predicted_bytes -= aligned_bytes(buffer.nbytes)
+        self.most_bytes = self._memory.committed - self.kept_bytes
         return buffer
 
     def wait_consumed(self, buffer: Tensor) -> None:
@@ -141,7 +137,7 @@ class SharedBufferPool(BufferPool):
         buffer = self._memory.part_of(self._memory.rank, numel, dtype, self._used)
         self._offsets[buffer.data_ptr()] = self._used
         self._used += aligned_bytes(nbytes)
-        self.allocated_bytes = self._memory.committed - self.kept_bytes
+        self.most_bytes = self._memory.committed - self.kept_bytes
         return buffer
 
     # Gradients
