@@ -122,7 +122,7 @@ def _plan(
         )
         typer.echo(plan_text(found, every_row=every_row))
         if html is not None:
-            from layerzero.planning.plan_plots import write_report  # noqa: PLC0415 - needs the optional matplotlib
+            from layerzero.planning.plan_html import write_report  # noqa: PLC0415 - needs the optional matplotlib
 
             write_report(found, html)
             typer.echo(f"\nwritten: {html}")

@@ -217,7 +217,7 @@ class ExtendedGather:
         return (*self._received_bytes, *self._made_bytes)
 
     @property
-    def bytes(self) -> GatheredBytes:
+    def extension_bytes(self) -> GatheredBytes:
         return GatheredBytes(self._received_bytes, self._made_bytes)
 
     @property

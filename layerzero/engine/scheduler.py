@@ -54,7 +54,7 @@ from layerzero.engine.passes import BackwardPass, ForwardPass, GatheredUse, Unit
 from layerzero.engine.resources import ModelPools
 from layerzero.engine.unit import Unit, gather_orders
 from layerzero.engine.weight_refresh import WeightRefresher
-from layerzero.engine.weight_storage import ShardState
+from layerzero.engine.weight_storage import GatherState
 from layerzero.utils.pytree import iter_tensors
 
 __all__ = ["Scheduler"]
@@ -377,7 +377,7 @@ class Scheduler(Closable):
     # Gather
 
     def _gather(self, unit: Unit) -> None:
-        absent = [handle for handle in unit.handles if handle.weights.state is ShardState.SHARDED]
+        absent = [handle for handle in unit.handles if handle.weights.state is GatherState.SHARDED]
         if any(handle.full_precision is not None for handle in absent):
             self._full_precision_orders[unit.mesh_info].check(self._index[unit])
         if any(handle.weights.needs_gather and handle.full_precision is None for handle in absent):
@@ -388,7 +388,7 @@ class Scheduler(Closable):
     def _wait(self, unit: Unit) -> None:
         try:
             for handle in unit.handles:
-                if handle.weights.state is ShardState.GATHERING:
+                if handle.weights.state is GatherState.GATHERING:
                     handle.wait()
         except CollectiveError as error:
             raise self._orders[unit.mesh_info].explain_failure(error) from error.__cause__

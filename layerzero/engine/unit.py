@@ -20,7 +20,7 @@ from layerzero.engine.handle import Handle
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.module_checks import replaced
 from layerzero.engine.resources import MeshResources
-from layerzero.engine.weight_storage import ShardState
+from layerzero.engine.weight_storage import GatherState
 from layerzero.utils.pytree import cast_floating
 
 __all__ = ["Unit", "gather_orders"]
@@ -79,7 +79,7 @@ class Unit:
 
     @property
     def gathered(self) -> bool:
-        return any(handle.weights.state is not ShardState.SHARDED for handle in self.handles)
+        return any(handle.weights.state is not GatherState.SHARDED for handle in self.handles)
 
     @property
     def has_post_forward_shard(self) -> bool:

@@ -254,7 +254,7 @@ def measure(runtime: LayerZeroState) -> dict[str, int]:
 
 def _pools(runtime: LayerZeroState) -> list[BufferPool]:
     """Return the pool of scratch buffers and, if they are separate, the pools of the buffers that hop 1 sends."""
-    sent = (transport.send_buffers for transport in runtime.transports)
+    sent = (transport.send_scratch for transport in runtime.transports)
     return list(dict.fromkeys((runtime.pools.scratch, *sent)))
 
 

@@ -35,7 +35,7 @@ __all__ = [
     "build_unit",
     "check_buffers",
     "check_codec",
-    "check_meta",
+    "check_meta_init",
     "parts_to_compare",
     "plan_handles",
     "require_equal_encoded_sizes",
@@ -142,7 +142,7 @@ def require_equal_encoded_sizes(
     require_equal("shard_model", told, ranks=site.mesh_info.ranks)
 
 
-def check_meta(plans: Sequence[UnitDefinition], param_init_fn: InitFn | None) -> None:
+def check_meta_init(plans: Sequence[UnitDefinition], param_init_fn: InitFn | None) -> None:
     """Raise an error if `param_init_fn` is invalid or a module on the meta device cannot be initialized."""
     if param_init_fn is not None and not callable(param_init_fn):
         raise TypeError(
@@ -176,7 +176,7 @@ def plan_handles(
     where: RankTraits,
     *,
     averaged: int,
-    has_model_parallel: Callable[[nn.Parameter], bool],
+    has_model_parallel_spec: Callable[[nn.Parameter], bool],
 ) -> list[HandleSpec]:
     """Return the specs of a unit's handles, without allocating memory.
 
@@ -186,7 +186,7 @@ def plan_handles(
     Args:
         averaged: number of data-parallel ranks in the root's mesh. Gradients are averaged over these ranks, even if the
             unit is sharded over another mesh.
-        has_model_parallel: function that returns whether a parameter has a model-parallel spec.
+        has_model_parallel_spec: function that returns whether a parameter has a model-parallel spec.
     """
     accumulation = config.accumulation_of(plan.name, plan.called[0])
     policy = config.policy_of(plan.name, plan.called[0])
@@ -195,7 +195,7 @@ def plan_handles(
     for found in plan.parameters:
         if has_extension(found.parameter):
             continue
-        kind_of_it = found.parameter.dtype, found.parameter.requires_grad, has_model_parallel(found.parameter)
+        kind_of_it = found.parameter.dtype, found.parameter.requires_grad, has_model_parallel_spec(found.parameter)
         kinds.setdefault(kind_of_it, []).append(found)
     planned = []
     for (dtype, trainable, _), members in kinds.items():
@@ -275,7 +275,7 @@ def build_unit(
     policy = config.policy_of(plan.name, plan.called[0])
     extensions = _take_extensions(plan, policy)
     was_on_meta = _tensors_on_meta(plan)
-    _materialise_together(plan, site, param_init_fn)
+    _materialize_together(plan, site, param_init_fn)
     if config.sync_module_states:
         _broadcast_from_rank_0(plan, site)
     unwritten = _still_marked(plan, was_on_meta)
@@ -367,21 +367,21 @@ def _still_marked(plan: UnitDefinition, was_on_meta: Sequence[UninitializedTenso
     return left
 
 
-def _materialise_together(plan: UnitDefinition, site: UnitMesh, param_init_fn: InitFn | None) -> None:
-    """Materialise the unit. If this fails on any rank, raise an error on all ranks of the model."""
+def _materialize_together(plan: UnitDefinition, site: UnitMesh, param_init_fn: InitFn | None) -> None:
+    """Materialize the unit. If this fails on any rank, raise an error on all ranks of the model."""
     device = site.mesh_info.device
     if not any(_has_meta(module) for module in plan.modules):
-        _materialise(plan, device, param_init_fn)
+        _materialize(plan, device, param_init_fn)
         return
     failure: Exception | None = None
     try:
-        _materialise(plan, device, param_init_fn)
+        _materialize(plan, device, param_init_fn)
     except Exception as error:
         failure = error
     require_equal(f"initialization of unit {plan.name!r}", {}, ranks=site.ranks.ranks, failure=failure)
 
 
-def _materialise(plan: UnitDefinition, device: torch.device, param_init_fn: InitFn | None) -> None:
+def _materialize(plan: UnitDefinition, device: torch.device, param_init_fn: InitFn | None) -> None:
     """Allocate and initialize parameters and buffers that are on meta. Move other buffers to the device."""
     on_meta = [module for module in plan.modules if _has_meta(module)]
     for index, found in enumerate(plan.parameters):

@@ -57,7 +57,7 @@ def run_ranks(
     """Call ``fn(rank, *args)`` on `world_size` ranks at once; return what they returned, by rank.
 
     Args:
-        fn: a top-level function of a test module; it is called with the default process group initialised.
+        fn: a top-level function of a test module; it is called with the default process group initialized.
         timeout: seconds until the ranks are killed and the call fails.
         pg_timeout: seconds until a collective or the store gives up.
         store_file: file of a FileStore. None: a TCPStore that this process serves.
