@@ -168,7 +168,7 @@ def _simulate(
     inside_latency: Annotated[float, typer.Option(help="Microseconds of a step of a collective inside a node.")] = 0.0,
     between_latency: Annotated[float, typer.Option(help="Microseconds of such a step between nodes.")] = 0.0,
 ) -> None:
-    """Simulate the schedule of a trace on a machine with different links.
+    """Simulate the schedule of a trace on a machine with other link speeds.
 
     Computations keep their recorded durations.
     """

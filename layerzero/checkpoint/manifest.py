@@ -1,4 +1,8 @@
-"""Read and write the manifest: the names, sizes and checksums of a checkpoint's files, and its sequence number."""
+"""Read and write the manifest: the names, sizes and checksums of a checkpoint's files, and its sequence number.
+
+atomic_files.py defines when a checkpoint exists; see [Note: Atomic publication]. restore.py defines which checks
+precede a load; see [Note: Checks before changes].
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def key_of(reference: Any) -> str | None:
 
 
 class GroupCompatibility:
-    """Check whether one parameter group is compatible with its entry in a checkpoint.
+    """Compatibility of one parameter group with its entry in a checkpoint.
 
     Args:
         group: current parameter group of `inner`.

@@ -76,7 +76,7 @@ def on_signal(
 
 
 class LeaveRequest:
-    """Handler of one signal, created by :func:`on_signal`.
+    """Request to stop the run after a signal. Created by :func:`on_signal`.
 
     The request is a context manager. Leaving the context closes the request.
     """

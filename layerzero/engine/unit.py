@@ -63,7 +63,7 @@ class Unit:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Modules of the unit. A call of any of these modules is a call of the unit."""
+        """Modules of the unit. A call to any of these modules is a call to the unit."""
         modules = [module for weak in self._modules if (module := weak()) is not None]
         assert len(modules) == len(self._modules)
         return modules

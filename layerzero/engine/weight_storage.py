@@ -127,7 +127,10 @@ class WeightStorage:
 
     @property
     def peers_read_master(self) -> bool:
-        """True if other ranks read the master in place. The master may then be written only in rounds."""
+        """True if other ranks read the master in place. The master may then be written only in rounds.
+
+        See [Note: Write rounds] in comm/transport/base.py.
+        """
         return self.shares_master and self.buffer.read_by_peers
 
     @cached_property

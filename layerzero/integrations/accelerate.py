@@ -114,7 +114,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
                 "there. Use 'bf16' or 'no'"
             )
 
-    # Models, optimizers and schedulers may be prepared in any order, in one call of prepare or several
+    # Models, optimizers and schedulers may be prepared in any order, in one call to prepare or several
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

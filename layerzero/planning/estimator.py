@@ -117,7 +117,7 @@ class _StepCost:
 
 @dataclass
 class Estimator:
-    """Estimate the cost of combinations of settings for one model on one cluster."""
+    """Estimator of the cost of combinations of settings, for one model on one cluster."""
 
     paper: MetaSharding
     load: ComputeCost

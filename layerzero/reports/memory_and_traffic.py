@@ -1,4 +1,4 @@
-"""Reports the memory and traffic of a sharded model, with :func:`memory` and :func:`traffic`."""
+"""Report the memory and traffic of a sharded model, with :func:`memory` and :func:`traffic`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class MemoryReport:
     - ``cached_buffer``: cached memory of freed full buffers. It is at most the memory of the root, one unit, the units
       that are gathered ahead, and the units that stay gathered.
     - ``accumulator``: accumulated gradients.
-    - ``gradient_shard``: final gradients, or 0 if the final gradients are inside the accumulator. A backward that
-      begins without zero_grad copies the final gradients out of the accumulator.
+    - ``gradient_shard``: final gradients, or 0 if the final gradients are inside the accumulator. A backward
+      pass that begins without zero_grad copies the final gradients out of the accumulator.
     - ``reduce_buffer``: reused scratch buffers for gradients that come from autograd, are sent or are received.
     - ``optimizer``: optimizer state. This kind is measured but not predicted.
 
@@ -46,7 +46,7 @@ class MemoryReport:
     Attributes:
         predicted: number of bytes computed from layouts and settings. The prediction is valid between two steps, from
             the second step on, if units are called one after the other in the order of their registration. The measured
-            ``reduce_buffer`` may be larger if parameters were unfrozen, or if calls of units interleave and their
+            ``reduce_buffer`` may be larger if parameters were unfrozen, or if calls to units interleave and their
             gradients arrive at the same time. The measured ``reduce_buffer`` is smaller before the first backward that
             reduces gradients, because it is allocated on first use.
         measured: number of bytes in the storages that currently exist.
@@ -89,8 +89,8 @@ class TrafficReport:
     """Collectives that this rank has called, and bytes that it has sent, since the last reset.
 
     Attributes:
-        calls: number of calls by collective: ``gather``, ``regather`` (for a backward, among the number of ranks set by
-            `reshard_after_forward`), ``hop1``, ``hop2``, ``refresh``, ``metadata`` (one byte per parameter),
+        calls: number of calls by collective: ``gather``, ``regather`` (for a backward pass, among the number of ranks
+            set by `reshard_after_forward`), ``hop1``, ``hop2``, ``refresh``, ``metadata`` (one byte per parameter),
             ``gather_order`` (16 bytes whenever units are called in a new order), ``scalar_reduce`` (norms),
             ``unshard``, ``broadcast``, ``owner_gather`` and ``owner_scatter`` (send full parameters to their owners and
             back, inside the ZeRO-3 group). If ranks share memory, a ``gather`` sends no data.

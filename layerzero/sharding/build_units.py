@@ -1,4 +1,4 @@
-"""Builds units from their definitions: checks settings, allocates and initializes memory, and creates handles."""
+"""Build units from their definitions: check settings, allocate and initialize memory, and create handles."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> Non
 def require_equal_encoded_sizes(
     plans: Sequence[UnitDefinition], handles: Sequence[Sequence[HandleSpec]], config: LayerZeroConfig, site: UnitMesh
 ) -> None:
-    """Raise an error on all ranks of a mesh if their codecs produce different numbers of bytes."""
+    """Raise ValueError on all ranks of a mesh if their codecs produce different numbers of bytes."""
     if config.gather_codec is None:
         return
     size = site.mesh_info.zero3_size
@@ -143,7 +143,13 @@ def require_equal_encoded_sizes(
 
 
 def check_meta_init(plans: Sequence[UnitDefinition], param_init_fn: InitFn | None) -> None:
-    """Raise an error if `param_init_fn` is invalid or a module on the meta device cannot be initialized."""
+    """Raise an error if `param_init_fn` is invalid or a module on the meta device cannot be initialized.
+
+    Raises:
+        TypeError: `param_init_fn` is neither callable nor None.
+        ValueError: an ignored parameter is on the meta device, or a module on the meta device has no
+            ``reset_parameters()`` and `param_init_fn` is None.
+    """
     if param_init_fn is not None and not callable(param_init_fn):
         raise TypeError(
             f"param_init_fn must be a callable(module) or None, got {param_init_fn!r}. Pass a function that "
@@ -408,7 +414,7 @@ def _materialize(plan: UnitDefinition, device: torch.device, param_init_fn: Init
 
 
 def _cast_buffers(plan: UnitDefinition, dtype: torch.dtype | None) -> list[CastBuffer]:
-    """Cast floating-point buffers to `dtype`. Return the buffers that were cast."""
+    """Cast floating-point buffers to `dtype`, and return the buffers that were cast. If `dtype` is None, cast none."""
     cast: list[CastBuffer] = []
     for module in plan.modules:
         for name, buffer in module._buffers.items():

@@ -1,4 +1,4 @@
-"""Shards a model in place, with :func:`shard_model`."""
+"""Shard a model in place, with :func:`shard_model`."""
 
 from __future__ import annotations
 

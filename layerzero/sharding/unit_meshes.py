@@ -1,4 +1,4 @@
-"""Determines the data-parallel mesh of a model and of each of its units, and their model-parallel axes."""
+"""Determine the data-parallel mesh of a model and of each of its units, and their model-parallel axes."""
 
 from __future__ import annotations
 

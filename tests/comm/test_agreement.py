@@ -60,7 +60,7 @@ class Raised(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Call of the odd rank while the others shard a Net, and patterns that every rank's message must contain."""
+    """Call that the odd rank makes while the others shard a Net, and patterns that each rank's message must contain."""
 
     call: Callable[[], Any]
     patterns: tuple[str, ...]
