@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.contestants import ENTRIES, why_missing
 from benchmarks.launch import RanksFailed, run_job
 from benchmarks.network import Node, one_machine, two_nodes, why_unavailable
-from benchmarks.results import FOLDER, Results, summarise
+from benchmarks.results import FOLDER, Results, summarize
 from benchmarks.task import REDUCE_DTYPES, Task, make_model
 from benchmarks.worker import Job
 
@@ -102,7 +102,7 @@ def _run(
         )
         try:
             ranks = run_job(work, nodes, timeout=_START_SECONDS + 4 * args.limit)
-            run = summarise(ranks, nodes=len(nodes))
+            run = summarize(ranks, nodes=len(nodes))
             run["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             record["runs"].append(run)
         except RanksFailed as error:

@@ -7,7 +7,7 @@ step of a model of a few units in steady state, and prints
 
 - for a weight, the longest chain of layerzero's functions from a module's forward hook to the all-gather of its unit;
 - for a gradient, the longest chain from a hook of the backward to the collective that sends its unit's gradients;
-- calls of functions of layerzero, and changes between its files, per unit of the backward.
+- calls to functions of layerzero, and changes between its files, per unit of the backward.
 """
 
 from __future__ import annotations

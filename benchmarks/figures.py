@@ -15,7 +15,7 @@ class Bar:
     """Bar of one contestant.
 
     Attributes:
-        family: family of the contestant; determines the colour.
+        family: family of the contestant; determines the color.
         value: length of the bar, and ends of the whisker.
         apart: part of the length that is drawn in a lighter tone at the end of the bar.
     """

@@ -49,12 +49,12 @@ class Contestant:
 
     name: str
     model: nn.Module
-    synchronise: Callable[[bool], None]
+    synchronize: Callable[[bool], None]
     seconds: dict[str, list[float]] = field(default_factory=lambda: {"forward": [], "accumulate": [], "reduce": []})
 
     def take_step(self, x: Tensor, *, counts: bool) -> None:
         for kind in ("accumulate", "reduce"):
-            self.synchronise(kind == "reduce")
+            self.synchronize(kind == "reduce")
             start = time.thread_time()
             loss = self.model(x).sum()
             middle = time.thread_time()
@@ -98,7 +98,7 @@ def make_model(args: argparse.Namespace) -> nn.Module:
 
 
 def plain(args: argparse.Namespace) -> Contestant:
-    return Contestant("plain", make_model(args).to(torch.bfloat16), lambda synchronise: None)
+    return Contestant("plain", make_model(args).to(torch.bfloat16), lambda synchronize: None)
 
 
 def ours(args: argparse.Namespace, accumulation: str) -> Contestant:
@@ -113,12 +113,12 @@ def ours(args: argparse.Namespace, accumulation: str) -> Contestant:
     )
     inside = contextlib.ExitStack()
 
-    def synchronise(reduces: bool) -> None:
+    def synchronize(reduces: bool) -> None:
         inside.close()
         if not reduces:
             inside.enter_context(layerzero.no_sync(model))
 
-    return Contestant(f"layerzero, {accumulation}", model, synchronise)
+    return Contestant(f"layerzero, {accumulation}", model, synchronize)
 
 
 def fsdp2(
@@ -133,14 +133,14 @@ def fsdp2(
     fully_shard(model, mesh=mesh, mp_policy=policy)
     assert isinstance(model, FSDPModule)
 
-    def synchronise(reduces: bool) -> None:
+    def synchronize(reduces: bool) -> None:
         model.set_is_last_backward(reduces)
         if replicas:
             model.set_requires_all_reduce(reduces)
         if accumulates_whole:
             model.set_requires_gradient_sync(reduces)
 
-    return Contestant(name, model, synchronise)
+    return Contestant(name, model, synchronize)
 
 
 def report(contestants: list[Contestant], args: argparse.Namespace) -> None:

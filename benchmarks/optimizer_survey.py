@@ -133,7 +133,7 @@ def _muon(kind: type[Optimizer], parameters: list[nn.Parameter]) -> Optimizer:
 
 
 def truth_of(build: Build) -> Truth:
-    worst, worst_alone, quantised, on_rows = 0.0, 0.0, False, ""
+    worst, worst_alone, quantized, on_rows = 0.0, 0.0, False, ""
     for seed in SEEDS:
         generator = torch.Generator().manual_seed(seed)
         start = [0.5 * torch.randn(shape, generator=generator) for shape in CUTS]
@@ -152,7 +152,7 @@ def truth_of(build: Build) -> Truth:
             return Truth(None, f"whole parameters: {_short(error)}")
         if all(torch.equal(after, before) for after, before in zip(whole, start, strict=True)):
             return Truth(None, "nothing moves with its defaults")
-        quantised |= _is_quantised(optimizer)
+        quantized |= _is_quantized(optimizer)
         try:
             pieces = [
                 _train(build, *(rows(t, rank) for t in (start, target)), [rows(n, rank) for n in noise], scales, seed)[
@@ -181,8 +181,8 @@ def truth_of(build: Build) -> Truth:
     by_itself = worst_alone < 1e-6
     if worst < 1e-6:
         return Truth(True, "same updates", by_itself)
-    if quantised and worst < 0.5:
-        return Truth(True, f"quantises its state in blocks: {100 * worst:.1f} % of the way apart", by_itself)
+    if quantized and worst < 0.5:
+        return Truth(True, f"quantizes its state in blocks: {100 * worst:.1f} % of the way apart", by_itself)
     return Truth(False, on_rows or f"{100 * worst:.2g} % of the way apart", by_itself)
 
 
@@ -220,7 +220,7 @@ def _train(
     return [parameter.detach() for parameter in parameters], optimizer
 
 
-def _is_quantised(optimizer: Optimizer) -> bool:
+def _is_quantized(optimizer: Optimizer) -> bool:
     """Return whether the optimizer has quantized state: uint8 tensors, or tensor subclasses."""
     for values in getattr(optimizer, "state", {}).values():
         for value in values.values() if isinstance(values, dict) else ():
@@ -289,7 +289,7 @@ def table(rows: list[Row]) -> str:
         for row in rows:
             if row.package == package:
                 verdict, _, wrong = row.verdict.partition(" (")
-                mark = "\\*" if row.truth.works and "quantises" in row.truth.why else ""
+                mark = "\\*" if row.truth.works and "quantizes" in row.truth.why else ""
                 name = row.name + mark
                 cells[verdict].append(f"**{name} ({wrong.lower()}**" if wrong else name)
         lines.append(f"| {package} | {' | '.join(', '.join(names) or 'none' for names in cells.values())} |")

@@ -18,7 +18,7 @@ from benchmarks.results import Results, published
 __all__ = ["IMAGES", "draw"]
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
-_COLOURS = {
+_COLORS = {
     "ours": "#1b6ca8",
     "full": "#c97b3d",
     "hybrid": "#6a9a5b",
@@ -55,16 +55,16 @@ def _draw(figure: Figure, path: Path) -> Path:
 def _panel(panel: Panel, place: Axes) -> None:
     top = max([bar.value.high for bar in panel.bars] + [line.at for line in panel.lines])
     for index, bar in enumerate(panel.bars):
-        value, colour = bar.value, _COLOURS[bar.family]
-        place.barh(-index, value.middle - bar.apart, color=colour)
+        value, color = bar.value, _COLORS[bar.family]
+        place.barh(-index, value.middle - bar.apart, color=color)
         if bar.apart:
-            place.barh(-index, bar.apart, left=value.middle - bar.apart, color=colour, alpha=0.4)
+            place.barh(-index, bar.apart, left=value.middle - bar.apart, color=color, alpha=0.4)
         if value.high > value.low:
             whisker = [[value.middle - value.low], [value.high - value.middle]]
             place.errorbar(value.middle, -index, xerr=whisker, color="black", capsize=2, linewidth=0.9)
         place.text(value.high + top / 80, -index, f"{value.middle:.3g}", va="center", fontsize=7)
-    for line, colour in zip(panel.lines, _LINES, strict=False):
-        place.axvline(line.at, color=colour, linestyle="--", linewidth=1, label=f"{line.label}: {line.at:.3g}")
+    for line, color in zip(panel.lines, _LINES, strict=False):
+        place.axvline(line.at, color=color, linestyle="--", linewidth=1, label=f"{line.label}: {line.at:.3g}")
     if panel.lines:
         place.legend(fontsize=6, loc="lower right")
     place.set_yticks([-index for index in range(len(panel.bars))], [bar.label for bar in panel.bars], fontsize=7)

@@ -33,7 +33,7 @@ from benchmarks.contestants import ENTRIES, Entry
 from benchmarks.network import bits_per_second
 from benchmarks.task import COMPUTE_DTYPE, REDUCE_DTYPES
 
-__all__ = ["FOLDER", "Range", "Results", "Row", "published", "ratio_of", "summarise"]
+__all__ = ["FOLDER", "Range", "Results", "Row", "published", "ratio_of", "summarize"]
 
 FOLDER = Path(__file__).parent / "results"
 
@@ -55,7 +55,7 @@ def published() -> list[Results]:
     return [Results.load(path) for path in sorted(FOLDER.glob("*.json"))]
 
 
-def summarise(ranks: Sequence[dict[str, Any]], *, nodes: int) -> dict[str, Any]:
+def summarize(ranks: Sequence[dict[str, Any]], *, nodes: int) -> dict[str, Any]:
     """Combine the results of all ranks into one run. See [Note: Step timing] in worker.py."""
     finished = [max(marks) for marks in zip(*(rank["marks"] for rank in ranks), strict=True)]
     node_size = len(ranks) // nodes

@@ -1,4 +1,4 @@
-"""Shards optimizer state over all ranks (ZeRO-1) and weights over small groups with fast links (ZeRO-3).
+"""Shard optimizer state over all ranks (ZeRO-1) and weights over small groups with fast links (ZeRO-3).
 
 >>> import layerzero
 >>> model = layerzero.shard_model(model, zero3_size=8, units={Block})        # doctest: +SKIP

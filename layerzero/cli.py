@@ -1,4 +1,4 @@
-"""Defines the command line ``python -m layerzero``. Only ``layerzero.__main__`` imports this module."""
+"""Define the command line ``python -m layerzero``. Only ``layerzero.__main__`` imports this module."""
 
 from __future__ import annotations
 

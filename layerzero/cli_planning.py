@@ -122,7 +122,7 @@ def _plan(
         )
         typer.echo(plan_text(found, every_row=every_row))
         if html is not None:
-            from layerzero.planning.plan_plots import write_report  # noqa: PLC0415 - needs the optional matplotlib
+            from layerzero.planning.plan_html import write_report  # noqa: PLC0415 - needs the optional matplotlib
 
             write_report(found, html)
             typer.echo(f"\nwritten: {html}")
@@ -168,7 +168,7 @@ def _simulate(
     inside_latency: Annotated[float, typer.Option(help="Microseconds of a step of a collective inside a node.")] = 0.0,
     between_latency: Annotated[float, typer.Option(help="Microseconds of such a step between nodes.")] = 0.0,
 ) -> None:
-    """Simulate the schedule of a trace on a machine with different links.
+    """Simulate the schedule of a trace on a machine with other link speeds.
 
     Computations keep their recorded durations.
     """

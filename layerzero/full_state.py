@@ -1,4 +1,4 @@
-"""Gathers full parameters in the masters' precision, to inspect, edit, save, load or evaluate them."""
+"""Gather full parameters in the masters' precision, to inspect, edit, save, load or evaluate them."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def _final_gradients(
     runtime: LayerZeroState, subject: str, members: Sequence[ManagedParam]
 ) -> dict[ManagedParam, Tensor]:
     """Return the sharded ``.grad`` of the members that have a gradient."""
-    runtime.gradients.apply_user_grads()  # raises if a backward has failed
+    runtime.gradients.apply_user_grads()  # raises if a backward pass has failed
     found = {}
     for member in members:
         gradient = member.sharded.grad
@@ -289,9 +289,9 @@ def full_precision(model: nn.Module) -> Iterator[None]:
 
     Raises:
         ValueError: the class of a parameter has an all-gather extension.
-        RuntimeError: the context is entered inside a backward, :func:`unsharded` or another ``full_precision`` of the
-            same model; or a forward with gradients or a backward runs inside the context; or ranks call units in
-            different orders.
+        RuntimeError: the context is entered inside a backward pass, :func:`unsharded` or another ``full_precision`` of
+            the same model; or a forward with gradients or a backward pass runs inside the context; or ranks call units
+            in different orders.
 
     Example::
 
@@ -315,7 +315,12 @@ def full_precision(model: nn.Module) -> Iterator[None]:
 
 
 def _refuse_full_precision(runtime: LayerZeroState) -> None:
-    """Raise an error if this rank cannot enter :func:`full_precision`."""
+    """Raise an error if this rank cannot enter :func:`full_precision`.
+
+    Raises:
+        RuntimeError: a backward pass is running, or another context is active.
+        ValueError: a parameter has an all-gather extension.
+    """
     runtime.refreshes.require_no_active_use("layerzero.full_precision")
     if inside := [view.value for view in runtime.status.active_views if view is not ParamView.EMA]:
         raise RuntimeError(f"layerzero.full_precision was called inside {inside[0]}. Leave that context first")

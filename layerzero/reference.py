@@ -155,7 +155,10 @@ class Unit:
         self.zero3_gradient: Tensor | None = None  # [N/S], fp32, summed over micro-batches and the ZeRO-3 group
 
     def parts_of(self, flat: Tensor, elements: range) -> dict[str, Tensor]:
-        """Return a view, [rows, *rest], of each parameter's rows in a tensor that covers a range of flat positions."""
+        """Return, by name, a ``[rows, *rest]`` view of each parameter's rows in `flat`.
+
+        `flat` covers the flat positions `elements`.
+        """
         return {slot.name: flat[slot.rows_in(elements)].view(-1, *slot.shape[1:]) for slot in self.layout.slots}
 
     def refresh(self) -> None:
@@ -163,7 +166,7 @@ class Unit:
         self.zero3_shard = _all_gather(self.master.to(self.compute_dtype), self.replica_group)  # [N/S], compute dtype
 
     def gather(self) -> None:
-        """Fill the full buffer from the ZeRO-3 shards. Keep its storage object, of which autograd has saved views."""
+        """Fill the full buffer from the ZeRO-3 shards. Keep its storage object, because autograd saves views of it."""
         storage = self.full_buffer.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self.full_buffer.numel() * self.full_buffer.itemsize)

@@ -159,10 +159,10 @@ def step_time(args: argparse.Namespace) -> dict[str, Any]:
         data = batches(args, 4)
         seconds = []
         for index in range(4 if args.tiny else 13):
-            synchronise(args)
+            synchronize(args)
             began = time.perf_counter()
             loss_value = step(data)
-            synchronise(args)
+            synchronize(args)
             if index >= 3:
                 seconds.append(time.perf_counter() - began)
         dist.destroy_process_group()
@@ -170,7 +170,7 @@ def step_time(args: argparse.Namespace) -> dict[str, Any]:
     return {"median": statistics.median(seconds), "least": min(seconds), "loss": float(loss_value), "peak": peak}
 
 
-def synchronise(args: argparse.Namespace) -> None:
+def synchronize(args: argparse.Namespace) -> None:
     if args.device == "cuda":
         torch.cuda.synchronize()
 

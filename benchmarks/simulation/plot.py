@@ -21,7 +21,7 @@ from matplotlib.lines import Line2D
 
 __all__ = ["draw"]
 
-_COLOURS = {"layerzero": "#1b6ca8", "HSDP": "#6a9a5b", "full": "#c97b3d"}
+_COLORS = {"layerzero": "#1b6ca8", "HSDP": "#6a9a5b", "full": "#c97b3d"}
 _STYLES = ("-", "--", ":")  # line styles of the links, fastest first
 _STEPS = {"log": "trees", "ring": "rings", "direct": "direct"}
 
@@ -49,7 +49,7 @@ def draw(projections: Sequence[dict[str, Any]], path: Path) -> None:
         axes_row[0].set_ylabel("computing, % of the step", fontsize=8)
     for place in places[-1]:
         place.set_xlabel("nodes of 8 GPUs", fontsize=8)
-    legend = [Line2D([], [], color=colour, label=scheme) for scheme, colour in _COLOURS.items()]
+    legend = [Line2D([], [], color=color, label=scheme) for scheme, color in _COLORS.items()]
     legend += [
         Line2D([], [], color="black", linestyle=style, label=f"{gbit:g} Gbit/s a node")
         for gbit, style in zip(links, _STYLES, strict=False)
@@ -63,16 +63,16 @@ def draw(projections: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _panel(rows: Rows, links: Sequence[float], place: Axes) -> None:
-    for scheme, colour in _COLOURS.items():
+    for scheme, color in _COLORS.items():
         for gbit, style in zip(links, _STYLES, strict=False):
             line = sorted((row["nodes"], row["efficiency"], row["fits"]) for row in _of(rows, scheme, gbit))
             if not line:
                 continue
             nodes, shares, fits = zip(*line, strict=True)
             percent = [100 * share for share in shares]
-            place.plot(nodes, percent, style, color=colour, linewidth=1.4, marker=".", markersize=4)
+            place.plot(nodes, percent, style, color=color, linewidth=1.4, marker=".", markersize=4)
             if not all(fits):
-                place.plot(nodes, percent, color=colour, alpha=0.25, linewidth=6)
+                place.plot(nodes, percent, color=color, alpha=0.25, linewidth=6)
     place.set_xscale("log", base=2)
     ticks = sorted({row["nodes"] for row in rows})
     place.set_xticks(ticks, [f"{each:,}" for each in ticks], fontsize=7, rotation=40)

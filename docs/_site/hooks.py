@@ -99,7 +99,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Docstrings have roles, as in ``:func:`step```, of which the name is enough."""
+    """Remove the roles of docstrings, such as ``:func:``. The name in the backticks is enough."""
     return re.sub(r":(?:func|class|meth|mod|attr|exc|data):(?=\s*<code)", "", html)
 
 

@@ -43,7 +43,7 @@ from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.dcp_storage import CheckpointContents
 from layerzero.checkpoint.json_codec import dtype_named, merge_ranks
 from layerzero.checkpoint.loading import prepare_from
-from layerzero.checkpoint.manifest import MANIFEST, UnsupportedFormat
+from layerzero.checkpoint.manifest import MANIFEST, UnsupportedFormatError
 from layerzero.checkpoint.rank_agreement import RankLostError, agree_or_raise, check_usable
 from layerzero.checkpoint.resuming import Resumed
 from layerzero.checkpoint.run_folder import latest
@@ -326,7 +326,7 @@ class Buddies:
                 gather_view(self._comm, self.folder, token, view)
                 said = f"snapshot {token} in {self.folder}"
                 extra = prepare_from(opened, said, self._model, self._optimizer, strict=strict).commit()
-            except (RankLostError, UnsupportedFormat):
+            except (RankLostError, UnsupportedFormatError):
                 raise
             except CheckpointError as error:
                 if self._comm.rank == 0:

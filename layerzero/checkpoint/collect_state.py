@@ -76,7 +76,14 @@ def collect(
 def require_equal_state(
     subject: str, runtime: LayerZeroState, fields: Mapping[str, object], failure: Exception | None
 ) -> None:
-    """Raise an error on all ranks unless all ranks save the same state."""
+    """Raise an error on all ranks unless all ranks save the same state.
+
+    Raises:
+        ValueError: the ranks save different states.
+        Exception: `failure`, if it is not None.
+        RuntimeError: another rank failed or did not take part. If the other rank's error is one of those that callers
+            handle, such as CheckpointError, an error of that class is raised instead.
+    """
     try:
         agree_or_raise(subject, runtime, fields, failure)
     except ValueError as error:

@@ -151,7 +151,7 @@ def _check_names(value: Any, what: str) -> None:
 
 
 def _check_value(value: Any, tensors: Mapping[str, StoredTensor], ranks: int | None) -> None:
-    """Raise an error unless :class:`Decoder` can decode the JSON `value`."""
+    """Raise ValueError unless :class:`Decoder` can decode the JSON `value`."""
     if isinstance(value, list):
         for item in value:
             _check_value(item, tensors, ranks)

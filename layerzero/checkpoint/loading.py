@@ -109,7 +109,7 @@ class Source(Protocol):
         """Fill `tensors`, except those in `in_place`, which :meth:`reread` fills. All ranks must call this method."""
 
     def reread(self) -> None:
-        """Fill the tensors whose keys were in the `in_place` passed to :meth:`read`."""
+        """Fill the tensors that :meth:`read` only verified, because their keys were in its argument `in_place`."""
 
 
 def prepare_from(

@@ -1,4 +1,8 @@
-"""Read and write the manifest: the names, sizes and checksums of a checkpoint's files, and its sequence number."""
+"""Read and write the manifest: the names, sizes and checksums of a checkpoint's files, and its sequence number.
+
+atomic_files.py defines when a checkpoint exists; see [Note: Atomic publication]. restore.py defines which checks
+precede a load; see [Note: Checks before changes].
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,14 @@ from typing import Any
 from layerzero.checkpoint.checksums import ByteRange, ChecksumScheme, checksums_of, read_pieces
 from layerzero.checkpoint.safe_json import MANIFEST_BYTES, CheckpointError, parse, read_capped
 
-__all__ = ["FORMAT", "MANIFEST", "VERSION", "FileRecord", "Manifest", "UnsupportedFormat", "manifest_text"]
+__all__ = ["FORMAT", "MANIFEST", "VERSION", "FileRecord", "Manifest", "UnsupportedFormatError", "manifest_text"]
 
 MANIFEST = "manifest.json"
 FORMAT = "layerzero-checkpoint"
 VERSION = 2
 
 
-class UnsupportedFormat(CheckpointError):
+class UnsupportedFormatError(CheckpointError):
     """Error for a checkpoint that this version of layerzero cannot read, although it may be intact."""
 
 
@@ -75,7 +79,7 @@ class Manifest:
             content = parse(path, text)
             version = content["version"]
             if content["format"] == FORMAT and version != VERSION:
-                raise UnsupportedFormat(
+                raise UnsupportedFormatError(
                     f"{path} has format version {version}, but this version of layerzero reads only version {VERSION}"
                 )
             needed = ("format", "version", "sequence", "files", "checksums")
@@ -95,7 +99,7 @@ class Manifest:
         try:
             scheme.check()
         except ValueError as error:
-            raise UnsupportedFormat(f"{path} cannot be read: {error}") from None
+            raise UnsupportedFormatError(f"{path} cannot be read: {error}") from None
         if odd := next((record for record in records.values() if not scheme.fits(record.sums, record.size)), None):
             raise CheckpointError(f"{path} was not written by layerzero: its checksums of {odd.name!r} are invalid")
         if type(finite := known.get("finite")) not in (bool, type(None)):

@@ -36,7 +36,7 @@ def key_of(reference: Any) -> str | None:
 
 
 class GroupCompatibility:
-    """Check whether one parameter group is compatible with its entry in a checkpoint.
+    """Compatibility of one parameter group with its entry in a checkpoint.
 
     Args:
         group: current parameter group of `inner`.
@@ -75,7 +75,7 @@ class GroupCompatibility:
         current = self._group.get(name)
         if current is None or saved is None:
             return None  # the trial step decides
-        return _difference(_shown(current), self._sorted(saved), saved)
+        return _kind_mismatch(_shown(current), self._sorted(saved), saved)
 
     def _sorted(self, value: Any) -> Any:
         """Return the kind of the encoded `value`. For a list, return a list of kinds."""
@@ -186,14 +186,16 @@ def _sort_of(value: Any) -> str:
     return _TABLE if isinstance(value, dict) else f"a {type(value).__name__}"
 
 
-def _difference(expected: Any, found: Any, value: Any) -> str | None:
+def _kind_mismatch(expected: Any, found: Any, value: Any) -> str | None:
     """Return a description of the mismatch between two kinds; None if the kinds match.
 
     Lists may differ in length, because the trial step checks them.
     """
     if isinstance(expected, list) and isinstance(found, list):
         pairs = zip(expected, found, strict=False)
-        return next((said for pair in pairs if "a NoneType" not in pair and (said := _difference(*pair, value))), None)
+        return next(
+            (said for pair in pairs if "a NoneType" not in pair and (said := _kind_mismatch(*pair, value))), None
+        )
     if expected == found:
         return None
     expected, found = (_SEQUENCE if isinstance(sort, list) else sort for sort in (expected, found))

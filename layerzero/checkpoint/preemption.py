@@ -76,7 +76,7 @@ def on_signal(
 
 
 class LeaveRequest:
-    """Handler of one signal, created by :func:`on_signal`.
+    """Request to stop the run after a signal. Created by :func:`on_signal`.
 
     The request is a context manager. Leaving the context closes the request.
     """
@@ -86,7 +86,7 @@ class LeaveRequest:
         self._signum = signum
         self._deadline = deadline
         self._exit_code = exit_code
-        self._signalled = False  # this rank has received the signal
+        self._signaled = False  # this rank has received the signal
         self._agreed = False  # all ranks have received the message that a signal has arrived
         comms = self._runtime.ranks.control_comms
         self._late = LateMaximum(len(comms), 1)
@@ -114,12 +114,12 @@ class LeaveRequest:
         """
         comms = self._runtime.ranks.control_comms
         if not comms:
-            self._agreed = self._agreed or self._signalled
+            self._agreed = self._agreed or self._signaled
         elif not self._agreed:
             heard, self._heard = self._heard, []
             self._agreed = bool(heard) and bool(self._late.receive([each.wait() for each in heard]).any())
             if not self._agreed:
-                messages = self._late.outgoing(torch.tensor([self._signalled], dtype=torch.uint8))
+                messages = self._late.outgoing(torch.tensor([self._signaled], dtype=torch.uint8))
                 pairs = zip(comms, messages, strict=True)
                 self._heard = [all_gather_small(comm, Collective.METADATA, message) for comm, message in pairs]
         if self._agreed:
@@ -182,7 +182,7 @@ class LeaveRequest:
             each.wait()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        self._signalled = True
+        self._signaled = True
         self._start_deadline()
 
     def handle_signal(self, signum: int) -> None:

@@ -1,4 +1,4 @@
-"""Load full models from safetensors files, such as those on the Hugging Face Hub, into sharded models."""
+"""Load full weights from safetensors files, such as those on the Hugging Face Hub, into sharded models."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch.distributed.checkpoint.api import CheckpointException
 
 from layerzero.checkpoint.atomic_files import CheckpointError, PathTakenError
-from layerzero.checkpoint.manifest import UnsupportedFormat
+from layerzero.checkpoint.manifest import UnsupportedFormatError
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.texts import need_numpy
 from layerzero.engine.param_view import ParamView
@@ -22,7 +22,7 @@ PathLike = str | os.PathLike[str]
 
 _KINDS = {
     "CheckpointError": CheckpointError,
-    "UnsupportedFormat": UnsupportedFormat,
+    "UnsupportedFormatError": UnsupportedFormatError,
     "FileExistsError": FileExistsError,
     "PathTakenError": FileExistsError,
     "FileNotFoundError": FileNotFoundError,

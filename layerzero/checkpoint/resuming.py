@@ -20,7 +20,7 @@ from torch import nn
 
 from layerzero.checkpoint.atomic_files import CheckpointError
 from layerzero.checkpoint.loading import prepare_load
-from layerzero.checkpoint.manifest import Manifest, UnsupportedFormat
+from layerzero.checkpoint.manifest import Manifest, UnsupportedFormatError
 from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, agree_or_raise
 from layerzero.checkpoint.run_folder import RunFolderScan, put_aside, scan
 from layerzero.engine.hooks import get_state
@@ -126,7 +126,7 @@ def _try_load(
     except Exception as error:
         caught = error
     kinds = (
-        (UnsupportedFormat, "unknown"),
+        (UnsupportedFormatError, "unknown"),
         (CheckpointError, "damaged"),
         (FileNotFoundError, "gone"),
         (Exception, "failed"),
@@ -137,7 +137,7 @@ def _try_load(
     if any(kind == "failed" for kind, _ in said) or mine == "unknown":
         raise caught
     if unknown := next((why for kind, why in said if kind == "unknown"), ""):
-        raise UnsupportedFormat(unknown)
+        raise UnsupportedFormatError(unknown)
     return None, next((why for kind, why in said if kind == "damaged"), "")
 
 

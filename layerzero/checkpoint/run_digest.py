@@ -77,7 +77,7 @@ class Chain:
         The data may be numbers, strings, tensors, arrays, lists or dicts. It is enough to pass the sample indices.
 
         Raises:
-            TypeError: `data` contains a value of any other type, whose text form may differ between processes.
+            TypeError: `data` contains a value of another type, because its text form may differ between processes.
         """
         self._data.update(_text(data).encode())
 

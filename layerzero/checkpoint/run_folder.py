@@ -19,7 +19,7 @@ from layerzero.checkpoint.atomic_files import (
     remove,
     set_aside,
 )
-from layerzero.checkpoint.manifest import UnsupportedFormat
+from layerzero.checkpoint.manifest import UnsupportedFormatError
 
 __all__ = ["RunFolderScan", "clear_leftovers", "latest", "next_sequence", "put_aside", "rotate", "scan", "tidy"]
 
@@ -112,7 +112,7 @@ def scan(folder: Path) -> RunFolderScan:
     """Scan all checkpoints of a run.
 
     Raises:
-        UnsupportedFormat: a newer version of layerzero wrote a checkpoint.
+        UnsupportedFormatError: a newer version of layerzero wrote a checkpoint.
     """
     broken = {path: why for path in _shown(folder) if (why := _damage_reason(path)) and _was_checkpoint(path)}
     newest = _complete(folder)[::-1]
@@ -140,8 +140,8 @@ def put_aside(path: Path, damaged: Manifest | None) -> Path | None:
 def _damage_reason(path: Path) -> str | None:
     try:
         Manifest.read(path)
-    except (UnsupportedFormat, FileNotFoundError) as error:  # another job may have removed the checkpoint
-        if isinstance(error, UnsupportedFormat):
+    except (UnsupportedFormatError, FileNotFoundError) as error:  # another job may have removed the checkpoint
+        if isinstance(error, UnsupportedFormatError):
             raise
     except (CheckpointError, OSError) as error:
         return str(error)

@@ -72,7 +72,7 @@ class CheckpointFiles:
                 part.finish()
 
     def reread(self) -> None:
-        """Fill the tensors whose keys were in `in_place`.
+        """Fill the tensors that :meth:`read` only verified, because their keys were in its argument `in_place`.
 
         After a CheckpointError, the contents of these tensors are undefined.
         """

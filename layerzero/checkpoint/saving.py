@@ -94,8 +94,8 @@ def save(
         layerzero.checkpoint.save(f"runs/1/step-{step:06d}", model, optimizer, extra, keep_last=3)
     """
     runtime = get_state(model)
-    how = _How(keep_last, overwrite, require_finite)
-    _write(_prepare(Path(path), runtime, optimizer, extra, how), runtime.ranks.control_group())
+    options = _SaveOptions(keep_last, overwrite, require_finite)
+    _write(_prepare(Path(path), runtime, optimizer, extra, options), runtime.ranks.control_group())
 
 
 def save_with(
@@ -109,8 +109,8 @@ def save_with(
         apart: names under which ranks have different parameters. If None, all ranks have the same parameters.
     """
     runtime = get_state(model)
-    how = _How(keep_last=None, overwrite=False, require_finite=True)
-    _write(_prepare(Path(path), runtime, optimizer, extra, how, apart), runtime.ranks.control_group())
+    options = _SaveOptions(keep_last=None, overwrite=False, require_finite=True)
+    _write(_prepare(Path(path), runtime, optimizer, extra, options, apart), runtime.ranks.control_group())
 
 
 def save_async(
@@ -143,7 +143,7 @@ def save_async(
         pending.wait()
     """
     runtime = get_state(model)
-    job = _prepare(Path(path), runtime, optimizer, extra, _How(keep_last, overwrite, require_finite))
+    job = _prepare(Path(path), runtime, optimizer, extra, _SaveOptions(keep_last, overwrite, require_finite))
     staging = staging_of(runtime)
     failure: Exception | None = None
     tensors: dict[str, Tensor] = {}
@@ -207,7 +207,7 @@ class PendingSave:
 
 
 @dataclass(frozen=True)
-class _How:
+class _SaveOptions:
     """Options of a save."""
 
     keep_last: int | None
@@ -234,29 +234,29 @@ def _prepare(
     runtime: LayerZeroState,
     optimizer: ShardedOptimizer | None,
     extra: object,
-    how: _How,
+    options: _SaveOptions,
     apart: RankLocalNames | None = None,
 ) -> _SaveJob:
     rank = runtime.ranks.rank
     path = path.absolute()
-    fields: dict[str, Any] = {"path": str(path), "checksums by": ChecksumScheme.best().algorithm, **asdict(how)}
+    fields: dict[str, Any] = {"path": str(path), "checksums by": ChecksumScheme.best().algorithm, **asdict(options)}
     failure: Exception | None = None
     state = CollectedState({}, {}, [], {}, [])
     try:
         finish_pending(runtime)
         check_usable(runtime, optimizer)
-        if how.keep_last is not None and (not isinstance(how.keep_last, int) or how.keep_last < 1):
-            raise ValueError(f"keep_last must be a positive int or None, got {how.keep_last!r}")
+        if options.keep_last is not None and (not isinstance(options.keep_last, int) or options.keep_last < 1):
+            raise ValueError(f"keep_last must be a positive int or None, got {options.keep_last!r}")
         if path.name.startswith("."):
             raise ValueError(
                 f"the checkpoint name {path.name!r} starts with a dot, which marks incomplete checkpoints. Use another "
                 "name"
             )
         if os.path.lexists(path):
-            if not how.overwrite:
+            if not options.overwrite:
                 raise PathTakenError.at(path)
             refuse_to_replace(path)
-        state = collect(runtime, optimizer, extra, require_finite=how.require_finite, apart=apart)
+        state = collect(runtime, optimizer, extra, require_finite=options.require_finite, apart=apart)
     except Exception as error:
         failure = error
     require_equal_state("checkpoint.save", runtime, fields | state.digests, failure)
@@ -268,10 +268,10 @@ def _prepare(
         own=state.own,
         sequence=partial(next_sequence, path.parent),
         finite=not state.bad,
-        overwrite=how.overwrite,
-        reads_back=how.keep_last is not None or how.overwrite,
+        overwrite=options.overwrite,
+        reads_back=options.keep_last is not None or options.overwrite,
     )
-    return _SaveJob(path, writer, state.tensors, how.keep_last)
+    return _SaveJob(path, writer, state.tensors, options.keep_last)
 
 
 def _renew_group(runtime: LayerZeroState, staging: Staging) -> None:

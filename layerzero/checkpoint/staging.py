@@ -21,7 +21,9 @@ from layerzero.engine.state import LayerZeroState
 __all__ = ["Staging", "finish_pending", "staging_of"]
 
 
-class _Pending(Protocol):
+class _PendingSave(Protocol):
+    """Protocol of a background save; see :class:`layerzero.checkpoint.saving.PendingSave`."""
+
     def settle(self) -> None: ...
 
 
@@ -40,7 +42,7 @@ class Staging:
     def __init__(self, mesh_info: MeshInfo) -> None:
         device, self._groups = mesh_info.device, mesh_info.groups
         self.group: HeldGroup | None = None
-        self.pending: _Pending | None = None
+        self.pending: _PendingSave | None = None
         self.listeners: list[RemovableHandle] = []  # optimizer hooks that report a failed save
         self._device = device
         self._memory = host_memory(0, torch.uint8, device=device)

@@ -37,7 +37,7 @@ def flatten_subclass(name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]]
 
     Returns:
         The description and the plain tensors. None if the tensor has no inner tensors, its class has no
-        ``__tensor_flatten__``, the metadata has no complete repr, or an inner tensor cannot be filled.
+        ``__tensor_flatten__``, the repr of its metadata is incomplete, or an inner tensor cannot be filled in place.
 
     Raises:
         TypeError: ``__tensor_flatten__`` raised an error.

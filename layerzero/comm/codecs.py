@@ -12,12 +12,12 @@ from torch import Tensor
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import overlap
 
-__all__ = ["Float8Rows", "GatherCodec", "RowBlock", "encoded_bytes", "encoded_sizes", "is_encoded", "row_blocks"]
+__all__ = ["Float8Rows", "GatherCodec", "ParamRows", "encoded_bytes", "encoded_sizes", "is_encoded", "param_rows"]
 
 _ALIGNED = 16  # bytes: alignment of each rank's encoded shard
 
 
-class RowBlock(NamedTuple):
+class ParamRows(NamedTuple):
     """Rows of one parameter in a ZeRO-3 shard."""
 
     start: int  # index of the first element in the shard
@@ -41,13 +41,13 @@ class GatherCodec(Protocol):
     length]``. Elements between blocks are padding.
     """
 
-    def nbytes(self, blocks: Sequence[RowBlock], dtype: torch.dtype) -> int:
+    def nbytes(self, blocks: Sequence[ParamRows], dtype: torch.dtype) -> int:
         """Return the size of an encoded shard in bytes. The size must not depend on the values of the weights."""
 
-    def encode(self, shard: Tensor, blocks: Sequence[RowBlock], out: Tensor) -> None:
+    def encode(self, shard: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
         """Encode the 1-D `shard` into `out`, a uint8 tensor ``[nbytes]`` that is aligned to 16 bytes."""
 
-    def decode(self, encoded: Tensor, blocks: Sequence[RowBlock], out: Tensor) -> None:
+    def decode(self, encoded: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
         """Decode `encoded`, a uint8 tensor ``[nbytes]``, into the blocks of `out`, a 1-D shard."""
 
 
@@ -64,7 +64,7 @@ def encoded_sizes(codec: GatherCodec | None, layout: FlatLayout, zero3_size: int
     """
     if codec is None or zero3_size == 1 or not is_encoded(dtype):
         return []
-    sizes = [codec.nbytes(blocks, dtype) if blocks else 0 for blocks in row_blocks(layout, zero3_size)]
+    sizes = [codec.nbytes(blocks, dtype) if blocks else 0 for blocks in param_rows(layout, zero3_size)]
     if wrong := [size for size in sizes if not isinstance(size, int) or size < 0]:
         raise TypeError(
             f"{type(codec).__name__}.nbytes must return a number of bytes, got {wrong[0]!r} for a shard in {dtype}. "
@@ -82,15 +82,15 @@ def encoded_bytes(sizes: Sequence[int]) -> int:
     return -(-max(sizes, default=0) // _ALIGNED) * _ALIGNED * len(sizes)
 
 
-def row_blocks(layout: FlatLayout, zero3_size: int) -> list[list[RowBlock]]:
-    """Return the row blocks of each ZeRO-3 shard, by ZeRO-3 rank."""
-    found: list[list[RowBlock]] = []
+def param_rows(layout: FlatLayout, zero3_size: int) -> list[list[ParamRows]]:
+    """Return the rows of each parameter in each ZeRO-3 shard, by ZeRO-3 rank."""
+    found: list[list[ParamRows]] = []
     for s in range(zero3_size):
         shard, blocks = layout.zero3_range(s, zero3_size), []
         for slot in layout.slots:
             place, rows = overlap(slot, shard).of_range, len(layout.rows_in(slot, shard))
             if place.stop > place.start:
-                blocks.append(RowBlock(place.start, rows, slot.row_numel))
+                blocks.append(ParamRows(place.start, rows, slot.row_numel))
         found.append(blocks)
     return found
 
@@ -115,10 +115,10 @@ class Float8Rows:
     _LEAST_SCALE = 2.0**-120  # avoids divisions by zero and by denormal numbers
     _AT_ONCE = 2**22  # elements (at least one row) that are converted at once, to bound the scratch memory
 
-    def nbytes(self, blocks: Sequence[RowBlock], dtype: torch.dtype) -> int:
+    def nbytes(self, blocks: Sequence[ParamRows], dtype: torch.dtype) -> int:
         return sum(b.numel * dtype.itemsize if b.length < self._SHORT else b.numel + 4 * b.rows for b in blocks)
 
-    def encode(self, shard: Tensor, blocks: Sequence[RowBlock], out: Tensor) -> None:
+    def encode(self, shard: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
         for rows, scales, numbers in self._places(shard, blocks, out):
             if scales is None:
                 numbers.copy_(rows)
@@ -127,14 +127,14 @@ class Float8Rows:
             torch.clamp_min(rows.abs().amax(1, keepdim=True).float() / self._MOST, self._LEAST_SCALE, out=scales)
             numbers.copy_(rows / scales)
 
-    def decode(self, encoded: Tensor, blocks: Sequence[RowBlock], out: Tensor) -> None:
+    def decode(self, encoded: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
         for rows, scales, numbers in self._places(out, blocks, encoded):
             rows.copy_(numbers)  # exact: bf16 and fp16 represent every float8_e4m3fn number
             if scales is not None:
                 rows.mul_(scales)
 
     def _places(
-        self, weights: Tensor, blocks: Sequence[RowBlock], encoded: Tensor
+        self, weights: Tensor, blocks: Sequence[ParamRows], encoded: Tensor
     ) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
         """Yield (rows, scales ``[rows, 1]``, encoded values) for each chunk of rows. Short rows have None as scales.
 

@@ -128,7 +128,7 @@ class Launch:
 
     @property
     def doing(self) -> str:
-        """Name of the collective in messages."""
+        """Name of the collective, for messages."""
         return display_name(self.collective, self.name)
 
     @property
@@ -174,7 +174,7 @@ class _Answer:
 
 
 class Watchdog:
-    """Watchdog for late collectives of one model, started by :func:`layerzero.watchdog` or by ``shard_model``.
+    """Watchdog for late collectives of one model. Started by :func:`layerzero.watchdog` or by ``shard_model``.
 
     Attributes:
         limit: time in seconds after its launch from which an incomplete collective counts as late.

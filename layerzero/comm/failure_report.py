@@ -1,7 +1,9 @@
 """Publish the status of each rank in the store, and write error messages that name the ranks missing in a collective.
 
-The diagnosis runs after a collective has failed. Before that, `collective_watchdog` reports late ranks, and
-transport/shm_counters.py detects that a process that shared memory has exited.
+If a rank dies, the collectives that other ranks run with it fail, at the latest after their timeout. Each of these
+ranks then raises an error that names the dead rank, unless the store died with it. The diagnosis runs after a
+collective has failed. Before that, `collective_watchdog` reports late ranks, and transport/shm_counters.py detects that
+a process that shared memory has exited.
 
 [Note: Published rank status]
 A busy rank cannot answer a query about its state. Therefore each rank publishes its status in the store, under its own

@@ -94,7 +94,7 @@ class MeshInfo:
         return self.grid.shard_index
 
     def subgroup_comm(self, ranks: int) -> Communicator:
-        """Return the communicator of this rank's block of `ranks` consecutive ranks in the ZeRO-3 group, for gathers.
+        """Return the communicator for gathers within this rank's block of `ranks` consecutive ZeRO-3 ranks.
 
         The first call with a given value of `ranks` creates the communicator. All ranks must make that call.
         """

@@ -156,7 +156,7 @@ class _OpenSpan:
     phase: str
     name: str
     key: object  # a UnitCall, or another object that identifies the call
-    task: int  # autograd's graph task id of the backward in which the span began; -1: not in a backward
+    task: int  # autograd's graph task id of the backward pass in which the span began, or -1
     range: AbstractContextManager[Any]  # range in torch's profiler
 
 

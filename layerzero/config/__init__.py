@@ -1,4 +1,4 @@
-"""Defines and validates the settings for :func:`layerzero.shard_model`."""
+"""Define and validate the settings for :func:`layerzero.shard_model`."""
 
 from __future__ import annotations
 

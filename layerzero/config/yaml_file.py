@@ -1,4 +1,4 @@
-"""Reads settings from a YAML file.
+"""Read settings from a YAML file.
 
 The names in the file are the field names of :class:`LayerZeroConfig` or the option names of MindSpeed's LayerZeRO.
 """

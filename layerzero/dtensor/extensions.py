@@ -1,4 +1,4 @@
-"""Supports parameters whose tensor subclass has an all-gather extension, as defined by FSDP2.
+"""Support parameters whose tensor subclass has an all-gather extension, as defined by FSDP2.
 
 [Note: All-gather extensions]
 A class may define ``fsdp_pre_all_gather``, which returns the tensors that a gather sends instead of this rank's rows,
@@ -150,7 +150,7 @@ class GatheredBytes(NamedTuple):
 
 
 class ExtendedGather:
-    """Gathers one parameter with the extension of its class; see [Note: All-gather extensions].
+    """Gathers of one parameter through the extension of its class; see [Note: All-gather extensions].
 
     This class has the interfaces of :class:`~layerzero.comm.transport.process_group.GatheredFullBuffer` and
     :class:`~layerzero.engine.gathered_params.GatheredParams`.
@@ -217,7 +217,7 @@ class ExtendedGather:
         return (*self._received_bytes, *self._made_bytes)
 
     @property
-    def bytes(self) -> GatheredBytes:
+    def extension_bytes(self) -> GatheredBytes:
         return GatheredBytes(self._received_bytes, self._made_bytes)
 
     @property

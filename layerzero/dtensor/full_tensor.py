@@ -1,11 +1,11 @@
-"""Copies rows between sharded and full tensors, and defines placements that describe uneven sharding.
+"""Copy rows between sharded and full tensors, and define placements that describe uneven sharding.
 
 [Note: Copies from full tensors]
-``p.copy_(full)``, and therefore ``load_state_dict`` with plain tensors, copies this rank's rows of the tensor that this
-rank passes, without a collective. Each row of a parameter is in one ZeRO-1 shard, and the refresh sends the row to all
-replicas. Therefore the replicas always agree. However, if ranks pass different values, the parameter becomes a mixture
-of these values. To detect this error, each rank stores a digest of the full tensor, and the ranks compare their digests
-before the refresh.
+``p.copy_(full)``, and therefore ``load_state_dict`` with plain tensors, copies this rank's rows of the tensor passed to
+it, without a collective. Each row of a parameter is in one ZeRO-1 shard, and the refresh sends the row to all replicas.
+Therefore the replicas always agree. However, if ranks pass different values, the parameter becomes a mixture of these
+values. To detect this error, each rank stores a digest of the full tensor, and the ranks compare their digests before
+the refresh.
 
 [Note: Row bounds of other libraries]
 To load into a parameter, libraries split rows themselves and construct a DTensor from them with the parameter's mesh

@@ -1,9 +1,10 @@
-"""Controls access to attributes of sharded parameters, and makes ``.grad`` wait for other ranks.
+"""Control access to attributes of sharded parameters, and make ``.grad`` wait for other ranks.
 
 [Note: Lazy .grad]
-A parameter that this rank has not used has a ``.grad`` if another rank has used the parameter. A backward queries the
-other ranks but does not wait for the answer. Code that reads, sets or deletes the ``.grad`` of any parameter of the
-model waits for the answer. Until then, torch's own ``.grad`` is either None or has the values from before the backward.
+A parameter that this rank has not used has a ``.grad`` if another rank has used the parameter. A backward pass queries
+the other ranks but does not wait for the answer. Code that reads, sets or deletes the ``.grad`` of any parameter of the
+model waits for the answer. Until then, torch's own ``.grad`` is either None or has the values from before the backward
+pass.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Defines the local tensor of a sharded parameter, which has this rank's rows.
+"""Define the local tensor of a sharded parameter, which has this rank's rows.
 
 See [Note: Uneven rows in a DTensor] in `layerzero.dtensor.sharded_tensor`.
 """

@@ -1,4 +1,4 @@
-"""Describes parameters that are DTensors on model-parallel axes, such as tensor-parallel layers and experts.
+"""Describe parameters that are DTensors on model-parallel axes, such as tensor-parallel layers and experts.
 
 [Note: Model-parallel specs]
 ``parallelize_module`` makes parameters DTensors on a model-parallel axis. Each rank on that axis has a part or a copy

@@ -1,4 +1,4 @@
-"""Tracks user writes to the rows of sharded parameters.
+"""Track user writes to the rows of sharded parameters.
 
 [Note: Tracking of user writes]
 Every operation that a user runs on ``p``, ``p.data``, ``p.detach()`` or ``p.to_local()`` of a sharded parameter reaches

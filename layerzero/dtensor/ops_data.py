@@ -1,4 +1,4 @@
-"""Handles operators that replace a sharded parameter's memory, such as ``p.data = ...`` and ``model.to(...)``.
+"""Handle operators that replace a sharded parameter's memory, such as ``p.data = ...`` and ``model.to(...)``.
 
 [Note: Module moves and conversions]
 ``to``, ``half`` and ``cpu`` call ``nn.Module._apply``. This method applies a function to each parameter, calls

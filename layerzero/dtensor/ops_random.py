@@ -1,4 +1,4 @@
-"""Handles operators that draw random numbers into sharded tensors.
+"""Handle operators that draw random numbers into sharded tensors.
 
 [Note: Random numbers by global row]
 All ranks usually have the same seed. If each rank drew numbers only for its own rows, the rows on all ranks would get
@@ -52,7 +52,7 @@ _TRUNC_NORMAL = nn.init._no_grad_trunc_normal_
 
 
 def is_drawing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a call of the torch function `func` draws random numbers and must therefore run on full tensors.
+    """Return whether a call to the torch function `func` draws random numbers and must therefore run on full tensors.
 
     Calls that autograd records are excluded, unless they fill a tensor in place.
     """

@@ -1,4 +1,4 @@
-"""Handles reductions of sharded tensors, whose result on each rank is a partial value.
+"""Handle reductions of sharded tensors, whose result on each rank is a partial value.
 
 [Note: Partial scalars]
 ``p.sum()`` and similar reductions return a DTensor with a ``Partial`` placement. If torch needs the value, or the user
@@ -170,6 +170,9 @@ def refuse_collective(func: Any, args: Sequence[Any], spec: RowShardSpec) -> Non
 
     Args:
         func: operator in one of the namespaces in COLLECTIVES.
+
+    Raises:
+        NotImplementedError: the collective moves rows between ranks, or averages over rows.
     """
     if not func.__name__.startswith(_KEEPS_ROWS):
         raise NotImplementedError(row_move_message(func.__name__, spec))

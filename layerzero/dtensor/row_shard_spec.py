@@ -1,4 +1,4 @@
-"""Describes which rows of a parameter each rank has. layout/flat_layout.py chooses these row bounds."""
+"""Describe which rows of a parameter each rank has. layout/flat_layout.py chooses these row bounds."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class RowShardSpec:
 
     @property
     def rows(self) -> range:
-        """Indices of this rank's rows among all rows of `shape`."""
+        """Range of this rank's rows in the parameter, or in its model-parallel part."""
         k = self.mesh_info.shard_index
         return range(self.bounds[k], self.bounds[k + 1])
 

@@ -1,4 +1,4 @@
-"""Handles sharded parameters of shape ``[]``, such as a learned temperature.
+"""Handle sharded parameters of shape ``[]``, such as a learned temperature.
 
 [Note: 0-dim parameters]
 A 0-dim parameter is stored on one rank, as one row with one element. Users see a DTensor of shape ``[]``. DTensor

@@ -1,4 +1,4 @@
-"""Defines sharded parameters, which are DTensors whose local tensor has full rows of the parameter.
+"""Define sharded parameters, which are DTensors whose local tensor has full rows of the parameter.
 
 [Note: Uneven rows in a DTensor]
 DTensor's ``Shard(0)`` implies the row bounds of `torch.chunk`. layerzero splits a flat order into shards, so ranks have
@@ -6,7 +6,8 @@ unequal numbers of rows, and some ranks may have no rows. Element-wise operation
 any row bounds. Operations that move rows between ranks do not work, and torch would return wrong tensors without an
 error. Two classes prevent such wrong results:
 
-- :class:`RowShardedTensor`, the DTensor itself, gathers the full tensor.
+- :class:`RowShardedTensor`, the DTensor itself, overrides ``full_tensor()`` and ``redistribute()`` and gathers with the
+  actual row bounds.
 - :class:`layerzero.dtensor.local_shard.LocalShard`, its local tensor, is passed through DTensor's dispatch to every
   derived DTensor. A LocalShard raises an error for collectives that would misplace rows, and for broadcasts against a
   tensor with different row bounds.
@@ -56,7 +57,7 @@ def _new(name: str) -> Callable[..., Tensor]:
 
 
 class RowShardedTensor(DTensor):
-    """DTensor with uneven rows, created by :func:`sharded`."""
+    """DTensor with uneven rows. Created by :func:`sharded`."""
 
     _local_tensor: LocalShard
     gathered: Tensor | None = None  # gathered parameter, if this tensor is a sharded parameter
@@ -103,7 +104,7 @@ class RowShardedTensor(DTensor):
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
         """Gather the full tensor on every rank, in this tensor's dtype. Every rank must call this method.
 
-        A backward through the result raises RuntimeError.
+        A backward pass through the result raises RuntimeError.
         """
         if grad_placements is not None:
             raise ValueError("full_tensor of a layerzero parameter is not differentiable. Leave grad_placements out")
@@ -173,7 +174,11 @@ class RowShardedTensor(DTensor):
         return sharded(rows, self._local_tensor.spec, MutationTracker())
 
     def within_bounds(self) -> RowShardedTensor:
-        """Return a detached alias of which every comparison with a bound returns False."""
+        """Return a detached alias for which ``lt`` and ``gt`` always return False without communication.
+
+        ``nn.init.trunc_normal_`` therefore does not draw again. See [Note: Random numbers by global row] in
+        ops_random.py.
+        """
         return _WithinBounds(self._local_tensor, self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def detach(self) -> RowShardedTensor:

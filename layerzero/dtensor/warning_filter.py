@@ -1,4 +1,4 @@
-"""Suppresses torch's DTensor warnings that do not apply to sharded parameters."""
+"""Suppress torch's DTensor warnings that do not apply to sharded parameters."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ The files are listed in reading order. Each file imports only files that appear 
 - `full_precision`: parameters gathered in the dtype of the masters, inside ``layerzero.full_precision``
 - `grad_attribute`: `GradAttribute`: value of ``.grad``, errors on reads, and writes by the user
 - `handle_gradients`: `HandleGradients`, `HandleReduction`: gradient buffers of a handle, and one in-flight reduction
-- `weight_storage`: `WeightStorage`, `ShardState`: master, ZeRO-3 shard and full buffer; gather, wait, free, refresh
+- `weight_storage`: `WeightStorage`, `GatherState`: master, ZeRO-3 shard and full buffer; gather, wait, free, refresh
 - `resources`: `ModelPools`, `MeshResources`: memory pools of a model, and the transport of each mesh
 - `gradient_buffer`: `GradientBuffer`, `SlotState`: accumulation in a buffer that needs no clearing in advance
 - `gradient_offload`: `AccumulatorAllocator`, `OffloadedStorage`: accumulators in pinned memory, two slabs on the device

@@ -1,4 +1,4 @@
-"""Support calls of units: run hooks, detect recursive calls and backward passes, refuse transforms, explain errors."""
+"""Support calls to units: run hooks, detect recursive calls and backward passes, refuse transforms, explain errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def call_with_hooks(
 
 
 def is_recursive_call(modules: Sequence[nn.Module]) -> bool:
-    """Return whether a unit is calling itself. In this case, the stack contains several calls of the unit's modules."""
+    """Return whether a unit is calling itself. In this case, the stack contains several calls to the unit's modules."""
     frame, calls, codes = inspect.currentframe(), 0, (nn.Module._call_impl.__code__, call_with_hooks.__code__)
     while frame is not None:
         calls += frame.f_code in codes and any(frame.f_locals.get("self") is module for module in modules)

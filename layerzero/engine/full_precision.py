@@ -57,7 +57,7 @@ class FullPrecision:
 
     @property
     def edited(self) -> bool:
-        """True if a forward pass has changed a parameter since the last call of :meth:`free`."""
+        """True if a forward pass has changed a parameter since the last call to :meth:`free`."""
         return self._leaves.version != self._version
 
     @torch.no_grad()

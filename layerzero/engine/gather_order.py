@@ -37,7 +37,9 @@ _KEPT = (
 
 
 class GatherOrderCheck:
-    """Check on one rank that all `ranks` gather the units of a model in the same order.
+    """This rank's part of the check that all `ranks` gather the units of a model in the same order.
+
+    Every rank has its own instance.
 
     Args:
         names: names of the units, by index.

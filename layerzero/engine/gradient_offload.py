@@ -106,7 +106,7 @@ class OffloadedStorage(GradientStorage):
         self._slabs = slabs
         self.guard = slabs.lock
         self._tenant = slabs.tenant_of(unit)
-        self._place = self._tenant.add(self, numel * dtype.itemsize)  # byte range in a slab
+        self._place = self._tenant.reserve(self, numel * dtype.itemsize)  # byte range in a slab
         self._host: Tensor | None = None  # [numel], allocated on the first copy to the host
         self._device: Tensor | None = None  # [numel], view of a slab while the unit has a slab
         self._newer = False  # True if the slab has contents that the host does not have
@@ -176,7 +176,7 @@ class _Tenant:
     def leased(self) -> bool:
         return any(place.leased for place in self._places)
 
-    def add(self, place: OffloadedStorage, nbytes: int) -> slice:
+    def reserve(self, place: OffloadedStorage, nbytes: int) -> slice:
         """Reserve `nbytes` for an accumulator, and return the accumulator's byte range in a slab."""
         assert self.slab is None, "an accumulator is added to a unit that has a slab"
         self._places.append(place)

@@ -26,7 +26,7 @@ from layerzero.engine.handle_gradients import HandleGradients, Inspect
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.engine.resources import MeshResources
-from layerzero.engine.weight_storage import ShardState, WeightStorage
+from layerzero.engine.weight_storage import GatherState, WeightStorage
 from layerzero.layout.flat_layout import FlatLayout, Slot
 from layerzero.layout.shard_grid import Extent
 
@@ -113,7 +113,7 @@ class Handle:
     @property
     def extension_bytes(self) -> GatheredBytes | None:
         """Memory that the gathered parameter uses if its class has an all-gather extension, otherwise None."""
-        return self._gathered_params.bytes if isinstance(self._gathered_params, ExtendedGather) else None
+        return self._gathered_params.extension_bytes if isinstance(self._gathered_params, ExtendedGather) else None
 
     @property
     def trainable(self) -> bool:
@@ -212,7 +212,7 @@ class Handle:
     def gather(self) -> None:
         """Launch the gather, unless the handle is already gathered or a gather is in flight."""
         weights = self.weights
-        if weights.state is not ShardState.SHARDED:
+        if weights.state is not GatherState.SHARDED:
             return
         if self.full_precision is not None:
             self.full_precision.gather()
@@ -225,7 +225,7 @@ class Handle:
 
     def wait(self) -> None:
         """Wait for the gather and fill the gathered parameters."""
-        if self.weights.state is not ShardState.GATHERING:
+        if self.weights.state is not GatherState.GATHERING:
             return
         if self.full_precision is not None:
             self.full_precision.wait()
@@ -242,7 +242,7 @@ class Handle:
             RuntimeError: a parameter was changed in place while it was gathered.
         """
         self.wait()
-        if self.weights.state is ShardState.SHARDED:
+        if self.weights.state is GatherState.SHARDED:
             return
         edited = self._gathered_params.version != self._version
         if self.full_precision is not None:
@@ -270,7 +270,7 @@ class Handle:
         This has an effect only if the compute dtype is less precise than the dtype of the masters. The handle must be
         sharded.
         """
-        assert self.weights.state is ShardState.SHARDED
+        assert self.weights.state is GatherState.SHARDED
         coarser = torch.promote_types(self.precision.compute, self.precision.master) != self.precision.compute
         self.full_precision = FullPrecision(self.weights, self.members) if enabled and coarser else None
         for member in self.members:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layerzero.comm.collectives import Collective, LaunchedCollective, PendingReduction, reduce_scatter
 from layerzero.comm.transport.base import SendBuffer
-from layerzero.comm.waiting import record_wait
+from layerzero.comm.wait_times import record_wait
 from layerzero.device.accelerator import HostDeviceCopies
 from layerzero.device.streams import ReductionStreams, Waitable
 from layerzero.engine.gradient_buffer import GradientBuffer
@@ -107,7 +107,7 @@ class HandleGradients:
         if extent is self.spec.accumulator_extent:
             send_buffer = self.transport.send_buffer if is_sent else None
             return self._accumulators.make(self.label, numel, dtype, send_buffer)
-        return PooledStorage(numel, dtype, self.transport.send_buffers if is_sent else self.pool)
+        return PooledStorage(numel, dtype, self.transport.send_scratch if is_sent else self.pool)
 
     def _final_storage(self, dtype: torch.dtype) -> GradientStorage:
         grid, zero3 = self.mesh_info.grid, self.buffers.get(Extent.ZERO3)
@@ -384,7 +384,7 @@ class HandleReduction:
             gradients.final.vacate()
         source.seal()
         is_hop1 = stage.collective is Collective.HOP1
-        pool = gradients.transport.send_buffers if is_hop1 else gradients.pool
+        pool = gradients.transport.send_scratch if is_hop1 else gradients.pool
         # For a second collective, send a copy. Its wait comes later, and other handles may need the slab before then.
         sent = source.storage.lend_send_buffer(
             stage.wire_dtype, pool, copies=not is_first and not source.storage.lasting

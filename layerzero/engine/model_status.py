@@ -14,9 +14,9 @@ __all__ = ["Closable", "ModelStatus"]
 
 
 class Closable:
-    """Base class for parts of a sharded model. :meth:`clear` deletes all attributes, so every later use raises."""
+    """Base class for parts of a sharded model. :meth:`close` deletes all attributes, so every later use raises."""
 
-    def clear(self) -> None:
+    def close(self) -> None:
         self.__dict__.clear()
 
     @property

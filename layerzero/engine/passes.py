@@ -2,7 +2,7 @@
 
 [Note: Prefetch on several meshes]
 If units are on several meshes, a rank may call units of another mesh that other ranks of its group do not call, such as
-experts that receive no tokens. Therefore a gather is prefetched only by the call of a unit on the same mesh. All ranks
+experts that receive no tokens. Therefore a gather is prefetched only by the call to a unit on the same mesh. All ranks
 that take part in the gather then launch it at the same point in the program. This matters because an unpredicted gather
 waits for the other ranks. At any other point in the program, the other ranks might be waiting for this rank in a
 collective launched by user code.
@@ -22,7 +22,7 @@ __all__ = ["BackwardPass", "ForwardPass", "GatheredUse", "UnitCall"]
 
 
 class UnitCall:
-    """One call of a unit. An autograd graph refers to the calls in it, so a backward pass can find these calls."""
+    """One call to a unit. An autograd graph refers to the calls in it, so a backward pass can find these calls."""
 
     __slots__ = ("__weakref__", "_position", "callers", "ends_with_input_grad", "forward", "unit")
 
@@ -46,7 +46,7 @@ class UnitCall:
 
     @property
     def next_call(self) -> UnitCall | None:
-        """Next call in an autograd graph that returned after this call, or None if this call was the last.
+        """First call after this one, in order of return, that an autograd graph still contains; None if there is none.
 
         The backward pass of the next call runs before the backward pass of this call.
         """
@@ -92,7 +92,10 @@ class UnitCall:
 
     @property
     def previous(self) -> UnitCall | None:
-        """Last call that returned before this call, on any mesh, or None if this call is the first."""
+        """Last call before this one, in order of return, that an autograd graph still contains; None if there is none.
+
+        The call may be to a unit on any mesh.
+        """
         return next(self._earlier(), None)
 
     def _earlier(self) -> Iterator[UnitCall]:

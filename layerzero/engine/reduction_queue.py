@@ -42,7 +42,7 @@ class ReductionQueue:
     def __init__(self, order: Sequence[HandleGradients], streams: ReductionStreams) -> None:
         self.order = list(order)
         self.streams = streams
-        self._pools = {pool for each in self.order for pool in (each.pool, each.transport.send_buffers)}
+        self._pools = {pool for each in self.order for pool in (each.pool, each.transport.send_scratch)}
         self._next = 0  # index in `order` of the first handle that this pass has not started
         self._reducing: list[HandleGradients] = []  # handles whose reductions were started in this pass
         self._events: list[deque[Waitable]] = [

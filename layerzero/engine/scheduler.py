@@ -5,7 +5,7 @@ Hooks of modules, tensors and parameters call the methods of :class:`Scheduler`.
 [Note: Release of full buffers]
 A forward pass frees the full buffer when it returns, unless one of three conditions holds. The forward pass runs inside
 a backward pass (as in the recomputation of a checkpoint), the unit stays gathered for the backward pass, or the next
-call is expected to be a call of the same unit. A backward pass frees the full buffer when the gradients of the inputs
+call is expected to be a call to the same unit. A backward pass frees the full buffer when the gradients of the inputs
 of a call are known. Autograd runs later nodes first, so all nodes of the call have run by then. Two kinds of inputs are
 exceptions: leaves receive gradients before later nodes run, and inputs without gradients run no hook. A call with such
 inputs ends with the enclosing backward pass. In a reentrant checkpoint, this is a nested backward pass. Gradients of
@@ -54,7 +54,7 @@ from layerzero.engine.passes import BackwardPass, ForwardPass, GatheredUse, Unit
 from layerzero.engine.resources import ModelPools
 from layerzero.engine.unit import Unit, gather_orders
 from layerzero.engine.weight_refresh import WeightRefresher
-from layerzero.engine.weight_storage import ShardState
+from layerzero.engine.weight_storage import GatherState
 from layerzero.utils.pytree import iter_tensors
 
 __all__ = ["Scheduler"]
@@ -108,7 +108,7 @@ class Scheduler(Closable):
         self.prefetched_backward: dict[Unit, Sequence[Unit]] = {}
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
-        self._running: list[UnitCall] = []  # calls of units in progress, outermost first
+        self._running: list[UnitCall] = []  # calls to units in progress, outermost first
         self._ahead: set[Unit] = set()  # units that unshard() has gathered for a later forward pass
         self._forward: ForwardPass | None = None
         self._last_forward: Callable[[], ForwardPass | None] = lambda: None  # weak; the graph keeps the pass alive
@@ -377,7 +377,7 @@ class Scheduler(Closable):
     # Gather
 
     def _gather(self, unit: Unit) -> None:
-        absent = [handle for handle in unit.handles if handle.weights.state is ShardState.SHARDED]
+        absent = [handle for handle in unit.handles if handle.weights.state is GatherState.SHARDED]
         if any(handle.full_precision is not None for handle in absent):
             self._full_precision_orders[unit.mesh_info].check(self._index[unit])
         if any(handle.weights.needs_gather and handle.full_precision is None for handle in absent):
@@ -388,7 +388,7 @@ class Scheduler(Closable):
     def _wait(self, unit: Unit) -> None:
         try:
             for handle in unit.handles:
-                if handle.weights.state is ShardState.GATHERING:
+                if handle.weights.state is GatherState.GATHERING:
                     handle.wait()
         except CollectiveError as error:
             raise self._orders[unit.mesh_info].explain_failure(error) from error.__cause__

@@ -117,5 +117,5 @@ class LayerZeroState(Closable):
             for optimizer in self.optimizers:
                 optimizer.on_layout_change()  # type: ignore[attr-defined]
             self.mesh_info.groups.release()
-            self.scheduler.clear()
-            self.clear()
+            self.scheduler.close()
+            super().close()

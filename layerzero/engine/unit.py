@@ -20,7 +20,7 @@ from layerzero.engine.handle import Handle
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.module_checks import replaced
 from layerzero.engine.resources import MeshResources
-from layerzero.engine.weight_storage import ShardState
+from layerzero.engine.weight_storage import GatherState
 from layerzero.utils.pytree import cast_floating
 
 __all__ = ["Unit", "gather_orders"]
@@ -63,7 +63,7 @@ class Unit:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Modules of the unit. A call of any of these modules is a call of the unit."""
+        """Modules of the unit. A call to any of these modules is a call to the unit."""
         modules = [module for weak in self._modules if (module := weak()) is not None]
         assert len(modules) == len(self._modules)
         return modules
@@ -79,7 +79,7 @@ class Unit:
 
     @property
     def gathered(self) -> bool:
-        return any(handle.weights.state is not ShardState.SHARDED for handle in self.handles)
+        return any(handle.weights.state is not GatherState.SHARDED for handle in self.handles)
 
     @property
     def has_post_forward_shard(self) -> bool:

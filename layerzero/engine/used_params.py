@@ -24,7 +24,7 @@ from torch import Tensor
 from layerzero.comm.collectives import Collective, Communicator, PendingSmallGather, all_gather_small
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.comm.process_groups import Reservation
-from layerzero.comm.waiting import record_wait
+from layerzero.comm.wait_times import record_wait
 from layerzero.device.streams import DeferredCollectiveError, ThreadStream
 
 __all__ = ["PendingUse", "UsedParamMap"]

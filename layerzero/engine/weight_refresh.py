@@ -1,4 +1,10 @@
-"""Schedule refreshes, which copy masters to the compute weights of all replicas."""
+"""Schedule refreshes, which copy masters to the compute weights of all replicas.
+
+An optimizer step launches the refreshes of the masters that it updates, part by part or at its end. If a pipeline
+schedule defers refreshes, or if more optimizers are expected to step before the next forward pass, the refreshes are
+launched later, at the latest by that forward pass. It also launches the refreshes of masters that were changed outside
+of steps. A handle waits for its refresh before its weights are next gathered or used.
+"""
 
 from __future__ import annotations
 

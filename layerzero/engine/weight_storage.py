@@ -34,10 +34,10 @@ from layerzero.engine.resources import MeshResources
 from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import Extent, overlap
 
-__all__ = ["ShardState", "WeightStorage"]
+__all__ = ["GatherState", "WeightStorage"]
 
 
-class ShardState(enum.Enum):
+class GatherState(enum.Enum):
     """State of a full buffer, which cycles through SHARDED -> GATHERING -> GATHERED -> SHARDED."""
 
     SHARDED = "sharded"
@@ -46,9 +46,9 @@ class ShardState(enum.Enum):
 
 
 _NEXT = {
-    ShardState.SHARDED: ShardState.GATHERING,
-    ShardState.GATHERING: ShardState.GATHERED,
-    ShardState.GATHERED: ShardState.SHARDED,
+    GatherState.SHARDED: GatherState.GATHERING,
+    GatherState.GATHERING: GatherState.GATHERED,
+    GatherState.GATHERED: GatherState.SHARDED,
 }
 
 
@@ -88,7 +88,7 @@ class WeightStorage:
         self.precision = precision
         self.mesh_info = mesh.mesh_info
         self.pool = mesh.pools.full
-        self.state = ShardState.SHARDED
+        self.state = GatherState.SHARDED
         self.to_host = mesh.pools.to_host if updated_on_host else None
         self.host_shard: HostShard | None = None
         self.label = label
@@ -127,7 +127,10 @@ class WeightStorage:
 
     @property
     def peers_read_master(self) -> bool:
-        """True if other ranks read the master in place. The master may then be written only in rounds."""
+        """True if other ranks read the master in place. The master may then be written only in rounds.
+
+        See [Note: Write rounds] in comm/transport/base.py.
+        """
         return self.shares_master and self.buffer.read_by_peers
 
     @cached_property
@@ -188,7 +191,7 @@ class WeightStorage:
 
     def start_gather(self, pending: Waitable | None) -> None:
         """Record that `pending` fills the full buffer, or other memory from which the unit computes."""
-        self._move_to(ShardState.GATHERING)
+        self._move_to(GatherState.GATHERING)
         self._gathering = pending
 
     def wait_gather(self) -> None:
@@ -199,17 +202,17 @@ class WeightStorage:
 
     def end_gather(self) -> None:
         """Record that the gathered parameters contain the gathered values."""
-        self._move_to(ShardState.GATHERED)
+        self._move_to(GatherState.GATHERED)
 
     def end_use(self) -> None:
         """Record that the unit no longer uses the gathered parameters and that their memory was freed."""
-        self._move_to(ShardState.SHARDED)
+        self._move_to(GatherState.SHARDED)
 
     def free_full(self) -> None:
         """Free the full buffer. The next gather refills the storage of views that autograd has saved."""
         self.buffer.free()
 
-    def _move_to(self, state: ShardState) -> None:
+    def _move_to(self, state: GatherState) -> None:
         assert _NEXT[self.state] is state, f"{self.label}: {self.state} -> {state}"
         self.state = state
 
@@ -223,7 +226,7 @@ class WeightStorage:
     @torch.no_grad()
     def launch_refresh(self) -> None:
         """Copy the master to its part of the ZeRO-3 shard, and launch an all-gather for the other replicas' parts."""
-        assert self.state is ShardState.SHARDED
+        assert self.state is GatherState.SHARDED
         self.finish_refresh()
         zero3, own = self.zero3_shard, self._own_part
         if self.host_shard is not None:

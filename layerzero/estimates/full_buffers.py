@@ -1,6 +1,6 @@
 """Predict the memory of full buffers by simulating training steps on the meta device.
 
-Units are gathered and freed in the order in which they were registered, and nested units during the calls of their
+Units are gathered and freed in the order in which they were registered, and nested units during the calls to their
 parents. `prefetch` units are gathered ahead. As in training, a `FullBufferPool` allocates, caches and frees the
 storages of full buffers.
 """

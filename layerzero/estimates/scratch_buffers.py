@@ -149,7 +149,7 @@ def buffer_demand(handles: Sequence[HandleSpec], config: LayerZeroConfig, where:
     gradients = [(each.layout.numel, each.precision.master) for each in handles]
     return BufferDemand(
         full_buffers=tuple((each.layout.numel, each.precision.compute) for each in handles if each.extension is None),
-        send_buffers=plan_scratch(handles, config, where).outgoing,
+        send_scratch=plan_scratch(handles, config, where).outgoing,
         accumulators=tuple(
             size
             for size, each in zip(gradients, handles, strict=True)

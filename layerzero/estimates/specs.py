@@ -60,7 +60,7 @@ class HandleSpec:
     in_host: bool = False  # True if the master and the final gradient are in host memory
     strided: tuple[int, ...] = ()  # sizes in bytes of the gathered parameters that are not contiguous
     coded: int = 0  # number of bytes that a gather of encoded shards receives
-    set_aside: bool = False  # True if the final gradient was preserved in a backward; see engine/gradient_storage.py
+    set_aside: bool = False  # True if the final gradient was set aside in a backward; see engine/gradient_storage.py
     extension: GatheredBytes | None = None  # memory that the all-gather extension of the handle's only parameter uses
 
     def has_persistent_send_buffer(self, config: LayerZeroConfig) -> bool:

@@ -1,5 +1,5 @@
-"""Integrations with the training loops of other packages. Each module imports the package after which it is named.
+"""Integrations with the training loops of other packages. Each module imports only the packages that it integrates.
 
-No other package of layerzero imports these modules. Import them by name:
+``layerzero`` itself imports none of these modules. Import them explicitly:
 ``from layerzero.integrations.accelerate import LayerZeroAccelerator``.
 """

@@ -26,7 +26,7 @@ from layerzero import checkpoint
 from layerzero.config import Units
 from layerzero.engine.hooks import get_state
 from layerzero.full_state import full_state_dict
-from layerzero.integrations.loop_settings import Settings, current_parameters, is_sharded
+from layerzero.integrations.common import Settings, current_parameters, is_sharded
 from layerzero.optimizers.clip import clip_grad_norm_
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
 from layerzero.sharding.module_methods import no_sync
@@ -114,7 +114,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
                 "there. Use 'bf16' or 'no'"
             )
 
-    # Models, optimizers and schedulers may be prepared in any order, in one call of prepare or several
+    # Models, optimizers and schedulers may be prepared in any order, in one call to prepare or several
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -17,7 +17,7 @@ from layerzero import checkpoint
 from layerzero.config import Units
 from layerzero.engine.hooks import get_state
 from layerzero.full_state import full_state_dict
-from layerzero.integrations.loop_settings import Settings, is_sharded, lightning_dtype
+from layerzero.integrations.common import Settings, is_sharded, lightning_dtype
 from layerzero.optimizers.clip import clip_grad_norm_
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
 from layerzero.sharding.module_methods import no_sync

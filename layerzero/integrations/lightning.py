@@ -19,7 +19,7 @@ from layerzero import checkpoint
 from layerzero.checkpoint import save as save_sharded
 from layerzero.config import Units
 from layerzero.full_state import full_state_dict
-from layerzero.integrations.loop_settings import Settings, is_sharded, lightning_dtype
+from layerzero.integrations.common import Settings, is_sharded, lightning_dtype
 from layerzero.optimizers.sharded_optimizer import shard_optimizer
 from layerzero.sharding.module_methods import no_sync
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from layerzero.integrations.loop_settings import is_sharded
+from layerzero.integrations.common import is_sharded
 from layerzero.reports.metrics_log import metrics
 
 __all__ = ["MetricsCallback"]

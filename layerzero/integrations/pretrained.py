@@ -15,7 +15,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from layerzero import checkpoint
-from layerzero.integrations.loop_settings import let_generate
+from layerzero.integrations.common import let_generate
 from layerzero.sharding.shard_model import shard_model
 from layerzero.sharding.unit_selection import block_classes
 

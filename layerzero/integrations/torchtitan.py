@@ -24,7 +24,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import apply_compile
 
 from layerzero.engine.hooks import get_state
-from layerzero.integrations.loop_settings import Settings, is_sharded
+from layerzero.integrations.common import Settings, is_sharded
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
 from layerzero.sharding.module_methods import no_sync
 

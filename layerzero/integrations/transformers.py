@@ -23,7 +23,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from layerzero import checkpoint
 from layerzero.full_state import full_state_dict, load_full_state_dict
 from layerzero.integrations.accelerate import LayerZeroAccelerator, LayerZeroPlugin
-from layerzero.integrations.loop_settings import is_sharded
+from layerzero.integrations.common import is_sharded
 from layerzero.integrations.pretrained import from_pretrained
 
 __all__ = ["LayerZeroArguments", "LayerZeroMixin", "LayerZeroTrainer", "from_pretrained"]

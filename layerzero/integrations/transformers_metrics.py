@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from layerzero.integrations.loop_settings import is_sharded
+from layerzero.integrations.common import is_sharded
 from layerzero.reports.metrics_log import metrics
 
 __all__ = ["MetricsCallback"]

@@ -2,7 +2,8 @@
 
 The flat order of a handle is divided into `num_shards` equal ZeRO-1 shards. Parameters are ordered and padded so that
 no shard boundary (cut) is inside a dim-0 row. The shard of a parameter on each rank is therefore always a `[rows,
-*rest]` view. See owner_layout.py for layouts with other cuts of the same order.
+*rest]` view. The rank with the coordinates (r, s) has shard k = s * R + r, where R is the number of replicas; see
+`ShardGrid` in shard_grid.py. See owner_layout.py for layouts with other cuts of the same order.
 
     >>> (layout,) = plan_layouts([("weight", (6, 4)), ("bias", (6,))], num_shards=4, align=2)
     >>> layout.shard_numel, [(slot.name, slot.offset) for slot in layout.slots]
@@ -232,10 +233,12 @@ def _plan_split(slots: Sequence[Slot], num_shards: int, align: int) -> list[Flat
 
 
 def _join(groups: Sequence[Sequence[Slot]], num_shards: int, align: int) -> list[FlatLayout]:
-    """Add each group of slots of one row length to the layout that grows least, or to a new layout if it fits in none.
+    """Return layouts that together contain all `groups`.
+
+    Each group is added to the layout whose size grows least, or to a new layout if it fits in none.
 
     Args:
-        groups: slots of each row length.
+        groups: slots, grouped by row length.
     """
     # Models have few row lengths. With hundreds of unrelated row lengths, speed matters more than padding.
     effort = _EFFORT if len(groups) <= _MANY else 0
@@ -283,7 +286,7 @@ class _Kind:
 def _kinds(slots: Iterable[Slot]) -> list[_Kind]:
     """Group `slots` into kinds, sorted by row length and then by number of elements, largest first.
 
-    In this order, slots whose row lengths divide each other leave no gaps.
+    In this order, slots leave no gaps if each row length is a multiple of the next smaller one.
     """
     groups: dict[tuple[int, int], list[Slot]] = {}
     for slot in slots:

@@ -160,7 +160,7 @@ class _GetModel:
 
 
 def _require_all(units: tuple[str, ...], chunks: list[ShardedChunk]) -> None:
-    """Raise an error on all ranks if a name in `units` matches no module on any stage."""
+    """Raise ValueError on all ranks if a name in `units` matches no module on any stage."""
     modules = [entry for chunk in chunks for entry in chunk.named_modules()]
     here = {found for name, module in modules for found in named(name, module, units)}
     known = {found for told in all_gather_object(chunks[0].groups, here) for found in told}

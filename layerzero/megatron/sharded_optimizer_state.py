@@ -329,7 +329,7 @@ def _found(member: ManagedParam, values: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_lost_state(
     pair: ChunkOptimizer, group: Mapping[str, Any], found: Mapping[str, Any], values: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Raise an error if the checkpoint's settings need state that `values` lacks, such as momentum buffers.
+    """Raise ValueError if the checkpoint's settings need state that `values` lacks, such as momentum buffers.
 
     State may be missing if the optimizer was built with settings for which it does not store this state.
     """

@@ -1,4 +1,4 @@
-"""Defines which of NVIDIA Apex's optimizers and settings are supported, and prepares their steps.
+"""Define which of NVIDIA Apex's optimizers and settings are supported, and prepare their steps.
 
 [Note: Apex optimizers]
 This module does not import Apex. It recognizes Apex optimizers by the module of their class. Classes from

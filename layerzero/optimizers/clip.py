@@ -1,4 +1,4 @@
-"""Clips gradients by their norm over all parameters on all ranks."""
+"""Clip gradients by their norm over all parameters on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classifies optimizers by their compatibility with sharding: element-wise, parameter by parameter, or unsupported.
+"""Classify optimizers by their compatibility with sharding: element-wise, parameter by parameter, or unsupported.
 
 An element-wise optimizer updates each rank's rows. An optimizer that mixes the elements of one parameter updates full
 parameters, each on its owner rank. An optimizer that mixes several parameters is not supported. An allowlist, a

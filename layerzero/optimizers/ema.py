@@ -26,7 +26,7 @@ __all__ = ["EMA"]
 class EMA:
     """Exponential moving average of a model's trainable parameters, sharded like the masters.
 
-    The first call of :meth:`update` copies the parameters. Each later call computes
+    The first call to :meth:`update` copies the parameters. Each later call computes
     ``average = decay * average + (1 - decay) * parameter``, as ``torch.optim.swa_utils.AveragedModel`` with
     ``get_ema_multi_avg_fn(decay)`` does (Polyak and Juditsky 1992; Tarvainen and Valpola 2017, arXiv:1703.01780). The
     averages have N/D elements per rank in the masters' dtype (fp32), and updates run no collectives. Buffers and frozen
@@ -120,9 +120,9 @@ class EMA:
         On exit, the context manager restores the weights exactly.
 
         All ranks must enter and exit the context together, because entry and exit refresh the compute weights of all
-        replicas. The context needs memory for N/D more elements per rank. Enter the context between a backward and the
-        next forward, because the context invalidates existing autograd graphs. Writes to parameters inside the context
-        are undone.
+        replicas. The context needs memory for N/D more elements per rank. Enter the context between a backward pass and
+        the next forward pass, because the context invalidates existing autograd graphs. Writes to parameters inside the
+        context are undone.
 
         Raises:
             RuntimeError: the context is entered inside another `swapped` or inside :func:`layerzero.unsharded`.

@@ -1,4 +1,4 @@
-"""Builds AdamW and SGD on the fastest kernels that support the given parameters."""
+"""Build AdamW and SGD on the fastest kernels that support the given parameters."""
 
 from __future__ import annotations
 

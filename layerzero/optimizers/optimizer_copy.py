@@ -1,4 +1,4 @@
-"""Copies an optimizer so that the copy steps different parameters and shares no mutable state with the original.
+"""Copy an optimizer so that the copy steps different parameters and shares no mutable state with the original.
 
 [Note: Copies of optimizers]
 torch's ``Optimizer.__getstate__`` returns only defaults, state and groups. ``copy.copy`` and ``copy.deepcopy`` drop all

@@ -1,4 +1,4 @@
-"""Converts optimizer state to this rank's rows, and compares group settings."""
+"""Convert optimizer state to this rank's rows, and compare group settings."""
 
 from __future__ import annotations
 

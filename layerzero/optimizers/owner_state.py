@@ -1,4 +1,4 @@
-"""Provides the optimizer state of owned parameters on every rank.
+"""Provide the optimizer state of owned parameters on every rank.
 
 Only the owner stores the state. The owner sends a description (shapes, dtypes and scalars) to all other ranks. From
 this description, the other ranks create sharded tensors without local rows.

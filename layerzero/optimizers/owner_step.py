@@ -1,4 +1,4 @@
-"""Steps owned parameters: the owner gathers the full parameter, steps it, and scatters its rows.
+"""Step owned parameters: the owner gathers the full parameter, steps it, and scatters its rows.
 
 [Note: Owner rounds]
 All ZeRO-1 rows of an owned parameter are on ranks of one owner group (owner_groups.py). In each round, every rank of

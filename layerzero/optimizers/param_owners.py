@@ -1,4 +1,4 @@
-"""Assigns owners to the parameters that an optimizer needs in full, and changes their ZeRO-1 layouts accordingly."""
+"""Assign owners to the parameters that an optimizer needs in full, and change their ZeRO-1 layouts accordingly."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def owners_of(runtime: LayerZeroState) -> ModelOwners:
 
 
 class OwnerTable:
-    """Table of one optimizer's owned parameters, each of which its owner updates in full.
+    """Table of one optimizer's owned parameters. The owner of a parameter updates it in full.
 
     Every rank must construct the table. The constructor assigns an owner to each parameter that needs an owner.
 
@@ -152,7 +152,7 @@ class OwnerTable:
             )
 
     def refuse(self, method: str) -> None:
-        """Raise RuntimeError if the optimizer has owned parameters, of which `method` would see only some rows."""
+        """Raise RuntimeError if the optimizer has owned parameters. `method` would see only some of their rows."""
         if self.owned:
             raise RuntimeError(
                 f"{method}() of {type(self._inner).__name__} is not supported: it would read this rank's rows, but the "
@@ -294,10 +294,11 @@ def _requested_join_axes(
 def _new_owner_groups(
     runtime: LayerZeroState, owners: Mapping[str, ParamOwner]
 ) -> dict[_Key, dict[int, tuple[int, int]]]:
-    """Return the owner groups that must be created for these owners, in the same order on all ranks.
+    """Return the owner groups that `owners` need and that do not exist yet. The order is the same on all ranks.
 
     Returns:
-        Positions of the ranks, by owner group. The inner dict is empty if the owner group is a ZeRO-3 group.
+        For each new owner group, a dict from global rank to position, as in :func:`positions_across`. The dict is empty
+        if the group is a ZeRO-3 group.
     """
     found: dict[_Key, dict[int, tuple[int, int]]] = {}
     for name, owner in sorted(owners.items()):

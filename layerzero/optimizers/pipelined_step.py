@@ -1,4 +1,4 @@
-"""Updates the masters in parts, so that the refresh of one part overlaps with the update of the next part.
+"""Update the masters in parts, so that the refresh of one part overlaps with the update of the next part.
 
 [Note: Pipelined step]
 The refresh of a handle needs only the masters of this handle. Therefore masters are updated a few handles at a time, in

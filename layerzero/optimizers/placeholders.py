@@ -1,4 +1,4 @@
-"""Replaces parameters that have no rows on this rank by placeholders during a step.
+"""Replace parameters that have no rows on this rank by placeholders during a step.
 
 [Note: Parameters without rows]
 A rank may have no rows of a parameter. torch's own optimizers accept such empty tensors, but kernels from other

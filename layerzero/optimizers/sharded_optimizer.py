@@ -119,7 +119,7 @@ def _trained(runtime: LayerZeroState, parameters: Iterable[Tensor]) -> Iterator[
 
 
 class ShardedOptimizer(OptimizerProxy):
-    """Torch ``Optimizer`` over sharded parameters, created by :func:`shard_optimizer`.
+    """Torch ``Optimizer`` over sharded parameters. Created by :func:`shard_optimizer`.
 
     Public attributes that are not listed here are those of the wrapped optimizer. Methods of the wrapped optimizer,
     such as ``train`` and ``eval`` of schedule-free optimizers, operate on the masters. All ranks must call these
@@ -478,8 +478,8 @@ class ShardedOptimizer(OptimizerProxy):
 
         Args:
             state_dict: state with sharded tensors, or with full plain tensors of the global shape. Parameters may be
-                identified by any of their tied names, or by number. If all groups have ``"param_names"``, numbers are
-                matched by these names, and the groups may differ from this optimizer's groups. Otherwise the groups
+                identified by any of their tied names, or by position. If all groups have ``"param_names"``, positions
+                are matched by these names, and the groups may differ from this optimizer's groups. Otherwise the groups
                 must have the same order and sizes as this optimizer's groups.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Splits an optimizer step into several parts that together count as a single step.
+"""Split an optimizer step into several parts that together count as a single step.
 
 An optimizer may store scalars outside of its parameter state, such as a step count in its groups or a learning rate in
 its attributes. Each part of a step would change these scalars again, and the number of parts differs between ranks.

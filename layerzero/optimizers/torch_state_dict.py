@@ -1,4 +1,4 @@
-"""Converts optimizer state dicts between parameter names and numbers, and creates initial states.
+"""Convert optimizer state dicts between parameter names and numbers, and create initial states.
 
 [Note: torch's get_state_dict]
 ``torch.distributed.checkpoint.state_dict`` reads ``optimizer.state_dict()`` and replaces the numbers of parameters with
@@ -78,9 +78,9 @@ def by_own_names(
     """Return a state dict in which each parameter has the name that the optimizer uses.
 
     Args:
-        state_dict: state dict keyed by number or by any name of a parameter in the model, with or without the prefixes
-            of wrappers. Numbered groups that all have ``"param_names"`` are matched by these names. Other numbered
-            groups must have the same order and sizes as the optimizer's groups, as for an unsharded optimizer.
+        state_dict: state dict keyed by position or by any name of a parameter in the model, with or without the
+            prefixes of wrappers. Numbered groups that all have ``"param_names"`` are matched by these names. Other
+            numbered groups must have the same order and sizes as the optimizer's groups, as for an unsharded optimizer.
         own: names that the optimizer uses, by group.
         given: mapping from a name that the user passed to the optimizer to the name that the optimizer uses. It applies
             to ``"param_names"`` only.

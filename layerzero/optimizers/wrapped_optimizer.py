@@ -1,4 +1,4 @@
-"""Gives the wrapper access to the wrapped optimizer's hooks, methods and state, and checks its groups."""
+"""Give the wrapper access to the wrapped optimizer's hooks, methods and state, and check its groups."""
 
 from __future__ import annotations
 

@@ -95,27 +95,29 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class _Timed:
+class _StepCost:
+    """Simulated time and traffic of one step; see the attributes of the same names in :class:`Estimate`."""
+
     step: float
     parts: dict[str, float]
     sent: dict[str, float]
     between: float
 
-    def plus(self, other: _Timed, times: float) -> _Timed:
-        def together(mine: dict[str, float], its: dict[str, float]) -> dict[str, float]:
+    def plus(self, other: _StepCost, times: float) -> _StepCost:
+        def add_scaled(mine: dict[str, float], its: dict[str, float]) -> dict[str, float]:
             return {name: mine.get(name, 0.0) + times * its.get(name, 0.0) for name in [*mine, *(its.keys() - mine)]}
 
-        return _Timed(
+        return _StepCost(
             self.step + times * other.step,
-            together(self.parts, other.parts),
-            together(self.sent, other.sent),
+            add_scaled(self.parts, other.parts),
+            add_scaled(self.sent, other.sent),
             self.between + times * other.between,
         )
 
 
 @dataclass
 class Estimator:
-    """Estimate the cost of combinations of settings for one model on one cluster."""
+    """Estimator of the cost of combinations of settings, for one model on one cluster."""
 
     paper: MetaSharding
     load: ComputeCost
@@ -123,7 +125,7 @@ class Estimator:
     param_dtype: torch.dtype
     units: object = None
     called: str = ""  # text for `units` in the recommended settings if the model's classes are unavailable
-    _timed: dict[tuple[Candidate, int], _Timed] = field(default_factory=dict)
+    _step_costs: dict[tuple[Candidate, int], _StepCost] = field(default_factory=dict)
 
     def config(self, choice: Candidate) -> LayerZeroConfig:
         """Return the settings in `choice` in the form that ``shard_model`` takes."""
@@ -145,7 +147,7 @@ class Estimator:
         if activations:
             memory["activations"] = activations
         host = sum(memory.values()) - on_device(memory)
-        timed = self.timed(choice)
+        step_cost = self.step_cost(choice)
         tokens = self.load.tokens * choice.micro_batches * cluster.ranks
         return Estimate(
             choice=choice,
@@ -155,11 +157,11 @@ class Estimator:
             room=cluster.room,
             excess=max(0.0, peak + activations - cluster.room),
             host_excess=max(0.0, host * cluster.accelerators - cluster.host_memory * 1e9),
-            sent=timed.sent,
-            between=timed.between,
-            step=timed.step,
-            parts=timed.parts,
-            tokens=tokens / timed.step,
+            sent=step_cost.sent,
+            between=step_cost.between,
+            step=step_cost.step,
+            parts=step_cost.parts,
+            tokens=tokens / step_cost.step,
             price=24 * cluster.price * cluster.ranks,
         )
 
@@ -179,8 +181,8 @@ class Estimator:
         gathered while the gradients of the root and one unit are reduced.
         """
         over = self._shared_over(choice)
-        numel = sum(work.numel for work in self.works())
-        root, *others = sorted((work.numel for work in self.works()), reverse=True)
+        numel = sum(cost.numel for cost in self.unit_costs())
+        root, *others = sorted((cost.numel for cost in self.unit_costs()), reverse=True)
         largest = max(others, default=0.0)
         element = self.param_dtype.itemsize
         memory = {"masters": 4 * numel / over, "gradients": 4 * numel / over, "optimizer": 8 * numel / over}
@@ -206,7 +208,7 @@ class Estimator:
         )
         return self.paper.units(self.config(choice), where)
 
-    def works(self, units: Sequence[UnitSpec] | None = None) -> list[UnitCost]:
+    def unit_costs(self, units: Sequence[UnitSpec] | None = None) -> list[UnitCost]:
         """Return the number of elements and the compute times of each unit.
 
         The numbers of elements include padding if `units` is given.
@@ -226,7 +228,7 @@ class Estimator:
             for name, numel in numels.items()
         ]
 
-    def timed(self, choice: Candidate) -> _Timed:
+    def step_cost(self, choice: Candidate) -> _StepCost:
         """Return the time and traffic of a simulated step.
 
         At most 3 micro-batches are simulated, and the others are extrapolated. From the third micro-batch on, each
@@ -239,12 +241,12 @@ class Estimator:
         difference = simulated.plus(self._simulated(choice, most - 1), -1.0)
         return simulated.plus(difference, choice.micro_batches - most)
 
-    def _simulated(self, choice: Candidate, micro_batches: int) -> _Timed:
+    def _simulated(self, choice: Candidate, micro_batches: int) -> _StepCost:
         key = replace(choice, micro_batches=1), micro_batches
-        if key not in self._timed:
+        if key not in self._step_costs:
             machine, program = self.program(replace(choice, micro_batches=micro_batches))
-            self._timed[key] = _timed(program, simulate(program, machine), machine)
-        return self._timed[key]
+            self._step_costs[key] = _step_cost(program, simulate(program, machine), machine)
+        return self._step_costs[key]
 
     def program(self, choice: Candidate) -> tuple[SimMachine, list[Operation]]:
         """Return the simulated machine, and a program with ``_STEPS`` steps that runs on this machine."""
@@ -257,11 +259,11 @@ class Estimator:
                 micro_batches=choice.micro_batches,
                 compute=self.param_dtype.itemsize,
                 reduce=choice.reduce_dtype.itemsize,
-                update=self._update(sum(work.numel for work in self.works()) / over, in_host=False),
+                update=self._update(sum(cost.numel for cost in self.unit_costs()) / over, in_host=False),
             )
-            return cluster.machine(over), list(peer_program(self.works(), peer, steps=_STEPS))
-        works = self.works(self.planned(choice)) if choice.scheme == LAYERZERO else self.works()
-        own = sum(work.numel for work in works) / cluster.ranks
+            return cluster.machine(over), list(peer_program(self.unit_costs(), peer, steps=_STEPS))
+        unit_costs = self.unit_costs(self.planned(choice)) if choice.scheme == LAYERZERO else self.unit_costs()
+        own = sum(cost.numel for cost in unit_costs) / cluster.ranks
         sharding = ScheduleSettings(
             ranks=cluster.ranks,
             zero3_size=choice.zero3_size,
@@ -278,7 +280,7 @@ class Estimator:
             update=self._update(own, in_host=choice.offload_optimizer),
             memory_speed=cluster.memory_speed * 1e9,
         )
-        return cluster.machine(choice.zero3_size), list(layerzero_program(works, sharding, steps=_STEPS))
+        return cluster.machine(choice.zero3_size), list(layerzero_program(unit_costs, sharding, steps=_STEPS))
 
     def _update(self, numel: float, *, in_host: bool) -> float:
         """Return the time in seconds that AdamW needs to update `numel` elements."""
@@ -286,7 +288,7 @@ class Estimator:
         return 4 * _UPDATED * numel / (speed * 1e9)
 
 
-def _timed(program: Iterable[Operation], outcome: SimResult, machine: SimMachine) -> _Timed:
+def _step_cost(program: Iterable[Operation], outcome: SimResult, machine: SimMachine) -> _StepCost:
     parts: defaultdict[str, float] = defaultdict(float)
     sent = {"zero3": 0.0, "replica": 0.0}
     between = 0.0
@@ -300,4 +302,4 @@ def _timed(program: Iterable[Operation], outcome: SimResult, machine: SimMachine
     for kind, seconds in outcome.waits[-1].items():
         parts[kind] += seconds
     parts["launch"] = outcome.step - sum(parts.values())
-    return _Timed(outcome.step, dict(parts), sent, between)
+    return _StepCost(outcome.step, dict(parts), sent, between)

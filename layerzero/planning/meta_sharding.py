@@ -69,7 +69,7 @@ class MetaSharding:
         ranks, found = where.grid.data_parallel, []
         for plan in self.plans:
             module = plan.called[0]
-            handles = plan_handles(plan, config, where, averaged=ranks, has_model_parallel=lambda parameter: False)
+            handles = plan_handles(plan, config, where, averaged=ranks, has_model_parallel_spec=lambda parameter: False)
             reshards = config.reshards(plan.name, module, where.grid.zero3_size)
             found.append(UnitSpec(plan.name, tuple(handles), where, reshards))
         return found

@@ -81,7 +81,7 @@ class Plan:
         A number of nodes is skipped if the ``zero3_size`` of `choice` does not divide the number of ranks.
         """
         for count in nodes:
-            shop = replace(self.workshop, cluster=replace(self.cluster, nodes=count), _timed={})
+            shop = replace(self.workshop, cluster=replace(self.cluster, nodes=count), _step_costs={})
             if shop.cluster.ranks % choice.zero3_size == 0:
                 yield shop.row(choice)
 

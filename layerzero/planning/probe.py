@@ -72,7 +72,8 @@ def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.
 
     Raises:
         RuntimeError: torch.distributed is not initialized.
-        ValueError: `zero3_size` is unknown or does not divide the world size, or `nbytes` is less than 4096.
+        ValueError: `zero3_size` is not given and ``LOCAL_WORLD_SIZE`` is not set, the number of ranks per node does not
+            divide the world size, or `nbytes` is less than 4096.
 
     Example::
 

@@ -336,13 +336,13 @@ class _Host:
         self._waits[what] += self.world.now - before  # type: ignore[assignment]
 
     def _under_way(self, place: int) -> list[_Running]:
-        """Return the reductions that have not yet added the result of collective number `place`, oldest first."""
+        """Return the reductions, oldest first, that have not added the result of their collective at index `place`."""
         return [each for each in self._running if each.num_added <= place < len(each.collectives)]
 
     def _make_room(self, place: int, most: int) -> None:
-        """Wait until at most `most` reductions have yet to add the result of collective number `place`.
+        """Wait until at most `most` reductions have not added the result of their collective at index `place`.
 
-        engine/reduction_queue.py sets the same limit.
+        In normal operation, the caller passes the limits `IN_FLIGHT` of engine/reduction_queue.py.
         """
         under_way = self._under_way(place)
         self._wait_for(under_way[: max(0, len(under_way) - most)], place)

@@ -142,11 +142,11 @@ def _place(found: Corruption) -> tuple[str, tuple[int, ...], str]:
 
 
 class CorruptionGuard:
-    """Guard against flipped bits, created by :func:`guard_corruption`.
+    """Guard against flipped bits. Created by :func:`guard_corruption`.
 
     Attributes:
         looked: number of checks so far.
-        found: all corruptions that were found so far.
+        found: all corruptions found so far.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ from layerzero.utils.bit_sums import as_integers, sum64
 __all__ = ["Corruption", "Fingerprint", "compare", "fingerprint"]
 
 _SHOWN = 8  # maximum number of elements per entry that are listed
-_UNKNOWN, _CHANGED, _SOUND = range(3)  # state of masters since the last step
+_UNKNOWN, _CHANGED, _SOUND = range(3)  # state of masters since the last step; see _verdict
 _KNOWN = {None: _UNKNOWN, False: _CHANGED, True: _SOUND}
 
 
@@ -222,8 +222,8 @@ def _verdict(values: Sequence[int], truth: int | None, owner: int, says: int) ->
         truth: bits of the master cast to the compute dtype, as an integer. If None, the owner's compute weight is the
             master.
         owner: replica that has the master.
-        says: state of the master since the last step, as far as the owner knows it: ``_UNKNOWN``, ``_CHANGED`` or
-            ``_SOUND``.
+        says: what the owner knows about the bits of its master since the last step: ``_SOUND`` (unchanged),
+            ``_CHANGED`` (changed without a write) or ``_UNKNOWN`` (not recorded, or written to).
     """
     if truth is not None:
         wrong = [r for r, value in enumerate(values) if value != truth]

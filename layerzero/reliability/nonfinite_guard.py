@@ -87,7 +87,7 @@ def guard_steps(
 
 
 class StepGuard:
-    """Guard against non-finite gradients, created by :func:`guard_steps`.
+    """Guard against non-finite gradients. Created by :func:`guard_steps`.
 
     Attributes:
         skipped: number of skipped steps. A step that several optimizers skip together counts once.

@@ -35,7 +35,7 @@ def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
 
     Raises:
         ValueError: `limit` is not positive.
-        RuntimeError: a watchdog that an earlier call of this function started is still active.
+        RuntimeError: a watchdog that an earlier call to this function started is still active.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Reports memory, traffic and wait times of a sharded model as named numbers for a logger, with :func:`metrics`."""
+"""Report memory, traffic and wait times of a sharded model as named numbers for a logger, with :func:`metrics`."""
 
 from __future__ import annotations
 

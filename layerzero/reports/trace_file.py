@@ -1,4 +1,4 @@
-"""Records the timeline of a sharded model as a Chrome trace, with :func:`trace`."""
+"""Record the timeline of a sharded model as a Chrome trace, with :func:`trace`."""
 
 from __future__ import annotations
 

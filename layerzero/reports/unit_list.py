@@ -1,4 +1,4 @@
-"""Lists the units of a sharded model, with :func:`units`."""
+"""List the units of a sharded model, with :func:`units`."""
 
 from __future__ import annotations
 

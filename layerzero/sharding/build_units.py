@@ -1,4 +1,4 @@
-"""Builds units from their definitions: checks settings, allocates and initializes memory, and creates handles."""
+"""Build units from their definitions: check settings, allocate and initialize memory, and create handles."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
     "build_unit",
     "check_buffers",
     "check_codec",
-    "check_meta",
+    "check_meta_init",
     "parts_to_compare",
     "plan_handles",
     "require_equal_encoded_sizes",
@@ -129,7 +129,7 @@ def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> Non
 def require_equal_encoded_sizes(
     plans: Sequence[UnitDefinition], handles: Sequence[Sequence[HandleSpec]], config: LayerZeroConfig, site: UnitMesh
 ) -> None:
-    """Raise an error on all ranks of a mesh if their codecs produce different numbers of bytes."""
+    """Raise ValueError on all ranks of a mesh if their codecs produce different numbers of bytes."""
     if config.gather_codec is None:
         return
     size = site.mesh_info.zero3_size
@@ -142,8 +142,14 @@ def require_equal_encoded_sizes(
     require_equal("shard_model", told, ranks=site.mesh_info.ranks)
 
 
-def check_meta(plans: Sequence[UnitDefinition], param_init_fn: InitFn | None) -> None:
-    """Raise an error if `param_init_fn` is invalid or a module on the meta device cannot be initialized."""
+def check_meta_init(plans: Sequence[UnitDefinition], param_init_fn: InitFn | None) -> None:
+    """Raise an error if `param_init_fn` is invalid or a module on the meta device cannot be initialized.
+
+    Raises:
+        TypeError: `param_init_fn` is neither callable nor None.
+        ValueError: an ignored parameter is on the meta device, or a module on the meta device has no
+            ``reset_parameters()`` and `param_init_fn` is None.
+    """
     if param_init_fn is not None and not callable(param_init_fn):
         raise TypeError(
             f"param_init_fn must be a callable(module) or None, got {param_init_fn!r}. Pass a function that "
@@ -176,7 +182,7 @@ def plan_handles(
     where: RankTraits,
     *,
     averaged: int,
-    has_model_parallel: Callable[[nn.Parameter], bool],
+    has_model_parallel_spec: Callable[[nn.Parameter], bool],
 ) -> list[HandleSpec]:
     """Return the specs of a unit's handles, without allocating memory.
 
@@ -186,7 +192,7 @@ def plan_handles(
     Args:
         averaged: number of data-parallel ranks in the root's mesh. Gradients are averaged over these ranks, even if the
             unit is sharded over another mesh.
-        has_model_parallel: function that returns whether a parameter has a model-parallel spec.
+        has_model_parallel_spec: function that returns whether a parameter has a model-parallel spec.
     """
     accumulation = config.accumulation_of(plan.name, plan.called[0])
     policy = config.policy_of(plan.name, plan.called[0])
@@ -195,7 +201,7 @@ def plan_handles(
     for found in plan.parameters:
         if has_extension(found.parameter):
             continue
-        kind_of_it = found.parameter.dtype, found.parameter.requires_grad, has_model_parallel(found.parameter)
+        kind_of_it = found.parameter.dtype, found.parameter.requires_grad, has_model_parallel_spec(found.parameter)
         kinds.setdefault(kind_of_it, []).append(found)
     planned = []
     for (dtype, trainable, _), members in kinds.items():
@@ -275,7 +281,7 @@ def build_unit(
     policy = config.policy_of(plan.name, plan.called[0])
     extensions = _take_extensions(plan, policy)
     was_on_meta = _tensors_on_meta(plan)
-    _materialise_together(plan, site, param_init_fn)
+    _materialize_together(plan, site, param_init_fn)
     if config.sync_module_states:
         _broadcast_from_rank_0(plan, site)
     unwritten = _still_marked(plan, was_on_meta)
@@ -367,21 +373,21 @@ def _still_marked(plan: UnitDefinition, was_on_meta: Sequence[UninitializedTenso
     return left
 
 
-def _materialise_together(plan: UnitDefinition, site: UnitMesh, param_init_fn: InitFn | None) -> None:
-    """Materialise the unit. If this fails on any rank, raise an error on all ranks of the model."""
+def _materialize_together(plan: UnitDefinition, site: UnitMesh, param_init_fn: InitFn | None) -> None:
+    """Materialize the unit. If this fails on any rank, raise an error on all ranks of the model."""
     device = site.mesh_info.device
     if not any(_has_meta(module) for module in plan.modules):
-        _materialise(plan, device, param_init_fn)
+        _materialize(plan, device, param_init_fn)
         return
     failure: Exception | None = None
     try:
-        _materialise(plan, device, param_init_fn)
+        _materialize(plan, device, param_init_fn)
     except Exception as error:
         failure = error
     require_equal(f"initialization of unit {plan.name!r}", {}, ranks=site.ranks.ranks, failure=failure)
 
 
-def _materialise(plan: UnitDefinition, device: torch.device, param_init_fn: InitFn | None) -> None:
+def _materialize(plan: UnitDefinition, device: torch.device, param_init_fn: InitFn | None) -> None:
     """Allocate and initialize parameters and buffers that are on meta. Move other buffers to the device."""
     on_meta = [module for module in plan.modules if _has_meta(module)]
     for index, found in enumerate(plan.parameters):
@@ -408,7 +414,7 @@ def _materialise(plan: UnitDefinition, device: torch.device, param_init_fn: Init
 
 
 def _cast_buffers(plan: UnitDefinition, dtype: torch.dtype | None) -> list[CastBuffer]:
-    """Cast floating-point buffers to `dtype`. Return the buffers that were cast."""
+    """Cast floating-point buffers to `dtype`, and return the buffers that were cast. If `dtype` is None, cast none."""
     cast: list[CastBuffer] = []
     for module in plan.modules:
         for name, buffer in module._buffers.items():

@@ -1,4 +1,4 @@
-"""Releases a model's resources, with :func:`close`."""
+"""Release a model's resources, with :func:`close`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def close(model: nn.Module) -> None:
         model: a model that :func:`shard_model` has returned.
 
     Raises:
-        RuntimeError: a backward is running, or one of the contexts :func:`gathered`, :func:`unsharded`,
+        RuntimeError: a backward pass is running, or one of the contexts :func:`gathered`, :func:`unsharded`,
             :func:`full_precision` and ``EMA.swapped`` is active.
         TypeError, ValueError: `model` is not a sharded model.
 

@@ -1,4 +1,4 @@
-"""Detects uninitialized tensors in a model that was built on the meta device.
+"""Detect uninitialized tensors in a model that was built on the meta device.
 
 [Note: Sentinels in uninitialized memory]
 Uninitialized memory may look like weights, and a model would train on it without an error. Therefore the memory of

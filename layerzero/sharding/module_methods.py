@@ -44,8 +44,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Context manager that accumulates gradients without reducing them across replicas.
 
     The context must be active while ``backward()`` runs. ``.grad`` is not final until the next backward outside of the
-    context, or ``optimizer.step()``, has reduced the accumulated gradients. If `accumulation` is ``"sharded"``,
-    gradients are still reduced inside the ZeRO-3 group. If it is ``"local"``, they are reduced over all ranks.
+    context, or ``optimizer.step()``, has reduced the accumulated gradients. Inside the context, nothing is
+    reduced with ``accumulation="full"``. With ``"sharded"``, gradients are reduced inside the ZeRO-3 group only. With
+    ``"local"``, they are still reduced over all ranks.
 
     Example::
 
@@ -127,7 +128,7 @@ def refresh(model: nn.Module) -> None:
 def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
     """Set whether later backward passes reduce gradients.
 
-    The value False has the same effect as :func:`no_sync`. The setting applies until the next call of this function.
+    The value False has the same effect as :func:`no_sync`. The setting applies until the next call to this function.
     The function is also a method of a sharded model, for training loops that were written for FSDP2:
     ``model.set_requires_gradient_sync(is_last)``.
 
@@ -139,10 +140,11 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *
 
 
 def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-    """Set whether later backward passes also reduce gradients across replicas, like FSDP2's method of this name.
+    """Set whether later backward passes reduce gradients across replicas. For loops written for FSDP2.
 
-    The value False has the same effect as :func:`no_sync`. If `accumulation` is ``"sharded"``, gradients are still
-    reduced inside the ZeRO-3 group. If it is ``"local"``, they are reduced over all ranks.
+    The value False has the same effect as :func:`no_sync`: with ``accumulation="full"``, nothing is reduced; with
+    ``"sharded"``, gradients are reduced inside the ZeRO-3 group only; with ``"local"``, they are still reduced over all
+    ranks.
 
     Raises:
         ValueError: `recurse` is False, which would select the root without the units inside it.
@@ -175,9 +177,9 @@ class UnshardHandle:
 def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     """Gather the weights of a unit before its next forward, without the units inside it.
 
-    The weights stay gathered until the next forward frees them (see `reshard_after_forward`), until a backward ends, or
-    until :func:`reshard` is called. ``module.weight`` is the gathered weight only inside forward passes and inside
-    :func:`gathered`. Like a forward, this function is a collective of the ranks that share the weights.
+    The weights stay gathered until the next forward frees them (see `reshard_after_forward`), until a backward pass
+    ends, or until :func:`reshard` is called. ``module.weight`` is the gathered weight only inside forward passes and
+    inside :func:`gathered`. Like a forward, this function is a collective of the ranks that share the weights.
 
     Args:
         module: a sharded model, or one of its units. Both have this function as a method: ``unit.unshard()``.
@@ -198,7 +200,7 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
 def reshard(module: nn.Module) -> None:
     """Free the gathered weights of a unit, but not the weights of the units inside it.
 
-    A backward that needs the weights gathers them again.
+    A backward pass that needs the weights gathers them again.
 
     Raises:
         RuntimeError: the unit is in its forward, in its backward or inside :func:`gathered`.
@@ -230,7 +232,7 @@ def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, re
 
 
 def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-    """Set whether a unit's gathered weights are freed after a backward.
+    """Set whether a unit's gathered weights are freed after a backward pass.
 
     If `recurse` is True, the setting also applies to the units inside the unit.
 

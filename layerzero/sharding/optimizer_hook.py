@@ -1,4 +1,4 @@
-"""Checks that optimizers over sharded parameters were passed to `shard_optimizer`."""
+"""Check that optimizers over sharded parameters were passed to `shard_optimizer`."""
 
 from __future__ import annotations
 

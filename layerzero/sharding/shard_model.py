@@ -1,4 +1,4 @@
-"""Shards a model in place, with :func:`shard_model`."""
+"""Shard a model in place, with :func:`shard_model`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from layerzero.sharding.build_units import (
     build_unit,
     check_buffers,
     check_codec,
-    check_meta,
+    check_meta_init,
     check_offload,
     parts_to_compare,
     plan_handles,
@@ -238,7 +238,7 @@ def shard_model(
             ignored_modules=ignored_modules,
         )
         further = model_parallel_axes(plans)
-        check_meta(plans, param_init_fn)
+        check_meta_init(plans, param_init_fn)
         check_codec(plans, config)
         check_offload(plans, config)
         if sync_module_states:
@@ -279,7 +279,7 @@ def _build(
         drop_released_groups(model_ranks.all_gather_text(groups_to_release()), model_ranks.ranks)
     averaged = mesh_info.data_parallel
     handles = [
-        plan_handles(plan, config, where, averaged=averaged, has_model_parallel=site.has_model_parallel)
+        plan_handles(plan, config, where, averaged=averaged, has_model_parallel_spec=site.has_model_parallel_spec)
         for plan in plans
         for site in (sites[plan.mesh],)
         for where in (_planned_traits(site.mesh_info, config),)

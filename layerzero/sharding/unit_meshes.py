@@ -1,4 +1,4 @@
-"""Determines the data-parallel mesh of a model and of each of its units, and their model-parallel axes."""
+"""Determine the data-parallel mesh of a model and of each of its units, and their model-parallel axes."""
 
 from __future__ import annotations
 
@@ -170,12 +170,12 @@ class UnitMesh:
     model_parallel: ModelParallelAxes | None  # None if no parameter is a DTensor
     holds_copies: bool  # if True, ranks along the model-parallel axes have equal plain parameters
 
-    def has_model_parallel(self, parameter: nn.Parameter) -> bool:
+    def has_model_parallel_spec(self, parameter: nn.Parameter) -> bool:
         return self.model_parallel is not None and (self.holds_copies or isinstance(parameter, DTensor))
 
     def model_parallel_spec_of(self, parameter: nn.Parameter) -> ModelParallelSpec | None:
         """Return the model-parallel spec of a parameter, or None; see [Note: Model-parallel specs]."""
-        if self.model_parallel is None or not self.has_model_parallel(parameter):
+        if self.model_parallel is None or not self.has_model_parallel_spec(parameter):
             return None
         return ModelParallelSpec.of(parameter, self.model_parallel.mesh, self.model_parallel.global_mesh)
 

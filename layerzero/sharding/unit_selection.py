@@ -1,4 +1,4 @@
-"""Assigns modules and parameters to units, without changing the model."""
+"""Assign modules and parameters to units, without changing the model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class UnitDefinition:
 
     name: str  # "" for the root
     mesh: DeviceMesh  # data-parallel mesh that the unit is sharded over
-    called: list[nn.Module]  # a call of any of these modules is a call of the unit
+    called: list[nn.Module]  # a call to any of these modules is a call to the unit
     parameters: list[ParamInfo] = field(default_factory=list)
     modules: dict[nn.Module, str] = field(default_factory=dict)  # names of the modules whose innermost unit is this one
 
@@ -453,7 +453,7 @@ def _refuse_unsupported(found: ParamInfo, ranks: Sequence[int]) -> None:
 
 
 def _refuse_shared_values(found: Sequence[ParamInfo]) -> None:
-    """Raise an error if a tensor-subclass parameter shares its inner tensor with another parameter."""
+    """Raise ValueError if a tensor-subclass parameter shares its inner tensor with another parameter."""
     plain = [each for each in found if is_plain_storage(each.parameter)]
     names = {_memory_of(each.parameter): each.name for each in plain}
     for each in found:
@@ -519,7 +519,7 @@ def is_plain_storage(tensor: torch.Tensor) -> bool:
 
 
 def describe_storage(tensor: torch.Tensor) -> str:
-    """Describe, for use in messages, a tensor for which :func:`is_plain_storage` returns False."""
+    """Return a description, for error messages, of a tensor for which :func:`is_plain_storage` returns False."""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         return f"a {type(tensor).__name__}"
     return f"{'quantized' if tensor.is_quantized else tensor.layout} ({tensor.dtype})"

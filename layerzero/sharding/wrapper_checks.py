@@ -1,4 +1,4 @@
-"""Raises errors for other data-parallel wrappers around a sharded model or inside a model that is being sharded."""
+"""Raise errors for other data-parallel wrappers around a sharded model or inside a model that is being sharded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def refuse_wrapped_parts(model: nn.Module, ignored: set[int]) -> None:
 
 @functools.cache
 def guard_wrappers() -> None:
-    """Make DistributedDataParallel, DataParallel and FSDP1 raise an error if they wrap a sharded model.
+    """Make DistributedDataParallel, DataParallel and FSDP1 raise ValueError if they wrap a sharded model.
 
     The hook that checks for these wrappers is permanent in this process. The wrappers would send row shards as if they
     were full parameters. Shard sizes differ between ranks, so gloo collectives would hang.

@@ -32,7 +32,7 @@ def size(nbytes: float) -> str:
 
 
 def rate(number: float) -> str:
-    """Return a number as text with a decimal prefix, such as ``12.3 k``."""
+    """Return a number as text with an SI prefix, such as ``12.3 k``."""
     return _with_unit(number, "").rstrip()
 
 

@@ -125,7 +125,7 @@ class VerifyReport:
 
 
 class Comparison:
-    """Collect the largest differences between one sharded run and the plain run over all steps."""
+    """Largest differences between one sharded run and the plain run, collected over all steps."""
 
     def __init__(self, start: Mapping[str, Tensor], *, zero3_size: int, precision: str, tolerance: float) -> None:
         self._start = start  # weights before the first step

@@ -179,7 +179,7 @@ def verify(
 def check_arguments(
     *, steps: int, micro_batches: int, tolerance: float | None, timeout: float, settings: Mapping[str, Any]
 ) -> None:
-    """Raise an error if an argument of :func:`verify` is invalid for every run."""
+    """Raise TypeError or ValueError if an argument of :func:`verify` is invalid for every run."""
     for name, value in {"steps": steps, "micro_batches": micro_batches}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be an int >= 1, got {value!r}")
@@ -320,7 +320,10 @@ def _epsilon(dtype: torch.dtype) -> float:
 
 
 def _notes(plain: ReferenceRun, world: int) -> tuple[str, ...]:
-    """Return remarks about the plain run. All ranks must call this function, but only rank 0 returns all remarks."""
+    """Return remarks about the plain run. All ranks must call this function.
+
+    Only rank 0's result includes the remark about in-place changes of weights.
+    """
     notes = []
     if plain.edited:
         notes.append(

@@ -79,7 +79,7 @@ HOSTILE: dict[str, Change] = {
     "other file": _chunks(["rank-00001.safetensors", [0, 0], [3, 6]]),
     "other dtype": lambda content: content["tensors"][WEIGHT].__setitem__(0, "bfloat16"),
     "no dtype": lambda content: content["tensors"][WEIGHT].__setitem__(0, "nn"),
-    "quantised": lambda content: content["tensors"][WEIGHT].__setitem__(0, "quint8"),
+    "quantized": lambda content: content["tensors"][WEIGHT].__setitem__(0, "quint8"),
     "bomb": _bomb([10**18]),
     "wide bomb": _bomb([2**31, 2**31, 2**31]),
     "empty bomb": _bomb([0, 2**62, 2**62]),

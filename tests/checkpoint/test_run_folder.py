@@ -14,7 +14,7 @@ import torch.distributed as dist
 import layerzero
 from layerzero import checkpoint
 from layerzero.checkpoint import atomic_files, loading, safetensors_writer
-from layerzero.checkpoint.manifest import Manifest, UnsupportedFormat
+from layerzero.checkpoint.manifest import Manifest, UnsupportedFormatError
 from layerzero.checkpoint.run_folder import RunFolderScan, scan
 from tests.support.checkpointing import everything, sharded_net, train
 from tests.support.logs import logged
@@ -376,7 +376,7 @@ def _of_two_minds(rank: int, folder: str) -> None:
 
     def meets(manifest: Manifest, **who: int) -> loading.Source:
         if rank == 1:
-            raise UnsupportedFormat("this needs xxhash")
+            raise UnsupportedFormatError("this needs xxhash")
         if rank == 2:
             raise checkpoint.CheckpointError("a disk has lost it")
         return opened(manifest, **who)

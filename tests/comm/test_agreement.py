@@ -60,7 +60,7 @@ class Raised(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Call of the odd rank while the others shard a Net, and patterns that every rank's message must contain."""
+    """Call that the odd rank makes while the others shard a Net, and patterns that each rank's message must contain."""
 
     call: Callable[[], Any]
     patterns: tuple[str, ...]
@@ -205,7 +205,7 @@ def _zero_own(module: nn.Module) -> None:
         nn.init.zeros_(parameter)
 
 
-def _fail_to_initialise(rank: int) -> Raised:
+def _fail_to_initialize(rank: int) -> Raised:
     start = time.monotonic()
     try:
         _shard_from_meta((lambda module: _fail("no such init")) if rank == ODD else _zero_own)
@@ -218,7 +218,7 @@ def _fail_to_initialise(rank: int) -> Raised:
 
 
 def test_exception_in_param_init_fn_on_one_rank_is_an_error_on_every_rank() -> None:
-    for rank, error in enumerate(run_ranks(_fail_to_initialise, world_size=WORLD, pg_timeout=15, timeout=60)):
+    for rank, error in enumerate(run_ranks(_fail_to_initialize, world_size=WORLD, pg_timeout=15, timeout=60)):
         assert "no such init" in error.message, error
         assert rank == ODD or re.search(RANK, error.message), error
         assert error.seconds < SECONDS, error
@@ -326,7 +326,7 @@ def test_mesh_from_groups_trains_like_init_mesh_and_like_one_process() -> None:
 PARTS: dict[str, tuple[list[list[int]], list[list[int]]]] = {
     "strided, S = 1": ([[0, 2], [1, 3]], [[0], [1], [2], [3]]),
     "strided, S = 2": ([[0, 2], [1, 3]], [[0, 2], [1, 3]]),
-    "neighbours, S = 2": ([[0, 1], [2, 3]], [[0, 1], [2, 3]]),
+    "neighbors, S = 2": ([[0, 1], [2, 3]], [[0, 1], [2, 3]]),
     "uneven": ([[0], [1, 2, 3]], [[0], [1, 2, 3]]),
 }
 

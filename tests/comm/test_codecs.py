@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import layerzero
-from layerzero.comm.codecs import RowBlock
+from layerzero.comm.codecs import ParamRows
 from layerzero.engine.hooks import get_state
 from tests.support.models import different, full_parameters
 from tests.support.ranks import mesh_of, run_ranks, run_sharing
@@ -34,21 +34,21 @@ MOST = 2.0**-4  # relative to the largest number of a row: the error bound of fl
 class AsTheyAre:
     """User-defined codec that sends the weights unchanged."""
 
-    def nbytes(self, blocks: Sequence[RowBlock], dtype: torch.dtype) -> int:
+    def nbytes(self, blocks: Sequence[ParamRows], dtype: torch.dtype) -> int:
         return dtype.itemsize * sum(block.numel for block in blocks)
 
-    def encode(self, shard: Tensor, blocks: Sequence[RowBlock], out: Tensor) -> None:
+    def encode(self, shard: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
         assert out.dtype == torch.uint8 and len(out) == self.nbytes(blocks, shard.dtype) and out.data_ptr() % 16 == 0
         for part, block in self._parts(out, blocks, shard.dtype):
             part.copy_(block.of(shard).reshape(-1))
 
-    def decode(self, encoded: Tensor, blocks: Sequence[RowBlock], out: Tensor) -> None:
+    def decode(self, encoded: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
         assert len(encoded) == self.nbytes(blocks, out.dtype)
         for part, block in self._parts(encoded, blocks, out.dtype):
             block.of(out).copy_(part.view(block.rows, block.length))
 
     @staticmethod
-    def _parts(encoded: Tensor, blocks: Sequence[RowBlock], dtype: torch.dtype) -> list[tuple[Tensor, RowBlock]]:
+    def _parts(encoded: Tensor, blocks: Sequence[ParamRows], dtype: torch.dtype) -> list[tuple[Tensor, ParamRows]]:
         found, start = [], 0
         for block in blocks:
             end = start + block.numel * dtype.itemsize
@@ -111,7 +111,13 @@ def train(model: nn.Module, rank: int, steps: int = 3) -> list[float]:
 def test_a_weight_is_off_by_a_sixteenth_of_the_largest_of_its_row_at_most(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     codec = layerzero.Float8Rows()
-    blocks = [RowBlock(0, 5, 40), RowBlock(208, 7, 1), RowBlock(224, 3, 16), RowBlock(280, 0, 9), RowBlock(280, 2, 15)]
+    blocks = [
+        ParamRows(0, 5, 40),
+        ParamRows(208, 7, 1),
+        ParamRows(224, 3, 16),
+        ParamRows(280, 0, 9),
+        ParamRows(280, 2, 15),
+    ]
     shard = torch.randn(320).mul(torch.logspace(-4, 4, 320)).to(dtype)
     shard[40:80] = 0
     encoded = torch.full((codec.nbytes(blocks, dtype),), 77, dtype=torch.uint8)
@@ -144,7 +150,7 @@ def test_a_decoded_weight_is_its_number_times_its_scale_rounded_once() -> None:
     encoded = torch.cat([scales.view(torch.uint8), numbers.repeat(37)])
     for dtype in (torch.bfloat16, torch.float16):
         found = torch.zeros(37 * 256, dtype=dtype)
-        layerzero.Float8Rows().decode(encoded, [RowBlock(0, 37, 256)], found)
+        layerzero.Float8Rows().decode(encoded, [ParamRows(0, 37, 256)], found)
         expected = (exact * scales[:, None]).to(dtype)
         assert torch.equal(found.view(37, 256).nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
         assert expected.isfinite().sum() == 37 * 254
@@ -153,7 +159,7 @@ def test_a_decoded_weight_is_its_number_times_its_scale_rounded_once() -> None:
 def test_coding_takes_scratch_for_some_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bound the temporaries of torch, which layerzero.memory does not count, with torch's profiler."""
     torch.manual_seed(0)
-    codec, blocks = layerzero.Float8Rows(), [RowBlock(0, 500, 1000), RowBlock(500_000, 3, 100_000)]
+    codec, blocks = layerzero.Float8Rows(), [ParamRows(0, 500, 1000), ParamRows(500_000, 3, 100_000)]
     shard = torch.randn(800_000).bfloat16()
     at_once = torch.empty(codec.nbytes(blocks, shard.dtype), dtype=torch.uint8)
     codec.encode(shard, blocks, at_once)
@@ -321,7 +327,7 @@ def test_where_nothing_is_gathered_it_has_no_effect() -> None:
 
 
 class Lies(AsTheyAre):
-    def nbytes(self, blocks: Sequence[RowBlock], dtype: torch.dtype) -> Any:
+    def nbytes(self, blocks: Sequence[ParamRows], dtype: torch.dtype) -> Any:
         return "many"
 
 
@@ -331,10 +337,10 @@ class Bits(AsTheyAre):
     def __init__(self, spare: int) -> None:
         self._spare = spare
 
-    def nbytes(self, blocks: Sequence[RowBlock], dtype: torch.dtype) -> int:
+    def nbytes(self, blocks: Sequence[ParamRows], dtype: torch.dtype) -> int:
         return super().nbytes(blocks, dtype) + self._spare
 
-    def encode(self, shard: Tensor, blocks: Sequence[RowBlock], out: Tensor) -> None:
+    def encode(self, shard: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
         assert blocks and len(out) == self.nbytes(blocks, shard.dtype)
         super().encode(shard, blocks, out[: len(out) - self._spare])
 

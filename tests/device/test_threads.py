@@ -167,9 +167,9 @@ def _fails_alone(rank: int) -> str:
 
 
 def test_a_rank_that_fails_alone_lets_nobody_take_one_unit_for_another() -> None:
-    first, neighbour, opposite, _ = run_ranks(_fails_alone, world_size=4, shared_memory="off", pg_timeout=15)
+    first, neighbor, opposite, _ = run_ranks(_fails_alone, world_size=4, shared_memory="off", pg_timeout=15)
     assert first == "MemoryError: of rank 0"
-    assert "hop 2 of 'units.2' failed" in opposite and "rank 0" in opposite, (opposite, neighbour)
+    assert "hop 2 of 'units.2' failed" in opposite and "rank 0" in opposite, (opposite, neighbor)
 
 
 def _threads() -> list[threading.Thread]:

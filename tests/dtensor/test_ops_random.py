@@ -128,7 +128,7 @@ def test_random_numbers_are_those_of_one_process_with_the_seed(size: int) -> Non
     run_ranks(_as_one_process, size, world_size=WORLD)
 
 
-def _initialise(rank: int) -> None:
+def _initialize(rank: int) -> None:
     """Initialize in the ways users do, and compare the forward on every replica."""
     x = torch.ones(2, 5)
     for init in (_weight_init, _reset):
@@ -144,7 +144,7 @@ def _initialise(rank: int) -> None:
 
 
 def test_model_apply_of_an_init_function_after_sharding_is_what_it_is_before() -> None:
-    run_ranks(_initialise, world_size=WORLD)
+    run_ranks(_initialize, world_size=WORLD)
 
 
 def _corners(rank: int) -> None:

@@ -58,9 +58,9 @@ MAYBE: dict[str, Callable[[Tensor], Tensor]] = {  # right or refused
     "l1": lambda p: nn.functional.l1_loss(p, torch.zeros_like(p)),
     "huber": lambda p: nn.functional.huber_loss(p, torch.zeros_like(p)),
     "mean without NaN": lambda p: p.nanmean(),
-    "normalised": lambda p: nn.functional.normalize(p, dim=0),
-    "centred": lambda p: p - p.mean(),
-    "centred by column": lambda p: p - p.mean(0, keepdim=True),
+    "normalized": lambda p: nn.functional.normalize(p, dim=0),
+    "centered": lambda p: p - p.mean(),
+    "centered by column": lambda p: p - p.mean(0, keepdim=True),
 }
 
 

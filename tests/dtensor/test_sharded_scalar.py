@@ -386,5 +386,5 @@ def _meta(rank: int) -> None:
     assert all(bool((whole == 0.25).all()) for whole in full_parameters(model).values())
 
 
-def test_numbers_on_meta_are_initialised() -> None:
+def test_numbers_on_meta_are_initialized() -> None:
     run_ranks(_meta, world_size=WORLD)

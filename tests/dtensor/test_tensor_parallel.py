@@ -364,17 +364,17 @@ def _from_meta(rank: int) -> None:
     with torch.device("meta"):
         made = parallelize_module(Net(), mesh["tp"], PLAN | {"head": ColwiseParallel(output_layouts=Replicate())})
 
-    def initialise(module: nn.Module) -> None:
+    def initialize(module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
             nn.init.constant_(parameter, 3.0 + rank // 2)  # the first ranks' values count
 
-    model = layerzero.shard_model(made, mesh=mesh["dp"], units=Net.UNITS, param_init_fn=initialise)
+    model = layerzero.shard_model(made, mesh=mesh["dp"], units=Net.UNITS, param_init_fn=initialize)
     assert all((value == 3).all() for value in full_parameters(model).values())
     layerzero.load_full_state_dict(model, net().state_dict() if rank == 0 else None)
     train(model, mesh, range(1))
 
 
-def test_a_model_on_meta_is_initialised_on_each_ranks_part() -> None:
+def test_a_model_on_meta_is_initialized_on_each_ranks_part() -> None:
     run_ranks(_from_meta, world_size=4)
 
 

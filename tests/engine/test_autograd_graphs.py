@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import layerzero
 from layerzero.engine.hooks import get_state
 from layerzero.engine.passes import ForwardPass, UnitCall
-from layerzero.engine.weight_storage import ShardState
+from layerzero.engine.weight_storage import GatherState
 from tests.support.graphs import (
     IN_FLIGHT,
     MODES,
@@ -340,7 +340,7 @@ def _count_gathered_units(rank: int) -> None:
 
         def watch(gradient: Tensor, model: nn.Module = model, gathered: list[int] = gathered) -> None:
             states = [handle.weights.state for handle in get_state(model).handles]
-            gathered.append(sum(state is not ShardState.SHARDED for state in states))
+            gathered.append(sum(state is not GatherState.SHARDED for state in states))
 
         def attach(module: nn.Module, args: Any, output: Tensor, watch: Callable[[Tensor], None] = watch) -> None:
             if output.requires_grad:

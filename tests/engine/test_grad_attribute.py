@@ -85,7 +85,7 @@ def test_gradients_written_by_hand_count_like_those_of_a_backward() -> None:
     run_ranks(_write, world_size=WORLD)
 
 
-def _penalise(rank: int) -> None:
+def _penalize(rank: int) -> None:
     """Add a penalty on this rank's rows to the loss; each row counts once."""
     for settings in (*MODES, {"size": 1}, {"size": 4}):
         for inside_no_sync in (False, True):
@@ -108,7 +108,7 @@ def _penalise(rank: int) -> None:
 
 
 def test_a_penalty_on_local_rows_is_a_part_of_the_loss() -> None:
-    run_ranks(_penalise, world_size=WORLD)
+    run_ranks(_penalize, world_size=WORLD)
 
 
 class _Scaled(nn.Module):
@@ -138,7 +138,7 @@ PENALTIES: dict[str, Callable[[_Scaled], Any]] = {
 }
 
 
-def _penalise_sharded(rank: int) -> None:
+def _penalize_sharded(rank: int) -> None:
     named_error = r"sharded parameter '{}'.*to_local\(\).*weight_decay.*layerzero\.gathered"
     for settings in ({"zero3_size": 2}, {"zero3_size": 1}, {"zero3_size": 2, "units": ["o"]}):
         model = layerzero.shard_model(_Scaled(), **settings)
@@ -175,10 +175,10 @@ def _penalise_sharded(rank: int) -> None:
 
 
 def test_a_penalty_on_a_sharded_parameter_is_refused_by_name_with_the_way_out() -> None:
-    run_ranks(_penalise_sharded, world_size=2)
+    run_ranks(_penalize_sharded, world_size=2)
 
 
-def _penalise_in_one_process(rank: int) -> None:
+def _penalize_in_one_process(rank: int) -> None:
     alone, model = _Scaled(), _Scaled()
     model.load_state_dict(alone.state_dict())
     model = layerzero.shard_model(model, zero3_size=1)
@@ -194,10 +194,10 @@ def _penalise_in_one_process(rank: int) -> None:
 
 
 def test_one_process_may_do_as_it_likes() -> None:
-    run_ranks(_penalise_in_one_process, world_size=1)
+    run_ranks(_penalize_in_one_process, world_size=1)
 
 
-def _penalise_while_accumulating(rank: int) -> None:
+def _penalize_while_accumulating(rank: int) -> None:
     """Add a penalty whose gradient autograd writes to ``.grad`` during a backward, after other gradients."""
     for settings in (*MODES[:2], {"size": 1}, {"size": 4}):
         for pattern in ("uur", "rur", "rr"):  # u: inside no_sync
@@ -215,10 +215,10 @@ def _penalise_while_accumulating(rank: int) -> None:
 
 
 def test_a_penalty_in_every_micro_batch() -> None:
-    run_ranks(_penalise_while_accumulating, world_size=WORLD)
+    run_ranks(_penalize_while_accumulating, world_size=WORLD)
 
 
-def _penalise_alone(model: nn.Module) -> None:
+def _penalize_alone(model: nn.Module) -> None:
     """Run a backward through no unit, which the engine does not see."""
     sum((p.to_local() if isinstance(p, DTensor) else p).square().sum() * 0.1 for p in model.parameters()).backward()
 
@@ -242,7 +242,7 @@ ASKS: dict[str, tuple[Callable[[nn.Module], object], int]] = {
     "deleted": (_delete, 1),
     "zero_grad": (lambda model: model.zero_grad(), 1),
     "torch's norm": (lambda model: nn.utils.clip_grad_norm_(model.parameters(), float("inf")), 1),
-    "a penalty alone": (_penalise_alone, WORLD),
+    "a penalty alone": (_penalize_alone, WORLD),
 }
 ORDERS = [(0, 2), (0, 2), (0, 1), (0, 1)]  # no rank uses all units, and no rank uses the last one
 

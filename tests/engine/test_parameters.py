@@ -287,5 +287,5 @@ def _start_from_meta(rank: int, init: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("init", ["param_init_fn", "reset_parameters"])
-def test_a_model_on_meta_is_initialised_unit_by_unit(init: str) -> None:
+def test_a_model_on_meta_is_initialized_unit_by_unit(init: str) -> None:
     run_ranks(_start_from_meta, init, 6, world_size=WORLD, shared_memory="off")

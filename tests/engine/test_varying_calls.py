@@ -1,4 +1,4 @@
-"""Varying calls of units: experts without tokens, random depth, ranks that differ."""
+"""Varying calls to units: experts without tokens, random depth, ranks that differ."""
 
 from __future__ import annotations
 

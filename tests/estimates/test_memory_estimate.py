@@ -23,7 +23,7 @@ from layerzero.device.buffer_pools import BufferPool, DeviceBufferPool, FullBuff
 from layerzero.engine import reduction_queue
 from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
-from layerzero.engine.weight_storage import ShardState
+from layerzero.engine.weight_storage import GatherState
 from tests.support.graphs import WIDTH, Chain, batch, blocks, loss_of, sgd, shard
 from tests.support.late_device import NAME, Device, register
 from tests.support.models import TiedTransformer
@@ -346,7 +346,7 @@ def _addresses(rank: int) -> None:
     seen: list[list[int]] = []  # by pass: address of each unit in order of gathering, forward and then backward
 
     def wait(handle: Handle) -> None:
-        comes = handle.weights.state is ShardState.GATHERING
+        comes = handle.weights.state is GatherState.GATHERING
         whole(handle)
         if comes and handle.label != "the root":
             seen[-1].append(handle.weights.full_buffer.data_ptr())

@@ -23,7 +23,7 @@ from benchmarks import checkpoint, contest, measure, network
 from benchmarks.contestants import ENTRIES, why_missing
 from benchmarks.figures import figures_of
 from benchmarks.launch import RanksFailed, run_job
-from benchmarks.results import FOLDER, Range, Results, published, ratio_of, summarise
+from benchmarks.results import FOLDER, Range, Results, published, ratio_of, summarize
 from benchmarks.tables import LOSS_TOLERANCE, PAGE, README, losses_agree, page_with, readme_with, render, summary
 from benchmarks.task import Task, make_batches, make_model
 from benchmarks.verdicts import main as print_verdicts
@@ -101,7 +101,7 @@ def test_two_emulated_nodes_carry_the_bytes_of_the_formula() -> None:
         ranks = run_job(Job(contestant="layerzero", task=task, steps=2, limit=5), nodes, timeout=90)
     numel = sum(parameter.numel() for parameter in make_model(task).parameters())
     results = Results("two-nodes", {"ranks": 2, "node_size": 1, "parameters": numel})
-    for sent in summarise(ranks, nodes=2)["wire_bytes"]:
+    for sent in summarize(ranks, nodes=2)["wire_bytes"]:
         assert sent == pytest.approx(results.formula_bytes("fp32"), rel=0.05)  # barriers and headers count more here
 
 
@@ -164,11 +164,11 @@ def test_shared_memory_counts_once_for_those_who_share_it() -> None:
         before, peak = measure.model_state_bytes(sharers=2), measure.peak_bytes(sharers=2)
         mapping = mmap.mmap(file, 1 << 20)
         weights = torch.frombuffer(mapping, dtype=torch.float32, count=1 << 16, offset=0).fill_(1)
-        neighbours = torch.frombuffer(mapping, dtype=torch.float32, count=1 << 15, offset=1 << 17)  # a part of them
+        neighbors = torch.frombuffer(mapping, dtype=torch.float32, count=1 << 15, offset=1 << 17)  # a part of them
         private = torch.zeros(1000)
         assert measure.model_state_bytes(sharers=2) - before == (1 << 18) + private.nbytes
         shared = measure.shared_memory()
-        assert (shared.held, shared.resident) == (1 << 19, weights.nbytes) and neighbours[0] == 1
+        assert (shared.held, shared.resident) == (1 << 19, weights.nbytes) and neighbors[0] == 1
         for _ in range(100):  # until accessing it no longer raises
             two, four, again = (measure.peak_bytes(sharers=sharers) for sharers in (2, 4, 2))
             if two == again:

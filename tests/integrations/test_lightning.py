@@ -19,8 +19,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import layerzero
 from layerzero.engine.hooks import get_state
+from layerzero.integrations.common import is_sharded
 from layerzero.integrations.lightning import LayerZeroStrategy
-from layerzero.integrations.loop_settings import is_sharded
 from tests.support.loops import Samples, assert_like, launched
 from tests.support.models import IntegerNet, exact_sgd, full_parameters, integer_net
 from tests.support.ranks import run_ranks

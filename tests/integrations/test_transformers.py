@@ -30,7 +30,7 @@ from transformers import (
 
 import layerzero
 from layerzero.engine.hooks import get_state
-from layerzero.integrations.loop_settings import is_sharded
+from layerzero.integrations.common import is_sharded
 from layerzero.integrations.transformers import LayerZeroArguments, LayerZeroMixin, LayerZeroTrainer, from_pretrained
 from layerzero.sharding.unit_selection import block_classes
 from tests.support.loops import assert_like, forget_accelerators, launched

@@ -101,5 +101,5 @@ def _others(rank: int) -> None:
         assert sum("layers" in name for name in _units(chunk)) == CASE.layers
 
 
-def test_layers_that_are_not_recognised_are_told_with_their_bytes() -> None:
+def test_layers_that_are_not_recognized_are_told_with_their_bytes() -> None:
     run_ranks(_others, world_size=2)

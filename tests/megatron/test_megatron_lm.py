@@ -355,12 +355,12 @@ def _tensors(folder: Path) -> dict[str, Any]:
 
 
 def test_a_signal_ends_the_run_on_all_ranks_with_a_checkpoint(tmp_path: Path) -> None:
-    for printed in run_ranks(_signalled, str(tmp_path / "run"), world_size=2, timeout=400):
+    for printed in run_ranks(_signaled, str(tmp_path / "run"), world_size=2, timeout=400):
         assert printed.exit_code == 0
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
-def _signalled(rank: int, folder: str) -> Printed:
+def _signaled(rank: int, folder: str) -> Printed:
     before = signal.getsignal(signal.SIGTERM)
     try:
         return ours(rank, ["--exit-signal-handler", *_saving(folder, 100)], _signal_in_second_step(rank))

@@ -374,10 +374,10 @@ def test_what_else_would_train_something_else_is_refused() -> None:
     parameters = [nn.Parameter(torch.ones(3, 2))]
     with pytest.raises(ValueError, match=r"FusedLAMB is not element-wise.*norms of full parameters.*Leave elementwise"):
         kinds_that_need_full_params(apex.FusedLAMB(parameters, **NO_LIMIT), CPU, elementwise=True)
-    initialised = apex.FusedSGD(parameters, lr=1.0)
-    initialised._amp_stash = object()
+    initialized = apex.FusedSGD(parameters, lr=1.0)
+    initialized._amp_stash = object()
     with pytest.raises(ValueError, match=r"FusedSGD was passed to apex\.amp.*mp_policy"):
-        kinds_that_need_full_params(initialised, CPU)
+        kinds_that_need_full_params(initialized, CPU)
     lamb = apex.FusedLAMB(parameters, **NO_LIMIT)
     assert kinds_that_need_full_params(lamb, CPU) == {group_kind(lamb.param_groups[0])}
 

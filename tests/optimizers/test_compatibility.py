@@ -55,7 +55,7 @@ class Signs(Scaled):
             moment.lerp_(parameter.grad, self.settings["weight"])
 
 
-class CentredRows(Scaled):
+class CenteredRows(Scaled):
     """Subtracts the mean of each row of the gradient (gradient centralization): rows are never cut."""
 
     def factor(self, parameter: Tensor) -> Any:
@@ -144,7 +144,7 @@ def build(kind: Callable[..., Optimizer], **settings: Any) -> Optimizer:
     return kind([nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(2))], **settings)
 
 
-@pytest.mark.parametrize("kind", [Scaled, CentredRows, Signs, NeedsRows], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Scaled, CenteredRows, Signs, NeedsRows], ids=lambda kind: kind.__name__)
 def test_an_element_wise_optimizer_with_attributes_of_its_own_is_accepted(kind: type[Scaled]) -> None:
     assert kinds_that_need_full_params(build(kind, weight=0.2), CPU) == set()
 

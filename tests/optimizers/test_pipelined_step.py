@@ -157,7 +157,7 @@ def _edited_by_hook(rank: int) -> None:
     assert largest == 0.0625, "what a hook of the optimizer inside does is refreshed"
 
 
-def test_a_hook_of_the_optimizer_inside_sees_masters_that_have_not_travelled() -> None:
+def test_a_hook_of_the_optimizer_inside_sees_masters_that_have_not_traveled() -> None:
     run_ranks(_edited_by_hook, world_size=WORLD)
 
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import layerzero
 from layerzero.cli import app
 from layerzero.planning import Cluster, Plan, TransformerShape, plan
-from layerzero.planning.plan_plots import report_html
+from layerzero.planning.plan_html import report_html
 from layerzero.utils.text_tables import size
 from tests.support.models import TiedTransformer
 from tests.support.ranks import mesh_of, run_ranks
@@ -91,7 +91,7 @@ def test_names_are_escaped() -> None:
 
 def test_without_matplotlib_the_command_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "layerzero.planning.plan_plots")
+    monkeypatch.delitem(sys.modules, "layerzero.planning.plan_html")
     sizes = ["--layers", "1", "--hidden", "64", "--vocab", "64", "--heads", "2"]
     done = CliRunner().invoke(app, ["plan", *sizes, "--nodes", "1", "--html", str(tmp_path / "report.html")])
     assert done.exit_code == 2 and "Recommended" in done.stdout

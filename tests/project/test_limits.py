@@ -62,7 +62,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     ),
     "Changing a weight in place": (
         "sharding/test_errors.py::test_mistake_is_refused_with_the_value_and_the_way_out",
-        "project/test_limits_rows.py::test_an_embedding_with_a_largest_norm_is_refused_and_is_renormalised_between_steps",
+        "project/test_limits_rows.py::test_an_embedding_with_a_largest_norm_is_refused_and_is_renormalized_between_steps",
         "engine/test_master_writes.py::test_edit_between_training_steps_is_kept_by_the_next_step",
     ),
     "**Unnoticed:** the same through `weight.data`": (
@@ -146,10 +146,10 @@ COVERED: dict[str, tuple[str, ...]] = {
     "A full tensor assigned to `p.data`": (
         "dtensor/test_moved_parameters.py::test_what_does_not_fit_the_rows_is_not_taken_for_data",
         "dtensor/test_moved_parameters.py::test_a_sharded_tensor_assigned_to_data_is_what_the_next_forward_computes_with",
-        "project/test_limits_rows.py::test_values_that_are_assigned_are_copied_and_initialisations_by_index_are_refused",
+        "project/test_limits_rows.py::test_values_that_are_assigned_are_copied_and_initializations_by_index_are_refused",
     ),
     "`nn.init.orthogonal_`": (
-        "project/test_limits_rows.py::test_values_that_are_assigned_are_copied_and_initialisations_by_index_are_refused",
+        "project/test_limits_rows.py::test_values_that_are_assigned_are_copied_and_initializations_by_index_are_refused",
         "dtensor/test_ops_random.py::test_draws_that_cannot_be_made_by_rows_are_refused",
         "dtensor/test_ops_random.py::test_random_numbers_are_those_of_one_process_with_the_seed",
     ),
@@ -184,7 +184,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     ),
     "Full states and checkpoints of plain": ("sharding/test_expert_parallel.py::test_users_see_all_experts",),
     "A model on meta with modules": (
-        "project/test_limits_rows.py::test_from_meta_all_ranks_start_there_and_every_module_is_initialised",
+        "project/test_limits_rows.py::test_from_meta_all_ranks_start_there_and_every_module_is_initialized",
     ),
     "Parameters and buffers of a model on meta": (
         "sharding/test_meta_init.py::test_a_buffer_that_no_state_holds_and_nothing_has_written_is_refused_at_the_first_forward",
@@ -196,7 +196,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "end_to_end/test_parity.py::test_ignored_parameters_are_stepped_as_they_are",
     ),
     "Weights on rank 0 and meta": (
-        "project/test_limits_rows.py::test_from_meta_all_ranks_start_there_and_every_module_is_initialised",
+        "project/test_limits_rows.py::test_from_meta_all_ranks_start_there_and_every_module_is_initialized",
     ),
     "`copy.deepcopy`, `pickle`": (
         "sharding/test_errors.py::test_mistake_is_refused_with_the_value_and_the_way_out",
@@ -313,7 +313,7 @@ COVERED: dict[str, tuple[str, ...]] = {
         "optimizers/test_sharded_optimizer.py::test_an_optimizer_that_mixes_parameters_is_refused_with_the_reason",
     ),
     "**Unnoticed:** state that an optimizer quantizes": (
-        "project/test_limits_loops.py::test_state_that_is_quantised_in_blocks_depends_on_the_number_of_ranks",
+        "project/test_limits_loops.py::test_state_that_is_quantized_in_blocks_depends_on_the_number_of_ranks",
     ),
     "An optimizer that steps the model without": (
         "optimizers/test_sharded_optimizer.py::test_an_optimizer_that_has_not_been_sharded_raises_when_it_steps_the_model",

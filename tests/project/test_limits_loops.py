@@ -209,7 +209,7 @@ class Blockwise(torch.optim.SGD):
                     block.copy_((block / scale).round() * scale)
 
 
-def _quantised_state(rank: int, kind: Callable[..., torch.optim.Optimizer]) -> Tensor:
+def _quantized_state(rank: int, kind: Callable[..., torch.optim.Optimizer]) -> Tensor:
     torch.manual_seed(0)
     model = layerzero.shard_model(nn.Linear(100, 50, bias=False), mesh=mesh_of(1))
     optimizer = layerzero.shard_optimizer(kind(model.parameters(), lr=0.5, momentum=0.5), model)
@@ -222,9 +222,9 @@ def _quantised_state(rank: int, kind: Callable[..., torch.optim.Optimizer]) -> T
     return full_parameters(model)["weight"]
 
 
-def test_state_that_is_quantised_in_blocks_depends_on_the_number_of_ranks() -> None:
+def test_state_that_is_quantized_in_blocks_depends_on_the_number_of_ranks() -> None:
     for kind, differs in ((Blockwise, True), (torch.optim.SGD, False)):
-        one, two = (run_ranks(_quantised_state, kind, world_size=world)[0] for world in (1, 2))
+        one, two = (run_ranks(_quantized_state, kind, world_size=world)[0] for world in (1, 2))
         largest = (one - two).abs().max().item()
         assert largest > 1e-4 if differs else largest < 1e-6, (kind, largest)
 

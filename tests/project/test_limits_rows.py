@@ -73,7 +73,7 @@ def test_a_weight_that_a_sibling_reads_belongs_to_the_parent() -> None:
     run_ranks(_weight_of_a_sibling, world_size=WORLD)
 
 
-def _renormalised(rank: int) -> None:
+def _renormalized(rank: int) -> None:
     ids = torch.tensor([0, 1, 2])
     model = _shard(nn.Embedding(4, 3, max_norm=0.1))
     _refused(lambda: model(ids).sum().backward(), "changed in place")
@@ -84,8 +84,8 @@ def _renormalised(rank: int) -> None:
     assert model(ids).norm(dim=1).max() < 0.11
 
 
-def test_an_embedding_with_a_largest_norm_is_refused_and_is_renormalised_between_steps() -> None:
-    run_ranks(_renormalised, world_size=WORLD)
+def test_an_embedding_with_a_largest_norm_is_refused_and_is_renormalized_between_steps() -> None:
+    run_ranks(_renormalized, world_size=WORLD)
 
 
 def _unusual_tensors(rank: int) -> None:
@@ -163,7 +163,7 @@ def _values(rank: int) -> None:
     assert flat.weight.full_tensor().eq(0).sum() == 8
 
 
-def test_values_that_are_assigned_are_copied_and_initialisations_by_index_are_refused() -> None:
+def test_values_that_are_assigned_are_copied_and_initializations_by_index_are_refused() -> None:
     run_ranks(_values, world_size=WORLD)
 
 
@@ -217,7 +217,7 @@ def _from_meta(rank: int) -> None:
     assert not different(full_parameters(model), dict(integer_net(1).named_parameters()))
 
 
-def test_from_meta_all_ranks_start_there_and_every_module_is_initialised() -> None:
+def test_from_meta_all_ranks_start_there_and_every_module_is_initialized() -> None:
     run_ranks(_from_meta, world_size=WORLD)
 
 

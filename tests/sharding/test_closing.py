@@ -230,8 +230,8 @@ def test_parameters_that_outlive_the_model_can_still_be_gathered() -> None:
 # Failures
 
 
-def _failed_initialisation(rank: int) -> None:
-    def initialise(module: nn.Module) -> None:
+def _failed_initialization(rank: int) -> None:
+    def initialize(module: nn.Module) -> None:
         if rank == 1:
             raise ValueError("no weights here")
 
@@ -241,7 +241,7 @@ def _failed_initialisation(rank: int) -> None:
         with torch.device("meta"):
             net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         with pytest.raises((ValueError, RuntimeError), match="no weights here"):
-            layerzero.shard_model(net, zero3_size=2, param_init_fn=initialise)
+            layerzero.shard_model(net, zero3_size=2, param_init_fn=initialize)
     more = grown(before)
     assert not more, more
     model, optimizer = sharded(rank)
@@ -252,7 +252,7 @@ def _failed_initialisation(rank: int) -> None:
 
 
 def test_a_shard_model_that_fails_releases_what_it_made() -> None:
-    run_ranks(_failed_initialisation, world_size=WORLD, pg_timeout=20)
+    run_ranks(_failed_initialization, world_size=WORLD, pg_timeout=20)
 
 
 class _Raises(nn.Module):

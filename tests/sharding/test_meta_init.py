@@ -160,7 +160,7 @@ def _one_rank_forgets(rank: int) -> None:
     _same_as(_source(), model)
 
 
-def test_ranks_that_initialise_for_themselves_hear_of_one_that_did_not() -> None:
+def test_ranks_that_initialize_for_themselves_hear_of_one_that_did_not() -> None:
     run_ranks(_one_rank_forgets, world_size=2)
 
 

@@ -72,7 +72,7 @@ class Nested(Flat):
         return ["numbers", "scale", "outer"], None
 
 
-def _quantised() -> tuple[Tensor, Tensor]:
+def _quantized() -> tuple[Tensor, Tensor]:
     return torch.randint(-127, 127, (WIDTH, WIDTH), dtype=torch.int8), torch.rand(WIDTH, 1, dtype=FP64) / 100
 
 
@@ -115,7 +115,7 @@ class Stateful(nn.Module):
         return x @ self.weight
 
     def get_extra_state(self) -> Tensor:
-        return Flat(*_quantised())
+        return Flat(*_quantized())
 
     def set_extra_state(self, state: Any) -> None:
         raise AssertionError(state)
@@ -128,7 +128,7 @@ class Adapted(nn.Module):
 
     def __init__(self, *, as_class: bool, kind: type[Int8] = Int8) -> None:
         super().__init__()
-        numbers, scale = _quantised()
+        numbers, scale = _quantized()
         if as_class:
             self.weight = nn.Parameter(kind(numbers, scale), requires_grad=False)
         else:
@@ -251,7 +251,7 @@ def _in_parts(rank: int, folder: Path) -> None:
     with mock.patch.object(Flat, "bits", object()), pytest.raises(TypeError, match="a tensor subclass"):
         layerzero.checkpoint.save(folder / "odd", _adapted(Flat, 1, 2)[0])
     with pytest.raises(TypeError, match=r"extra.base: a Flat, a tensor subclass"):
-        layerzero.checkpoint.save(folder / "odd", model, extra={"base": Flat(*_quantised())})
+        layerzero.checkpoint.save(folder / "odd", model, extra={"base": Flat(*_quantized())})
 
 
 def test_bases_that_say_what_they_are_made_of_go_into_checkpoints_and_out(tmp_path: Path) -> None:

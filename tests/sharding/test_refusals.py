@@ -108,7 +108,7 @@ def _fsdp1(model: nn.Module) -> nn.Module:
     return _quiet(lambda: FullyShardedDataParallel(model, device_id=torch.device("cpu")))
 
 
-def _quantised() -> Tensor:
+def _quantized() -> Tensor:
     return _quiet(lambda: torch.quantize_per_tensor(torch.ones(6, 5), 0.5, 0, torch.qint8))
 
 
@@ -176,8 +176,8 @@ CASES = {
         lambda: _shard(_with_weight(nn.Parameter(Wrapped(torch.ones(6, 5))))), SUBCLASS.format("Wrapped")
     ),
     "parameter that asks": Case(lambda: _shard(_with_weight(Asks(torch.ones(6, 5)))), SUBCLASS.format("Asks")),
-    "quantised parameter": Case(
-        lambda: _shard(_with_weight(nn.Parameter(_quantised(), requires_grad=False))), r"first\.weight.*ignored_params"
+    "quantized parameter": Case(
+        lambda: _shard(_with_weight(nn.Parameter(_quantized(), requires_grad=False))), r"first\.weight.*ignored_params"
     ),
     "sparse parameter": Case(
         lambda: _shard(_with_weight(nn.Parameter(torch.eye(6, 5).to_sparse()))), r"first\.weight.*ignored_params"
@@ -185,8 +185,8 @@ CASES = {
     "lazy parameter": Case(
         lambda: _shard(nn.Sequential(nn.LazyLinear(3))), r"'0\.weight' is lazy and has no shape yet.*a forward"
     ),
-    "quantised buffer": Case(
-        lambda: _shard(_buffer_of(_quantised())), r"buffer 'first\.table' is quantized.*sync_module_states=False"
+    "quantized buffer": Case(
+        lambda: _shard(_buffer_of(_quantized())), r"buffer 'first\.table' is quantized.*sync_module_states=False"
     ),
     "foreign ignored parameter": Case(
         lambda: _shard(ignored_params=[nn.Parameter(torch.ones(7))]),
@@ -302,7 +302,7 @@ def _ways_out(rank: int) -> None:
 
     # Buffers in the dtype of the computation.
     _train(_shard(_normed(), mp_policy=BF16, buffer_dtype=torch.bfloat16))
-    _shard(_buffer_of(_quantised()), sync_module_states=False)(_x())
+    _shard(_buffer_of(_quantized()), sync_module_states=False)(_x())
 
     # Parameters of tensor subclasses.
     for weight in (nn.Parameter(Wrapped(torch.ones(6, 5))), Asks(torch.ones(6, 5))):
@@ -311,7 +311,7 @@ def _ways_out(rank: int) -> None:
         assert model.first.weight is weight
     _train(_shard(_with_weight(Named(torch.ones(6, 5)))))
     model = integer_net()
-    model.first.extra = nn.Parameter(_quantised(), requires_grad=False)
+    model.first.extra = nn.Parameter(_quantized(), requires_grad=False)
     _train(_shard(model, ignored_params=[model.first.extra]))
 
     # Wrappers that manage parameters: DDP averages, FSDP2 shards.

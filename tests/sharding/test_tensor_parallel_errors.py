@@ -71,24 +71,24 @@ def test_different_models_and_settings_are_refused_before_anything_is_sent() -> 
     run_ranks(_refuse)
 
 
-def _initialise(rank: int) -> tuple[str, float]:
+def _initialize(rank: int) -> tuple[str, float]:
     mesh = _meshes()
 
-    def initialise(module: nn.Module) -> None:
+    def initialize(module: nn.Module) -> None:
         if rank % 2:
             raise ValueError("no values for this module")
         nn.init.ones_(module.weight)
 
     began = time.monotonic()
     with pytest.raises((ValueError, RuntimeError)) as caught:
-        layerzero.shard_model(Net(mesh["tp"], on_meta=True), mesh=mesh["dp"], param_init_fn=initialise)
+        layerzero.shard_model(Net(mesh["tp"], on_meta=True), mesh=mesh["dp"], param_init_fn=initialize)
     said = str(caught.value), time.monotonic() - began
     layerzero.shard_model(Net(mesh["tp"]), mesh=mesh["dp"])  # no rank is left in a collective
     return said
 
 
-def test_an_initialisation_that_fails_on_some_tp_ranks_fails_on_all() -> None:
-    for message, seconds in run_ranks(_initialise, pg_timeout=30):
+def test_an_initialization_that_fails_on_some_tp_ranks_fails_on_all() -> None:
+    for message, seconds in run_ranks(_initialize, pg_timeout=30):
         assert "no values for this module" in message and seconds < 25, (message, seconds)
 
 

@@ -1,4 +1,4 @@
-"""Support for megatron-core without a GPU: calls of CUDA for devices, memory or random states go to the CPU.
+"""Support for megatron-core without a GPU: calls to CUDA for devices, memory or random states go to the CPU.
 
 Only tests and the example use this.
 """
@@ -21,7 +21,7 @@ __all__ = ["cpu_instead_of_cuda"]
 
 @contextlib.contextmanager
 def cpu_instead_of_cuda() -> Iterator[None]:
-    """Redirect Megatron's calls of CUDA to the CPU inside the context; restore torch at the end."""
+    """Redirect Megatron's calls from CUDA to the CPU inside the context; restore torch at the end."""
     with contextlib.ExitStack() as stack:
 
         def put(target: Any, name: str, value: Any, **how: Any) -> None:

@@ -57,7 +57,7 @@ def run_ranks(
     """Call ``fn(rank, *args)`` on `world_size` ranks at once; return what they returned, by rank.
 
     Args:
-        fn: a top-level function of a test module; it is called with the default process group initialised.
+        fn: a top-level function of a test module; it is called with the default process group initialized.
         timeout: seconds until the ranks are killed and the call fails.
         pg_timeout: seconds until a collective or the store gives up.
         store_file: file of a FileStore. None: a TCPStore that this process serves.
@@ -75,7 +75,7 @@ def run_sharing(fn: Callable[..., Any], *args: Any, **settings: Any):
 
 
 class _Setting(NamedTuple):
-    """Settings of one call of run_ranks."""
+    """Settings of one call to run_ranks."""
 
     pg_timeout: float
     shared_memory: str | None
@@ -262,7 +262,7 @@ _meshes: dict[int, DeviceMesh] = {}  # by zero3_size, for the current call
 
 
 def mesh_of(zero3_size: int) -> DeviceMesh:
-    """Return the mesh of all ranks. It is cached during a call of :func:`run_ranks`: making groups is slow."""
+    """Return the mesh of all ranks. It is cached during a call to :func:`run_ranks`: making groups is slow."""
     if zero3_size not in _meshes:
         _meshes[zero3_size] = layerzero.init_mesh(zero3_size)
     return _meshes[zero3_size]

@@ -39,7 +39,7 @@ def shared_transport(part: int = 1 << 16) -> SharedTransport:
     )
     assert segment is not None
     transport = SharedMemoryTransport(segment, mesh_info, {})
-    return SharedTransport(transport, transport.send_buffers, model)
+    return SharedTransport(transport, transport.send_scratch, model)
 
 
 def numbered(rank: int, number: int, numel: int = 64) -> torch.Tensor:

@@ -3,7 +3,7 @@
 A :class:`Transport` provides three kinds of memory:
 
 - a :class:`FullBuffer` for the compute weights of each handle, with this rank's ZeRO-3 shard
-- `send_buffers`, a pool of scratch buffers from which hop 1 sends
+- `send_scratch`, a pool of scratch buffers from which hop 1 sends
 - a :class:`SendBuffer` for each accumulator that hop 1 sends
 
 A transport also runs the reduce-scatter of hop 1. The two transports are `process_group` (collectives) and
@@ -71,7 +71,7 @@ class BufferDemand:
     """Sizes of the buffers that a model requests from a transport; the same on all ranks of the ZeRO-3 group."""
 
     full_buffers: tuple[Size, ...]
-    send_buffers: Mapping[Size, int]  # number of scratch buffers that are in use at once, by size
+    send_scratch: Mapping[Size, int]  # number of scratch buffers that are in use at once, by size
     accumulators: tuple[Size, ...]  # sizes of the accumulators that hop 1 sends
     gradients: tuple[Size, ...]  # sizes of the full gradients of all handles, in master dtype
 
@@ -191,11 +191,11 @@ class Transport(ABC):
 
     Attributes:
         traits: properties from which memory and traffic are predicted.
-        send_buffers: pool of the buffers from which hop 1 sends.
+        send_scratch: pool of the buffers from which hop 1 sends.
     """
 
     traits: TransportTraits
-    send_buffers: BufferPool
+    send_scratch: BufferPool
 
     @abstractmethod
     def full_buffer(self, layout: FlatLayout, dtype: torch.dtype, options: GatherOptions) -> FullBuffer:

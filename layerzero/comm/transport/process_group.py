@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from layerzero.comm.codecs import encoded_bytes, encoded_sizes, row_blocks
+from layerzero.comm.codecs import encoded_bytes, encoded_sizes, param_rows
 from layerzero.comm.collectives import Collective, PendingCollective, PendingReduction, all_gather, reduce_scatter
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.transport.base import (
@@ -59,7 +59,7 @@ class ProcessGroupTransport(Transport):
 
     def __init__(self, mesh_info: MeshInfo, scratch: BufferPool, full: FullBufferPool) -> None:
         self.traits = traits_of(sums_locally=mesh_info.zero3_reduce_comm.is_gloo)
-        self.send_buffers = scratch
+        self.send_scratch = scratch
         self._mesh_info = mesh_info
         self._pool = full
 
@@ -74,7 +74,7 @@ class ProcessGroupTransport(Transport):
 
     def reduce_scatter(self, flat: Tensor, wire_dtype: torch.dtype, *, name: str) -> PendingReduction:
         comm = self._mesh_info.zero3_reduce_comm
-        return reduce_scatter(comm, Collective.HOP1, flat, self.send_buffers, wire=wire_dtype, name=name)
+        return reduce_scatter(comm, Collective.HOP1, flat, self.send_scratch, wire=wire_dtype, name=name)
 
 
 class GatheredFullBuffer(FullBuffer):
@@ -99,7 +99,7 @@ class GatheredFullBuffer(FullBuffer):
         self._comm = mesh_info.zero3_gather_comm
         self._codec = options.codec
         self._sizes = encoded_sizes(options.codec, layout, self._comm.size, dtype)
-        self._blocks = row_blocks(layout, self._comm.size) if self._sizes else []
+        self._blocks = param_rows(layout, self._comm.size) if self._sizes else []
         self._encoded = torch.empty(encoded_bytes(self._sizes), dtype=torch.uint8, device=device)  # 1-D [S * part]
         super().__init__(
             full,

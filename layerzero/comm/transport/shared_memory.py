@@ -72,7 +72,7 @@ def segment_sizes(demand: BufferDemand) -> SegmentSizes:
     """Return the sizes of the segment that contains the buffers of `demand`."""
     gradients = sum(aligned_bytes(_bytes(each)) for each in demand.gradients)
     accumulators = sum(aligned_bytes(_bytes(each)) for each in demand.accumulators)
-    predicted = RING_BYTES + aligned_bytes_of_all(demand.send_buffers) + accumulators
+    predicted = RING_BYTES + aligned_bytes_of_all(demand.send_scratch) + accumulators
     return SegmentSizes(
         num_counters=_FIRST_HANDLE + len(demand.full_buffers),
         common=sum(aligned_bytes(_bytes(each)) for each in demand.full_buffers),
@@ -91,14 +91,14 @@ class SharedMemoryTransport(Transport):
 
     Args:
         segment: segment that all ranks of the group have mapped.
-        send_buffers: number of scratch buffers that hop 1 uses at once, by size.
+        send_scratch: number of scratch buffers that hop 1 uses at once, by size.
     """
 
     traits = TRAITS
 
-    def __init__(self, segment: SharedSegment, mesh_info: MeshInfo, send_buffers: Mapping[Size, int]) -> None:
+    def __init__(self, segment: SharedSegment, mesh_info: MeshInfo, send_scratch: Mapping[Size, int]) -> None:
         explain = partial(collective_error, mesh_info.zero3_reduce_comm, Collective.HOP1, "")
-        self.send_buffers: SharedBufferPool = SharedBufferPool(segment, explain, send_buffers)
+        self.send_scratch: SharedBufferPool = SharedBufferPool(segment, explain, send_scratch)
         self.barrier = WriteBarrier(segment, mesh_info.zero3_gather_comm)
         self._mesh_info = mesh_info
 
@@ -109,21 +109,21 @@ class SharedMemoryTransport(Transport):
         If any rank cannot map the segment, return None on all ranks.
         """
         segment = map_shared_segment(mesh_info.zero3_control_comm, segment_sizes(demand))
-        return None if segment is None else cls(segment, mesh_info, demand.send_buffers)
+        return None if segment is None else cls(segment, mesh_info, demand.send_scratch)
 
     def full_buffer(self, layout: FlatLayout, dtype: torch.dtype, options: GatherOptions) -> SharedFullBuffer:
         own = self._mesh_info.grid.slice_within(layout, Extent.ZERO3, Extent.FULL)
         return self.barrier.share(layout.numel, dtype, own)
 
     def send_buffer(self, numel: int, dtype: torch.dtype) -> SharedSendBuffer:
-        return SharedSendBuffer(numel, dtype, self.send_buffers)
+        return SharedSendBuffer(numel, dtype, self.send_scratch)
 
     def reduce_scatter(self, flat: Tensor, wire_dtype: torch.dtype, *, name: str) -> PendingReduction:
         """Start hop 1, in which each rank reads its pieces directly from the memory of the other ranks.
 
         See [Note: Reuse of send buffers] in shm_buffers.py.
         """
-        comm, pool = self._mesh_info.zero3_reduce_comm, self.send_buffers
+        comm, pool = self._mesh_info.zero3_reduce_comm, self.send_scratch
         numel = flat.numel() // comm.size
         with launching(comm, Collective.HOP1, name, (comm.size - 1) * numel * flat.element_size()) as issued:
             shown = flat if pool.holds(flat) else pool.acquire(flat.numel(), flat.dtype).copy_(flat)

@@ -159,7 +159,7 @@ def _late_reader(rank: int, breaks: bool) -> bool:
     return not different(full_parameters(model), dict(net.named_parameters()))
 
 
-def test_a_neighbour_that_reads_late_reads_what_was_sent() -> None:
+def test_a_neighbor_that_reads_late_reads_what_was_sent() -> None:
     assert run_ranks(_late_reader, False, world_size=2) == [True, True]
 
 
@@ -173,7 +173,7 @@ def _offloaded(rank: int) -> None:
         model = shard(_seeded(2), size=2, accumulation="full", offload_grads=True)
     ours = _backwards_without_a_step(model, rank, random.Random(0))
     theirs = _backwards_without_a_step(shard(_seeded(2), size=2, shared_memory="off"), rank, random.Random(0))
-    assert get_state(model).transports[0].send_buffers.kept_bytes == 0
+    assert get_state(model).transports[0].send_scratch.kept_bytes == 0
     for one, other in zip(ours, theirs, strict=True):
         assert_close(one, other, "offloaded")
 

@@ -147,7 +147,7 @@ def _two_nodes(rank: int) -> None:
     assert dist.get_process_group_ranks(comm.group) == [rank // 2 * 2, rank // 2 * 2 + 1]
 
 
-def test_groups_are_neighbours_of_one_node() -> None:
+def test_groups_are_neighbors_of_one_node() -> None:
     run_ranks(_two_nodes, world_size=8, timeout=300, pg_timeout=100)
 
 

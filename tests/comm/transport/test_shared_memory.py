@@ -122,7 +122,7 @@ def _weigh(rank: int) -> None:
         assert report.measured["full_buffer"] == report.measured["cached_buffer"] == 0
         # Once per node: the weights, the buffers that other ranks read, and pages for counters.
         (transport,) = runtime.transports
-        parts = torch.tensor([transport.send_buffers.most_bytes])
+        parts = torch.tensor([transport.send_scratch.most_bytes])
         dist.all_reduce(parts, group=runtime.mesh_info.zero3_control_comm.group)
         page = os.sysconf("SC_PAGE_SIZE")
         shared = report.shared_segment - int(parts)

@@ -211,7 +211,7 @@ def _scratch(rank: int) -> None:
     for settings in ({}, {"mp_policy": low}, {"mp_policy": low, "accumulation": "full"}, {"accumulation": "full"}):
         model = shard(blocks(12).float(), size=4, **settings)
         optimizer = layerzero.shard_optimizer(sgd(model), model)
-        pool = get_state(model).transports[0].send_buffers
+        pool = get_state(model).transports[0].send_scratch
         held = []
         for step in range(8):
             for micro_batch in range(2):

@@ -41,7 +41,7 @@ def transport_of(name: str) -> Iterator[tuple[Transport, MeshInfo]]:
     mesh_info = MeshInfo.from_mesh(mesh_of(world))
     demand = BufferDemand(
         full_buffers=((layout_of(world).numel, BF16),) * MANY,
-        send_buffers={(NUMEL, FP32): 3},
+        send_scratch={(NUMEL, FP32): 3},
         accumulators=((NUMEL, FP32),),
         gradients=((NUMEL, FP32),) * MANY,
     )
@@ -253,11 +253,11 @@ def _reduce(rank: int, name: str) -> None:
         assert transport.traits.sums_locally
         for number, wire in enumerate((FP32, BF16, FP32, BF16)):
             mesh_info.counters.reset()
-            flat = transport.send_buffers.acquire(NUMEL, FP32).copy_(part_of(rank, number))
+            flat = transport.send_scratch.acquire(NUMEL, FP32).copy_(part_of(rank, number))
             pending = hop1(transport, flat, wire)
             expected = sum_of(range(world), number, wire)
             assert torch.equal(land(pending, world), expected[own])
-            transport.send_buffers.release(flat)
+            transport.send_scratch.release(flat)
             assert not torch.equal(expected, sum_of(range(world)[::-1], number, wire)), "the order matters"
             itemsize = FP32.itemsize if transport.traits.rounds_on_read else wire.itemsize
             assert mesh_info.counters.calls == {"hop1": 1}
@@ -280,7 +280,7 @@ def _overwrite(rank: int, name: str, persistent: bool) -> None:
             assert not accumulator.open().any() and accumulator.nbytes == 4 * NUMEL
 
         def memory() -> Tensor:
-            return accumulator.open() if persistent else transport.send_buffers.acquire(NUMEL, FP32)
+            return accumulator.open() if persistent else transport.send_scratch.acquire(NUMEL, FP32)
 
         for number in range(8):
             flat = memory().copy_(part_of(rank, number))
@@ -290,7 +290,7 @@ def _overwrite(rank: int, name: str, persistent: bool) -> None:
                 time.sleep(LATE / 4)
             assert torch.equal(land(pending, world), sum_of(range(world), number, FP32)[own]), number
             if not persistent:
-                transport.send_buffers.release(flat)
+                transport.send_scratch.release(flat)
 
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["pooled", "persistent"])
