@@ -93,7 +93,7 @@ def _program(plan: Plan, case: Case, computations: Callable[[ComputeKey], float]
         case.accumulation,
         reduce=settings.reduce_dtype.itemsize,
         replica_reduce=settings.reduce_dtype.itemsize,
-        root_stays_gathered=False,
+        ends_stay_gathered=False,
         adds_hop1=True,
         update=seconds("update", "optimizer"),
     )

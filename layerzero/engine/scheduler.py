@@ -5,7 +5,9 @@ Hooks of modules, tensors and parameters call the methods of :class:`Scheduler`.
 [Note: Release of full buffers]
 A forward pass frees the full buffer when it returns, unless one of three conditions holds. The forward pass runs inside
 a backward pass (as in the recomputation of a checkpoint), the unit stays gathered for the backward pass, or the next
-call is expected to be a call to the same unit. A backward pass frees the full buffer when the gradients of the inputs
+call is expected to be a call to the same unit. On a device, the root and the unit that is expected to be called last
+stay gathered, because the backward pass begins with them. On several meshes, ranks that call different experts expect
+different last calls, so only the root stays. A backward pass frees the full buffer when the gradients of the inputs
 of a call are known. Autograd runs later nodes first, so all nodes of the call have run by then. Two kinds of inputs are
 exceptions: leaves receive gradients before later nodes run, and inputs without gradients run no hook. A call with such
 inputs ends with the enclosing backward pass. In a reentrant checkpoint, this is a nested backward pass. Gradients of
@@ -104,6 +106,7 @@ class Scheduler(Closable):
         self.status = status
         self._observer = mesh_info.counters.observer
         self.staying: set[Unit] = set()  # units that stay gathered between a forward pass and its backward pass
+        self._last_unit_stays = False
         self.prefetched_forward: dict[Unit, Sequence[Unit]] = {}
         self.prefetched_backward: dict[Unit, Sequence[Unit]] = {}
         self.requires_gradient_sync = True
@@ -126,9 +129,10 @@ class Scheduler(Closable):
     def apply_unit_settings(self) -> None:
         """Apply the units' settings for resharding and explicit prefetching."""
         self.staying = {unit for unit in self._units if not unit.reshard_after_forward}
-        root = self._units[0]
-        if device_module(self._mesh_info.device) is not None and not root.is_told:  # the backward needs the root first
+        root, on_device = self._units[0], device_module(self._mesh_info.device) is not None
+        if on_device and not root.is_told:
             self.staying.add(root)
+        self._last_unit_stays = on_device and len(self._orders) == 1
         lists = (*self.prefetched_forward.values(), *self.prefetched_backward.values())
         ahead = max([self._config.prefetch, *map(len, lists)])
         self._pools.full.limit = max_gathered_bytes([unit.gathered_memory for unit in self._units], ahead)
@@ -211,7 +215,7 @@ class Scheduler(Closable):
         if self._forward is not None and awaits_backward:
             call.record_return(self._forward)
             unit.keep_post_forward(self._forward)
-        if not (awaits_backward and unit in self.staying) and not in_backward() and self._is_idle(unit):
+        if not (awaits_backward and self._stays_gathered(unit)) and not in_backward() and self._is_idle(unit):
             if self._forward is not None and self._forward.next_units(1) == [unit]:
                 self._forward.still_gathered = unit
             else:
@@ -219,6 +223,12 @@ class Scheduler(Closable):
         if self._forward is not None and self._forward.entry_unit is unit and not self._is_running(unit):
             self._end_forward(self._forward, awaits_backward=awaits_backward)
         return output
+
+    def _stays_gathered(self, unit: Unit) -> bool:
+        """Return whether a unit whose forward pass has returned stays gathered until its backward pass."""
+        if self._last_unit_stays and self._forward is not None and self._forward.is_expected_end(unit):
+            return unit.reshard_after_forward is True and not unit.is_told
+        return unit in self.staying
 
     def _compute_dtypes(self, unit: Unit) -> set[torch.dtype] | None:
         """Return the dtypes of the gathered parameters if these are not the compute weights, otherwise None."""

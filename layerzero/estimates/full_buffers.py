@@ -36,6 +36,7 @@ def simulate_full_buffers(units: Sequence[UnitSpec], prefetch: int) -> FullBuffe
     stage = _Stage(units, prefetch)
     for step in range(_STEPS):
         stage.prefetch = prefetch if step else 0
+        stage.order_is_known = step > 0
         stage.forward()
         stage.prefetch = prefetch
         stage.backward()
@@ -47,8 +48,11 @@ class _Stage:
         self.pool = FullBufferPool(torch.device("meta"))
         self.pool.limit = max_gathered_bytes([unit.gathered_memory for unit in units], prefetch)
         self.prefetch = 0
+        self.order_is_known = False
         self._inner = _nested(units)
         self._order = [unit for unit in units if unit.name == ""] + [unit for unit in units if unit.name]
+        on_one_mesh = len({unit.over for unit in units}) == 1
+        self._last = self._order[-1] if on_one_mesh and units[0].traits.on_device else None  # called last
         self._place = {unit: place for place, unit in enumerate(self._order)}
         self._storages = {
             unit: [_storages(handle.gathered_sizes(unit.traits)) for handle in unit.handles] for unit in units
@@ -92,7 +96,8 @@ class _Stage:
         self._wait(unit)
         for inner in self._inner[unit]:
             self._call(inner)
-        if not unit.stays_gathered:
+        stays = self.order_is_known and unit is self._last and unit.reshard_after_forward is True
+        if not unit.stays_gathered and not stays:
             for kept in self._kept[unit]:
                 self._lend(*kept)
             self._free(unit)

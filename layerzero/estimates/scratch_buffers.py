@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from layerzero.comm.collectives import Collective
@@ -107,14 +106,18 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
 
 def _plan_on_device(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: RankTraits) -> ScratchBuffers:
     units: dict[str, Counter[Size]] = {}  # scratch buffers of each unit's reductions, in the order of registration
+    landing: dict[str, Counter[Size]] = {}  # of these, the ones in which gradients arrive
     for each in handles:
         if each.trainable:
             units.setdefault(each.unit, Counter()).update(_sizes_on_device(each, config, where))
+            landing.setdefault(each.unit, Counter()).update(_landing_sizes(each, config, where))
     scratch, nbytes = Counter[Size](), 0
     # The last unit is the first one of the backward pass, and a unit that contains others comes after them.
-    for before, unit in pairwise(("", *reversed(units))):
-        names = {unit, *(name for name in units if _contains(name, unit)), *((before,) if before else ())}
-        together = sum((units[name] for name in names), Counter[Size]())
+    order = list(reversed(units))
+    for before, unit in zip(order[:1] + order, order, strict=False):
+        together = units[unit] + (units[before] if before != unit else Counter())
+        for around in units.keys() - {before}:
+            together += landing[around] if _contains(around, unit) else Counter()
         scratch |= together
         nbytes = max(nbytes, bytes_of_buffers(together))
     if where.weights_in_host:  # refreshed weights, which are gathered on the device before they are copied to the host
@@ -138,6 +141,14 @@ def _sizes_on_device(handle: HandleSpec, config: LayerZeroConfig, where: RankTra
             sizes.append(sent)
         sizes.append(_received(handle, number, where))
     return sizes
+
+
+def _landing_sizes(handle: HandleSpec, config: LayerZeroConfig, where: RankTraits) -> list[Size]:
+    """Return the sizes of the scratch buffers in which the gradients of a handle on a device arrive."""
+    if not handle.reduction_spec.stages:
+        return _sizes_on_device(handle, config, where)
+    lasting = handle.reduction_spec.incoming_extent is handle.reduction_spec.accumulator_extent
+    return [] if lasting else [handle.incoming_numel]
 
 
 def _fresh(handle: HandleSpec, where: RankTraits) -> Size:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero.config import LayerZeroConfig, Policy
+from layerzero.config import AUTO, LayerZeroConfig, Policy
 from layerzero.config.yaml_file import read_settings, translate
 from layerzero.engine.hooks import get_state
 from layerzero.sharding.module_methods import register_forward_method
@@ -82,7 +82,7 @@ class Settings:
         if is_sharded(model):
             return model
         settings = dict(self.given)
-        settings.setdefault("units", sorted(block_classes(model)) or None)
+        settings.setdefault("units", AUTO if block_classes(model) else None)
         settings.setdefault("zero3_size", node_size)
         settings["mp_policy"] = _policy(settings.get("mp_policy"), mixed_precision)
         return let_generate(shard_model(model, **settings))

@@ -15,6 +15,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from layerzero import checkpoint
+from layerzero.config import AUTO
 from layerzero.integrations.common import let_generate
 from layerzero.sharding.shard_model import shard_model
 from layerzero.sharding.unit_selection import block_classes
@@ -54,7 +55,7 @@ def from_pretrained(kind: Any, folder: str | os.PathLike[str], *, config: Any = 
         if module._non_persistent_buffers_set:  # the files do not have these buffers
             model._init_weights(module)
 
-    own = {"units": sorted(block_classes(model)) or None, "sync_module_states": False}  # all read the same files
+    own = {"units": AUTO if block_classes(model) else None, "sync_module_states": False}  # all read the same files
     shard_model(model, **own | settings, param_init_fn=init_missing_buffers)
     checkpoint.load_safetensors(folder, model, rename=_renaming(model))
     if (Path(folder) / GENERATION_CONFIG_NAME).is_file():

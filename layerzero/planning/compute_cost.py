@@ -45,15 +45,17 @@ class ComputeCost:
     ) -> ComputeCost:
         """Compute the cost of a transformer from its shape.
 
-        The cost of a block is added to the block's unit. The cost of the head is added to the root.
+        The cost of a block is added to the block's unit. The cost of the head is added to the unit that
+        contains the head.
         """
         each = sizes.block_flops(sequence)
         again = {plan.name: each * sum(isinstance(m, TransformerBlock) for m in plan.modules) for plan in plans}
-        forward = {name: flops + sizes.root_flops() * (name == "") for name, flops in again.items()}
+        head = next((plan.name for plan in plans if any(name == "head" for name in plan.modules.values())), "")
+        forward = {name: flops + sizes.root_flops() * (name == head) for name, flops in again.items()}
         # The head saves logits in compute dtype and in fp32, and their fp32 gradients.
-        kept, head = sizes.block_activations() * element, sizes.vocab * (element + 8)
+        kept, logits = sizes.block_activations() * element, sizes.vocab * (element + 8)
         blocks = sizes.layers * sizes.hidden * element + kept if recompute else sizes.layers * kept
-        return cls(tokens, sequence, recompute, forward, again, float(tokens) * (blocks + head))
+        return cls(tokens, sequence, recompute, forward, again, float(tokens) * (blocks + logits))
 
     @classmethod
     def of_units(
@@ -61,7 +63,7 @@ class ComputeCost:
     ) -> ComputeCost:
         """Estimate the cost from the parameters of the units: two FLOPs per matrix element and token.
 
-        Embeddings are counted only if they are tied to a head. Every unit except the root is treated as a block.
+        Embeddings are counted only if they are tied to a head. Units that contain other modules are treated as blocks.
         """
         forward = {}
         for plan in plans:
@@ -72,7 +74,8 @@ class ComputeCost:
                 if found.parameter.ndim > 1 and (id(found.parameter) not in looked_up or len(found.owners) > 1)
             )
             forward[plan.name] = 2.0 * numel
-        again = {name: flops * (name != "") for name, flops in forward.items()}
+        blocks = {plan.name for plan in plans if plan.name and any(True for _ in plan.called[0].children())}
+        again = {name: flops * (name in blocks) for name, flops in forward.items()}
         return cls(tokens, tokens, recompute, forward, again, activation_bytes)
 
     def flops(self, unit: str) -> float:

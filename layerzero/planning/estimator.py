@@ -275,7 +275,7 @@ class Estimator:
             offload_grads=choice.offload_grads,
             offload_optimizer=choice.offload_optimizer,
             offload_params=choice.offload_params,
-            root_stays_gathered=cluster.device != "cpu",
+            ends_stay_gathered=cluster.device != "cpu",
             adds_hop1=cluster.device == "cpu",
             update=self._update(own, in_host=choice.offload_optimizer),
             memory_speed=cluster.memory_speed * 1e9,

@@ -238,9 +238,9 @@ def _units(plan: Plan, *, yaml: bool) -> str:
     named = [units] if isinstance(units, type) else list(cast("Iterable[Any]", units))
     if not all(isinstance(each, (str, type)) for each in named):  # modules or lists of modules
         return "null  # the units that you passed" if yaml else "your_units"
-    names = [called or (each if isinstance(each, str) else each.__name__) for each in named]
+    names = [each if isinstance(each, str) else called or each.__name__ for each in named]
     if yaml:
-        comment = "  # the class of your model's blocks" if called else ""
+        comment = "  # the class of your model's blocks and its own embedding and head" if called else ""
         return f"[{', '.join(names)}]{comment}"
     quoted = [f'"{name}"' if called or isinstance(each, str) else name for name, each in zip(names, named, strict=True)]
     return f"{{{', '.join(quoted)}}}"

@@ -21,7 +21,7 @@ from layerzero.planning.compute_cost import ComputeCost
 from layerzero.planning.estimator import LAYERZERO, PEERS, Candidate, Estimate, Estimator
 from layerzero.planning.meta_sharding import MetaSharding
 from layerzero.planning.plan_report import Plan
-from layerzero.planning.transformer_shapes import TransformerBlock, TransformerShape, read_config
+from layerzero.planning.transformer_shapes import TransformerShape, read_config
 from layerzero.sharding.unit_selection import block_classes
 
 __all__ = ["plan"]
@@ -58,8 +58,9 @@ def plan(
             under the meta device; :class:`layerzero.planning.TransformerShape`; or path of a Hugging Face
             ``config.json``.
         cluster: description of the cluster.
-        units: as in :func:`layerzero.shard_model`. If None, the units of a transformer shape or config are its blocks.
-            For other models, None means ``"auto"`` if the model declares its block classes, otherwise only the root.
+        units: as in :func:`layerzero.shard_model`. If None, the units of a transformer shape or config are its blocks,
+            its embedding and its head. A tied embedding and head are in the root. For other models, None means
+            ``"auto"`` if the model declares its block classes, otherwise only the root.
         tokens: number of tokens per micro-batch and rank.
         sequence: number of tokens in one sequence. The default is `tokens`.
         micro_batches: values of A, the number of micro-batches per step, to try.
@@ -97,7 +98,7 @@ def plan(
     sizes = _sizes_of(model)
     built = _built(model if sizes is None else sizes)
     if units is None:
-        units = {TransformerBlock} if sizes is not None else "auto" if block_classes(built) else None
+        units = sizes.units if sizes is not None else "auto" if block_classes(built) else None
     called = "" if sizes is None else "Block" if isinstance(model, TransformerShape) else "auto"
     paper = MetaSharding(built, LayerZeroConfig(units=units))
     if sizes is not None:

@@ -57,7 +57,7 @@ class ScheduleSettings:
     offload_grads: bool = False
     offload_optimizer: bool = False
     offload_params: bool = False
-    root_stays_gathered: bool = True  # whether the root stays gathered from forward to backward, as on devices
+    ends_stay_gathered: bool = True  # whether the root and the last unit stay gathered for the backward, as on devices
     adds_hop1: bool = False  # ranks add the parts of hop 1, as on gloo; gradients are then sent in their own dtype
     update: float = 0.0  # time of the optimizer's update in seconds
     memory_speed: float = float("inf")  # memory bandwidth of additions in bytes per second
@@ -134,8 +134,8 @@ class _Rank:
             if index:
                 yield self._compute("forward", unit, unit.forward)
         yield self._compute("forward", self.units[0], self.units[0].forward)
-        if self.how.root_stays_gathered and self._gathering:
-            self._gathers[self.units[0].name] = -1
+        if self.how.ends_stay_gathered and self._gathering:
+            self._gathers |= {self.units[0].name: -1, self.units[-1].name: -1}
 
     def _backward(self, *, first: bool, last: bool) -> Iterator[Operation]:
         order = [self.units[0], *self.units[:0:-1]]
@@ -320,13 +320,14 @@ def peer_program(units: Sequence[UnitCost], peer: Peer, *, steps: int = 2) -> It
         for micro_batch in range(peer.micro_batches):
             last = micro_batch + 1 == peer.micro_batches
             for phase, order in (("forward", units), ("backward", units[:0:-1])):
-                first = number
+                first, stays = number, int(phase == "backward")
                 for index, unit in enumerate(order):
-                    # Prefetch one unit. The root stays gathered from forward to backward.
-                    for ahead in range(number - first, min(index + 2, len(order))):
+                    # Prefetch one unit. The root and the last unit stay gathered from forward to backward.
+                    for ahead in range(number - first + stays, min(index + 2, len(order))):
                         yield gather(order[ahead])
                         number += 1
-                    yield SimWait(first + index)
+                    if index >= stays:
+                        yield SimWait(first + index - stays)
                     if phase == "backward" and not index:
                         yield SimCompute(root.backward, ("backward", root.name), span)
                     if unit is not root:

@@ -94,6 +94,11 @@ class TransformerShape:
         """Build the model on the meta device, with parameters but without a forward method."""
         return _Transformer(self)
 
+    @property
+    def units(self) -> list[type | str]:
+        """Units of the built model: its blocks, and the embedding and the head if they are not tied."""
+        return [TransformerBlock] if self.tied else [TransformerBlock, "embed", "head"]
+
     def block_flops(self, sequence: int) -> float:
         """Return the FLOP per token in a block's forward pass, with causal attention over `sequence` tokens."""
         projections = self.hidden * (2 * self.queries + 2 * self.keys)
@@ -123,6 +128,9 @@ class _Linear(nn.Module):
         super().__init__()
         self.weight = _parameter(*((inputs, outputs) if turned else (outputs, inputs)))
         self.bias = _parameter(outputs) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError("a layer built for a plan has no forward")
 
 
 class _Norm(nn.Module):

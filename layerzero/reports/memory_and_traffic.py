@@ -22,49 +22,43 @@ __all__ = ["MemoryReport", "TrafficReport", "measure", "memory", "traffic"]
 class MemoryReport:
     """Memory that a sharded model uses on this rank, in bytes, by kind.
 
-        Kinds of memory on the device:
+    Kinds of memory on the device:
 
-        - ``zero1_shard``: masters, or 0 if the masters are inside the ZeRO-3 shard.
-        - ``zero3_shard``: compute weights.
-        - ``full_buffer``: gathered units, and the post-forward shards that `reshard_after_forward` keeps.
-        - ``cached_buffer``: cached memory of freed full buffers. It is at most the memory of the root, one unit, the units
-          that are gathered ahead, and the units that stay gathered.
-        - ``accumulator``: accumulated gradients.
-    <<<<<<< HEAD
-        - ``gradient_shard``: final gradients, or 0 if the final gradients are inside the accumulator. A backward that
-          begins without zero_grad copies the final gradients out of the accumulator.
-        - ``reduce_buffer``: scratch buffers for gradients that come from autograd, are sent or are received. On the CPU,
-          they are kept. On a device, they are returned to torch's allocator after each backward pass, and this is the
-          maximum during a pass.
-    =======
-        - ``gradient_shard``: final gradients, or 0 if the final gradients are inside the accumulator. A backward
-          pass that begins without zero_grad copies the final gradients out of the accumulator.
-        - ``reduce_buffer``: reused scratch buffers for gradients that come from autograd, are sent or are received.
-    >>>>>>> lang6
-        - ``optimizer``: optimizer state. This kind is measured but not predicted.
+    - ``zero1_shard``: masters, or 0 if the masters are inside the ZeRO-3 shard.
+    - ``zero3_shard``: compute weights.
+    - ``full_buffer``: gathered units, and the post-forward shards that `reshard_after_forward` keeps.
+    - ``cached_buffer``: cached memory of freed full buffers. It is at most the memory of the root, one unit, the units
+      that are gathered ahead, and the units that stay gathered.
+    - ``accumulator``: accumulated gradients.
+    - ``gradient_shard``: final gradients, or 0 if the final gradients are inside the accumulator. A backward
+      pass that begins without zero_grad copies the final gradients out of the accumulator.
+    - ``reduce_buffer``: scratch buffers for gradients that come from autograd, are sent or are received. On the CPU,
+      they are kept. On a device, they are returned to torch's allocator after each backward pass, and this is the
+      maximum during a pass.
+    - ``optimizer``: optimizer state. This kind is measured but not predicted.
 
-        Kinds of host memory: ``host_accumulator`` with `offload_grads`; ``host_zero1_shard``, ``host_gradient_shard`` and
-        ``host_optimizer`` with `offload_optimizer`; ``host_zero3_shard`` with `offload_params`. The corresponding kinds on
-        the device are then 0.
+    Kinds of host memory: ``host_accumulator`` with `offload_grads`; ``host_zero1_shard``, ``host_gradient_shard`` and
+    ``host_optimizer`` with `offload_optimizer`; ``host_zero3_shard`` with `offload_params`. The corresponding kinds on
+    the device are then 0.
 
-        If the ranks of a ZeRO-3 group share memory, each rank counts its own part, which is its ZeRO-3 shard and the
-        gradients that other ranks read. These gradients are in ``reduce_buffer``, or in ``accumulator`` with
-        ``accumulation="full"``.
+    If the ranks of a ZeRO-3 group share memory, each rank counts its own part, which is its ZeRO-3 shard and the
+    gradients that other ranks read. These gradients are in ``reduce_buffer``, or in ``accumulator`` with
+    ``accumulation="full"``.
 
-        Attributes:
-            predicted: number of bytes computed from layouts and settings. The prediction is valid between two steps, from
-                the second step on, if units are called one after the other in the order of their registration. The measured
-                ``reduce_buffer`` may be larger if parameters were unfrozen, or if calls to units interleave and their
-                gradients arrive at the same time. The measured ``reduce_buffer`` is smaller before the first backward that
-                reduces gradients, because it is allocated on first use.
-            measured: number of bytes in the storages that currently exist.
-            predicted_peak: predicted maximum number of bytes on the device during a step, including the measured optimizer
-                state.
-            measured_peak: maximum number of bytes on the device so far, as counted by the model's own pools. Activations
-                and temporary allocations by torch or the optimizer are not included.
-            shared_segment: number of bytes of shared memory that the ZeRO-3 group uses, as counted by the operating system.
-                It includes the parts of all ranks and the pages of counters. Each rank reports the same number, or 0 if
-                memory is not shared.
+    Attributes:
+        predicted: number of bytes computed from layouts and settings. The prediction is valid between two steps, from
+            the second step on, if units are called one after the other in the order of their registration. The measured
+            ``reduce_buffer`` may be larger if parameters were unfrozen, or if calls to units interleave and their
+            gradients arrive at the same time. The measured ``reduce_buffer`` is smaller before the first backward that
+            reduces gradients, because it is allocated on first use.
+        measured: number of bytes in the storages that currently exist.
+        predicted_peak: predicted maximum number of bytes on the device during a step, including the measured optimizer
+            state.
+        measured_peak: maximum number of bytes on the device so far, as counted by the model's own pools. Activations
+            and temporary allocations by torch or the optimizer are not included.
+        shared_segment: number of bytes of shared memory that the ZeRO-3 group uses, as counted by the operating system.
+            It includes the parts of all ranks and the pages of counters. Each rank reports the same number, or 0 if
+            memory is not shared.
     """
 
     predicted: dict[str, int]

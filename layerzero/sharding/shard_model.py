@@ -117,7 +117,8 @@ def shard_model(
             Each list is one unit that is gathered when any of its modules is called: ``[Block, [model.norm,
             model.head]]``. A list takes precedence over classes and names. You may also pass ``callable(name, module)
             -> bool``. If it returns a str, all modules with this key form one unit. ``"auto"`` selects the classes in
-            the model's ``_no_split_modules``, or the classes to which transformers applies activation checkpointing.
+            the model's ``_no_split_modules``, or the classes to which transformers applies activation checkpointing,
+            and its input and output embeddings, unless their weights are tied.
             Policies from ``torch.distributed.fsdp.wrap`` are also accepted: a ``ModuleWrapPolicy``, or a function of
             ``(module, recurse, nonwrapped_numel)`` such as ``size_based_auto_wrap_policy``, also as a
             ``functools.partial``. Parameters outside all units belong to the root. With None, the root is the only

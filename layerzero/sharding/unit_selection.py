@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from layerzero.sharding.wrapper_checks import refuse_wrapped_parts
 __all__ = [
     "ParamInfo",
     "UnitDefinition",
+    "auto_units",
     "block_classes",
     "describe_storage",
     "is_plain_storage",
@@ -198,7 +200,7 @@ def _chosen_units(model: nn.Module, units: Units, ignored: Collection[int]) -> _
     if units is None:
         return []
     if isinstance(units, str) and units == AUTO:
-        units = _blocks_or_raise(model)
+        units = auto_units(model)
     if isinstance(units, _Policy) or _takes_recurse(units):
         return _by_policy(model, units, ignored)
     if not isinstance(units, (str, type, nn.Module)) and callable(units):
@@ -387,6 +389,38 @@ def _not_to_be_split(model: nn.Module) -> set[str]:
         names = getattr(module, "_no_split_modules", None)
         said |= {str(name) for name in (names if isinstance(names, (list, tuple, set)) else ())}
     return said
+
+
+def auto_units(model: nn.Module) -> list[str | nn.Module]:
+    """Return the units for ``units="auto"``: the classes of blocks, and the model's embeddings and heads.
+
+    An embedding or head whose weights are tied stays in the root, which is gathered from its first to its last use.
+
+    Raises:
+        ValueError: the model does not declare the classes of its blocks.
+    """
+    classes = _blocks_or_raise(model)
+    blocks = [name for name, module in model.named_modules() if type(module).__name__ in classes]
+    names = {module: name for name, module in model.named_modules()}
+    holders = {id(found.parameter): found.owners for _, found in _unique_parameters(model, set())}
+    found: dict[nn.Module, None] = {}
+    for each in model.modules():
+        for kind in ("get_input_embeddings", "get_output_embeddings"):
+            with suppress(AttributeError, NotImplementedError):  # not all models of transformers have embeddings
+                found[getattr(each, kind)()] = None
+    return [
+        *sorted(classes),
+        *(
+            each
+            for each in found
+            if names.get(each)
+            and _has_forward(each)
+            and not any(f"{names[each]}.".startswith(f"{block}.") for block in blocks)
+            and not any(f"{block}.".startswith(f"{names[each]}.") for block in blocks)
+            and any(True for _ in each.parameters())
+            and all(len(holders[id(parameter)]) == 1 for parameter in each.parameters())
+        ),
+    ]
 
 
 def _blocks_or_raise(model: nn.Module) -> set[str]:

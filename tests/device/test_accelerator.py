@@ -206,3 +206,28 @@ def _side_streams_after_a_failure(rank: int) -> None:
 
 def test_scratch_of_a_failed_backward_is_reused_after_the_additions_to_it() -> None:
     run_ranks(_side_streams_after_a_failure, world_size=2)
+
+
+def _gathers(rank: int) -> None:
+    register()
+    mesh = mesh_on(NAME, 2)
+    for reshards, once in ((True, 2), (False, 4)):
+        with Device().installed():
+            model = layerzero.shard_model(
+                integer_net(), mesh=mesh, units=IntegerNet.UNITS, reshard_after_forward=reshards
+            )
+            optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+            gathered = []
+            for step in range(3):
+                integer_loss(model, integer_batch(step=step, rank=rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                gathered.append(layerzero.traffic(model, reset=True).calls["gather"])
+            others = len(layerzero.units(model)) - once
+            # The first forward pass does not know which unit is called last.
+            assert gathered == [once + 2 * others + reshards, once + 2 * others, once + 2 * others], gathered
+            assert not any(handle.weights.full_buffer.untyped_storage().nbytes() for handle in get_state(model).handles)
+
+
+def test_the_root_and_the_last_unit_stay_gathered_until_the_backward_pass() -> None:
+    run_ranks(_gathers)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import layerzero
-from layerzero.device.buffer_pools import BufferPool, FullBufferPool
+from layerzero.device.buffer_pools import BufferPool, DeviceBufferPool, FullBufferPool
 from layerzero.engine.hooks import get_state
 from tests.support.graphs import WORLD, blocks, one_pass, sgd, shard
+from tests.support.late_device import Device, Stream, register
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -71,6 +72,40 @@ def test_scratch_is_reused_by_size_and_dtype() -> None:
     assert pool.acquire(8, torch.float32) is first
     assert pool.acquire(8, torch.bfloat16) is not first
     assert pool.most_bytes == 32 + 16
+
+
+def _two_in_turn(rank: int) -> None:
+    register()
+    with Device().installed() as device:
+        pool, side = BufferPool.of(CPU), Stream()
+        assert isinstance(pool, DeviceBufferPool)
+        pool.expect({(4, torch.float32): 2, (16, torch.float32): 1}, 64 + 16)
+        addresses = []
+        for numel in (16, 4, 4, 4, 4):
+            buffer = pool.acquire(numel, torch.float32)
+            buffer.fill_(len(addresses))
+            addresses.append(buffer.data_ptr())
+            written = device.current_stream().record_event()
+            side.wait_event(written)
+            with device.stream(side):
+                buffer.mul_(2)
+                pool.release(buffer)
+            assert pool.held_bytes <= 64 + 16
+        assert pool.most_bytes == 64 + 16
+        assert addresses[3:] == addresses[1:3], "two take turns, once the large one has made room"
+        fifth = pool.acquire(4, torch.float32)
+        assert fifth.data_ptr() == addresses[1] and fifth.eq(6).all(), "it has waited for the last use"
+        pool.release(fifth)
+        with device.stream(side):  # belongs to the stream of the computation, and waits for its work so far
+            third = pool.acquire(7, torch.float32)
+            third.zero_()
+            pool.release(third)
+        pool.trim()
+        assert pool.held_bytes == 0 and not +pool._made, "activations can use it"
+
+
+def test_a_device_pool_has_room_for_two_units_and_gives_all_of_it_back() -> None:
+    run_ranks(_two_in_turn, world_size=1)
 
 
 def _steady(rank: int) -> None:

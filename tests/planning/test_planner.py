@@ -236,7 +236,7 @@ def test_the_schedule_is_the_one_that_the_engine_records(
     blocks = 4
     recorded = from_events(record_blocks(blocks, Settings(ranks, zero3_size, micro_batches, accumulation), steps=3))
     works = [UnitCost(name, 64, 1.0, 2.0) for name in ("the root", *(f"blocks.{index}" for index in range(blocks)))]
-    sharding = ScheduleSettings(ranks, zero3_size, micro_batches, accumulation, root_stays_gathered=False)
+    sharding = ScheduleSettings(ranks, zero3_size, micro_batches, accumulation, ends_stay_gathered=False)
     written = list(layerzero_program(works, sharding, steps=3))
     assert list(_without_splinters(_said(written))) == list(_without_splinters(_said(recorded)))
 
@@ -279,8 +279,8 @@ def test_the_recommended_settings_can_be_pasted(tmp_path: Path) -> None:
         assert chosen is not None
         for name in ("zero3_size", "mp_policy", "accumulation", "offload_grads", "offload_optimizer", "shared_memory"):
             assert getattr(config, name) == getattr(chosen, name), name
-        assert list(config.units) == ["Block"]
-        assert 'units={"Block"}' in text if model is SMALL else "units={Block}" in text
+        assert list(config.units) == (["Block"] if model is Trained else ["Block", "embed", "head"])
+        assert 'units={"Block", "embed", "head"}' in text if model is SMALL else "units={Block}" in text
         call = text[text.index("model = layerzero.shard_model(") : text.index("# layerzero.yaml")]
         compile(call, "call", "exec")
         assert f"zero3_size={found.best.choice.zero3_size}" in call
@@ -332,8 +332,11 @@ def test_bytes_of_the_schemes_are_those_of_their_formulas() -> None:
     fsdp, hsdp, zero1 = (peer for peer in found.peers if peer.choice.reduce_dtype is torch.float32)
     assert hsdp.between == pytest.approx(2 * 4 * numel / node * (1 - 1 / nodes))
     assert zero1.sent["replica"] == pytest.approx((4 + 2) * numel * (1 - 1 / (nodes * node)))
-    root = sum(parameter.numel() for name, parameter in SMALL.build().named_parameters() if "blocks" not in name)
-    gathered = 2 * (2 * (numel - root) + root)  # the root stays from forward to backward
+    model = SMALL.build()
+    stays = (
+        model.norm.weight.numel() + model.head.weight.numel()
+    )  # the root and the last unit, from forward to backward
+    gathered = 2 * (2 * (numel - stays) + stays)
     assert fsdp.sent["zero3"] == pytest.approx(count * (gathered + 4 * numel) * (1 - 1 / (nodes * node)))
     for row in found.rows:
         choice = row.choice
@@ -416,6 +419,26 @@ def test_what_cannot_be_planned_is_refused() -> None:
             plan(*arguments, **settings)
     with pytest.raises(ValueError, match="heads=3 does not divide hidden=64"):
         TransformerShape(layers=1, hidden=64, vocab=8, heads=3)
+
+
+# Bytes of weights, gradients, optimizer and buffers on 64 GPUs, 8 of which share the weights.
+LARGE = {
+    "8B": (TransformerShape(layers=32, hidden=4096, vocab=128256, heads=32, kv_heads=8, ffn=14336), "sharded", 13.5e9),
+    "70B": (TransformerShape(layers=80, hidden=8192, vocab=128256, heads=64, kv_heads=8, ffn=28672), "local", 62e9),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_models_fit(name: str) -> None:
+    sizes, mode, most = LARGE[name]
+    chosen = {"zero3_sizes": [8], "accumulations": [mode], "micro_batches": [4], "reduce_dtypes": [torch.float32]}
+    (row,) = plan(sizes, Cluster(nodes=8), offload=False, **chosen).rows
+    assert row.peak - row.memory["activations"] <= most
+    together, apart = (
+        plan(sizes, Cluster(nodes=8), units=units, offload=False, **chosen).rows[0]
+        for units in ([TransformerBlock], sizes.units)
+    )
+    assert apart.peak < together.peak and apart.step < together.step, "the embedding and the head are units"
 
 
 def _paired(name: str, module: nn.Module) -> str | bool:

@@ -266,9 +266,9 @@ def test_projected_bytes_between_nodes_are_the_formulas() -> None:
         shared = TINY.numel / 8 * (1 - 1 / nodes)
         assert layerzero_row.between == pytest.approx(shared * (4 + 2))
         assert hsdp.between == pytest.approx(shared * 2 * 4)
-        # The root is gathered once per micro-batch, the blocks twice.
-        blocks = TINY.blocks * TINY.block_numel
-        sent = micro_batches * (2 * blocks * 2 + TINY.root_numel * 2 + TINY.numel * 4) / 8 * (1 - 1 / (8 * nodes))
+        # The root and the last block are gathered once per micro-batch, the other blocks twice.
+        gathered = (2 * TINY.blocks - 1) * TINY.block_numel + TINY.root_numel
+        sent = micro_batches * (gathered * 2 + TINY.numel * 4) / 8 * (1 - 1 / (8 * nodes))
         assert full.between == pytest.approx(sent)
 
 

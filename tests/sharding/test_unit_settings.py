@@ -338,6 +338,49 @@ def _auto(rank: int) -> None:
         shard(backbone, units="auto")
 
 
+VOCABULARY = 24
+
+
+class Language(Backbone):
+    """Backbone between an embedding and a head, with the methods of a model of transformers."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH, dtype=torch.float64))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=torch.float64)
+        if tied:
+            self.head.weight = self.inside[0].weight
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.inside[0]
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        indices = x.detach().abs().sum(-1).long() % VOCABULARY
+        return self.head(super().forward(x + self.inside(indices)))
+
+
+def _auto_embeddings(rank: int) -> None:
+    for tied, names in (
+        (False, ["", "layers.0", "layers.1", "inside.0", "head"]),
+        (True, ["", "layers.0", "layers.1"]),
+    ):
+        compare(rank, f"auto, tied {tied}", Case(lambda tied=tied: Language(tied=tied), IN_FLIGHT), units="auto")
+        assert [unit.name for unit in get_state(shard(Language(tied=tied), units="auto")).units] == names
+    model = Language(tied=False)
+    model.get_output_embeddings = lambda: None
+    assert [unit.name for unit in get_state(shard(model, units="auto")).units][-1] == "inside.0", "a model without head"
+    model = Language(tied=False)
+    model.get_output_embeddings = lambda: model.layers[0].linear
+    assert [unit.name for unit in get_state(shard(model, units="auto")).units][-1] == "inside.0", "a head in a block"
+
+
+def test_auto_gives_the_embedding_and_the_head_units_of_their_own() -> None:
+    run_ranks(_auto_embeddings)
+
+
 class GradientCheckpointingLayer(nn.Module):
     """Stand-in for the class in transformers."""
 

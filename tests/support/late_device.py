@@ -221,7 +221,7 @@ class Device:
         _installed.append(self)
         self._current = Stream(computes=True)
         with ExitStack() as stack:
-            for module in ("device.accelerator", "device.streams", "engine.scheduler"):
+            for module in ("device.accelerator", "device.streams", "engine.scheduler", "estimates.specs"):
                 stack.enter_context(mock.patch(f"layerzero.{module}.device_module", lambda device: self))
             stack.enter_context(mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", _LateTransfers))
             stack.enter_context(mock.patch.object(CurrentStream, "keep_until_done", self._poison_later))
