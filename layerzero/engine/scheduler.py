@@ -226,9 +226,10 @@ class Scheduler(Closable):
 
     def _stays_gathered(self, unit: Unit) -> bool:
         """Return whether a unit whose forward pass has returned stays gathered until its backward pass."""
-        if self._last_unit_stays and self._forward is not None and self._forward.is_expected_end(unit):
-            return unit.reshard_after_forward is True and not unit.is_told
-        return unit in self.staying
+        if unit in self.staying:
+            return True
+        may_stay = self._last_unit_stays and unit.reshard_after_forward is True and not unit.is_told
+        return may_stay and self._forward is not None and self._forward.is_expected_end(unit)
 
     def _compute_dtypes(self, unit: Unit) -> set[torch.dtype] | None:
         """Return the dtypes of the gathered parameters if these are not the compute weights, otherwise None."""
