@@ -1,4 +1,4 @@
-"""Define the :class:`GatherCodec` protocol for encoded gathers, the sizes of encoded shards, and an 8-bit codec."""
+"""Define the :class:`GatherCodec` protocol for encoded messages, the sizes of encoded shards, and two 8-bit codecs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,21 @@ import torch
 from torch import Tensor
 
 from layerzero.layout.flat_layout import FlatLayout
-from layerzero.layout.shard_grid import overlap
+from layerzero.layout.shard_grid import ShardGrid, overlap
 
-__all__ = ["Float8Rows", "GatherCodec", "ParamRows", "encoded_bytes", "encoded_sizes", "is_encoded", "param_rows"]
+__all__ = [
+    "Float8Rows",
+    "GatherCodec",
+    "Int8Blocks",
+    "ParamRows",
+    "dtype_of_sums",
+    "encoded_bytes",
+    "encoded_part_bytes",
+    "encoded_sizes",
+    "is_encoded",
+    "param_rows",
+    "replica_blocks",
+]
 
 _ALIGNED = 16  # bytes: alignment of each rank's encoded shard
 
@@ -35,6 +47,9 @@ class ParamRows(NamedTuple):
 
 class GatherCodec(Protocol):
     """Protocol for codecs that encode bf16 or fp16 ZeRO-3 shards for gathers: ``shard_model(gather_codec=...)``.
+
+    ``shard_model(hop2_codec=...)`` uses the same methods for gradients between nodes. A shard is then the part of a
+    gradient that one rank receives, in fp32, and each block is one row of adjacent elements.
 
     A codec has no state. Decoded weights depend only on the encoded bytes, so all ranks decode the same weights.
     In each method, `blocks` lists the rows of each parameter in the shard, and ``block.of(shard)`` has shape ``[rows,
@@ -93,6 +108,102 @@ def param_rows(layout: FlatLayout, zero3_size: int) -> list[list[ParamRows]]:
                 blocks.append(ParamRows(place.start, rows, slot.row_numel))
         found.append(blocks)
     return found
+
+
+def replica_blocks(layout: FlatLayout, grid: ShardGrid) -> list[list[ParamRows]]:
+    """Return the elements of parameters in each replica's part of this rank's ZeRO-3 gradient shard, without padding.
+
+    Padding has unspecified contents. Each block is one row of adjacent elements.
+    """
+    found: list[list[ParamRows]] = []
+    first = grid.zero3_rank * grid.replicas
+    for part in (layout.shard_range(first + replica) for replica in range(grid.replicas)):
+        blocks: list[ParamRows] = []
+        for place in (overlap(slot, part).of_range for slot in layout.slots):
+            if place.start >= place.stop:
+                continue
+            adjacent = bool(blocks) and blocks[-1].start + blocks[-1].length == place.start
+            start = blocks.pop().start if adjacent else place.start
+            blocks.append(ParamRows(start, 1, place.stop - start))
+        found.append(blocks)
+    return found
+
+
+def encoded_part_bytes(codec: GatherCodec, blocks: Sequence[ParamRows], dtype: torch.dtype) -> int:
+    """Return the size in bytes of an encoded part of a gradient, rounded up so that the next part is aligned."""
+    return encoded_bytes([codec.nbytes(blocks, dtype)]) if blocks else 0
+
+
+def dtype_of_sums(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which decoded parts of a gradient of dtype `dtype` are added."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Int8Blocks:
+    """Codec that encodes gradients between nodes as int8 values with one bf16 scale per block of 128 elements.
+
+    Pass it as ``shard_model(hop2_codec=layerzero.Int8Blocks())``. A part of a gradient takes 1.016 bytes per element
+    instead of 4 in fp32. Each rank sends its parts with one all-to-all, and the owner of a part adds the decoded parts
+    in fp32 in rank order. The owner's own part is exact.
+
+    The error of an element is at most 1/254 of the largest absolute element in its block, and at most 1/250 with the
+    rounding of the scale to bf16. A block with a non-finite element is decoded as NaN, so that a skipped step is
+    skipped on all ranks.
+
+    Example::
+
+        model = layerzero.shard_model(model, hop2_codec=layerzero.Int8Blocks())
+    """
+
+    _BLOCK = 128  # elements that share a scale
+    _MOST = 127.0
+    _LEAST_SCALE = 2.0**-120  # avoids divisions by zero and by denormal numbers
+    _AT_ONCE = 2**20  # elements that are converted at once, to bound the scratch memory
+
+    def nbytes(self, blocks: Sequence[ParamRows], dtype: torch.dtype) -> int:
+        return sum(block.numel + 2 * -(-block.numel // self._BLOCK) for block in blocks)
+
+    def encode(self, shard: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
+        # On a device's side stream, every operation writes to memory that the host has allocated.
+        for values, scales, numbers in self._places(shard, blocks, out):
+            scaled = torch.empty_like(values, dtype=shard.dtype)
+            largest, rounded = (torch.empty_like(scales, dtype=shard.dtype) for _ in range(2))
+            torch.linalg.vector_norm(values, torch.inf, dim=1, keepdim=True, out=largest)
+            torch.sub(largest, largest, out=rounded)  # NaN if the block has a non-finite element, otherwise 0
+            largest.div_(self._MOST).clamp_min_(self._LEAST_SCALE).add_(rounded)
+            scales.copy_(largest)
+            rounded.copy_(scales)
+            torch.div(values, rounded, out=scaled)
+            numbers.copy_(scaled.round_().clamp_(-self._MOST, self._MOST).nan_to_num_())
+
+    def decode(self, encoded: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
+        for values, scales, numbers in self._places(out, blocks, encoded):
+            values.copy_(numbers)
+            values.mul_(scales)
+
+    def _places(
+        self, values: Tensor, blocks: Sequence[ParamRows], encoded: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield (values, scales ``[n, 1]``, encoded values) for each chunk of n blocks.
+
+        An encoded shard consists of all scales, followed by the 8-bit values.
+        """
+        scale, byte = 0, 2 * sum(-(-block.numel // self._BLOCK) for block in blocks)
+        for block in blocks:
+            for first in range(block.start, block.start + block.numel, self._AT_ONCE):
+                stop = min(first + self._AT_ONCE, block.start + block.numel)
+                whole = stop - (stop - first) % self._BLOCK
+                for start, end, width in ((first, whole, self._BLOCK), (whole, stop, stop - whole)):
+                    if start == end:
+                        continue
+                    count = (end - start) // width
+                    yield (
+                        values[start:end].view(count, width),
+                        encoded[scale : scale + 2 * count].view(torch.bfloat16).view(count, 1),
+                        encoded[byte : byte + end - start].view(torch.int8).view(count, width),
+                    )
+                    scale, byte = scale + 2 * count, byte + end - start
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 
+from layerzero.comm.codecs import GatherCodec, ParamRows, dtype_of_sums, encoded_part_bytes
 from layerzero.comm.failure_report import CollectiveError, RankStatus, diagnose
 from layerzero.comm.process_groups import HeldGroup, timeout_on
 from layerzero.comm.trace_recorder import CollectiveTrace
 from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters, Watched, display_name
 from layerzero.device.accumulate import accumulate_parts
-from layerzero.device.buffer_pools import BufferPool
+from layerzero.device.buffer_pools import BufferPool, Size
 from layerzero.device.streams import DeferredCollectiveError
 
 __all__ = [
@@ -219,7 +220,7 @@ class PendingReduction:
     sent: Tensor  # 1-D [size * n]; must not be written before :meth:`add_to` returns
     # Returns the summands, each 1-D [n]; call it after `wait`. The result is the sum of the summands rounded to `wire`.
     parts: Callable[[], Sequence[Tensor]]
-    wire: torch.dtype
+    wire: torch.dtype | None  # if None, the summands are not rounded
     give_back: Callable[[], None]  # releases the memory of the parts; called by :meth:`add_to`
 
     def wait(self, *, beside: bool = False) -> None:
@@ -343,6 +344,76 @@ def reduce_scatter(
         else:
             work = dist.reduce_scatter(received, list(torch.split(flat, list(parts))), group=comm.group, async_op=True)
         return PendingReduction(issued.carried_by(work), flat, lambda: summands, wire, partial(pool.release, received))
+
+
+def encoded_reduce_scatter(
+    comm: Communicator,
+    collective: Collective,
+    flat: Tensor,
+    pool: BufferPool,
+    codec: GatherCodec,
+    blocks: Sequence[Sequence[ParamRows]],
+    *,
+    name: str = "",
+    parts: Sequence[int] | None = None,
+) -> PendingReduction:
+    """Start a reduce-scatter of `flat` [size * n] whose messages `codec` encodes.
+
+    The encoded pieces are exchanged with an all-to-all. Each rank decodes the pieces that it receives, and adds them
+    to its own exact piece in rank order. The other arguments are those of :func:`reduce_scatter`.
+
+    Args:
+        blocks: elements of each rank's piece that are encoded. The others are padding.
+    """
+    numels = [flat.numel() // comm.size] * comm.size if parts is None else list(parts)
+    rank, own = comm.rank, numels[comm.rank]
+    dtype = dtype_of_sums(flat.dtype)
+    widths = [encoded_part_bytes(codec, each, dtype) for each in blocks]
+    to_each = [0 if index == rank else width for index, width in enumerate(widths)]
+    from_each = [0 if index == rank else widths[rank] for index in range(comm.size)]
+    with launching(comm, collective, name, sum(to_each)) as issued:
+        sent, received, sums = (
+            pool.acquire(*size) for size in encoded_buffers(codec, blocks, numels, rank, flat.dtype)
+        )
+        summands = sums.view(comm.size, own).unbind()
+        for index, (piece, out) in enumerate(zip(torch.split(flat, numels), torch.split(sent, to_each), strict=True)):
+            if index == rank:
+                summands[rank].copy_(piece)
+            elif blocks[index]:
+                exact = piece if piece.dtype is dtype else torch.empty_like(piece, dtype=dtype).copy_(piece)
+                codec.encode(exact, blocks[index], out[: codec.nbytes(blocks[index], dtype)])
+        work = dist.all_to_all_single(received, sent, from_each, to_each, group=comm.group, async_op=True)
+
+    def decoded() -> Sequence[Tensor]:
+        for index, (part, out) in enumerate(zip(torch.split(received, from_each), summands, strict=True)):
+            if index != rank and blocks[rank]:
+                codec.decode(part[: codec.nbytes(blocks[rank], dtype)], blocks[rank], out)
+        return summands
+
+    def give_back() -> None:
+        for buffer in (sent, received, sums):
+            pool.release(buffer)
+
+    return PendingReduction(issued.carried_by(work), flat, decoded, None, give_back)
+
+
+def encoded_buffers(
+    codec: GatherCodec, blocks: Sequence[Sequence[ParamRows]], numels: Sequence[int], rank: int, dtype: torch.dtype
+) -> list[Size]:
+    """Return the sizes of the buffers that :func:`encoded_reduce_scatter` acquires: to send, to receive, and to add.
+
+    Args:
+        numels: number of elements that each rank receives.
+        rank: the calling rank.
+        dtype: dtype of the gradients.
+    """
+    dtype = dtype_of_sums(dtype)
+    widths = [encoded_part_bytes(codec, each, dtype) for each in blocks]
+    return [
+        (sum(widths) - widths[rank], torch.uint8),
+        ((len(numels) - 1) * widths[rank], torch.uint8),
+        (len(numels) * numels[rank], dtype),
+    ]
 
 
 def all_to_all(

@@ -68,6 +68,7 @@ class LayerZeroConfig:
     reshard_after_forward: Reshards = True
     prefetch: int = 1
     gather_codec: GatherCodec | None = None
+    hop2_codec: GatherCodec | None = None
     shared_memory: str = "auto"
     ignored_modules: Iterable[nn.Module | str] | None = None
     sync_module_states: bool = True
@@ -78,7 +79,8 @@ class LayerZeroConfig:
 
         The names in the file are the field names of this class. Dtypes are written as ``bf16``, ``fp16``, ``fp32`` or
         with torch's names. `mp_policy` maps the fields of a MixedPrecisionPolicy to values. `units` and
-        `ignored_modules` are lists with names of modules or of their classes. `gather_codec` can be ``float8_rows``.
+        `ignored_modules` are lists with names of modules or of their classes. `gather_codec` can be ``float8_rows``,
+        and `hop2_codec` can be ``int8_blocks``.
         The option names of MindSpeed's LayerZeRO are also accepted: ``transformer_layers``, ``param_dtype``,
         ``reduce_dtype``, ``autocast_input``, ``autocast_output`` (casts outputs to fp32), and ``forward_prefetch``
         together with ``backward_prefetch``.
@@ -135,13 +137,14 @@ class LayerZeroConfig:
             )
         if not callable(self.reshard_after_forward):
             _check_reshards(self.reshard_after_forward, "reshard_after_forward")
-        codec = self.gather_codec
-        has_methods = all(callable(getattr(codec, each, None)) for each in _CODEC)
-        if codec is not None and (isinstance(codec, type) or not has_methods):
-            raise TypeError(
-                f"gather_codec must be an object with the methods {', '.join(_CODEC)} of layerzero.GatherCodec, such "
-                f"as layerzero.Float8Rows(), got {codec!r}"
-            )
+        for name, example in (("gather_codec", "Float8Rows"), ("hop2_codec", "Int8Blocks")):
+            codec = getattr(self, name)
+            has_methods = all(callable(getattr(codec, each, None)) for each in _CODEC)
+            if codec is not None and (isinstance(codec, type) or not has_methods):
+                raise TypeError(
+                    f"{name} must be an object with the methods {', '.join(_CODEC)} of layerzero.GatherCodec, such as "
+                    f"layerzero.{example}(), got {codec!r}"
+                )
         if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
             raise ValueError(f"prefetch must be an int >= 0 (number of units gathered ahead), got {self.prefetch!r}")
 
@@ -221,6 +224,7 @@ class LayerZeroConfig:
             "pin_memory": self.pin_memory,
             "prefetch": self.prefetch,
             "gather_codec": _codec_text(self.gather_codec),
+            "hop2_codec": _codec_text(self.hop2_codec),
             "shared_memory": self.shared_memory,
             "sync_module_states": self.sync_module_states,
         }

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero.comm.codecs import Float8Rows
+from layerzero.comm.codecs import Float8Rows, Int8Blocks
 
 __all__ = ["dtype_named", "has_names_of_mindspeed", "read_settings", "read_yaml", "translate"]
 
@@ -101,12 +101,16 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
             settings[name] = _dtype(name, settings[name])
     if settings.get("shared_memory") is False:  # YAML reads `off` as false
         settings["shared_memory"] = "off"
-    if isinstance(word := settings.get("gather_codec"), str):
-        if word != "float8_rows":
-            raise ValueError(
-                f"gather_codec is {word!r}, but a file supports only float8_rows. Pass other codecs to shard_model"
-            )
-        settings["gather_codec"] = Float8Rows()
+    for name, supported, codec in (
+        ("gather_codec", "float8_rows", Float8Rows()),
+        ("hop2_codec", "int8_blocks", Int8Blocks()),
+    ):
+        if isinstance(word := settings.get(name), str):
+            if word != supported:
+                raise ValueError(
+                    f"{name} is {word!r}, but a file supports only {supported}. Pass other codecs to shard_model"
+                )
+            settings[name] = codec
     policy = _policy(settings.pop("mp_policy", None))
     for name, translate in _TRANSLATIONS.items():
         if name in theirs:

@@ -96,6 +96,7 @@ class ReductionStreams(ABC):
     zero3: Stream
     replica: Stream
     off_main_thread = False  # True if background threads wait for collectives instead of the main thread
+    host_is_ahead = False  # True if operations have only been enqueued when `run` returns, as on a device
 
     @property
     def failed(self) -> bool:
@@ -389,6 +390,8 @@ class DeviceStreams(ReductionStreams):
     Autograd delivers gradients of leaf tensors on the stream that was current when their AccumulateGrad nodes were
     created. The same stream must be current when this object is constructed.
     """
+
+    host_is_ahead = True
 
     def __init__(self, device: torch.device) -> None:
         self._module = device_module(device)

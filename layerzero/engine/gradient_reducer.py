@@ -261,6 +261,7 @@ class GradientReducer:
             shown.apply_user_grads()  # so that gradients dropped by zero_grad() are not reduced
         for handle in self._handles:
             handle.apply_requires_grad()
+        self.queue.settle()
         self._used_params.add_names(m.name for m in changed)
         self._requeue()
         self._order_agreed = False

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from layerzero.comm.collectives import Collective, LaunchedCollective, PendingReduction, reduce_scatter
+from layerzero.comm.codecs import ParamRows, replica_blocks
+from layerzero.comm.collectives import (
+    Collective,
+    LaunchedCollective,
+    PendingReduction,
+    encoded_reduce_scatter,
+    reduce_scatter,
+)
 from layerzero.comm.transport.base import SendBuffer
 from layerzero.comm.wait_times import record_wait
 from layerzero.device.accelerator import HostDeviceCopies
@@ -91,10 +98,16 @@ class HandleGradients:
         """Number of elements that each replica receives in hop 2, or None if all parts are equal."""
         return self.mesh_info.grid.replica_part_sizes(self._layout)
 
+    @cached_property
+    def hop2_blocks(self) -> list[list[ParamRows]]:
+        """Elements of each replica's part of the ZeRO-3 gradient shard, for a codec."""
+        return replica_blocks(self._layout, self.mesh_info.grid)
+
     def recut(self, layout: FlatLayout) -> None:
         """Change to the ZeRO-1 shards of `layout`. The model must have several replicas, and no gradients."""
         assert layout.slots == self._layout.slots and self.mesh_info.grid.replicas > 1
         self._layout = layout
+        self.__dict__.pop("hop2_blocks", None)
         storage = self._final_storage(self.final.storage.dtype)
         self.final = self.buffers[Extent.ZERO1] = GradientBuffer(layout, self.mesh_info.grid, Extent.ZERO1, storage)
         self.accumulator = self.buffers[self.spec.accumulator_extent]
@@ -226,14 +239,18 @@ class HandleGradients:
 
     def add_rows(self, slot: int, rows: Tensor) -> None:
         """Add this rank's rows of a gradient without reducing them. `rows` has the shape of the master."""
-        if self.reduction is not None:
-            self.reduction.wait()
+        self._wait_for_reduction()
         self.final.add(slot, rows)
         self.final.rest()
         self.usage[slot] = GradUsage.CONTRIBUTED
 
+    def _wait_for_reduction(self) -> None:
+        if self.reduction is not None:
+            self.reduction.wait()
+
     def drop(self, slots: Sequence[int]) -> None:
         """Drop all contributions to the parameters at `slots`. The gradients of these parameters become None."""
+        self._wait_for_reduction()
         for slot in slots:
             self.usage[slot] = GradUsage.UNUSED
         slots = slots if any(self.usage) else range(len(self.usage))
@@ -251,6 +268,7 @@ class HandleGradients:
 
     def replace(self, slot: int, rows: Tensor) -> None:
         """Replace this rank's rows of a final gradient."""
+        self._wait_for_reduction()
         self.final.overwrite(slot, rows)
         self._restore_aliased()
 
@@ -396,6 +414,17 @@ class HandleReduction:
             self._leases = (sent, target.storage.lease())
         if is_hop1:
             self._pending = gradients.transport.reduce_scatter(sent.tensor, stage.wire_dtype, name=gradients.label)
+        elif stage.codec is not None:
+            self._pending = encoded_reduce_scatter(
+                gradients.mesh_info.replica_comm,
+                stage.collective,
+                sent.tensor,
+                pool,
+                stage.codec,
+                gradients.hop2_blocks,
+                name=gradients.label,
+                parts=gradients.parts,
+            )
         else:
             self._pending = reduce_scatter(
                 gradients.mesh_info.replica_comm,

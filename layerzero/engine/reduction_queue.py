@@ -16,6 +16,12 @@ A launch submits the complete reduction of a handle to the streams: hop 1, accum
 each communicator has one order of launches, which does not depend on when gradients arrive or how long collectives
 take. Collectives on different communicators overlap. On a device, all launches form a single sequence, in which hop 1
 and hop 2 alternate, handle by handle.
+
+[Note: End of a backward pass inside no_sync]
+On a device, the computation does not wait for the reductions of a backward pass inside no_sync. The next reduction of a
+handle runs on the same streams, so it adds to the accumulator after them. Buffers are protected by the events of their
+pool. `HandleGradients.reduction` remains set: code that uses the buffers on the compute stream waits for it. Slabs and
+accumulators on the host are used by several handles, so with them every backward pass waits.
 """
 
 from __future__ import annotations
@@ -43,6 +49,8 @@ class ReductionQueue:
         self.order = list(order)
         self.streams = streams
         self._pools = {pool for each in self.order for pool in (each.pool, each.transport.send_scratch)}
+        lasting = all(each.accumulator.storage.lasting for each in self.order)
+        self._waits_after_no_sync = not (streams.host_is_ahead and lasting)
         self._next = 0  # index in `order` of the first handle that this pass has not started
         self._reducing: list[HandleGradients] = []  # handles whose reductions were started in this pass
         self._events: list[deque[Waitable]] = [
@@ -56,10 +64,16 @@ class ReductionQueue:
             self._start(self._next_reduction(across_replicas=across_replicas))
 
     def finish(self, *, across_replicas: bool) -> None:
-        """Start the reductions of the remaining handles, wait for all reductions, and end the pass."""
+        """Start the reductions of the remaining handles, and end the pass.
+
+        Wait for all reductions, unless [Note: End of a backward pass inside no_sync] applies.
+        """
         while self._next < len(self.order):
             self._start(self._next_reduction(across_replicas=across_replicas))
-        self.settle()
+        if across_replicas or self._waits_after_no_sync:
+            self.settle()
+        else:
+            self._trim()
         self._next = 0
         if any(gradients.pending_slots.has_begun for gradients in self.order):
             # A reentrant checkpoint produces the gradient of a shared parameter in several parts.
@@ -84,8 +98,11 @@ class ReductionQueue:
             if not any(self._events):  # otherwise an interrupt ended the wait, and reductions are still in flight
                 while self._reducing:
                     self._reducing.pop().reduction = None
-                for pool in self._pools:
-                    pool.trim()
+                self._trim()
+
+    def _trim(self) -> None:
+        for pool in self._pools:
+            pool.trim()
 
     def wait_until_writable(self, gradients: HandleGradients) -> None:
         """Wait until gradients can be added to the buffers of `gradients`."""
@@ -112,7 +129,8 @@ class ReductionQueue:
         """Return the reduction of the next handle, or None if the handle needs no collective."""
         gradients = self.order[self._next]
         self._next += 1
-        self.wait_until_writable(gradients)
+        if self._waits_after_no_sync:
+            self.wait_until_writable(gradients)
         self._reducing.append(gradients)
         return gradients.start_reduction(across_replicas=across_replicas)
 

@@ -41,10 +41,11 @@ arrive.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from layerzero.comm.codecs import GatherCodec
 from layerzero.comm.collectives import Collective
 from layerzero.config import Precision
 from layerzero.layout.shard_grid import Extent, ShardGrid
@@ -61,6 +62,7 @@ class ReductionStage:
     collective: Collective  # HOP1 runs on the zero3 axis, HOP2 on the replica axis
     wire_dtype: torch.dtype
     scale: float  # factor applied to the received sum
+    codec: GatherCodec | None = None  # encodes the messages, which then have the dtype of the source
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class ReductionSpec:
         divide_factor: float,
         adds_hop1: bool,
         adds_hop2: bool,
+        hop2_codec: GatherCodec | None = None,
     ) -> ReductionSpec:
         """Return the reduction spec of a handle.
 
@@ -92,9 +95,12 @@ class ReductionSpec:
             adds_hop1: True if each rank receives the parts of all ranks in hop 1 and adds them in fp32. If False, the
                 backend adds them in the dtype of the messages.
             adds_hop2: the same as `adds_hop1`, for hop 2.
+            hop2_codec: codec of the messages of hop 2. Each rank then decodes the parts and adds them in fp32.
         """
         if grid.data_parallel == 1:
             return cls(Extent.ZERO1, Extent.ZERO1, (), precision.master, 1.0 / divide_factor)
+        if hop2_codec is not None and grid.replicas > 1:
+            precision, adds_hop2 = replace(precision, replica_reduce=precision.master), True
         has_hop1 = grid.zero3_size > 1
         sends_each = not accumulates_full_gradients(accumulation, grid.zero3_size)  # in every backward
         incoming, adds = (precision.reduce, adds_hop1) if has_hop1 else (precision.replica_reduce, adds_hop2)
@@ -105,7 +111,9 @@ class ReductionSpec:
         if not has_hop1 or grid.replicas == 1:
             only = Collective.HOP1 if has_hop1 else Collective.HOP2
             stages: tuple[ReductionStage, ...] = (
-                ReductionStage(Extent.FULL, Extent.ZERO1, only, incoming, first / divide_factor),
+                ReductionStage(
+                    Extent.FULL, Extent.ZERO1, only, incoming, first / divide_factor, None if has_hop1 else hop2_codec
+                ),
             )
         else:
             second = _before(factor2, precision.replica_reduce, adds=adds_hop2)
@@ -115,7 +123,7 @@ class ReductionSpec:
             last = first / (divide_factor * between)
             stages = (
                 ReductionStage(Extent.FULL, Extent.ZERO3, Collective.HOP1, incoming, between),
-                ReductionStage(Extent.ZERO3, Extent.ZERO1, Collective.HOP2, precision.replica_reduce, last),
+                ReductionStage(Extent.ZERO3, Extent.ZERO1, Collective.HOP2, precision.replica_reduce, last, hop2_codec),
             )
         if sends_each:
             accumulator = Extent.ZERO1 if accumulation == "local" else stages[0].target

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from layerzero.comm.codecs import dtype_of_sums, encoded_part_bytes, replica_blocks
 from layerzero.comm.collectives import Collective
 from layerzero.config import LayerZeroConfig
 from layerzero.engine.gradient_offload import accumulator_bytes
@@ -82,6 +83,12 @@ def predicted_traffic(units: Sequence[UnitSpec], config: LayerZeroConfig) -> dic
                     dtype = handle.precision.master
                 ranks, sums = (grid.zero3_size, whole) if is_hop1 else (grid.replicas, zero3)
                 sent = (ranks - 1) * (sums // ranks) * dtype.itemsize
+                if stage.codec is not None:
+                    widths = [
+                        encoded_part_bytes(stage.codec, each, dtype_of_sums(dtype))
+                        for each in replica_blocks(layout, grid)
+                    ]
+                    sent = sum(widths) - widths[grid.replica_rank]
                 found.setdefault(stage.collective.value, []).append(sent)
     return found
 

@@ -19,7 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from layerzero.comm.collectives import Collective
+from layerzero.comm.codecs import replica_blocks
+from layerzero.comm.collectives import Collective, encoded_buffers
 from layerzero.comm.transport.base import BufferDemand
 from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import Size, bytes_of_buffers
@@ -71,8 +72,7 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
         else:
             plan.scratch[size] += min(len(copied), first)
     received = [each for each in trained if not (in_place and each in hop1)]
-    for size, members in _by_size(received, lambda each: _received(each, 0, where)).items():
-        plan.scratch[size] += min(len(members), first)
+    plan.scratch.update(_most_at_once([_received(each, 0, where) for each in received], first))
     # Hop 2.
     twice = [each for each in trained if len(each.reduction_spec.stages) == 2]
     zero3 = {id(each): where.grid.numel(each.layout, Extent.ZERO3) for each in twice}
@@ -90,8 +90,7 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
         rounded, lambda each: (zero3[id(each)], each.reduction_spec.stages[1].wire_dtype)
     ).items():
         plan.scratch[size] += min(len(members), second)
-    for size, members in _by_size(twice, lambda each: _received(each, 1, where)).items():
-        plan.scratch[size] += min(len(members), second)
+    plan.scratch.update(_most_at_once([_received(each, 1, where) for each in twice], second))
     if config.offload_optimizer:  # final gradients, which are summed before they are copied
         final = [each for each in handles if each.trainable]
         rank = {id(each): where.grid.numel(each.layout, Extent.ZERO1) for each in final}
@@ -139,7 +138,7 @@ def _sizes_on_device(handle: HandleSpec, config: LayerZeroConfig, where: RankTra
             sizes.append((sent[0], dtype))
         if dtype != stage.wire_dtype or (number and stage.source is spec.accumulator_extent and config.offload_grads):
             sizes.append(sent)
-        sizes.append(_received(handle, number, where))
+        sizes += _received(handle, number, where)
     return sizes
 
 
@@ -193,18 +192,30 @@ def _contains(outer: str, inner: str) -> bool:
     return outer != inner and (not outer or inner.startswith(f"{outer}."))
 
 
-def _received(handle: HandleSpec, stage: int, where: RankTraits) -> Size:
-    """Return the size of a stage's receive buffer.
+def _received(handle: HandleSpec, stage: int, where: RankTraits) -> list[Size]:
+    """Return the size of a stage's receive buffer, or of all buffers that encoded messages need.
 
-    If this rank adds the parts of all ranks, the buffer holds all of these parts. Otherwise it holds their sum.
+    If this rank adds the parts of all ranks, the receive buffer holds all of these parts. Otherwise it holds their sum.
     """
     numel, chosen, grid = handle.layout.numel, handle.reduction_spec.stages[stage], where.grid
     if chosen.collective is Collective.HOP1:
-        return numel if where.transport.sums_locally else numel // grid.zero3_size, chosen.wire_dtype
+        return [(numel if where.transport.sums_locally else numel // grid.zero3_size, chosen.wire_dtype)]
     numel = grid.numel(handle.layout, Extent.ZERO3)
-    if (parts := grid.replica_part_sizes(handle.layout)) is not None:
-        numel = grid.replicas * parts[grid.replica_rank]
-    return numel if where.adds_hop2 else numel // grid.replicas, chosen.wire_dtype
+    parts = grid.replica_part_sizes(handle.layout) or (numel // grid.replicas,) * grid.replicas
+    if chosen.codec is not None:
+        blocks = replica_blocks(handle.layout, grid)
+        return encoded_buffers(chosen.codec, blocks, parts, grid.replica_rank, chosen.wire_dtype)
+    own = parts[grid.replica_rank]
+    return [(grid.replicas * own if where.adds_hop2 else own, chosen.wire_dtype)]
+
+
+def _most_at_once(buffers: Sequence[Sequence[Size]], at_once: int) -> Counter[Size]:
+    """Return the number of buffers by size that `at_once` of the reductions use, each of which uses some `buffers`."""
+    found: dict[Size, list[int]] = {}
+    for each in buffers:
+        for size, count in Counter(each).items():
+            found.setdefault(size, []).append(count)
+    return Counter({size: sum(sorted(counts)[-at_once:]) for size, counts in found.items()})
 
 
 def _by_size(handles: Sequence[HandleSpec], size_of: Callable[[HandleSpec], Size]) -> dict[Size, list[HandleSpec]]:

@@ -214,6 +214,7 @@ def plan_handles(
             divide_factor=factor,
             adds_hop1=where.transport.sums_locally,
             adds_hop2=where.adds_hop2,
+            hop2_codec=config.hop2_codec,
         )
         layouts = plan_layouts(
             [
@@ -248,6 +249,7 @@ def plan_handles(
             divide_factor=factor,
             adds_hop1=where.transport.sums_locally,
             adds_hop2=where.adds_hop2,
+            hop2_codec=config.hop2_codec,
         )
         planned.append(
             HandleSpec(

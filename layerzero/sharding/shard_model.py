@@ -89,6 +89,7 @@ def shard_model(
     reshard_after_forward: Reshards = True,
     prefetch: int = 1,
     gather_codec: GatherCodec | None = None,
+    hop2_codec: GatherCodec | None = None,
     shared_memory: str = "auto",
     ignored_params: Iterable[nn.Parameter] | str | None = None,
     ignored_modules: Iterable[nn.Module | str] | None = None,
@@ -168,6 +169,10 @@ def shard_model(
             bytes, or an object with the methods of :class:`GatherCodec`. Forward and backward passes compute with the
             decoded weights. Masters stay exact. By default, weights are not encoded. If there are no gathers, as with
             one rank or with shared memory, the setting has no effect.
+        hop2_codec: encoding of gradients in hop 2, which crosses nodes. Pass :class:`Int8Blocks`, which sends a quarter
+            of the bytes of fp32, or an object with the methods of :class:`GatherCodec`. The ranks add the decoded
+            gradients in fp32, so `replica_reduce_dtype` has no effect. By default, gradients are not encoded. If there
+            is one replica, the setting has no effect.
         shared_memory: ``"auto"`` or ``"off"``. With ``"auto"``, the ranks of a ZeRO-3 group share memory instead of
             sending weights and gradients to each other, if they run on one machine and compute on its CPU. If these
             ranks cannot share memory, a message is logged. With ``"off"``, ranks use collectives, as on devices. See
@@ -225,6 +230,7 @@ def shard_model(
             reshard_after_forward=reshard_after_forward,
             prefetch=prefetch,
             gather_codec=gather_codec,
+            hop2_codec=hop2_codec,
             shared_memory=shared_memory,
             ignored_modules=ignored_modules,
             sync_module_states=sync_module_states,

@@ -38,6 +38,7 @@ _REFUSED = {
     "mesh": "verify creates a mesh for each of zero3_sizes",
     "zero3_size": "pass zero3_sizes=[...], or leave it out to try every divisor of the world size",
     "gradient_divide_factor": "the plain run averages gradients over ranks, so other divisors differ by a factor",
+    "hop2_codec": "the plain run reduces exact gradients, and decoded gradients would differ by their rounding",
     "gather_codec": "the plain run uses the exact weights, and decoded weights would differ by their rounding",
     "param_init_fn": "model_fn must return initialized weights, because all runs start from the same weights",
 }

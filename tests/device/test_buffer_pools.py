@@ -96,11 +96,25 @@ def _two_in_turn(rank: int) -> None:
         fifth = pool.acquire(4, torch.float32)
         assert fifth.data_ptr() == addresses[1] and fifth.eq(6).all(), "it has waited for the last use"
         pool.release(fifth)
+        read = torch.ones(3)
         with device.stream(side):  # belongs to the stream of the computation, and waits for its work so far
             third = pool.acquire(7, torch.float32)
             third.zero_()
             pool.release(third)
+            side.use([read], "new memory, which earlier work of the computation may use")
         pool.trim()
+        other = BufferPool.of(CPU)
+        other.expect({(4, torch.float32): 3}, 32)
+        for value in range(3):  # the third one reuses the first one, since there is no room
+            buffer = other.acquire(4, torch.float32)
+            buffer.fill_(value)
+            side.wait_event(device.current_stream().record_event())
+            with device.stream(side):
+                buffer.add_(1)
+                other.release(buffer)
+            addresses.append(buffer.data_ptr())
+        assert addresses[-1] == addresses[-3] and other.held_bytes == 32
+        assert other.acquire(4, torch.float32).eq(2).all(), "it has waited"
         assert pool.held_bytes == 0 and not +pool._made, "activations can use it"
 
 

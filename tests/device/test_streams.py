@@ -22,7 +22,15 @@ from layerzero.comm.collectives import PendingCollective, PendingSmallGather, al
 from layerzero.device.streams import DeviceStreams, _DeviceEvents
 from layerzero.engine.hooks import get_state
 from tests.support.late_device import NAME, Device, Event, Stream, register
-from tests.support.models import SideBySide, different, exact_sgd, full_parameters, integer_batch, integer_loss
+from tests.support.models import (
+    SideBySide,
+    different,
+    exact_sgd,
+    full_parameters,
+    integer_batch,
+    integer_loss,
+    integer_net,
+)
 from tests.support.ranks import mesh_of, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
@@ -216,3 +224,72 @@ def test_on_a_device_the_host_waits_for_nothing_inside_a_step_of_128_ranks(
         assert waits == _Waits(for_the_last_step=6, agreements=6), "others are told, as they may have used less"
         waits = _waits_of_steps(layerzero.shard_model(SideBySide(UNITS), **settings), uses_all=False)
         assert waits == _Waits(later=6, agreements=6), "what others have used is heard from them only"
+
+
+def _waits_for_hop1(rank: int) -> None:
+    register()
+    mesh = mesh_on(NAME, 2)
+    for mode in ("sharded", "full", "local"):
+        with Device().installed():
+            model = layerzero.shard_model(integer_net(), mesh=mesh, units=["head"], accumulation=mode)
+            optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+            streams = get_state(model).gradients._streams
+            assert isinstance(streams, DeviceStreams)
+            engine = {stream._stream for stream in (streams.zero3, streams.replica, streams.launches)}
+            recorded: set[Event] = set()
+            waits: list[int] = []
+            record, wait = Stream.record_event, Stream.wait_event
+
+            def recording(stream: Stream) -> Event:
+                event = record(stream)  # noqa: B023
+                if stream in engine:  # noqa: B023
+                    recorded.add(event)  # noqa: B023
+                return event
+
+            def waiting(stream: Stream, event: Event) -> None:
+                waits[-1] += stream.computes and event in recorded  # noqa: B023
+                wait(stream, event)  # noqa: B023
+
+            with mock.patch.object(Stream, "record_event", recording), mock.patch.object(Stream, "wait_event", waiting):
+                for step in range(2):
+                    for micro_batch in range(4):
+                        waits.append(0)
+                        with layerzero.no_sync(model) if micro_batch < 3 else nullcontext():
+                            integer_loss(model, integer_batch(step=step, rank=rank)).backward()
+                    assert not any(waits[-4:-1]) and waits[-1], (mode, waits)
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
+def test_the_computation_does_not_wait_for_reductions_inside_no_sync() -> None:
+    run_ranks(_waits_for_hop1)
+
+
+def _dropped(rank: int) -> None:
+    register()
+    mesh = mesh_on(NAME, 2)
+    for mode in ("sharded", "local"):
+        with Device().installed():
+            model = layerzero.shard_model(integer_net(), mesh=mesh, units=["head"], accumulation=mode)
+            optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+            integer_loss(model, integer_batch(rank=rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            before = {name: parameter.to_local().clone() for name, parameter in model.named_parameters()}
+            with layerzero.no_sync(model):
+                integer_loss(model, integer_batch(step=1, rank=rank)).backward()
+            optimizer.zero_grad(set_to_none=False)
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is not None and not parameter.grad.to_local().any(), (mode, name)
+            for stream in (get_state(model).gradients._streams.zero3, get_state(model).gradients._streams.replica):
+                stream.record_event().wait()
+            for name, parameter in model.named_parameters():
+                assert not parameter.grad.to_local().any(), (mode, name, "a reduction has written later")
+            for group in optimizer.param_groups:
+                group["momentum"] = 0.0
+            optimizer.step()
+            assert all(torch.equal(before[name], p.to_local()) for name, p in model.named_parameters()), mode
+
+
+def test_gradients_that_are_dropped_inside_no_sync_stay_zero() -> None:
+    run_ranks(_dropped)

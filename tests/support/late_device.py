@@ -171,6 +171,10 @@ def _tensors_of(values: object) -> list[Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
+def _poison(buffer: Tensor) -> None:
+    buffer.fill_(torch.nan if buffer.is_floating_point() else 77)
+
+
 class _LateTransfers(HostDeviceCopies):
     def device_buffer(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -245,7 +249,7 @@ class Device:
     def _poison_later(self, buffer: Tensor, stream: Stream) -> None:
         """Overwrite a buffer of a pool as soon as the allocator could reuse its memory."""
         self._poisoned.add(id(buffer))
-        stream.give(lambda: buffer.fill_(torch.nan))
+        stream.give(lambda: _poison(buffer))
 
     def _poisons(self) -> Callable[[DeviceBufferPool, Tensor], None]:
         forget = DeviceBufferPool._forget
@@ -255,7 +259,7 @@ class Device:
                 self._poisoned.remove(id(buffer))
             else:
                 pool._home.use([buffer], "the next owner of freed memory")
-                buffer.fill_(torch.nan)
+                _poison(buffer)
             forget(pool, buffer)
 
         return forgets

@@ -1,0 +1,271 @@
+"""Encoded gradients between nodes: ``shard_model(hop2_codec=...)``."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import layerzero
+from layerzero.comm.codecs import ParamRows
+from layerzero.engine.hooks import get_state
+from tests.comm.test_codecs import AsTheyAre
+from tests.comm.test_codecs import batch as random_batch
+from tests.comm.test_codecs import shard as shard_random
+from tests.support.late_device import NAME, Device, register
+from tests.support.models import (
+    IntegerNet,
+    different,
+    exact_sgd,
+    full_gradients,
+    full_parameters,
+    integer_batch,
+    integer_loss,
+    integer_net,
+)
+from tests.support.ranks import BOTH, mesh_of, run_ranks
+from tests.support.wrapped_gloo import mesh_on
+
+INT8 = layerzero.Int8Blocks()
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+MODES = ("sharded", "full", "local")
+
+
+# --- the codec ---
+
+
+def _coded(values: Tensor) -> Tensor:
+    blocks, out = [ParamRows(0, 1, values.numel())], torch.full_like(values, torch.nan)
+    encoded = torch.zeros(INT8.nbytes(blocks, values.dtype), dtype=torch.uint8)
+    INT8.encode(values, blocks, encoded)
+    INT8.decode(encoded, blocks, out)
+    return out
+
+
+@pytest.mark.parametrize("numel", [1, 5, 127, 128, 129, 1000, INT8._AT_ONCE, INT8._AT_ONCE + 131])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_each_element_is_close_to_its_value_by_the_scale_of_its_block(numel: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(numel)
+    values = (torch.randn(numel) * torch.logspace(-6, 3, numel)).to(dtype)
+    got = _coded(values)
+    padded = torch.nn.functional.pad(values.float().abs(), (0, -numel % 128)).view(-1, 128)
+    bound = (padded.amax(1, keepdim=True) / 250).expand(-1, 128).flatten()[:numel]
+    assert ((got - values.float()).abs() <= bound).all()
+    assert INT8.nbytes([ParamRows(0, 1, numel)], dtype) == numel + 2 * -(-numel // 128)
+
+
+def test_special_values() -> None:
+    assert not _coded(torch.zeros(300)).any()
+    tiny = torch.full((128,), 1e-42)
+    assert (_coded(tiny) - tiny).abs().max() <= 2.0**-120
+    for odd in (torch.inf, -torch.inf, torch.nan):
+        values = torch.ones(384)
+        values[130] = odd
+        got = _coded(values)
+        assert got[128:256].isnan().all(), "the step is skipped everywhere"
+        assert (got[:128] - 1).abs().max() < 1 / 250 > (got[256:] - 1).abs().max()
+
+
+# --- reductions ---
+
+
+def _train(model: nn.Module, rank: int, optimizers: list[Any] | None = None, steps: int = 2) -> dict[str, Tensor]:
+    optimizers = optimizers or [layerzero.shard_optimizer(exact_sgd(model.parameters()), model)]
+    for step in range(steps):
+        for micro_batch in range(2):
+            with layerzero.no_sync(model) if micro_batch == 0 else nullcontext():
+                integer_loss(model, integer_batch(step=2 * step + micro_batch, rank=rank)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return full_parameters(model)
+
+
+def _same_bits(rank: int) -> None:
+    others: tuple[dict[str, Any], ...] = ({}, {"offload_grads": True}, {"offload_optimizer": True}, {"mp_policy": BF16})
+    for size, mode, settings in itertools.product((1, 2), MODES, others):
+        found = []
+        for codec in (None, AsTheyAre()):
+            with pytest.warns(UserWarning) if "offload" in str(settings) else nullcontext():
+                model = layerzero.shard_model(
+                    integer_net(),
+                    mesh=mesh_of(size),
+                    units=IntegerNet.UNITS,
+                    accumulation=mode,
+                    hop2_codec=codec,
+                    **settings,
+                )
+            found.append(_train(model, rank))
+        assert not different(*found), (size, mode, settings)
+
+
+@BOTH
+def test_a_codec_that_changes_nothing_changes_no_bit(shared_memory: str | None) -> None:
+    run_ranks(_same_bits, shared_memory=shared_memory)
+
+
+def _owners(rank: int) -> None:
+    """Muon's owners have parts of different sizes, some of them empty."""
+    found = []
+    for codec in (None, AsTheyAre(), INT8):
+        model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, hop2_codec=codec)
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        rest = [p for p in model.parameters() if p.ndim != 2]
+        optimizers = [
+            layerzero.shard_optimizer(torch.optim.Muon(matrices, lr=2.0**-6), model),
+            layerzero.shard_optimizer(exact_sgd(rest), model),
+        ]
+        found.append(_train(model, rank, optimizers))
+        report = layerzero.memory(model)
+        assert report.measured["reduce_buffer"] == report.predicted["reduce_buffer"], report
+    assert not different(found[0], found[1]) and different(found[0], found[2])
+
+
+def test_parts_of_different_sizes_are_encoded() -> None:
+    run_ranks(_owners)
+
+
+def _bounded(rank: int) -> None:
+    for size, mode in ((1, "sharded"), (2, "sharded"), (2, "full"), (2, "local")):
+        gradients = []
+        for codec in (None, INT8):
+            model = layerzero.shard_model(
+                integer_net(), mesh=mesh_of(size), units=IntegerNet.UNITS, accumulation=mode, hop2_codec=codec
+            )
+            integer_loss(model, integer_batch(rank=rank)).backward()
+            gradients.append(full_gradients(model))
+        off = max((gradients[1][name] - exact).abs().max() for name, exact in gradients[0].items())
+        largest = max(exact.abs().max() for exact in gradients[0].values())
+        assert off > 0, "something has been encoded"
+        assert off < 0.03 * largest, (size, mode, off, largest)
+
+
+def test_gradients_are_close_to_exact_ones() -> None:
+    run_ranks(_bounded)
+
+
+def _not_finite(rank: int) -> None:
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, hop2_codec=INT8)
+    optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    guard = layerzero.guard_steps(model, optimizer)
+    before = full_parameters(model)
+    (integer_loss(model, integer_batch(rank=rank)) * (torch.inf if rank == 3 else 1.0)).backward()
+    optimizer.step()
+    assert guard.skipped == 1 and not different(before, full_parameters(model))
+
+
+def test_a_step_with_an_infinite_gradient_on_another_node_is_skipped_on_all_ranks() -> None:
+    run_ranks(_not_finite)
+
+
+def _learns(rank: int) -> None:
+    losses: list[list[float]] = []
+    for codec in (None, INT8):
+        model = shard_random(size=2, hop2_codec=codec)
+        optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-3), model)
+        losses.append([])
+        for step in range(40):
+            inputs, target = random_batch(rank, step)
+            loss = (model(inputs) - target).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    plain, coded = losses
+    assert plain != coded and plain[-1] < plain[0] / 2
+    assert all(abs(ours - theirs) < 0.02 * plain[0] for ours, theirs in zip(coded, plain, strict=True))
+
+
+def test_training_goes_down_alike() -> None:
+    run_ranks(_learns)
+
+
+# --- bytes ---
+
+
+def _counted(rank: int) -> None:
+    for size, mode, policy in itertools.product((1, 2), MODES, (None, BF16)):
+        model = layerzero.shard_model(
+            integer_net(),
+            mesh=mesh_of(size),
+            units=IntegerNet.UNITS,
+            accumulation=mode,
+            mp_policy=policy or MixedPrecisionPolicy(),
+            hop2_codec=INT8,
+        )
+        _train(model, rank)
+        report, traffic, case = layerzero.memory(model), layerzero.traffic(model), (size, mode, policy)
+        measured = {kind: nbytes for kind, nbytes in report.measured.items() if kind != "optimizer"}
+        assert measured == report.predicted and report.measured_peak == report.predicted_peak, (case, report)
+        assert traffic.predicted["hop2"] == traffic.bytes["hop2"], (case, traffic)
+        exact = 4 * sum(handle.layout.numel for handle in get_state(model).handles) // 4 * (4 // size - 1)
+        calls = traffic.calls["hop2"] // len(get_state(model).handles)
+        assert traffic.bytes["hop2"] < 0.6 * exact * calls, "small parts are padded to 16 bytes"
+
+
+@BOTH
+def test_bytes_and_memory_are_those_that_are_predicted(shared_memory: str | None) -> None:
+    run_ranks(_counted, shared_memory=shared_memory)
+
+
+def _late(rank: int) -> None:
+    register()
+    for mode in MODES:
+        mesh, found = mesh_on(NAME, 2), []
+        for codec in (AsTheyAre(), INT8):
+            with Device().installed():
+                model = layerzero.shard_model(
+                    integer_net(), mesh=mesh, units=IntegerNet.UNITS, accumulation=mode, hop2_codec=codec
+                )
+                found.append(_train(model, rank))
+                report = layerzero.memory(model)
+                assert report.measured["reduce_buffer"] == report.predicted["reduce_buffer"], (mode, report)
+        expected = []
+        for codec in (None, INT8):
+            model = layerzero.shard_model(
+                integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, accumulation=mode, hop2_codec=codec
+            )
+            expected.append(_train(model, rank))
+        assert not different(found[0], expected[0]), mode
+        assert not different(found[1], expected[1]), mode
+
+
+def test_late_streams_of_a_device_change_no_bit() -> None:
+    run_ranks(_late)
+
+
+# --- settings ---
+
+
+def _refused(rank: int) -> None:
+    for codec in ("int8", object(), layerzero.Int8Blocks):
+        with pytest.raises(
+            TypeError, match=r"hop2_codec must be an object with the methods .*layerzero.Int8Blocks\(\)"
+        ):
+            layerzero.shard_model(integer_net(), mesh=mesh_of(1), hop2_codec=codec)
+    with pytest.raises(ValueError, match=r"ranks disagree.*hop2_codec"):
+        layerzero.shard_model(integer_net(), mesh=mesh_of(1), hop2_codec=INT8 if rank else None)
+    models = []
+    for codec in (None, INT8):  # one replica, so nothing crosses nodes
+        models.append(layerzero.shard_model(integer_net(), mesh=mesh_of(2), hop2_codec=codec))
+        _train(models[-1], rank)
+    assert not different(full_parameters(models[0]), full_parameters(models[1]))
+
+
+def test_settings_are_checked_and_one_replica_encodes_nothing() -> None:
+    run_ranks(_refused, world_size=2)
+
+
+def test_a_file_names_the_codec(tmp_path: Path) -> None:
+    path = tmp_path / "layerzero.yaml"
+    path.write_text("hop2_codec: int8_blocks\n")
+    assert layerzero.LayerZeroConfig.from_yaml(path).hop2_codec == INT8
+    path.write_text("hop2_codec: float8_rows\n")
+    with pytest.raises(ValueError, match="hop2_codec is 'float8_rows', but a file supports only int8_blocks"):
+        layerzero.LayerZeroConfig.from_yaml(path)
