@@ -53,8 +53,15 @@ class Entry:
         return build
 
 
-def _ours(label: str, zero3_size: object, accumulation: str, shared_memory: str = "auto") -> Entry:
-    settings = {"zero3_size": zero3_size, "accumulation": accumulation, "shared_memory": shared_memory}
+def _ours(
+    label: str, zero3_size: object, accumulation: str, shared_memory: str = "auto", *, int8: bool = False
+) -> Entry:
+    settings = {
+        "zero3_size": zero3_size,
+        "accumulation": accumulation,
+        "shared_memory": shared_memory,
+        "int8": int8,
+    }
     return Entry(label, "ours", "ours:LayerZero", settings)
 
 
@@ -68,6 +75,7 @@ def _deepspeed(label: str, family: str, **settings: object) -> Entry:
 
 ENTRIES: dict[str, Entry] = {
     "layerzero": _ours('layerzero hybrid, "sharded"', NODE, "sharded"),
+    "layerzero-int8": _ours('layerzero hybrid, "sharded", hop 2 in int8', NODE, "sharded", int8=True),
     "layerzero-full": _ours('layerzero hybrid, "full"', NODE, "full"),
     "layerzero-exchanges": _ours('layerzero hybrid, "sharded", shared memory off', NODE, "sharded", "off"),
     "layerzero-full-exchanges": _ours('layerzero hybrid, "full", shared memory off', NODE, "full", "off"),

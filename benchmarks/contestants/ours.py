@@ -16,7 +16,7 @@ __all__ = ["ComputeAlone", "LayerZero"]
 
 
 class LayerZero(Contestant):
-    def __init__(self, task: Task, *, zero3_size: int, accumulation: str, shared_memory: str) -> None:
+    def __init__(self, task: Task, *, zero3_size: int, accumulation: str, shared_memory: str, int8: bool) -> None:
         super().__init__(task)
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE, reduce_dtype=task.reduce_dtype)
         self.model = layerzero.shard_model(
@@ -25,6 +25,7 @@ class LayerZero(Contestant):
             units=Block,
             mp_policy=policy,
             accumulation=accumulation,
+            hop2_codec=layerzero.Int8Blocks() if int8 else None,
             shared_memory=shared_memory,
         )
         self.optimizer = layerzero.shard_optimizer(torch.optim.AdamW(self.model.parameters(), **OPTIMIZER), self.model)

@@ -159,7 +159,7 @@ class Int8Blocks:
     _BLOCK = 128  # elements that share a scale
     _MOST = 127.0
     _LEAST_SCALE = 2.0**-120  # avoids divisions by zero and by denormal numbers
-    _AT_ONCE = 2**20  # elements that are converted at once, to bound the scratch memory
+    _AT_ONCE = 2**18  # elements that are converted at once, so that they fit into the cache of a core
 
     def nbytes(self, blocks: Sequence[ParamRows], dtype: torch.dtype) -> int:
         return sum(block.numel + 2 * -(-block.numel // self._BLOCK) for block in blocks)
@@ -169,7 +169,7 @@ class Int8Blocks:
         for values, scales, numbers in self._places(shard, blocks, out):
             scaled = torch.empty_like(values, dtype=shard.dtype)
             largest, rounded = (torch.empty_like(scales, dtype=shard.dtype) for _ in range(2))
-            torch.linalg.vector_norm(values, torch.inf, dim=1, keepdim=True, out=largest)
+            torch.amax(torch.abs(values, out=scaled), 1, keepdim=True, out=largest)
             torch.sub(largest, largest, out=rounded)  # NaN if the block has a non-finite element, otherwise 0
             largest.div_(self._MOST).clamp_min_(self._LEAST_SCALE).add_(rounded)
             scales.copy_(largest)
