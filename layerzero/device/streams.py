@@ -115,6 +115,9 @@ class ReductionStreams(ABC):
         while len(marks) > most:
             marks.popleft()
 
+    def keep_until_done(self, tensor: torch.Tensor) -> None:  # noqa: B027 - the host waits for threads
+        """Keep the memory of a tensor, even after the tensor is gone, until the streams have done their work so far."""
+
     def check(self) -> None:  # noqa: B027 - most streams raise where an operation is enqueued
         """Raise an error if a collective for which a background thread has waited has failed."""
 
@@ -383,6 +386,9 @@ class _DeviceStream(Stream):
     def record_event(self, waiting: Waiting = nullcontext) -> _DeviceEvents:
         return _DeviceEvents(self._module, (self._stream.record_event(),))
 
+    def keep_until_done(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self._stream)
+
 
 class DeviceStreams(ReductionStreams):
     """Streams of an accelerator, in addition to the compute stream.
@@ -397,13 +403,17 @@ class DeviceStreams(ReductionStreams):
         self._module = device_module(device)
         self._birth = self._module.current_stream()
         self.launches = _DeviceStream(self._module, device)
-        self.zero3 = _DeviceStream(self._module, device)
-        self.replica = _DeviceStream(self._module, device)
+        self._adding = _DeviceStream(self._module, device), _DeviceStream(self._module, device)
+        self.zero3, self.replica = self._adding
 
     def gradients_ready(self) -> Waitable:
         current = self._module.current_stream()
         streams = (current,) if current == self._birth else (current, self._birth)
         return _DeviceEvents(self._module, tuple(stream.record_event() for stream in streams))
+
+    def keep_until_done(self, tensor: torch.Tensor) -> None:
+        for stream in self._adding:
+            stream.keep_until_done(tensor)
 
     def synchronize(self, marks: Sequence[deque[Waitable]]) -> None:
         for stream in (self.launches, self.zero3, self.replica):

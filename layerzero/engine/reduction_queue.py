@@ -74,6 +74,9 @@ class ReductionQueue:
             self.settle()
         else:
             self._trim()
+            for gradients in self.order:
+                if gradients.reduction is not None:  # the model may be deleted before the reduction has run
+                    self.streams.keep_until_done(gradients.accumulator.storage.home())
         self._next = 0
         if any(gradients.pending_slots.has_begun for gradients in self.order):
             # A reentrant checkpoint produces the gradient of a shared parameter in several parts.

@@ -230,7 +230,7 @@ def _waits_for_hop1(rank: int) -> None:
     register()
     mesh = mesh_on(NAME, 2)
     for mode in ("sharded", "full", "local"):
-        with Device().installed():
+        with Device().installed() as device:
             model = layerzero.shard_model(integer_net(), mesh=mesh, units=["head"], accumulation=mode)
             optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
             streams = get_state(model).gradients._streams
@@ -257,6 +257,10 @@ def _waits_for_hop1(rank: int) -> None:
                         with layerzero.no_sync(model) if micro_batch < 3 else nullcontext():
                             integer_loss(model, integer_batch(step=step, rank=rank)).backward()
                     assert not any(waits[-4:-1]) and waits[-1], (mode, waits)
+                    handles = get_state(model).handles
+                    assert len({tensor.data_ptr() for tensor in device.kept}) == (
+                        0 if mode == "full" else len(handles)
+                    ), mode
                     optimizer.step()
                     optimizer.zero_grad()
 

@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from layerzero.device.accelerator import CurrentStream, HostDeviceCopies
 from layerzero.device.buffer_pools import DeviceBufferPool
+from layerzero.device.streams import _DeviceStream
 from tests.support import wrapped_gloo
 
 __all__ = ["NAME", "Device", "register"]
@@ -200,6 +201,7 @@ class Device:
         self.writes: dict[int, tuple[Stream, int]] = {}  # by address: the stream of the last write, and its number
         self._current: Stream | None = None
         self._poisoned: set[int] = set()
+        self.kept: list[Tensor] = []  # accumulators whose memory stays until the engine's streams have used them
 
     def is_current_stream_capturing(self) -> bool:
         return self.captures
@@ -229,6 +231,7 @@ class Device:
                 stack.enter_context(mock.patch(f"layerzero.{module}.device_module", lambda device: self))
             stack.enter_context(mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", _LateTransfers))
             stack.enter_context(mock.patch.object(CurrentStream, "keep_until_done", self._poison_later))
+            stack.enter_context(mock.patch.object(_DeviceStream, "keep_until_done", self._keep))
             stack.enter_context(mock.patch.object(DeviceBufferPool, "_forget", self._poisons()))
             stack.enter_context(mock.patch.object(Tensor, _REGISTER, self._registers()))
             stack.enter_context(mock.patch.object(torch.autograd.Variable, "_execution_engine", _Engine(self)))
@@ -250,6 +253,10 @@ class Device:
         """Overwrite a buffer of a pool as soon as the allocator could reuse its memory."""
         self._poisoned.add(id(buffer))
         stream.give(lambda: _poison(buffer))
+
+    def _keep(self, tensor: Tensor) -> None:
+        """Count what stays until its stream has used it; memory of the CPU stays as long as the thread refers to it."""
+        self.kept.append(tensor)
 
     def _poisons(self) -> Callable[[DeviceBufferPool, Tensor], None]:
         forget = DeviceBufferPool._forget
