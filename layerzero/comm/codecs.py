@@ -79,13 +79,17 @@ def encoded_sizes(codec: GatherCodec | None, layout: FlatLayout, zero3_size: int
     """
     if codec is None or zero3_size == 1 or not is_encoded(dtype):
         return []
-    sizes = [codec.nbytes(blocks, dtype) if blocks else 0 for blocks in param_rows(layout, zero3_size)]
-    if wrong := [size for size in sizes if not isinstance(size, int) or size < 0]:
+    return [_size_of(codec, blocks, dtype) for blocks in param_rows(layout, zero3_size)]
+
+
+def _size_of(codec: GatherCodec, blocks: Sequence[ParamRows], dtype: torch.dtype) -> int:
+    size = codec.nbytes(blocks, dtype) if blocks else 0
+    if not isinstance(size, int) or size < 0:
         raise TypeError(
-            f"{type(codec).__name__}.nbytes must return a number of bytes, got {wrong[0]!r} for a shard in {dtype}. "
-            "The buffers of a gather have this size. Return a non-negative int"
+            f"{type(codec).__name__}.nbytes must return a number of bytes, got {size!r} for a shard in {dtype}. The "
+            "buffers of a message have this size. Return a non-negative int"
         )
-    return sizes
+    return size
 
 
 def encoded_bytes(sizes: Sequence[int]) -> int:
@@ -130,8 +134,12 @@ def replica_blocks(layout: FlatLayout, grid: ShardGrid) -> list[list[ParamRows]]
 
 
 def encoded_part_bytes(codec: GatherCodec, blocks: Sequence[ParamRows], dtype: torch.dtype) -> int:
-    """Return the size in bytes of an encoded part of a gradient, rounded up so that the next part is aligned."""
-    return encoded_bytes([codec.nbytes(blocks, dtype)]) if blocks else 0
+    """Return the size in bytes of an encoded part of a gradient, rounded up so that the next part is aligned.
+
+    Raises:
+        TypeError: ``codec.nbytes`` does not return a number of bytes.
+    """
+    return encoded_bytes([_size_of(codec, blocks, dtype)])
 
 
 def dtype_of_sums(dtype: torch.dtype) -> torch.dtype:
@@ -147,9 +155,8 @@ class Int8Blocks:
     instead of 4 in fp32. Each rank sends its parts with one all-to-all, and the owner of a part adds the decoded parts
     in fp32 in rank order. The owner's own part is exact.
 
-    The error of an element is at most 1/254 of the largest absolute element in its block, and at most 1/250 with the
-    rounding of the scale to bf16. A block with a non-finite element is decoded as NaN, so that a skipped step is
-    skipped on all ranks.
+    The error of an element is at most 1/250 of the largest absolute element in its block, or 2^-121 if that is larger.
+    A block with a non-finite element is decoded as NaN, so that a skipped step is skipped on all ranks.
 
     Example::
 

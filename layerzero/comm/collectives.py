@@ -58,6 +58,8 @@ __all__ = [
     "broadcast_group",
     "collective_error",
     "connect",
+    "encoded_buffers",
+    "encoded_reduce_scatter",
     "launching",
     "reduce_scatter",
     "send_recv",
@@ -376,23 +378,30 @@ def encoded_reduce_scatter(
             pool.acquire(*size) for size in encoded_buffers(codec, blocks, numels, rank, flat.dtype)
         )
         summands = sums.view(comm.size, own).unbind()
-        for index, (piece, out) in enumerate(zip(torch.split(flat, numels), torch.split(sent, to_each), strict=True)):
-            if index == rank:
-                summands[rank].copy_(piece)
-            elif blocks[index]:
-                exact = piece if piece.dtype is dtype else torch.empty_like(piece, dtype=dtype).copy_(piece)
-                codec.encode(exact, blocks[index], out[: codec.nbytes(blocks[index], dtype)])
-        work = dist.all_to_all_single(received, sent, from_each, to_each, group=comm.group, async_op=True)
+
+        def give_back() -> None:
+            for buffer in (sent, received, sums):
+                pool.release(buffer)
+
+        try:
+            for index, (piece, out) in enumerate(
+                zip(torch.split(flat, numels), torch.split(sent, to_each), strict=True)
+            ):
+                if index == rank:
+                    summands[rank].copy_(piece)
+                elif blocks[index]:
+                    exact = piece if piece.dtype is dtype else torch.empty_like(piece, dtype=dtype).copy_(piece)
+                    codec.encode(exact, blocks[index], out[: codec.nbytes(blocks[index], dtype)])
+            work = dist.all_to_all_single(received, sent, from_each, to_each, group=comm.group, async_op=True)
+        except BaseException:
+            give_back()
+            raise
 
     def decoded() -> Sequence[Tensor]:
         for index, (part, out) in enumerate(zip(torch.split(received, from_each), summands, strict=True)):
             if index != rank and blocks[rank]:
                 codec.decode(part[: codec.nbytes(blocks[rank], dtype)], blocks[rank], out)
         return summands
-
-    def give_back() -> None:
-        for buffer in (sent, received, sums):
-            pool.release(buffer)
 
     return PendingReduction(issued.carried_by(work), flat, decoded, None, give_back)
 

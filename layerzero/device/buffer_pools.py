@@ -117,8 +117,12 @@ class BufferPool:
         with self._lock:
             self._idle[buffer.numel(), buffer.dtype].append(buffer)
 
-    def trim(self) -> None:
-        """Return unused device memory to torch's allocator."""
+    def trim(self, *, waited: bool = False) -> None:
+        """Return unused device memory to torch's allocator.
+
+        Args:
+            waited: True if the current stream has waited for all streams that use the pool.
+        """
 
 
 class _Released(NamedTuple):
@@ -130,12 +134,13 @@ class _Released(NamedTuple):
 
 
 class DeviceBufferPool(BufferPool):
-    """Pool of flat buffers on a device, which exist only while gradients are reduced.
+    """Pool of flat buffers on a device, which exist only while they are used.
 
     [Note: Scratch memory on a device]
     Buffers come from torch's caching allocator and belong to the stream that was current when the pool was created,
     which is the stream of the computation. At the end of a backward pass, :meth:`trim` returns them to the allocator.
-    The memory can then hold activations.
+    The memory can then hold activations. With `offload_params`, the buffers of a refresh stay until the end of the next
+    backward pass.
 
     The host releases a buffer long before the buffer's last use on the device. Therefore released buffers are kept with
     an event. While the buffers take less than `predicted_bytes`, a request gets new memory and waits for nothing. After
@@ -146,6 +151,9 @@ class DeviceBufferPool(BufferPool):
     The allocator reuses memory on the stream to which the memory belongs. If the host returns memory during a pass,
     this stream first waits for the last use. At the end of a pass, ``record_stream`` defers the reuse instead, so that
     the computation does not wait for reductions.
+
+    If more bytes are in use at once than predicted, for example after parameters were unfrozen, the pool makes room for
+    twice as many.
     """
 
     def __init__(self, device: torch.device, order: CurrentStream) -> None:
@@ -154,6 +162,7 @@ class DeviceBufferPool(BufferPool):
         self._home = order.current()
         self._released: deque[_Released] = deque()  # oldest first
         self.held_bytes = 0  # bytes of all existing buffers
+        self._most_in_use = 0  # maximum number of bytes of buffers that were not released
 
     def expect_also(self, buffers: Mapping[Size, int]) -> None:
         self.expected = Counter(self.expected) | Counter(buffers)
@@ -167,7 +176,11 @@ class DeviceBufferPool(BufferPool):
                     del self._released[index]
                     self._order.wait_event(each.mark)
                     return each.buffer
-        while self._released and self.held_bytes + numel * dtype.itemsize > self.predicted_bytes:
+        in_use = self.held_bytes - sum(each.buffer.nbytes for each in self._released) + numel * dtype.itemsize
+        self._most_in_use = max(self._most_in_use, in_use)
+        exceeded = self._most_in_use > self.predicted_bytes
+        limit = 2 * self._most_in_use if exceeded else self.predicted_bytes
+        while self._released and self.held_bytes + numel * dtype.itemsize > limit:
             oldest = self._released.popleft()
             if (oldest.buffer.numel(), oldest.buffer.dtype) == key:
                 self._order.wait_event(oldest.mark)
@@ -189,10 +202,11 @@ class DeviceBufferPool(BufferPool):
     def release(self, buffer: Tensor) -> None:
         self._released.append(_Released(buffer, self._order.record_event(), self._order.current()))
 
-    def trim(self) -> None:
+    def trim(self, *, waited: bool = False) -> None:
+        waited = waited and self._order.current() == self._home
         while self._released:
             each = self._released.popleft()
-            if each.stream != self._home:
+            if not waited and each.stream != self._home:
                 self._order.keep_until_done(each.buffer, each.stream)
             self._forget(each.buffer)
 

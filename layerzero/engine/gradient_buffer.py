@@ -162,19 +162,19 @@ class GradientBuffer:
         self._fill_holes(parts)
         self._states = bytearray(len(self._states))
         if not self.storage.fixed:
-            self._opened = None
+            self._forget_views()
 
     def rest(self) -> None:
         """Close the memory until the next write. Keep the contents if any slot is written or exposed."""
         if not self.storage.fixed:
             self.storage.close(keep=not self.untouched)
-            self._opened = None
+            self._forget_views()
 
     def discard(self) -> None:
         """Mark all slots as empty and release the memory."""
         self.clear()
         self.storage.close(keep=False)
-        self._opened = None
+        self._forget_views()
 
     # Buffers whose memory is a part of another buffer; see gradient_storage.py
 
@@ -189,6 +189,11 @@ class GradientBuffer:
         if not self.storage.fixed:
             self.storage.restore(keep=not self.empty)
             self._opened = None
+
+    def _forget_views(self) -> None:
+        self._opened = None
+        if self.storage.returns_memory:  # views would keep the memory allocated
+            self._parts.clear()
 
     def _refuse_unclaimed(self, parts: list[Tensor]) -> None:
         for slot, holding in enumerate(self._states):

@@ -190,6 +190,7 @@ class GradientReducer:
             for member in shown.members:
                 member.gathered.grad = None
                 take_flag(member.gathered)
+        self.queue.trim()  # abort() has released buffers
 
     def close(self) -> None:
         """Stop the reduction threads and drop all references.

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from layerzero.comm.transport.base import SendBuffer
 from layerzero.device.accelerator import HostDeviceCopies, StreamEvent, TouchedBy
-from layerzero.device.buffer_pools import BufferPool
+from layerzero.device.buffer_pools import BufferPool, DeviceBufferPool
 
 __all__ = [
     "AliasedStorage",
@@ -62,11 +62,13 @@ class GradientStorage(ABC):
     Attributes:
         lasting: True if an opened tensor stays valid when other storages are opened.
         fixed: True if :meth:`open` always returns the same tensor.
+        returns_memory: True if the memory is returned to the allocator after a pass.
         guard: lock that prevents other storages from reusing the memory.
     """
 
     lasting = True
     fixed = False
+    returns_memory = False
     guard: AbstractContextManager[object] = nullcontext()
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
@@ -208,6 +210,7 @@ class PooledStorage(GradientStorage):
     def __init__(self, numel: int, dtype: torch.dtype, pool: BufferPool) -> None:
         super().__init__(numel, dtype)
         self._pool = pool
+        self.returns_memory = isinstance(pool, DeviceBufferPool)
         self._tensor: Tensor | None = None
 
     def open(self, *, keep: bool) -> Tensor:
@@ -291,6 +294,7 @@ class HostStorage(GradientStorage):
         super().__init__(numel, dtype)
         self._transfers = transfers
         self._pool = pool  # provides scratch buffers on the device
+        self.returns_memory = isinstance(pool, DeviceBufferPool)
         self._host: Tensor | None = None
         self._stored: StreamEvent = None  # event of the last copy to the host
         self._device: Tensor | None = None  # scratch buffer while the storage is open

@@ -19,6 +19,7 @@ from layerzero.comm.collectives import (
 from layerzero.comm.transport.base import SendBuffer
 from layerzero.comm.wait_times import record_wait
 from layerzero.device.accelerator import HostDeviceCopies
+from layerzero.device.buffer_pools import BufferPool
 from layerzero.device.streams import ReductionStreams, Waitable
 from layerzero.engine.gradient_buffer import GradientBuffer
 from layerzero.engine.gradient_storage import (
@@ -412,30 +413,23 @@ class HandleReduction:
         else:
             target.storage.prefetch(keep=not target.untouched)
             self._leases = (sent, target.storage.lease())
-        if is_hop1:
-            self._pending = gradients.transport.reduce_scatter(sent.tensor, stage.wire_dtype, name=gradients.label)
-        elif stage.codec is not None:
-            self._pending = encoded_reduce_scatter(
-                gradients.mesh_info.replica_comm,
-                stage.collective,
-                sent.tensor,
-                pool,
-                stage.codec,
-                gradients.hop2_blocks,
-                name=gradients.label,
-                parts=gradients.parts,
-            )
-        else:
-            self._pending = reduce_scatter(
-                gradients.mesh_info.replica_comm,
-                stage.collective,
-                sent.tensor,
-                pool,
-                wire=stage.wire_dtype,
-                name=gradients.label,
-                parts=gradients.parts,
-            )
+        try:
+            self._pending = self._start(stage, sent.tensor, pool)
+        except BaseException:
+            self._end_leases()
+            raise
         self._issued.append(self._pending.work.issued)
+
+    def _start(self, stage: ReductionStage, sent: Tensor, pool: BufferPool) -> PendingReduction:
+        gradients, name = self.gradients, self.gradients.label
+        if stage.collective is Collective.HOP1:
+            return gradients.transport.reduce_scatter(sent, stage.wire_dtype, name=name)
+        comm, parts = gradients.mesh_info.replica_comm, gradients.parts
+        if stage.codec is not None:
+            return encoded_reduce_scatter(
+                comm, stage.collective, sent, pool, stage.codec, gradients.hop2_blocks, name=name, parts=parts
+            )
+        return reduce_scatter(comm, stage.collective, sent, pool, wire=stage.wire_dtype, name=name, parts=parts)
 
     def _add_result(self, stage: ReductionStage, pending: PendingReduction, *, is_last: bool) -> None:
         target, final = self.gradients.buffers[stage.target], self.gradients.final

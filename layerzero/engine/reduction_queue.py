@@ -73,7 +73,7 @@ class ReductionQueue:
         if across_replicas or self._waits_after_no_sync:
             self.settle()
         else:
-            self._trim()
+            self.trim()
             for gradients in self.order:
                 if gradients.reduction is not None:  # the model may be deleted before the reduction has run
                     self.streams.keep_until_done(gradients.accumulator.storage.home())
@@ -101,11 +101,12 @@ class ReductionQueue:
             if not any(self._events):  # otherwise an interrupt ended the wait, and reductions are still in flight
                 while self._reducing:
                     self._reducing.pop().reduction = None
-                self._trim()
+                self.trim(waited=True)
 
-    def _trim(self) -> None:
+    def trim(self, *, waited: bool = False) -> None:
+        """Return the memory of released buffers to a device's allocator."""
         for pool in self._pools:
-            pool.trim()
+            pool.trim(waited=waited)
 
     def wait_until_writable(self, gradients: HandleGradients) -> None:
         """Wait until gradients can be added to the buffers of `gradients`."""

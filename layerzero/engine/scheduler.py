@@ -228,8 +228,10 @@ class Scheduler(Closable):
         """Return whether a unit whose forward pass has returned stays gathered until its backward pass."""
         if unit in self.staying:
             return True
+        # A unit that is called directly is the last one of its own forward pass.
         may_stay = self._last_unit_stays and unit.reshard_after_forward is True and not unit.is_told
-        return may_stay and self._forward is not None and self._forward.is_expected_end(unit)
+        forward = self._forward if may_stay else None
+        return forward is not None and forward.entry_unit is self._units[0] and forward.is_expected_end(unit)
 
     def _compute_dtypes(self, unit: Unit) -> set[torch.dtype] | None:
         """Return the dtypes of the gathered parameters if these are not the compute weights, otherwise None."""

@@ -51,7 +51,8 @@ class Unit:
         self.transport_traits = mesh.transport.traits  # not the transport, because live graphs keep units alive
         self.cast_buffers = tuple(cast_buffers)
         self.reshard_after_forward = reshards  # if an int: number of ranks that each keep a post-forward shard
-        # True if set_reshard_after_forward was called. On a device, the root follows the setting only in this case.
+        # True if set_reshard_after_forward was called. On a device, the root and the unit that is
+        # called last follow the setting only in this case.
         self.is_told = False
         self.reshard_after_backward = True
         self._kept_for: Callable[[], object] = lambda: None  # the last forward pass that kept a post-forward shard

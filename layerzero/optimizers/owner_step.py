@@ -224,8 +224,10 @@ def step_owned(
             if each.is_in_owner_group and not each.is_fully_local:
                 away.append((each, gradient))
         turns.append(_turns(away, _largest(members, owner_group), owner_group, pool))
-    step_param_by_param(inner, take_step, chain.from_iterable(turns))
-    pool.trim()
+    try:
+        step_param_by_param(inner, take_step, chain.from_iterable(turns))
+    finally:
+        pool.trim()
 
 
 def _require_gradients_alike(owner_groups: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelRanks) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -182,7 +183,8 @@ class Estimator:
         """
         over = self._shared_over(choice)
         numel = sum(cost.numel for cost in self.unit_costs())
-        root, *others = sorted((cost.numel for cost in self.unit_costs()), reverse=True)
+        root, *others = (cost.numel for cost in self.unit_costs())
+        two = max((a + b for a, b in pairwise(others)), default=sum(others))  # the current and the prefetched unit
         largest = max(others, default=0.0)
         element = self.param_dtype.itemsize
         memory = {"masters": 4 * numel / over, "gradients": 4 * numel / over, "optimizer": 8 * numel / over}
@@ -191,7 +193,7 @@ class Estimator:
             memory["optimizer"] = 8 * numel / over
             gathered = 0.0
         else:
-            gathered = (root + 2 * largest) * element + (root + largest) * choice.reduce_dtype.itemsize
+            gathered = (root + two) * element + (root + largest) * choice.reduce_dtype.itemsize
         memory["gathered"] = gathered
         whole = {kind: round(nbytes) for kind, nbytes in memory.items()}
         return whole, sum(whole.values())
@@ -232,7 +234,8 @@ class Estimator:
         """Return the time and traffic of a simulated step.
 
         At most 3 micro-batches are simulated, and the others are extrapolated. From the third micro-batch on, each
-        micro-batch takes as long as the previous one, because no collective is in flight between micro-batches.
+        micro-batch takes as long as the previous one, because the simulation waits for the reductions of each
+        micro-batch. A device waits only for the reductions of the last one, so the estimate is slightly too long.
         """
         most = min(choice.micro_batches, 3)
         simulated = self._simulated(choice, most)

@@ -240,7 +240,8 @@ def _units(plan: Plan, *, yaml: bool) -> str:
         return "null  # the units that you passed" if yaml else "your_units"
     names = [each if isinstance(each, str) else called or each.__name__ for each in named]
     if yaml:
-        comment = "  # the class of your model's blocks and its own embedding and head" if called else ""
+        others = " and its own embedding and head" if len(names) > 1 else ""
+        comment = f"  # the class of your model's blocks{others}" if called else ""
         return f"[{', '.join(names)}]{comment}"
     quoted = [f'"{name}"' if called or isinstance(each, str) else name for name, each in zip(names, named, strict=True)]
     return f"{{{', '.join(quoted)}}}"

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from layerzero.comm.agreement import require_equal
-from layerzero.comm.codecs import encoded_bytes, encoded_sizes, is_encoded
+from layerzero.comm.codecs import encoded_bytes, encoded_part_bytes, encoded_sizes, is_encoded, replica_blocks
 from layerzero.comm.transport.base import GatherOptions
 from layerzero.config import LayerZeroConfig
 from layerzero.device.accelerator import device_module
@@ -27,6 +27,7 @@ from layerzero.engine.resources import MeshResources
 from layerzero.engine.unit import Unit
 from layerzero.estimates.specs import HandleSpec, RankTraits
 from layerzero.layout.flat_layout import FlatLayout, Slot, plan_layouts
+from layerzero.layout.shard_grid import ShardGrid
 from layerzero.sharding.meta_init import UninitializedTensor, fill_sentinel, has_sentinel
 from layerzero.sharding.unit_meshes import UnitMesh
 from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition, describe_storage, is_plain_storage
@@ -130,10 +131,22 @@ def require_equal_encoded_sizes(
     plans: Sequence[UnitDefinition], handles: Sequence[Sequence[HandleSpec]], config: LayerZeroConfig, site: UnitMesh
 ) -> None:
     """Raise ValueError on all ranks of a mesh if their codecs produce different numbers of bytes."""
+    size, data_parallel = site.mesh_info.zero3_size, site.mesh_info.grid.data_parallel
+    told: dict[str, object] = {}
+    if (codec := config.hop2_codec) is not None and data_parallel > size:
+        grids = [ShardGrid.of_rank(rank, data_parallel=data_parallel, zero3_size=size) for rank in range(data_parallel)]
+        told = {
+            f"bytes of hop2_codec for unit {plan.name!r}": [
+                [encoded_part_bytes(codec, part, torch.float32) for part in replica_blocks(each.layout, grid)]
+                for each in unit
+                for grid in grids[:: data_parallel // size]
+            ]
+            for plan, unit in zip(plans, handles, strict=True)
+        }
     if config.gather_codec is None:
+        require_equal("shard_model", told, ranks=site.mesh_info.ranks) if told else None
         return
-    size = site.mesh_info.zero3_size
-    told = {
+    told |= {
         f"bytes of gather_codec for unit {plan.name!r}": [
             encoded_sizes(config.gather_codec, each.layout, size, each.precision.compute) for each in unit
         ]

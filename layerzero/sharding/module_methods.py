@@ -214,7 +214,8 @@ def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, re
 
     If `recurse` is True, also change the setting of the units inside the unit.
 
-    :func:`layerzero.shard_model` describes the setting. All ranks must make the same call. A forward without gradients
+    :func:`layerzero.shard_model` describes the setting. On a device, True also frees the root and the unit that is
+    called last, which otherwise stay gathered. All ranks must make the same call. A forward without gradients
     always frees its weights.
 
     Raises:

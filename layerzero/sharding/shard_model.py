@@ -160,10 +160,10 @@ def shard_model(
             the machine limits pinned memory. Copies are then slower, and the host waits for them. On the CPU, no memory
             is pinned.
         reshard_after_forward: if True, free a unit's full weights after its forward and gather them again for its
-            backward. To choose for each unit, pass ``callable(name, module) -> bool | int``. Returning False for the
-            last unit avoids a gather that cannot overlap with computation. An int, as in FSDP2, is a divisor of
-            `zero3_size`. Between forward and backward, the unit stays sharded over that many neighboring ranks, and its
-            backward gathers it among these ranks only. `zero3_size` itself means True, and 1 means False.
+            backward. On a device, the root and the unit that is called last stay gathered. To choose for each unit,
+            pass ``callable(name, module) -> bool | int``. An int, as in FSDP2, is a divisor of `zero3_size`. Between
+            forward and backward, the unit stays sharded over that many neighboring ranks, and its backward gathers it
+            among these ranks only. `zero3_size` itself means True, and 1 means False.
         prefetch: number of units to gather ahead of the unit that is computing.
         gather_codec: encoding of bf16 or fp16 weights in gathers. Pass :class:`Float8Rows`, which halves the number of
             bytes, or an object with the methods of :class:`GatherCodec`. Forward and backward passes compute with the

@@ -200,7 +200,7 @@ def _chosen_units(model: nn.Module, units: Units, ignored: Collection[int]) -> _
     if units is None:
         return []
     if isinstance(units, str) and units == AUTO:
-        units = auto_units(model)
+        units = auto_units(model, ignored)
     if isinstance(units, _Policy) or _takes_recurse(units):
         return _by_policy(model, units, ignored)
     if not isinstance(units, (str, type, nn.Module)) and callable(units):
@@ -391,10 +391,12 @@ def _not_to_be_split(model: nn.Module) -> set[str]:
     return said
 
 
-def auto_units(model: nn.Module) -> list[str | nn.Module]:
+def auto_units(model: nn.Module, ignored: Collection[int] = ()) -> list[str | nn.Module]:
     """Return the units for ``units="auto"``: the classes of blocks, and the model's embeddings and heads.
 
-    An embedding or head whose weights are tied stays in the root, which is gathered from its first to its last use.
+    An embedding or head whose weights are tied stays in the root, which is gathered from its first to its last use. So
+    does a head if the ``forward`` of the model has been replaced, because the replacement may read the head's weight
+    without calling the head, as TRL's fused losses do.
 
     Raises:
         ValueError: the model does not declare the classes of its blocks.
@@ -404,8 +406,9 @@ def auto_units(model: nn.Module) -> list[str | nn.Module]:
     names = {module: name for name, module in model.named_modules()}
     holders = {id(found.parameter): found.owners for _, found in _unique_parameters(model, set())}
     found: dict[nn.Module, None] = {}
+    replaced = any("forward" in vars(each) for each in model.modules() if hasattr(each, "get_output_embeddings"))
     for each in model.modules():
-        for kind in ("get_input_embeddings", "get_output_embeddings"):
+        for kind in ("get_input_embeddings", *(() if replaced else ("get_output_embeddings",))):
             with suppress(AttributeError, NotImplementedError):  # not all models of transformers have embeddings
                 found[getattr(each, kind)()] = None
     return [
@@ -417,7 +420,7 @@ def auto_units(model: nn.Module) -> list[str | nn.Module]:
             and _has_forward(each)
             and not any(f"{names[each]}.".startswith(f"{block}.") for block in blocks)
             and not any(f"{block}.".startswith(f"{names[each]}.") for block in blocks)
-            and any(True for _ in each.parameters())
+            and _numel(each, ignored)
             and all(len(holders[id(parameter)]) == 1 for parameter in each.parameters())
         ),
     ]

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import layerzero
 from layerzero.comm.codecs import ParamRows
 from layerzero.engine.hooks import get_state
-from tests.comm.test_codecs import AsTheyAre
+from tests.comm.test_codecs import AsTheyAre, Bits, Lies
 from tests.comm.test_codecs import batch as random_batch
 from tests.comm.test_codecs import shard as shard_random
 from tests.support.late_device import NAME, Device, register
@@ -156,6 +156,8 @@ def _not_finite(rank: int) -> None:
     guard = layerzero.guard_steps(model, optimizer)
     before = full_parameters(model)
     (integer_loss(model, integer_batch(rank=rank)) * (torch.inf if rank == 3 else 1.0)).backward()
+    gradients = [parameter.grad.to_local() for parameter in model.parameters() if parameter.grad is not None]
+    assert not all(bool(each.isfinite().all()) for each in gradients), "ranks 0 and 1 only receive encoded values"
     optimizer.step()
     assert guard.skipped == 1 and not different(before, full_parameters(model))
 
@@ -249,6 +251,10 @@ def _refused(rank: int) -> None:
             TypeError, match=r"hop2_codec must be an object with the methods .*layerzero.Int8Blocks\(\)"
         ):
             layerzero.shard_model(integer_net(), mesh=mesh_of(1), hop2_codec=codec)
+    with pytest.raises(TypeError, match=r"Lies\.nbytes must return a number of bytes, got 'many'"):
+        layerzero.shard_model(integer_net(), mesh=mesh_of(1), hop2_codec=Lies())
+    with pytest.raises(ValueError, match=r"ranks disagree.*bytes of hop2_codec for unit ''"):
+        layerzero.shard_model(integer_net(), mesh=mesh_of(1), hop2_codec=Bits(16 if rank else 32))
     with pytest.raises(ValueError, match=r"ranks disagree.*hop2_codec"):
         layerzero.shard_model(integer_net(), mesh=mesh_of(1), hop2_codec=INT8 if rank else None)
     models = []

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
-from layerzero import Float8Rows, LayerZeroConfig
+from layerzero import Float8Rows, Int8Blocks, LayerZeroConfig
 from tests.support.models import TiedTransformer
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -29,6 +29,7 @@ offload_params: true
 pin_memory: false
 reshard_after_forward: false
 gather_codec: float8_rows
+hop2_codec: int8_blocks
 prefetch: 2
 shared_memory: "off"
 ignored_modules: [head]
@@ -74,6 +75,7 @@ def test_every_setting_can_be_given(tmp_path: Path) -> None:
         pin_memory=False,
         reshard_after_forward=False,
         gather_codec=Float8Rows(),
+        hop2_codec=Int8Blocks(),
         prefetch=2,
         shared_memory="off",
         ignored_modules=["head"],

@@ -102,7 +102,9 @@ def _compare(rank: int, zero3_size: int, path: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(("world_size", "zero3_size"), [(2, 2), (4, 2), (4, 1)])
 def test_late_streams_change_no_bit_and_all_ranks_launch_alike(world_size: int, zero3_size: int, tmp_path: Any) -> None:
-    by_rank = run_ranks(_compare, zero3_size, str(tmp_path / "trace"), world_size=world_size, pg_timeout=30)
+    by_rank = run_ranks(
+        _compare, zero3_size, str(tmp_path / "trace"), world_size=world_size, pg_timeout=30, timeout=300
+    )
     for settings, *logs in zip(_settings_of(zero3_size), *by_rank, strict=True):
         sums = [entry for entry in logs[0] if entry.startswith("hop")]
         assert len(sums) >= 3 * UNITS

@@ -192,6 +192,10 @@ def _predicted_on_a_device(rank: int) -> None:
             _assert_predicted(model, case)
             pool = get_state(model).pools.scratch
             assert isinstance(pool, DeviceBufferPool) and pool.held_bytes == 0, "activations can use the memory"
+            for handle in get_state(model).handles:
+                assert handle.gradients is not None
+                for buffer in handle.gradients.buffers.values():
+                    assert not (buffer.storage.returns_memory and buffer._parts), "a view would keep the memory"
 
 
 def test_memory_on_a_device_is_predicted_whatever_is_gathered_ahead() -> None:

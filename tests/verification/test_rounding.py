@@ -48,8 +48,8 @@ _init = ReductionStage.__init__
 
 
 def _init_off_by_a_thousandth(self: ReductionStage, *args: Any) -> None:
-    *path, scale = args
-    _init(self, *path, scale if scale == 1.0 else scale * 1.001)
+    path, scale, codec = args[:4], args[4], args[5:]
+    _init(self, *path, scale if scale == 1.0 else scale * 1.001, *codec)
 
 
 def _verify_norms(rank: int) -> dict[str, layerzero.VerifyReport]:

@@ -349,6 +349,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "mesh": ({"mesh": None}, "verify does not support mesh"),
     "zero3_size": ({"zero3_size": 2}, "verify does not support zero3_size: pass zero3_sizes"),
     "gather_codec": ({"gather_codec": layerzero.Float8Rows()}, "verify does not support gather_codec: the plain run"),
+    "hop2_codec": ({"hop2_codec": layerzero.Int8Blocks()}, "verify does not support hop2_codec: the plain run"),
     "typo": ({"unit": {Block}}, "no setting 'unit'. Use one of ['accumulation'"),
     "accumulation": ({"accumulation": "half"}, "accumulation='half'"),
     "ignored": ({"ignored_params": []}, "ignored_params must be a function of the model, not []"),
