@@ -231,3 +231,21 @@ def _gathers(rank: int) -> None:
 
 def test_the_root_and_the_last_unit_stay_gathered_until_the_backward_pass() -> None:
     run_ranks(_gathers)
+
+
+def _called_directly(rank: int) -> None:
+    register()
+    mesh = mesh_on(NAME, 2)
+    with Device().installed():
+        model = layerzero.shard_model(integer_net(), mesh=mesh, units=IntegerNet.UNITS)
+        optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+        for _ in range(3):
+            output = model.head(torch.ones(1, 6))
+            assert not any(handle.weights.full_buffer.untyped_storage().nbytes() for handle in get_state(model).handles)
+            output.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_unit_that_is_called_directly_does_not_stay_gathered() -> None:
+    run_ranks(_called_directly, world_size=2)

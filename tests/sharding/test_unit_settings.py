@@ -375,6 +375,12 @@ def _auto_embeddings(rank: int) -> None:
     model = Language(tied=False)
     model.get_output_embeddings = lambda: model.layers[0].linear
     assert [unit.name for unit in get_state(shard(model, units="auto")).units][-1] == "inside.0", "a head in a block"
+    model = Language(tied=False)
+    model.forward = model.forward
+    names = [unit.name for unit in get_state(shard(model, units="auto")).units]
+    assert names[-1] == "inside.0", "a replaced forward may read the weight of the head without calling it"
+    names = [unit.name for unit in get_state(shard(Language(tied=False), units="auto", ignored_modules=["head"])).units]
+    assert names[-1] == "inside.0", "a head that is not sharded"
 
 
 def test_auto_gives_the_embedding_and_the_head_units_of_their_own() -> None:
