@@ -199,8 +199,8 @@ def _scaled(factor: float) -> Callable[..., None]:
     original = ReductionStage.__init__
 
     def init(self: ReductionStage, *args: Any) -> None:
-        *path, scale = args
-        original(self, *path, scale if scale == 1.0 else scale * factor)
+        path, scale, codec = args[:4], args[4], args[5:]
+        original(self, *path, scale if scale == 1.0 else scale * factor, *codec)
 
     return init
 
