@@ -13,13 +13,12 @@ from layerzero.layout.flat_layout import FlatLayout
 from layerzero.layout.shard_grid import ShardGrid, overlap
 
 __all__ = [
+    "EncodedParts",
     "Float8Rows",
     "GatherCodec",
     "Int8Blocks",
     "ParamRows",
-    "dtype_of_sums",
     "encoded_bytes",
-    "encoded_part_bytes",
     "encoded_sizes",
     "is_encoded",
     "param_rows",
@@ -133,18 +132,28 @@ def replica_blocks(layout: FlatLayout, grid: ShardGrid) -> list[list[ParamRows]]
     return found
 
 
-def encoded_part_bytes(codec: GatherCodec, blocks: Sequence[ParamRows], dtype: torch.dtype) -> int:
-    """Return the size in bytes of an encoded part of a gradient, rounded up so that the next part is aligned.
+class EncodedParts(NamedTuple):
+    """Encoded form of each replica's part of a ZeRO-3 gradient shard."""
 
-    Raises:
-        TypeError: ``codec.nbytes`` does not return a number of bytes.
-    """
-    return encoded_bytes([_size_of(codec, blocks, dtype)])
+    codec: GatherCodec
+    dtype: torch.dtype  # dtype in which parts are encoded, decoded and added
+    blocks: list[list[ParamRows]]  # encoded elements of each part
+    sizes: list[int]  # size of each encoded part, in bytes
 
+    @classmethod
+    def of(cls, codec: GatherCodec, layout: FlatLayout, grid: ShardGrid, dtype: torch.dtype) -> EncodedParts:
+        """Return the encoded parts of this rank's shard of a gradient of dtype `dtype`.
 
-def dtype_of_sums(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which decoded parts of a gradient of dtype `dtype` are added."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
+        Raises:
+            TypeError: ``codec.nbytes`` does not return a number of bytes.
+        """
+        added_in, blocks = max(dtype, torch.float32, key=lambda each: each.itemsize), replica_blocks(layout, grid)
+        return cls(codec, added_in, blocks, [_size_of(codec, each, added_in) for each in blocks])
+
+    @property
+    def widths(self) -> list[int]:
+        """Size of each part in a message in bytes, rounded up so that the next part is aligned."""
+        return [encoded_bytes([size]) for size in self.sizes]
 
 
 @dataclass(frozen=True)
@@ -172,7 +181,7 @@ class Int8Blocks:
         return sum(block.numel + 2 * -(-block.numel // self._BLOCK) for block in blocks)
 
     def encode(self, shard: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
-        # On a device's side stream, every operation writes to memory that the host has allocated.
+        # Every operation writes to a given tensor, so a chunk needs no other temporary memory.
         for values, scales, numbers in self._places(shard, blocks, out):
             scaled = torch.empty_like(values, dtype=shard.dtype)
             largest, rounded = (torch.empty_like(scales, dtype=shard.dtype) for _ in range(2))

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 
-from layerzero.comm.codecs import GatherCodec, ParamRows, dtype_of_sums, encoded_part_bytes
+from layerzero.comm.codecs import EncodedParts
 from layerzero.comm.failure_report import CollectiveError, RankStatus, diagnose
 from layerzero.comm.process_groups import HeldGroup, timeout_on
 from layerzero.comm.trace_recorder import CollectiveTrace
@@ -353,31 +353,27 @@ def encoded_reduce_scatter(
     collective: Collective,
     flat: Tensor,
     pool: BufferPool,
-    codec: GatherCodec,
-    blocks: Sequence[Sequence[ParamRows]],
+    encoded: EncodedParts,
     *,
     name: str = "",
     parts: Sequence[int] | None = None,
 ) -> PendingReduction:
-    """Start a reduce-scatter of `flat` [size * n] whose messages `codec` encodes.
+    """Start a reduce-scatter of `flat` [size * n] with encoded messages.
 
     The encoded pieces are exchanged with an all-to-all. Each rank decodes the pieces that it receives, and adds them
     to its own exact piece in rank order. The other arguments are those of :func:`reduce_scatter`.
 
     Args:
-        blocks: elements of each rank's piece that are encoded. The others are padding.
+        encoded: codec, and the elements of each rank's piece that it encodes. The others are padding.
     """
     numels = [flat.numel() // comm.size] * comm.size if parts is None else list(parts)
-    rank, own = comm.rank, numels[comm.rank]
-    dtype = dtype_of_sums(flat.dtype)
-    widths = [encoded_part_bytes(codec, each, dtype) for each in blocks]
+    codec, dtype, blocks, sizes = encoded
+    rank, widths = comm.rank, encoded.widths
     to_each = [0 if index == rank else width for index, width in enumerate(widths)]
     from_each = [0 if index == rank else widths[rank] for index in range(comm.size)]
     with launching(comm, collective, name, sum(to_each)) as issued:
-        sent, received, sums = (
-            pool.acquire(*size) for size in encoded_buffers(codec, blocks, numels, rank, flat.dtype)
-        )
-        summands = sums.view(comm.size, own).unbind()
+        sent, received, sums = (pool.acquire(*size) for size in encoded_buffers(encoded, numels, rank))
+        summands = sums.view(comm.size, numels[rank]).unbind()
 
         def give_back() -> None:
             for buffer in (sent, received, sums):
@@ -391,7 +387,7 @@ def encoded_reduce_scatter(
                     summands[rank].copy_(piece)
                 elif blocks[index]:
                     exact = piece if piece.dtype is dtype else torch.empty_like(piece, dtype=dtype).copy_(piece)
-                    codec.encode(exact, blocks[index], out[: codec.nbytes(blocks[index], dtype)])
+                    codec.encode(exact, blocks[index], out[: sizes[index]])
             work = dist.all_to_all_single(received, sent, from_each, to_each, group=comm.group, async_op=True)
         except BaseException:
             give_back()
@@ -400,28 +396,24 @@ def encoded_reduce_scatter(
     def decoded() -> Sequence[Tensor]:
         for index, (part, out) in enumerate(zip(torch.split(received, from_each), summands, strict=True)):
             if index != rank and blocks[rank]:
-                codec.decode(part[: codec.nbytes(blocks[rank], dtype)], blocks[rank], out)
+                codec.decode(part[: sizes[rank]], blocks[rank], out)
         return summands
 
     return PendingReduction(issued.carried_by(work), flat, decoded, None, give_back)
 
 
-def encoded_buffers(
-    codec: GatherCodec, blocks: Sequence[Sequence[ParamRows]], numels: Sequence[int], rank: int, dtype: torch.dtype
-) -> list[Size]:
+def encoded_buffers(encoded: EncodedParts, numels: Sequence[int], rank: int) -> list[Size]:
     """Return the sizes of the buffers that :func:`encoded_reduce_scatter` acquires: to send, to receive, and to add.
 
     Args:
         numels: number of elements that each rank receives.
         rank: the calling rank.
-        dtype: dtype of the gradients.
     """
-    dtype = dtype_of_sums(dtype)
-    widths = [encoded_part_bytes(codec, each, dtype) for each in blocks]
+    widths = encoded.widths
     return [
         (sum(widths) - widths[rank], torch.uint8),
         ((len(numels) - 1) * widths[rank], torch.uint8),
-        (len(numels) * numels[rank], dtype),
+        (len(numels) * numels[rank], encoded.dtype),
     ]
 
 

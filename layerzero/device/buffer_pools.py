@@ -162,13 +162,20 @@ class DeviceBufferPool(BufferPool):
         self._home = order.current()
         self._released: deque[_Released] = deque()  # oldest first
         self.held_bytes = 0  # bytes of all existing buffers
-        self._most_in_use = 0  # maximum number of bytes of buffers that were not released
+        self._in_use = 0  # bytes of buffers that were acquired and not released
+        self._most_in_use = 0  # maximum of `_in_use` so far
 
     def expect_also(self, buffers: Mapping[Size, int]) -> None:
         self.expected = Counter(self.expected) | Counter(buffers)
         self.predicted_bytes = max(self.predicted_bytes, bytes_of_buffers(buffers))
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
+        self._most_in_use = max(self._most_in_use, self._in_use + numel * dtype.itemsize)
+        buffer = self._reuse_or_make(numel, dtype)
+        self._in_use += buffer.nbytes
+        return buffer
+
+    def _reuse_or_make(self, numel: int, dtype: torch.dtype) -> Tensor:
         key = numel, dtype
         if self._made[key] >= self.expected.get(key, _USUAL):
             for index, each in enumerate(self._released):
@@ -176,8 +183,6 @@ class DeviceBufferPool(BufferPool):
                     del self._released[index]
                     self._order.wait_event(each.mark)
                     return each.buffer
-        in_use = self.held_bytes - sum(each.buffer.nbytes for each in self._released) + numel * dtype.itemsize
-        self._most_in_use = max(self._most_in_use, in_use)
         exceeded = self._most_in_use > self.predicted_bytes
         limit = 2 * self._most_in_use if exceeded else self.predicted_bytes
         while self._released and self.held_bytes + numel * dtype.itemsize > limit:
@@ -200,6 +205,7 @@ class DeviceBufferPool(BufferPool):
         return buffer
 
     def release(self, buffer: Tensor) -> None:
+        self._in_use -= buffer.nbytes
         self._released.append(_Released(buffer, self._order.record_event(), self._order.current()))
 
     def trim(self, *, waited: bool = False) -> None:

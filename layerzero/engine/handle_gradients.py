@@ -8,7 +8,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from layerzero.comm.codecs import ParamRows, replica_blocks
+from layerzero.comm.codecs import EncodedParts
 from layerzero.comm.collectives import (
     Collective,
     LaunchedCollective,
@@ -100,15 +100,18 @@ class HandleGradients:
         return self.mesh_info.grid.replica_part_sizes(self._layout)
 
     @cached_property
-    def hop2_blocks(self) -> list[list[ParamRows]]:
-        """Elements of each replica's part of the ZeRO-3 gradient shard, for a codec."""
-        return replica_blocks(self._layout, self.mesh_info.grid)
+    def encoded_parts(self) -> EncodedParts | None:
+        """Encoded form of the messages of hop 2, or None if hop 2 does not encode."""
+        for stage in self.spec.stages:
+            if stage.codec is not None:
+                return EncodedParts.of(stage.codec, self._layout, self.mesh_info.grid, stage.wire_dtype)
+        return None
 
     def recut(self, layout: FlatLayout) -> None:
         """Change to the ZeRO-1 shards of `layout`. The model must have several replicas, and no gradients."""
         assert layout.slots == self._layout.slots and self.mesh_info.grid.replicas > 1
         self._layout = layout
-        self.__dict__.pop("hop2_blocks", None)
+        self.__dict__.pop("encoded_parts", None)
         storage = self._final_storage(self.final.storage.dtype)
         self.final = self.buffers[Extent.ZERO1] = GradientBuffer(layout, self.mesh_info.grid, Extent.ZERO1, storage)
         self.accumulator = self.buffers[self.spec.accumulator_extent]
@@ -425,10 +428,8 @@ class HandleReduction:
         if stage.collective is Collective.HOP1:
             return gradients.transport.reduce_scatter(sent, stage.wire_dtype, name=name)
         comm, parts = gradients.mesh_info.replica_comm, gradients.parts
-        if stage.codec is not None:
-            return encoded_reduce_scatter(
-                comm, stage.collective, sent, pool, stage.codec, gradients.hop2_blocks, name=name, parts=parts
-            )
+        if (encoded := gradients.encoded_parts) is not None:
+            return encoded_reduce_scatter(comm, stage.collective, sent, pool, encoded, name=name, parts=parts)
         return reduce_scatter(comm, stage.collective, sent, pool, wire=stage.wire_dtype, name=name, parts=parts)
 
     def _add_result(self, stage: ReductionStage, pending: PendingReduction, *, is_last: bool) -> None:

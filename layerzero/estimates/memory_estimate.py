@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from layerzero.comm.codecs import dtype_of_sums, encoded_part_bytes, replica_blocks
+from layerzero.comm.codecs import EncodedParts
 from layerzero.comm.collectives import Collective
 from layerzero.config import LayerZeroConfig
 from layerzero.engine.gradient_offload import accumulator_bytes
@@ -24,7 +24,7 @@ __all__ = ["MemoryEstimate", "estimate_memory", "held_bytes", "on_device", "pred
 class MemoryEstimate:
     """Predicted memory of a rank in bytes, excluding optimizer state."""
 
-    kinds: dict[str, int]  # memory between two steps, by kind as in `layerzero.MemoryReport`
+    kinds: dict[str, int]  # memory by kind, as in `layerzero.MemoryReport`
     peak: int  # maximum memory on the device at any time during a step
 
 
@@ -84,10 +84,7 @@ def predicted_traffic(units: Sequence[UnitSpec], config: LayerZeroConfig) -> dic
                 ranks, sums = (grid.zero3_size, whole) if is_hop1 else (grid.replicas, zero3)
                 sent = (ranks - 1) * (sums // ranks) * dtype.itemsize
                 if stage.codec is not None:
-                    widths = [
-                        encoded_part_bytes(stage.codec, each, dtype_of_sums(dtype))
-                        for each in replica_blocks(layout, grid)
-                    ]
+                    widths = EncodedParts.of(stage.codec, layout, grid, dtype).widths
                     sent = sum(widths) - widths[grid.replica_rank]
                 found.setdefault(stage.collective.value, []).append(sent)
     return found

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from layerzero.comm.codecs import replica_blocks
+from layerzero.comm.codecs import EncodedParts
 from layerzero.comm.collectives import Collective, encoded_buffers
 from layerzero.comm.transport.base import BufferDemand
 from layerzero.config import LayerZeroConfig
@@ -203,8 +203,8 @@ def _received(handle: HandleSpec, stage: int, where: RankTraits) -> list[Size]:
     numel = grid.numel(handle.layout, Extent.ZERO3)
     parts = grid.replica_part_sizes(handle.layout) or (numel // grid.replicas,) * grid.replicas
     if chosen.codec is not None:
-        blocks = replica_blocks(handle.layout, grid)
-        return encoded_buffers(chosen.codec, blocks, parts, grid.replica_rank, chosen.wire_dtype)
+        encoded = EncodedParts.of(chosen.codec, handle.layout, grid, chosen.wire_dtype)
+        return encoded_buffers(encoded, parts, grid.replica_rank)
     own = parts[grid.replica_rank]
     return [(grid.replicas * own if where.adds_hop2 else own, chosen.wire_dtype)]
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from layerzero.comm.agreement import require_equal
-from layerzero.comm.codecs import encoded_bytes, encoded_part_bytes, encoded_sizes, is_encoded, replica_blocks
+from layerzero.comm.codecs import EncodedParts, encoded_bytes, encoded_sizes, is_encoded
 from layerzero.comm.transport.base import GatherOptions
 from layerzero.config import LayerZeroConfig
 from layerzero.device.accelerator import device_module
@@ -137,7 +137,7 @@ def require_equal_encoded_sizes(
         grids = [ShardGrid.of_rank(rank, data_parallel=data_parallel, zero3_size=size) for rank in range(data_parallel)]
         told = {
             f"bytes of hop2_codec for unit {plan.name!r}": [
-                [encoded_part_bytes(codec, part, torch.float32) for part in replica_blocks(each.layout, grid)]
+                EncodedParts.of(codec, each.layout, grid, torch.float32).sizes
                 for each in unit
                 for grid in grids[:: data_parallel // size]
             ]
