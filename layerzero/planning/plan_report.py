@@ -153,7 +153,7 @@ def plan_text(plan: Plan, *, every_row: bool = False) -> str:
 
 
 def _kinds_text(row: Estimate) -> str:
-    said = {"activations": "estimated", "reduce_buffer": "on a device, during a backward pass"}
+    said = {"activations": "estimated", "reduce_buffer": "in backward"}
     kinds = [(kind, size(nbytes), said.get(kind, "")) for kind, nbytes in row.memory.items() if nbytes]
     return table(("kind", "between steps", ""), [*kinds, ("peak of a step", size(row.peak), "")])
 
