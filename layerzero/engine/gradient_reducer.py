@@ -258,11 +258,11 @@ class GradientReducer:
         said = {m.name: m.sharded.requires_grad for m in changed}
         require_equal(subject, said, ranks=self._model_ranks.ranks, failure=failure, advice=advice)
         self.lazy_grad.resolve()
+        self.queue.settle()  # reductions of a backward pass inside no_sync may still use the buffers
         for shown in self._shown:
             shown.apply_user_grads()  # so that gradients dropped by zero_grad() are not reduced
         for handle in self._handles:
             handle.apply_requires_grad()
-        self.queue.settle()
         self._used_params.add_names(m.name for m in changed)
         self._requeue()
         self._order_agreed = False

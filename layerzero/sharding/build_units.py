@@ -133,9 +133,16 @@ def require_equal_encoded_sizes(
     """Raise ValueError on all ranks of a mesh if their codecs produce different numbers of bytes."""
     size, data_parallel = site.mesh_info.zero3_size, site.mesh_info.grid.data_parallel
     told: dict[str, object] = {}
+    if config.gather_codec is not None:
+        told |= {
+            f"bytes of gather_codec for unit {plan.name!r}": [
+                encoded_sizes(config.gather_codec, each.layout, size, each.precision.compute) for each in unit
+            ]
+            for plan, unit in zip(plans, handles, strict=True)
+        }
     if (codec := config.hop2_codec) is not None and data_parallel > size:
         grids = [ShardGrid.of_rank(rank, data_parallel=data_parallel, zero3_size=size) for rank in range(data_parallel)]
-        told = {
+        told |= {
             f"bytes of hop2_codec for unit {plan.name!r}": [
                 EncodedParts.of(codec, each.layout, grid, torch.float32).sizes
                 for each in unit
@@ -143,16 +150,8 @@ def require_equal_encoded_sizes(
             ]
             for plan, unit in zip(plans, handles, strict=True)
         }
-    if config.gather_codec is None:
-        require_equal("shard_model", told, ranks=site.mesh_info.ranks) if told else None
-        return
-    told |= {
-        f"bytes of gather_codec for unit {plan.name!r}": [
-            encoded_sizes(config.gather_codec, each.layout, size, each.precision.compute) for each in unit
-        ]
-        for plan, unit in zip(plans, handles, strict=True)
-    }
-    require_equal("shard_model", told, ranks=site.mesh_info.ranks)
+    if told:
+        require_equal("shard_model", told, ranks=site.mesh_info.ranks)
 
 
 def check_meta_init(plans: Sequence[UnitDefinition], param_init_fn: InitFn | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -402,28 +403,26 @@ def auto_units(model: nn.Module, ignored: Collection[int] = ()) -> list[str | nn
         ValueError: the model does not declare the classes of its blocks.
     """
     classes = _blocks_or_raise(model)
-    blocks = [name for name, module in model.named_modules() if type(module).__name__ in classes]
     names = {module: name for name, module in model.named_modules()}
-    holders = {id(found.parameter): found.owners for _, found in _unique_parameters(model, set())}
+    blocks = [name for module, name in names.items() if type(module).__name__ in classes]
+    owners = {id(info.parameter): info.owners for _, info in _unique_parameters(model, set())}
+    kinds = ["get_input_embeddings"]
+    if not any("forward" in vars(module) for module in names if hasattr(module, "get_output_embeddings")):
+        kinds.append("get_output_embeddings")
+
+    def may_be_unit(module: nn.Module) -> bool:
+        name = names.get(module)
+        if not name or not _has_forward(module) or not _numel(module, ignored):
+            return False
+        if any(name in _ancestors(block) or block in _ancestors(name) for block in blocks):
+            return False
+        return all(len(owners[id(parameter)]) == 1 for parameter in module.parameters())
+
     found: dict[nn.Module, None] = {}
-    replaced = any("forward" in vars(each) for each in model.modules() if hasattr(each, "get_output_embeddings"))
-    for each in model.modules():
-        for kind in ("get_input_embeddings", *(() if replaced else ("get_output_embeddings",))):
-            with suppress(AttributeError, NotImplementedError):  # not all models of transformers have embeddings
-                found[getattr(each, kind)()] = None
-    return [
-        *sorted(classes),
-        *(
-            each
-            for each in found
-            if names.get(each)
-            and _has_forward(each)
-            and not any(f"{names[each]}.".startswith(f"{block}.") for block in blocks)
-            and not any(f"{block}.".startswith(f"{names[each]}.") for block in blocks)
-            and _numel(each, ignored)
-            and all(len(holders[id(parameter)]) == 1 for parameter in each.parameters())
-        ),
-    ]
+    for module, kind in itertools.product(names, kinds):
+        with suppress(AttributeError, NotImplementedError):  # not all models of transformers have embeddings
+            found[getattr(module, kind)()] = None
+    return [*sorted(classes), *filter(may_be_unit, found)]
 
 
 def _blocks_or_raise(model: nn.Module) -> set[str]:
