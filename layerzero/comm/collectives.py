@@ -8,8 +8,14 @@ its collectives inside :func:`launching`.
 On gloo, a reduce-scatter is an all-to-all of the pieces followed by local additions in rank order. This all-to-all
 sends the same number of bytes as a reduce-scatter, adds in the accumulator's precision regardless of the wire dtype,
 and returns bitwise identical results on every run. The all-to-all is also faster than gloo's reduce-scatter. Other
-backends use their own reduce-scatter, which adds in the wire dtype. Ranks that share memory read the pieces in place
-and add them in the same order, so the results are bitwise identical; see comm/transport/shared_memory.py.
+backends use their own reduce-scatter, which adds in the wire dtype, unless `reduce_scatter_with_fp32_accumulation` is
+set. Ranks that share memory read the pieces in place and add them in the same order, so the results are bitwise
+identical; see comm/transport/shared_memory.py.
+
+[Note: Unequal parts]
+NCCL has no all-gather and no reduce-scatter of unequal parts. torch replaces them by one broadcast or one reduction per
+rank, which run one after the other. Unequal parts are therefore exchanged with a single all-to-all, in which all pairs
+of ranks communicate at the same time. The parts of a reduction are added by their receiver.
 
 [Note: In-place gathers]
 gloo's all-gather is a ring that assembles the result in an internal buffer and copies it to the output, including this
@@ -81,13 +87,22 @@ class Communicator:
     counters: TrafficCounters
     size: int
     rank: int
-    is_gloo: bool  # see [Note: Reductions in fp32] and [Note: In-place gathers]
+    is_gloo: bool  # see [Note: In-place gathers]
+    sums_locally: bool  # True if ranks add the parts of reductions themselves; see [Note: Reductions in fp32]
 
     @classmethod
     def over(
-        cls, name: str, axis: str, group: HeldGroup | dist.ProcessGroup, counters: TrafficCounters, device_type: str
+        cls,
+        name: str,
+        axis: str,
+        group: HeldGroup | dist.ProcessGroup,
+        counters: TrafficCounters,
+        device_type: str,
+        *,
+        sums_locally: bool = False,
     ) -> Communicator:
         held = group if isinstance(group, HeldGroup) else HeldGroup(group)
+        is_gloo = backend_of(held.group, device_type) == "gloo"
         return cls(
             name=name,
             axis=axis,
@@ -95,7 +110,8 @@ class Communicator:
             counters=counters,
             size=dist.get_world_size(held.group),
             rank=dist.get_rank(held.group),
-            is_gloo=backend_of(held.group, device_type) == "gloo",
+            is_gloo=is_gloo,
+            sums_locally=sums_locally or is_gloo,
         )
 
     @property
@@ -297,8 +313,10 @@ def all_gather(
         if parts is None and (not comm.is_gloo or (comm.size > 2 and not only_reads_shard)):
             # see [Note: In-place gathers]
             return issued.carried_by(_all_gather_flat(out, shard, group=comm.group, async_op=True))
-        if not comm.is_gloo:
-            return issued.carried_by(dist.all_gather(list(pieces), shard, group=comm.group, async_op=True))
+        if not comm.is_gloo:  # see [Note: Unequal parts]
+            return issued.carried_by(
+                dist.all_to_all(list(pieces), [shard] * comm.size, group=comm.group, async_op=True)
+            )
         if pieces[comm.rank].data_ptr() != shard.data_ptr():
             pieces[comm.rank].copy_(shard)
         each = [
@@ -328,10 +346,11 @@ def reduce_scatter(
     assert flat.dtype == wire
     numel = flat.numel() // comm.size if parts is None else parts[comm.rank]
     sent = (flat.numel() - numel) * flat.element_size()
+    sums_locally = comm.sums_locally or parts is not None  # see [Note: Unequal parts]
     with launching(comm, collective, name, sent) as issued:
-        received = pool.acquire(numel * comm.size if comm.is_gloo else numel, flat.dtype)
+        received = pool.acquire(numel * comm.size if sums_locally else numel, flat.dtype)
         summands: Sequence[Tensor] = (received,)
-        if comm.is_gloo:
+        if sums_locally:
             work = dist.all_to_all_single(
                 received,
                 flat,
@@ -341,10 +360,8 @@ def reduce_scatter(
                 async_op=True,
             )
             summands = received.view(comm.size, numel).unbind()
-        elif parts is None:
-            work = _reduce_scatter_flat(received, flat, group=comm.group, async_op=True)
         else:
-            work = dist.reduce_scatter(received, list(torch.split(flat, list(parts))), group=comm.group, async_op=True)
+            work = _reduce_scatter_flat(received, flat, group=comm.group, async_op=True)
         return PendingReduction(issued.carried_by(work), flat, lambda: summands, wire, partial(pool.release, received))
 
 

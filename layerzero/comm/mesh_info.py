@@ -108,7 +108,12 @@ class MeshInfo:
 
     @classmethod
     def from_mesh(
-        cls, mesh: DeviceMesh, counters: TrafficCounters | None = None, groups: ModelGroups | None = None
+        cls,
+        mesh: DeviceMesh,
+        counters: TrafficCounters | None = None,
+        groups: ModelGroups | None = None,
+        *,
+        sums_locally: bool = False,
     ) -> MeshInfo:
         """Create the communicators of a mesh. All ranks of the mesh must call this method.
 
@@ -116,6 +121,7 @@ class MeshInfo:
             mesh: see :func:`as_data_parallel`.
             counters: traffic counters of the model, if the model already has other meshes.
             groups: process groups of the model, if the model already has other meshes.
+            sums_locally: if True, ranks add the parts of reductions themselves, on every backend.
         """
         mesh, counters = as_data_parallel(mesh), counters or TrafficCounters()
         groups = groups or ModelGroups()
@@ -130,6 +136,10 @@ class MeshInfo:
         zero3_control, replica_control = (
             groups.new(members, like=zero3, device_type=kind, backend=backend) for members in (row, column)
         )
+        zero3_reduce_comm, replica_comm = (
+            Communicator.over(name, axis, group, counters, kind, sums_locally=sums_locally)
+            for name, axis, group in (("zero3 reduce", "zero3", reduce), ("replica", "replica", replicas))
+        )
         mesh_info = cls(
             mesh=mesh,
             flat_mesh=_transposed(mesh, zero3, replica),
@@ -139,8 +149,8 @@ class MeshInfo:
             counters=counters,
             groups=groups,
             zero3_gather_comm=Communicator.over("zero3 gather", "zero3", gather, counters, kind),
-            zero3_reduce_comm=Communicator.over("zero3 reduce", "zero3", reduce, counters, kind),
-            replica_comm=Communicator.over("replica", "replica", replicas, counters, kind),
+            zero3_reduce_comm=zero3_reduce_comm,
+            replica_comm=replica_comm,
             zero3_control_comm=Communicator.over("zero3 control", "control", zero3_control, counters, "cpu"),
             replica_control_comm=Communicator.over("replica control", "control", replica_control, counters, "cpu"),
         )

@@ -58,6 +58,7 @@ class LayerZeroConfig:
     units: Units = None
     mp_policy: Policy = field(default_factory=MixedPrecisionPolicy)
     replica_reduce_dtype: torch.dtype | None = None
+    reduce_scatter_with_fp32_accumulation: bool = False
     buffer_dtype: torch.dtype | None = None
     gradient_divide_factor: float | None = None
     accumulation: Accumulation = "sharded"
@@ -127,7 +128,7 @@ class LayerZeroConfig:
             )
         if self.shared_memory not in SHARED_MEMORY_MODES:
             raise ValueError(f"shared_memory={self.shared_memory!r} is not supported. Use one of {SHARED_MEMORY_MODES}")
-        for name in (*OFFLOADS, "pin_memory", "sync_module_states"):
+        for name in (*OFFLOADS, "reduce_scatter_with_fp32_accumulation", "pin_memory", "sync_module_states"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         if not self.pin_memory and not any(getattr(self, name) for name in OFFLOADS):
@@ -216,6 +217,7 @@ class LayerZeroConfig:
             else self.reshard_after_forward,
             "zero3_size": self.zero3_size,
             "replica_reduce_dtype": str(self.replica_reduce_dtype),
+            "reduce_scatter_with_fp32_accumulation": self.reduce_scatter_with_fp32_accumulation,
             "buffer_dtype": str(self.buffer_dtype),
             "gradient_divide_factor": self.gradient_divide_factor,
             "offload_grads": self.offload_grads,

@@ -206,7 +206,8 @@ def _received(handle: HandleSpec, stage: int, where: RankTraits) -> list[Size]:
         encoded = EncodedParts.of(chosen.codec, handle.layout, grid, chosen.wire_dtype)
         return encoded_buffers(encoded, parts, grid.replica_rank)
     own = parts[grid.replica_rank]
-    return [(grid.replicas * own if where.adds_hop2 else own, chosen.wire_dtype)]
+    sums_locally = where.adds_hop2 or grid.replica_part_sizes(handle.layout) is not None
+    return [(grid.replicas * own if sums_locally else own, chosen.wire_dtype)]
 
 
 def _most_at_once(buffers: Sequence[Sequence[Size]], at_once: int) -> Counter[Size]:

@@ -35,7 +35,7 @@ class RankTraits:
         return cls(
             mesh_info.grid,
             transport,
-            adds_hop2=mesh_info.replica_comm.is_gloo,
+            adds_hop2=mesh_info.replica_comm.sums_locally,
             on_device=device_module(mesh_info.device) is not None,
             weights_in_host=offload_params and not transport.full_buffer_resident,
         )

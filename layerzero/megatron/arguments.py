@@ -234,6 +234,10 @@ _RULES: dict[str, _Rule] = {
         _is_set("grad_reduce_in_bf16"),
         "is replaced by reduce_dtype and replica_reduce_dtype of --layerzero-config; leave it out",
     ),
+    "--ddp-reduce-scatter-with-fp32-accumulation": _Rule(
+        _is_set("ddp_reduce_scatter_with_fp32_accumulation"),
+        "is replaced by reduce_scatter_with_fp32_accumulation of --layerzero-config; leave it out",
+    ),
     "--check-for-large-grads": _Rule(
         _is_set("check_for_large_grads"), "reads buffers of Megatron's wrapper; leave it out"
     ),

@@ -79,6 +79,7 @@ def shard_model(
     units: Units = None,
     mp_policy: Policy | None = None,
     replica_reduce_dtype: torch.dtype | None = None,
+    reduce_scatter_with_fp32_accumulation: bool = False,
     buffer_dtype: torch.dtype | None = None,
     gradient_divide_factor: float | None = None,
     accumulation: Accumulation = "sharded",
@@ -132,6 +133,11 @@ def shard_model(
             between bf16 blocks, make the norm a unit with
             ``MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)``.
         replica_reduce_dtype: dtype of gradient reduction across replicas. The default is `reduce_dtype`.
+        reduce_scatter_with_fp32_accumulation: exchange gradients with an all-to-all, and add them in fp32 and in rank
+            order on the rank that receives them. Messages have the same size as those of a reduce-scatter, and results
+            are the same in every run. A receive buffer then holds the parts of all ranks. gloo and shared memory always
+            reduce in this way. By default, other backends (NCCL) add in the dtype of the messages. Megatron-Core has an
+            option of the same name.
         buffer_dtype: dtype to which floating-point buffers are cast, once. By default, buffers are not cast. Integer
             buffers are never cast. ``state_dict()`` and checkpoints store buffers in their original dtype, with the
             cast values.
@@ -220,6 +226,7 @@ def shard_model(
             units=units,
             mp_policy=mp_policy if mp_policy is not None else MixedPrecisionPolicy(),
             replica_reduce_dtype=replica_reduce_dtype,
+            reduce_scatter_with_fp32_accumulation=reduce_scatter_with_fp32_accumulation,
             buffer_dtype=buffer_dtype,
             gradient_divide_factor=gradient_divide_factor,
             accumulation=accumulation,
@@ -280,7 +287,7 @@ def _build(
 
     All ranks of the model must call this function with the same plans.
     """
-    model_ranks, sites = meshes_of_units(further, groups)
+    model_ranks, sites = meshes_of_units(further, groups, sums_locally=config.reduce_scatter_with_fp32_accumulation)
     mesh_info = model_ranks.mesh_info
     if not mesh_info.zero3_reduce_comm.held_group.is_local:
         drop_released_groups(model_ranks.all_gather_text(groups_to_release()), model_ranks.ranks)
@@ -378,7 +385,7 @@ def _planned_traits(mesh_info: MeshInfo, config: LayerZeroConfig) -> RankTraits:
 
     The plans of handles do not depend on the transport.
     """
-    traits = process_group_traits(sums_locally=mesh_info.zero3_reduce_comm.is_gloo)
+    traits = process_group_traits(sums_locally=mesh_info.zero3_reduce_comm.sums_locally)
     return RankTraits.of(mesh_info, traits, offload_params=config.offload_params)
 
 

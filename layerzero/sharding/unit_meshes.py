@@ -202,13 +202,18 @@ class UnitMesh:
             tensor.copy_(torch.view_as_complex(sent) if tensor.is_complex() else sent)
 
 
-def meshes_of_units(further: Further, groups: ModelGroups) -> tuple[ModelRanks, dict[DeviceMesh, UnitMesh]]:
+def meshes_of_units(
+    further: Further, groups: ModelGroups, *, sums_locally: bool
+) -> tuple[ModelRanks, dict[DeviceMesh, UnitMesh]]:
     """Return the ranks of a model, and a dict that maps each mesh to its `UnitMesh`. The root's mesh is first.
 
     All ranks of the model must call this function.
+
+    Args:
+        sums_locally: see :meth:`MeshInfo.from_mesh`.
     """
     root, *_ = further
-    mesh_info = MeshInfo.from_mesh(root, groups=groups)
+    mesh_info = MeshInfo.from_mesh(root, groups=groups, sums_locally=sums_locally)
     model_ranks = ModelRanks.around(mesh_info, further[root])
     mesh_info = model_ranks.mesh_info
     sites = {}
@@ -218,7 +223,9 @@ def meshes_of_units(further: Further, groups: ModelGroups) -> tuple[ModelRanks, 
         own = (
             mesh_info
             if mesh == root
-            else model_ranks.with_model_ranks(MeshInfo.from_mesh(mesh, mesh_info.counters, mesh_info.groups))
+            else model_ranks.with_model_ranks(
+                MeshInfo.from_mesh(mesh, mesh_info.counters, mesh_info.groups, sums_locally=sums_locally)
+            )
         )
         beside = None if axes is None else ModelParallelAxes.of(own, axes, model_ranks)
         sites[mesh] = UnitMesh(model_ranks, own, beside, holds_copies=mesh == root)

@@ -20,6 +20,7 @@ zero3_size: 2
 units: [Block, "norm"]
 mp_policy: {param_dtype: bf16, reduce_dtype: torch.float32, cast_forward_inputs: false}
 replica_reduce_dtype: bf16
+reduce_scatter_with_fp32_accumulation: true
 buffer_dtype: float32
 gradient_divide_factor: 2.0
 accumulation: full
@@ -66,6 +67,7 @@ def test_every_setting_can_be_given(tmp_path: Path) -> None:
         units=["Block", "norm"],
         mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
         replica_reduce_dtype=torch.bfloat16,
+        reduce_scatter_with_fp32_accumulation=True,
         buffer_dtype=torch.float32,
         gradient_divide_factor=2.0,
         accumulation="full",

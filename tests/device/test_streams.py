@@ -75,7 +75,13 @@ SETTINGS = [
     for mode in ("sharded", "full", "local")
     for offload in (False, True)
     for policy in ({}, {"mp_policy": torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)})
-] + [{"accumulation": mode, "offload_grads": True, "offload_optimizer": True} for mode in ("full", "sharded", "local")]
+]
+SETTINGS += [
+    {"accumulation": mode, "offload_grads": True, "offload_optimizer": True} for mode in ("full", "sharded", "local")
+]
+SETTINGS += [
+    {"accumulation": mode, "reduce_scatter_with_fp32_accumulation": True} for mode in ("full", "sharded", "local")
+]
 
 
 def _settings_of(zero3_size: int) -> list[dict[str, Any]]:

@@ -268,7 +268,8 @@ def carry(ranks: list[Rank], layout: FlatLayout, stages: tuple[ReductionStage, .
 
 def brought(*parts: Tensor) -> PendingReduction:
     """A completed collective."""
-    comm = Communicator("nobody's", "zero3", None, TrafficCounters(), size=1, rank=0, is_gloo=True)  # type: ignore[arg-type]
+    group: Any = None
+    comm = Communicator("alone", "zero3", group, TrafficCounters(), 1, 0, is_gloo=True, sums_locally=True)
     works = PendingCollective((), LaunchedCollective(comm, Collective.HOP1, "", None))
     return PendingReduction(works, torch.empty(0), lambda: parts, parts[0].dtype, lambda: None)
 

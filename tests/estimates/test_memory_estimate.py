@@ -179,7 +179,12 @@ OFFLOADED = {"offload_grads": True, "offload_optimizer": True}
 def _predicted_on_a_device(rank: int) -> None:
     register()
     plain = [(*layout, policy, {}) for layout in _layouts((1, 2, 4)) for policy in POLICIES[:2]]
-    others = ({"prefetch": 3}, {"offload_grads": True}, OFFLOADED)
+    others = (
+        {"prefetch": 3},
+        {"offload_grads": True},
+        OFFLOADED,
+        {"reduce_scatter_with_fp32_accumulation": True},
+    )
     for size, mode, policy, settings in (
         *plain,
         *((*layout, POLICIES[1], s) for layout in _layouts((2,)) for s in others),

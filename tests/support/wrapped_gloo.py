@@ -74,32 +74,18 @@ class WrappedGloo(dist.ProcessGroup):
     def alltoall_base(self, output: Tensor, tensor: Tensor, outputs: list[int], inputs: list[int], opts: Any) -> Any:
         return self.launch(lambda: self._gloo.alltoall_base(output, tensor, outputs, inputs, opts), output, tensor)
 
-    # gloo itself does not support unequal parts in these two collectives.
+    def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
+        """Exchange a list of tensors, which gloo itself supports only for equal sizes."""
 
-    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Any:
         def run() -> dist.Work:
-            outputs[0][self.rank()].copy_(tensors[0])
-            for rank, part in enumerate(outputs[0]):
-                options = dist.BroadcastOptions()
-                options.rootRank = rank
-                if part.numel():
-                    self._gloo.broadcast([part], options).wait()
+            received = torch.empty(sum(part.numel() for part in outputs), dtype=outputs[0].dtype)
+            sizes = [part.numel() for part in outputs], [part.numel() for part in tensors]
+            self._gloo.alltoall_base(received, torch.cat(tensors), *sizes, opts).wait()
+            for part, values in zip(outputs, received.split(sizes[0]), strict=True):
+                part.copy_(values)
             return self._gloo.barrier(dist.BarrierOptions())
 
         return self.launch(run, tensors[0], tensors[0])
-
-    def reduce_scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any) -> Any:
-        def run() -> dist.Work:
-            for rank, part in enumerate(tensors[0]):
-                options = dist.ReduceOptions()
-                options.rootRank = rank
-                summed = part.clone()
-                self._gloo.reduce([summed], options).wait()
-                if rank == self.rank():
-                    outputs[0].copy_(summed)
-            return self._gloo.barrier(dist.BarrierOptions())
-
-        return self.launch(run, outputs[0], tensors[0][0])
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         return self._allgather_base(output, tensor, opts)

@@ -58,7 +58,7 @@ class ProcessGroupTransport(Transport):
     """
 
     def __init__(self, mesh_info: MeshInfo, scratch: BufferPool, full: FullBufferPool) -> None:
-        self.traits = traits_of(sums_locally=mesh_info.zero3_reduce_comm.is_gloo)
+        self.traits = traits_of(sums_locally=mesh_info.zero3_reduce_comm.sums_locally)
         self.send_scratch = scratch
         self._mesh_info = mesh_info
         self._pool = full
