@@ -13,7 +13,7 @@ with warnings.catch_warnings():
     import torch  # noqa: F401
 
 from layerzero import checkpoint, optimizers, planning
-from layerzero.comm.codecs import Float8Rows, GatherCodec, Int8Blocks
+from layerzero.comm.codecs import Float8Rows, GatherCodec, Int4Blocks, Int8Blocks
 from layerzero.comm.collective_watchdog import Watchdog
 from layerzero.comm.mesh_info import init_mesh, mesh_from_groups
 from layerzero.config import LayerZeroConfig
@@ -44,6 +44,7 @@ __all__ = [
     "Fingerprint",
     "Float8Rows",
     "GatherCodec",
+    "Int4Blocks",
     "Int8Blocks",
     "LayerZeroConfig",
     "MemoryReport",

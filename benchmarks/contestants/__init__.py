@@ -54,13 +54,13 @@ class Entry:
 
 
 def _ours(
-    label: str, zero3_size: object, accumulation: str, shared_memory: str = "auto", *, int8: bool = False
+    label: str, zero3_size: object, accumulation: str, shared_memory: str = "auto", *, hop2: str | None = None
 ) -> Entry:
     settings = {
         "zero3_size": zero3_size,
         "accumulation": accumulation,
         "shared_memory": shared_memory,
-        "int8": int8,
+        "hop2": hop2,
     }
     return Entry(label, "ours", "ours:LayerZero", settings)
 
@@ -75,7 +75,8 @@ def _deepspeed(label: str, family: str, **settings: object) -> Entry:
 
 ENTRIES: dict[str, Entry] = {
     "layerzero": _ours('layerzero hybrid, "sharded"', NODE, "sharded"),
-    "layerzero-int8": _ours('layerzero hybrid, "sharded", hop 2 in int8', NODE, "sharded", int8=True),
+    "layerzero-int8": _ours('layerzero hybrid, "sharded", hop 2 in int8', NODE, "sharded", hop2="int8"),
+    "layerzero-int4": _ours('layerzero hybrid, "sharded", hop 2 in int4', NODE, "sharded", hop2="int4"),
     "layerzero-full": _ours('layerzero hybrid, "full"', NODE, "full"),
     "layerzero-exchanges": _ours('layerzero hybrid, "sharded", shared memory off', NODE, "sharded", "off"),
     "layerzero-full-exchanges": _ours('layerzero hybrid, "full", shared memory off', NODE, "full", "off"),

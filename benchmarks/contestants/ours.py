@@ -16,7 +16,7 @@ __all__ = ["ComputeAlone", "LayerZero"]
 
 
 class LayerZero(Contestant):
-    def __init__(self, task: Task, *, zero3_size: int, accumulation: str, shared_memory: str, int8: bool) -> None:
+    def __init__(self, task: Task, *, zero3_size: int, accumulation: str, shared_memory: str, hop2: str | None) -> None:
         super().__init__(task)
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE, reduce_dtype=task.reduce_dtype)
         self.model = layerzero.shard_model(
@@ -25,7 +25,7 @@ class LayerZero(Contestant):
             units=Block,
             mp_policy=policy,
             accumulation=accumulation,
-            hop2_codec=layerzero.Int8Blocks() if int8 else None,
+            hop2_codec=None if hop2 is None else {"int8": layerzero.Int8Blocks(), "int4": layerzero.Int4Blocks()}[hop2],
             shared_memory=shared_memory,
         )
         self.optimizer = layerzero.shard_optimizer(torch.optim.AdamW(self.model.parameters(), **OPTIMIZER), self.model)

@@ -1,28 +1,33 @@
-"""Define the :class:`GatherCodec` protocol for encoded messages, the sizes of encoded shards, and two 8-bit codecs."""
+"""Define the :class:`GatherCodec` protocol for encoded messages, the sizes of encoded shards, and three codecs."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from layerzero.layout.flat_layout import FlatLayout
-from layerzero.layout.shard_grid import ShardGrid, overlap
+from layerzero.layout.shard_grid import Extent, ShardGrid, overlap
 
 __all__ = [
     "EncodedParts",
+    "FeedbackCodec",
     "Float8Rows",
     "GatherCodec",
+    "Int4Blocks",
     "Int8Blocks",
     "ParamRows",
     "encoded_bytes",
     "encoded_sizes",
+    "has_feedback",
     "is_encoded",
     "param_rows",
     "replica_blocks",
+    "residual_numel",
 ]
 
 _ALIGNED = 16  # bytes: alignment of each rank's encoded shard
@@ -63,6 +68,22 @@ class GatherCodec(Protocol):
 
     def decode(self, encoded: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
         """Decode `encoded`, a uint8 tensor ``[nbytes]``, into the blocks of `out`, a 1-D shard."""
+
+
+@runtime_checkable
+class FeedbackCodec(GatherCodec, Protocol):
+    """Codec whose error can be added to the next message. This happens if its attribute `feedback` is True."""
+
+    @property
+    def feedback(self) -> bool: ...
+
+    def encode_with_feedback(self, shard: Tensor, blocks: Sequence[ParamRows], out: Tensor, residual: Tensor) -> None:
+        """Encode ``shard + residual`` into `out`, and store the error of the encoding in `residual` (1-D, bf16)."""
+
+
+def has_feedback(codec: GatherCodec | None) -> TypeGuard[FeedbackCodec]:
+    """Return whether the errors of a codec's messages are added to its next messages."""
+    return isinstance(codec, FeedbackCodec) and codec.feedback
 
 
 def is_encoded(dtype: torch.dtype) -> bool:
@@ -132,6 +153,11 @@ def replica_blocks(layout: FlatLayout, grid: ShardGrid) -> list[list[ParamRows]]
     return found
 
 
+def residual_numel(layout: FlatLayout, grid: ShardGrid) -> int:
+    """Return the number of elements that a rank sends to other ranks in hop 2, whose errors feedback stores."""
+    return grid.numel(layout, Extent.ZERO3) - grid.numel(layout, Extent.ZERO1)
+
+
 class EncodedParts(NamedTuple):
     """Encoded form of each replica's part of a ZeRO-3 gradient shard."""
 
@@ -151,13 +177,107 @@ class EncodedParts(NamedTuple):
         return cls(codec, added_in, blocks, [_size_of(codec, each, added_in) for each in blocks])
 
     @property
+    def feedback(self) -> FeedbackCodec | None:
+        """The codec, if the error of a message is added to the next message."""
+        return self.codec if has_feedback(self.codec) else None
+
+    @property
     def widths(self) -> list[int]:
         """Size of each part in a message in bytes, rounded up so that the next part is aligned."""
         return [encoded_bytes([size]) for size in self.sizes]
 
 
+class _IntegerBlocks(ABC):
+    """Codec that encodes blocks of 128 elements as integers with one bf16 scale per block.
+
+    An encoded shard consists of all scales, followed by the integers.
+    """
+
+    _BLOCK = 128  # elements that share a scale
+    _MOST: float  # largest integer
+    _LEAST_SCALE = 2.0**-120  # avoids divisions by zero and by denormal numbers
+    _AT_ONCE = 2**17  # elements that are converted at once, so that they fit into the cache of a core
+
+    @abstractmethod
+    def _size(self, width: int) -> int:
+        """Return the number of bytes of the integers of a block of `width` elements."""
+
+    @abstractmethod
+    def _pack(self, integers: Tensor, packed: Tensor) -> None:
+        """Write integers, given as floating-point numbers ``[n, width]``, to `packed`, int8 ``[n, size]``."""
+
+    @abstractmethod
+    def _unpack(self, packed: Tensor, values: Tensor) -> None:
+        """Write the integers in `packed`, int8 ``[n, size]``, to `values`, ``[n, width]``."""
+
+    def nbytes(self, blocks: Sequence[ParamRows], dtype: torch.dtype) -> int:
+        return sum(
+            (block.numel // self._BLOCK) * self._size(self._BLOCK)
+            + self._size(block.numel % self._BLOCK)
+            + 2 * -(-block.numel // self._BLOCK)
+            for block in blocks
+        )
+
+    def encode(self, shard: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
+        # Every operation writes to a given tensor, so a chunk needs no other temporary memory.
+        for place, scales, packed in self._places(blocks, out):
+            values = shard[place].view(len(scales), -1)
+            self._quantize(values, torch.empty_like(values), scales, packed)
+
+    def encode_with_feedback(self, shard: Tensor, blocks: Sequence[ParamRows], out: Tensor, residual: Tensor) -> None:
+        """Encode ``shard + residual`` into `out`, and store the error of the encoding in `residual`.
+
+        A block with a non-finite element gets a residual of zero.
+        """
+        for place, scales, packed in self._places(blocks, out):
+            rest = residual[place].view(len(scales), -1)
+            exact = torch.empty_like(rest, dtype=shard.dtype).copy_(rest)
+            exact.add_(shard[place].view(exact.shape))
+            integers = torch.empty_like(exact)
+            self._quantize(exact, integers, scales, packed)
+            rest.copy_(exact.addcmul_(integers, scales.to(exact.dtype), value=-1).nan_to_num_())
+
+    def decode(self, encoded: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
+        for place, scales, packed in self._places(blocks, encoded):
+            values = out[place].view(len(scales), -1)
+            self._unpack(packed, values)
+            values.mul_(scales)
+
+    def _quantize(self, values: Tensor, integers: Tensor, scales: Tensor, packed: Tensor) -> None:
+        """Write the scales, the integers as floating-point numbers, and the packed integers of some blocks.
+
+        Scales are rounded by at most 2^-9, so no integer exceeds the largest one. The integers of a block with a
+        non-finite element are arbitrary, because its scale is NaN.
+        """
+        largest, rounded = (torch.empty_like(scales, dtype=values.dtype) for _ in range(2))
+        torch.amax(torch.abs(values, out=integers), 1, keepdim=True, out=largest)
+        torch.sub(largest, largest, out=rounded)  # NaN if the block has a non-finite element, otherwise 0
+        largest.div_(self._MOST).clamp_min_(self._LEAST_SCALE).add_(rounded)
+        scales.copy_(largest)
+        rounded.copy_(scales).reciprocal_()
+        self._pack(torch.mul(values, rounded, out=integers).round_(), packed)
+
+    def _places(self, blocks: Sequence[ParamRows], encoded: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield (elements of the shard, scales ``[n, 1]``, packed integers ``[n, size]``) for chunks of n blocks."""
+        scale, byte = 0, 2 * sum(-(-block.numel // self._BLOCK) for block in blocks)
+        for block in blocks:
+            for first in range(block.start, block.start + block.numel, self._AT_ONCE):
+                stop = min(first + self._AT_ONCE, block.start + block.numel)
+                whole = stop - (stop - first) % self._BLOCK
+                for start, end, width in ((first, whole, self._BLOCK), (whole, stop, stop - whole)):
+                    if start == end:
+                        continue
+                    count, size = (end - start) // width, self._size(width)
+                    yield (
+                        slice(start, end),
+                        encoded[scale : scale + 2 * count].view(torch.bfloat16).view(count, 1),
+                        encoded[byte : byte + count * size].view(torch.int8).view(count, size),
+                    )
+                    scale, byte = scale + 2 * count, byte + count * size
+
+
 @dataclass(frozen=True)
-class Int8Blocks:
+class Int8Blocks(_IntegerBlocks):
     """Codec that encodes gradients between nodes as int8 values with one bf16 scale per block of 128 elements.
 
     Pass it as ``shard_model(hop2_codec=layerzero.Int8Blocks())``. A part of a gradient takes 1.016 bytes per element
@@ -172,54 +292,59 @@ class Int8Blocks:
         model = layerzero.shard_model(model, hop2_codec=layerzero.Int8Blocks())
     """
 
-    _BLOCK = 128  # elements that share a scale
     _MOST = 127.0
-    _LEAST_SCALE = 2.0**-120  # avoids divisions by zero and by denormal numbers
-    _AT_ONCE = 2**18  # elements that are converted at once, so that they fit into the cache of a core
 
-    def nbytes(self, blocks: Sequence[ParamRows], dtype: torch.dtype) -> int:
-        return sum(block.numel + 2 * -(-block.numel // self._BLOCK) for block in blocks)
+    def _size(self, width: int) -> int:
+        return width
 
-    def encode(self, shard: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
-        # Every operation writes to a given tensor, so a chunk needs no other temporary memory.
-        for values, scales, numbers in self._places(shard, blocks, out):
-            scaled = torch.empty_like(values, dtype=shard.dtype)
-            largest, rounded = (torch.empty_like(scales, dtype=shard.dtype) for _ in range(2))
-            torch.amax(torch.abs(values, out=scaled), 1, keepdim=True, out=largest)
-            torch.sub(largest, largest, out=rounded)  # NaN if the block has a non-finite element, otherwise 0
-            largest.div_(self._MOST).clamp_min_(self._LEAST_SCALE).add_(rounded)
-            scales.copy_(largest)
-            rounded.copy_(scales)
-            torch.div(values, rounded, out=scaled)
-            numbers.copy_(scaled.round_().clamp_(-self._MOST, self._MOST).nan_to_num_())
+    def _pack(self, integers: Tensor, packed: Tensor) -> None:
+        packed.copy_(integers)
 
-    def decode(self, encoded: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
-        for values, scales, numbers in self._places(out, blocks, encoded):
-            values.copy_(numbers)
-            values.mul_(scales)
+    def _unpack(self, packed: Tensor, values: Tensor) -> None:
+        values.copy_(packed)
 
-    def _places(
-        self, values: Tensor, blocks: Sequence[ParamRows], encoded: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield (values, scales ``[n, 1]``, encoded values) for each chunk of n blocks.
 
-        An encoded shard consists of all scales, followed by the 8-bit values.
-        """
-        scale, byte = 0, 2 * sum(-(-block.numel // self._BLOCK) for block in blocks)
-        for block in blocks:
-            for first in range(block.start, block.start + block.numel, self._AT_ONCE):
-                stop = min(first + self._AT_ONCE, block.start + block.numel)
-                whole = stop - (stop - first) % self._BLOCK
-                for start, end, width in ((first, whole, self._BLOCK), (whole, stop, stop - whole)):
-                    if start == end:
-                        continue
-                    count = (end - start) // width
-                    yield (
-                        values[start:end].view(count, width),
-                        encoded[scale : scale + 2 * count].view(torch.bfloat16).view(count, 1),
-                        encoded[byte : byte + end - start].view(torch.int8).view(count, width),
-                    )
-                    scale, byte = scale + 2 * count, byte + end - start
+@dataclass(frozen=True)
+class Int4Blocks(_IntegerBlocks):
+    """Codec that encodes gradients between nodes as 4-bit integers with one bf16 scale per block of 128 elements.
+
+    Pass it as ``shard_model(hop2_codec=layerzero.Int4Blocks())``. A part of a gradient takes 4.125 bits per element.
+    Messages are exchanged and added as those of :class:`Int8Blocks`.
+
+    The error of an element is at most 1/13 of the largest absolute element in its block. With `feedback`, each rank
+    stores the error of the parts that it has sent, and adds it to the parts that it sends next (error feedback, Seide
+    et al. 2014; LoCo, arXiv:2407.04480). The error of the sum over many steps then stays as small as that of one step.
+    The errors take 2 bytes per element of this rank's ZeRO-3 gradient shard, except its own part; see
+    ``layerzero.memory``. They are multiplied by the coefficient of :func:`layerzero.clip_grad_norm_`. They are set to
+    zero if a step is skipped, if weights are loaded or edited, and if training resumes from a checkpoint.
+
+    Args:
+        feedback: if True, add the error of each message to the next message.
+
+    Example::
+
+        model = layerzero.shard_model(model, hop2_codec=layerzero.Int4Blocks())
+    """
+
+    feedback: bool = True
+
+    _MOST = 7.0
+
+    def _size(self, width: int) -> int:
+        return -(-width // 2)
+
+    # A byte holds two integers a and b of a block, from its first and its second half, as a + 16 b.
+
+    def _pack(self, integers: Tensor, packed: Tensor) -> None:
+        first, second = integers[:, : packed.size(1)], integers[:, packed.size(1) :]
+        packed.copy_(first)
+        packed[:, : second.size(1)].add_(second.to(torch.int8), alpha=16)
+
+    def _unpack(self, packed: Tensor, values: Tensor) -> None:
+        first, second = values[:, : packed.size(1)], values[:, packed.size(1) :]
+        high = (packed + 8).bitwise_right_shift_(4)
+        second.copy_(high[:, : second.size(1)])
+        first.copy_(torch.sub(packed, high, alpha=16))
 
 
 @dataclass(frozen=True)

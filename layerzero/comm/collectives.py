@@ -372,6 +372,7 @@ def encoded_reduce_scatter(
     pool: BufferPool,
     encoded: EncodedParts,
     *,
+    residual: Tensor | None = None,
     name: str = "",
     parts: Sequence[int] | None = None,
 ) -> PendingReduction:
@@ -382,11 +383,15 @@ def encoded_reduce_scatter(
 
     Args:
         encoded: codec, and the elements of each rank's piece that it encodes. The others are padding.
+        residual: 1-D, bf16, errors of the previous messages, in the order of the pieces that this rank sends. They are
+            added to the messages, and replaced by the errors of these messages. None without error feedback.
     """
     numels = [flat.numel() // comm.size] * comm.size if parts is None else list(parts)
     codec, dtype, blocks, sizes = encoded
     rank, widths = comm.rank, encoded.widths
     to_each = [0 if index == rank else width for index, width in enumerate(widths)]
+    kept = [0 if index == rank else numel for index, numel in enumerate(numels)]
+    errors = torch.split(residual, kept) if residual is not None else None
     from_each = [0 if index == rank else widths[rank] for index in range(comm.size)]
     with launching(comm, collective, name, sum(to_each)) as issued:
         sent, received, sums = (pool.acquire(*size) for size in encoded_buffers(encoded, numels, rank))
@@ -404,7 +409,10 @@ def encoded_reduce_scatter(
                     summands[rank].copy_(piece)
                 elif blocks[index]:
                     exact = piece if piece.dtype is dtype else torch.empty_like(piece, dtype=dtype).copy_(piece)
-                    codec.encode(exact, blocks[index], out[: sizes[index]])
+                    if errors is None or encoded.feedback is None:
+                        codec.encode(exact, blocks[index], out[: sizes[index]])
+                    else:
+                        encoded.feedback.encode_with_feedback(exact, blocks[index], out[: sizes[index]], errors[index])
             work = dist.all_to_all_single(received, sent, from_each, to_each, group=comm.group, async_op=True)
         except BaseException:
             give_back()

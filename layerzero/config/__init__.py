@@ -81,7 +81,7 @@ class LayerZeroConfig:
         The names in the file are the field names of this class. Dtypes are written as ``bf16``, ``fp16``, ``fp32`` or
         with torch's names. `mp_policy` maps the fields of a MixedPrecisionPolicy to values. `units` and
         `ignored_modules` are lists with names of modules or of their classes. `gather_codec` can be ``float8_rows``,
-        and `hop2_codec` can be ``int8_blocks``.
+        and `hop2_codec` can be ``int8_blocks`` or ``int4_blocks``.
         The option names of MindSpeed's LayerZeRO are also accepted: ``transformer_layers``, ``param_dtype``,
         ``reduce_dtype``, ``autocast_input``, ``autocast_output`` (casts outputs to fp32), and ``forward_prefetch``
         together with ``backward_prefetch``.

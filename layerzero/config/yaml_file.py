@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from layerzero.comm.codecs import Float8Rows, Int8Blocks
+from layerzero.comm.codecs import Float8Rows, GatherCodec, Int4Blocks, Int8Blocks
 
 __all__ = ["dtype_named", "has_names_of_mindspeed", "read_settings", "read_yaml", "translate"]
 
@@ -28,6 +28,10 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "fp16": torch.float16,
     "float16": torch.float16,
+}
+_CODECS: dict[str, dict[str, GatherCodec]] = {
+    "gather_codec": {"float8_rows": Float8Rows()},
+    "hop2_codec": {"int8_blocks": Int8Blocks(), "int4_blocks": Int4Blocks()},
 }
 _POLICY = tuple(field.name for field in fields(MixedPrecisionPolicy))
 _PREFETCH = ("forward_prefetch", "backward_prefetch")
@@ -101,16 +105,14 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
             settings[name] = _dtype(name, settings[name])
     if settings.get("shared_memory") is False:  # YAML reads `off` as false
         settings["shared_memory"] = "off"
-    for name, supported, codec in (
-        ("gather_codec", "float8_rows", Float8Rows()),
-        ("hop2_codec", "int8_blocks", Int8Blocks()),
-    ):
+    for name, codecs in _CODECS.items():
         if isinstance(word := settings.get(name), str):
-            if word != supported:
+            if word not in codecs:
                 raise ValueError(
-                    f"{name} is {word!r}, but a file supports only {supported}. Pass other codecs to shard_model"
+                    f"{name} is {word!r}, but a file supports only {' and '.join(codecs)}. Pass other codecs to "
+                    "shard_model"
                 )
-            settings[name] = codec
+            settings[name] = codecs[word]
     policy = _policy(settings.pop("mp_policy", None))
     for name, translate in _TRANSLATIONS.items():
         if name in theirs:

@@ -1,4 +1,12 @@
-"""Manage the gradient buffers of one handle, and the reductions between these buffers."""
+"""Manage the gradient buffers of one handle, and the reductions between these buffers.
+
+[Note: Error feedback]
+A codec of hop 2 with feedback rounds each message, and adds the rounding errors to the next message of the same handle.
+The errors of a message belong to the gradient in which the message was used. If this gradient is dropped without a step
+(a skipped step, or an exception), the errors are dropped, too. If the gradient is clipped, the errors are multiplied by
+the same coefficient. Otherwise the error of one very large gradient would enter the next steps unclipped. If masters
+change outside of a step, the errors are dropped as well. They are not stored in checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +16,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from layerzero.comm.codecs import EncodedParts
+from layerzero.comm.codecs import EncodedParts, residual_numel
 from layerzero.comm.collectives import (
     Collective,
     LaunchedCollective,
@@ -92,6 +100,9 @@ class HandleGradients:
         self.pending_slots = PendingSlots(len(layout.slots))
         self.usage = bytearray(len(layout.slots))  # a GradUsage for each slot
         self.reduction: Waitable | None = None
+        self.residual: Tensor | None = None  # 1-D, bf16; see [Note: Error feedback]
+        self._is_dropped = False  # True if gradients were dropped since the last encoded message
+        self._is_stepped = False  # True if the optimizer has updated the masters since the last encoded message
         self.inspect: Inspect | None = None  # called with incoming gradients by slot, before they are sent
 
     @property
@@ -111,6 +122,7 @@ class HandleGradients:
         """Change to the ZeRO-1 shards of `layout`. The model must have several replicas, and no gradients."""
         assert layout.slots == self._layout.slots and self.mesh_info.grid.replicas > 1
         self._layout = layout
+        self.residual = None
         self.__dict__.pop("encoded_parts", None)
         storage = self._final_storage(self.final.storage.dtype)
         self.final = self.buffers[Extent.ZERO1] = GradientBuffer(layout, self.mesh_info.grid, Extent.ZERO1, storage)
@@ -134,6 +146,35 @@ class HandleGradients:
         if zero3 is not None and self.spec.accumulator_extent is Extent.ZERO3 and zero3.storage.lasting:
             return AliasedStorage(zero3.storage, grid.slice_within(self._layout, Extent.ZERO1, Extent.ZERO3))
         return PersistentStorage(SendBuffer(numel, dtype, self.pool.device))
+
+    # Error feedback
+
+    def residual_to_add(self) -> Tensor | None:
+        """Return the errors of the previous encoded messages, or None without error feedback."""
+        encoded = self.encoded_parts
+        if encoded is None or encoded.feedback is None:
+            return None
+        if self.residual is None:
+            numel = residual_numel(self._layout, self.mesh_info.grid)
+            self.residual = torch.zeros(numel, dtype=torch.bfloat16, device=self.pool.device)
+        elif self._is_dropped and not self._is_stepped:
+            self.residual.zero_()
+        self._is_dropped = self._is_stepped = False
+        return self.residual
+
+    def record_step(self) -> None:
+        """Record that the optimizer has applied the final gradient."""
+        self._is_stepped = True
+
+    def record_drop(self) -> None:
+        """Record that a final gradient has been dropped or set to zero."""
+        self._is_dropped = True
+
+    def clear_residual(self) -> None:
+        """Discard the errors of the previous encoded messages."""
+        self._wait_for_reduction()
+        if self.residual is not None:
+            self.residual.zero_()
 
     # State
 
@@ -255,6 +296,7 @@ class HandleGradients:
     def drop(self, slots: Sequence[int]) -> None:
         """Drop all contributions to the parameters at `slots`. The gradients of these parameters become None."""
         self._wait_for_reduction()
+        self.record_drop()
         for slot in slots:
             self.usage[slot] = GradUsage.UNUSED
         slots = slots if any(self.usage) else range(len(self.usage))
@@ -429,7 +471,10 @@ class HandleReduction:
             return gradients.transport.reduce_scatter(sent, stage.wire_dtype, name=name)
         comm, parts = gradients.mesh_info.replica_comm, gradients.parts
         if (encoded := gradients.encoded_parts) is not None:
-            return encoded_reduce_scatter(comm, stage.collective, sent, pool, encoded, name=name, parts=parts)
+            residual = gradients.residual_to_add()
+            return encoded_reduce_scatter(
+                comm, stage.collective, sent, pool, encoded, residual=residual, name=name, parts=parts
+            )
         return reduce_scatter(comm, stage.collective, sent, pool, wire=stage.wire_dtype, name=name, parts=parts)
 
     def _add_result(self, stage: ReductionStage, pending: PendingReduction, *, is_last: bool) -> None:

@@ -56,9 +56,15 @@ class WeightRefresher:
         self._model_ranks = model_ranks
 
     def launch(self, handles: Sequence[Handle] | None = None) -> None:
-        """Launch the refreshes of `handles`, or of all handles if `handles` is None. All ranks must call this
-        method."""
+        """Launch the refreshes of `handles`, or of all handles if `handles` is None, whose masters were changed outside
+        of a step. All ranks must call this method."""
         handles = self._handles if handles is None else handles
+        for handle in handles:
+            if handle.gradients is not None:
+                handle.gradients.clear_residual()
+        self._launch(handles)
+
+    def _launch(self, handles: Sequence[Handle]) -> None:
         if handles:
             self.require_no_active_use("changing weights")
         RefreshRound(handles, self._transports, waits=not self._precedes_forward).end()
@@ -102,6 +108,9 @@ class WeightRefresher:
         try:
             yield refresh
             done = True
+            for handle in updated:
+                if handle.gradients is not None:
+                    handle.gradients.record_step()
         finally:
             # A refresh that has begun must be completed, because the other ranks take part in all of its collectives.
             # If the optimizer raised before the refresh, the updated masters are refreshed before the next forward.
@@ -113,7 +122,7 @@ class WeightRefresher:
 
     def launch_deferred(self) -> None:
         """Launch the refreshes that steps have deferred."""
-        self.launch([handle for handle in self._handles if handle.refresh_due])
+        self._launch([handle for handle in self._handles if handle.refresh_due])
 
     def launch_edited(self) -> None:
         """Launch the refreshes of masters that were changed outside of a step. Raise if the changes differ by rank."""

@@ -9,13 +9,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from layerzero.comm.codecs import EncodedParts
+import torch
+
+from layerzero.comm.codecs import EncodedParts, has_feedback, residual_numel
 from layerzero.comm.collectives import Collective
 from layerzero.config import LayerZeroConfig
 from layerzero.engine.gradient_offload import accumulator_bytes
 from layerzero.estimates.full_buffers import simulate_full_buffers
 from layerzero.estimates.specs import HandleSpec, UnitSpec
-from layerzero.layout.shard_grid import Extent
+from layerzero.layout.shard_grid import Extent, ShardGrid
 
 __all__ = ["MemoryEstimate", "estimate_memory", "held_bytes", "on_device", "predicted_traffic"]
 
@@ -116,7 +118,16 @@ def _handle_bytes(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig) -
         "zero3_shard": 0,
         f"{weights}zero3_shard": grid.numel(handle.layout, Extent.ZERO3) * precision.compute.itemsize,
         "full_buffer": 0,
+        "residual": _residual_bytes(handle, grid),
     }
+
+
+def _residual_bytes(handle: HandleSpec, grid: ShardGrid) -> int:
+    """Return the size of the errors that the feedback of a codec of hop 2 stores."""
+    codecs = [stage.codec for stage in handle.reduction_spec.stages if stage.codec is not None]
+    if not handle.trainable or not any(has_feedback(codec) for codec in codecs):
+        return 0
+    return residual_numel(handle.layout, grid) * torch.bfloat16.itemsize
 
 
 def _accumulators(units: Sequence[UnitSpec], config: LayerZeroConfig) -> tuple[int, int]:

@@ -76,6 +76,9 @@ def clip_grad_norm_(
         if shards := [shard for gradient in gradients if (shard := plain(gradient)).numel()]:
             note_edits(gradients)
             torch._foreach_mul_(shards, coefficient.to(shards[0].device))
+        for handle in runtime.handles:  # see [Note: Error feedback] in engine/handle_gradients.py
+            if handle.gradients is not None and (residual := handle.gradients.residual) is not None:
+                residual.mul_(coefficient.to(residual.device))
     return total
 
 

@@ -228,6 +228,9 @@ class ShardedOptimizer(OptimizerProxy):
         for parameter in parameters:
             if parameter.grad is not None:
                 (plain(parameter.grad) if id(parameter) in self._member_at else parameter.grad).zero_()
+        for handle in self._runtime.handles:
+            if handle.gradients is not None:
+                handle.gradients.record_drop()
 
     @contextmanager
     def _groups_of_masters(self, rows_of: Callable[[Tensor], Tensor | None] = plain) -> Iterator[None]:

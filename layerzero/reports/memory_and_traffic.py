@@ -35,6 +35,8 @@ class MemoryReport:
     - ``reduce_buffer``: scratch buffers for gradients that come from autograd, are sent or are received. On the CPU,
       they are kept. On a device, they are returned to torch's allocator after each backward pass, and this is the
       maximum during a pass.
+    - ``residual``: errors of encoded gradients that are added to the next gradients (`hop2_codec` with feedback). They
+      are allocated by the first backward that reduces gradients.
     - ``optimizer``: optimizer state. This kind is measured but not predicted.
 
     Kinds of host memory: ``host_accumulator`` with `offload_grads`; ``host_zero1_shard``, ``host_gradient_shard`` and
@@ -237,6 +239,7 @@ def measure(runtime: LayerZeroState) -> dict[str, int]:
         if handle.gradients is not None:
             final = handle.gradients.final.storage
             measured[f"{where}gradient_shard"] += final.host_bytes if where else final.nbytes
+            measured["residual"] += 0 if handle.gradients.residual is None else handle.gradients.residual.nbytes
     measured["cached_buffer"] = buffers.full.cached_bytes
     measured["accumulator"] = buffers.accumulators.device_bytes
     measured["host_accumulator"] = buffers.accumulators.host_bytes

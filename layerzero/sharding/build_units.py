@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from layerzero.comm.agreement import require_equal
-from layerzero.comm.codecs import EncodedParts, encoded_bytes, encoded_sizes, is_encoded
+from layerzero.comm.codecs import EncodedParts, encoded_bytes, encoded_sizes, has_feedback, is_encoded
 from layerzero.comm.transport.base import GatherOptions
 from layerzero.config import LayerZeroConfig
 from layerzero.device.accelerator import device_module
@@ -114,7 +114,7 @@ def check_offload(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> N
 
 
 def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> None:
-    """Raise ValueError if `gather_codec` is set but no parameter has a compute dtype that the codec encodes."""
+    """Raise ValueError if a codec does not apply to the dtypes in which the model computes."""
     computes = {
         config.policy_of(plan.name, plan.called[0]).param_dtype or found.parameter.dtype
         for plan in plans
@@ -124,6 +124,11 @@ def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> Non
         raise ValueError(
             f"gather_codec encodes weights in bf16 and fp16, but the model computes in {computes}. Set param_dtype in "
             "mp_policy, or leave gather_codec out"
+        )
+    if torch.float16 in computes and has_feedback(config.hop2_codec):
+        raise ValueError(
+            f"{type(config.hop2_codec).__name__} adds errors of one step to the gradients of the next step, whose loss "
+            "may be scaled by another factor, as the model computes in fp16. Compute in bf16, or pass feedback=False"
         )
 
 

@@ -175,8 +175,9 @@ def shard_model(
             bytes, or an object with the methods of :class:`GatherCodec`. Forward and backward passes compute with the
             decoded weights. Masters stay exact. By default, weights are not encoded. If there are no gathers, as with
             one rank or with shared memory, the setting has no effect.
-        hop2_codec: encoding of gradients in hop 2, which crosses nodes. Pass :class:`Int8Blocks`, which sends a quarter
-            of the bytes of fp32, or an object with the methods of :class:`GatherCodec`. The ranks add the decoded
+        hop2_codec: encoding of gradients in hop 2, which crosses nodes. Pass :class:`Int8Blocks` or
+            :class:`Int4Blocks`, which send a quarter or an eighth of the bytes of fp32, or an object with the methods
+            of :class:`GatherCodec`. The ranks add the decoded
             gradients in fp32, so `replica_reduce_dtype` has no effect. By default, gradients are not encoded. If there
             is one replica, the setting has no effect.
         shared_memory: ``"auto"`` or ``"off"``. With ``"auto"``, the ranks of a ZeRO-3 group share memory instead of

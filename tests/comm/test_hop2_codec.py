@@ -32,7 +32,7 @@ from tests.support.models import (
 from tests.support.ranks import BOTH, mesh_of, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
-INT8 = layerzero.Int8Blocks()
+INT8, INT4 = layerzero.Int8Blocks(), layerzero.Int4Blocks()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 MODES = ("sharded", "full", "local")
 
@@ -40,24 +40,68 @@ MODES = ("sharded", "full", "local")
 # --- the codec ---
 
 
-def _coded(values: Tensor) -> Tensor:
+def _coded(values: Tensor, codec: Any = INT8) -> Tensor:
     blocks, out = [ParamRows(0, 1, values.numel())], torch.full_like(values, torch.nan)
-    encoded = torch.zeros(INT8.nbytes(blocks, values.dtype), dtype=torch.uint8)
-    INT8.encode(values, blocks, encoded)
-    INT8.decode(encoded, blocks, out)
+    encoded = torch.zeros(codec.nbytes(blocks, values.dtype), dtype=torch.uint8)
+    codec.encode(values, blocks, encoded)
+    codec.decode(encoded, blocks, out)
     return out
 
 
+@pytest.mark.parametrize(("codec", "most", "bits"), [(INT8, 250, 8), (INT4, 13, 4)])
 @pytest.mark.parametrize("numel", [1, 5, 127, 128, 129, 1000, INT8._AT_ONCE, INT8._AT_ONCE + 131])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_each_element_is_close_to_its_value_by_the_scale_of_its_block(numel: int, dtype: torch.dtype) -> None:
+def test_each_element_is_close_to_its_value_by_the_scale_of_its_block(
+    codec: Any, most: float, bits: int, numel: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(numel)
     values = (torch.randn(numel) * torch.logspace(-6, 3, numel)).to(dtype)
-    got = _coded(values)
+    got = _coded(values, codec)
     padded = torch.nn.functional.pad(values.float().abs(), (0, -numel % 128)).view(-1, 128)
-    bound = (padded.amax(1, keepdim=True) / 250).expand(-1, 128).flatten()[:numel]
+    bound = (padded.amax(1, keepdim=True) / most).expand(-1, 128).flatten()[:numel]
     assert ((got - values.float()).abs() <= bound).all()
-    assert INT8.nbytes([ParamRows(0, 1, numel)], dtype) == numel + 2 * -(-numel // 128)
+    assert codec.nbytes([ParamRows(0, 1, numel)], dtype) == -(-numel * bits // 8) + 2 * -(-numel // 128)
+
+
+def test_all_pairs_of_4_bit_integers_are_packed() -> None:
+    pairs = torch.cartesian_prod(torch.arange(-7.0, 8), torch.arange(-7.0, 8))
+    values = torch.full((len(pairs), 128), 7.0)
+    values[:, 5], values[:, 64 + 5] = pairs.unbind(1)
+    assert torch.equal(_coded(values.flatten(), INT4), values.flatten())
+
+
+def _feed_back(steps: int, numel: int = 3000) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums of random values over some steps: exact, encoded with feedback, and encoded without it."""
+    torch.manual_seed(0)
+    blocks, residual = [ParamRows(0, 1, numel)], torch.zeros(numel, dtype=torch.bfloat16)
+    encoded = torch.zeros(INT4.nbytes(blocks, torch.float32), dtype=torch.uint8)
+    exact, fed_back, plain = (torch.zeros(numel) for _ in range(3))
+    for _ in range(steps):
+        values, decoded = torch.randn(numel), torch.empty(numel)
+        before = residual.clone()
+        INT4.encode_with_feedback(values, blocks, encoded, residual)
+        INT4.decode(encoded, blocks, decoded)
+        assert torch.equal(decoded, _coded(values + before, INT4))
+        assert torch.allclose(residual.float(), values + before - decoded, rtol=2**-8, atol=2**-20)
+        exact, fed_back, plain = exact + values, fed_back + decoded, plain + _coded(values, INT4)
+    return exact, fed_back, plain
+
+
+def test_feedback_keeps_the_error_of_a_sum_as_small_as_that_of_one_step() -> None:
+    exact, fed_back, plain = _feed_back(100)
+    assert (fed_back - exact).norm() < 0.02 * exact.norm() < 0.05 * exact.norm() < (plain - exact).norm()
+
+
+def test_a_block_that_is_not_finite_has_no_residual() -> None:
+    values, residual = torch.ones(256), torch.full((256,), 0.25, dtype=torch.bfloat16)
+    values[3] = torch.nan
+    blocks = [ParamRows(0, 1, 256)]
+    encoded = torch.zeros(INT4.nbytes(blocks, torch.float32), dtype=torch.uint8)
+    INT4.encode_with_feedback(values, blocks, encoded, residual)
+    decoded = torch.zeros(256)
+    INT4.decode(encoded, blocks, decoded)
+    assert decoded[:128].isnan().all() and decoded[128:].isfinite().all()
+    assert not residual[:128].any()
 
 
 def test_special_values() -> None:
@@ -113,7 +157,7 @@ def test_a_codec_that_changes_nothing_changes_no_bit(shared_memory: str | None) 
 def _owners(rank: int) -> None:
     """Muon's owners have parts of different sizes, some of them empty."""
     found = []
-    for codec in (None, AsTheyAre(), INT8):
+    for codec in (None, AsTheyAre(), INT8, INT4):
         model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, hop2_codec=codec)
         matrices = [p for p in model.parameters() if p.ndim == 2]
         rest = [p for p in model.parameters() if p.ndim != 2]
@@ -123,8 +167,10 @@ def _owners(rank: int) -> None:
         ]
         found.append(_train(model, rank, optimizers))
         report = layerzero.memory(model)
-        assert report.measured["reduce_buffer"] == report.predicted["reduce_buffer"], report
-    assert not different(found[0], found[1]) and different(found[0], found[2])
+        for kind in ("reduce_buffer", "residual"):
+            assert report.measured[kind] == report.predicted[kind], (codec, report)
+    assert not different(found[0], found[1])
+    assert different(found[0], found[2]) and different(found[2], found[3])
 
 
 def test_parts_of_different_sizes_are_encoded() -> None:
@@ -188,21 +234,117 @@ def test_training_goes_down_alike() -> None:
     run_ranks(_learns)
 
 
+# --- error feedback ---
+
+
+def _gradients(model: nn.Module, rank: int) -> dict[str, Tensor]:
+    integer_loss(model, integer_batch(rank=rank)).backward()
+    return full_gradients(model)
+
+
+def _still(model: nn.Module) -> Any:
+    """Return an optimizer that leaves the weights as they are, so that every step has the same exact gradient."""
+    return layerzero.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+
+
+def _sums(rank: int) -> None:
+    for size, mode in itertools.product((1, 2), MODES):
+        errors = {}
+        for codec in (INT4, layerzero.Int4Blocks(feedback=False)):
+            model = layerzero.shard_model(
+                integer_net(), mesh=mesh_of(size), units=IntegerNet.UNITS, accumulation=mode, hop2_codec=codec
+            )
+            optimizer, total, first = _still(model), 0.0, 0.0
+            exact = torch.cat([g.flatten() for g in _exact(rank, size).values()])
+            for step in range(20):
+                found = torch.cat([g.flatten() for g in _gradients(model, rank).values()])
+                total, first = total + found, first if step else (found - exact).norm()
+                optimizer.step()
+                optimizer.zero_grad()
+            errors[codec.feedback] = float((total - 20 * exact).norm() / first)
+            assert bool(layerzero.memory(model).measured["residual"]) == codec.feedback
+        assert errors[True] < 3 and errors[False] > 15, (size, mode, errors)
+
+
+def _exact(rank: int, size: int) -> dict[str, Tensor]:
+    return _gradients(layerzero.shard_model(integer_net(), mesh=mesh_of(size), units=IntegerNet.UNITS), rank)
+
+
+@pytest.mark.slow
+@BOTH
+def test_errors_do_not_add_up_over_steps(shared_memory: str | None) -> None:
+    run_ranks(_sums, shared_memory=shared_memory)
+
+
+def _dropped(rank: int, folder: str) -> None:
+    """Errors belong to gradients that a step has used; the first gradient of a model has none."""
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, hop2_codec=INT4)
+    optimizer = _still(model)
+    first = _gradients(model, rank)
+
+    def after(event: str, *, clears: bool) -> None:
+        again = _gradients(model, rank)
+        assert bool(different(again, first)) != clears, (rank, event)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    optimizer.zero_grad()
+    after("a dropped gradient", clears=True)
+    after("a step", clears=False)
+    _gradients(model, rank)
+    optimizer.zero_grad(set_to_none=False)
+    after("a gradient that was set to zero", clears=True)
+    with layerzero.unsharded(model, writeback=True):
+        pass
+    after("an edit of the weights", clears=True)
+    layerzero.checkpoint.save(folder, model, optimizer)
+    after("a save", clears=False)
+    layerzero.checkpoint.load(folder, model, optimizer)
+    after("a load", clears=True)
+    inputs = integer_loss(model, integer_batch(rank=rank)) * (torch.nan if rank == 2 else 1.0)
+    guard = layerzero.guard_steps(model, optimizer)
+    inputs.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert guard.skipped == 1
+    after("a skipped step", clears=True)
+
+
+def test_errors_of_a_gradient_that_no_step_has_used_are_dropped(tmp_path: Path) -> None:
+    run_ranks(_dropped, str(tmp_path / "checkpoint"))
+
+
+def _clipped(rank: int) -> bool:
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, hop2_codec=INT4)
+    _gradients(model, rank)
+    handles = get_state(model).handles
+    before = [handle.gradients.residual.clone() for handle in handles]  # type: ignore[union-attr]
+    norm = layerzero.clip_grad_norm_(model, 1.0)
+    assert norm > 2
+    for handle, residual in zip(handles, before, strict=True):
+        assert torch.equal(handle.gradients.residual, residual.clone().mul_(1.0 / (norm + 1e-6)))  # type: ignore[union-attr]
+    return any(bool(each.any()) for each in before)
+
+
+def test_errors_are_clipped_with_their_gradient() -> None:
+    assert any(run_ranks(_clipped)), "some message has an error"
+
+
 # --- bytes ---
 
 
 def _counted(rank: int) -> None:
-    for size, mode, policy in itertools.product((1, 2), MODES, (None, BF16)):
+    for size, mode, policy, codec in itertools.product((1, 2), MODES, (None, BF16), (INT8, INT4)):
         model = layerzero.shard_model(
             integer_net(),
             mesh=mesh_of(size),
             units=IntegerNet.UNITS,
             accumulation=mode,
             mp_policy=policy or MixedPrecisionPolicy(),
-            hop2_codec=INT8,
+            hop2_codec=codec,
         )
         _train(model, rank)
-        report, traffic, case = layerzero.memory(model), layerzero.traffic(model), (size, mode, policy)
+        report, traffic, case = layerzero.memory(model), layerzero.traffic(model), (size, mode, policy, codec)
         measured = {kind: nbytes for kind, nbytes in report.measured.items() if kind != "optimizer"}
         assert measured == report.predicted and report.measured_peak == report.predicted_peak, (case, report)
         assert traffic.predicted["hop2"] == traffic.bytes["hop2"], (case, traffic)
@@ -220,7 +362,7 @@ def _late(rank: int) -> None:
     register()
     for mode in MODES:
         mesh, found = mesh_on(NAME, 2), []
-        for codec in (AsTheyAre(), INT8):
+        for codec in (AsTheyAre(), INT8, INT4):
             with Device().installed():
                 model = layerzero.shard_model(
                     integer_net(), mesh=mesh, units=IntegerNet.UNITS, accumulation=mode, hop2_codec=codec
@@ -229,13 +371,13 @@ def _late(rank: int) -> None:
                 report = layerzero.memory(model)
                 assert report.measured["reduce_buffer"] == report.predicted["reduce_buffer"], (mode, report)
         expected = []
-        for codec in (None, INT8):
+        for codec in (None, INT8, INT4):
             model = layerzero.shard_model(
                 integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, accumulation=mode, hop2_codec=codec
             )
             expected.append(_train(model, rank))
-        assert not different(found[0], expected[0]), mode
-        assert not different(found[1], expected[1]), mode
+        for ours, theirs in zip(found, expected, strict=True):
+            assert not different(ours, theirs), mode
 
 
 def test_late_streams_of_a_device_change_no_bit() -> None:
@@ -257,6 +399,11 @@ def _refused(rank: int) -> None:
         layerzero.shard_model(integer_net(), mesh=mesh_of(1), hop2_codec=Bits(16 if rank else 32))
     with pytest.raises(ValueError, match=r"ranks disagree.*hop2_codec"):
         layerzero.shard_model(integer_net(), mesh=mesh_of(1), hop2_codec=INT8 if rank else None)
+    with pytest.raises(ValueError, match=r"ranks disagree.*hop2_codec"):
+        layerzero.shard_model(integer_net(), mesh=mesh_of(1), hop2_codec=layerzero.Int4Blocks(feedback=rank == 0))
+    half = MixedPrecisionPolicy(param_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"Int4Blocks adds errors .* fp16\. Compute in bf16"):
+        layerzero.shard_model(integer_net(), mesh=mesh_of(1), hop2_codec=INT4, mp_policy=half)
     models = []
     for codec in (None, INT8):  # one replica, so nothing crosses nodes
         models.append(layerzero.shard_model(integer_net(), mesh=mesh_of(2), hop2_codec=codec))
@@ -272,6 +419,8 @@ def test_a_file_names_the_codec(tmp_path: Path) -> None:
     path = tmp_path / "layerzero.yaml"
     path.write_text("hop2_codec: int8_blocks\n")
     assert layerzero.LayerZeroConfig.from_yaml(path).hop2_codec == INT8
+    path.write_text("hop2_codec: int4_blocks\n")
+    assert layerzero.LayerZeroConfig.from_yaml(path).hop2_codec == INT4
     path.write_text("hop2_codec: float8_rows\n")
-    with pytest.raises(ValueError, match="hop2_codec is 'float8_rows', but a file supports only int8_blocks"):
+    with pytest.raises(ValueError, match="'float8_rows', but a file supports only int8_blocks and int4_blocks"):
         layerzero.LayerZeroConfig.from_yaml(path)
