@@ -5,7 +5,7 @@ records the sizes and checksums of the other files. See docs/checkpoints.md.
 
 Publication and folders:
 
-- `atomic_files`: publishes checkpoint folders and files atomically, and writes files durably
+- `atomic_files`: publishes checkpoint folders and files atomically, and defines when a checkpoint exists
 - `run_folder`: manages the folder that contains the checkpoints of one run
 - `resuming`: resumes a run from the newest checkpoint that can be loaded
 
@@ -21,7 +21,7 @@ Saves:
 Loads:
 
 - `loading`: loads a checkpoint from any source of tensors
-- `restore`: plans a load and commits it
+- `restore`: plans a load, runs all checks before the first change, and commits the load
 - `pretrained_weights`: loads full models from safetensors files into sharded models
 - `rng_state`: saves and restores the states of random number generators
 

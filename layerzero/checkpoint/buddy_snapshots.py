@@ -96,7 +96,7 @@ class Buddies:
         optimizer: optimizer that :func:`layerzero.shard_optimizer` returned.
         name: name of the run. A restarted run finds its snapshots by this name. Runs on the same machine need different
             names.
-        memory: mount point of the shared memory file system, the same for all ranks of a node.
+        memory: mount point of the shared memory file system, the same for all ranks on a node.
 
     Example::
 
@@ -220,7 +220,7 @@ class Buddies:
         self._finish()
         all_gather_text(self._comm, "")  # barrier: no rank uses the snapshots after this line
         self._groups.release()
-        shutil.rmtree(self.folder, ignore_errors=True)  # other ranks of the node remove the folder at the same time
+        shutil.rmtree(self.folder, ignore_errors=True)  # other ranks on the node remove the folder at the same time
 
     def _finish(self) -> None:
         self._hurries.set()

@@ -2,8 +2,9 @@
 
 [Note: Validation of contents]
 A matching checksum proves that a file has not changed since it was written, but not that layerzero wrote it. Rows that
-are missing from all files would be loaded as uninitialized memory, and wrong sizes could exceed the available memory.
-Therefore the table of tensors is compared with all references to it and with the file sizes before any allocation.
+are missing from all files would be loaded as uninitialized memory, and wrong sizes could cause allocations that exceed
+the available memory. Therefore the table of tensors is compared with all references to it and with the file sizes
+before any allocation.
 """
 
 from __future__ import annotations

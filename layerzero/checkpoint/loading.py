@@ -106,7 +106,10 @@ class Source(Protocol):
     twice: bool
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
-        """Fill `tensors`, except those in `in_place`, which :meth:`reread` fills. All ranks must call this method."""
+        """Fill the `tensors` whose keys are not in `in_place`; :meth:`reread` fills the others.
+
+        A source with checksums verifies all `tensors`. All ranks must call this method.
+        """
 
     def reread(self) -> None:
         """Fill the tensors that :meth:`read` only verified, because their keys were in its argument `in_place`."""

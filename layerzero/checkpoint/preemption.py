@@ -186,7 +186,7 @@ class LeaveRequest:
         self._start_deadline()
 
     def handle_signal(self, signum: int) -> None:
-        """Start the deadline if `signum` is this request's signal.
+        """Start the deadline timer if `signum` is this request's signal.
 
         The thread that reads wakeup bytes calls this method.
         """

@@ -86,7 +86,7 @@ def clear_leftovers(written_last: Path) -> None:
 
 
 def _remove_checkpoint(manifest: Manifest) -> None:
-    """Remove this checkpoint, but not a newer checkpoint that another job may have saved to the same path."""
+    """Remove the checkpoint that `manifest` describes, but not a newer one that another job has saved to its path."""
     hidden = hide(manifest.folder)
     if _read(hidden) == replace(manifest, folder=hidden):
         remove(hidden)

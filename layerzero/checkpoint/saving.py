@@ -277,8 +277,8 @@ def _prepare(
 def _renew_group(runtime: LayerZeroState, staging: Staging) -> None:
     """Create a process group for background saves on all ranks if any rank has no such group.
 
-    A rank has no such group if its collectives failed during the last save. The ranks first tell each other whether
-    they have such a group.
+    A rank has no such group if its collectives failed during the last save. The ranks first exchange whether they have
+    such a group.
     """
     model_ranks = runtime.ranks
     said = model_ranks.all_gather_text("lacks one" if staging.group is None else "has one")

@@ -1,7 +1,7 @@
-"""Check through the store that the ranks agree on an operation, before the operation could hang.
+"""Check through the store that the ranks agree on an operation before they start it.
 
-Collectives abort or hang if sizes or dtypes differ between ranks. Requests to the store do not hang. Every rank
-publishes its next operation, the first rank compares the entries, and every rank reads the verdict.
+Collectives abort or hang if sizes or dtypes differ between ranks. Waits for keys in the store time out with an error.
+Every rank publishes its next operation, the first rank compares the entries, and every rank reads the verdict.
 
 [Note: Lifetime of store keys]
 Only the first rank reads the entries of all ranks, before it publishes its verdict. Each rank deletes its entry after

@@ -1,9 +1,11 @@
 """Publish the status of each rank in the store, and write error messages that name the ranks missing in a collective.
 
-If a rank dies, the collectives that other ranks run with it fail, at the latest after their timeout. Each of these
-ranks then raises an error that names the dead rank, unless the store died with it. The diagnosis runs after a
-collective has failed. Before that, `collective_watchdog` reports late ranks, and transport/shm_counters.py detects that
-a process that shared memory has exited.
+If a rank dies, its collectives with other ranks fail, at the latest after their timeout. If the backend's `wait` raises
+an error, as gloo's does, each of the other ranks then raises an error that names the dead rank, unless the store died
+with that rank. With NCCL, `wait` never raises; see collective_watchdog.py.
+
+The diagnosis runs after a collective has failed. Before that, `collective_watchdog` reports late ranks. If ranks share
+memory, transport/shm_counters.py detects that one of their processes has exited.
 
 [Note: Published rank status]
 A busy rank cannot answer a query about its state. Therefore each rank publishes its status in the store, under its own
@@ -55,7 +57,7 @@ class RankStatus:
 
 
 class CollectiveError(RuntimeError):
-    """Raised when a collective fails because not all ranks took part in it.
+    """Error of a collective that has failed because not all ranks took part in it.
 
     Attributes:
         status: status of this rank.

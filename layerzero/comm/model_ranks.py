@@ -159,10 +159,10 @@ class ModelParallelAxes:
 
 
 class LateMaximum:
-    """Elementwise maximum of a few bytes over all ranks, computed without waiting for messages of the current round.
+    """Elementwise maximum of a few bytes over all ranks. No message depends on another message of the same round.
 
     Each round sends the maximum along one more axis. With K axes, each round therefore completes the maximum of the
-    inputs that were given K - 1 rounds earlier. All ranks obtain it in the same round. See [Note: Control messages].
+    inputs that were sent K - 1 rounds earlier. All ranks obtain it in the same round. See [Note: Control messages].
 
     Args:
         axes: number of communicators along which messages are sent.

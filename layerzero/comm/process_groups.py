@@ -434,7 +434,7 @@ class _Releases:
             thread.join(_PATIENCE)
 
     def end(self) -> None:
-        """Stop the thread at process exit, when no thread may still be inside a backend."""
+        """Stop the thread at process exit, because no thread may be inside a backend when the process ends."""
         thread = self._thread
         if thread is not None and thread.is_alive():
             self._queue.put(None)

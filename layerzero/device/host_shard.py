@@ -80,6 +80,6 @@ class HostShard:
         self._pool.release(fresh)
 
     def arrive(self) -> Tensor:
-        """Wait until the host may read the shard and return the shard."""
+        """Wait until the host may read the shard, and return the shard."""
         self._transfers.finish(self._stored)
         return self.tensor

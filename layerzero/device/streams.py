@@ -116,13 +116,13 @@ class ReductionStreams(ABC):
             marks.popleft()
 
     def keep_until_done(self, tensor: torch.Tensor) -> None:  # noqa: B027 - the host waits for threads
-        """Keep the memory of a tensor, even after the tensor is gone, until the streams have done their work so far."""
+        """Keep the memory of a tensor, even after the tensor is freed, until all work enqueued so far has run."""
 
     def check(self) -> None:  # noqa: B027 - most streams raise where an operation is enqueued
         """Raise an error if a collective for which a background thread has waited has failed."""
 
     def close(self) -> None:  # noqa: B027 - most subclasses have no threads
-        """End the threads that act as streams, after they have completed their pending work."""
+        """End the stream threads once they have completed their pending work."""
 
     @abstractmethod
     def synchronize(self, marks: Sequence[deque[Waitable]]) -> None:
@@ -215,14 +215,14 @@ class StreamThread(threading.Thread):
                 del operation
 
     def stop(self) -> None:
-        """End the thread after its pending operations.
+        """End the thread after its pending operations have run.
 
         This method does not wait, because finalizers may call it at any time.
         """
         self.given.put(None)
 
     def end(self) -> None:
-        """Stop the thread and wait for at most a few seconds until it has ended."""
+        """Stop the thread, and wait at most a few seconds for it to end."""
         if self.is_alive():
             self.stop()
             if self is not threading.current_thread():
@@ -234,7 +234,7 @@ _STARTED: weakref.WeakSet[StreamThread] = weakref.WeakSet()
 
 @atexit.register
 def _end_threads() -> None:
-    """End all threads at process exit, when no thread may still be inside a backend."""
+    """End all threads at process exit, because no thread may be inside a backend when the process ends."""
     for thread in list(_STARTED):
         thread.end()
 

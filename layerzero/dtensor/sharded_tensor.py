@@ -9,7 +9,7 @@ error. Two classes prevent such wrong results:
 - :class:`RowShardedTensor`, the DTensor itself, overrides ``full_tensor()`` and ``redistribute()`` and gathers with the
   actual row bounds.
 - :class:`layerzero.dtensor.local_shard.LocalShard`, its local tensor, is passed through DTensor's dispatch to every
-  derived DTensor. A LocalShard raises an error for collectives that would misplace rows, and for broadcasts against a
+  derived DTensor. A LocalShard raises an error for collectives that would misplace rows, and for broadcasting with a
   tensor with different row bounds.
 """
 
@@ -98,7 +98,7 @@ class RowShardedTensor(DTensor):
             raise told from error
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise RuntimeError. ``torch.nn.utils.parametrize`` calls this method on a parameter."""
+        """Raise RuntimeError, because a sharded parameter cannot be replaced, as by ``torch.nn.utils.parametrize``."""
         raise RuntimeError(row_cut_error(Tensor.set_, self._local_tensor.spec))
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:

@@ -84,7 +84,7 @@ def keep_dtypes_in_state(buffers: Iterable[CastBuffer]) -> None:
 
 
 class _CastBack:
-    """State-dict post-hook that casts the buffers of one module to their original dtypes."""
+    """State-dict post-hook that casts one module's buffers in the state dict to their original dtypes."""
 
     def __init__(self, dtypes: Mapping[str, torch.dtype]) -> None:
         self._dtypes = dtypes

@@ -1,6 +1,8 @@
 """Manage the ``.grad`` of sharded parameters: publish final gradients and apply changes that the user has made.
 
-Reads of ``.grad`` that have to wait for other ranks are in dtensor/lazy_grad.py. `reduction_spec` describes the mean.
+``.grad`` may be read after a backward pass outside no_sync. Reads raise an error during a backward pass, and after a
+backward pass inside no_sync until the gradients are reduced. Reads that have to wait for other ranks are in
+dtensor/lazy_grad.py. See [Note: Division of gradients] in reduction_spec.py for how gradients are averaged.
 """
 
 from __future__ import annotations

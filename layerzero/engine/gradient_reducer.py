@@ -1,6 +1,7 @@
 """Reduce the gradients of a full model, publish them as ``.grad``, and apply changes that the user has made.
 
-`reduction_spec` defines the dtypes and stages of reductions, and the mean.
+`reduction_spec` defines the dtypes and stages of reductions. See [Note: Division of gradients] in reduction_spec.py for
+how gradients are averaged.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class GradientReducer:
 
         Args:
             arrived: handles in the order in which their gradients became complete.
-            reduces: True if the backward pass ran outside no_sync.
+            reduces: True if the pass reduces gradients over all ranks: outside no_sync and with `requires_all_reduce`.
         """
         with plain_access():
             for shown in self._shown:

@@ -48,7 +48,7 @@ class Handle:
         precision: dtypes of masters, compute weights and gradients.
         reduction_spec: stages of the gradient reduction.
         mesh: communicators, transport and pools.
-        options: options for gathers, such as the codec and the ranks that share a post-forward copy.
+        options: options for gathers, such as the codec and the ranks that keep post-forward shards.
         extension: all-gather extension of the only parameter in `layout`, or None. With an extension, the handle has no
             full buffer. See [Note: All-gather extensions] in dtensor/extensions.py.
 

@@ -198,14 +198,15 @@ class BackwardPass:
     """State of one backward pass.
 
     Attributes:
-        requires_gradient_sync: True if the pass runs outside no_sync.
+        requires_gradient_sync: True if the pass reduces gradients over all ranks: outside no_sync and with
+            `requires_all_reduce`.
         task: id of the autograd graph task of this pass.
         observer: object that receives trace events, or None if no events are recorded.
         nested: calls whose backward passes run in a nested backward pass of a reentrant checkpoint, by graph task.
         completed_handles: handles that are ready for reduction, in the order in which their gradients arrived.
         gathered_calls: calls whose units have been gathered for this pass.
         active_calls: calls whose backward passes are active.
-        uses: uses of weights outside of forward passes whose backward passes are active.
+        uses: active uses of weights that were gathered outside of forward passes.
     """
 
     def __init__(self, *, reduces: bool, task: int, observer: TraceDispatcher | None) -> None:
@@ -219,7 +220,7 @@ class BackwardPass:
         self.uses: dict[GatheredUse, None] = {}
 
     def involves(self, unit: Unit) -> bool:
-        """Return whether the backward pass of a call or use of the unit is running."""
+        """Return whether the backward pass of any call to the unit, or of any use of its weights, is running."""
         return any(call.unit is unit for call in self.active_calls) or any(unit in use.units for use in self.uses)
 
     def next_call_holds_buffer(self, call: UnitCall) -> bool:

@@ -19,9 +19,10 @@ and hop 2 alternate, handle by handle.
 
 [Note: End of a backward pass inside no_sync]
 On a device, the computation does not wait for the reductions of a backward pass inside no_sync. The next reduction of a
-handle runs on the same streams, so it adds to the accumulator after them. Buffers are protected by the events of their
-pool. `HandleGradients.reduction` remains set: code that uses the buffers on the compute stream waits for it. Slabs and
-accumulators on the host are used by several handles, so with them every backward pass waits.
+handle runs on the same streams, and therefore adds to the accumulator after the earlier reductions. Buffers are
+protected by the events of their pool. `HandleGradients.reduction` remains set: code that uses the buffers on the
+compute stream waits for it. Several handles share the device slabs and the host accumulators. If a model uses either,
+every backward pass waits.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 This module needs neither tensors nor processes. See [Note: Three extents] in layout/shard_grid.py.
 
 [Note: Reduction stages]
+Hop 1 runs on the zero3 axis, usually inside a node. Hop 2 runs on the replica axis, between nodes.
+
     case                     incoming  accumulator  stages
     D = 1                    ZERO1     ZERO1        none
     S = 1, R > 1             FULL      FULL         hop 2
@@ -22,10 +24,10 @@ reduces them into the final gradient (ZERO1). A step after no_sync reduces the a
 [Note: Dtype of full gradients]
 Autograd produces gradients in the compute dtype. The full gradient keeps the compute dtype if each backward pass
 sends its gradients ("sharded" and "local") and the receiving rank adds the parts of the first hop in fp32 (on gloo, or
-in shared memory). The sum is bitwise identical to a sum of fp32 messages, but requires half the
-memory and half the traffic. If the backend adds the messages, they are sent in the dtype of the addition. A gradient
-may arrive in several parts, as with reentrant checkpoints. The parts are then added in the compute dtype. Autograd does
-the same for a parameter with several uses.
+in shared memory). The sum is bitwise identical to a sum of fp32 messages, but requires half the memory and half the
+traffic. If the backend adds the messages, they are sent in the dtype of the addition. A gradient may arrive in several
+parts, as with reentrant checkpoints. The parts are then added in the compute dtype. Autograd does the same for a
+parameter with several uses.
 
 [Note: Division of gradients]
 Contributions are summed. The sum is divided once, by D or by the user's factor, when it is added to the final gradient.

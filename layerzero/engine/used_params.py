@@ -48,7 +48,7 @@ class UsedParamMap:
         self._thread.end_with(self)
 
     def close(self) -> None:
-        """Stop the control thread after its pending work."""
+        """Stop the control thread once it has completed its pending work."""
         self._thread.thread.end()
 
     def add_names(self, names: Iterable[str]) -> None:

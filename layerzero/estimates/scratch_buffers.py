@@ -211,7 +211,11 @@ def _received(handle: HandleSpec, stage: int, where: RankTraits) -> list[Size]:
 
 
 def _most_at_once(buffers: Sequence[Sequence[Size]], at_once: int) -> Counter[Size]:
-    """Return the number of buffers by size that `at_once` of the reductions use, each of which uses some `buffers`."""
+    """Return the largest number of buffers, by size, that any `at_once` of the reductions use.
+
+    Args:
+        buffers: sizes of the buffers that each reduction uses.
+    """
     found: dict[Size, list[int]] = {}
     for each in buffers:
         for size, count in Counter(each).items():

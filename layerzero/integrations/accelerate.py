@@ -41,7 +41,8 @@ class LayerZeroPlugin:
     """Settings with which :class:`LayerZeroAccelerator` shards models.
 
     Args:
-        zero3_size: number of ranks that share the compute weights. The default is the number of ranks per node.
+        zero3_size: number of ranks over which the compute weights are sharded. The default is the number of ranks per
+            node.
         units: as for :func:`layerzero.shard_model`. The default is the classes in the model's ``_no_split_modules``, if
             any.
         mp_policy: mixed-precision policy. The default is to compute in Accelerate's `mixed_precision` dtype and reduce

@@ -32,7 +32,8 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
     """Lightning's DDP strategy with the module sharded by layerzero instead of wrapped in ``DistributedDataParallel``.
 
     Args:
-        zero3_size: number of ranks that share the compute weights. The default is the number of ranks per node.
+        zero3_size: number of ranks over which the compute weights are sharded. The default is the number of ranks per
+            node.
         units: as for :func:`layerzero.shard_model`. The default is ``"auto"`` if a submodule declares its block
             classes, otherwise only the root.
         mp_policy: mixed-precision policy. The default is to compute in the dtype of the trainer's `precision` and

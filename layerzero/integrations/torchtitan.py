@@ -1,4 +1,4 @@
-"""torchtitan: a trainer whose decoders are sharded by layerzero instead of ``fully_shard``."""
+"""torchtitan: a ``Trainer`` that shards its models with layerzero instead of ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -254,13 +254,13 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
         """Return torchtitan's flat state dict, with sharded tensors. All ranks must call this method.
 
         An optimizer without state returns its initial state. If the optimizer needs full parameters, as Muon does, it
-        first makes a step with zero gradients and learning rate 0, as in torchtitan.
+        first takes a step with zero gradients and learning rate 0, as in torchtitan.
         """
         flat: dict[str, Any] = {}
         for optimizer in self.optimizers:
             if isinstance(optimizer, ShardedOptimizer) and optimizer.has_owners:
                 _create_owned_state(optimizer)
-                by_name = optimizer.state_dict_by_name()  # a collective; torchtitan asks for it twice
+                by_name = optimizer.state_dict_by_name()  # a collective; torchtitan calls this method twice
                 flat |= get_flat_optim_state_dict(SimpleNamespace(state_dict=lambda by_name=by_name: by_name))
             else:
                 init_optim_state(optimizer)

@@ -313,7 +313,7 @@ def _candidates(kinds: Sequence[_Kind], num_shards: int, unit: int, align: int) 
 
 
 def _next_possible(kinds: Sequence[_Kind], shard: int, unit: int, limit: int) -> int | None:
-    """Return the first shard length from `shard` to `limit` that may be possible, or None if there is none.
+    """Return the smallest shard length from `shard` to `limit` that may be feasible, or None if there is none.
 
     See [Note: Constraints on the shard length].
     """
@@ -333,7 +333,7 @@ def _next_possible(kinds: Sequence[_Kind], shard: int, unit: int, limit: int) ->
 
 
 class _PartialOrder(NamedTuple):
-    """Partial order of slots, as a linked list: the slot placed last, and the partial order before it."""
+    """Partial arrangement of slots, as a linked list: the slot placed last, and the arrangement before it."""
 
     gaps: int  # number of elements left empty between the slots placed so far
     end: int  # flat position after the last slot
@@ -369,11 +369,11 @@ def _pack(
 
 
 def _best_order(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int, *, width: int) -> _PartialOrder | None:
-    """Place the slots one by one in a beam search of the given `width`. Return the best order, or None if none fits.
+    """Place the slots one by one in a beam search with the given `width`. Return the best order, or None if none fits.
 
-    A partial order affects the positions of later slots only through its end, and an earlier end is better. Therefore,
-    of the partial orders that contain the same slots, only the best is kept. Without a limit on `width`, the search
-    would be exact.
+    A partial arrangement affects the positions of later slots only through its end, and an earlier end is better.
+    Therefore, of the arrangements that contain the same slots, only the best is kept. Without a limit on `width`, the
+    search would be exact.
     """
     counts = tuple(len(kind.slots) for kind in kinds)
     spare = shard * num_shards - sum(kind.numel * len(kind.slots) for kind in kinds)

@@ -169,7 +169,10 @@ class _OwnerLoads:
         self._zero3_size = zero3_size
 
     def give(self, chain: _LinkedShards, ends: Sequence[int], sign: int) -> None:
-        """Add the runs of `chain` that end at `ends` to the loads if `sign` is 1, or subtract them if it is -1."""
+        """Add the work and elements of the runs of `chain` to the loads (`sign` = 1), or subtract them (`sign` = -1).
+
+        The runs end at the points `ends`.
+        """
         for r, (i, j) in enumerate(pairwise((0, *ends))):
             self.work[r] += sign * (chain.work[j] - chain.work[i]) * self._per_work
             for s, share in self._shares(chain, i, j):

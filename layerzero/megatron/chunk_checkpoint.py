@@ -1,4 +1,4 @@
-"""Save and load all pipeline stages and tensor ranks. The folder contains one layerzero checkpoint per model chunk.
+"""Save and load all pipeline stages and tensor-parallel ranks. The folder contains one checkpoint per model chunk.
 
 [Note: Publication of a Megatron checkpoint]
 The parts of all chunks are written into one hidden folder, ``.NAME.TOKEN.partial``. Once all parts exist, a marker file
@@ -99,8 +99,8 @@ def load(
 ) -> Any:
     """Load a checkpoint that :func:`save` wrote, and return its `extra`. All ranks must call this function.
 
-    The tensor-parallel and pipeline-parallel layout must be the same as in the save. `zero3_size` and the numbers of
-    data-parallel and expert-parallel ranks may differ.
+    The tensor-parallel and pipeline-parallel layout must be the same as when the checkpoint was saved. `zero3_size` and
+    the numbers of data-parallel and expert-parallel ranks may differ.
 
     Raises:
         FileNotFoundError, CheckpointError, ValueError: `path` contains no complete checkpoint with this layout, or a

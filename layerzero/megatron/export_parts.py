@@ -89,7 +89,7 @@ def export_parts(
     dtype: torch.dtype | None = None,
     averages: bool = False,
 ) -> None:
-    """Write the parts of all tensor ranks and pipeline stages to one safetensors file.
+    """Write the parts of all tensor-parallel ranks and pipeline stages to one safetensors file.
 
     Names and shapes are those of Megatron's model on a single rank, with the padded vocabulary. Only one full tensor is
     in memory at a time.
@@ -163,7 +163,7 @@ def _add(found: dict[str, _FullTensor], part: Path, dtype: torch.dtype | None, *
         own = module_name(name)
         stored = _Stored(manifest, tensor, key)
         layer = layer_of(own)
-        # Buffers have no entry in `places`, because they are the same on all tensor ranks.
+        # Buffers have no entry in `places`, because they are the same on all tensor-parallel ranks.
         place = places.get(own) or {
             "name": renamed.get(layer, layer) + own.removeprefix(layer),
             "shape": tensor.shape,

@@ -61,9 +61,9 @@ class FinalizeGradients:
                 chunk.show_whole_gradients()
 
     def _sum_over_tensor_ranks(self, model: Sequence[ShardedChunk]) -> None:
-        """Sum or average the gradients of parameters that are replicated over tensor ranks.
+        """Sum or average the gradients of parameters that are replicated over tensor-parallel ranks.
 
-        Each tensor rank uses such a parameter for only a part of the sequence or of the heads.
+        Each tensor-parallel rank uses such a parameter for only a part of the sequence or of the heads.
         """
         size = self.groups.tensor.size()
         if size == 1:

@@ -261,7 +261,7 @@ class ShardedMegatronOptimizer:
         """Return this rank's rows of all gradients that count towards the gradient norm.
 
         Copies that another rank counts are excluded. These are word embeddings shared with another pipeline stage, and,
-        except on the first tensor rank, parameters that are replicated over tensor ranks.
+        except on the first tensor-parallel rank, parameters that are replicated over tensor-parallel ranks.
         """
         return [plain(p.grad) for p in self.get_parameters() if p.grad is not None and self._counts(p)]
 

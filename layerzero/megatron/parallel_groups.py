@@ -23,15 +23,16 @@ class ProcessGroups:
     """Process groups to which one rank belongs, as returned by :func:`process_groups`.
 
     Attributes:
-        zero1: all data-parallel ranks of this pipeline stage and tensor rank, including context-parallel ranks.
-        zero3: ZeRO-3 group of this rank. It consists of consecutive ranks in `zero1` that share the compute weights.
+        zero1: all data-parallel ranks with this rank's pipeline stage and tensor-parallel rank, including
+            context-parallel ranks.
+        zero3: ZeRO-3 group of this rank. It consists of consecutive ranks in `zero1`.
         tensor, pipeline: Megatron's tensor-parallel and pipeline-parallel groups.
-        model: tensor and pipeline ranks that together hold one copy of the model.
+        model: tensor-parallel and pipeline-parallel ranks that together hold one copy of the model.
         embedding: pipeline stages that hold the word embeddings. None if this rank's stage does not hold them.
         expert_zero1: ranks in `zero1` that hold the same experts as this rank. None if all ranks in `zero1` hold the
             same experts.
-        expert_zero3: ranks in `zero3` that hold the same experts as this rank and share the experts' compute weights.
-            None if `expert_zero1` is None.
+        expert_zero3: ranks in `zero3` that hold the same experts as this rank. The experts' compute weights are
+            sharded over these ranks. None if `expert_zero1` is None.
     """
 
     zero1: dist.ProcessGroup
@@ -54,10 +55,10 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
     All ranks must call this function, after Megatron has created its own groups.
 
     Args:
-        zero3_size: S, the number of consecutive data-parallel ranks that share the compute weights, as in MindSpeed.
-            Context-parallel ranks are included, but tensor and pipeline ranks are not. The value 1 means ZeRO-1. To
-            keep the ZeRO-3 group inside a node, use at most the number of ranks per node divided by the tensor-parallel
-            size.
+        zero3_size: S, the number of consecutive data-parallel ranks over which the compute weights are sharded.
+            Context-parallel ranks are included, but tensor-parallel and pipeline-parallel ranks are not. The value 1
+            means ZeRO-1. To keep the ZeRO-3 group inside a node, use at most the number of ranks per node divided by
+            the tensor-parallel size.
         pg_collection: Megatron's ``ProcessGroupCollection`` (with `dp_cp`, `tp`, `pp`, `mp`, `embd` and, with expert
             parallelism, `expt_dp`). By default, the groups in ``megatron.core.parallel_state`` are used.
 

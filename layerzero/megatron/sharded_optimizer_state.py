@@ -207,7 +207,9 @@ def _rows_of_state(member: ManagedParam, state: Mapping[str, Any] | None, steps:
 
 
 def _merged(lists: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the parameter groups of several chunks or stages. Groups with the same identity are merged.
+    """Return the settings of the parameter groups of several chunks or stages, without `params` and `step`.
+
+    Groups with the same identity become one entry.
 
     Raises:
         ValueError: groups with the same identity have different settings.

@@ -23,7 +23,7 @@ def counts(parameter: Tensor, groups: ProcessGroups) -> bool:
     """Return whether this rank's rows of a parameter count in sums over all ranks of the model.
 
     Copies that another rank counts are excluded. These are word embeddings shared with another pipeline stage, and,
-    except on the first tensor rank, parameters that are replicated over tensor ranks.
+    except on the first tensor-parallel rank, parameters that are replicated over tensor-parallel ranks.
     """
     if getattr(parameter, "shared", False):
         return False

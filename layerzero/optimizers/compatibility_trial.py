@@ -206,7 +206,7 @@ def _seed(device: torch.device) -> None:
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Return a context that disables ``torch.compile``, which would otherwise compile kernels for each small shape.
+    """Return a context manager that disables ``torch.compile``, which would compile kernels for each small shape.
 
     If ``torch._dynamo`` has not been imported, the process does not compile, and the context has no effect.
     """

@@ -134,7 +134,7 @@ class ShardedOptimizer(OptimizerProxy):
         self.inner = inner
         self._counted = StepCounter(runtime.mesh_info.counters.steps)
         self.load_error: str | None = None  # error that the next step raises; set while a load is incomplete
-        self.guard: Callable[[ShardedOptimizer], bool] | None = None  # returns whether the step should be made
+        self.guard: Callable[[ShardedOptimizer], bool] | None = None  # returns whether the step should be taken
         self._runtime = runtime
         self._model = runtime.model  # a strong reference, like those of torch optimizers to their parameters
         self._masters: list[list[Tensor]] = []  # by group: tensors that the inner optimizer updates

@@ -42,7 +42,7 @@ class StepCounter:
 
     def __init__(self, counter: Counter[str]) -> None:
         self._counter = counter
-        self._stepped = True  # True if a step was made since gradients were last zeroed
+        self._stepped = True  # True if a step was taken since gradients were last zeroed
         self._backwards = 0  # number of backward passes when gradients were last zeroed
 
     def take(self) -> None:
@@ -50,7 +50,7 @@ class StepCounter:
         self._stepped = True
 
     def forget(self, groups: Iterable[Mapping[str, Any]], backwards: int) -> None:
-        """Record that gradients are zeroed. Count a skipped step if no step has used the new gradients.
+        """Record that gradients are being zeroed. Count a skipped step if no step has used the new gradients.
 
         Args:
             backwards: number of backward passes so far. If this number is the same as in the last call, there are no

@@ -65,7 +65,7 @@ class Estimate:
         host: number of bytes in host memory.
         room: memory of an accelerator that is available to the model, in bytes.
         excess: number of bytes by which `peak` exceeds `room`, or 0 if `peak` does not exceed `room`.
-        host_excess: number of bytes by which the ranks of a node together exceed the node's host memory, or 0 if the
+        host_excess: number of bytes by which the ranks on a node together exceed the node's host memory, or 0 if the
             memory suffices.
         sent: number of bytes sent per step, by axis: ``zero3`` and ``replica``.
         between: number of bytes sent to other nodes per step.

@@ -61,7 +61,7 @@ def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.
 
     All ranks must call this function after ``torch.distributed.init_process_group``. The probe takes a few seconds and
     uses several times `nbytes` of memory. It measures all-gathers, first within nodes (on all nodes simultaneously),
-    then between nodes (with all ranks of a node simultaneously). It measures FLOP/s in the forward and backward passes
+    then between nodes (with all ranks on a node simultaneously). It measures FLOP/s in the forward and backward passes
     of two linear layers in `dtype`, on all ranks at once. The slowest rank determines the result. Other programs that
     run on these machines affect the result.
 

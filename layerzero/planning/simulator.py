@@ -55,7 +55,7 @@ class SimMachine:
         launch: time that the host needs to launch a collective, in seconds.
         processor_per_byte: processor time that a rank needs per byte that it sends, in seconds. If ranks on a CPU
             communicate over sockets, collectives compete with the model for the cores.
-        zero3_size: number of ranks that share the weights. The value 0 means the number of ranks per node.
+        zero3_size: number of ranks over which the weights are sharded. The value 0 means the number of ranks per node.
         host: speed of a rank's copies between device and host memory, in bytes per second.
     """
 
@@ -102,7 +102,7 @@ class SimMachine:
         found = {"processor": collective.bytes * self.processor_per_byte}
         found["between"] = self.sent_between(collective) / self.between
         alone = collective.axis == "replica" and (self.zero3_size or self.node_size) >= self.node_size
-        if not (self.crosses(collective) and alone):  # skip if no other rank of the node is in the group
+        if not (self.crosses(collective) and alone):  # skip if no other rank on the node is in the group
             found["inside"] = collective.bytes / self.inside
         return {resource: seconds for resource, seconds in found.items() if seconds > 0.0}
 

@@ -43,7 +43,7 @@ class Corruption:
     """Corrupted elements of one parameter.
 
     Attributes:
-        kind: "compute weights", "masters", "optimizer state 'exp_avg'" or "gradient". If it is unknown which copy is
+        kind: "compute weights", "masters", "optimizer state 'NAME'" or "gradient". If it is unknown which copy is
             wrong, the kind is "masters or compute weights" (the two differ on one rank) or "weights" (replicas differ).
         ranks: global ranks that have wrong bits. For "weights", these are all ranks that have a copy. At least one of
             these copies is wrong.

@@ -1,4 +1,4 @@
-"""Skip or refuse steps with non-finite gradients, in the same way on all ranks."""
+"""Skip steps with non-finite gradients, or raise an error, consistently on all ranks."""
 
 from __future__ import annotations
 

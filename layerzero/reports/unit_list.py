@@ -56,8 +56,8 @@ class UnitInfo:
         modules: classes of the modules whose forward gathers the unit, by module name.
         parameters: parameters of the unit, without the parameters of units inside the unit.
         gathered_bytes: size in bytes of the unit's gathered weights, in the compute dtype and including padding.
-        zero3_size: S, number of ranks that share the compute weights.
-        data_parallel: D, number of ranks that share the masters.
+        zero3_size: S, number of ranks over which the compute weights are sharded.
+        data_parallel: D, number of ranks over which the masters are sharded.
         reshard_after_forward: value of the setting `reshard_after_forward` for the unit.
     """
 

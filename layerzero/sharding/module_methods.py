@@ -79,11 +79,11 @@ def gathered(module: nn.Module) -> Iterator[None]:
     once. If the backward runs after the context, it gathers the weights again, unless `reshard_after_forward` keeps the
     unit gathered. Under ``torch.no_grad()``, the weights are freed at the end of the context.
 
-    Like a forward, the context is a collective of the ranks that share the weights. These ranks must enter the same
-    contexts in the same order. Otherwise they raise an error, as for forward passes. The context gathers the full unit
-    that has the parameters of `module`. Units inside `module` stay sharded, so ``gathered(model)`` gathers the
-    parameters of the root only. Ignored parameters, and parameters inside :func:`layerzero.unsharded`, are already full
-    and do not change.
+    Like a forward, the context is a collective of the ranks over which the weights are sharded. These ranks must enter
+    the same contexts in the same order. Otherwise they raise an error, as for forward passes. The context gathers the
+    full unit that has the parameters of `module`. Units inside `module` stay sharded, so ``gathered(model)`` gathers
+    the parameters of the root only. Ignored parameters, and parameters inside :func:`layerzero.unsharded`, are already
+    full and do not change.
 
     The weights are read-only. Inside the context, ``optimizer.step()``, loads, :func:`layerzero.unsharded` and
     ``EMA.swapped()`` raise an error. To edit weights, use ``layerzero.unsharded(model, writeback=True)``. Saved-tensor
@@ -179,7 +179,8 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
 
     The weights stay gathered until the next forward frees them (see `reshard_after_forward`), until a backward pass
     ends, or until :func:`reshard` is called. ``module.weight`` is the gathered weight only inside forward passes and
-    inside :func:`gathered`. Like a forward, this function is a collective of the ranks that share the weights.
+    inside :func:`gathered`. Like a forward, this function is a collective of the ranks over which the weights are
+    sharded.
 
     Args:
         module: a sharded model, or one of its units. Both have this function as a method: ``unit.unshard()``.

@@ -105,7 +105,7 @@ def verify(
             ``model(batch)``, as ``model(*batch)`` for a tuple, or as ``model(**batch)`` for a dict.
         optimizer_fn: function ``(parameters) -> optimizer``, for example ``functools.partial(torch.optim.SGD,
             lr=0.01)``. The default is SGD with momentum 0.9 and learning rate 0.1. Adam hides wrong scales of
-            gradients. It also makes full-size steps if gradients consist only of rounding errors.
+            gradients. It also takes full-size steps if gradients consist only of rounding errors.
         world_size: number of processes to start. The default is 4. Under torchrun, it is the existing world size.
         zero3_sizes: values of S to try. The default is every divisor of the world size. If `reshard_after_forward` is a
             number, the default is 1 and every divisor that is a multiple of that number. If `reshard_after_forward` is
@@ -180,7 +180,7 @@ def verify(
 def check_arguments(
     *, steps: int, micro_batches: int, tolerance: float | None, timeout: float, settings: Mapping[str, Any]
 ) -> None:
-    """Raise TypeError or ValueError if an argument of :func:`verify` is invalid for every run."""
+    """Raise TypeError or ValueError if an argument of :func:`verify` is invalid regardless of `zero3_size`."""
     for name, value in {"steps": steps, "micro_batches": micro_batches}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be an int >= 1, got {value!r}")

@@ -1,10 +1,10 @@
 """Move weights and gradients between the ranks of one ZeRO-3 group.
 
 - :mod:`base`: the interface of transports, and the traits from which memory and traffic are predicted
-- :mod:`selection`: the choice between the two transports; no other module names a concrete transport
+- :mod:`selection`: the choice between the two transports; no other module refers to a concrete transport
 - :mod:`process_group`: transport over collectives, with an optional codec. `post_forward_shard` keeps a part of a full
   buffer between a forward pass and its backward pass.
-- :mod:`shared_memory`: transport through memory that all ranks of a machine map. `shm_segment` is the mapping,
+- :mod:`shared_memory`: transport through memory that all ranks on a machine map. `shm_segment` is the mapping,
   `shm_rendezvous` its setup, `shm_counters` its synchronization, and `shm_buffers` the buffers from which gradients are
   read.
 """

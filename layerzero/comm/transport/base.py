@@ -62,7 +62,7 @@ class GatherOptions(NamedTuple):
     """Options for the gathers of a handle. A transport whose full buffers are resident ignores them."""
 
     codec: GatherCodec | None = None  # None if weights are not encoded
-    post_forward_comm: Communicator | None = None  # connects the ranks that share a post-forward copy, if any
+    post_forward_comm: Communicator | None = None  # connects the k ranks that keep post-forward shards, if any
     host_shard: HostShard | None = None  # ZeRO-3 shard in host memory, or None if the shard is on the device
 
 

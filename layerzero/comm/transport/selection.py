@@ -1,4 +1,4 @@
-"""Choose the transport of each mesh. Only this module names concrete transports."""
+"""Choose the transport for each mesh. No other module refers to a concrete transport."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def select_transports(
 ) -> dict[MeshInfo, Transport]:
     """Return the transport of each mesh of a model. All ranks of the model must call this function.
 
-    Models on several meshes, and ZeRO-3 groups in which any rank cannot share memory, use process groups.
+    Models on several meshes, and ZeRO-3 groups in which some rank cannot share memory, use process groups.
 
     Args:
         demand: function that returns the buffers that the model requests from a transport with the given traits.

@@ -7,9 +7,9 @@ the new value sees all earlier writes by the owner. On x86-64, the load of the c
 not reordered. On other machines, the reader makes another system call before it reads the data. This call adds 0 to one
 of the reader's own counters and acts as a full barrier.
 
-A counter has 32 bits and may wrap around, so the difference between two values is compared. A waiting rank sleeps in
-the kernel for short intervals. After each interval, the rank checks that the owner is alive and that the timeout has
-not expired.
+A counter has 32 bits and may wrap around. Therefore the sign of the difference modulo 2^32 decides which of two values
+is larger. A waiting rank sleeps in the kernel for short intervals. After each interval, the rank checks that the owner
+is alive and that the timeout has not expired.
 
 [Note: Detection of exited processes]
 From the rendezvous on, each rank holds a lock on one byte of the shared file. The kernel releases the lock when the

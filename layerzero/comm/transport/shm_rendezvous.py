@@ -1,4 +1,4 @@
-"""Set up shared memory between the ranks of one machine, and test on each rank that it works."""
+"""Set up shared memory between the ranks on one machine, and test on each rank that it works."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Create and map a memory segment that the ranks of one machine share.
+"""Create and map a memory segment that the ranks on one machine share.
 
 [Note: Anonymous shared memory]
 The memory is a file without a name (``memfd_create``), which the other ranks open through ``/proc``. The file exists as
 long as a process has it open or mapped, so it does not outlive the ranks. The file is not in /dev/shm, which is limited
 to 64 MB in many containers. Only the same user can open the file. Its pages are allocated before any rank accesses
-them. If there is not enough memory, the allocation raises an error. Without an earlier allocation, the access would
-raise a signal instead.
+them. If there is not enough memory, the allocation raises an error. Without this allocation, the first access to a page
+would raise a signal instead.
 
 [Note: Layout of a segment]
 The segment begins with the counters, followed by the common part, which all ranks share (weights), and one part per
@@ -62,7 +62,7 @@ class SegmentDescriptor:
 
 
 class SharedSegment:
-    """Memory mapping that the ranks of one machine share.
+    """Memory mapping that the ranks on one machine share.
 
     Created by :func:`layerzero.comm.transport.shm_rendezvous.map_shared_segment`.
 
