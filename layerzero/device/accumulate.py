@@ -56,8 +56,9 @@ def _is_in_pieces(target: Tensor, parts: Sequence[Tensor]) -> bool:
 def _add(target: Tensor, parts: Sequence[Tensor], wire: torch.dtype | None, overwrite: bool, scale: float) -> None:
     for each in parts:
         part = each if wire is None else each.to(wire)
-        if overwrite and scale != 1.0 and part.dtype.itemsize > target.dtype.itemsize:
-            torch.mul(part, scale, out=target)  # a value may be representable in the target dtype only after scaling
+        if overwrite and scale != 1.0 and part.dtype.itemsize >= target.dtype.itemsize:
+            # One kernel. If the target is narrower, a value may be representable in its dtype only after scaling.
+            torch.mul(part, scale, out=target)
             overwrite = False
         elif overwrite:
             target.copy_(part)
