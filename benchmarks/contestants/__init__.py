@@ -54,13 +54,20 @@ class Entry:
 
 
 def _ours(
-    label: str, zero3_size: object, accumulation: str, shared_memory: str = "auto", *, hop2: str | None = None
+    label: str,
+    zero3_size: object,
+    accumulation: str,
+    shared_memory: str = "auto",
+    *,
+    hop2: str | None = None,
+    keep: bool = False,
 ) -> Entry:
     settings = {
         "zero3_size": zero3_size,
         "accumulation": accumulation,
         "shared_memory": shared_memory,
         "hop2": hop2,
+        "keep": keep,
     }
     return Entry(label, "ours", "ours:LayerZero", settings)
 
@@ -80,6 +87,9 @@ ENTRIES: dict[str, Entry] = {
     "layerzero-full": _ours('layerzero hybrid, "full"', NODE, "full"),
     "layerzero-exchanges": _ours('layerzero hybrid, "sharded", shared memory off', NODE, "sharded", "off"),
     "layerzero-full-exchanges": _ours('layerzero hybrid, "full", shared memory off', NODE, "full", "off"),
+    "layerzero-full-exchanges-keep": _ours(
+        'layerzero hybrid, "full", shared memory off, weights kept', NODE, "full", "off", keep=True
+    ),
     "layerzero-zero1": _ours("layerzero, zero3_size=1", 1, "full"),
     # To the kernel, emulated nodes are one machine: with shared memory, their ranks would bypass the emulated link.
     "layerzero-zero3": _ours('layerzero, zero3_size=D, "sharded", shared memory off', WORLD, "sharded", "off"),

@@ -16,7 +16,9 @@ __all__ = ["ComputeAlone", "LayerZero"]
 
 
 class LayerZero(Contestant):
-    def __init__(self, task: Task, *, zero3_size: int, accumulation: str, shared_memory: str, hop2: str | None) -> None:
+    def __init__(
+        self, task: Task, *, zero3_size: int, accumulation: str, shared_memory: str, hop2: str | None, keep: bool
+    ) -> None:
         super().__init__(task)
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE, reduce_dtype=task.reduce_dtype)
         self.model = layerzero.shard_model(
@@ -27,10 +29,14 @@ class LayerZero(Contestant):
             accumulation=accumulation,
             hop2_codec=None if hop2 is None else {"int8": layerzero.Int8Blocks(), "int4": layerzero.Int4Blocks()}[hop2],
             shared_memory=shared_memory,
+            reshard_after_forward=not keep,
         )
+        self._keep = keep
         self.optimizer = layerzero.shard_optimizer(torch.optim.AdamW(self.model.parameters(), **OPTIMIZER), self.model)
 
     def backward(self, batch: Tensor, *, last: bool) -> Tensor:
+        if self._keep:  # gather once per step
+            self.model.set_reshard_after_backward(last)
         with nullcontext() if last else layerzero.no_sync(self.model):
             loss = loss_of(self.model, batch)
             (loss / self.task.micro_batches).backward()
