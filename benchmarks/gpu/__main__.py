@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -28,12 +30,23 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     flags = ["--device", args.device, *(["--tiny"] if args.tiny else [])]
     python, part = [sys.executable], [sys.executable, "-m", "benchmarks.gpu.parts"]
     found = {"pytest": [*python, "-m", "pytest", "-q", "-m", "gpu", "tests"]}
+    found["loopback, late collectives"] = [*part, "loopback", *flags]
     for ranks in (2, 4):
         found[f"verify, gloo, {ranks} ranks on one device"] = [*part, "verify", "--ranks", str(ranks), *flags]
     found["verify, one rank"] = [*part, "verify", "--ranks", "1", "--backend", "default", *flags]
+    found["verify, NCCL, 4 ranks on one device"] = [*part, "verify", "--ranks", "4", "--backend", "default", *flags]
     for offload in ("nothing", "grads", "optimizer"):
         for where, stream in (("", []), (", on a stream of one's own", ["--side-stream"])):
             found[f"sanitizer, offload {offload}{where}"] = [*part, "sanitizer", "--offload", offload, *stream, *flags]
+    found["sanitizer by storage"] = [*part, "sanitizer", "--by-storage", *flags]
+    observer = ["compute-sanitizer", "--tool=memcheck", "--track-stream-ordered-races=all", "--error-exitcode=9"]
+    found["compute-sanitizer"] = [*(observer if args.device == "cuda" else []), *part, "steps", "--tiny", *flags]
+    found["capture of a graph inside a unit"] = [*part, "capture", *flags]
+    for scheme in ("plain", *_CONTESTANTS):
+        for micro_batches in (1, 4):
+            name = f"overhead, 4 layers of Llama-3 8B, A={micro_batches}, {scheme}"
+            how = ["--model", "llama", "--micro-batches", str(micro_batches), "--scheme", scheme]
+            found[name] = [*part, "overhead", *how, *flags]
     for model in ("1.3b", "7b"):
         for scheme in _CONTESTANTS:
             found[f"memory, {model}, {scheme}"] = [*part, "memory", "--model", model, "--scheme", scheme, *flags]
@@ -54,16 +67,41 @@ def main() -> None:
     args.results.parent.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"torch": torch.__version__, "device": device, "tiny": args.tiny, "parts": {}}
     for name, command in commands(args).items():
-        results["parts"][name] = run(command, args.timeout)
+        missing = why_skipped(name, args.device)
+        results["parts"][name] = {"ok": True, "skipped": missing} if missing else run(command, args.timeout, name)
         print(f"{name}: {json.dumps(results['parts'][name])}", flush=True)
         args.results.write_text(json.dumps(results, indent=1) + "\n")
     sys.exit(any(not part["ok"] for part in results["parts"].values()))
 
 
-def run(command: list[str], timeout: float) -> dict[str, Any]:
+def why_skipped(name: str, device: str) -> str | None:
+    """Return why a part cannot run on this machine, or None."""
+    if device == "cuda" and name == "compute-sanitizer" and shutil.which("compute-sanitizer") is None:
+        return "compute-sanitizer, a part of the CUDA toolkit, is not installed"
+    if device == "cuda" and name.startswith("verify, NCCL, 4 ranks") and torch.cuda.nccl.version() < (2, 30):
+        return f"NCCL {torch.cuda.nccl.version()} does not run several ranks on one device; 2.30 does"
+    return None
+
+
+def environment(name: str) -> dict[str, str]:
+    """Return the environment variables of a part, in addition to those of this process."""
+    if name == "compute-sanitizer":
+        return {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}
+    return {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if name.startswith("verify, NCCL, 4 ranks") else {}
+
+
+def run(command: list[str], timeout: float, name: str) -> dict[str, Any]:
     start = time.monotonic()
     try:
-        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run(
+            command,
+            cwd=_ROOT,
+            env=os.environ | environment(name),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return {"ok": False, "error": f"not finished after {timeout:.0f} s"}
     seconds = round(time.monotonic() - start, 1)

@@ -399,3 +399,26 @@ def test_a_missing_peer_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table_of_checkpoints_is_what_was_measured() -> None:
     results = json.loads((FOLDER / "checkpoint" / "checkpoint.json").read_text())
     assert checkpoint.table(results) in (PAGE.parent / "checkpoints.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "loopback, late collectives",
+        "sanitizer by storage",
+        "compute-sanitizer",
+        "capture of a graph inside a unit",
+        "overhead, 4 layers of Llama-3 8B, A=1, layerzero",
+        "overhead, 4 layers of Llama-3 8B, A=1, fsdp2-hsdp",
+        "memory, 1.3b, layerzero-full",
+        "step time, 1.3b, plain",
+        "verify, NCCL, 4 ranks on one device",
+    ],
+)
+def test_the_parts_of_the_gpu_benchmark_run_on_a_cpu_at_the_size_of_a_test(part: str, tmp_path: Path) -> None:
+    results = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--only", part]
+    done = subprocess.run([*command, "--results", str(results)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    parts = json.loads(results.read_text())["parts"]
+    assert parts[part]["ok"] and "skipped" not in parts[part]
