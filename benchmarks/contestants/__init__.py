@@ -54,13 +54,20 @@ class Entry:
 
 
 def _ours(
-    label: str, zero3_size: object, accumulation: str, shared_memory: str = "auto", *, int8: bool = False
+    label: str,
+    zero3_size: object,
+    accumulation: str,
+    shared_memory: str = "auto",
+    *,
+    int8: bool = False,
+    refresh_codec: str | None = None,
 ) -> Entry:
     settings = {
         "zero3_size": zero3_size,
         "accumulation": accumulation,
         "shared_memory": shared_memory,
         "int8": int8,
+        "refresh_codec": refresh_codec,
     }
     return Entry(label, "ours", "ours:LayerZero", settings)
 
@@ -76,6 +83,10 @@ def _deepspeed(label: str, family: str, **settings: object) -> Entry:
 ENTRIES: dict[str, Entry] = {
     "layerzero": _ours('layerzero hybrid, "sharded"', NODE, "sharded"),
     "layerzero-int8": _ours('layerzero hybrid, "sharded", hop 2 in int8', NODE, "sharded", int8=True),
+    "layerzero-lossless": _ours(
+        'layerzero hybrid, "sharded", lossless refresh', NODE, "sharded", refresh_codec="lossless"
+    ),
+    "layerzero-auto": _ours('layerzero hybrid, "sharded", refresh_codec="auto"', NODE, "sharded", refresh_codec="auto"),
     "layerzero-full": _ours('layerzero hybrid, "full"', NODE, "full"),
     "layerzero-exchanges": _ours('layerzero hybrid, "sharded", shared memory off', NODE, "sharded", "off"),
     "layerzero-full-exchanges": _ours('layerzero hybrid, "full", shared memory off', NODE, "full", "off"),

@@ -16,7 +16,16 @@ __all__ = ["ComputeAlone", "LayerZero"]
 
 
 class LayerZero(Contestant):
-    def __init__(self, task: Task, *, zero3_size: int, accumulation: str, shared_memory: str, int8: bool) -> None:
+    def __init__(
+        self,
+        task: Task,
+        *,
+        zero3_size: int,
+        accumulation: str,
+        shared_memory: str,
+        int8: bool,
+        refresh_codec: str | None,
+    ) -> None:
         super().__init__(task)
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE, reduce_dtype=task.reduce_dtype)
         self.model = layerzero.shard_model(
@@ -26,6 +35,7 @@ class LayerZero(Contestant):
             mp_policy=policy,
             accumulation=accumulation,
             hop2_codec=layerzero.Int8Blocks() if int8 else None,
+            refresh_codec=refresh_codec,
             shared_memory=shared_memory,
         )
         self.optimizer = layerzero.shard_optimizer(torch.optim.AdamW(self.model.parameters(), **OPTIMIZER), self.model)
