@@ -60,6 +60,7 @@ def _ours(
     shared_memory: str = "auto",
     *,
     hop2: str | None = None,
+    refresh_codec: str | None = None,
     keep: bool = False,
 ) -> Entry:
     settings = {
@@ -67,6 +68,7 @@ def _ours(
         "accumulation": accumulation,
         "shared_memory": shared_memory,
         "hop2": hop2,
+        "refresh_codec": refresh_codec,
         "keep": keep,
     }
     return Entry(label, "ours", "ours:LayerZero", settings)
@@ -84,6 +86,17 @@ ENTRIES: dict[str, Entry] = {
     "layerzero": _ours('layerzero hybrid, "sharded"', NODE, "sharded"),
     "layerzero-int8": _ours('layerzero hybrid, "sharded", hop 2 in int8', NODE, "sharded", hop2="int8"),
     "layerzero-int4": _ours('layerzero hybrid, "sharded", hop 2 in int4', NODE, "sharded", hop2="int4"),
+    "layerzero-lossless": _ours(
+        'layerzero hybrid, "sharded", lossless refresh', NODE, "sharded", refresh_codec="lossless"
+    ),
+    "layerzero-auto": _ours('layerzero hybrid, "sharded", refresh_codec="auto"', NODE, "sharded", refresh_codec="auto"),
+    "layerzero-int4-lossless": _ours(
+        'layerzero hybrid, "sharded", hop 2 in int4, lossless refresh',
+        NODE,
+        "sharded",
+        hop2="int4",
+        refresh_codec="lossless",
+    ),
     "layerzero-full": _ours('layerzero hybrid, "full"', NODE, "full"),
     "layerzero-exchanges": _ours('layerzero hybrid, "sharded", shared memory off', NODE, "sharded", "off"),
     "layerzero-full-exchanges": _ours('layerzero hybrid, "full", shared memory off', NODE, "full", "off"),

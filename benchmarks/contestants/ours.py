@@ -17,7 +17,15 @@ __all__ = ["ComputeAlone", "LayerZero"]
 
 class LayerZero(Contestant):
     def __init__(
-        self, task: Task, *, zero3_size: int, accumulation: str, shared_memory: str, hop2: str | None, keep: bool
+        self,
+        task: Task,
+        *,
+        zero3_size: int,
+        accumulation: str,
+        shared_memory: str,
+        hop2: str | None,
+        refresh_codec: str | None,
+        keep: bool,
     ) -> None:
         super().__init__(task)
         policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE, reduce_dtype=task.reduce_dtype)
@@ -28,6 +36,7 @@ class LayerZero(Contestant):
             mp_policy=policy,
             accumulation=accumulation,
             hop2_codec=None if hop2 is None else {"int8": layerzero.Int8Blocks(), "int4": layerzero.Int4Blocks()}[hop2],
+            refresh_codec=refresh_codec,
             shared_memory=shared_memory,
             reshard_after_forward=not keep,
         )

@@ -106,6 +106,13 @@ class MeshInfo:
             connect(self._among[ranks], self.device)
         return self._among[ranks]
 
+    def new_refresh_comm(self) -> Communicator:
+        """Create a communicator along the replica axis for encoded refreshes. All ranks must call this method."""
+        like, kind = self.replica_comm.group, self.mesh.device_type
+        column = dist.get_process_group_ranks(like)
+        group = self.groups.new(column, like=like, device_type=kind)
+        return Communicator.over("replica refresh", "replica", group, self.counters, kind)
+
     @classmethod
     def from_mesh(
         cls,

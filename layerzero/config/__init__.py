@@ -12,11 +12,13 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.codecs import GatherCodec
+from layerzero.comm.lossless_differences import LosslessDifferences
 
 __all__ = ["ACCUMULATIONS", "AUTO", "OFFLOADS", "UNSUPPORTED", "LayerZeroConfig", "Precision", "Units"]
 
 ACCUMULATIONS = ("sharded", "full", "local")
 SHARED_MEMORY_MODES = ("auto", "off")
+REFRESH_CODECS = (None, "lossless", "auto")
 OFFLOADS = ("offload_grads", "offload_optimizer", "offload_params")
 _CODEC = ("nbytes", "encode", "decode")
 AUTO = "auto"  # value of `units` that selects the blocks that the model declares
@@ -38,6 +40,11 @@ class Precision:
     compute: torch.dtype  # dtype of the ZeRO-3 shard and the full buffer
     reduce: torch.dtype  # most precise dtype in which hop 1 sends gradients
     replica_reduce: torch.dtype  # dtype in which hop 2 sends gradients
+
+    @property
+    def casts_to_16_bits(self) -> bool:
+        """True if the compute weights are 16-bit copies of the masters, whose refreshes can be encoded."""
+        return self.compute.itemsize == 2 and self.master != self.compute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +77,7 @@ class LayerZeroConfig:
     prefetch: int = 1
     gather_codec: GatherCodec | None = None
     hop2_codec: GatherCodec | None = None
+    refresh_codec: str | None = None
     shared_memory: str = "auto"
     ignored_modules: Iterable[nn.Module | str] | None = None
     sync_module_states: bool = True
@@ -81,7 +89,7 @@ class LayerZeroConfig:
         The names in the file are the field names of this class. Dtypes are written as ``bf16``, ``fp16``, ``fp32`` or
         with torch's names. `mp_policy` maps the fields of a MixedPrecisionPolicy to values. `units` and
         `ignored_modules` are lists with names of modules or of their classes. `gather_codec` can be ``float8_rows``,
-        and `hop2_codec` can be ``int8_blocks`` or ``int4_blocks``.
+        `hop2_codec` can be ``int8_blocks`` or ``int4_blocks``, and `refresh_codec` can be ``lossless`` or ``auto``.
         The option names of MindSpeed's LayerZeRO are also accepted: ``transformer_layers``, ``param_dtype``,
         ``reduce_dtype``, ``autocast_input``, ``autocast_output`` (casts outputs to fp32), and ``forward_prefetch``
         together with ``backward_prefetch``.
@@ -128,6 +136,8 @@ class LayerZeroConfig:
             )
         if self.shared_memory not in SHARED_MEMORY_MODES:
             raise ValueError(f"shared_memory={self.shared_memory!r} is not supported. Use one of {SHARED_MEMORY_MODES}")
+        if self.refresh_codec not in REFRESH_CODECS:
+            raise ValueError(f"refresh_codec={self.refresh_codec!r} is not supported. Use one of {REFRESH_CODECS}")
         for name in (*OFFLOADS, "reduce_scatter_with_fp32_accumulation", "pin_memory", "sync_module_states"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
@@ -227,6 +237,8 @@ class LayerZeroConfig:
             "prefetch": self.prefetch,
             "gather_codec": _codec_text(self.gather_codec),
             "hop2_codec": _codec_text(self.hop2_codec),
+            "refresh_codec": self.refresh_codec,
+            "compression that refresh_codec uses": self.refresh_codec and LosslessDifferences.best().compression,
             "shared_memory": self.shared_memory,
             "sync_module_states": self.sync_module_states,
         }

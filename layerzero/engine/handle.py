@@ -90,9 +90,12 @@ class Handle:
             options,
             label=label,
             updated_on_host=is_trained or precision.master != precision.compute,
+            refresher=mesh.refresher if is_trained and precision.casts_to_16_bits else None,
             has_extension=self._is_extended,
         )
         self.weights.set_values(parameters)
+        if self.weights.refresher is not None:  # a thread may still read the masters
+            self.tracker.before_write = self.weights.finish_refresh
         self._gathered_params: GatheredParams | ExtendedGather = GatheredParams(self.weights.compute)
         if extension is not None:
             name, shape = layout.slots[0].name, tuple(parameters[0].shape)
@@ -306,9 +309,14 @@ class Handle:
         if self.weights.peers_read_master:
             self.tracker.before_write = self._mesh.transport.begin_write
 
-    def launch_refresh(self) -> None:
-        """Launch the refresh, which copies the masters to the compute weights of all replicas."""
-        self.weights.launch_refresh()
+    def launch_refresh(self, *, in_full: bool) -> None:
+        """Launch the refresh, which copies the masters to the compute weights of all replicas.
+
+        Args:
+            in_full: if True, send the weights even if refreshes are encoded as differences. If the user has written to
+                the masters, they are also sent.
+        """
+        self.weights.launch_refresh(in_full=in_full or self.tracker.dirty)
         self.tracker.dirty = False
         self.tracker.loaded_digests.clear()
         self.refresh_due = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from layerzero.comm.encoded_refresh import EncodedRefresher
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.transport.base import Transport
 from layerzero.device.accelerator import HostDeviceCopies
@@ -31,3 +32,4 @@ class MeshResources:
     mesh_info: MeshInfo
     transport: Transport
     pools: ModelPools
+    refresher: EncodedRefresher | None = None  # None if refreshes are not encoded

@@ -55,19 +55,21 @@ class WeightRefresher:
         self._transports = tuple(transports)
         self._model_ranks = model_ranks
 
-    def launch(self, handles: Sequence[Handle] | None = None) -> None:
-        """Launch the refreshes of `handles`, or of all handles if `handles` is None, whose masters were changed outside
-        of a step. All ranks must call this method."""
+    def launch(self, handles: Sequence[Handle] | None = None, *, in_full: bool = True) -> None:
+        """Launch the refreshes of `handles`, or of all handles if `handles` is None. All ranks must call this method.
+
+        Args:
+            in_full: False if only optimizer steps have changed the masters. Encoded refreshes may then send differences
+                to the previous weights. Otherwise, they send the weights, and the errors of encoded gradients are
+                dropped.
+        """
         handles = self._handles if handles is None else handles
-        for handle in handles:
+        for handle in handles if in_full else ():
             if handle.gradients is not None:
                 handle.gradients.clear_residual()
-        self._launch(handles)
-
-    def _launch(self, handles: Sequence[Handle]) -> None:
         if handles:
             self.require_no_active_use("changing weights")
-        RefreshRound(handles, self._transports, waits=not self._precedes_forward).end()
+        RefreshRound(handles, self._transports, waits=not self._precedes_forward, in_full=in_full).end()
 
     def before_master_write(self, handles: Sequence[Handle] | None = None) -> None:
         """Prepare for a write to the masters of `handles`, or of all handles if `handles` is None.
@@ -102,9 +104,13 @@ class WeightRefresher:
         self._steps += 1
         exposed = [handle for handle in self._handles if handle.weights.peers_read_master and handle.may_be_updated]
         self.before_master_write(exposed)
+        for handle in self._handles:
+            if handle.weights.refresher is not None:
+                handle.weights.finish_refresh()
         updated = [handle for handle in self._handles if handle.may_be_updated or handle.refresh_due]
         later, done = self.deferred or self._steps < self._expected_steps, False
-        refresh = None if later else RefreshRound(updated, self._transports, waits=not self._precedes_forward)
+        waits = not self._precedes_forward
+        refresh = None if later else RefreshRound(updated, self._transports, waits=waits, in_full=False)
         try:
             yield refresh
             done = True
@@ -119,10 +125,11 @@ class WeightRefresher:
             else:
                 for handle in updated:
                     handle.bump_version()
+                    handle.weights.refresh_in_full |= not done
 
     def launch_deferred(self) -> None:
         """Launch the refreshes that steps have deferred."""
-        self._launch([handle for handle in self._handles if handle.refresh_due])
+        self.launch([handle for handle in self._handles if handle.refresh_due], in_full=False)
 
     def launch_edited(self) -> None:
         """Launch the refreshes of masters that were changed outside of a step. Raise if the changes differ by rank."""
@@ -172,16 +179,20 @@ class RefreshRound:
         handles: handles to refresh, in order.
         transports: transports of all meshes of the model.
         waits: True if the round must wait for peers that may still read the weights.
+        in_full: if True, weights are sent even if refreshes are encoded as differences.
 
     Attributes:
         left: handles whose refreshes have not been launched, or None before the first launch.
     """
 
-    def __init__(self, handles: Sequence[Handle], transports: Sequence[Transport], *, waits: bool) -> None:
+    def __init__(
+        self, handles: Sequence[Handle], transports: Sequence[Transport], *, waits: bool, in_full: bool
+    ) -> None:
         self._handles = handles
         self.left: deque[Handle] | None = None
         self._transports = transports if handles else ()
         self._waits = waits
+        self._in_full = in_full
 
     def launch(self, ready: Collection[Handle]) -> None:
         """Launch the refreshes of the next handles in order, up to the first handle that is not in `ready`."""
@@ -192,7 +203,7 @@ class RefreshRound:
             for transport in self._transports if self._waits else ():
                 transport.begin_write()
         while self.left and self.left[0] in ready:
-            self.left.popleft().launch_refresh()
+            self.left.popleft().launch_refresh(in_full=self._in_full)
 
     def end(self) -> None:
         """Launch the refreshes of the remaining handles, and end the round."""

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from layerzero.comm.collectives import Collective, PendingCollective, all_gather
+from layerzero.comm.encoded_refresh import COMPARE_EVERY, EncodedRefresher, PendingRefresh, RefreshInput
 from layerzero.comm.transport.base import FullBuffer, GatherOptions, LocalBuffer
 from layerzero.config import Precision
 from layerzero.device.host_shard import HostShard
@@ -62,6 +63,7 @@ class WeightStorage:
         options: options for gathers, such as the codec and the ranks that share a post-forward copy.
         label: name of the unit, for traces.
         updated_on_host: True if the master is to be in host memory, provided that the pools offload the optimizer.
+        refresher: object that encodes refreshes, or None. It needs weights and masters in host memory.
         has_extension: True if an all-gather extension gathers the shard. The handle then has no full buffer.
 
     Attributes:
@@ -71,6 +73,7 @@ class WeightStorage:
         to_host: object that copies the master if the optimizer runs on the host, or None; see gradient_storage.py.
         host_shard: ZeRO-3 shard in host memory; see device/host_shard.py. If it is None, the shard is on the device.
         state: state of the full buffer.
+        refresh_in_full: True if the next refresh must not be sent as differences.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class WeightStorage:
         *,
         label: str,
         updated_on_host: bool,
+        refresher: EncodedRefresher | None,
         has_extension: bool,
     ) -> None:
         self.layout = layout
@@ -93,7 +97,10 @@ class WeightStorage:
         self.host_shard: HostShard | None = None
         self.label = label
         self._gathering: Waitable | None = None
-        self._refreshing: PendingCollective | None = None
+        self.refresher = refresher
+        self.refresh_in_full = True
+        self._refreshing: PendingCollective | PendingRefresh | None = None
+        self._encoded_refreshes = 0  # the same number on all ranks
 
         grid, dtype = self.mesh_info.grid, precision.compute
         numel, copies = grid.numel(layout, Extent.ZERO3), mesh.pools.weights_to_host
@@ -167,6 +174,7 @@ class WeightStorage:
         All ranks must call this method between passes.
         """
         mesh_info, old = self.mesh_info, self.layout
+        self.refresh_in_full = True
         place = mesh_info.grid.slice_within(layout, Extent.ZERO1, Extent.ZERO3)
         self.layout = layout
         self._own_part = self.zero3_shard[place]  # after a refresh, the shard has the values of all replicas
@@ -224,10 +232,17 @@ class WeightStorage:
         return self._refreshing is not None and not self._refreshing.done()
 
     @torch.no_grad()
-    def launch_refresh(self) -> None:
-        """Copy the master to its part of the ZeRO-3 shard, and launch an all-gather for the other replicas' parts."""
+    def launch_refresh(self, *, in_full: bool) -> None:
+        """Copy the master to its part of the ZeRO-3 shard, and launch an all-gather for the other replicas' parts.
+
+        Args:
+            in_full: if True, send the weights even if refreshes are encoded as differences.
+        """
         assert self.state is GatherState.SHARDED
         self.finish_refresh()
+        if self.refresher is not None:
+            self._launch_encoded(self.refresher, in_full=in_full)
+            return
         zero3, own = self.zero3_shard, self._own_part
         if self.host_shard is not None:
             zero3 = self.host_shard.borrow()
@@ -250,6 +265,22 @@ class WeightStorage:
         if self.host_shard is not None:
             self.finish_refresh()
             self.host_shard.store(zero3)
+        self.buffer.publish(self._refreshing)
+
+    def _launch_encoded(self, refresher: EncodedRefresher, *, in_full: bool) -> None:
+        sizes = self.mesh_info.grid.replica_part_sizes(self.layout)
+        self._encoded_refreshes += 1
+        self._refreshing = refresher.launch(
+            RefreshInput(
+                self.label,
+                self.zero3_shard,
+                list(sizes or (len(self._own_part),) * self.mesh_info.replicas),
+                self.master,
+                in_full=in_full or self.refresh_in_full,
+                compares=self._encoded_refreshes % COMPARE_EVERY == 0,
+            )
+        )
+        self.refresh_in_full = False
         self.buffer.publish(self._refreshing)
 
     def finish_refresh(self, *, of_peers: bool = False) -> None:

@@ -58,9 +58,11 @@ def predicted_traffic(units: Sequence[UnitSpec], config: LayerZeroConfig) -> dic
     """Return, for each collective, the numbers of bytes that a rank sends in one call, with one entry per handle.
 
     Reductions and refreshes are omitted for handles whose ZeRO-1 shards have different lengths, because their ranks
-    send different numbers of bytes.
+    send different numbers of bytes. Refreshes are also omitted if any of them is encoded, because the number of bytes
+    then depends on the weights.
     """
     found: dict[str, list[int]] = {}
+    encoded = any(handle.encodes_refresh for unit in units for handle in unit.handles)
     for unit in units:
         grid, transport = unit.traits.grid, unit.traits.transport
         for handle in unit.handles:
@@ -76,7 +78,7 @@ def predicted_traffic(units: Sequence[UnitSpec], config: LayerZeroConfig) -> dic
                 found.setdefault(Collective.GATHER.value, []).append(sent)
             if kept := unit.kept_of(handle):
                 found.setdefault(Collective.REGATHER.value, []).append((unit.reshard_after_forward - 1) * kept)
-            if grid.replicas > 1 and handle.trainable and not layout.bounds:
+            if grid.replicas > 1 and handle.trainable and not layout.bounds and not encoded:
                 sent = (grid.replicas - 1) * (zero3 // grid.replicas) * compute.itemsize
                 found.setdefault(Collective.REFRESH.value, []).append(sent)
             for stage in handle.reduction_spec.stages if handle.trainable and not layout.bounds else ():

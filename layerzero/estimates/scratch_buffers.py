@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 from layerzero.comm.codecs import EncodedParts
 from layerzero.comm.collectives import Collective, encoded_buffers
+from layerzero.comm.encoded_refresh import IN_FLIGHT as REFRESHES_IN_FLIGHT
+from layerzero.comm.encoded_refresh import refresh_buffers
 from layerzero.comm.transport.base import BufferDemand
 from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import Size, bytes_of_buffers
@@ -91,13 +93,23 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
     ).items():
         plan.scratch[size] += min(len(members), second)
     plan.scratch.update(_most_at_once([_received(each, 1, where) for each in twice], second))
+    encoded = [
+        refresh_buffers(
+            where.grid.numel(each.layout, Extent.ZERO1),
+            where.grid.numel(each.layout, Extent.ZERO3),
+            each.precision.compute,
+        )
+        for each in handles
+        if each.encodes_refresh
+    ]
+    plan.scratch.update(_most_at_once(encoded, REFRESHES_IN_FLIGHT))
     if config.offload_optimizer:  # final gradients, which are summed before they are copied
         final = [each for each in handles if each.trainable]
         rank = {id(each): where.grid.numel(each.layout, Extent.ZERO1) for each in final}
         for size, members in _by_size(final, lambda each: (rank[id(each)], each.precision.master)).items():
             plan.scratch[size] += 1 if members[0].reduction_spec.stages else _landing_at_once(members, handles)
     if where.weights_in_host:  # refreshed weights, which are gathered before they are copied
-        fresh = [each for each in handles if each.trainable]
+        fresh = [each for each in handles if each.trainable and not each.encodes_refresh]
         for size in _by_size(fresh, lambda each: _fresh(each, where)):
             plan.scratch[size] += 1
     return ScratchBuffers(+plan.scratch, +plan.outgoing, bytes_of_buffers(plan.scratch))

@@ -60,6 +60,7 @@ class HandleSpec:
     in_host: bool = False  # True if the master and the final gradient are in host memory
     strided: tuple[int, ...] = ()  # sizes in bytes of the gathered parameters that are not contiguous
     coded: int = 0  # number of bytes that a gather of encoded shards receives
+    encodes_refresh: bool = False  # True if refreshes are sent as encoded differences
     set_aside: bool = False  # True if the final gradient was set aside in a backward; see engine/gradient_storage.py
     extension: GatheredBytes | None = None  # memory that the all-gather extension of the handle's only parameter uses
 
@@ -152,6 +153,7 @@ def specs_of(units: Iterable[Unit]) -> list[UnitSpec]:
                     handle.weights.to_host is not None,
                     handle.gathered_sizes[1:],
                     handle.weights.buffer.encoded_bytes,
+                    handle.weights.refresher is not None,
                     handle.gradients is not None and handle.gradients.final.storage.nbytes > 0,
                     handle.extension_bytes,
                 )

@@ -53,6 +53,7 @@ class ScheduleSettings:
     compute: int = 2
     reduce: int = 4
     replica_reduce: int = 4
+    refresh_share: float = 1.0  # part of the bytes of a refresh that is sent; below 1 if refreshes are encoded
     prefetch: int = 1
     offload_grads: bool = False
     offload_optimizer: bool = False
@@ -263,7 +264,7 @@ class _Rank:
             yield SimLaunch(up, self._refreshes[unit.name])
         if how.replicas > 1:
             self._refreshes[unit.name] = self._take()
-            sent = unit.numel / how.zero3_size * how.compute * _share(how.replicas)
+            sent = unit.numel / how.zero3_size * how.compute * how.refresh_share * _share(how.replicas)
             refresh = SimCollective("refresh", unit.name, "replica", "replica", how.replicas, sent)
             yield SimLaunch(refresh, self._refreshes[unit.name])
         if how.offload_params:

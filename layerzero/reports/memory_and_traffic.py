@@ -32,7 +32,8 @@ class MemoryReport:
     - ``accumulator``: accumulated gradients.
     - ``gradient_shard``: final gradients, or 0 if the final gradients are inside the accumulator. A backward
       pass that begins without zero_grad copies the final gradients out of the accumulator.
-    - ``reduce_buffer``: scratch buffers for gradients that come from autograd, are sent or are received. On the CPU,
+    - ``reduce_buffer``: scratch buffers for gradients that come from autograd, are sent or are received, and for
+      refreshes that `refresh_codec` encodes. On the CPU,
       they are kept. On a device, they are returned to torch's allocator after each backward pass, and this is the
       maximum during a pass.
     - ``residual``: errors of encoded gradients that are added to the next gradients (`hop2_codec` with feedback). They
@@ -104,7 +105,8 @@ class TrafficReport:
             replicas), ``control`` (the bytes of ``metadata`` and ``gather_order``, on the CPU), ``model_parallel``
             (such as the tensor-parallel axis).
         predicted: predicted number of bytes that gathers, reductions and refreshes send, by collective, for the same
-            number of calls. A collective is omitted if the handles have not all called it equally often.
+            number of calls. A collective is omitted if the handles have not all called it equally often. Refreshes are
+            omitted if `refresh_codec` encodes them.
         transport: name of the transport inside the ZeRO-3 group: ``"process_group"`` or ``"shared_memory"``.
     """
 

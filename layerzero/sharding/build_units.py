@@ -8,13 +8,15 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.codecs import EncodedParts, encoded_bytes, encoded_sizes, has_feedback, is_encoded
+from layerzero.comm.collectives import backend_of
 from layerzero.comm.transport.base import GatherOptions
-from layerzero.config import LayerZeroConfig
+from layerzero.config import LayerZeroConfig, Precision
 from layerzero.device.accelerator import device_module
 from layerzero.dtensor.extensions import Extension, GatheredBytes, has_extension
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec, local_part
@@ -34,9 +36,11 @@ from layerzero.sharding.unit_selection import ParamInfo, UnitDefinition, describ
 
 __all__ = [
     "build_unit",
+    "can_encode_refreshes",
     "check_buffers",
     "check_codec",
     "check_meta_init",
+    "check_refresh_codec",
     "parts_to_compare",
     "plan_handles",
     "require_equal_encoded_sizes",
@@ -130,6 +134,43 @@ def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> Non
             f"{type(config.hop2_codec).__name__} adds errors of one step to the gradients of the next step, whose loss "
             "may be scaled by another factor, as the model computes in fp16. Compute in bf16, or pass feedback=False"
         )
+
+
+def can_encode_refreshes(plans: Sequence[UnitDefinition], config: LayerZeroConfig, mesh: DeviceMesh) -> bool:
+    """Return whether refreshes of the model can be encoded."""
+    return _runs_on_gloo(mesh) and any(each.casts_to_16_bits for each in _precisions(plans, config))
+
+
+def check_refresh_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig, mesh: DeviceMesh) -> None:
+    """Raise ValueError if `refresh_codec` is ``"lossless"`` but refreshes of the model cannot be encoded."""
+    precisions = _precisions(plans, config)
+    if config.refresh_codec != "lossless" or not precisions or can_encode_refreshes(plans, config, mesh):
+        return
+    if not _runs_on_gloo(mesh):
+        raise ValueError(
+            f"refresh_codec='lossless' encodes weights on the CPU and sends them with gloo, but this model is on "
+            f"{mesh.device_type} and uses {backend_of(mesh.get_group(0), mesh.device_type)}. Leave refresh_codec out, "
+            "or pass refresh_codec='auto'"
+        )
+    computes = sorted({str(each.compute) for each in precisions})
+    raise ValueError(
+        "refresh_codec='lossless' encodes compute weights in bf16 and fp16 that have masters of higher precision, but "
+        f"the model computes in {', '.join(computes)}. Set param_dtype in mp_policy, or leave refresh_codec out"
+    )
+
+
+def _runs_on_gloo(mesh: DeviceMesh) -> bool:
+    return mesh.device_type == "cpu" and backend_of(mesh.get_group(0), "cpu") == "gloo"
+
+
+def _precisions(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> set[Precision]:
+    """Return the precisions of the trainable parameters."""
+    return {
+        config.precision_of(found.parameter.dtype, config.policy_of(plan.name, plan.called[0]), trainable=True)
+        for plan in plans
+        for found in plan.parameters
+        if found.parameter.requires_grad
+    }
 
 
 def require_equal_encoded_sizes(
@@ -250,7 +291,18 @@ def plan_handles(
             own_strides = tuple(strided[slot.name] for slot in layout.slots if slot.name in strided)
             coded = encoded_bytes(encoded_sizes(config.gather_codec, layout, where.grid.zero3_size, precision.compute))
             planned.append(
-                HandleSpec(plan.name, kind, trainable, precision, layout, route, in_host, own_strides, coded)
+                HandleSpec(
+                    plan.name,
+                    kind,
+                    trainable,
+                    precision,
+                    layout,
+                    route,
+                    in_host,
+                    own_strides,
+                    coded,
+                    encodes_refresh=trainable and _encodes_refresh(config, precision, where),
+                )
             )
     for found in (each for each in plan.parameters if has_extension(each.parameter)):
         # One handle for each parameter, with shards of full rows. See [Note: All-gather extensions].
@@ -277,11 +329,16 @@ def plan_handles(
                 layout,
                 route,
                 in_host=config.offload_optimizer and parameter.requires_grad,
+                encodes_refresh=parameter.requires_grad and _encodes_refresh(config, precision, where),
                 # The class reports its all-gather inputs at the first gather. Until then, assume the compute dtype.
                 extension=GatheredBytes((layout.numel * in_compute.compute.itemsize,), ()),
             )
         )
     return planned
+
+
+def _encodes_refresh(config: LayerZeroConfig, precision: Precision, where: RankTraits) -> bool:
+    return config.refresh_codec == "lossless" and precision.casts_to_16_bits and where.grid.replicas > 1
 
 
 def build_unit(

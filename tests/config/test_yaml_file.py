@@ -31,6 +31,7 @@ pin_memory: false
 reshard_after_forward: false
 gather_codec: float8_rows
 hop2_codec: int8_blocks
+refresh_codec: lossless
 prefetch: 2
 shared_memory: "off"
 ignored_modules: [head]
@@ -78,6 +79,7 @@ def test_every_setting_can_be_given(tmp_path: Path) -> None:
         reshard_after_forward=False,
         gather_codec=Float8Rows(),
         hop2_codec=Int8Blocks(),
+        refresh_codec="lossless",
         prefetch=2,
         shared_memory="off",
         ignored_modules=["head"],

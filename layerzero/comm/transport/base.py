@@ -30,6 +30,7 @@ from torch import Tensor
 
 from layerzero.comm.codecs import GatherCodec
 from layerzero.comm.collectives import Communicator, PendingCollective, PendingReduction
+from layerzero.comm.encoded_refresh import PendingRefresh
 from layerzero.device.buffer_pools import BufferPool, Size
 from layerzero.device.host_shard import HostShard
 from layerzero.device.streams import Waitable
@@ -127,7 +128,7 @@ class FullBuffer(ABC):
     def drop_post_forward(self) -> None:  # noqa: B027
         """Free the post-forward shard."""
 
-    def publish(self, pending: PendingCollective | None) -> None:  # noqa: B027
+    def publish(self, pending: PendingCollective | PendingRefresh | None) -> None:  # noqa: B027
         """Make the new contents of `shard` visible to the peers when `pending` completes.
 
         If `pending` is None, the contents become visible immediately.

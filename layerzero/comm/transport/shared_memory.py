@@ -40,6 +40,7 @@ from layerzero.comm.collectives import (
     collective_error,
     launching,
 )
+from layerzero.comm.encoded_refresh import PendingRefresh
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.transport.base import BufferDemand, FullBuffer, GatherOptions, Transport, TransportTraits
 from layerzero.comm.transport.shm_buffers import (
@@ -196,7 +197,7 @@ class WriteBarrier:
         """End the round, after all refreshes of the round have been launched."""
         self._rounds = self._arrived
 
-    def publish_shard(self, works: PendingCollective | None, counter: int) -> None:
+    def publish_shard(self, works: PendingCollective | PendingRefresh | None, counter: int) -> None:
         """Increment the counter with index `counter` when `works` has completed, or immediately if `works` is None."""
         if works is None:
             self.memory.counters.increment(counter)
@@ -222,7 +223,7 @@ class WriteBarrier:
             self._comm.counters.waited[Collective.GATHER.value] += time.perf_counter() - began
 
 
-def _publish_when_complete(works: PendingCollective, memory: SharedSegment, counter: int) -> None:
+def _publish_when_complete(works: PendingCollective | PendingRefresh, memory: SharedSegment, counter: int) -> None:
     with suppress(RuntimeError):  # the main thread raises the error when it waits for the same works
         for work in works.each:
             while not work.is_completed():
@@ -256,7 +257,7 @@ class SharedFullBuffer(FullBuffer):
         self._barrier.count_gather(name)
         return PendingShards(self, name)
 
-    def publish(self, pending: PendingCollective | None) -> None:
+    def publish(self, pending: PendingCollective | PendingRefresh | None) -> None:
         self._launched += 1
         self._barrier.publish_shard(pending, self._counter)
 

@@ -1,0 +1,238 @@
+"""Refresh the compute weights of all replicas with encoded messages, in background threads.
+
+[Note: Encoded refreshes]
+All replicas have the same previous compute weights. The owner of a part therefore sends only the differences to its
+previous weights, and each receiver adds them in place. Two threads work for each mesh. The first thread casts the
+masters, encodes them, exchanges the sizes of the messages, and launches the messages. The second thread waits for the
+messages and decodes them. Encoding, messages and decoding of different handles therefore overlap with each other and
+with the program. Both threads handle the refreshes in the order of their launch, which is the same on all ranks, and
+use a communicator that no other code uses.
+
+Together with the size, each rank sends whether it asks for a full refresh. If any rank does, all ranks send their
+weights without encoding. A rank asks for a full refresh if its weights may differ from those of the other replicas: at
+the first refresh, after a load, a write by the user or a change of shard boundaries, and after a failed step.
+
+A wrong bit in the previous weights of a replica would stay in its weights. Therefore every `COMPARE_EVERY` refreshes,
+each rank also sends a digest of its previous ZeRO-3 shard. If the digests differ, the wait for the refresh raises an
+error on all ranks that received them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from layerzero.comm.collectives import Collective, Communicator, PendingCollective, all_gather, all_gather_small
+from layerzero.comm.lossless_differences import LosslessDifferences
+from layerzero.device.buffer_pools import BufferPool, Size
+from layerzero.device.streams import DeferredCollectiveError, ThreadStream
+from layerzero.utils.bit_sums import digest
+
+__all__ = ["COMPARE_EVERY", "IN_FLIGHT", "EncodedRefresher", "PendingRefresh", "RefreshInput", "refresh_buffers"]
+
+COMPARE_EVERY = 50  # refreshes of a handle between two comparisons of digests
+IN_FLIGHT = 2  # refreshes that have buffers at the same time: one is encoded while the other is sent and decoded
+_SLICE = timedelta(seconds=0.5)
+_PATIENCE = 4.0  # seconds to complete refreshes while the process exits; less than the patience of streams.py
+
+
+class PendingRefresh:
+    """Refresh in flight. It is complete when all parts are in the ZeRO-3 shard."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.finished: Future[None] = Future()
+        self._comm = comm
+
+    @property
+    def each(self) -> tuple[PendingRefresh]:
+        """The transfers of this refresh, as in :class:`PendingCollective`."""
+        return (self,)
+
+    def done(self) -> bool:
+        return self.finished.done()
+
+    is_completed = done
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait for the refresh.
+
+        Raises:
+            RuntimeError: a collective has failed, the weights of the replicas differ, or `timeout` has passed.
+        """
+        began = time.perf_counter()
+        on_main = threading.current_thread() is threading.main_thread()
+        try:
+            self.finished.result(None if timeout is None else timeout.total_seconds())
+        except TimeoutError:
+            raise RuntimeError("the refresh has not completed yet") from None
+        except DeferredCollectiveError as error:
+            if not on_main:
+                raise
+            raise error.explain(error.error) from error.error
+        finally:
+            if on_main:
+                self._comm.counters.waited[Collective.REFRESH.value] += time.perf_counter() - began
+
+
+@dataclass(frozen=True)
+class RefreshInput:
+    """Tensors and settings of one refresh. The masters must not change before the refresh has completed."""
+
+    name: str  # name of the unit, for messages and traces
+    shard: Tensor  # ZeRO-3 shard, 1-D, in a 16-bit dtype
+    sizes: list[int]  # number of elements in the part of each replica
+    master: Tensor  # masters of this rank's part, 1-D
+    in_full: bool  # True if this rank asks for a full refresh
+    compares: bool  # True if the ranks compare digests; the same on all ranks
+
+
+@dataclass
+class _Refresh:
+    """Refresh that has buffers."""
+
+    given: RefreshInput
+    pending: PendingRefresh
+    headers: list[list[int]] = field(default_factory=list)  # size, request for a full refresh, and digest of each rank
+    received: Tensor | None = None  # buffer of the messages of all replicas
+    works: PendingCollective | None = None
+
+
+def refresh_buffers(own: int, zero3: int, dtype: torch.dtype) -> list[Size]:
+    """Return the sizes of the buffers of a refresh: cast masters, the message of this rank, and all messages.
+
+    Args:
+        own: number of elements of this rank's part.
+        zero3: number of elements of the ZeRO-3 shard.
+    """
+    return [(own, dtype), (own * dtype.itemsize, torch.uint8), (zero3 * dtype.itemsize, torch.uint8)]
+
+
+class EncodedRefresher:
+    """Object that sends the refreshes of one mesh as encoded differences; see [Note: Encoded refreshes].
+
+    Args:
+        comm: gloo communicator along the replica axis that only this object uses.
+        codec: codec of the differences.
+        pool: pool of host buffers.
+    """
+
+    def __init__(self, comm: Communicator, codec: LosslessDifferences, pool: BufferPool) -> None:
+        self._comm = comm
+        self._codec = codec
+        self._pool = pool
+        self._encoding, self._decoding = ThreadStream("refresh encoding"), ThreadStream("refresh decoding")
+        self._free = threading.Semaphore(IN_FLIGHT)
+        self._failure: BaseException | None = None  # first error; this rank's collectives no longer match its peers'
+        self._deadline: float | None = None  # for refreshes in flight while the process exits
+        for stream in (self._encoding, self._decoding):
+            stream.end_with(self)
+
+    def launch(self, given: RefreshInput) -> PendingRefresh:
+        """Start a refresh. All ranks along the replica axis must call this method for the same units in one order."""
+        refresh = _Refresh(given, PendingRefresh(self._comm))
+        self._comm.held_group.track(refresh.pending)
+        self._decoding.start()
+        self._encoding.run(partial(self._start, refresh))
+        return refresh.pending
+
+    def close(self) -> None:
+        """End the threads after their pending work."""
+        for stream in (self._encoding, self._decoding):
+            stream.thread.end()
+
+    def _start(self, refresh: _Refresh) -> None:
+        self._free.acquire()
+        if self._succeeds(refresh, self._send):
+            self._decoding.run(partial(self._finish, refresh))
+        else:
+            self._free.release()
+
+    def _finish(self, refresh: _Refresh) -> None:
+        if self._succeeds(refresh, self._receive):
+            refresh.pending.finished.set_result(None)
+        self._free.release()
+
+    def _succeeds(self, refresh: _Refresh, operation: Callable[[_Refresh], None]) -> bool:
+        """Run an operation and return whether it succeeded. The program raises the error when it waits."""
+        try:
+            if self._failure is not None:
+                raise self._failure
+            operation(refresh)
+        except BaseException as error:
+            self._failure = self._failure or error
+            refresh.pending.finished.set_exception(error)
+            return False
+        return True
+
+    def _send(self, refresh: _Refresh) -> None:
+        """Encode this rank's part, exchange the sizes of the messages, and launch the messages."""
+        given, rank = refresh.given, self._comm.rank
+        own = torch.split(given.shard, given.sizes)[rank]
+        sizes = refresh_buffers(own.numel(), given.shard.numel(), own.dtype)
+        fresh, message, refresh.received = (self._pool.acquire(*size) for size in sizes)
+        fresh.copy_(given.master)
+        size = own.nbytes if given.in_full else self._codec.encode(own, fresh, message)
+        compared = int(digest(given.shard), 16) - 2**63 if given.compares and not given.in_full else 0
+        own.copy_(fresh)
+        header = all_gather_small(
+            self._comm, Collective.METADATA, torch.tensor([size, given.in_full, compared], dtype=torch.int64)
+        )
+        self._wait(header.work)
+        refresh.headers = header.said.tolist()
+        in_full = any(asks for _, asks, _ in refresh.headers)
+        if in_full:
+            refresh.headers = [[numel * own.itemsize, 1, 0] for numel in given.sizes]
+        self._require_equal(refresh)
+        nbytes = [each[0] for each in refresh.headers]
+        sent = fresh.view(torch.uint8) if in_full else message[:size]
+        received = refresh.received[: sum(nbytes)]
+        refresh.works = all_gather(self._comm, Collective.REFRESH, received, sent, name=given.name, parts=nbytes)
+        for buffer in (fresh, message):  # the launch has copied the message
+            self._pool.release(buffer)
+
+    def _require_equal(self, refresh: _Refresh) -> None:
+        """Raise RuntimeError if the digests of the previous weights differ."""
+        if len({compared for _, _, compared in refresh.headers}) > 1:
+            told = ", ".join(
+                f"{compared + 2**63:x} on rank {rank}"
+                for rank, (_, _, compared) in zip(self._comm.held_group.ranks, refresh.headers, strict=True)
+            )
+            raise RuntimeError(
+                f"layerzero: the compute weights of {refresh.given.name!r} differ between replicas: their digests are "
+                f"{told}. A bit has changed in memory since the last comparison, at most {COMPARE_EVERY} refreshes "
+                "ago, and refresh_codec='lossless' would keep it. Resume from an earlier checkpoint, and test the "
+                "memory of these machines"
+            )
+
+    def _receive(self, refresh: _Refresh) -> None:
+        """Wait for the messages and decode them."""
+        assert refresh.works is not None and refresh.received is not None
+        self._wait(refresh.works)
+        nbytes = [each[0] for each in refresh.headers]
+        messages = torch.split(refresh.received[: sum(nbytes)], nbytes)
+        parts = torch.split(refresh.given.shard, refresh.given.sizes)
+        for rank, (message, part) in enumerate(zip(messages, parts, strict=True)):
+            if rank != self._comm.rank:
+                self._codec.decode(message, part)
+        self._pool.release(refresh.received)
+
+    def _wait(self, works: PendingCollective) -> None:
+        """Wait in slices, so that no thread is inside a backend when the process ends."""
+        for work in works.each:
+            while not work.is_completed():
+                with suppress(RuntimeError):
+                    work.wait(_SLICE)  # type: ignore[call-arg]  # a work of the backend
+                if not threading.main_thread().is_alive():
+                    self._deadline = self._deadline or time.monotonic() + _PATIENCE
+                    if time.monotonic() > self._deadline:
+                        raise RuntimeError("the process ends before the refresh has completed")
+        works.wait(beside=True)
