@@ -1,11 +1,15 @@
-"""Identify this machine."""
+"""Identify this machine, and measure its free memory."""
 
 from __future__ import annotations
 
+import math
 import os
+from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["boot_id"]
+__all__ = ["available_memory", "boot_id"]
+
+_OLD_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # cgroups v1
 
 
 def boot_id() -> str:
@@ -14,3 +18,39 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return f"unknown ({os.name})"
+
+
+def available_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
+    """Return the number of bytes that this process may still allocate on its machine and in its container."""
+    return min(_left_of_machine(), _left_of_container(cgroup))
+
+
+def _left_of_machine() -> float:
+    with suppress(OSError):  # not on Linux
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                return int(value.split()[0]) * 1024
+    return math.inf
+
+
+def _left_of_container(root: Path) -> float:
+    """Return the number of bytes that the container of this process may still allocate.
+
+    File pages count as free, because the kernel can drop them.
+    """
+    left = math.inf
+    for folder, limit, used in ((root, "memory.max", "memory.current"), (root / "memory", *_OLD_NAMES)):
+        with suppress(OSError, ValueError):  # no such cgroup version, or the limit is "max"
+            most, taken = (int((folder / name).read_text()) for name in (limit, used))
+            left = min(left, most - taken + _of_files(folder / "memory.stat"))
+    return left
+
+
+def _of_files(stat: Path) -> int:
+    """Return the size in bytes of a container's file pages, including those of nested containers."""
+    with suppress(OSError, ValueError):
+        found = dict(line.split() for line in stat.read_text().splitlines())
+        inside = "total_" if "total_active_file" in found else ""
+        return sum(int(found.get(f"{inside}{kind}_file", 0)) for kind in ("active", "inactive"))
+    return 0

@@ -17,24 +17,21 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import math
 import mmap
 import os
 import secrets
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from layerzero.comm.transport.shm_counters import SharedCounters
+from layerzero.utils.machine import available_memory
 
-__all__ = ["SegmentDescriptor", "SegmentSizes", "SharedSegment", "left_of_container", "pages"]
+__all__ = ["SegmentDescriptor", "SegmentSizes", "SharedSegment", "pages"]
 
-_OLD_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # cgroups v1
 _PROOF = 0  # index of each rank's first counter, which is incremented when the rank has reserved its memory
 
 
@@ -194,39 +191,9 @@ def _require(nbytes: int) -> None:
 
     Without this check, Linux would kill a process when memory runs out.
     """
-    available = min(_left_of_machine(), left_of_container())
+    available = available_memory()
     if available < nbytes:
         raise OSError(errno.ENOSPC, f"{nbytes} bytes are needed, {available:.0f} are available")
-
-
-def _left_of_machine() -> float:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    return math.inf
-
-
-def left_of_container(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the number of bytes that the container of this process may still allocate.
-
-    File pages count as free, because the kernel can drop them.
-    """
-    left = math.inf
-    for folder, limit, used in ((root, "memory.max", "memory.current"), (root / "memory", *_OLD_NAMES)):
-        with suppress(OSError, ValueError):  # no such cgroup version, or the limit is "max"
-            most, taken = (int((folder / name).read_text()) for name in (limit, used))
-            left = min(left, most - taken + _of_files(folder / "memory.stat"))
-    return left
-
-
-def _of_files(stat: Path) -> int:
-    """Return the size in bytes of a container's file pages, including those of nested containers."""
-    with suppress(OSError, ValueError):
-        found = dict(line.split() for line in stat.read_text().splitlines())
-        inside = "total_" if "total_active_file" in found else ""
-        return sum(int(found.get(f"{inside}{kind}_file", 0)) for kind in ("active", "inactive"))
-    return 0
 
 
 def pages(nbytes: int) -> int:
