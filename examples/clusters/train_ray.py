@@ -35,20 +35,28 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), *(Block(64) for _ in range(4)), nn.Linear(64, 1))
+
+
+def make_batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return x, x.square().mean(1, keepdim=True)
+
+
 def train(config: dict[str, Any]) -> None:
     """Train one rank. Ray has set the device, the process group and torchrun's environment variables."""
     device = ray.train.torch.get_device()
     rank = ray.train.get_context().get_world_rank()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), *(Block(64) for _ in range(4)), nn.Linear(64, 1)).to(device)
-    model = layerzero.shard_model(model, zero3_size=config["zero3_size"], units={Block})
+    model = layerzero.shard_model(make_model().to(device), zero3_size=config["zero3_size"], units={Block})
     optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
 
     folder = f"{config['storage']}/layerzero"
     found = checkpoint.load_latest(folder, model, optimizer)
     for step in range(found.extra["step"] if found else 0, config["steps"]):
-        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1000 * step + rank)).to(device)
-        loss = F.mse_loss(model(x), x.square().mean(1, keepdim=True))
+        x, target = (tensor.to(device) for tensor in make_batch(step, rank))
+        loss = F.mse_loss(model(x), target)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -57,7 +65,7 @@ def train(config: dict[str, Any]) -> None:
         ray.train.report({"step": step + 1, "loss": loss.item()})
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--gpus", action="store_true", help="one per worker")
@@ -65,7 +73,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--save-every", type=int, default=20)
     parser.add_argument("--storage", default="runs/ray", help="a folder that all nodes share")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     storage = str(Path(args.storage).absolute())
     trainer = TorchTrainer(
@@ -74,7 +82,7 @@ def main() -> None:
         scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpus),
         run_config=RunConfig(name="layerzero", storage_path=storage, failure_config=FailureConfig(max_failures=3)),
     )
-    print(trainer.fit().metrics)
+    print("last report:", trainer.fit().metrics)
 
 
 if __name__ == "__main__":

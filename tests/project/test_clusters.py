@@ -392,6 +392,22 @@ def test_the_elastic_pytorchjob_is_one_that_the_operator_accepts() -> None:
     assert elastic["maxRestarts"] == 0 or environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
+PAGE = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+
+
+def test_the_page_names_every_file_and_its_commands_have_existing_options() -> None:
+    assert {path.name for path in CLUSTERS.iterdir() if path.is_file()} == set(
+        re.findall(r"\(\.\./examples/clusters/([\w.]+)\)", PAGE)
+    )
+    commands = [shlex.split(line) for line in re.findall(r"^(?:bash|sbatch) examples/clusters/.*", PAGE, re.MULTILINE)]
+    assert [command[:2] for command in commands] == [
+        ["bash", "examples/clusters/torchrun.sh"],
+        ["sbatch", "examples/clusters/slurm.sbatch"],
+    ]
+    for command in commands:
+        train_gpt.parse_args(command[2:] if command[0] == "sbatch" else command[3:])
+
+
 def test_spot_machines_run_torchrun_with_skypilots_variables(tmp_path: Path) -> None:
     task = _manifest("skypilot.yaml")
     given = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_TASK_ID": "sky-17"}
