@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import math
 import os
+import signal
 import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -69,11 +70,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU per rank if there is")
     add("--checkpoints", metavar="FOLDER", help="save there, and go on from the last one that is there")
     add("--save-every", type=int, default=60, metavar="STEPS", help="and after the last step")
+    add(
+        "--stop-on",
+        nargs="+",
+        default=[],
+        metavar="SIGNAL",
+        help="save and end when a rank receives SIGTERM, SIGUSR1, ...",
+    )
     add("--logdir", metavar="FOLDER", help="write loss and layerzero's own numbers for TensorBoard, which this needs")
     add("--validation-windows", type=int, default=128, help="held-out sequences to evaluate")
     add("--seed", type=int, default=0, help="of weights, batches and the sample")
     add("--no-sample", action="store_true", help="do not generate text at the end")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.stop_on and not args.checkpoints:
+        parser.error("--stop-on saves a checkpoint, so it needs a folder: pass --checkpoints FOLDER")
+    return args
 
 
 @dataclass(frozen=True)
@@ -227,6 +238,7 @@ def train(args: argparse.Namespace, trainer: Trainer, sampler: WindowSampler, ra
     trainer.model.train()
     first = resume(args, trainer)
     pending = None  # asynchronous save in flight
+    requests = [checkpoint.on_signal(getattr(signal, name), trainer.model) for name in args.stop_on]
     tokens = sampler.windows_per_step * args.seq_len  # tokens per step, over all ranks
     writer = summary_writer()(args.logdir) if args.logdir and ranks.is_first else None
     with tqdm(total=args.steps, initial=first, unit="step", disable=not ranks.is_first) as bar:
@@ -245,8 +257,14 @@ def train(args: argparse.Namespace, trainer: Trainer, sampler: WindowSampler, ra
                 numbers = {"loss": loss, "grad_norm": grad_norm, **layerzero.metrics(trainer.model, reset=False)}
                 for name, value in numbers.items():
                     writer.add_scalar(name, value, step)
-            if args.checkpoints and (step + 1 == args.steps or (step + 1) % args.save_every == 0):
+            due = step + 1 == args.steps or (step + 1) % args.save_every == 0
+            stopping = [request for request in requests if request.asked()]  # the same on all ranks
+            if args.checkpoints and (due or stopping):
                 pending = save(args, trainer, step + 1)
+            if stopping:
+                stopping[0].leave()  # when the save is complete
+    for request in requests:
+        request.close()
     if pending is not None:
         pending.wait()
     if writer is not None:

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOT_PAGES = ("CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")
 PAGES = {"index.md": "README.md", **{name: name for name in ROOT_PAGES}}
 AS_SOURCE = {"LICENSE": "text", "CITATION.cff": "yaml"}
+LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml"}
 
 # Everything public, in the order in which a reader meets it.
 API = {
@@ -88,10 +89,11 @@ def on_config(config: Any) -> Any:
 def on_files(files: Files, config: Any) -> Files:
     for page, source in PAGES.items():
         files.append(File.generated(config, page, content=_moved((ROOT / source).read_text("utf-8"), up="")))
-    sources = {*AS_SOURCE, *(f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py"))}
+    examples = [path for path in (ROOT / "examples").rglob("*") if path.suffix in LANGUAGES]
+    sources = {*AS_SOURCE, *(path.relative_to(ROOT).as_posix() for path in examples)}
     for source in sorted(sources):
         text = (ROOT / source).read_text("utf-8")
-        language = AS_SOURCE.get(source, "python")
+        language = AS_SOURCE.get(source) or LANGUAGES[Path(source).suffix]
         page = f"---\nsearch: {{exclude: true}}\n---\n# {Path(source).name}\n\n````{language}\n{text}````\n"
         files.append(File.generated(config, f"{source}.md", content=page))
     files.append(File.generated(config, "api.md", content=_api()))
