@@ -153,6 +153,6 @@ def _pieces(numel: int) -> list[slice]:
     return [slice(first, min(first + _AT_ONCE, numel)) for first in range(0, numel, _AT_ONCE)]
 
 
-def _memory(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
+def _memory(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor as a buffer. The tensor must outlive it. numpy is not needed."""
-    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
