@@ -38,7 +38,7 @@ def _commands() -> Iterator[tuple[str, str]]:
     The function parses the modules' source code, because importing these modules requires typer.
     """
     package = Path(__file__).parent
-    for path in (package / "cli.py", package / "cli_planning.py"):
+    for path in (package / "cli.py", package / "cli_planning.py", package / "cli_doctor.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
         # @app.command("name") above a function, or app.command("name")(function)

@@ -19,6 +19,7 @@ import layerzero
 from layerzero.checkpoint import CheckpointError, whole_model_files
 from layerzero.checkpoint.contents_checks import num_saving_ranks
 from layerzero.checkpoint.safe_json import printable
+from layerzero.cli_doctor import add_doctor
 from layerzero.cli_planning import add_commands
 from layerzero.megatron.export_parts import export_parts, is_megatron_checkpoint
 from layerzero.utils.import_path import load_named
@@ -169,6 +170,7 @@ def _import(
 
 
 add_commands(app)
+add_doctor(app)
 
 
 @contextmanager

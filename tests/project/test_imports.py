@@ -19,7 +19,8 @@ FLOORS = [
     ("planning", "verification", "reliability"),
     ("checkpoint",),
     ("megatron", "integrations"),
-    ("cli_planning",),
+    ("doctor",),
+    ("cli_planning", "cli_doctor"),
     ("cli",),
     ("__main__",),
 ]

@@ -1,0 +1,1 @@
+"""Checks of ``layerzero doctor``: environment, packages, ranks and links. Each check maps values to findings."""

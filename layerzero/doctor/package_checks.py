@@ -1,0 +1,170 @@
+"""Check the installed packages: versions, packages of other projects with the same names, and hidden modules."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.machinery import PathFinder
+from importlib.metadata import Distribution, distributions
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from layerzero.doctor.findings import Finding, Level
+
+__all__ = [
+    "check_apex",
+    "check_extras",
+    "check_folder",
+    "check_imports",
+    "check_layerzero",
+    "check_packages",
+    "installed_versions",
+]
+
+_GROUP = "packages"
+_OURS = "torch-layerzero"
+_FOR_DEVELOPERS = {"bench", "demo", "dev", "docs", "test"}
+_IMPORTED = ("numpy", "safetensors", "xxhash", "yaml")  # small packages that layerzero imports on demand
+# A package outside of the range of such an extra matters only to users of this integration.
+_INTEGRATIONS = {"accelerate", "lightning", "lora", "megatron", "torchtitan", "transformers"}
+
+
+def check_packages(version: str, package: Path, folder: Path, path: Sequence[str] = sys.path) -> list[Finding]:
+    """Run all checks of this module.
+
+    Args:
+        version: version of the running layerzero.
+        package: folder of the running layerzero.
+        folder: folder of the user's program, which Python searches for modules first.
+        path: import path.
+    """
+    found = list(distributions(path=list(path)))
+    return [
+        *check_layerzero(version, package, found),
+        *check_folder(folder, package),
+        *check_apex(path),
+        *check_extras(found),
+        *check_imports(_IMPORTED),
+    ]
+
+
+def installed_versions(found: Iterable[Distribution]) -> dict[str, str]:
+    """Return the versions of distributions by normalized name. The first distribution on the path counts."""
+    versions: dict[str, str] = {}
+    for each in found:
+        versions.setdefault(_normalized(each.metadata["Name"] or ""), each.version)
+    return versions
+
+
+def _normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def check_layerzero(version: str, package: Path, found: Sequence[Distribution]) -> list[Finding]:
+    """Check which distributions provide the module ``layerzero``."""
+    findings = []
+    ours = [each for each in found if _normalized(each.metadata["Name"] or "") == _OURS]
+    others = sorted({each.version for each in ours} - {version})
+    if others:
+        text = f"Python imports layerzero {version} from {package}, but {_OURS} {', '.join(others)} is installed"
+        findings.append(Finding(_GROUP, "problem", text, "Remove one of them from the import path, or reinstall"))
+    elif ours:
+        findings.append(Finding(_GROUP, "ok", f"{_OURS} {version}, imported from {package}"))
+    else:
+        text = f"layerzero {version} is imported from {package}, and {_OURS} is not installed"
+        findings.append(
+            Finding(
+                _GROUP, "note", text, "Install the checkout with pip, so that the versions of extras can be checked"
+            )
+        )
+    for each in found:
+        if _normalized(each.metadata["Name"] or "") != "layerzero":
+            continue
+        modules = {file.parts[0] for file in each.files or () if file.suffix == ".py"}
+        name = f"{each.metadata['Name']} {each.version} in {each.locate_file('')}"
+        if "layerzero" in modules:
+            text = f"{name} is another project that also installs the module layerzero"
+            fix = f"Run pip uninstall layerzero, then install {_OURS} again"
+            findings.append(Finding(_GROUP, "problem", text, fix))
+        else:
+            text = f"{name} is another project; its module is {', '.join(sorted(modules)) or 'unknown'}"
+            findings.append(Finding(_GROUP, "note", text, "If you do not use it, run pip uninstall layerzero"))
+    return findings
+
+
+def check_folder(folder: Path, package: Path) -> list[Finding]:
+    """Check that no file in the folder of a program hides layerzero or torch."""
+    findings = []
+    for name, real in (("layerzero", package), ("torch", Path(torch.__file__).parent)):
+        for file in (folder / f"{name}.py", folder / name / "__init__.py"):
+            if file.is_file() and file.parent.resolve() != real.resolve():
+                text = f"programs in {folder} import {file} instead of {name}"
+                findings.append(Finding(_GROUP, "problem", text, "Rename the file or folder"))
+    return findings
+
+
+def check_apex(path: Sequence[str]) -> list[Finding]:
+    """Check that the module ``apex``, if it exists, is NVIDIA's. The index has another project of this name."""
+    spec = PathFinder.find_spec("apex", list(path))
+    if spec is None or spec.origin is None:  # no such module, or a folder without __init__.py
+        return []
+    if any(Path(folder, "optimizers").is_dir() for folder in spec.submodule_search_locations or ()):
+        return [Finding(_GROUP, "ok", f"NVIDIA Apex, imported from {spec.origin}")]
+    text = f"{spec.origin} is not NVIDIA's Apex: it has no apex.optimizers"
+    fix = "Run pip uninstall apex. Build Apex from NVIDIA's repository, or use layerzero.optimizers.adamw"
+    return [Finding(_GROUP, "problem", text, fix)]
+
+
+def check_extras(found: Sequence[Distribution]) -> list[Finding]:
+    """Compare the packages of each extra of torch-layerzero with the ranges in its metadata."""
+    ours = next((each for each in found if _normalized(each.metadata["Name"] or "") == _OURS), None)
+    if ours is None:
+        return []
+    try:
+        from packaging.requirements import Requirement  # noqa: PLC0415 - optional
+    except ModuleNotFoundError:
+        return [Finding(_GROUP, "note", "versions are not compared without packaging", "Run pip install packaging")]
+    versions = installed_versions(found)
+    requirements = [Requirement(text) for text in ours.requires or ()]
+    findings, absent = [], []
+    for extra in ours.metadata.get_all("Provides-Extra") or ():
+        if extra in _FOR_DEVELOPERS:
+            continue
+        needed = [each for each in requirements if each.marker and each.marker.evaluate({"extra": extra})]
+        has = {each.name: versions.get(_normalized(each.name)) for each in needed}
+        missing = [name for name, version in has.items() if version is None]
+        wrong = [each for each in needed if (version := has[each.name]) and not each.specifier.contains(version, True)]
+        if has and next(iter(has)) in missing:  # the first requirement of an extra is its subject
+            absent.append(extra)
+            continue
+        for each in wrong:
+            level: Level = "note" if extra in _INTEGRATIONS else "problem"
+            text = f"extra {extra}: {each.name} {has[each.name]} is installed, and {each.specifier} is supported"
+            findings.append(Finding(_GROUP, level, text, f"Run pip install '{each.name}{each.specifier}'"))
+        if missing:
+            text = f"extra {extra}: {', '.join(missing)} is not installed"
+            advice = f"If you use this extra, run pip install {' '.join(missing)}"
+            findings.append(Finding(_GROUP, "note", text, advice))
+        if not wrong and not missing:
+            shown = ", ".join(f"{name} {version}" for name, version in has.items())
+            findings.append(Finding(_GROUP, "ok", f"extra {extra}: {shown}"))
+    if absent:
+        findings.append(Finding(_GROUP, "ok", f"extras that are not installed: {', '.join(absent)}"))
+    return findings
+
+
+def check_imports(modules: Iterable[str]) -> list[Finding]:
+    """Import those of the modules that are installed. A package built for another Python or numpy fails here."""
+    findings = []
+    for name in modules:
+        try:
+            if find_spec(name) is not None:
+                importlib.import_module(name)
+        except Exception as error:
+            text = f"importing {name} failed with {type(error).__name__}: {error}"
+            findings.append(Finding(_GROUP, "problem", text, "Install the package again in this environment"))
+    return findings

@@ -1,0 +1,177 @@
+"""Compare the ranks of a job with each other, and group them by node. Nothing here communicates."""
+
+from __future__ import annotations
+
+import json
+import platform
+import socket
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import distributions
+from typing import Any
+
+import torch
+
+from layerzero.device.accelerator import default_device_type
+from layerzero.doctor.environment_checks import relevant_variables, whole_number
+from layerzero.doctor.findings import Finding, Level
+from layerzero.doctor.host_checks import device_names
+from layerzero.doctor.package_checks import installed_versions
+from layerzero.utils.machine import boot_id
+
+__all__ = ["RankReport", "check_nodes", "check_ranks", "merge_findings", "node_size", "rank_names"]
+
+_GROUP = "ranks"
+_SHOWN = 8  # number of nodes that a line lists
+# Packages whose files or messages ranks exchange.
+_PACKAGES = ("numpy", "safetensors", "xxhash", "megatron-core", "accelerate", "transformers", "lightning", "torchtitan")
+_MAY_DIFFER = "accelerators"
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Values of one rank that the first rank compares.
+
+    Attributes:
+        host: name and boot identifier of the machine.
+        local_world_size: value of LOCAL_WORLD_SIZE, or None.
+        device: identifier of the accelerator of this rank, or an empty string.
+        facts: values by name that should be the same on all ranks.
+        findings: findings of this rank.
+    """
+
+    host: str
+    local_world_size: int | None
+    device: str
+    facts: dict[str, str]
+    findings: tuple[Finding, ...]
+
+    @classmethod
+    def of_this_rank(cls, version: str, environment: Mapping[str, str], findings: Iterable[Finding]) -> RankReport:
+        """Return the report of this rank.
+
+        Args:
+            version: version of layerzero.
+        """
+        kind = default_device_type()
+        packages = installed_versions(distributions())
+        facts = {
+            "layerzero": version,
+            "torch": torch.__version__,
+            "Python": platform.python_version(),
+            "device": kind,
+            _MAY_DIFFER: ", ".join(dict.fromkeys(device_names(kind))),
+            **{name: packages[name] for name in _PACKAGES if name in packages},
+            **relevant_variables(environment),
+        }
+        local_rank = whole_number(environment, "LOCAL_RANK") or 0
+        return cls(
+            f"{socket.gethostname()} {boot_id()}",
+            whole_number(environment, "LOCAL_WORLD_SIZE"),
+            _device(kind, local_rank),
+            facts,
+            tuple(findings),
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RankReport:
+        fields: dict[str, Any] = json.loads(text)
+        return cls(**{**fields, "findings": tuple(Finding(**each) for each in fields["findings"])})
+
+
+def _device(kind: str, local_rank: int) -> str:
+    if kind == "cpu":
+        return ""
+    index = local_rank % torch.accelerator.device_count()
+    properties: Any = torch.get_device_module(kind).get_device_properties(index)
+    return str(getattr(properties, "uuid", "") or "")
+
+
+def rank_names(ranks: Iterable[int]) -> str:
+    """Return text such as ``rank 3`` or ``ranks 0-3, 8``."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in spans]
+    return f"rank{'s' * (len(spans) > 1 or spans[0][0] != spans[0][1])} {', '.join(texts)}"
+
+
+def check_ranks(reports: Mapping[int, RankReport]) -> list[Finding]:
+    """Compare versions and environment variables of all ranks."""
+    found = []
+    for name in dict.fromkeys(name for report in reports.values() for name in report.facts):
+        ranks_of = _by_value({rank: report.facts.get(name, "not set") for rank, report in reports.items()})
+        if len(ranks_of) > 1:
+            level: Level = "note" if name == _MAY_DIFFER else "problem"
+            shown = ", ".join(f"{value} on {rank_names(ranks)}" for value, ranks in ranks_of.items())
+            fix = "" if level == "note" else f"Use one value of {name} on all ranks"
+            found.append(Finding(_GROUP, level, f"{name} differs: {shown}", fix))
+    return found or [Finding(_GROUP, "ok", "versions and environment variables are the same on all ranks")]
+
+
+def _by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
+    ranks_of = defaultdict(list)
+    for rank, value in sorted(values.items()):
+        ranks_of[value].append(rank)
+    return dict(ranks_of)
+
+
+def node_size(reports: Mapping[int, RankReport]) -> int | None:
+    """Return the number of ranks on each node, or None if nodes differ or their ranks are not neighbors."""
+    nodes = list(_by_value({rank: report.host for rank, report in reports.items()}).values())
+    size = len(nodes[0])
+    is_regular = all(len(ranks) == size and ranks[-1] - ranks[0] == size - 1 for ranks in nodes)
+    return size if is_regular else None
+
+
+def check_nodes(reports: Mapping[int, RankReport]) -> list[Finding]:
+    """Check which ranks run on which node, and compare this with LOCAL_WORLD_SIZE and with the devices."""
+    nodes = _by_value({rank: report.host for rank, report in reports.items()})
+    shown = [f"{rank_names(ranks)} on {host.split()[0]}" for host, ranks in list(nodes.items())[:_SHOWN]]
+    shown += [f"and {len(nodes) - _SHOWN} more nodes"] if len(nodes) > _SHOWN else []
+    found = [Finding(_GROUP, "ok", f"{len(nodes)} node{'s' * (len(nodes) > 1)}: {'; '.join(shown)}")]
+    sizes = _by_value({rank: report.local_world_size for rank, report in reports.items()})
+    if len(sizes) > 1:
+        said = ", ".join(f"{size or 'not set'} on {rank_names(ranks)}" for size, ranks in sizes.items())
+        fix = "Start the same number of ranks on each node, or pass one zero3_size on all ranks"
+        found.append(Finding(_GROUP, "problem", f"LOCAL_WORLD_SIZE differs: {said}", fix))
+    for host, ranks in nodes.items():
+        name = host.split()[0]
+        said_here = {reports[rank].local_world_size for rank in ranks}
+        if len(sizes) == 1 and said_here != {len(ranks)} and said_here != {None}:
+            text = f"LOCAL_WORLD_SIZE is {said_here.pop()}, but {name} has {len(ranks)}: {rank_names(ranks)}"
+            fix = f"Start one torchrun per node with --nproc-per-node {len(ranks)}, or pass zero3_size={len(ranks)}"
+            found.append(Finding(_GROUP, "problem", text, fix))
+        if ranks[-1] - ranks[0] != len(ranks) - 1:
+            text = f"{name} has {rank_names(ranks)}, but neighboring ranks share weights, so gathers cross nodes"
+            found.append(Finding(_GROUP, "problem", text, "Number the ranks node by node, as torchrun does"))
+        devices = _by_value({rank: reports[rank].device for rank in ranks if reports[rank].device})
+        for shared in (several for several in devices.values() if len(several) > 1):
+            text = f"{rank_names(shared)} use the same device of {name}"
+            fix = "Start one rank per device, and call torch.accelerator.set_device_index(LOCAL_RANK)"
+            found.append(Finding(_GROUP, "problem", text, fix))
+    return found
+
+
+def merge_findings(reports: Mapping[int, RankReport]) -> list[Finding]:
+    """Return the findings of the first rank, and notes and problems of other ranks with the names of these ranks."""
+    ranks_of = defaultdict(list)
+    for rank, report in sorted(reports.items()):
+        for finding in report.findings:
+            ranks_of[finding].append(rank)
+    merged = []
+    for finding, ranks in ranks_of.items():
+        if finding.level == "ok":
+            merged += [finding] if ranks[0] == min(reports) else []
+        elif len(ranks) == len(reports):
+            merged.append(finding)
+        else:
+            merged.append(Finding(finding.group, finding.level, f"{rank_names(ranks)}: {finding.text}", finding.fix))
+    return merged

@@ -1,0 +1,288 @@
+"""Find mistakes in a training script without running it.
+
+[Note: Certain mistakes only]
+Each check reports calls that raise or hang whenever they run. Therefore only names of one block of statements are
+followed: a statement of a block runs after the statements before it. A name that is assigned again is no longer
+followed, the bodies of nested functions are not read, and programs with ``global`` or ``nonlocal`` are only checked for
+calls on one rank.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from layerzero.doctor.findings import Finding
+
+__all__ = ["check_script", "mistakes"]
+
+_GROUP = "script"
+_WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "fully_shard"}
+# Functions whose documentation says that all ranks must call them.
+_ALL_RANKS = {
+    *(f"layerzero.{name}" for name in ("shard_model", "shard_optimizer", "init_mesh", "full_state_dict", "unsharded")),
+    *(f"layerzero.{name}" for name in ("load_full_state_dict", "clip_grad_norm_", "refresh", "fingerprint")),
+    *(
+        f"layerzero.checkpoint.{name}"
+        for name in ("save", "save_async", "load", "load_latest", "load_safetensors", "load_dcp")
+    ),
+}
+# Contexts in which the state dict of a sharded model has full tensors.
+_FULL_PARAMETERS = {f"layerzero.{name}" for name in ("unsharded", "gathered", "full_precision")}
+
+
+class Mistake(NamedTuple):
+    """Mistake in a program, with the number of its line."""
+
+    line: int
+    text: str
+    fix: str
+
+
+def check_script(path: Path) -> list[Finding]:
+    """Return the findings about a training script."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        text = f"{path} cannot be read: {error}"
+        return [Finding(_GROUP, "problem", text, "Pass the path of a Python program")]
+    found = [Finding(_GROUP, "problem", f"{path}:{line}: {text}", fix) for line, text, fix in mistakes(tree)]
+    return found or [Finding(_GROUP, "ok", f"{path} has none of the mistakes that can be seen without running it")]
+
+
+def mistakes(tree: ast.Module) -> list[Mistake]:
+    """Return the mistakes in a program, by line. See [Note: Certain mistakes only]."""
+    names = _imported_names(tree)
+    called = {_full_name(call.func, names) for call in ast.walk(tree) if isinstance(call, ast.Call)}
+    has_full_parameters = bool(called & _FULL_PARAMETERS)
+    shards_optimizer = "shard_optimizer" in ast.unparse(tree)
+    assigns_elsewhere = any(isinstance(node, (ast.Global, ast.Nonlocal)) for node in ast.walk(tree))
+    found = [*_calls_on_one_rank(tree, names)]
+    for block in () if assigns_elsewhere else _blocks(tree):
+        found += _wrapped_twice(block, names)
+        found += _discarded_results(block, names)
+        for name, later in _sharded(block, names):
+            found += _refused_uses(name, later, names, saves=not has_full_parameters)
+            found += [] if shards_optimizer else _unsharded_optimizers(name, later, tree, names)
+    return sorted(set(found))
+
+
+def _imported_names(tree: ast.Module) -> dict[str, str]:
+    """Return the full names of imported modules and functions by their names in the program."""
+    names: dict[str, str] = {}
+    bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    bound |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                names[alias.asname or top] = alias.name if alias.asname else top
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return {name: full for name, full in names.items() if name not in bound}
+
+
+def _full_name(node: ast.expr, names: dict[str, str]) -> str:
+    """Return the full name of a function, such as ``torch.save``, or an empty string."""
+    if isinstance(node, ast.Attribute):
+        before = _full_name(node.value, names)
+        return before and f"{before}.{node.attr}"
+    return names.get(node.id, "") if isinstance(node, ast.Name) else ""
+
+
+def _blocks(tree: ast.Module) -> Iterator[Sequence[ast.stmt]]:
+    for node in ast.walk(tree):
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(node, field, None)
+            if isinstance(block, list) and block:
+                yield block
+
+
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and the nodes inside it, without functions and classes, which run at another time."""
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+        yield node
+        for child in ast.iter_child_nodes(node):
+            yield from _walk(child)
+
+
+def _calls(node: ast.AST) -> Iterator[ast.Call]:
+    return (each for each in _walk(node) if isinstance(each, ast.Call))
+
+
+def _assigned(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement may assign."""
+    return {each.id for each in _walk(statement) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
+
+
+def _argument(call: ast.Call, *keywords: str) -> str:
+    """Return the variable that is the first argument of a call, or an empty string."""
+    given = [*call.args[:1], *(each.value for each in call.keywords if each.arg in keywords)]
+    return given[0].id if given and isinstance(given[0], ast.Name) else ""
+
+
+def _only_call(statement: ast.stmt) -> ast.Call | None:
+    """Return the call of a statement ``f(...)`` or ``x = f(...)``."""
+    value = statement.value if isinstance(statement, (ast.Expr, ast.Assign)) else None
+    return value if isinstance(value, ast.Call) else None
+
+
+def _sharded(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator[tuple[str, Sequence[ast.stmt]]]:
+    """Yield each variable that holds a sharded model, and the statements that follow while it does."""
+    for index, statement in enumerate(block):
+        call = _only_call(statement)
+        if call is not None and _full_name(call.func, names) == "layerzero.shard_model":
+            for name in (_assigned(statement) | {_argument(call, "module", "model")}) - {""}:
+                later = block[index + 1 :]
+                end = next((i for i, each in enumerate(later) if name in _assigned(each)), len(later))
+                yield name, later[:end]
+
+
+def _wrapped_twice(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator[Mistake]:
+    """Yield calls that shard a model that has a wrapper, or wrap a model that is sharded."""
+    wrapped: dict[str, str] = {}  # wrapper by variable
+    for statement in block:
+        call = _only_call(statement)
+        full = "" if call is None else _full_name(call.func, names)
+        kind = full.rpartition(".")[2]
+        targets = _assigned(statement)
+        is_wrapper = full.startswith("torch.") and kind in _WRAPPERS
+        if call is not None and (is_wrapper or full == "layerzero.shard_model"):
+            model = _argument(call, "module", "model")
+            before = wrapped.get(model)
+            ignores = any(each.arg == "ignored_modules" for each in call.keywords)
+            if before and (before == "shard_model") is not (kind == "shard_model") and not ignores:
+                text = f"{kind} of {model}, which {before} already manages: layerzero refuses this model"
+                yield Mistake(call.lineno, text, "Keep shard_model, and remove the other wrapper")
+            if kind in {"shard_model", "fully_shard"} and model:  # these change the model itself
+                targets = targets | {model}
+            wrapped |= dict.fromkeys(targets, kind)
+        else:
+            for name in targets:
+                wrapped.pop(name, None)
+
+
+def _refused_uses(name: str, later: Sequence[ast.stmt], names: dict[str, str], *, saves: bool) -> Iterator[Mistake]:
+    """Yield saves (if `saves` is True), copies and assigning loads of a sharded model."""
+    for call in (call for statement in later for call in _calls(statement)):
+        full = _full_name(call.func, names)
+        values = [each for argument in call.args[:1] for each in _values(argument) if isinstance(each, ast.Call)]
+        if saves and full == "torch.save" and any(_method(each) == (name, "state_dict") for each in values):
+            text = f"torch.save of {name}.state_dict(): a rank has only some rows of each parameter"
+            fix = f"Call layerzero.full_state_dict({name}) on all ranks, or use layerzero.checkpoint.save"
+            yield Mistake(call.lineno, text, fix)
+        if full == "copy.deepcopy" and _argument(call, "x") == name:
+            yield Mistake(call.lineno, f"copy.deepcopy of {name}, which is sharded", "Copy it before shard_model")
+        assigns = any(each.arg == "assign" and ast.unparse(each.value) == "True" for each in call.keywords)
+        if assigns and _method(call) == (name, "load_state_dict"):
+            text = f"{name}.load_state_dict(assign=True) would replace sharded parameters"
+            fix = f"Remove assign=True, or call layerzero.load_full_state_dict({name}, state)"
+            yield Mistake(call.lineno, text, fix)
+
+
+def _values(node: ast.expr) -> Iterator[ast.expr]:
+    """Yield an expression, or the values inside a literal of a dict, list or tuple."""
+    inside = node.values if isinstance(node, ast.Dict) else getattr(node, "elts", None)
+    if inside is None:
+        yield node
+    else:
+        for each in inside:
+            yield from _values(each)
+
+
+def _discarded_results(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator[Mistake]:
+    """Yield calls of ``shard_optimizer`` whose result is not used, if the wrapped optimizer steps later."""
+    for index, statement in enumerate(block):
+        call = _only_call(statement)
+        if call and isinstance(statement, ast.Expr) and _full_name(call.func, names) == "layerzero.shard_optimizer":
+            optimizer = _argument(call, "optimizer")
+            if optimizer and _steps(optimizer, block[index + 1 :]):
+                text = f"the result of shard_optimizer is not used, and {optimizer}.step() steps the wrapped optimizer"
+                yield Mistake(call.lineno, text, f"Write {optimizer} = layerzero.shard_optimizer({optimizer}, ...)")
+
+
+def _unsharded_optimizers(
+    name: str, later: Sequence[ast.stmt], tree: ast.Module, names: dict[str, str]
+) -> Iterator[Mistake]:
+    """Yield optimizers that are built from a sharded model, and step, in a program without ``shard_optimizer``."""
+    for index, statement in enumerate(later):
+        call = _only_call(statement)
+        if call is None or not _full_name(call.func, names).startswith("torch.optim."):
+            continue
+        if all(_method(each) != (name, "parameters") for each in _calls(call)):
+            continue
+        for optimizer in _assigned(statement):
+            if _only_steps(optimizer, tree, names) and _steps(optimizer, later[index + 1 :]):
+                text = f"{optimizer}.step() steps parameters of {name}, which is sharded"
+                fix = f"Write {optimizer} = layerzero.shard_optimizer({optimizer}, {name})"
+                yield Mistake(call.lineno, text, fix)
+
+
+def _only_steps(optimizer: str, tree: ast.Module, names: dict[str, str]) -> bool:
+    """Return whether a program uses an optimizer only through its attributes and in calls of torch."""
+    allowed = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Attribute)}
+    for call in (each for each in ast.walk(tree) if isinstance(each, ast.Call)):
+        if _full_name(call.func, names).startswith("torch."):
+            allowed |= {id(each) for each in call.args}
+    uses = (each for each in ast.walk(tree) if isinstance(each, ast.Name) and each.id == optimizer)
+    return all(id(each) in allowed for each in uses if isinstance(each.ctx, ast.Load))
+
+
+def _steps(optimizer: str, later: Sequence[ast.stmt]) -> bool:
+    """Return whether statements call ``step`` of an optimizer before they assign the variable again."""
+    for statement in later:
+        if optimizer in _assigned(statement):
+            return False
+        if any(_method(call) == (optimizer, "step") for call in _calls(statement)):
+            return True
+    return False
+
+
+def _calls_on_one_rank(tree: ast.Module, names: dict[str, str]) -> Iterator[Mistake]:
+    """Yield calls under ``if rank == 0:`` of functions that all ranks must call."""
+    variables = _rank_variables(tree, names)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.If) or not isinstance(node.test, ast.Compare):
+            continue
+        left, others = node.test.left, node.test.comparators
+        is_rank = (isinstance(left, ast.Name) and left.id in variables) or _reads_rank(left, names)
+        is_number = len(others) == 1 and isinstance(others[0], ast.Constant) and isinstance(others[0].value, int)
+        if not (is_rank and is_number and isinstance(node.test.ops[0], ast.Eq)):
+            continue
+        elsewhere = {_full_name(call.func, names) for each in node.orelse for call in _calls(each)}
+        for call in (call for each in node.body for call in _calls(each)):
+            full = _full_name(call.func, names)
+            if full in _ALL_RANKS - elsewhere:
+                text = f"{full} runs under `if {ast.unparse(node.test)}:`, and it waits for the other ranks"
+                yield Mistake(call.lineno, text, "Call it on all ranks, and keep only prints and writes under the if")
+
+
+def _rank_variables(tree: ast.Module, names: dict[str, str]) -> set[str]:
+    """Return the variables that hold the rank of this process wherever they are assigned."""
+    values: dict[str, list[bool]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and len(node.targets) == 1:
+            values.setdefault(node.targets[0].id, []).append(_reads_rank(node.value, names))
+    stored = [each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+    parameters = {each.arg for each in ast.walk(tree) if isinstance(each, ast.arg)}
+    return {n for n, found in values.items() if all(found) and len(found) == stored.count(n) and n not in parameters}
+
+
+def _reads_rank(node: ast.expr, names: dict[str, str]) -> bool:
+    """Return whether an expression is ``torch.distributed.get_rank()`` or ``int(os.environ["RANK"])``."""
+    if not isinstance(node, ast.Call):
+        return False
+    if _full_name(node.func, names) == "torch.distributed.get_rank":
+        return not node.args and not node.keywords
+    texts = {f"int(os.environ['{name}'])" for name in ("RANK", "LOCAL_RANK")}
+    return ast.unparse(node) in texts
+
+
+def _method(call: ast.Call) -> tuple[str, str]:
+    """Return the variable and the method of a call such as ``model.state_dict()``."""
+    func = call.func
+    return (
+        (func.value.id, func.attr) if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name) else ("", "")
+    )

@@ -1,0 +1,71 @@
+"""``layerzero doctor`` in one process, run as users run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import layerzero
+from layerzero.__main__ import main
+from tests.doctor.test_package_checks import install
+
+ROOT = Path(__file__).resolve().parents[2]
+GROUPS = ["Python and torch", "devices", "launch", "environment variables", "memory and limits", "packages"]
+
+
+def run(folder: Path, *arguments: str, packages: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m layerzero doctor`` in `folder`, with `packages` on the import path."""
+    path = [str(ROOT), *([str(packages)] if packages else [])]
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL_", "TORCH_", "GLOO_"))}
+    command = [sys.executable, "-W", "error", "-m", "layerzero", "doctor", *arguments]
+    env |= {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.slow
+def test_a_healthy_environment_ends_with_0(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import layerzero\n")
+    ran = run(tmp_path, "train.py")
+    assert ran.returncode == 0, ran.stdout
+    assert [line for line in ran.stdout.splitlines() if line and not line.startswith(" ")][:-1] == [*GROUPS, "script"]
+    assert ran.stdout.splitlines()[-1].startswith("no problems, ")
+    assert ran.stderr == ""
+
+
+@pytest.mark.slow
+def test_a_strangers_packages_and_a_hidden_one_end_with_1(tmp_path: Path) -> None:
+    packages, folder = tmp_path / "packages", tmp_path / "program"
+    packages.mkdir()
+    folder.mkdir()
+    install(packages, "LayerZero", "0.5.14", files=("layerzero/Trainer.py",))
+    install(packages, "apex", "0.9.10", files=("apex/__init__.py", "apex/lib/form.py"))
+    (folder / "torch.py").touch()
+    (folder / "train.py").write_text("import layerzero\n")
+    ran = run(tmp_path, "--json", str(folder / "train.py"), packages=packages)
+    assert ran.returncode == 1, ran.stderr
+    printed = json.loads(ran.stdout)
+    texts = [each["text"] for each in printed["findings"] if each["level"] == "problem"]
+    assert printed["problems"] == len(texts) == 3
+    stranger, hidden, apex = texts
+    assert stranger == f"LayerZero 0.5.14 in {packages} is another project that also installs the module layerzero"
+    assert hidden == f"programs in {folder} import {folder / 'torch.py'} instead of torch"
+    assert apex == f"{packages / 'apex' / '__init__.py'} is not NVIDIA's Apex: it has no apex.optimizers"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "printed"),
+    [(["--version"], 0, f"layerzero {layerzero.__version__}\n"), (["doctor", "--timeout", "0"], 2, "")],
+)
+def test_the_version_and_wrong_usage(
+    arguments: list[str], status: int, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["layerzero", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == status
+    assert capsys.readouterr().out == printed
