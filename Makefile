@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PYTHON312 ?= $(shell for each in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python; do \
 	$$each -c "import sys; sys.exit(sys.version_info[:2] != (3, 12))" 2>/dev/null && echo $$each && break; done)
 
-.PHONY: demo demo-megatron test test-slow test-megatron soak chaos integrations quick check format coverage docs dist bench bench-gpu clean
+.PHONY: demo demo-megatron test test-slow test-megatron soak chaos integrations quick check format coverage docs dist bench bench-gpu compare clean
 
 demo: $(VENV)/ready  ## train a small GPT on 4 ranks of this machine, about two minutes
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
@@ -73,6 +73,10 @@ bench: $(VENV)/bench  ## the contests of docs/benchmarks.md, their tables and pl
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.plots
 	$(BIN)/python benchmarks/padding.py
+
+compare: $(VENV)/ready  ## your model with DDP, FSDP2, HSDP and layerzero side by side; MODEL=module:function RANKS=4 ARGS="--unit Block"
+	$(if $(MODEL),,$(error MODEL is empty. Set it to the function that builds your model: make compare MODEL=module:function))
+	$(BIN)/python -m benchmarks.compare $(MODEL) --ranks $(RANKS) $(ARGS)
 
 bench-gpu:  ## on a machine with one GPU and a CUDA build of torch: results in benchmarks/results/gpu/gpu.json
 	$(PYTHON) -m benchmarks.gpu $(ARGS)

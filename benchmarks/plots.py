@@ -24,6 +24,7 @@ _COLORS = {
     "hybrid": "#6a9a5b",
     "hpz": "#8d6ab8",
     "optimizer": "#b0504f",
+    "replicated": "#4f9aa8",
     "compute": "#9a9a9a",
 }
 _LINES = ("#222222", "#c02050")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, Block, GPTConfig, next_token_loss
@@ -26,7 +28,10 @@ _VOCABULARY = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Work of one optimizer step. The defaults are the model of the published tables: 25.3 M parameters."""
+    """Work of one optimizer step. The defaults are the model of the published tables: 25.3 M parameters.
+
+    :mod:`benchmarks.compare` has a subclass for models of users.
+    """
 
     micro_batches: int  # A, on each rank
     reduce: str  # dtype of reduced gradients, a key of REDUCE_DTYPES
@@ -40,6 +45,33 @@ class Task:
     @property
     def reduce_dtype(self) -> torch.dtype:
         return REDUCE_DTYPES[self.reduce]
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Compute dtype of a model in fp32; None if the model computes in its own dtype."""
+        return COMPUTE_DTYPE
+
+    @property
+    def device_type(self) -> str:
+        return "cpu"
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=self.reduce_dtype)
+
+    def build(self) -> nn.Module:
+        """Return the model, with the same weights on every rank and for every contestant."""
+        return make_model(self)
+
+    def is_unit(self, name: str, module: nn.Module) -> bool:
+        """Return whether a submodule is a unit that is gathered at once."""
+        return isinstance(module, Block)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return loss_of(model, batch)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, **OPTIMIZER)
 
     @property
     def replicas(self) -> int:

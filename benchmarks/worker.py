@@ -29,7 +29,7 @@ from benchmarks.contestants import ENTRIES, Contestant
 from benchmarks.network import Carried, carried
 from benchmarks.task import Task, make_batches
 
-__all__ = ["WARM_UP", "Job", "main"]
+__all__ = ["WARM_UP", "Job", "main", "settled"]
 
 WARM_UP = 2  # steps before the measured ones
 PEAK_STEPS = 2  # steps after the measured ones, for the peak memory
@@ -92,12 +92,12 @@ def run(job: Job, contestant: Contestant, rank: int) -> dict[str, Any]:
 
     steps = _steps_within(job, seconds)
     contestant.ledger()
-    wire = _settled(job)
+    wire = settled(job.interface)
     marks = []
     for step in range(WARM_UP, WARM_UP + 1 + steps):  # the first step starts with nothing in flight, so it is not timed
         losses.append(take_step(contestant, make_batches(job.task, rank=rank, step=step)))
         marks.append(time.monotonic())
-    wire_after = _settled(job)
+    wire_after = settled(job.interface)
     ledger = contestant.ledger()
     measure.return_freed_memory()
     measure.reset_peak()
@@ -116,13 +116,13 @@ def run(job: Job, contestant: Contestant, rank: int) -> dict[str, Any]:
     }
 
 
-def _settled(job: Job) -> Carried:
+def settled(interface: str) -> Carried:
     """Wait until no rank has data in flight, and return the interface's counters."""
     while True:
         dist.barrier()
-        before = carried(job.interface)
+        before = carried(interface)
         time.sleep(0.3)
-        now = carried(job.interface)
+        now = carried(interface)
         moved = torch.tensor(now.sent - before.sent + now.received - before.received)
         dist.all_reduce(moved, op=dist.ReduceOp.MAX)  # all ranks leave the loop together
         if moved <= SILENCE:

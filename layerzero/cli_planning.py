@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ from layerzero.planning.plan_report import plan_text
 from layerzero.planning.planner import plan
 from layerzero.planning.probe import probe as probe_cluster
 from layerzero.planning.sim_program import read_recording
-from layerzero.planning.simulator import SimMachine, simulate
+from layerzero.planning.simulator import simulate
 from layerzero.planning.transformer_shapes import TransformerShape
 from layerzero.utils.import_path import load_named
 from layerzero.utils.text_tables import seconds, size, table
@@ -32,12 +34,19 @@ __all__ = ["add_commands"]
 _CLUSTER = "Cluster"
 _SIZES = "Sizes of the model"
 _DEFAULTS = {field.name: field.default for field in fields(Cluster)} | {"between": "400 per accelerator, assumed"}
+_PATIENCE = 2.0  # seconds before progress is shown
+_INTERVAL = 0.2  # seconds between two updates
 
 
 def _of_cluster(name: str, text: str) -> Any:
     return typer.Option(
         f"--{name.replace('_', '-')}", help=f"{text} Default: {_DEFAULTS[name]}.", rich_help_panel=_CLUSTER
     )
+
+
+_BETWEEN = _of_cluster("between", "Gbit/s that a node sends to other nodes, over all of its ports.")
+_INSIDE = _of_cluster("inside", "GB/s that an accelerator sends inside its node.")
+_JSON = typer.Option("--json", help="Print the result as one JSON object.")
 
 
 def _plan(
@@ -64,10 +73,8 @@ def _plan(
     accelerators: Annotated[int | None, _of_cluster("accelerators", "Accelerators per node.")] = None,
     memory: Annotated[float | None, _of_cluster("memory", "GB per accelerator.")] = None,
     reserve: Annotated[float | None, _of_cluster("reserve", "GB per accelerator that the model cannot use.")] = None,
-    between: Annotated[
-        float | None, _of_cluster("between", "Gbit/s that a node sends to other nodes, all ports.")
-    ] = None,
-    inside: Annotated[float | None, _of_cluster("inside", "GB/s that an accelerator sends inside its node.")] = None,
+    between: Annotated[float | None, _BETWEEN] = None,
+    inside: Annotated[float | None, _INSIDE] = None,
     tflops: Annotated[float | None, _of_cluster("tflops", "Achieved TFLOP/s per accelerator, not the peak.")] = None,
     host_memory: Annotated[float | None, _of_cluster("host_memory", "GB of host memory per node.")] = None,
     price: Annotated[float | None, _of_cluster("price", "Price of an accelerator per hour.")] = None,
@@ -91,6 +98,7 @@ def _plan(
     offload: Annotated[bool, typer.Option("--offload", help="Try offloading for all settings.")] = False,
     every_row: Annotated[bool, typer.Option("--all", help="Show all rows, even those that do not fit.")] = False,
     html: Annotated[Path | None, typer.Option(help="HTML file to write a report with charts to.")] = None,
+    as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """Recommend settings for a model on a cluster, and estimate memory and speed. Neither model nor cluster is needed.
 
@@ -101,31 +109,34 @@ def _plan(
     named = {"layers": layers, "hidden": hidden, "vocab": vocab, "heads": heads}
     optional = {"ffn": ffn, "kv_heads": kv_heads, "experts": experts, "tied": tied}
     with _readable_failures():
-        asked = _cluster(cluster, {name: value for name, value in given.items() if value is not None}, probe=probe)
+        asked = _cluster(cluster, given, probe=probe, quiet=as_json)
         counts = micro_batches or [1, 4, 16]
         if batch_tokens is not None:
             if micro_batches:
                 raise ValueError("--batch-tokens and --micro-batches exclude each other. Pass one of them")
             counts = [max(1, round(batch_tokens / (tokens * asked.ranks)))]
-        found = plan(
-            _model(model, named, optional),
-            asked,
-            units=unit or None,
-            tokens=tokens,
-            sequence=sequence,
-            micro_batches=counts,
-            zero3_sizes=zero3_size or None,
-            offload=True if offload else None,
-            param_dtype=param_dtype,
-            recompute=recompute,
-            activation_bytes=activations * 1e9,
-        )
-        typer.echo(plan_text(found, every_row=every_row))
+        with _progress() as on_estimate:
+            found = plan(
+                _model(model, named, optional),
+                asked,
+                units=unit or None,
+                tokens=tokens,
+                sequence=sequence,
+                micro_batches=counts,
+                zero3_sizes=zero3_size or None,
+                offload=True if offload else None,
+                param_dtype=param_dtype,
+                recompute=recompute,
+                activation_bytes=activations * 1e9,
+                on_estimate=on_estimate,
+            )
+            result = found.as_dict(every_row=every_row) if as_json else plan_text(found, every_row=every_row)
+        typer.echo(json.dumps(result, indent=1) if as_json else result)
         if html is not None:
             from layerzero.planning.plan_html import write_report  # noqa: PLC0415 - needs the optional matplotlib
 
             write_report(found, html)
-            typer.echo(f"\nwritten: {html}")
+            typer.echo(f"\nwritten: {html}", err=as_json)
     raise typer.Exit(0 if found.best is not None else 1)
 
 
@@ -162,41 +173,63 @@ def _trace(file: Annotated[Path, typer.Argument(help="A trace file written by la
 
 def _simulate(
     file: Annotated[Path, typer.Argument(help="A trace file written by layerzero.trace.")],
-    gbit: Annotated[float, typer.Option(help="Gbit/s that a node sends to other nodes.")] = 100.0,
-    inside: Annotated[float, typer.Option(help="GB/s that a rank sends inside its node.")] = 300.0,
-    node_size: Annotated[int | None, typer.Option(help="Ranks per node. Default: zero3_size of the trace.")] = None,
-    inside_latency: Annotated[float, typer.Option(help="Microseconds of a step of a collective inside a node.")] = 0.0,
-    between_latency: Annotated[float, typer.Option(help="Microseconds of such a step between nodes.")] = 0.0,
+    cluster: Annotated[
+        Path | None, typer.Option(help="YAML file that describes the machine, as for plan.", rich_help_panel=_CLUSTER)
+    ] = None,
+    accelerators: Annotated[
+        int | None,
+        typer.Option(help="Ranks per node. Default: zero3_size of the trace.", rich_help_panel=_CLUSTER),
+    ] = None,
+    between: Annotated[float | None, _BETWEEN] = None,
+    inside: Annotated[float | None, _INSIDE] = None,
+    between_latency: Annotated[
+        float | None, _of_cluster("between_latency", "Microseconds of a step of a collective between nodes.")
+    ] = None,
+    inside_latency: Annotated[
+        float | None, _of_cluster("inside_latency", "Microseconds of such a step inside a node.")
+    ] = None,
+    as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """Simulate the schedule of a trace on a machine with other link speeds.
 
     Computations keep their recorded durations.
     """
+    given = {"between": between, "inside": inside, "accelerators": accelerators}
+    given |= {"between_latency": between_latency, "inside_latency": inside_latency}
     with _readable_failures():
         recording = read_recording(file)
-        if min(gbit, inside) <= 0 or (node_size is not None and node_size < 1):
-            raise ValueError("--gbit, --inside and --node-size must be positive")
-        machine = SimMachine(
-            node_size=node_size or recording.zero3_size,
-            inside=inside * 1e9,
-            between=gbit * 1e9 / 8,
-            inside_latency=inside_latency * 1e-6,
-            between_latency=between_latency * 1e-6,
-            zero3_size=recording.zero3_size,
-        )
-    outcome = simulate(recording.program(), machine)
-    typer.echo(
-        f"simulated: {len(outcome.step_ends)} steps in {seconds(outcome.seconds)}, "
-        f"computing {seconds(outcome.computed)}, waiting {seconds(outcome.waited)}"
-    )
+        if cluster is None:
+            per_node = recording.zero3_size if accelerators is None else accelerators
+            ranks = recording.zero3_size * recording.replicas
+            given |= {"accelerators": per_node, "nodes": max(1, ranks // max(1, per_node))}
+        asked = _cluster(cluster, given)
+    outcome = simulate(recording.program(), asked.machine(recording.zero3_size))
     waits: defaultdict[str, float] = defaultdict(float)
     for step in outcome.waits:
         for kind, waited in step.items():
             waits[kind] += waited
-    rows = [
-        (kind, str(calls), size(outcome.bytes[kind]), seconds(waits[kind]))
-        for kind, calls in sorted(outcome.calls.items())
-    ]
+    calls = sorted(outcome.calls.items())
+    if as_json:
+        result = {
+            "cluster": asked.as_dict(),
+            "steps": len(outcome.step_ends),
+            "seconds": outcome.seconds,
+            "computed_seconds": outcome.computed,
+            "waited_seconds": outcome.waited,
+            "collectives": {
+                kind: {"calls": n, "sent_bytes": outcome.bytes[kind], "waited_seconds": waits[kind]}
+                for kind, n in calls
+            },
+            "busy_seconds": dict(outcome.busy),
+        }
+        typer.echo(json.dumps(result, indent=1))
+        return
+    typer.echo(
+        f"simulated: {len(outcome.step_ends)} steps in {seconds(outcome.seconds)}, "
+        f"computing {seconds(outcome.computed)}, waiting {seconds(outcome.waited)}; nodes of {asked.accelerators} "
+        f"accelerators, {asked.node_link_text}"
+    )
+    rows = [(kind, str(n), size(outcome.bytes[kind]), seconds(waits[kind])) for kind, n in calls]
     typer.echo(table(("collective", "calls", "sent", "waited"), rows))
     typer.echo(
         "links were busy: " + ", ".join(f"{name} {seconds(busy)}" for name, busy in sorted(outcome.busy.items()))
@@ -209,11 +242,33 @@ def add_commands(app: typer.Typer) -> None:
     app.command("simulate")(_simulate)
 
 
-def _cluster(path: Path | None, given: dict[str, Any], *, probe: bool) -> Cluster:
+@contextmanager
+def _progress() -> Iterator[Callable[[], None]]:
+    """Context manager that shows the number of estimates on standard error after some seconds, if it is a terminal."""
+    began = shown = time.monotonic()
+    count = 0
+
+    def on_estimate() -> None:
+        nonlocal count, shown
+        count += 1
+        now = time.monotonic()
+        if sys.stderr.isatty() and now - began > _PATIENCE and now - shown > _INTERVAL:
+            shown = now
+            typer.echo(f"\rlayerzero: {count} estimates in {now - began:.0f} s", err=True, nl=False)
+
+    try:
+        yield on_estimate
+    finally:
+        if shown > began:
+            typer.echo("\r\x1b[K", err=True, nl=False)
+
+
+def _cluster(path: Path | None, given: dict[str, Any], *, probe: bool = False, quiet: bool = False) -> Cluster:
+    given = {name: value for name, value in given.items() if value is not None}
     if probe:
         if path is not None:
             raise ValueError("--probe and --cluster exclude each other. Pass one of them")
-        return replace(_run_probe(), **given)
+        return replace(_run_probe(quiet=quiet), **given)
     if path is not None:
         return Cluster.from_yaml(path, **given)
     if "nodes" not in given:
@@ -221,8 +276,11 @@ def _cluster(path: Path | None, given: dict[str, Any], *, probe: bool) -> Cluste
     return Cluster(**given)
 
 
-def _run_probe() -> Cluster:
-    """Measure the cluster with the ranks that torchrun has started. All ranks except the first then exit."""
+def _run_probe(*, quiet: bool) -> Cluster:
+    """Measure the cluster with the ranks that torchrun has started. All ranks except the first then exit.
+
+    If `quiet` is True, the measurements are printed to standard error.
+    """
     if "RANK" not in os.environ:
         raise ValueError(
             "--probe measures the cluster on which it runs, so it requires torchrun. Start it on all nodes: "
@@ -239,7 +297,7 @@ def _run_probe() -> Cluster:
         dist.destroy_process_group()
     if not is_first:
         raise typer.Exit(0)
-    typer.echo(f"{found}\n")
+    typer.echo(f"{found}\n", err=quiet)
     return found.cluster
 
 

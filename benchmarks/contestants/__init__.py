@@ -27,7 +27,8 @@ class Entry:
     Attributes:
         label: plain text for tables and plots.
         family: ``"ours"``, ``"compute"``, or the kind of sharding of a peer: ``"full"``, ``"hybrid"``, ``"hpz"``
-            (weights inside a node, gradients across nodes), ``"optimizer"`` (only optimizer state).
+            (weights inside a node, gradients across nodes), ``"optimizer"`` (only optimizer state), ``"replicated"``
+            (nothing).
         target: ``module:class`` in this package.
         settings: keyword arguments of the class; the values NODE and WORLD are replaced by fields of the task.
         needs: package that must be installed.
@@ -118,6 +119,7 @@ ENTRIES: dict[str, Entry] = {
     "fsdp1-hybrid-zero2": Entry(
         "FSDP1 _HYBRID_SHARD_ZERO2, no sync", "hybrid", "fsdp:FSDP1", {"strategy": "_HYBRID_SHARD_ZERO2"}
     ),
+    "ddp": Entry("DDP", "replicated", "ddp:DDP"),
     "ddp-zero": Entry("DDP with ZeroRedundancyOptimizer", "optimizer", "ddp:DDPZero"),
     "deepspeed-zero1": _deepspeed("ZeRO-1, accumulates fp32", "optimizer", stage=1, accumulate="fp32"),
     "deepspeed-zero1-bf16": _deepspeed("ZeRO-1, accumulates bf16", "optimizer", stage=1, accumulate="bf16"),

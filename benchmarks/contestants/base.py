@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
+from typing import Any
 
 from torch import Tensor
 
@@ -18,7 +20,7 @@ class Contestant(ABC):
         self.task = task
 
     @abstractmethod
-    def backward(self, batch: Tensor, *, last: bool) -> Tensor:
+    def backward(self, batch: Any, *, last: bool) -> Tensor:
         """Run forward and backward of one micro-batch with weight 1/A; return its unweighted loss, detached.
 
         Args:
@@ -32,6 +34,11 @@ class Contestant(ABC):
     def ledger(self) -> dict[str, int]:
         """Return the bytes that this rank has sent since the last call, by axis; empty if not counted."""
         return {}
+
+    def close(self) -> None:
+        """Free the model and the optimizer. Call this method on all ranks, and do not use the contestant afterwards."""
+        self.__dict__.clear()
+        gc.collect()
 
     def kinds(self) -> dict[str, int]:
         """Return the bytes of model state on this rank, by kind; empty if the framework does not report them."""

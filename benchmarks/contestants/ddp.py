@@ -1,8 +1,10 @@
-"""PyTorch's DistributedDataParallel with ZeroRedundancyOptimizer: optimizer state sharded over all ranks."""
+"""PyTorch's DistributedDataParallel, alone and with ZeroRedundancyOptimizer, which shards its state over all ranks."""
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,38 +13,53 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.contestants.base import Contestant
-from benchmarks.task import COMPUTE_DTYPE, OPTIMIZER, Task, loss_of, make_model
+from benchmarks.task import OPTIMIZER, Task
 
-__all__ = ["DDPZero"]
+__all__ = ["DDP", "DDPZero"]
 
 
-class DDPZero(Contestant):
-    """DDP with fp32 parameters and gradients, bf16 autocast, and a reduction in the last micro-batch.
+class DDP(Contestant):
+    """DDP with fp32 parameters and gradients, autocast, and a reduction in the last micro-batch.
 
-    Updated weights are sent in fp32. DDP's own hook for bf16 reductions does not support gloo, so this module has an
-    equivalent hook for gloo.
+    DDP's own hook for bf16 reductions does not support gloo, so this module has an equivalent hook for gloo. Buffers
+    are not broadcast, as with the other contestants.
     """
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self.model = DistributedDataParallel(make_model(task), gradient_as_bucket_view=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another name for broadcast_buffers
+            self.model = DistributedDataParallel(
+                task.build().to(task.device_type), gradient_as_bucket_view=True, broadcast_buffers=False
+            )
         if task.reduce_dtype == torch.bfloat16:
             # A lambda, because DDP rejects hooks with string annotations.
             self.model.register_comm_hook(None, lambda _, bucket: _reduce_in_bf16(bucket))
-        self.optimizer = ZeroRedundancyOptimizer(
-            self.model.parameters(), optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True, **OPTIMIZER
-        )
+        self.optimizer = self._optimizer()
 
-    def backward(self, batch: Tensor, *, last: bool) -> Tensor:
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return self.task.optimizer(self.model.parameters())
+
+    def backward(self, batch: Any, *, last: bool) -> Tensor:
+        dtype = self.task.compute_dtype
         with nullcontext() if last else self.model.no_sync():
-            with torch.autocast("cpu", COMPUTE_DTYPE):
-                loss = loss_of(self.model, batch)
+            with nullcontext() if dtype is None else torch.autocast(self.task.device_type, dtype):
+                loss = self.task.loss(self.model, batch)
             (loss / self.task.micro_batches).backward()
         return loss.detach()
 
     def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+class DDPZero(DDP):
+    """DDP whose optimizer state is sharded. Updated weights are sent in fp32."""
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(
+            self.model.parameters(), optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True, **OPTIMIZER
+        )
 
 
 def _reduce_in_bf16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,6 @@ from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
     MixedPrecision,
-    MixedPrecisionPolicy,
     ShardingStrategy,
     fully_shard,
 )
@@ -24,7 +24,7 @@ __all__ = ["FSDP1", "FSDP2"]
 
 
 class FSDP2(Contestant):
-    """FSDP2 with blocks and root as units.
+    """FSDP2 with the units of the task, by default the blocks, and the root as units.
 
     Args:
         replicas: True: HSDP, which shards inside a node and all-reduces between nodes. False: full sharding over all
@@ -38,23 +38,23 @@ class FSDP2(Contestant):
         super().__init__(task)
         self.accumulate = accumulate
         shape = (task.replicas, task.node_size) if replicas else (task.ranks,)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-        policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE, reduce_dtype=task.reduce_dtype)
-        model = make_model(task)
-        for block in (module for module in model.modules() if isinstance(module, Block)):
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        mesh = init_device_mesh(task.device_type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        model = task.build()
+        units = [module for name, module in model.named_modules() if name and task.is_unit(name, module)]
+        for unit in reversed(units):  # inner units first
+            fully_shard(unit, mesh=mesh, mp_policy=task.policy, reshard_after_forward=not keep)
+        fully_shard(model, mesh=mesh, mp_policy=task.policy)
         assert isinstance(model, FSDPModule)
         self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
+        self.optimizer = task.optimizer(model.parameters())
 
-    def backward(self, batch: Tensor, *, last: bool) -> Tensor:
+    def backward(self, batch: Any, *, last: bool) -> Tensor:
         self.model.set_is_last_backward(last)
         if self.accumulate == "all_reduce":
             self.model.set_requires_all_reduce(last)
         elif self.accumulate == "everything":
             self.model.set_requires_gradient_sync(last)
-        loss = loss_of(self.model, batch)
+        loss = self.task.loss(self.model, batch)
         (loss / self.task.micro_batches).backward()
         return loss.detach()
 

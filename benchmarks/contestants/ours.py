@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import layerzero
 from benchmarks.contestants.base import Contestant
-from benchmarks.task import COMPUTE_DTYPE, OPTIMIZER, Block, Task, loss_of, make_model
+from benchmarks.task import COMPUTE_DTYPE, Task, loss_of, make_model
 
 __all__ = ["ComputeAlone", "LayerZero"]
 
@@ -28,12 +27,11 @@ class LayerZero(Contestant):
         keep: bool,
     ) -> None:
         super().__init__(task)
-        policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE, reduce_dtype=task.reduce_dtype)
         self.model = layerzero.shard_model(
-            make_model(task),
-            zero3_size=zero3_size,
-            units=Block,
-            mp_policy=policy,
+            task.build(),
+            mesh=layerzero.init_mesh(zero3_size, task.device_type),
+            units=task.is_unit,
+            mp_policy=task.policy,
             accumulation=accumulation,
             hop2_codec=None if hop2 is None else {"int8": layerzero.Int8Blocks(), "int4": layerzero.Int4Blocks()}[hop2],
             refresh_codec=refresh_codec,
@@ -41,13 +39,13 @@ class LayerZero(Contestant):
             reshard_after_forward=not keep,
         )
         self._keep = keep
-        self.optimizer = layerzero.shard_optimizer(torch.optim.AdamW(self.model.parameters(), **OPTIMIZER), self.model)
+        self.optimizer = layerzero.shard_optimizer(task.optimizer(self.model.parameters()), self.model)
 
-    def backward(self, batch: Tensor, *, last: bool) -> Tensor:
+    def backward(self, batch: Any, *, last: bool) -> Tensor:
         if self._keep:  # gather once per step
             self.model.set_reshard_after_backward(last)
         with nullcontext() if last else layerzero.no_sync(self.model):
-            loss = loss_of(self.model, batch)
+            loss = self.task.loss(self.model, batch)
             (loss / self.task.micro_batches).backward()
         return loss.detach()
 
@@ -60,6 +58,10 @@ class LayerZero(Contestant):
 
     def kinds(self) -> dict[str, int]:
         return layerzero.memory(self.model).measured
+
+    def close(self) -> None:
+        layerzero.close(self.model)
+        super().close()
 
 
 class ComputeAlone(Contestant):

@@ -8,6 +8,7 @@ storages of full buffers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,7 @@ class _Stage:
         self.prefetch = 0
         self.order_is_known = False
         self._inner = _nested(units)
+        self._returned = {unit: self._by_return(unit) for unit in units}  # nested units first, then the unit
         self._order = [unit for unit in units if unit.name == ""] + [unit for unit in units if unit.name]
         on_one_mesh = len({unit.over for unit in units}) == 1
         self._last = self._order[-1] if on_one_mesh and units[0].traits.on_device else None  # called last
@@ -65,19 +67,19 @@ class _Stage:
             self._call(unit)
 
     def backward(self) -> None:
-        returned = [unit for outer in self._outermost() for unit in self._by_return(outer)]
+        returned = [unit for outer in self._outermost() for unit in self._returned[outer]]
         for index in reversed(range(len(returned))):
             unit = returned[index]
             for around in reversed(returned[index + 1 :]):
-                if unit in self._by_return(around):
+                if unit in self._returned[around]:
                     self._gather(around)
                     self._wait(around)
             self._gather(unit)
             following = returned[index + 1] if index + 1 < len(returned) else None
-            if following is None or unit in self._by_return(following):
+            if following is None or unit in self._returned[following]:
                 self._prefetch_before(returned, index)
             self._wait(unit)
-            if following is not None and unit not in self._by_return(following):
+            if following is not None and unit not in self._returned[following]:
                 self._release(following)
                 self._prefetch_before(returned, index)
         for unit in returned:
@@ -85,13 +87,13 @@ class _Stage:
 
     def _prefetch_before(self, returned: Sequence[UnitSpec], index: int) -> None:
         earlier = _on_mesh_of(returned[index], reversed(returned[:index]))
-        for unit in earlier[: self.prefetch]:
+        for unit in islice(earlier, self.prefetch):
             self._gather(unit)
 
     def _call(self, unit: UnitSpec) -> None:
         self._gather(unit)
         here = self._place[unit] + 1
-        for upcoming in _on_mesh_of(unit, self._order[here:])[: self.prefetch]:
+        for upcoming in islice(_on_mesh_of(unit, self._order[here:]), self.prefetch):
             self._gather(upcoming)
         self._wait(unit)
         for inner in self._inner[unit]:
@@ -141,9 +143,9 @@ class _Stage:
                 self.pool.free(storage)
 
 
-def _on_mesh_of(unit: UnitSpec, others: Iterable[UnitSpec]) -> list[UnitSpec]:
-    """Return the units of `others` that may be prefetched when `unit` is called: those with the same traits."""
-    return [other for other in others if other.traits == unit.traits]
+def _on_mesh_of(unit: UnitSpec, others: Iterable[UnitSpec]) -> Iterator[UnitSpec]:
+    """Yield the units of `others` that may be prefetched when `unit` is called: those with the same traits."""
+    return (other for other in others if other.traits == unit.traits)
 
 
 def _storages(sizes: Sequence[int]) -> list[tuple[UntypedStorage, int]]:

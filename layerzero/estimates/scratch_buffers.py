@@ -128,7 +128,8 @@ def _plan_on_device(handles: Sequence[HandleSpec], config: LayerZeroConfig, wher
     for before, unit in zip(order[:1] + order, order, strict=False):
         together = units[unit] + (units[before] if before != unit else Counter())
         for around in units.keys() - {before}:
-            together += landing[around] if _contains(around, unit) else Counter()
+            if _contains(around, unit):
+                together += landing[around]
         scratch |= together
         nbytes = max(nbytes, bytes_of_buffers(together))
     if where.weights_in_host:  # refreshed weights, which are gathered on the device before they are copied to the host

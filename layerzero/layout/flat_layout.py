@@ -36,6 +36,7 @@ possible values of L, and the shorter parameters determine the amount of padding
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd, lcm, prod
 from typing import NamedTuple
 
@@ -191,7 +192,12 @@ def plan_layouts(
         ValueError: an argument is not positive, there are no parameters, a name is repeated, or a shape is invalid.
     """
     _refuse_nonsense(params, num_shards, align)
-    slots = [Slot(name, tuple(shape), 0) for name, shape in params]
+    return _planned(tuple((name, tuple(shape)) for name, shape in params), num_shards, align)
+
+
+@lru_cache(maxsize=1024)  # plans of many combinations of settings need the same layouts
+def _planned(params: tuple[tuple[str, tuple[int, ...]], ...], num_shards: int, align: int) -> tuple[FlatLayout, ...]:
+    slots = [Slot(name, shape, 0) for name, shape in params]
     empty = tuple(slot for slot in slots if slot.numel == 0)
     filled = [slot for slot in slots if slot.numel > 0]
     if not filled:  # one element per shard, so that shards have distinct ranges

@@ -2,7 +2,7 @@
 
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.estimator import Candidate, Estimate
-from layerzero.planning.plan_report import Plan
+from layerzero.planning.plan_report import LinkComparison, Plan
 from layerzero.planning.planner import plan
 from layerzero.planning.probe import ProbeResult, probe
 from layerzero.planning.transformer_shapes import TransformerShape, read_config
@@ -11,6 +11,7 @@ __all__ = [
     "Candidate",
     "Cluster",
     "Estimate",
+    "LinkComparison",
     "Plan",
     "ProbeResult",
     "TransformerShape",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,13 @@ class Cluster:
     def node_link_text(self) -> str:
         """Text that describes `node_link` in reports."""
         return f"{self.node_link:,.4g} Gbit/s per node" + (" (assumed)" if self.between is None else "")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields, with the assumed value of `between` if it is None.
+
+        The key ``between_assumed`` tells whether the value is assumed.
+        """
+        return asdict(self) | {"between": self.node_link, "between_assumed": self.between is None}
 
     @property
     def room(self) -> float:

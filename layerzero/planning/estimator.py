@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import pairwise
 
 import torch
@@ -20,12 +21,13 @@ from layerzero.planning.sim_program import Operation, collectives_in, computatio
 from layerzero.planning.sim_schedules import Peer, ScheduleSettings, UnitCost, layerzero_program, peer_program
 from layerzero.planning.simulator import SimMachine, SimResult, simulate
 
-__all__ = ["LAYERZERO", "PEERS", "Candidate", "Estimate", "Estimator"]
+__all__ = ["LAYERZERO", "PEERS", "Candidate", "Estimate", "Estimator", "simplest_fast_row"]
 
 LAYERZERO = "layerzero"
-PEERS = ("FSDP2", "HSDP", "ZeRO-1")
+PEERS = ("FSDP2", "HSDP", "HFSDP", "ZeRO-1")
 _STATE = 2  # number of AdamW state elements per parameter element, in the dtype of the master
 _UPDATED = 7  # memory accesses of AdamW per parameter element: 4 reads (master, gradient, state) and 3 writes
+_ALIKE = 0.03  # if throughputs differ by at most this fraction, the simpler settings are chosen
 _STEPS = 2  # number of simulated steps; the result is that of the last step
 
 
@@ -54,8 +56,31 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class StepCost:
+    """Simulated time and traffic of one step; see the properties of the same names in :class:`Estimate`."""
+
+    step: float
+    parts: dict[str, float]
+    sent: dict[str, float]
+    between: float
+
+    def plus(self, other: StepCost, times: float) -> StepCost:
+        def add_scaled(mine: dict[str, float], its: dict[str, float]) -> dict[str, float]:
+            return {name: mine.get(name, 0.0) + times * its.get(name, 0.0) for name in [*mine, *(its.keys() - mine)]}
+
+        return StepCost(
+            self.step + times * other.step,
+            add_scaled(self.parts, other.parts),
+            add_scaled(self.sent, other.sent),
+            self.between + times * other.between,
+        )
+
+
+@dataclass(frozen=True)
 class Estimate:
     """Estimated cost of a combination of settings on a cluster. Bytes and seconds are per rank unless stated otherwise.
+
+    Times and traffic are simulated when one of them is read for the first time.
 
     Attributes:
         choice: the combination of settings.
@@ -67,13 +92,9 @@ class Estimate:
         excess: number of bytes by which `peak` exceeds `room`, or 0 if `peak` does not exceed `room`.
         host_excess: number of bytes by which the ranks on a node together exceed the node's host memory, or 0 if the
             memory suffices.
-        sent: number of bytes sent per step, by axis: ``zero3`` and ``replica``.
-        between: number of bytes sent to other nodes per step.
-        step: simulated duration of a step, in seconds.
-        parts: duration of each part of `step`, in seconds: ``forward``, ``backward``, ``update``, ``add``, ``launch``,
-            and the time spent waiting for each kind of collective.
-        tokens: number of tokens per second on all ranks, or 0 if the number of tokens in a micro-batch is unknown.
         price: price of the cluster per day, or 0 if the price is unknown.
+        tokens_per_step: number of tokens in a step on all ranks.
+        simulated: function that simulates a step of `choice`.
     """
 
     choice: Candidate
@@ -83,42 +104,74 @@ class Estimate:
     room: float
     excess: float
     host_excess: float
-    sent: dict[str, float]
-    between: float
-    step: float
-    parts: dict[str, float]
-    tokens: float
     price: float
+    tokens_per_step: int
+    simulated: Callable[[], StepCost] = field(repr=False, compare=False)
 
     @property
     def fits(self) -> bool:
         return not self.excess and not self.host_excess
 
+    @cached_property
+    def _cost(self) -> StepCost:
+        return self.simulated()
 
-@dataclass(frozen=True)
-class _StepCost:
-    """Simulated time and traffic of one step; see the attributes of the same names in :class:`Estimate`."""
+    @property
+    def step(self) -> float:
+        """Simulated duration of a step, in seconds."""
+        return self._cost.step
 
-    step: float
-    parts: dict[str, float]
-    sent: dict[str, float]
-    between: float
+    @property
+    def parts(self) -> dict[str, float]:
+        """Duration of each part of `step`, in seconds.
 
-    def plus(self, other: _StepCost, times: float) -> _StepCost:
-        def add_scaled(mine: dict[str, float], its: dict[str, float]) -> dict[str, float]:
-            return {name: mine.get(name, 0.0) + times * its.get(name, 0.0) for name in [*mine, *(its.keys() - mine)]}
+        The parts are ``forward``, ``backward``, ``update``, ``add``, ``launch``, and the time spent waiting for each
+        kind of collective.
+        """
+        return self._cost.parts
 
-        return _StepCost(
-            self.step + times * other.step,
-            add_scaled(self.parts, other.parts),
-            add_scaled(self.sent, other.sent),
-            self.between + times * other.between,
+    @property
+    def sent(self) -> dict[str, float]:
+        """Number of bytes sent per step, by axis: ``zero3`` and ``replica``."""
+        return self._cost.sent
+
+    @property
+    def between(self) -> float:
+        """Number of bytes sent to other nodes per step."""
+        return self._cost.between
+
+    @property
+    def tokens(self) -> float:
+        """Number of tokens per second on all ranks."""
+        return self.tokens_per_step / self.step
+
+
+def simplest_fast_row(rows: Iterable[Estimate]) -> Estimate | None:
+    """Return the simplest row among those that fit and are within ``_ALIKE`` of the fastest row that fits.
+
+    If no row fits, return None.
+    """
+    fitting = [row for row in rows if row.fits]
+    fastest = max((row.tokens for row in fitting), default=0.0)
+
+    def simplicity(row: Estimate) -> tuple[object, ...]:
+        choice = row.choice
+        return (
+            choice.micro_batches,
+            choice.offload_optimizer + choice.offload_grads + choice.offload_params,
+            choice.reduce_dtype is not torch.float32,
+            row.peak,
         )
+
+    return min((row for row in fitting if row.tokens >= (1 - _ALIKE) * fastest), key=simplicity, default=None)
 
 
 @dataclass
 class Estimator:
-    """Estimator of the cost of combinations of settings, for one model on one cluster."""
+    """Estimator of the cost of combinations of settings, for one model on one cluster.
+
+    `on_estimate` is called after each estimate of memory and after each simulation.
+    """
 
     paper: MetaSharding
     load: ComputeCost
@@ -126,7 +179,20 @@ class Estimator:
     param_dtype: torch.dtype
     units: object = None
     called: str = ""  # text for `units` in the recommended settings if the model's classes are unavailable
-    _step_costs: dict[tuple[Candidate, int], _StepCost] = field(default_factory=dict)
+    on_estimate: Callable[[], None] = lambda: None
+    # Specs and memory are the same for any number of micro-batches; the number in these keys is 1.
+    _units: dict[Candidate, list[UnitSpec]] = field(default_factory=dict)
+    _memories: dict[Candidate, tuple[dict[str, int], int]] = field(default_factory=dict)
+    _step_costs: dict[tuple[Candidate, int], StepCost] = field(default_factory=dict)
+
+    def on(self, cluster: Cluster) -> Estimator:
+        """Return an estimator for the same model on another cluster.
+
+        If the clusters differ only in the speed of the link between nodes, both share the estimates of memory.
+        """
+        if replace(cluster, between=self.cluster.between) == self.cluster:
+            return replace(self, cluster=cluster, _step_costs={})
+        return replace(self, cluster=cluster, _units={}, _memories={}, _step_costs={})
 
     def config(self, choice: Candidate) -> LayerZeroConfig:
         """Return the settings in `choice` in the form that ``shard_model`` takes."""
@@ -143,13 +209,11 @@ class Estimator:
 
     def row(self, choice: Candidate) -> Estimate:
         cluster = self.cluster
-        memory, peak = self._memory(choice)
+        memory, peak = self._memory(replace(choice, micro_batches=1))
         activations = round(self.load.activation_bytes)
         if activations:
-            memory["activations"] = activations
+            memory = {**memory, "activations": activations}
         host = sum(memory.values()) - on_device(memory)
-        step_cost = self.step_cost(choice)
-        tokens = self.load.tokens * choice.micro_batches * cluster.ranks
         return Estimate(
             choice=choice,
             memory=memory,
@@ -158,17 +222,19 @@ class Estimator:
             room=cluster.room,
             excess=max(0.0, peak + activations - cluster.room),
             host_excess=max(0.0, host * cluster.accelerators - cluster.host_memory * 1e9),
-            sent=step_cost.sent,
-            between=step_cost.between,
-            step=step_cost.step,
-            parts=step_cost.parts,
-            tokens=tokens / step_cost.step,
             price=24 * cluster.price * cluster.ranks,
+            tokens_per_step=self.load.tokens * choice.micro_batches * cluster.ranks,
+            simulated=partial(self.step_cost, choice),
         )
 
     def _memory(self, choice: Candidate) -> tuple[dict[str, int], int]:
-        if choice.scheme != LAYERZERO:
-            return self._memory_of_peer(choice)
+        if choice not in self._memories:
+            of_peer = choice.scheme != LAYERZERO
+            self._memories[choice] = self._memory_of_peer(choice) if of_peer else self._memory_of_units(choice)
+            self.on_estimate()
+        return self._memories[choice]
+
+    def _memory_of_units(self, choice: Candidate) -> tuple[dict[str, int], int]:
         config, units = self.config(choice), self.planned(choice)
         found = predicted_memory(units, config)
         where = "host_optimizer" if config.offload_optimizer else "optimizer"
@@ -182,33 +248,36 @@ class Estimator:
         gathered while the gradients of the root and one unit are reduced.
         """
         over = self._shared_over(choice)
+        states = over if choice.scheme == "HSDP" else self.cluster.ranks
         numel = sum(cost.numel for cost in self.unit_costs())
         root, *others = (cost.numel for cost in self.unit_costs())
         two = max((a + b for a, b in pairwise(others)), default=sum(others))  # the current and the prefetched unit
         largest = max(others, default=0.0)
-        element = self.param_dtype.itemsize
-        memory = {"masters": 4 * numel / over, "gradients": 4 * numel / over, "optimizer": 8 * numel / over}
-        if choice.scheme == "ZeRO-1":
-            memory = {"weights": element * numel, "gradients": 4 * numel, "masters": memory["masters"]}
-            memory["optimizer"] = 8 * numel / over
-            gathered = 0.0
-        else:
-            gathered = (root + two) * element + (root + largest) * choice.reduce_dtype.itemsize
-        memory["gathered"] = gathered
+        element, reduce = self.param_dtype.itemsize, choice.reduce_dtype.itemsize
+        memory = {"masters": 4 * numel / states, "gradients": 4 * numel / over, "optimizer": 8 * numel / states}
+        if choice.scheme in ("HFSDP", "ZeRO-1"):
+            memory["weights"] = element * numel / over
+        if choice.scheme == "HFSDP":
+            memory["gradients"] = reduce * numel / over  # Megatron-FSDP can accumulate in the reduce dtype
+        memory["gathered"] = 0.0 if over == 1 else (root + two) * element + (root + largest) * reduce
         whole = {kind: round(nbytes) for kind, nbytes in memory.items()}
         return whole, sum(whole.values())
 
     def _shared_over(self, choice: Candidate) -> int:
-        return self.cluster.accelerators if choice.scheme == "HSDP" else self.cluster.ranks
+        """Return the number of ranks over which a scheme other than layerzero shards gradients."""
+        return self.cluster.ranks if choice.scheme == "FSDP2" else choice.zero3_size
 
     def planned(self, choice: Candidate) -> list[UnitSpec]:
-        where = where_of(
-            self.cluster.ranks,
-            choice.zero3_size,
-            on_device=self.cluster.device != "cpu",
-            offload_params=choice.offload_params,
-        )
-        return self.paper.units(self.config(choice), where)
+        key = replace(choice, micro_batches=1)
+        if key not in self._units:
+            where = where_of(
+                self.cluster.ranks,
+                choice.zero3_size,
+                on_device=self.cluster.device != "cpu",
+                offload_params=choice.offload_params,
+            )
+            self._units[key] = self.paper.units(self.config(choice), where)
+        return self._units[key]
 
     def unit_costs(self, units: Sequence[UnitSpec] | None = None) -> list[UnitCost]:
         """Return the number of elements and the compute times of each unit.
@@ -230,7 +299,7 @@ class Estimator:
             for name, numel in numels.items()
         ]
 
-    def step_cost(self, choice: Candidate) -> _StepCost:
+    def step_cost(self, choice: Candidate) -> StepCost:
         """Return the time and traffic of a simulated step.
 
         At most 3 micro-batches are simulated, and the others are extrapolated. From the third micro-batch on, each
@@ -244,25 +313,31 @@ class Estimator:
         difference = simulated.plus(self._simulated(choice, most - 1), -1.0)
         return simulated.plus(difference, choice.micro_batches - most)
 
-    def _simulated(self, choice: Candidate, micro_batches: int) -> _StepCost:
+    def _simulated(self, choice: Candidate, micro_batches: int) -> StepCost:
         key = replace(choice, micro_batches=1), micro_batches
         if key not in self._step_costs:
             machine, program = self.program(replace(choice, micro_batches=micro_batches))
             self._step_costs[key] = _step_cost(program, simulate(program, machine), machine)
+            self.on_estimate()
         return self._step_costs[key]
 
     def program(self, choice: Candidate) -> tuple[SimMachine, list[Operation]]:
         """Return the simulated machine, and a program with ``_STEPS`` steps that runs on this machine."""
         cluster = self.cluster
-        if choice.scheme in ("FSDP2", "HSDP"):
+        if choice.scheme in ("FSDP2", "HSDP", "HFSDP"):
             over = self._shared_over(choice)
+            shards_states = choice.scheme == "HFSDP"
             peer = Peer(
                 over=over,
                 replicas=cluster.ranks // over,
                 micro_batches=choice.micro_batches,
                 compute=self.param_dtype.itemsize,
                 reduce=choice.reduce_dtype.itemsize,
-                update=self._update(sum(cost.numel for cost in self.unit_costs()) / over, in_host=False),
+                shards_states=shards_states,
+                update=self._update(
+                    sum(cost.numel for cost in self.unit_costs()) / (cluster.ranks if shards_states else over),
+                    in_host=False,
+                ),
             )
             return cluster.machine(over), list(peer_program(self.unit_costs(), peer, steps=_STEPS))
         unit_costs = self.unit_costs(self.planned(choice)) if choice.scheme == LAYERZERO else self.unit_costs()
@@ -291,7 +366,7 @@ class Estimator:
         return 4 * _UPDATED * numel / (speed * 1e9)
 
 
-def _step_cost(program: Iterable[Operation], outcome: SimResult, machine: SimMachine) -> _StepCost:
+def _step_cost(program: Iterable[Operation], outcome: SimResult, machine: SimMachine) -> StepCost:
     parts: defaultdict[str, float] = defaultdict(float)
     sent = {"zero3": 0.0, "replica": 0.0}
     between = 0.0
@@ -305,4 +380,4 @@ def _step_cost(program: Iterable[Operation], outcome: SimResult, machine: SimMac
     for kind, seconds in outcome.waits[-1].items():
         parts[kind] += seconds
     parts["launch"] = outcome.step - sum(parts.values())
-    return _StepCost(outcome.step, dict(parts), sent, between)
+    return StepCost(outcome.step, dict(parts), sent, between)

@@ -1,4 +1,4 @@
-"""Define the result of :func:`layerzero.plan`, and format the result as text.
+"""Define the result of :func:`layerzero.plan`, and format the result as text or as data for JSON.
 
 The text contains tables, the recommendation, the recommended call and the YAML settings.
 """
@@ -7,23 +7,49 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 
 from layerzero.config import OFFLOADS, LayerZeroConfig
 from layerzero.planning.cluster import Cluster
-from layerzero.planning.estimator import LAYERZERO, Candidate, Estimate, Estimator
+from layerzero.planning.estimator import LAYERZERO, PEERS, Candidate, Estimate, Estimator, simplest_fast_row
 from layerzero.utils.text_tables import rate, seconds, size, table
 
-__all__ = ["HEADER", "Plan", "call_text", "cells", "plan_text", "yaml_text"]
+__all__ = ["HEADER", "LinkComparison", "Plan", "call_text", "cells", "plan_data", "plan_text", "yaml_text"]
 
+_LINKS = (50.0, 200.0, 400.0)  # in Gbit/s per accelerator; with eight accelerators 400, 1,600 and 3,200 per node
 _SHOWN = 12  # number of rows that are shown by default
 HEADER = (
     "scheme", "S", "accumulation", "offload", "reduce", "A", "peak", "room", "host", "zero3", "replica", "between",
     "step", "tokens/s",
 )  # fmt: skip
 DTYPE_TEXTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class LinkComparison:
+    """Schemes at one speed of the link between nodes, with the same number of micro-batches.
+
+    Attributes:
+        between: speed of the link in Gbit/s per node.
+        rows: the simplest row of each scheme among those that fit and are within 3 % of the scheme's fastest. The value
+            is None if no row of the scheme fits. The first key is ``"layerzero"``.
+    """
+
+    between: float
+    rows: dict[str, Estimate | None]
+
+    @property
+    def advantage(self) -> float | None:
+        """Throughput of layerzero relative to the fastest other scheme that fits, minus 1.
+
+        The value is None if layerzero or all other schemes do not fit.
+        """
+        ours, *others = self.rows.values()
+        fastest = max((row.tokens for row in others if row is not None), default=0.0)
+        return None if ours is None or not fastest else ours.tokens / fastest - 1
 
 
 @dataclass(frozen=True)
@@ -34,9 +60,9 @@ class Plan:
         cluster: cluster for which the plan was made.
         numel: number of parameter elements in the model.
         units: number of units, including the root.
-        rows: estimates, one per combination of settings. Settings that fit into memory come first, then the
-            others. In both groups, faster settings come first.
-        peers: estimates for FSDP2, HSDP and ZeRO-1, computed by the same rules.
+        rows: estimates, one per combination of settings. Settings that fit into memory come first, the fastest first.
+            The others follow, the ones that lack least memory first.
+        peers: estimates for FSDP2, HSDP, HFSDP and ZeRO-1, computed by the same rules.
         best: recommended row; None if no settings fit.
         workshop: estimator that can compute more rows.
     """
@@ -81,9 +107,37 @@ class Plan:
         A number of nodes is skipped if the ``zero3_size`` of `choice` does not divide the number of ranks.
         """
         for count in nodes:
-            shop = replace(self.workshop, cluster=replace(self.cluster, nodes=count), _step_costs={})
+            shop = self.workshop.on(replace(self.cluster, nodes=count))
             if shop.cluster.ranks % choice.zero3_size == 0:
                 yield shop.row(choice)
+
+    @cached_property
+    def links(self) -> tuple[LinkComparison, ...]:
+        """Comparison of the schemes at 50, 200 and 400 Gbit/s per accelerator and at the cluster's own link.
+
+        All rows have the number of micro-batches of `best`, or the smallest number if no settings fit.
+        """
+        own = self.cluster.node_link
+        counts = [row.choice.micro_batches for row in self.rows]
+        count = min(counts) if self.best is None else self.best.choice.micro_batches
+        fitting = [row for row in (*self.rows, *self.peers) if row.fits and row.choice.micro_batches == count]
+        found = []
+        for between in sorted({own, *(each * self.cluster.accelerators for each in _LINKS)}):
+            shop = self.workshop if between == own else self.workshop.on(replace(self.cluster, between=between))
+            schemes: dict[str, Estimate | None] = {}
+            for scheme in (LAYERZERO, *PEERS):
+                schemes[scheme] = simplest_fast_row(
+                    shop.row(row.choice) for row in fitting if row.choice.scheme == scheme
+                )
+            found.append(LinkComparison(between, schemes))
+        return tuple(found)
+
+    def as_dict(self, *, every_row: bool = False) -> dict[str, Any]:
+        """Return the contents of the printed plan as dicts, lists, strings and numbers, for JSON.
+
+        ``docs/planning.md`` lists the keys. If `every_row` is True, settings that do not fit are included.
+        """
+        return plan_data(self, every_row=every_row)
 
     def __str__(self) -> str:
         return plan_text(self)
@@ -97,7 +151,7 @@ def cells(row: Estimate) -> tuple[str, ...]:
     left = f"-{size(-room)}" if room < 0 else f"host -{size(row.host_excess)}" if row.host_excess else size(room)
     return (
         choice.scheme,
-        str(choice.zero3_size) if of_layerzero else "",
+        str(_group_size(choice) or ""),
         choice.accumulation_text if of_layerzero else "",
         choice.offload if of_layerzero else "",
         DTYPE_TEXTS[choice.reduce_dtype],
@@ -121,12 +175,12 @@ def plan_text(plan: Plan, *, every_row: bool = False) -> str:
         every_row: whether to include all rows, even those of settings that do not fit.
     """
     cluster = plan.cluster
-    fitting = [row for row in plan.rows if row.fits]
-    shown = plan.rows if every_row else (fitting or sorted(plan.rows, key=lambda row: row.excess))[:_SHOWN]
+    fitting = sum(row.fits for row in plan.rows)
+    shown = _shown(plan, every_row=every_row)
     lines = [
         f"{rate(plan.numel)} parameters in {plan.units} units, including the root; {cluster.nodes} nodes x "
         f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.node_link_text}",
-        f"{len(fitting)} of {len(plan.rows)} settings fit into {size(cluster.room)}"
+        f"{fitting} of {len(plan.rows)} settings fit into {size(cluster.room)}"
         + ("" if every_row else f"; the {len(shown)} {'fastest' if fitting else 'closest'}:"),
         "",
         table(HEADER, [cells(row) for row in shown]),
@@ -134,6 +188,7 @@ def plan_text(plan: Plan, *, every_row: bool = False) -> str:
         "other schemes, by formulas and models:",
         table(HEADER, [cells(row) for row in plan.peers]),
         "",
+        *(_links_text(plan) if cluster.nodes > 1 else ()),
     ]
     best = plan.best
     if best is not None:
@@ -150,6 +205,95 @@ def plan_text(plan: Plan, *, every_row: bool = False) -> str:
         "Times are simulated, not measured.",
     ]
     return "\n".join(lines)
+
+
+def plan_data(plan: Plan, *, every_row: bool = False) -> dict[str, Any]:
+    """Return the contents of :func:`plan_text` as data; see :meth:`Plan.as_dict`."""
+    best, fitting = plan.best, [row for row in plan.rows if row.fits]
+    return {
+        "parameters": plan.numel,
+        "units": plan.units,
+        "cluster": plan.cluster.as_dict(),
+        "settings": {"tried": len(plan.rows), "fit": len(fitting)},
+        "rows": [_row_data(row) for row in (plan.rows if every_row else fitting or _shown(plan, every_row=False))],
+        "peers": [_row_data(row) for row in plan.peers],
+        "links": [
+            {
+                "between": each.between,
+                "advantage": each.advantage,
+                "schemes": {name: row and _row_data(row) for name, row in each.rows.items()},
+            }
+            for each in (plan.links if plan.cluster.nodes > 1 else ())
+        ],
+        "recommended": None if best is None else _row_data(best),
+        "why": plan.why,
+        "call": None if best is None else call_text(plan),
+        "yaml": None if best is None else yaml_text(plan),
+        "price_per_day": best.price if best is not None and best.price else None,
+    }
+
+
+def _row_data(row: Estimate) -> dict[str, Any]:
+    choice = row.choice
+    return {
+        "scheme": choice.scheme,
+        "zero3_size": _group_size(choice),
+        "accumulation": choice.accumulation if choice.scheme == LAYERZERO else None,
+        "offload": [name for name in OFFLOADS if getattr(choice, name)],
+        "reduce_dtype": DTYPE_TEXTS[choice.reduce_dtype],
+        "micro_batches": choice.micro_batches,
+        "fits": row.fits,
+        "peak_bytes": row.peak,
+        "room_bytes": row.room - row.peak,
+        "host_bytes": row.host,
+        "host_excess_bytes": row.host_excess,
+        "memory_bytes": row.memory,
+        "zero3_bytes": row.sent["zero3"],
+        "replica_bytes": row.sent["replica"],
+        "between_bytes": row.between,
+        "step_seconds": row.step,
+        "parts_seconds": row.parts,
+        "tokens_per_second": row.tokens,
+    }
+
+
+def _group_size(choice: Candidate) -> int | None:
+    """Return S, the number of ranks that share the weights, for schemes in which it can be chosen."""
+    return choice.zero3_size if choice.scheme in (LAYERZERO, "HSDP", "HFSDP") else None
+
+
+def _shown(plan: Plan, *, every_row: bool) -> Sequence[Estimate]:
+    """Return all rows, or the fastest rows that fit, or the closest rows if none fit."""
+    if every_row:
+        return plan.rows
+    return ([row for row in plan.rows if row.fits] or plan.rows)[:_SHOWN]
+
+
+def _links_text(plan: Plan) -> list[str]:
+    def cell(row: Estimate | None) -> str:
+        return "does not fit" if row is None else f"{seconds(row.step)}, {rate(row.tokens)}"
+
+    rows = [row for each in plan.links for row in each.rows.values() if row is not None]
+    if not rows:
+        return []
+    lines = []
+    for each in plan.links:
+        ours = each.rows[LAYERZERO]
+        chosen = () if ours is None else _short_settings(ours.choice)
+        gained = "" if each.advantage is None else f"{each.advantage:+.1%}"
+        lines.append((f"{each.between:,.4g}", " ".join(filter(None, chosen)), *map(cell, each.rows.values()), gained))
+    count = rows[0].choice.micro_batches
+    return [
+        "at which link does layerzero pay? Steps and tokens/s by Gbit/s per node, and layerzero against the fastest "
+        f"other scheme,\nwith {count} micro-batch{'es' * (count > 1)} per step; differences up to 3 % are ties:",
+        table(("Gbit/s", "settings", *plan.links[0].rows, "faster by"), lines),
+        "",
+    ]
+
+
+def _short_settings(choice: Candidate) -> tuple[str, ...]:
+    offload = "" if choice.offload == "-" else f"offload {choice.offload}"
+    return f"S={choice.zero3_size}", choice.accumulation_text, offload
 
 
 def _kinds_text(row: Estimate) -> str:

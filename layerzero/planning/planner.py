@@ -18,7 +18,7 @@ from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.layout.shard_grid import ShardGrid
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.compute_cost import ComputeCost
-from layerzero.planning.estimator import LAYERZERO, PEERS, Candidate, Estimate, Estimator
+from layerzero.planning.estimator import LAYERZERO, PEERS, Candidate, Estimate, Estimator, simplest_fast_row
 from layerzero.planning.meta_sharding import MetaSharding
 from layerzero.planning.plan_report import Plan
 from layerzero.planning.transformer_shapes import TransformerShape, read_config
@@ -27,7 +27,6 @@ from layerzero.sharding.unit_selection import block_classes
 __all__ = ["plan"]
 
 Model = nn.Module | Callable[[], nn.Module] | TransformerShape | str | os.PathLike[str]
-_ALIKE = 0.03  # if throughputs differ by at most this fraction, the simpler settings are chosen
 
 
 def plan(
@@ -45,6 +44,7 @@ def plan(
     reduce_dtypes: Iterable[torch.dtype | str] = (torch.float32, torch.bfloat16),
     recompute: bool = True,
     activation_bytes: float = 0.0,
+    on_estimate: Callable[[], None] | None = None,
 ) -> Plan:
     """Estimate a model's memory, traffic and step time on a cluster for many settings, and recommend settings.
 
@@ -65,7 +65,9 @@ def plan(
         sequence: number of tokens in one sequence. The default is `tokens`.
         micro_batches: values of A, the number of micro-batches per step, to try.
         zero3_sizes: values of S to try. By default, these are the divisors of the number of accelerators per node, and
-            the total number of ranks.
+            the total number of ranks. If the first of `accumulations` does not fit without offload with the ranks of a
+            node, the ranks of 2, 4, ... nodes are tried as well, up to the first number with which it fits. HSDP and
+            HFSDP are also tried with more nodes, up to the first number with which they fit.
         accumulations: values of `accumulation` to try.
         param_dtype: compute dtype, or its name.
         reduce_dtypes: reduce dtypes to try, or their names. Each dtype is used for both hops.
@@ -75,6 +77,8 @@ def plan(
         recompute: whether blocks keep only their inputs for the backward pass (activation checkpointing).
         activation_bytes: size of the activations of a micro-batch on one rank, in bytes. If 0, the size is estimated
             for a transformer shape or config, and unknown for other models.
+        on_estimate: function that is called after each estimate of memory and after each simulation, for example to
+            show progress.
 
     Returns:
         A :class:`layerzero.planning.Plan` that contains all estimates and the recommendation.
@@ -87,7 +91,7 @@ def plan(
         cluster = layerzero.planning.Cluster(nodes=16, accelerators=8, memory=80, between=400)
         found = layerzero.plan(layerzero.planning.read_config("config.json"), cluster)
         print(found)
-        print(found.best)
+        print(found.best.choice, found.best.peak, found.best.step)
     """
     if tokens < 1 or (sequence is not None and not 1 <= sequence <= tokens):
         raise ValueError(
@@ -108,14 +112,18 @@ def plan(
         load = replace(load, activation_bytes=activation_bytes) if activation_bytes else load
     else:
         load = ComputeCost.of_units(paper.plans, tokens, recompute=recompute, activation_bytes=activation_bytes)
-    shop = Estimator(paper, load, cluster, dtype, units, called)
+    shop = Estimator(paper, load, cluster, dtype, units, called, on_estimate or _nothing)
     counts = sorted(set(micro_batches))
     if not counts or counts[0] < 1:
         raise ValueError(f"micro_batches={counts} must be a non-empty list of numbers of at least 1")
     reduce = [dtype_named("a dtype", each) for each in reduce_dtypes]
-    rows: list[Estimate] = []
-    for size in _sizes_to_try(zero3_sizes, cluster):
-        for mode, wire, count in itertools.product(_modes(accumulations, size, cluster.ranks // size), reduce, counts):
+    modes = list(accumulations)
+    if wrong := [mode for mode in modes if mode not in ACCUMULATIONS]:
+        raise ValueError(f"accumulation={wrong[0]!r} is not supported. Use {' or '.join(ACCUMULATIONS)}")
+
+    def rows_of(size: int) -> list[Estimate]:
+        rows: list[Estimate] = []
+        for mode, wire, count in itertools.product(_distinct(modes, size, cluster.ranks // size), reduce, counts):
             choice = Candidate(LAYERZERO, size, mode, reduce_dtype=wire, micro_batches=count)
             rows.append(shop.row(choice))
             if offload or (offload is None and not rows[-1].fits):
@@ -127,39 +135,34 @@ def plan(
                 if offload or not any(row.fits for row in found):
                     found += [shop.row(replace(each, offload_params=True)) for each in (choice, *combined)]
                 rows += found
-    rows.sort(key=lambda row: (not row.fits, -row.tokens))
-    peers = [
-        shop.row(
-            Candidate(name, 1 if name == "ZeRO-1" else cluster.accelerators, "full", reduce_dtype=wire, micro_batches=n)
-        )
-        for name in PEERS
-        for n in counts
-        for wire in reduce
-    ]
+        return rows
+
+    rows = [row for size in _sizes_to_try(zero3_sizes, cluster) for row in rows_of(size)]
+    if zero3_sizes is None:
+        for size in _sizes_beyond_a_node(cluster):
+            if any(_fits_with_defaults(row, modes[0]) for row in rows if row.choice.zero3_size < cluster.ranks):
+                break
+            rows += rows_of(size)
+    # A setting that does not fit has a time, too, but nothing depends on it, and simulations take most of the time.
+    rows.sort(key=lambda row: (not row.fits, -row.tokens if row.fits else max(row.excess, row.host_excess)))
+    peers: list[Estimate] = []
+    groups = {"FSDP2": [cluster.accelerators], "ZeRO-1": [1]}  # FSDP2 shards over all ranks, whatever their number
+    for name in PEERS:
+        for size in groups.get(name, [cluster.accelerators, *_sizes_beyond_a_node(cluster)]):
+            found = [
+                shop.row(Candidate(name, size, "full", reduce_dtype=wire, micro_batches=count))
+                for count in counts
+                for wire in reduce
+            ]
+            peers += found
+            if any(row.fits for row in found):
+                break
     numel = sum(parameter.numel() for parameter in built.parameters())
-    return Plan(cluster, numel, len(paper.plans), tuple(rows), tuple(peers), _best(rows), shop)
+    return Plan(cluster, numel, len(paper.plans), tuple(rows), tuple(peers), simplest_fast_row(rows), shop)
 
 
-def _best(rows: Sequence[Estimate]) -> Estimate | None:
-    """Return the simplest row among those that fit and are within ``_ALIKE`` of the fastest row that fits.
-
-    If no row fits, return None.
-    """
-    fitting = [row for row in rows if row.fits]
-    if not fitting:
-        return None
-    fast = [row for row in fitting if row.tokens >= (1 - _ALIKE) * fitting[0].tokens]
-
-    def simplicity(row: Estimate) -> tuple[object, ...]:
-        choice = row.choice
-        return (
-            choice.micro_batches,
-            choice.offload_optimizer + choice.offload_grads + choice.offload_params,
-            choice.reduce_dtype is not torch.float32,
-            row.peak,
-        )
-
-    return min(fast, key=simplicity)
+def _nothing() -> None:
+    pass
 
 
 def _sizes_to_try(asked: Iterable[int] | None, cluster: Cluster) -> list[int]:
@@ -174,11 +177,17 @@ def _sizes_to_try(asked: Iterable[int] | None, cluster: Cluster) -> list[int]:
     return sizes
 
 
-def _modes(asked: Iterable[str], zero3_size: int, replicas: int) -> list[str]:
-    """Return the values of `accumulation` in `asked`, without values equivalent to an earlier value on this mesh."""
-    modes = list(asked)
-    if wrong := [mode for mode in modes if mode not in ACCUMULATIONS]:
-        raise ValueError(f"accumulation={wrong[0]!r} is not supported. Use {' or '.join(ACCUMULATIONS)}")
+def _fits_with_defaults(row: Estimate, accumulation: str) -> bool:
+    return row.fits and row.choice.accumulation == accumulation and row.choice.offload == "-"
+
+
+def _sizes_beyond_a_node(cluster: Cluster) -> list[int]:
+    """Return the numbers of ranks of several nodes, but not of all nodes, that may share the weights."""
+    return [cluster.accelerators * count for count in range(2, cluster.nodes) if cluster.nodes % count == 0]
+
+
+def _distinct(modes: Sequence[str], zero3_size: int, replicas: int) -> list[str]:
+    """Return the values of `accumulation` in `modes`, without values equivalent to an earlier value on this mesh."""
     grid = ShardGrid.of_rank(0, data_parallel=zero3_size * replicas, zero3_size=zero3_size)
     dtypes = Precision(torch.float32, torch.float32, torch.float32, torch.float32)
     first = {

@@ -52,7 +52,8 @@ class ProbeResult:
         lines = [f"# measured on {self.cluster.ranks} ranks; lines that start with # are defaults, to be corrected"]
         for name, value in {**asdict(self.cluster), "between": self.cluster.node_link}.items():
             said = f"{value:.4g}" if isinstance(value, float) else str(value)
-            lines.append(f"{'' if name in self.measured else '# '}{name}: {said}")
+            unit = "  # Gbit/s per node" if name == "between" else ""
+            lines.append(f"{'' if name in self.measured else '# '}{name}: {said}{unit}")
         return "\n".join(lines)
 
 

@@ -3,7 +3,9 @@
 If units are called one after the other, layerzero's program launches and waits in the same order as the engine. A test
 compares the program with a recording of the engine. The programs of other schemes follow the papers and manuals of
 these schemes. They are models, not measurements, and make favorable assumptions: one unit is prefetched, separate
-communicators overlap, and there is no padding. For HSDP, only the last micro-batch has an all-reduce between nodes.
+communicators overlap, and there is no padding. For HSDP, only the last micro-batch has an all-reduce between nodes. For
+HFSDP (Megatron-FSDP with optimizer state sharded over all ranks), only the last micro-batch reduces gradients between
+nodes, and only the first gathers weights between nodes, once in its forward and once in its backward.
 """
 
 from __future__ import annotations
@@ -291,13 +293,14 @@ def _share(ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Peer:
-    """Settings of FSDP over all ranks, or of HSDP with sharding inside nodes."""
+    """Settings of FSDP over all ranks, or of HSDP or HFSDP with sharding inside nodes."""
 
-    over: int  # number of ranks over which weights, gradients and optimizer state are sharded
+    over: int  # number of ranks over which weights and gradients are sharded
     replicas: int
     micro_batches: int
     compute: int = 2
     reduce: int = 4
+    shards_states: bool = False  # whether masters and optimizer state are sharded over the replicas, too, as in HFSDP
     update: float = 0.0
 
 
@@ -309,22 +312,38 @@ def peer_program(units: Sequence[UnitCost], peer: Peer, *, steps: int = 2) -> It
         sent = peer.compute * unit.numel * _share(peer.over)
         return SimLaunch(SimCollective("gather", unit.name, "zero3", "gather", peer.over, sent), number)
 
+    def outer_gather(unit: UnitCost) -> SimLaunch:
+        sent = peer.compute * unit.numel / peer.over * _share(peer.replicas)
+        return SimLaunch(
+            SimCollective("outer gather", unit.name, "replica", "outer gather", peer.replicas, sent), number
+        )
+
     def reduction(unit: UnitCost, *, last: bool) -> StartReduction:
         sent = peer.reduce * unit.numel * _share(peer.over)
         chain = [SimCollective("reduce", unit.name, "zero3", "reduce", peer.over, sent)]
         if last and peer.replicas > 1:
-            crossing = 2 * peer.reduce * unit.numel / peer.over * _share(peer.replicas)
-            chain.append(SimCollective("all-reduce", unit.name, "replica", "replica", peer.replicas, crossing))
+            kind, passes = ("outer reduce", 1) if peer.shards_states else ("all-reduce", 2)
+            crossing = passes * peer.reduce * unit.numel / peer.over * _share(peer.replicas)
+            chain.append(SimCollective(kind, unit.name, "replica", "replica", peer.replicas, crossing))
         return StartReduction(tuple(chain), tuple(SimCompute(0.0) for _ in chain))
 
     for _ in range(steps):
         for micro_batch in range(peer.micro_batches):
             last = micro_batch + 1 == peer.micro_batches
             for phase, order in (("forward", units), ("backward", units[:0:-1])):
-                first, stays = number, int(phase == "backward")
+                stays = int(phase == "backward")
+                outer: dict[str, int] = {}  # numbers of the gathers between nodes, all of which are launched first
+                if peer.shards_states and peer.replicas > 1 and not micro_batch:
+                    for unit in order[stays:]:
+                        yield outer_gather(unit)
+                        outer[unit.name] = number
+                        number += 1
+                first = number
                 for index, unit in enumerate(order):
                     # Prefetch one unit. The root and the last unit stay gathered from forward to backward.
                     for ahead in range(number - first + stays, min(index + 2, len(order))):
+                        if order[ahead].name in outer:
+                            yield SimWait(outer.pop(order[ahead].name))
                         yield gather(order[ahead])
                         number += 1
                     if index >= stays:

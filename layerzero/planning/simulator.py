@@ -158,6 +158,7 @@ class _SimTask:
     name: str = ""
     began: float = 0.0
     then: Callable[[], None] | None = None  # callback for the end of the task
+    queue: deque[_SimTask] | None = None  # tasks of the same communicator or thread, if any
 
     @property
     def done(self) -> bool:
@@ -172,6 +173,7 @@ class _Simulation:
         self._machine = machine
         self._outcome = outcome
         self._active: list[_SimTask] = []
+        self._ended: list[_SimTask] = []  # completed tasks that have not been finished
         self._comms: defaultdict[str, deque[_SimTask]] = defaultdict(deque)
 
     def launch(self, collective: SimCollective, then: Callable[[], None] | None = None) -> _SimTask:
@@ -194,15 +196,15 @@ class _Simulation:
         self._queue(thread, task)
 
     def _queue(self, comm: str, task: _SimTask) -> None:
-        waiting = self._comms[comm]
-        waiting.append(task)
-        if len(waiting) == 1:
+        task.queue = self._comms[comm]
+        task.queue.append(task)
+        if len(task.queue) == 1:
             self._begin(task)
             self._finish_done_tasks()
 
     def _begin(self, task: _SimTask) -> None:
         task.began = self.now
-        self._active.append(task)
+        (self._ended if task.done else self._active).append(task)
 
     def until(self, done: Callable[[], bool]) -> None:
         self._finish_done_tasks()
@@ -211,26 +213,32 @@ class _Simulation:
 
     def _go_on(self) -> None:
         """Advance the time until the next latency has passed or the next demand for a resource is met."""
-        users: Counter[str] = Counter()
+        users: dict[str, int] = {}
         for task in self._active:
             if not task.latency:
-                users.update(task.demands.keys())
-        span = min(
-            min((seconds * users[resource] for resource, seconds in task.demands.items()), default=math.inf)
-            if not task.latency
-            else task.latency
-            for task in self._active
-        )
+                for resource in task.demands:
+                    users[resource] = users.get(resource, 0) + 1
+        span = math.inf
+        for task in self._active:
+            if task.latency:
+                span = min(span, task.latency)
+            else:
+                for resource, seconds in task.demands.items():
+                    span = min(span, seconds * users[resource])
         near = span * (1 + 1e-12)  # tasks that differ only by rounding end together
         for task in self._active:
             if task.latency:
                 task.latency = task.latency - span if task.latency > near else 0.0
-                continue
-            for resource, seconds in list(task.demands.items()):
-                if seconds * users[resource] <= near:
-                    del task.demands[resource]
-                else:
-                    task.demands[resource] = seconds - span / users[resource]
+            else:
+                for resource, seconds in list(task.demands.items()):
+                    if seconds * users[resource] <= near:
+                        del task.demands[resource]
+                    else:
+                        task.demands[resource] = seconds - span / users[resource]
+            if task.done:
+                self._ended.append(task)
+        if self._ended:
+            self._active = [task for task in self._active if not task.done]
         for resource in users:
             self._outcome.busy[resource] += span  # type: ignore[assignment]
         self.now += span
@@ -238,22 +246,20 @@ class _Simulation:
 
     def _finish_done_tasks(self) -> None:
         """Finish completed tasks, start the next task of each communicator or thread, and run the callbacks."""
-        ended = [task for task in self._active if task.done]
-        while ended:
-            self._active = [task for task in self._active if not task.done]
+        while self._ended:
+            ended, self._ended = self._ended, []
             for task in ended:
                 if self.now > task.began:
                     self._outcome.spans.append(SimSpan(task.what, task.name, task.began, self.now))
-            for comm in self._comms.values():
-                while comm and comm[0].done:
-                    comm.popleft()
-                    if comm:
-                        self._begin(comm[0])
+            for task in ended:
+                if task.queue is not None:
+                    task.queue.popleft()
+                    if task.queue:
+                        self._begin(task.queue[0])
             for task in ended:
                 then, task.then = task.then, None
                 if then is not None:
                     then()
-            ended = [task for task in self._active if task.done]
 
 
 def _computing(seconds: float, what: ComputeKey) -> _SimTask:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import pty
 import re
 import shlex
 import shutil
@@ -16,10 +18,11 @@ import torch
 from typer.testing import CliRunner
 
 import layerzero
+from layerzero import cli_planning
 from layerzero.cli import app
 from layerzero.planning import Cluster, Plan, TransformerShape, plan
 from layerzero.planning.plan_html import report_html
-from layerzero.utils.text_tables import size
+from layerzero.utils.text_tables import rate, seconds, size
 from tests.support.models import TiedTransformer
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -30,6 +33,12 @@ SIZES = TransformerShape(layers=4, hidden=512, ffn=1408, vocab=4096, heads=8)
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
+PATIENT = """
+import sys
+from layerzero import cli, cli_planning
+cli_planning._PATIENCE, cli_planning._INTERVAL = 0.0, 0.02
+cli.app(sys.argv[1:])
+"""
 MODULE = """
 from torch import nn
 
@@ -155,6 +164,21 @@ def test_the_walk_is_what_the_command_says() -> None:
     assert told.strip() == said[: said.index("\n\npeak: maximum in a step")].strip()
 
 
+def test_the_numbers_of_the_decision_table_are_those_of_its_commands() -> None:
+    text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    section = text[text.index("## When another scheme is better") : text.index("## Compare on your own model")]
+    commands = dict(re.findall(r"^# (.*)\nlayerzero (plan .*)$", section, re.MULTILINE))
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if re.match(r"\| [A-Zl]", line)]
+    assert {command for *_, command in rows} == commands.keys() and len(rows) == 6
+    said = {name: CliRunner().invoke(app, shlex.split(command)).stdout for name, command in commands.items()}
+    for _, _, because, command in rows:
+        numbers = re.findall(r"[\d.]+ (?:s|ms|GB)\b", because)
+        assert len(numbers) >= 2
+        assert not [number for number in numbers if f" {number}" not in said[command]], (because, said[command])
+        link = re.search(r"at ([\d,]+) Gbit/s", because, re.IGNORECASE)
+        assert link is not None and f"\n{link[1]} " in said[command]
+
+
 # --- commands ---
 
 
@@ -167,6 +191,64 @@ def test_plan_of_sizes_writes_a_table_and_a_page(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
     done = run(tmp_path, "plan", *sizes, "--nodes", "1", "--accelerators", "1", "--memory", "4.001")
     assert done.returncode == 1 and "No settings fit" in done.stdout
+
+
+def test_json_has_the_data_of_the_text_under_the_documented_keys(tmp_path: Path) -> None:
+    sizes = ["--layers", "2", "--hidden", "256", "--vocab", "512", "--heads", "4", "--price", "2", "--reserve", "1"]
+    command = ["plan", *sizes, "--nodes", "4", "--accelerators", "4", "--memory", "1.05", "--micro-batches", "2"]
+    text, found = run(tmp_path, *command).stdout, json.loads(run(tmp_path, *command, "--json").stdout)
+    tables = text.split("\n\n")
+    for rows, shown in ((found["rows"][:12], tables[1]), (found["peers"], tables[2])):
+        lines = shown.splitlines()[-len(rows) :]
+        for row, line in zip(rows, lines, strict=True):
+            assert line.startswith(f"{row['scheme']} ") and row["reduce_dtype"] in line
+            for cell in (size(row["peak_bytes"]), size(row["between_bytes"]), seconds(row["step_seconds"])):
+                assert cell in line, (cell, line)
+            assert line.endswith(rate(row["tokens_per_second"])) and line.count("-") == (not row["fits"]) + (
+                row["scheme"] == "layerzero" and not row["offload"]
+            )
+    assert found["settings"]["fit"] == len(found["rows"]) < found["settings"]["tried"]
+    assert found["cluster"]["between"] == 1600 and found["cluster"]["between_assumed"] is True
+    assert found["why"] in text and found["call"] in text and found["yaml"].strip() in text
+    assert found["recommended"] in found["rows"] and found["price_per_day"] == 24 * 2 * 16
+    links = next(each for each in tables if each.startswith("at which link")).splitlines()[2:]
+    assert [each["between"] for each in found["links"]] == [200, 800, 1600]
+    for each, line in zip(found["links"], links, strict=True):
+        assert line.startswith(f"{each['between']:,.0f} ") and line.endswith(f"{each['advantage']:+.1%}")
+        for row in filter(None, each["schemes"].values()):
+            assert f"{seconds(row['step_seconds'])}, {rate(row['tokens_per_second'])}" in line
+    every = json.loads(run(tmp_path, *command, "--json", "--all").stdout)
+    assert len(every["rows"]) == every["settings"]["tried"]
+
+    documented = _documented_keys()
+    assert (
+        documented["plan"] == found.keys() and documented["an element of `rows` or `peers`"] == found["rows"][0].keys()
+    )
+    assert documented["an element of `links`"] == found["links"][0].keys()
+
+
+def _documented_keys() -> dict[str, set[str]]:
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.*?) \| (`.*`) \|$", page[page.index("## JSON") :], re.MULTILINE)
+    return {title: set(re.findall(r"`(\w+)`", cell)) for title, cell in rows}
+
+
+def test_progress_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_planning, "_PATIENCE", 0.0)
+    monkeypatch.setattr(cli_planning, "_INTERVAL", 0.0)
+    sizes = ["--layers", "1", "--hidden", "64", "--vocab", "64", "--heads", "2", "--nodes", "1"]
+    done = CliRunner().invoke(app, ["plan", *sizes])
+    assert done.exit_code == 0 and not done.stderr
+    own, other = pty.openpty()
+    command = [sys.executable, "-c", PATIENT, "plan", *sizes]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=other, cwd=ROOT) as process:
+        assert process.stdout is not None
+        text = process.stdout.read().decode()
+    os.close(other)
+    said = os.read(own, 1 << 16).decode()
+    os.close(own)
+    assert re.search(r"\rlayerzero: \d+ estimates in \d+ s", said) and said.endswith("\r\x1b[K")
+    assert text.replace("\r\n", "\n") == done.stdout
 
 
 def test_plan_of_a_factory_and_of_a_config(tmp_path: Path) -> None:
@@ -195,7 +277,7 @@ def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path, monkey
         (["trace", "trace.json"], "is not a trace file written by layerzero.trace"),
         (["trace", "old.json"], "has trace format 1, but this version reads format 2. Record the trace again"),
         (["simulate", "nowhere.json"], "No such file"),
-        (["simulate", "trace.json", "--gbit", "0"], "is not a trace file written by layerzero.trace"),
+        (["simulate", "trace.json", "--between", "0"], "is not a trace file written by layerzero.trace"),
     ):
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 2 and said in done.stderr, (arguments, done)
@@ -238,8 +320,27 @@ def test_reports_are_tables_with_units_and_traces_are_read_by_commands(tmp_path:
     assert done.returncode == 0, done.stderr
     assert re.search(r"^gather +zero3 +\d+ +[\d.]+ .?B", done.stdout, re.MULTILINE)
     assert re.search(r"^backward +the root +2 ", done.stdout, re.MULTILINE)
-    slow, fast = (run(tmp_path, "simulate", "rank0.json", "--gbit", gbit).stdout for gbit in ("0.001", "25"))
+    slow, fast = (run(tmp_path, "simulate", "rank0.json", "--between", gbit).stdout for gbit in ("0.001", "25"))
     times = [re.search(r"simulated: 2 steps in ([\d.]+) (\w+)", each) for each in (slow, fast)]
     seconds = [float(each[1]) * {"s": 1, "ms": 1e-3, "us": 1e-6}[each[2]] for each in times if each is not None]
     assert len(seconds) == 2 and seconds[0] > seconds[1]
     assert re.search(r"^hop2 +\d+ +[\d.]+ .?B", fast, re.MULTILINE)
+    assert "nodes of 2 accelerators, 25 Gbit/s per node\n" in fast
+    _simulate_with_the_defaults_of_a_plan(tmp_path)
+
+
+def _simulate_with_the_defaults_of_a_plan(folder: Path) -> None:
+    done = run(folder, "simulate", "rank0.json")
+    assert "nodes of 2 accelerators, 800 Gbit/s per node (assumed)" in done.stdout
+    found = json.loads(run(folder, "simulate", "rank0.json", "--json").stdout)
+    assert _documented_keys()["simulate"] == found.keys()
+    assert found["cluster"] == Cluster(nodes=2, accelerators=2).as_dict()
+    assert found["steps"] == 2 and f"in {seconds(found['seconds'])}, " in done.stdout
+    for kind, each in found["collectives"].items():
+        row = f"{kind} +{each['calls']} +{size(each['sent_bytes'])} +{seconds(each['waited_seconds'])}$"
+        assert re.search(row, done.stdout, re.MULTILINE), row
+    (folder / "cluster.yaml").write_text("nodes: 2\naccelerators: 2\nbetween: 3\ninside: 7\n")
+    found = json.loads(run(folder, "simulate", "rank0.json", "--cluster", "cluster.yaml", "--json").stdout)
+    assert found["cluster"] == Cluster(nodes=2, accelerators=2, between=3, inside=7).as_dict()
+    done = run(folder, "simulate", "rank0.json", "--between", "0")
+    assert done.returncode == 2 and "between must be positive, got 0" in done.stderr

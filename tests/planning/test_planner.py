@@ -340,7 +340,7 @@ def test_bytes_of_the_schemes_are_those_of_their_formulas() -> None:
     nodes, node, count = 4, 8, 3
     found = plan(SMALL, Cluster(nodes=nodes, accelerators=node), micro_batches=[count])
     numel = SMALL.numel
-    fsdp, hsdp, zero1 = (peer for peer in found.peers if peer.choice.reduce_dtype is torch.float32)
+    fsdp, hsdp, hfsdp, zero1 = (peer for peer in found.peers if peer.choice.reduce_dtype is torch.float32)
     assert hsdp.between == pytest.approx(2 * 4 * numel / node * (1 - 1 / nodes))
     assert zero1.sent["replica"] == pytest.approx((4 + 2) * numel * (1 - 1 / (nodes * node)))
     model = SMALL.build()
@@ -348,6 +348,17 @@ def test_bytes_of_the_schemes_are_those_of_their_formulas() -> None:
         model.norm.weight.numel() + model.head.weight.numel()
     )  # the root and the last unit, from forward to backward
     gathered = 2 * (2 * (numel - stays) + stays)
+    assert hfsdp.between == pytest.approx((gathered + 4 * numel) / node * (1 - 1 / nodes))
+    held = [peer.memory for peer in (fsdp, hsdp, hfsdp, zero1)]
+    assert [sum(each.values()) - each["gathered"] for each in held] == pytest.approx(
+        [
+            16 * numel / (nodes * node),
+            16 * numel / node,
+            (2 + 4) * numel / node + 12 * numel / (nodes * node),
+            (2 + 4) * numel + 12 * numel / (nodes * node),
+        ],
+        abs=4,
+    )
     assert fsdp.sent["zero3"] == pytest.approx(count * (gathered + 4 * numel) * (1 - 1 / (nodes * node)))
     for row in found.rows:
         choice = row.choice
@@ -357,6 +368,96 @@ def test_bytes_of_the_schemes_are_those_of_their_formulas() -> None:
             assert numel <= padded < 1.1 * numel
             reduced = count if choice.accumulation == "local" else 1
             assert row.between == pytest.approx((reduced * wire + 2) * padded / node * (1 - 1 / nodes))
+
+
+def test_schemes_are_compared_at_several_links_with_their_simplest_fast_rows() -> None:
+    cluster = Cluster(nodes=4, accelerators=4, between=100.0)
+    found = plan(SMALL, cluster, micro_batches=[2, 4])
+    best = found.best
+    assert best is not None
+    assert [each.between for each in found.links] == [100.0, 200.0, 800.0, 1600.0]
+    for link in found.links:
+        again = plan(SMALL, replace(cluster, between=link.between), micro_batches=[best.choice.micro_batches])
+        assert list(link.rows) == ["layerzero", "FSDP2", "HSDP", "HFSDP", "ZeRO-1"]
+        for scheme, row in link.rows.items():
+            assert row is not None and row.choice.scheme == scheme
+            (same,) = (each for each in (*again.rows, *again.peers) if each.choice == row.choice)
+            assert (row.step, row.peak) == (same.step, same.peak), "as in a plan for this link"
+            rivals = [each for each in (*again.rows, *again.peers) if each.choice.scheme == scheme]
+            assert row.tokens >= 0.97 * max(each.tokens for each in rivals)
+        ours, *others = [row.tokens for row in link.rows.values() if row is not None]
+        assert link.advantage == pytest.approx(ours / max(others) - 1)
+    assert found.links[0].rows["layerzero"] == best, "the recommended row at the given link"
+    advantages = [link.advantage for link in found.links if link.advantage is not None]
+    assert advantages[0] == max(advantages) > 0 > advantages[-1] - 0.01
+
+
+def test_a_scheme_that_does_not_fit_has_no_row_at_any_link() -> None:
+    sizes = TransformerShape(layers=8, hidden=2048, vocab=50_000, heads=16)
+    found = plan(sizes, Cluster(nodes=4, accelerators=2, memory=7, reserve=1), micro_batches=[1])
+    assert found.best is not None
+    fits = {row.choice.scheme for row in (*found.rows, *found.peers) if row.fits}
+    assert fits == {"layerzero", "FSDP2", "HFSDP"}
+    for link in found.links:
+        assert {scheme for scheme, row in link.rows.items() if row is not None} == fits
+    nothing = plan(sizes, Cluster(nodes=4, accelerators=2, memory=1.1, reserve=1), micro_batches=[1], offload=False)
+    assert all(link.advantage is None for link in nothing.links)
+
+
+def test_weights_are_shared_beyond_a_node_only_if_they_do_not_fit_into_one() -> None:
+    sizes = TransformerShape(layers=8, hidden=2048, vocab=50_000, heads=16)
+
+    def tried(memory: float) -> tuple[list[int], list[int]]:
+        cluster = Cluster(nodes=8, accelerators=2, memory=memory, reserve=1)
+        rows = plan(sizes, cluster, micro_batches=[1], offload=False).rows
+        fitting = [row for row in rows if row.fits and row.choice.accumulation == "sharded"]
+        return tuple(sorted({row.choice.zero3_size for row in each}) for each in (rows, fitting))
+
+    assert tried(12.0) == ([1, 2, 16], [1, 2, 16])
+    assert tried(6.3) == ([1, 2, 4, 16], [4, 16]), "four ranks suffice, so eight are not tried"
+    assert tried(1.1) == ([1, 2, 4, 8, 16], [])
+
+
+def test_hsdp_is_given_more_nodes_if_it_does_not_fit_into_one() -> None:
+    sizes = TransformerShape(layers=8, hidden=2048, vocab=50_000, heads=16)
+    found = plan(sizes, Cluster(nodes=8, accelerators=2, memory=7, reserve=1), micro_batches=[1])
+    groups = {
+        name: {row.choice.zero3_size: row.fits for row in found.peers if row.choice.scheme == name}
+        for name in ("HSDP", "HFSDP")
+    }
+    assert groups == {"HSDP": {2: False, 4: False, 8: True}, "HFSDP": {2: True}}
+    for row in found.peers:
+        if row.choice.zero3_size == 8 and row.choice.reduce_dtype is torch.float32:
+            numel = sizes.numel
+            assert row.memory["optimizer"] == pytest.approx(8 * numel / 8, abs=1)
+            assert row.sent["replica"] == pytest.approx(2 * 4 * numel / 8 * (1 - 1 / 2))
+            assert row.between > row.sent["replica"], "weights cross nodes, too"
+
+
+def test_what_has_been_estimated_once_is_not_estimated_again() -> None:
+    done = []
+    found = plan(
+        SMALL, Cluster(nodes=4), micro_batches=[1, 2, 8], zero3_sizes=[4, 8], on_estimate=lambda: done.append(1)
+    )
+    ours = {replace(row.choice, micro_batches=1) for row in found.rows}
+    peers = {replace(row.choice, micro_batches=1) for row in found.peers}
+    # One estimate of memory for each setting with any number of micro-batches, and simulations of 1, 2 and 3 of them.
+    assert len(done) == 4 * len(ours) + len(peers)
+    str(found)
+    shown = len(done)
+    assert shown > 4 * (len(ours) + len(peers)), "the times of other schemes"
+    str(found)
+    assert len(done) == shown
+
+
+def test_times_of_what_does_not_fit_are_simulated_when_they_are_read() -> None:
+    done = []
+    cluster = Cluster(nodes=2, accelerators=2, memory=1.0001, reserve=1)
+    found = plan(SMALL, cluster, micro_batches=[1], offload=False, on_estimate=lambda: done.append(1))
+    assert not any(row.fits for row in found.rows) and len(done) == len(found.rows) + len(found.peers)
+    lacking = [row.excess for row in found.rows]
+    assert lacking == sorted(lacking), "the closest first"
+    assert found.rows[0].step > 0 and len(done) == len(found.rows) + len(found.peers) + 1
 
 
 def test_sizes_are_those_of_well_known_models() -> None:

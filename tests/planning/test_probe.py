@@ -116,7 +116,7 @@ def test_the_command_measures_where_it_runs_and_plans_for_it(tmp_path: Path) -> 
     done = _run(*torchrun, *PLAN, "--memory", "6", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("# measured on 2 ranks") == 1 and done.stdout.count("Recommended:") == 1, done.stdout
-    assert "accelerators: 2" in done.stdout and "# between: 800" in done.stdout
+    assert "accelerators: 2" in done.stdout and "# between: 800  # Gbit/s per node\n" in done.stdout
     assert "2 accelerators of 6 GB" in done.stdout, "a flag is put in place of what was measured"
     speed = next(line for line in done.stdout.splitlines() if line.startswith("inside: "))
     assert math.isfinite(float(speed.split()[1]))
