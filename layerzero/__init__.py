@@ -33,7 +33,9 @@ from layerzero.reports.unit_list import UnitInfo, UnitList, UnitParameter, units
 from layerzero.sharding.closing import close
 from layerzero.sharding.module_methods import gathered, no_sync, refresh, register_forward_method
 from layerzero.sharding.shard_model import shard_model
+from layerzero.utils.weight_packets import WeightPacketError, WeightReceiver
 from layerzero.verification import ParameterDifference, VerifyReport, verify
+from layerzero.weight_stream import WeightSender, stream_weights
 
 __version__ = "0.1.0"  # a literal: pyproject.toml reads it from the source
 
@@ -62,6 +64,9 @@ __all__ = [
     "UnitParameter",
     "VerifyReport",
     "Watchdog",
+    "WeightPacketError",
+    "WeightReceiver",
+    "WeightSender",
     "checkpoint",
     "clip_grad_norm_",
     "close",
@@ -84,6 +89,7 @@ __all__ = [
     "register_forward_method",
     "shard_model",
     "shard_optimizer",
+    "stream_weights",
     "trace",
     "traffic",
     "units",

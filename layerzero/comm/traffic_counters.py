@@ -27,7 +27,7 @@ class Collective(enum.Enum):
     METADATA = "metadata"  # used parameters, one byte each, and other control messages
     GATHER_ORDER = "gather_order"  # name of the next unit to gather, if this unit was not predicted
     SCALAR_REDUCE = "scalar_reduce"  # gradient norms
-    UNSHARD = "unshard"  # parameters in full precision for users and checkpoints
+    UNSHARD = "unshard"  # full parameters for users, checkpoints and inference engines
     BROADCAST = "broadcast"  # initial weights
     OWNER_GATHER = "owner_gather"  # rows of a parameter and its gradient -> their owner, inside the ZeRO-3 group
     OWNER_SCATTER = "owner_scatter"  # updated rows of the owner -> the ranks that store them
@@ -43,7 +43,7 @@ _SPELLED = {  # for messages
     Collective.METADATA: "agreement on used parameters",
     Collective.GATHER_ORDER: "comparison of orders before the gather",
     Collective.SCALAR_REDUCE: "norm of gradients",
-    Collective.UNSHARD: "gather in full precision",
+    Collective.UNSHARD: "gather of full parameters",
     Collective.BROADCAST: "broadcast of initial values",
     Collective.OWNER_GATHER: "gather of full parameters on their owners",
     Collective.OWNER_SCATTER: "return of updated rows by the owners",

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["call_with_hooks", "explain_dtype_error", "in_backward", "is_recursive_call", "refuse_transforms"]
+__all__ = [
+    "call_with_hooks",
+    "explain_dtype_error",
+    "in_backward",
+    "is_called",
+    "is_recursive_call",
+    "refuse_transforms",
+]
 
 _SHOWN = 4  # maximum number of buffers in a message
 
@@ -31,13 +38,22 @@ def call_with_hooks(
     return after(self, args, output)
 
 
+def is_called(modules: Sequence[nn.Module]) -> bool:
+    """Return whether the stack contains a call to one of a unit's modules. After an interrupt, it does not."""
+    return _calls_on_stack(modules) > 0
+
+
 def is_recursive_call(modules: Sequence[nn.Module]) -> bool:
     """Return whether a unit is calling itself. In this case, the stack contains several calls to the unit's modules."""
+    return _calls_on_stack(modules) > 1
+
+
+def _calls_on_stack(modules: Sequence[nn.Module]) -> int:
     frame, calls, codes = inspect.currentframe(), 0, (nn.Module._call_impl.__code__, call_with_hooks.__code__)
     while frame is not None:
         calls += frame.f_code in codes and any(frame.f_locals.get("self") is module for module in modules)
         frame = frame.f_back
-    return calls > 1
+    return calls
 
 
 def in_backward() -> bool:

@@ -322,6 +322,11 @@ class Handle:
         self.refresh_due = False
         self._invalidate_old_graphs()
 
+    @property
+    def weights_version(self) -> int:
+        """Number that increases whenever the compute weights may have changed."""
+        return self._gathered_params.version
+
     def bump_version(self) -> None:
         """Record that a step has changed the masters. A refresh is then due, and backward passes of old graphs fail."""
         self.refresh_due = True

@@ -18,7 +18,7 @@ from layerzero.comm.trace_recorder import TraceDispatcher
 from layerzero.engine.handle import Handle
 from layerzero.engine.unit import Unit
 
-__all__ = ["BackwardPass", "ForwardPass", "GatheredUse", "UnitCall"]
+__all__ = ["BackwardPass", "ForwardPass", "GatheredUse", "StreamUse", "UnitCall"]
 
 
 class UnitCall:
@@ -192,6 +192,30 @@ class GatheredUse:
     def label(self) -> str:
         """Names of the units, for messages."""
         return ", ".join(unit.label for unit in self.units)
+
+    @property
+    def obstacle(self) -> str:
+        """Phrase for messages that states why weights must not change, and what to do."""
+        return (
+            f"inside layerzero.gathered, because the context shows the current weights of {self.label}. Leave the "
+            "context first"
+        )
+
+
+class StreamUse(GatheredUse):
+    """Use of all weights by a weight stream, during which no pass may begin either."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__((), None)
+
+    @property
+    def obstacle(self) -> str:
+        return (
+            "while a generator from layerzero.stream_weights or WeightSender.packets is active, because it reads the "
+            "current weights. Exhaust or close the generator first"
+        )
 
 
 class BackwardPass:

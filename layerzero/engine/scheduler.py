@@ -45,14 +45,14 @@ from layerzero.comm.mesh_info import MeshInfo
 from layerzero.config import LayerZeroConfig
 from layerzero.device.accelerator import device_module, refuse_capture
 from layerzero.device.buffer_pools import max_gathered_bytes
-from layerzero.engine.call_context import in_backward, is_recursive_call, refuse_transforms
+from layerzero.engine.call_context import in_backward, is_called, is_recursive_call, refuse_transforms
 from layerzero.engine.gathered_params import FLAG, take_flag
 from layerzero.engine.gradient_reducer import GradientReducer
 from layerzero.engine.handle import Handle
 from layerzero.engine.micro_batches import NoSyncHint
 from layerzero.engine.model_status import Closable, ModelStatus
 from layerzero.engine.param_view import ParamView, refuse_gradients, refuse_sharded
-from layerzero.engine.passes import BackwardPass, ForwardPass, GatheredUse, UnitCall
+from layerzero.engine.passes import BackwardPass, ForwardPass, GatheredUse, StreamUse, UnitCall
 from layerzero.engine.resources import ModelPools
 from layerzero.engine.unit import Unit, gather_orders
 from layerzero.engine.weight_refresh import WeightRefresher
@@ -141,7 +141,7 @@ class Scheduler(Closable):
         """Launch the gather of a unit for a later forward pass."""
         if ParamView.UNSHARDED in self.status.active_views:
             return
-        self._prepare()
+        self.prepare_gathers()
         self._gather(unit)
         self._ahead.add(unit)
 
@@ -257,8 +257,8 @@ class Scheduler(Closable):
         self._forward = ForwardPass(entry, units, expected=self._last_calls.get(entry, []))
         self._last_forward = weakref.ref(self._forward)
 
-    def _prepare(self) -> None:
-        """Prepare for gathers outside of a forward pass."""
+    def prepare_gathers(self) -> None:
+        """Prepare for gathers outside of a forward pass. Compute weights are then those of the next forward pass."""
         if self._forward is None and not in_backward():
             refuse_capture(self._mesh_info.device, "a gather outside of forwards")
             self.recover_interrupted_pass()
@@ -266,6 +266,7 @@ class Scheduler(Closable):
 
     def _follow_user(self) -> None:
         """Check that the model may compute, and apply changes that the user has made since the last pass."""
+        self._refuse_streams("a forward")
         self.status.require_usable()
         if torch.is_grad_enabled():  # reference forward passes without gradients may temporarily freeze adapters
             self._gradients.apply_requires_grad()
@@ -316,7 +317,7 @@ class Scheduler(Closable):
         refuse_transforms(label)
         if ParamView.FULL_PRECISION in self.status.active_views:
             refuse_gradients(label, ParamView.FULL_PRECISION)
-        self._prepare()
+        self.prepare_gathers()
         around = self._forward or self._last_forward()
         use = GatheredUse(units, around if torch.is_grad_enabled() else None)
         self._uses.append(use)
@@ -338,6 +339,28 @@ class Scheduler(Closable):
                     unit.show_sharded()
                     if not in_backward() and not (use.awaits_backward and unit in self.staying):
                         unit.reshard()
+
+    def refuse_passes(self, what: str) -> None:
+        """Raise RuntimeError if a pass is in progress. `what` names the refused call."""
+        if in_backward() or any(is_called(call.unit.modules) for call in self._running):
+            raise RuntimeError(
+                f"{what} was called during a forward or backward, whose gathers it would interrupt. Call it between "
+                "passes"
+            )
+
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        """Context manager for a weight stream. Inside it, changes of weights and new passes raise an error."""
+        use = StreamUse()
+        self._uses.append(use)
+        try:
+            yield
+        finally:
+            self._uses.remove(use)
+
+    def _refuse_streams(self, what: str) -> None:
+        if stream := next((use for use in self._uses if isinstance(use, StreamUse)), None):
+            raise RuntimeError(f"{what} is not possible {stream.obstacle}")
 
     def _saving_for(self, use: GatheredUse) -> saved_tensors_hooks:
         around = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
@@ -538,6 +561,7 @@ class Scheduler(Closable):
             )
         if self._backward is None:
             refuse_capture(self._mesh_info.device, f"the backward of {name}")
+            self._refuse_streams("a backward")
             if ParamView.FULL_PRECISION in self.status.active_views:
                 raise RuntimeError(
                     f"backward through {name!r} was called inside layerzero.full_precision, where the compute weights "

@@ -83,12 +83,12 @@ class WeightRefresher:
                 handle.tracker.record_write()
 
     def require_no_active_use(self, what: str) -> None:
-        """Raise RuntimeError inside :func:`layerzero.gathered`. `what` names the operation in the message."""
+        """Raise RuntimeError inside :func:`layerzero.gathered` and while a weight stream is active.
+
+        `what` names the operation in the message.
+        """
         if self._uses:
-            raise RuntimeError(
-                f"{what} is not possible inside layerzero.gathered, because the context shows the current weights of "
-                f"{self._uses[0].label}. Leave the context first"
-            )
+            raise RuntimeError(f"{what} is not possible {self._uses[0].obstacle}")
 
     @contextmanager
     def step(self) -> Iterator[RefreshRound | None]:

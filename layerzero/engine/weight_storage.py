@@ -32,7 +32,7 @@ from layerzero.config import Precision
 from layerzero.device.host_shard import HostShard
 from layerzero.device.streams import Waitable
 from layerzero.engine.resources import MeshResources
-from layerzero.layout.flat_layout import FlatLayout
+from layerzero.layout.flat_layout import FlatLayout, Slot
 from layerzero.layout.shard_grid import Extent, overlap
 
 __all__ = ["GatherState", "WeightStorage"]
@@ -188,6 +188,36 @@ class WeightStorage:
         pending = all_gather(mesh_info.replica_comm, Collective.UNSHARD, all_masters, own, name=self.label, parts=parts)
         pending.wait()
         self.master = self._new_master().copy_(all_masters[place])
+
+    @torch.no_grad()
+    def launch_slot_gather(self, slot: Slot) -> tuple[Tensor, PendingCollective | None]:
+        """Launch the gather of one slot into new memory, in any state of the full buffer.
+
+        All ranks of the ZeRO-3 group must call this method after :meth:`finish_refresh`, with ``of_peers=True``. Ranks
+        that share memory copy the slot without a collective.
+
+        Returns:
+            The slot's elements, 1-D [slot.numel], compute dtype, and the collective that fills them. The collective is
+            None if no wait is needed.
+        """
+        full = torch.empty(slot.numel, dtype=self.precision.compute, device=self.mesh_info.device)
+        if self.buffer.read_by_peers:
+            return full.copy_(self.full_buffer[slot.offset : slot.end]), None
+        size, shard = self.mesh_info.zero3_size, self.zero3_shard
+        if self.host_shard is not None:
+            shard = self.host_shard.arrive()
+        held = [overlap(slot, self.layout.zero3_range(rank, size)) for rank in range(size)]
+        mine = held[self.mesh_info.grid.zero3_rank]
+        own = full[mine.of_slot].copy_(shard[mine.of_range])
+        if size == 1 or not slot.numel:
+            return full, None
+        parts = [each.of_slot.stop - each.of_slot.start for each in held]
+        even = len(set(parts)) == 1
+        comm = self.mesh_info.zero3_gather_comm
+        # With `only_reads_shard`, gloo writes the parts in place, without a buffer of its own.
+        return full, all_gather(
+            comm, Collective.UNSHARD, full, own, name=slot.name, only_reads_shard=True, parts=None if even else parts
+        )
 
     # Gather and reshard
 

@@ -14,7 +14,7 @@ FLOORS = [
     ("comm",),
     ("dtensor", "config"),
     ("engine",),
-    ("estimates", "full_state"),
+    ("estimates", "full_state", "weight_stream"),
     ("sharding", "optimizers", "reports"),
     ("planning", "verification", "reliability"),
     ("checkpoint",),

@@ -1,0 +1,345 @@
+"""Encode weights as packets, and apply packets to copies of the weights in a process without process groups.
+
+[Note: Packet format]
+A packet consists of the length and the CRC-32 of its header (8 bytes each, little-endian), the header (JSON) and the
+data. The header describes the tensors in the packet. Each tensor is divided into pieces of 2^20 elements. The number of
+bytes of a piece determines its encoding:
+
+    0                       same bits as in the previous version
+    size of the values      the values themselves
+    less                    compressed difference from the previous version, for dtypes of 16 bits
+
+A difference is computed from the bits of the values, as integers modulo 2^16. Therefore the receiver gets the exact
+bits, including those of NaN and -0. Small differences of either sign are mapped to small non-negative integers (0, -1,
+1, -2, ... to 0, 1, 2, 3, ...), so that most of their high bytes are zero. All low bytes precede all high bytes, because
+each of the two groups compresses better alone. A CRC-32 of the resulting values of each piece detects damaged packets,
+and receivers whose old values differ from those of the sender.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Version", "WeightPacketError", "WeightReceiver", "make_packet"]
+
+_FORMAT = "layerzero weights 1"
+_PIECE = 1 << 20  # number of elements that are encoded together
+_SEND_ALL = "Send all weights again, with WeightSender.packets(full=True)"
+
+
+class WeightPacketError(RuntimeError):
+    """A packet is damaged, does not fit the tensors, or does not continue the version that the receiver has."""
+
+
+class Version(NamedTuple):
+    """Position of a packet among all packets of its sender."""
+
+    sender: str  # random name
+    version: int
+    base: int | None  # version to which the differences apply, or None if all values are sent
+    packet: int  # number of this packet in the version, from 0
+    packets: int  # number of packets in the version
+
+
+class _Entry(NamedTuple):
+    """Tensor in a packet."""
+
+    names: list[str]  # several if the tensor is tied
+    dtype: str
+    shape: list[int]
+    sizes: list[int]  # number of bytes of each piece
+    checksums: list[int]  # CRC-32 of the resulting values of each piece
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+def make_packet(version: Version, tensors: Sequence[tuple[Sequence[str], Tensor, Tensor | None]]) -> bytes:
+    """Encode tensors as one packet.
+
+    Args:
+        version: position of the packet.
+        tensors: names, current values and previous values of each tensor, both contiguous and on the CPU. Without
+            previous values, the values themselves are sent.
+    """
+    name, compress = _compression()
+    entries: list[_Entry] = []
+    content: list[Any] = []
+    with ThreadPoolExecutor() as pool:  # compression and checksums release the GIL
+        packed = [
+            [pool.submit(_pack, *piece, compress) for piece in _differences(now, before)] for _, now, before in tensors
+        ]
+        for (names, now, _), futures in zip(tensors, packed, strict=True):
+            data, checksums = zip(*(future.result() for future in futures), strict=True) if futures else ((), ())
+            sizes = [len(each) for each in data]
+            entries.append(_Entry(list(names), _name_of(now.dtype), list(now.shape), sizes, list(checksums)))
+            content += data
+    fields = {"format": _FORMAT, "compression": name, **version._asdict()}
+    header = json.dumps(fields | {"tensors": [each._asdict() for each in entries]}).encode()
+    start = b"".join(number.to_bytes(8, "little") for number in (len(header), zlib.crc32(header)))
+    return b"".join([start, header, *content])
+
+
+def _differences(now: Tensor, before: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the values and the difference of each piece. The difference is empty if the bits are equal.
+
+    The difference is None if the values themselves are to be sent.
+    """
+    if before is None:
+        yield from ((piece, None) for piece in _pieces(now))
+        return
+    for new, old in zip(_pieces(now), _pieces(before), strict=True):
+        if new.element_size() != 2:
+            same = torch.equal(new.view(torch.uint8), old.view(torch.uint8))
+            yield new, torch.empty(0) if same else None
+            continue
+        difference = new.view(torch.int16) - old.view(torch.int16)
+        if not difference.any():
+            yield new, torch.empty(0)
+            continue
+        difference = (difference << 1) ^ (difference >> 15)
+        planes = torch.empty(2, len(new), dtype=torch.uint8)
+        planes[0].copy_(difference & 255)
+        planes[1].copy_((difference >> 8) & 255)
+        yield new, planes
+
+
+def _pack(values: Tensor, difference: Tensor | None, compress: Callable[[Any], bytes]) -> tuple[Any, int]:
+    """Return the data of a piece and the checksum of its values. The data may be the memory of `values`."""
+    if difference is not None and not difference.numel():
+        return b"", 0
+    data = memory = _memory(values)
+    if difference is not None and len(compressed := compress(_memory(difference))) < len(memory):
+        data = compressed  # type: ignore[assignment]
+    return data, zlib.crc32(memory)
+
+
+class WeightReceiver:
+    """Copy of a model's weights that follows the packets of a :class:`layerzero.WeightSender`.
+
+    The receiver needs neither a process group nor the sharded model. Its tensors are bitwise equal to the compute
+    weights of the trainer after each complete version.
+
+    Args:
+        tensors: tensors to write to, by name, such as ``model.state_dict()``. They need the names, shapes and dtypes of
+            the trainer's compute weights, and must be contiguous. For a tied parameter, one of its names is
+            sufficient. Names that the trainer does not send are not written. If None, the first version creates the
+            tensors on the CPU.
+
+    Attributes:
+        tensors: the tensors, by name.
+        version: version that the tensors have. None before the first version, while a version is incomplete, and after
+            an error that has left tensors of two versions.
+
+    Example::
+
+        served = GPT(config).bfloat16()
+        receiver = layerzero.WeightReceiver(served.state_dict())
+        while True:
+            if receiver.apply(connection.recv_bytes()):
+                answer_requests(served)  # with all weights of one version
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor] | None = None) -> None:
+        self.tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in (tensors or {}).items()}
+        self.version: int | None = None
+        self._creates = tensors is None
+        self._sender = ""
+        self._next: tuple[int, int] | None = None  # (version, packet) of the next packet of an incomplete version
+
+    def apply(self, packet: bytes | bytearray | memoryview) -> bool:
+        """Write the values of a packet to the tensors. Packets must be applied in the order in which they were made.
+
+        A version that sends all weights (`full`, and the first version) may follow any version.
+
+        Returns:
+            True if the packet completes a version. Otherwise the tensors belong to two versions.
+
+        Raises:
+            WeightPacketError: the packet is damaged, does not fit the tensors, or does not follow the previous packet.
+                If a version is missing, the tensors are not changed.
+        """
+        version, compression, entries, data = _parse(packet)
+        self._require_next(version)
+        targets = [self._targets(entry, creates=version.base is None) for entry in entries]
+        self.version, self._next = None, None  # if an error follows, tensors of two versions remain
+        pieces = [piece for written, *_ in targets for piece in _pieces(written)]
+        checksums = [checksum for entry in entries for checksum in entry.checksums]
+        with ThreadPoolExecutor() as pool:
+            unpacked = pool.map(partial(_unpack, compression), data, [piece.nbytes for piece in pieces])
+            for piece, content, packed in zip(pieces, unpacked, data, strict=True):
+                _write(piece, content, is_difference=len(packed) != piece.nbytes)
+            found = pool.map(_checksum, pieces, data)
+            if list(found) != [checksum if packed else 0 for checksum, packed in zip(checksums, data, strict=True)]:
+                raise WeightPacketError(
+                    f"packet {version.packet + 1} of {version.packets} of version {version.version} gives values with "
+                    "a wrong checksum. The packet is damaged, or the weights were changed after the last version. "
+                    f"{_SEND_ALL}"
+                )
+        for written, *copies in targets:
+            for copy in copies:
+                copy.copy_(written)
+        self._sender = version.sender
+        if version.packet + 1 == version.packets:
+            self.version = version.version
+        else:
+            self._next = (version.version, version.packet + 1)
+        return self.version is not None
+
+    def _require_next(self, version: Version) -> None:
+        place = version.version, version.packet
+        if version.base is None and version.packet == 0:
+            return
+        follows = self._next == place if version.packet else self.version is not None and self.version == version.base
+        if follows and version.sender == self._sender:
+            return
+        held = f"version {self.version}" if self.version is not None else "no complete version"
+        if self._next is not None:
+            held = f"version {self._next[0]} up to packet {self._next[1]}"
+        based = "" if version.base is None else f" (changes from version {version.base})"
+        raise WeightPacketError(
+            f"packet {version.packet + 1} of {version.packets} of version {version.version}{based} cannot be applied: "
+            f"the receiver has {held}{'' if version.sender == self._sender else ' of another sender'}. A packet is "
+            f"missing or was applied twice. {_SEND_ALL}"
+        )
+
+    def _targets(self, entry: _Entry, *, creates: bool) -> list[Tensor]:
+        """Return the tensors for an entry. The first one is to be written and then copied to the others."""
+        named = {name: self.tensors[name] for name in entry.names if name in self.tensors}
+        if not named and creates and self._creates:
+            dtype = getattr(torch, entry.dtype, None)
+            if not isinstance(dtype, torch.dtype) or sum(entry.sizes) != entry.numel * dtype.itemsize:
+                raise WeightPacketError(f"{entry.names[0]!r} has no values of dtype {entry.dtype}. {_SEND_ALL}")
+            created = torch.empty(entry.shape, dtype=dtype)
+            named = dict.fromkeys(entry.names, created)
+            self.tensors |= named
+        if not named:
+            raise WeightPacketError(
+                f"the receiver has no tensor {entry.names[0]!r}. Pass all tensors of the trainer's state dict to "
+                "WeightReceiver, or none"
+            )
+        for name, tensor in named.items():
+            if (list(tensor.shape), _name_of(tensor.dtype)) != (entry.shape, entry.dtype) or not tensor.is_contiguous():
+                raise WeightPacketError(
+                    f"{name!r} must be a contiguous tensor of shape {entry.shape} and dtype {entry.dtype}, as in the "
+                    f"trainer, but has shape {list(tensor.shape)}, strides {tensor.stride()} and dtype {tensor.dtype}. "
+                    "Pass such tensors to WeightReceiver, or none"
+                )
+        if not len(entry.sizes) == len(entry.checksums) == -(-entry.numel // _PIECE):
+            raise WeightPacketError(f"the packet has a wrong number of pieces of {entry.names[0]!r}. {_SEND_ALL}")
+        places = {tensor.data_ptr(): tensor for tensor in named.values()}
+        return list(places.values())
+
+
+def _parse(packet: bytes | bytearray | memoryview) -> tuple[Version, str, list[_Entry], list[memoryview]]:
+    view = memoryview(packet).cast("B")
+    length, checksum = (int.from_bytes(view[start : start + 8], "little") for start in (0, 8))
+    end = 16 + length
+    try:
+        text = bytes(view[16:end])
+        header = json.loads(text)
+        known = header["format"] == _FORMAT and zlib.crc32(text) == checksum
+        version = Version(*(header[name] for name in Version._fields))
+        entries = [_Entry(**fields) for fields in header["tensors"]]
+        bounds = list(accumulate((size for entry in entries for size in entry.sizes), initial=end))
+        known &= bounds[-1] == len(view) and all(entry.names and entry.numel >= 0 for entry in entries)
+        known &= all(type(number) is int for number in (version.version, version.packet, version.packets))
+        compression = str(header["compression"])
+        data = [view[start:stop] for start, stop in pairwise(bounds)]
+    except (ValueError, KeyError, TypeError, RuntimeError):
+        known = False
+    if not known:
+        raise WeightPacketError(
+            f"{len(view)} bytes are not a complete packet of layerzero.WeightSender. Pass each packet unchanged, and "
+            "use the same version of layerzero on both sides"
+        )
+    return version, compression, entries, data
+
+
+def _unpack(compression: str, data: memoryview, nbytes: int) -> Any:
+    """Return the content of a piece whose values have `nbytes` bytes. It has `nbytes` bytes, or none."""
+    if len(data) in (0, nbytes):
+        return data
+    try:
+        if compression == "zstd":
+            content = _zstd_decompress(data, nbytes)
+        else:
+            content = zlib.decompressobj().decompress(data, nbytes)
+    except (zlib.error, ValueError) as error:
+        raise WeightPacketError(f"a packet cannot be decompressed: {error}. {_SEND_ALL}") from error
+    if len(content) != nbytes:
+        raise WeightPacketError(f"a packet has a piece of {len(content)} instead of {nbytes} bytes. {_SEND_ALL}")
+    return content
+
+
+def _write(piece: Tensor, content: Any, *, is_difference: bool) -> None:
+    """Write the values of a piece, or add a difference to them."""
+    if not len(content):
+        return
+    if not is_difference:
+        host = torch.empty_like(piece, device="cpu")
+        _memory(host)[:] = content
+        piece.copy_(host)
+        return
+    host = torch.empty(2, len(piece), dtype=torch.uint8)
+    _memory(host)[:] = content
+    low, high = host.to(piece.device).to(torch.int16)
+    mapped = low | (high << 8)
+    bits = piece.view(torch.int16)
+    bits += ((mapped >> 1) & 0x7FFF) ^ -(mapped & 1)
+
+
+def _checksum(piece: Tensor, data: memoryview) -> int:
+    return zlib.crc32(_memory(piece.cpu())) if len(data) else 0
+
+
+def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return 1-D views of the pieces of a contiguous tensor."""
+    flat = tensor.view(-1)
+    return torch.split(flat, _PIECE) if flat.numel() else ()
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor with elements. The tensor must outlive the result."""
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _compression() -> tuple[str, Callable[[Any], bytes]]:
+    """Return the name of the best available compression and its function."""
+    try:
+        import zstandard  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError:
+        return "zlib", partial(zlib.compress, level=1)
+    return "zstd", partial(zstandard.compress, level=1)
+
+
+def _zstd_decompress(data: memoryview, nbytes: int) -> bytes:
+    try:
+        import zstandard  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "the packet is compressed with zstd, but zstandard is not installed. Run pip install zstandard, or "
+            "uninstall it on the trainer's first rank, which then uses zlib"
+        ) from error
+    try:
+        if zstandard.frame_content_size(data) != nbytes:
+            raise ValueError("its size is wrong")
+        content: bytes = zstandard.ZstdDecompressor().decompress(data)
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from error
+    return content

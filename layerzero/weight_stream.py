@@ -1,0 +1,353 @@
+"""Stream the compute weights of a sharded model to inference engines, bucket by bucket.
+
+[Note: Values of a weight stream]
+A stream yields the weights with which the next forward pass computes. They are gathered from the ZeRO-3 shards, in the
+compute dtype and inside the ZeRO-3 group. The masters are not read, and nothing is sent between replicas. Before the
+first gather, a stream launches the refreshes that the next forward pass would launch, and waits for them.
+
+[Note: End of a weight stream]
+The ranks of a ZeRO-3 group take part in each gather. If the consumer on one rank stops early, Python closes its
+generator. The generator then runs the remaining gathers and drops their results, so that the other ranks do not wait.
+If a generator is neither exhausted nor closed, passes and changes of weights raise an error on this rank. Its peers
+raise within the timeout of the process group.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from layerzero.comm.agreement import require_equal
+from layerzero.comm.collectives import PendingCollective
+from layerzero.dtensor.row_shard_spec import refuse_rank_local
+from layerzero.engine.handle import Handle
+from layerzero.engine.hooks import get_state
+from layerzero.engine.managed_param import ManagedParam
+from layerzero.engine.param_view import ParamView
+from layerzero.engine.state import LayerZeroState
+from layerzero.layout.flat_layout import Slot
+from layerzero.utils.weight_packets import Version, make_packet
+
+__all__ = ["WeightSender", "stream_weights"]
+
+_BUCKET_BYTES = 512 << 20
+
+
+def stream_weights(
+    model: nn.Module, *, bucket_bytes: int = _BUCKET_BYTES, rank0_only: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and full tensors of the state dict, with the values that the next forward pass uses.
+
+    Use this function to pass weights to an inference engine. Parameters have the compute dtype. They are gathered
+    inside the ZeRO-3 group, in buckets, and nothing is sent between replicas. Buffers and ignored parameters are
+    yielded as the module has them. The names are those of ``model.state_dict()``. The names of a tied parameter follow
+    each other, with the same tensor. Entries of the state dict that are not tensors are left out.
+
+    A tensor is valid until the next parameter or buffer is requested. It is then emptied: its shape becomes [0].
+    Therefore the stream never holds more than ``max(bucket_bytes, largest tensor)`` beside the model. To keep a tensor,
+    copy it, or keep ``tensor.detach()``, which also keeps the memory. The tensors share no memory with the model.
+
+    All ranks must iterate over the stream, between passes. Until a rank has exhausted its generator, forward passes,
+    backward passes and changes of weights raise an error on this rank. If a rank leaves its loop early, the rest of the
+    stream is gathered and dropped when the generator is closed, so that the other ranks can continue.
+
+    Args:
+        model: a sharded model.
+        bucket_bytes: bytes of tensors that are gathered at once. A larger tensor is gathered alone.
+        rank0_only: yield tensors on the first rank only. The other ranks of its replica still gather, but yield
+            nothing. Other replicas gather nothing.
+
+    Raises:
+        TypeError, ValueError: `model` is not sharded, `bucket_bytes` is not a positive integer, ranks pass different
+            arguments, or a name refers to different parameters on different ranks.
+        RuntimeError: a pass, another stream, :func:`unsharded`, :func:`gathered` or :func:`full_precision` is active.
+            Errors are raised when the first tensor is requested.
+
+    Example::
+
+        for name, tensor in layerzero.stream_weights(model, rank0_only=True):
+            engine.load_weight(name, tensor)  # on the first rank; the others only take part
+    """
+    runtime = get_state(model)
+    _check_bucket(bucket_bytes)
+    return _stream(runtime, bucket_bytes, rank0_only)
+
+
+def _stream(runtime: LayerZeroState, bucket_bytes: int, rank0_only: bool) -> Generator[tuple[str, Tensor], None, None]:
+    entries = _begin(runtime, "stream_weights", bucket_bytes=bucket_bytes, rank0_only=rank0_only)
+    with closing(_gather_buckets(runtime, _buckets(entries, bucket_bytes), rank0_only=rank0_only)) as buckets:
+        for bucket in buckets:
+            for names, tensor in bucket:
+                for name in names:
+                    yield name, tensor
+                _empty(tensor)
+
+
+class WeightSender:
+    """Encoder of a model's weights as packets, which send only what has changed since the last version.
+
+    The first version, and each version with ``full=True``, sends all values. Other versions send the differences of
+    16-bit weights losslessly: as integer differences of their bits, compressed with zstd if ``zstandard`` is installed
+    on the first rank, and otherwise with zlib. Other dtypes are sent as they are. Units whose weights have not been
+    refreshed since the last version, such as a frozen base model, are neither gathered nor sent.
+
+    Most bf16 weights do not change in a step with a small learning rate (Miahi and Belilovsky 2026, arXiv:2602.03839).
+
+    The first rank keeps the previous values of trainable parameters and of buffers in host memory; see :attr:`nbytes`.
+
+    Args:
+        model: a sharded model.
+        bucket_bytes: bytes of tensors that a packet describes; see :func:`stream_weights`.
+
+    Attributes:
+        version: number of the last version, 0 before the first one.
+
+    Example::
+
+        sender = layerzero.WeightSender(model)
+        for step, batch in enumerate(batches):
+            train(batch)
+            for packet in sender.packets():  # on all ranks; yields packets on the first rank
+                connection.send_bytes(packet)
+    """
+
+    def __init__(self, model: nn.Module, *, bucket_bytes: int = _BUCKET_BYTES) -> None:
+        get_state(model)
+        _check_bucket(bucket_bytes)
+        self.version = 0
+        self._model = model
+        self._bucket_bytes = bucket_bytes
+        self._name = secrets.token_hex(8)
+        self._is_complete = False  # True if all packets of the last version were made
+        self._sent_versions: dict[str, int] = {}  # Handle.weights_version by parameter, of the last version
+        self._previous: dict[
+            str, Tensor
+        ] = {}  # values of the last version by first name, on the host of the first rank
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the previous values that this rank keeps. The value is 0 on all ranks except the first one."""
+        return sum(tensor.nbytes for tensor in self._previous.values())
+
+    def packets(self, *, full: bool = False) -> Iterator[bytes]:
+        """Yield the packets of the next version on the first rank, and nothing on other ranks.
+
+        All ranks must iterate, as over :func:`stream_weights`. Send each packet to a
+        :class:`layerzero.WeightReceiver`, in order. If the first rank leaves its loop early, the next version sends all
+        values.
+
+        Args:
+            full: send all values, for example because a receiver has started or has missed a version. If any rank
+                passes True, all values are sent.
+
+        Raises:
+            TypeError: a parameter or buffer has a tensor class whose values cannot be sent.
+            RuntimeError, ValueError: see :func:`stream_weights`.
+        """
+        runtime = get_state(self._model)
+        entries = _begin(runtime, "WeightSender.packets", check=_refuse_classes, bucket_bytes=self._bucket_bytes)
+        versions = {each.names[0]: each.handle.weights_version for each in entries if each.handle is not None}
+        full, changed = self._agree(runtime, entries, versions, full)
+        self._is_complete = False
+        self.version += 1
+        buckets = _buckets(changed, self._bucket_bytes) or [[]]
+        base, count = None if full else self.version - 1, len(buckets)
+        kept = {each.names[0] for each in entries if each.handle is None or each.handle.trainable}
+        with closing(_gather_buckets(runtime, buckets, rank0_only=True)) as gathered:
+            for index, bucket in enumerate(gathered):
+                if runtime.ranks.is_first:
+                    yield self._packet(Version(self._name, self.version, base, index, count), bucket, kept)
+        self._sent_versions, self._is_complete = versions, True
+
+    def _agree(
+        self, runtime: LayerZeroState, entries: Sequence[_Entry], versions: dict[str, int], full: bool
+    ) -> tuple[bool, list[_Entry]]:
+        """Return whether all values are sent, and the entries to send. Both are the same on all ranks."""
+        flags = [full or not self._is_complete]
+        flags += [self._sent_versions.get(each.names[0]) != versions.get(each.names[0], -1) for each in entries]
+        wanted = torch.tensor(flags, dtype=torch.int32, device=runtime.mesh_info.device)
+        runtime.ranks.reduce(wanted, dist.ReduceOp.MAX)
+        full, *changed = wanted.bool().tolist()
+        return full, [each for each, has_changed in zip(entries, changed, strict=True) if full or has_changed]
+
+    def _packet(self, version: Version, bucket: Sequence[tuple[tuple[str, ...], Tensor]], kept: set[str]) -> bytes:
+        if version.base is None and version.packet == 0:
+            self._previous.clear()
+        tensors = [(names, tensor.cpu().contiguous(), self._previous.get(names[0])) for names, tensor in bucket]
+        packet = make_packet(version, tensors)
+        for (name, *_), now, before in tensors:
+            if before is not None:
+                before.copy_(now)
+            elif name in kept:
+                self._previous[name] = now.clone()
+        return packet
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """Tensor of a state dict."""
+
+    names: tuple[str, ...]  # several if the tensor is tied
+    value: Tensor
+    handle: Handle | None = None  # handle, parameter and slot of a sharded parameter, otherwise None
+    param: ManagedParam | None = None
+    slot: Slot | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the full tensor in bytes, as the stream yields it."""
+        if self.handle is None or self.param is None:
+            return self.value.numel() * self.value.element_size()
+        return torch.Size(self.param.spec.true_shape).numel() * self.handle.precision.compute.itemsize
+
+    def is_needed(self, first_rank: int) -> bool:
+        """Return whether this rank must take part in a gather for the first rank of the model."""
+        if self.param is None:
+            return isinstance(self.value, DTensor)
+        spec = self.param.spec
+        if spec.model_parallel is not None and spec.model_parallel.is_sharded:
+            return True
+        ranks, size = spec.mesh_info.ranks, spec.mesh_info.zero3_size
+        return first_rank in ranks and ranks.index(first_rank) // size == spec.mesh_info.grid.replica_rank
+
+    def launch(self) -> tuple[Tensor, PendingCollective | None]:
+        """Launch the gather of a sharded parameter, or copy another tensor."""
+        if self.handle is not None and self.slot is not None:
+            return self.handle.weights.launch_slot_gather(self.slot)
+        if isinstance(self.value, DTensor):  # a DTensor of another framework, whose ranks all call this method
+            return self.value.detach().full_tensor(), None  # type: ignore[attr-defined]
+        return self.value.detach().clone(memory_format=torch.contiguous_format), None
+
+    def finish(self, gathered: Tensor, pending: PendingCollective | None) -> Tensor:
+        """Wait for the gather and return the full tensor."""
+        if pending is not None:
+            pending.wait()
+        if self.param is None:
+            return gathered
+        spec = self.param.spec
+        part = gathered.resize_(spec.shape)  # a view would keep the memory when the stream empties it
+        return part if spec.model_parallel is None else spec.model_parallel.whole(part)
+
+
+def _check_bucket(bucket_bytes: int) -> None:
+    if type(bucket_bytes) is not int or bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes={bucket_bytes!r} is not a positive integer. Pass a number of bytes")
+
+
+def _refuse_classes(entries: Sequence[_Entry]) -> None:
+    """Raise TypeError if a tensor is of a class whose memory is not that of its values."""
+    for each in entries:
+        if each.param is None and type(each.value) not in (Tensor, nn.Parameter, DTensor):
+            raise TypeError(
+                f"WeightSender.packets: {each.names[0]!r} is a {type(each.value).__name__}, whose values cannot be "
+                "sent in packets. Use layerzero.stream_weights(model)"
+            )
+
+
+def _begin(
+    runtime: LayerZeroState, subject: str, *, check: Callable[[Sequence[_Entry]], None] | None = None, **fields: object
+) -> list[_Entry]:
+    """Prepare a stream on all ranks and return the tensors of the state dict.
+
+    Afterwards, compute weights have the values of the next forward pass. See [Note: Values of a weight stream].
+    """
+    entries: list[_Entry] = []
+    failure: Exception | None = None
+    try:
+        _refuse_contexts(runtime, f"layerzero.{subject}")
+        entries = _entries_of(runtime)
+        refuse_rank_local(subject, (each.param.spec for each in entries if each.param is not None), runtime.ranks.size)
+        if check is not None:
+            check(entries)
+    except (RuntimeError, ValueError, TypeError) as error:
+        failure = error
+    names = [each.names for each in entries]
+    require_equal(subject, {**fields, "tensors": names}, ranks=runtime.ranks.ranks, failure=failure)
+    with torch.no_grad():
+        runtime.scheduler.prepare_gathers()
+    for handle in runtime.handles:
+        handle.weights.finish_refresh(of_peers=True)
+    return entries
+
+
+def _refuse_contexts(runtime: LayerZeroState, what: str) -> None:
+    """Raise RuntimeError if the compute weights are not those of the next forward pass, or are in use."""
+    runtime.scheduler.refuse_passes(what)
+    runtime.scheduler.recover_interrupted_pass()
+    runtime.refreshes.require_no_active_use(what)
+    if inside := [view.value for view in runtime.status.active_views if view is not ParamView.EMA]:
+        raise RuntimeError(f"{what} was called inside {inside[0]}. Leave that context first")
+    runtime.status.require_usable()
+
+
+def _entries_of(runtime: LayerZeroState) -> list[_Entry]:
+    """Return one entry for each tensor of the state dict, in the order of its first names."""
+    places = {
+        id(param.sharded): (handle, param, slot)
+        for handle in runtime.handles
+        for param, slot in zip(handle.members, handle.layout.slots, strict=True)
+    }
+    held: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, value in runtime.model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            held.setdefault(id(value), (value, []))[1].append(name)
+    return [_Entry(tuple(names), value, *places.get(id(value), ())) for value, names in held.values()]
+
+
+def _buckets(entries: Sequence[_Entry], bucket_bytes: int) -> list[list[_Entry]]:
+    """Divide the entries into buckets of at most `bucket_bytes`, or of one larger tensor."""
+    buckets: list[list[_Entry]] = []
+    left = 0
+    for each in entries:
+        if not buckets or each.nbytes > left:
+            buckets.append([])
+            left = bucket_bytes
+        buckets[-1].append(each)
+        left -= each.nbytes
+    return buckets
+
+
+def _gather_buckets(
+    runtime: LayerZeroState, buckets: Sequence[Sequence[_Entry]], *, rank0_only: bool
+) -> Generator[list[tuple[tuple[str, ...], Tensor]], None, None]:
+    """Yield the names and full tensors of each bucket, which are emptied when the next bucket is requested.
+
+    With `rank0_only`, yield empty lists on all ranks except the first one. See [Note: End of a weight stream].
+    """
+    waiting = iter(buckets)
+    with runtime.scheduler.streaming():
+        try:
+            for bucket in waiting:
+                gathered = _gather(runtime, bucket, rank0_only=rank0_only)
+                yield gathered
+                for _, tensor in gathered:
+                    _empty(tensor)
+        except GeneratorExit:
+            for bucket in waiting:
+                _gather(runtime, bucket, rank0_only=rank0_only)
+            raise
+
+
+def _gather(
+    runtime: LayerZeroState, bucket: Sequence[_Entry], *, rank0_only: bool
+) -> list[tuple[tuple[str, ...], Tensor]]:
+    runtime.require_open()
+    receives = runtime.ranks.is_first or not rank0_only
+    needed = [each for each in bucket if receives or each.is_needed(runtime.ranks.ranks[0])]
+    with torch.inference_mode(False), torch.no_grad():  # the tensors must allow `_empty` in every mode
+        launched = [(each, *each.launch()) for each in needed]
+        tensors = [(each.names, each.finish(gathered, pending)) for each, gathered, pending in launched]
+    return tensors if receives else []
+
+
+def _empty(tensor: Tensor) -> None:
+    """Release the memory of a tensor, unless another tensor uses it."""
+    if type(tensor) is Tensor:
+        tensor.data = tensor.new_empty(0)
