@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PYTHON312 ?= $(shell for each in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python; do \
 	$$each -c "import sys; sys.exit(sys.version_info[:2] != (3, 12))" 2>/dev/null && echo $$each && break; done)
 
-.PHONY: demo demo-megatron test test-slow test-megatron soak chaos integrations quick check format coverage docs dist bench bench-gpu compare clean
+.PHONY: demo demo-megatron test test-slow test-megatron soak chaos integrations quick check format coverage docs pages dist bench bench-gpu compare clean
 
 demo: $(VENV)/ready  ## train a small GPT on 4 ranks of this machine, about two minutes
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
@@ -62,6 +62,9 @@ coverage: $(VENV)/ready  ## the tests, and which lines of layerzero/ none of the
 
 docs: $(VENV)/docs  ## the documentation site, in build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+pages: $(VENV)/docs  ## the site and the report of a plan in Chromium: no page is wider than the window, the search finds names
+	$(PYTEST) tests/project/test_site.py tests/planning/test_plan_report.py $(ARGS)
 
 dist: $(VENV)/ready  ## wheel and source distribution, in dist/
 	$(BIN)/pip install --quiet --disable-pip-version-check build

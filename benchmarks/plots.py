@@ -1,9 +1,10 @@
-"""Draw the results as PNG files into docs/images/: ``python -m benchmarks.plots`` (needs matplotlib)."""
+"""Draw the results as SVG files into docs/images/: ``python -m benchmarks.plots`` (needs matplotlib)."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -12,7 +13,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from benchmarks.figures import Figure, Panel, figures_of
+from benchmarks.figures import Panel, figure_of
 from benchmarks.results import Results, published
 
 __all__ = ["IMAGES", "draw"]
@@ -27,29 +28,25 @@ _COLORS = {
     "replicated": "#4f9aa8",
     "compute": "#9a9a9a",
 }
-_LINES = ("#222222", "#c02050")
+_MATPLOTLIB = {
+    "font.size": 11,  # the size in points at which a phone shows the labels in 10 pixels
+    "svg.fonttype": "none",  # write text as text
+    "svg.hashsalt": "benchmarks",  # write the same file for the same results
+}
 
 
-def draw(results: Results, folder: Path) -> list[Path]:
-    """Draw the figures of one results file; return the paths of the images."""
-    return [_draw(figure, folder / f"{figure.name}.png") for figure in figures_of(results)]
-
-
-def _draw(figure: Figure, path: Path) -> Path:
-    columns = max(map(len, figure.rows))
-    most = max(len(panel.bars) for row in figure.rows for panel in row)
-    size = (6.2 * columns, (0.27 * most + 1.4) * len(figure.rows))
-    canvas, places = plt.subplots(len(figure.rows), columns, figsize=size, squeeze=False)
-    for row, line in zip(figure.rows, places, strict=True):
-        for panel, place in zip(row, line, strict=False):
-            _panel(panel, place)
-        for place in line[len(row) :]:
-            place.remove()
-    canvas.suptitle(figure.title)
+def draw(results: Results, folder: Path) -> Path:
+    """Draw the figure of one results file; return the path of the image."""
+    figure = figure_of(results)
+    path = folder / f"{figure.name}.svg"
     path.parent.mkdir(parents=True, exist_ok=True)
-    canvas.tight_layout()
-    canvas.savefig(path, dpi=110)
-    plt.close(canvas)
+    with matplotlib.rc_context(_MATPLOTLIB):
+        size = (6, sum(0.42 * len(panel.bars) + 1 for panel in figure.panels))
+        canvas, places = plt.subplots(len(figure.panels), figsize=size, layout="constrained")
+        for panel, place in zip(figure.panels, places, strict=True):
+            _panel(panel, place)
+        canvas.savefig(path, metadata={"Date": None})
+        plt.close(canvas)
     return path
 
 
@@ -63,15 +60,14 @@ def _panel(panel: Panel, place: Axes) -> None:
         if value.high > value.low:
             whisker = [[value.middle - value.low], [value.high - value.middle]]
             place.errorbar(value.middle, -index, xerr=whisker, color="black", capsize=2, linewidth=0.9)
-        place.text(value.high + top / 80, -index, f"{value.middle:.3g}", va="center", fontsize=7)
-    for line, color in zip(panel.lines, _LINES, strict=False):
-        place.axvline(line.at, color=color, linestyle="--", linewidth=1, label=f"{line.label}: {line.at:.3g}")
-    if panel.lines:
-        place.legend(fontsize=6, loc="lower right")
-    place.set_yticks([-index for index in range(len(panel.bars))], [bar.label for bar in panel.bars], fontsize=7)
-    place.tick_params(axis="x", labelsize=7)
-    place.set_xlim(0, 1.12 * top)
-    place.set_title(panel.title, fontsize=9)
+        place.text(value.high + top / 80, -index, f"{value.middle:#.3g}".rstrip("."), va="center")
+    for line in panel.lines:
+        place.axvline(line.at, color="#c02050", linestyle="--", linewidth=1)
+        place.set_xlabel(f"dashed: {line.label}, {line.at:.3g}", loc="right")
+    labels = [textwrap.fill(bar.label, 24) for bar in panel.bars]
+    place.set_yticks([-index for index in range(len(labels))], labels)
+    place.set_xlim(0, 1.15 * top)
+    place.set_title(panel.title, loc="right", fontsize=11)
     place.grid(axis="x", alpha=0.3)
 
 
@@ -81,8 +77,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=IMAGES)
     args = parser.parse_args()
     for results in [Results.load(path) for path in args.results] or published():
-        for image in draw(results, args.folder):
-            print(image)
+        print(draw(results, args.folder))
     return 0
 
 

@@ -45,6 +45,9 @@ class Range(NamedTuple):
     low: float
     high: float
 
+    def scaled(self, factor: float) -> Range:
+        return Range(*(factor * each for each in self))
+
 
 def ratio_of(above: Range, below: Range) -> Range:
     return Range(above.middle / below.middle, above.low / below.high, above.high / below.low)

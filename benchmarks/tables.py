@@ -14,16 +14,27 @@ from pathlib import Path
 from benchmarks.contestants import ENTRIES
 from benchmarks.results import Range, Results, Row, published, ratio_of
 
-__all__ = ["LOSS_TOLERANCE", "PAGE", "README", "losses_agree", "page_with", "readme_with", "render", "summary"]
+__all__ = [
+    "COMPARED",
+    "LOSS_TOLERANCE",
+    "PAGE",
+    "README",
+    "fastest_of_each",
+    "losses_agree",
+    "page_with",
+    "readme_with",
+    "render",
+    "summary",
+]
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 README = PAGE.parents[1] / "README.md"
 _IN_SHORT = "two-nodes"  # results that the README shows
 LOSS_TOLERANCE = 0.005  # relative: bf16 has 8 bits, and contestants round at different places
 _REFERENCE = "layerzero"  # its step time is the unit of the comparison
-_COMPARED = 4  # A of the comparison
+COMPARED = 4  # A of the comparison
 _OURS = ("layerzero", "layerzero-full", "layerzero-exchanges", "layerzero-full-exchanges")
-# In README.md the rows without shared memory are first, because devices do not share memory.
+# In README.md and in the figures, rows without shared memory are first, because devices do not share memory.
 _OURS_IN_SHORT = ("layerzero-exchanges", "layerzero-full-exchanges", "layerzero", "layerzero-full")
 # layerzero is compared with the fastest variant of each peer.
 _PEERS = {
@@ -33,6 +44,7 @@ _PEERS = {
     "DeepSpeed ZeRO-3, hpZ": ("deepspeed-hpz",),
     "DeepSpeed ZeRO-1 at its fastest": ("deepspeed-zero1", "deepspeed-zero1-bf16"),
 }
+_SCHEMES = {ENTRIES[name].label: (name,) for name in _OURS_IN_SHORT} | _PEERS
 
 
 def page_with(page: str, results: Sequence[Results]) -> str:
@@ -61,7 +73,7 @@ def _replaced(page: str, name: str, text: str) -> str:
 def render(results: Results) -> str:
     """Return the generated text for one results file."""
     parts = [_header(results)]
-    parts += [_comparison(results, a, reduce) for a, reduce in results.cells() if a == _COMPARED]
+    parts += [_comparison(results, a, reduce) for a, reduce in results.cells() if a == COMPARED]
     parts += [_table(results, a, reduce) for a, reduce in results.cells()]
     return "\n".join(parts)
 
@@ -140,14 +152,13 @@ def _table(results: Results, micro_batches: int, reduce: str) -> str:
 
 def summary(results: Results) -> str:
     """Return the short table of README.md, with the fastest variant of each scheme."""
-    cells = [cell for cell in results.cells() if cell[0] == _COMPARED]
-    tables = {reduce: {row.name: row for row in results.rows(a, reduce) if row.runs} for a, reduce in cells}
-    schemes = {ENTRIES[name].label: (name,) for name in _OURS_IN_SHORT} | _PEERS
+    cells = [cell for cell in results.cells() if cell[0] == COMPARED]
+    tables = {reduce: fastest_of_each(results, reduce) for _, reduce in cells}
     titles = [f"step, s, {reduce}" for reduce in tables] + [f"state, MB, {reduce}" for reduce in tables]
-    lines = ["| A = 4 | " + " | ".join(titles) + " |", "| --- |" + " ---: |" * len(titles)]
-    for what, names in schemes.items():
-        if any(name in rows for rows in tables.values() for name in names):
-            fastest = [_fastest(rows, names) for rows in tables.values()]
+    lines = [f"| A = {COMPARED} | " + " | ".join(titles) + " |", "| --- |" + " ---: |" * len(titles)]
+    for what in _SCHEMES:
+        fastest = [rows.get(what) for rows in tables.values()]
+        if any(fastest):
             steps = ["" if row is None else _ranged(row.seconds_range, 2) for row in fastest]
             states = ["" if row is None else f"{row.state_bytes / 1e6:.0f}" for row in fastest]
             lines.append(f"| {what} | " + " | ".join(steps + states) + " |")
@@ -156,6 +167,13 @@ def summary(results: Results) -> str:
     steps = ["" if bound is None else _ranged(bound, 2) for bound in bounds.values()]
     lines.append(f"| {what} | " + " | ".join(steps) + " |" + " |" * len(steps))
     return "\n".join(lines) + "\n"
+
+
+def fastest_of_each(results: Results, reduce: str) -> dict[str, Row]:
+    """Return the fastest variant of each measured scheme, for A = 4 and one reduce dtype."""
+    rows = {row.name: row for row in results.rows(COMPARED, reduce) if row.runs}
+    found = {what: _fastest(rows, names) for what, names in _SCHEMES.items()}
+    return {what: row for what, row in found.items() if row is not None}
 
 
 def _fastest(rows: dict[str, Row], names: Sequence[str]) -> Row | None:

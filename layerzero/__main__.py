@@ -10,9 +10,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from layerzero import __version__
+
 
 def main() -> None:
     """Run the command line."""
+    if sys.argv[1:] == ["--version"]:  # here, because it needs no typer
+        print(f"layerzero {__version__}")
+        return
     try:
         from layerzero.cli import app  # noqa: PLC0415 - imported here, to report a missing package
     except ModuleNotFoundError as error:
@@ -20,7 +25,7 @@ def main() -> None:
             raise
         asked = sys.argv[1:] in (["--help"], ["-h"], ["help"])
         if asked:
-            print("Usage: layerzero COMMAND ...\n")
+            print("Usage: layerzero COMMAND ...\n       layerzero --version\n")
             for name, line in _commands():
                 print(f"  {name:<10}{line}")
             print()

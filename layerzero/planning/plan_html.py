@@ -16,8 +16,9 @@ from layerzero.utils.text_tables import rate, seconds, size
 
 try:
     import matplotlib
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
-    from matplotlib.ticker import ScalarFormatter
+    from matplotlib.ticker import MaxNLocator, ScalarFormatter
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         'the HTML report of a plan requires matplotlib. Run: pip install "torch-layerzero[plots]"'
@@ -39,14 +40,15 @@ _MATPLOTLIB = {
     "text.parse_math": False,
 }
 _STYLE = """
-body { font: 16px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 0 16px 48px; max-width: 46rem }
-h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
-figure { margin: 0 } svg { width: 100%; height: auto }
-.why { border-left: 4px solid #228833; padding: .2rem .8rem } .why.none { border-color: #c00 }
-.wide { overflow-x: auto } table { border-collapse: collapse; font-size: .85rem }
-th, td { padding: .15rem .5rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884 }
+body { font: 16px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 0 16px 48px; max-width: 90rem }
+h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 1.5rem } p { max-width: 60rem }
+.answer { font-size: 1.15rem; border-left: 4px solid #228833; padding: .2rem .8rem } .answer.none { border-color: #c00 }
+.parts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)); gap: 0 2rem }
+section { min-width: 0 } figure { margin: 0 } svg { width: 100%; height: auto; max-width: 46rem }
+.wide { overflow-x: auto } table { border-collapse: collapse; font-size: .85rem; min-width: 100% }
+th, td { padding: .15rem .4rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884 }
 th:first-child, td:first-child { text-align: left } tr.best { font-weight: bold } tr.over { color: #b33 }
-pre { overflow-x: auto; background: #8881; padding: .6rem; font-size: .85rem }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #8881; padding: .6rem; font-size: .85rem }
 .note { font-size: .85rem; color: #555 }
 """
 
@@ -77,36 +79,59 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
             _plot_nodes(plan, row, peers, nodes),
         )
     waits = ", ".join(f"{kind} {seconds(value)}" for kind, value in sorted(row.parts.items()) if value > 1e-5)
-    parts = [
-        "<h1>Plan</h1>",
-        f"<p>{rate(plan.numel)} parameters in {plan.units} units; {cluster.nodes} nodes &times; "
-        f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.node_link_text}.</p>",
-        f'<p class="why{"" if plan.best else " none"}">{escape(plan.why)}</p>',
-        "<h2>Peak memory of an accelerator</h2>",
-        memory,
-        f"<h2>A step of {escape(_name(row))}</h2>",
-        step,
-        f'<p class="note">The figure shows the first and the last of {row.choice.micro_batches} micro-batches. The '
-        f"refresh at the left belongs to the previous step. The step takes {seconds(row.step)}: {escape(waits)}.</p>",
-        "<h2>Time of a micro-batch by number of nodes</h2>",
-        times,
-        "<h2>Settings</h2>",
-        _table([*shown, *plan.peers], plan.best),
+    sections = [
+        ("Peak memory of an accelerator", memory),
+        (
+            f"A step of {_name(row)}",
+            f'{step}<p class="note">The figure shows the first and the last of {row.choice.micro_batches} '
+            "micro-batches. The refresh at the left belongs to the previous step. "
+            f"The step takes {seconds(row.step)}: {escape(waits)}.</p>",
+        ),
+        ("Time of a micro-batch by number of nodes", times),
     ]
     if plan.best is not None:
-        parts += ["<h2>To paste</h2>", f"<pre>{escape(call_text(plan))}</pre>", f"<pre>{escape(yaml_text(plan))}</pre>"]
-        if plan.best.price:
-            parts.append(f"<p>{plan.best.price:,.0f} per day.</p>")
-    parts.append(
+        price = f"<p>{plan.best.price:,.0f} per day.</p>" if plan.best.price else ""
+        pasted = f"<pre>{escape(call_text(plan))}</pre><pre>{escape(yaml_text(plan))}</pre>{price}"
+        sections.append(("To paste", pasted))
+    parts = [
+        "<h1>Plan</h1>",
+        f'<p class="answer{"" if plan.best else " none"}">{escape(_answer(plan, peers))}</p>',
+        f"<p>{rate(plan.numel)} parameters in {plan.units} units; {cluster.nodes} nodes &times; "
+        f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.node_link_text}.</p>",
+        f"<p>{escape(plan.why)}</p>" if plan.best else "",
+        '<div class="parts">',
+        *(f"<section><h2>{escape(title)}</h2>{content}</section>" for title, content in sections),
+        "</div>",
+        "<h2>Settings</h2>",
+        _table([*shown, *plan.peers], plan.best),
         '<p class="note">Memory equals the prediction of layerzero in a run, except for activations, which are '
         "estimated. Times are simulated, not measured. Times of FSDP2, HSDP and ZeRO-1 are simulated with models of "
-        "these schemes.</p>"
-    )
+        "these schemes.</p>",
+    ]
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Plan</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
     )
     return f"{head}<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
+
+
+def _answer(plan: Plan, peers: Sequence[Estimate]) -> str:
+    """Return one sentence: the recommended settings, the fastest other scheme that fits, and the memory of both."""
+    best = plan.best
+    if best is None:
+        return plan.why
+    choice = best.choice
+    names = [f"zero3_size={choice.zero3_size}", f"accumulation={choice.accumulation!r}"]
+    names += [] if choice.offload == "-" else [f"offload of {choice.offload}"]
+    settings = f"{', '.join(names)}, {DTYPE_TEXTS[choice.reduce_dtype]} gradients, {choice.micro_batches} micro-batches"
+    sentence = f"Use {settings}: a simulated step takes {seconds(best.step)}"
+    memory = f"{size(best.peak)} of {size(plan.cluster.room)}"
+    other = min((peer for peer in peers if peer.fits), key=lambda peer: peer.step, default=None)
+    if other is None:
+        return f"{sentence} and {memory}; no other scheme fits with these gradients and micro-batches."
+    change = f"{abs(best.step / other.step - 1):.1%}".replace("%", " %")
+    compared = f"{change} {'less' if best.step < other.step else 'more'} than with {other.choice.scheme}"
+    return f"{sentence}, {compared}, the fastest other scheme that fits, and {memory} instead of {size(other.peak)}."
 
 
 def _is_comparable(peer: Estimate, row: Estimate) -> bool:
@@ -125,12 +150,22 @@ def _name(row: Estimate) -> str:
 
 
 def _figure(height: float) -> Figure:
-    return Figure(figsize=(7, height), layout="constrained")
+    return Figure(figsize=(5.6, height), layout="constrained")
 
 
-def _svg(figure: Figure, label: str) -> str:
+def _ticks(axis: Axis, *, most: int = 6) -> None:
+    """Place ticks at round numbers."""
+    axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10]))
+
+
+def _scaled(longest: float) -> tuple[str, float]:
+    """Return the unit of a time axis, and how many of these units a second has."""
+    return ("s", 1.0) if longest >= 1 else ("ms", 1e3)
+
+
+def _svg(figure: Figure, label: str, *, columns: int = 4) -> str:
     """Return the figure as an HTML element, without the XML prologue and the metadata of an SVG file."""
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False)
     text = StringIO()
     figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     drawing = text.getvalue()
@@ -142,23 +177,26 @@ def _plot_memory(rows: Sequence[Estimate], plan: Plan) -> str:
     bars = {}
     for row in rows:
         held = {kind: nbytes for kind, nbytes in row.memory.items() if not kind.startswith("host_")}
-        bars[f"{_name(row)}: {size(row.peak)}"] = {
+        bars[_name(row)] = {
             **held,
             "gathered at the peak": max(0, row.peak - sum(held.values())),
         }
-    figure = _figure(1.6 + 0.35 * len(bars))
+    figure = _figure(1.8 + 0.32 * len(bars))
     axes = figure.subplots()
     axes.set_prop_cycle(color=matplotlib.colormaps["tab20"].colors)  # type: ignore[attr-defined]
     left = [0.0] * len(bars)
     for kind in dict.fromkeys(kind for held in bars.values() for kind, nbytes in held.items() if nbytes):
         widths = [held.get(kind, 0) / 1e9 for held in bars.values()]
-        axes.barh(list(bars), widths, left=left, label=kind)
+        drawn = axes.barh(list(bars), widths, left=left, label=kind)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    limit = f"{size(plan.cluster.room)} of {plan.cluster.memory:g} GB"
-    axes.axvline(plan.cluster.room / 1e9, color="red", linestyle="--", label=limit)
+    axes.bar_label(drawn, [size(row.peak) for row in rows], padding=3)  # at the ends of the last parts
+    room = plan.cluster.room / 1e9
+    axes.axvline(room, color="red", linestyle="--", label=f"{size(plan.cluster.room)} of {plan.cluster.memory:g} GB")
+    axes.set_xlim(0, max(1.25 * max(left), 1.05 * room))
     axes.invert_yaxis()
     axes.set_xlabel("GB")
-    return _svg(figure, "Peak memory by kind")
+    _ticks(axes.xaxis)
+    return _svg(figure, "Peak memory by kind", columns=3)
 
 
 def _plot_step(plan: Plan, row: Estimate) -> str:
@@ -170,15 +208,18 @@ def _plot_step(plan: Plan, row: Estimate) -> str:
     outcome = simulate(program, machine)
     start, end = outcome.step_start, outcome.step_ends[-1]
     spans = [span for span in outcome.spans if span.what in _TIMELINE and span.end > start and span.start < end]
+    unit, scale = _scaled(end - start)
     figure = _figure(3)
     axes = figure.subplots()
     for line, kind in dict.fromkeys(_TIMELINE.values()):
         drawn = [(max(span.start, start), span.end) for span in spans if _TIMELINE[span.what] == (line, kind)]
         if drawn:
-            widths = [1e3 * (ends - begins) for begins, ends in drawn]
-            axes.barh(line, widths, left=[1e3 * (begins - start) for begins, _ in drawn], label=kind)
+            widths = [scale * (ends - begins) for begins, ends in drawn]
+            axes.barh(line, widths, left=[scale * (begins - start) for begins, _ in drawn], label=kind)
+    axes.set_xlim(0, scale * (end - start))
     axes.invert_yaxis()
-    axes.set_xlabel("ms")
+    axes.set_xlabel(unit)
+    _ticks(axes.xaxis)
     return _svg(figure, "Timeline of a step")
 
 
@@ -186,17 +227,21 @@ def _plot_nodes(plan: Plan, row: Estimate, peers: Sequence[Estimate], nodes: Seq
     """Plot the time per micro-batch against the number of nodes, for a row and its peers."""
     figure = _figure(3.5)
     axes = figure.subplots()
+    lines = {}
     for each in (row, *peers):
         choice = each.choice
-        points = [(count, found.step) for count in nodes for found in plan.over_nodes([count], choice)]
-        times = [1e3 * step / choice.micro_batches for _, step in points]
-        axes.plot([count for count, _ in points], times, marker="o", label=choice.scheme)
+        found = [(count, at.step / choice.micro_batches) for count in nodes for at in plan.over_nodes([count], choice)]
+        lines[choice.scheme] = found
+    unit, scale = _scaled(max((step for points in lines.values() for _, step in points), default=0.0))
+    for scheme, points in lines.items():
+        axes.plot([count for count, _ in points], [scale * step for _, step in points], marker="o", label=scheme)
     axes.set_xscale("log", base=2)
     axes.set_xticks(nodes)
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_ylim(bottom=0)
+    _ticks(axes.yaxis)
     axes.set_xlabel("nodes")
-    axes.set_ylabel("ms")
+    axes.set_ylabel(unit)
     return _svg(figure, "Time of a micro-batch by number of nodes")
 
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import layerzero
 from benchmarks import checkpoint, contest, measure, network
 from benchmarks.contestants import ENTRIES, why_missing
-from benchmarks.figures import figures_of
+from benchmarks.figures import figure_of
 from benchmarks.launch import RanksFailed, run_job
 from benchmarks.results import FOLDER, Range, Results, published, ratio_of, summarize
 from benchmarks.tables import LOSS_TOLERANCE, PAGE, README, losses_agree, page_with, readme_with, render, summary
@@ -310,44 +310,49 @@ def drawn() -> Results:
     results = example(layerzero=1.0, layerzero_full=0.9, fsdp2_hsdp=3.0, compute=0.048)
     results.record("layerzero", 4, "fp32")["runs"][0]["kinds"] = {"reduce_buffer": 90_000, "cached_buffer": 10_000}
     results.record("deepspeed-hpz", 4, "fp32")["problem"] = "deepspeed is not installed"
-    results.record("deepspeed-hpz", 16, "bf16")["problem"] = "deepspeed is not installed"
+    for a in (4, 16):
+        results.record("deepspeed-hpz", a, "bf16")["problem"] = "deepspeed is not installed"
     return results
 
 
-def test_figures_show_what_was_measured_and_nothing_else() -> None:
-    time, sent, memory = figures_of(drawn())
-    measured = ['layerzero hybrid, "sharded"', 'layerzero hybrid, "full"', "FSDP2 HSDP, all-reduce in the last"]
-    for figure in (time, sent):
-        (row,) = figure.rows  # none for bf16, and no panel for A = 16
-        (panel,) = row
-        assert [bar.label for bar in panel.bars if bar.family != "compute"] == measured
-    assert time.rows[0][0].bars[0].value == Range(1.0, 0.5, 2.0)
-    assert {line.label: line.at for line in time.rows[0][0].lines} == pytest.approx(
-        {"the hybrid's bytes at the link's speed": 0.024, "bound of a synchronous step": 0.060}
-    )
-    assert [(line.label, line.at) for line in sent.rows[0][0].lines] == [("the hybrid's formula", 3.0)]
-    state, peak = memory.rows[0]
-    assert state.bars[0].value.middle == 0.5 and state.bars[0].apart == 0.1 and "scratch" in state.title
-    assert not any(bar.apart for bar in (*state.bars[1:], *peak.bars))
-    assert [line.at for line in figures_of(example("one-machine", layerzero=1.0, compute=0.5))[0].rows[0][0].lines] == [
-        0.5
+def test_a_figure_shows_what_was_measured_and_nothing_else() -> None:
+    time, memory = figure_of(drawn()).panels
+    for panel in (time, memory):  # no compute, no scheme without runs, and fp32, as bf16 has no runs
+        assert [bar.label for bar in panel.bars] == [
+            'layerzero "sharded"',
+            'layerzero "full"',
+            "FSDP2 HSDP",
+        ]
+    assert "A = 4, fp32" in time.title and [bar.family for bar in time.bars] == ["ours", "ours", "hybrid"]
+    assert time.bars[0].value == Range(1.0, 0.5, 2.0) and not any(bar.apart for bar in time.bars)
+    assert [(line.label, line.at) for line in time.lines] == [
+        ("bound of a synchronous step", pytest.approx(0.060)),
     ]
+    assert memory.bars[0].value == pytest.approx(Range(2.0, 2.0, 2.0)) and memory.lines == ()
+    assert memory.bars[0].apart == pytest.approx(1.5), "0.5 MB of the peak are model state"
+    one_machine = figure_of(example("one-machine", layerzero=1.0, compute=0.5)).panels[0]
+    assert [(line.label, line.at) for line in one_machine.lines] == [("compute alone", 0.5)]
+
+
+def test_a_figure_shows_the_fastest_variant_of_a_scheme() -> None:
+    results = example(layerzero=1.0, fsdp2_hsdp=3.0, fsdp2_hsdp_keep=2.0)
+    assert [bar.value.middle for bar in figure_of(results).panels[0].bars] == [1.0, 2.0]
 
 
 def test_nothing_that_is_drawn_has_marks_of_code() -> None:
-    labels = [entry.label for entry in ENTRIES.values()]
-    for figure in figures_of(drawn()):
-        panels = [panel for row in figure.rows for panel in row]
-        labels += [figure.title, *(panel.title for panel in panels)]
-        labels += [shown.label for panel in panels for shown in (*panel.bars, *panel.lines)]
+    panels = figure_of(drawn()).panels
+    labels = [entry.label for entry in ENTRIES.values()] + [panel.title for panel in panels]
+    labels += [shown.label for panel in panels for shown in (*panel.bars, *panel.lines)]
     assert not [label for label in labels if "`" in label] and len(labels) > len(ENTRIES)
 
 
-def test_figures_can_be_drawn(tmp_path: Path) -> None:
+def test_figures_can_be_drawn_and_are_those_of_the_page(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plots = importlib.import_module("benchmarks.plots")
-    for path in plots.draw(drawn(), tmp_path):
-        assert path.read_bytes().startswith(b"\x89PNG")
+    text = plots.draw(drawn(), tmp_path).read_text(encoding="utf-8")
+    assert "<svg" in text and ">FSDP2 HSDP</text>" in text and ">3.00</text>" in text
+    page = PAGE.read_text(encoding="utf-8")
+    assert [f"images/{each.where}.svg" in page for each in published()] == [True, True]
 
 
 def test_losses_are_compared_after_the_last_step_that_all_took() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import html
+import itertools
 import json
 import os
 import pty
 import re
 import shlex
-import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from layerzero.cli import app
 from layerzero.planning import Cluster, Plan, TransformerShape, plan
 from layerzero.planning.plan_html import report_html
 from layerzero.utils.text_tables import rate, seconds, size
+from tests.support.browser import Browser, open_browser
 from tests.support.models import TiedTransformer
 from tests.support.ranks import mesh_of, run_ranks
 
@@ -30,9 +33,6 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = TransformerShape(layers=4, hidden=512, ffn=1408, vocab=4096, heads=8)
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
 PATIENT = """
 import sys
 from layerzero import cli, cli_planning
@@ -115,28 +115,69 @@ def test_a_plan_of_which_nothing_fits_has_a_page_too() -> None:
     assert "No settings fit" in page and "To paste" not in page and page.count("<svg") == 3
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, to render the page")
-@pytest.mark.parametrize("width", [390, 1200], ids=["phone", "desktop"])
-def test_the_page_is_rendered_without_a_complaint_and_is_no_wider_than_the_screen(
-    found: Plan, tmp_path: Path, width: int
-) -> None:
-    assert CHROMIUM is not None
-    # Content wider than the page would need scrolling; the page reports its width.
-    told = "<script>document.title = document.documentElement.scrollWidth + ' of ' + innerWidth</script></body>"
-    (tmp_path / "report.html").write_text(report_html(found, nodes=(2, 8)).replace("</body>", told))
-    picture = tmp_path / "picture.png"
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},1400", f"--screenshot={picture}"]
-    page = f"file://{tmp_path / 'report.html'}"
-    run_once = subprocess.run([*command, page], capture_output=True, text=True, timeout=120, check=False)
-    assert run_once.returncode == 0 and picture.stat().st_size > 10_000, run_once.stderr
-    assert "CONSOLE" not in run_once.stderr, run_once.stderr
-    dumped = subprocess.run(
-        [*command[:-1], "--dump-dom", page], capture_output=True, text=True, timeout=120, check=False
+def test_the_page_opens_with_the_answer_in_one_sentence(found: Plan) -> None:
+    best = found.best
+    assert best is not None
+    same = [peer for peer in found.peers if peer.choice.reduce_dtype == best.choice.reduce_dtype]
+    fits = [peer for peer in same if peer.choice.micro_batches == best.choice.micro_batches and peer.fits]
+    other = min(fits, key=lambda peer: peer.step)
+    answer = _answer(report_html(found, nodes=(2,)))
+    start = f"Use zero3_size={best.choice.zero3_size}, accumulation='{best.choice.accumulation}', "
+    assert answer.startswith(start) and answer.count(". ") == 0 and answer.endswith(".")
+    percent = 100 * abs(best.step - other.step) / other.step
+    word = "less" if best.step < other.step else "more"
+    assert f"{percent:.1f} % {word} than with {other.choice.scheme}, the fastest other scheme that fits" in answer
+    assert answer.endswith(f"and {size(best.peak)} of {size(found.cluster.room)} instead of {size(other.peak)}.")
+
+
+def test_the_answer_names_no_scheme_that_does_not_fit(found: Plan) -> None:
+    best = found.best
+    assert best is not None
+    full = [dataclasses.replace(peer, excess=1.0) for peer in found.peers]
+    answer = _answer(report_html(dataclasses.replace(found, peers=full), nodes=(2,)))
+    assert answer.endswith(
+        f"{size(best.peak)} of {size(found.cluster.room)}; no other scheme fits with these gradients and micro-batches."
     )
-    title = re.search(r"<title>(\d+) of (\d+)</title>", dumped.stdout)
-    assert title is not None, dumped.stdout[:500]
-    assert int(title[1]) <= int(title[2]), title[0]
+    slow = [dataclasses.replace(peer, step=10 * best.step) for peer in found.peers]
+    assert "90.0 % less than with " in _answer(report_html(dataclasses.replace(found, peers=slow), nodes=(2,)))
+    fast = [dataclasses.replace(peer, step=best.step / 2) for peer in found.peers]
+    assert "100.0 % more than with " in _answer(report_html(dataclasses.replace(found, peers=fast), nodes=(2,)))
+
+
+def _answer(page: str) -> str:
+    (answer,) = re.findall(r'<h1>Plan</h1>\n<p class="answer">(.*?)</p>', page)
+    return html.unescape(answer)
+
+
+def test_axes_have_round_ticks_from_zero(found: Plan) -> None:
+    memory, step, times = re.findall(r"<svg.*?</svg>", report_html(found, nodes=(2, 8)), flags=re.DOTALL)
+    for axis, chart in (("x", memory), ("x", step), ("y", times)):
+        ticks = [float(tick) for tick in re.findall(rf'<g id="{axis}tick_.*?>([\d.]+)</text>', chart, flags=re.DOTALL)]
+        assert 3 <= len(ticks) <= 8 and ticks[0] == 0, ticks
+        digits = {f"{tick - last:.0e}"[0] for last, tick in itertools.pairwise(ticks)}
+        assert digits <= {"1", "2", "5"} and len(digits) == 1, ticks
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with open_browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("width", [420, 1000, 1300, 1400])
+def test_the_page_is_rendered_without_a_complaint_and_is_no_wider_than_the_window(
+    found: Plan, tmp_path: Path, browser: Browser, width: int
+) -> None:
+    (tmp_path / "report.html").write_text(report_html(found, nodes=(2, 8)))
+    browser.show(f"file://{tmp_path}/report.html", width=width)
+    assert browser.overflow() == [] and browser.errors() == []
+    shown, scrolled = browser.run(
+        "const box = document.querySelector('.wide'); return [box.clientWidth, box.scrollWidth]"
+    )
+    assert shown > 0.9 * width - 32, "the table uses the width of the window"
+    assert scrolled == shown or width < 1300, "all columns are visible"
+    columns = browser.run("return [...document.querySelectorAll('section')].map(each => each.offsetLeft)")
+    assert len(set(columns)) == (1 if width == 420 else 2)
 
 
 # --- the page of the docs ---

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import layerzero
 from layerzero.__main__ import main
 
 pytestmark = pytest.mark.slow
@@ -133,6 +134,14 @@ def test_without_typer_one_line_says_what_to_install(
         main()
     assert ended.value.code == 2
     assert capsys.readouterr().err == "the command line of layerzero needs typer. Run: pip install typer\n"
+
+
+def test_the_version_needs_no_typer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.delitem(sys.modules, "layerzero.cli", raising=False)
+    monkeypatch.setattr(sys, "argv", ["layerzero", "--version"])
+    main()
+    assert capsys.readouterr().out == f"layerzero {layerzero.__version__}\n"
 
 
 def test_importing_layerzero_needs_torch_alone() -> None:

@@ -107,7 +107,7 @@ def _wrong_launch(rest: list[str]) -> str | None:
 def _wrong_usage(rest: list[str]) -> str | None:
     commands = typer.main.get_command(app).commands
     name, *arguments = rest
-    if name == "--help":
+    if name in ("--help", "--version"):
         return None
     if name not in commands:
         return f"no such command: {name}"

@@ -24,7 +24,7 @@ def _all_of(path: Path) -> list[str]:
     raise AssertionError(f"{path} has no __all__")
 
 
-def _public() -> Counter[str]:
+def public_names() -> Counter[str]:
     files = {package: ROOT / package.replace(".", "/") / "__init__.py" for package in PACKAGES}
     for path in (ROOT / "layerzero" / "integrations").glob("*.py"):
         if path.stem not in INTERNAL:
@@ -46,7 +46,7 @@ def test_each_public_name_is_on_the_page_exactly_once() -> None:
     listed = names_with_tiers(PAGE)
     assert {tier for _, tier in listed} == TIERS
     counts = Counter(name for name, _ in listed)
-    public = _public()
+    public = public_names()
     assert public - counts == Counter(), "public names that the page does not list"
     assert counts - public == Counter(), "names that are listed twice, or that are not public"
 
