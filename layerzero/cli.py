@@ -148,7 +148,7 @@ def _export(
 ) -> None:
     """Write the full model of a checkpoint as one safetensors file, in one process.
 
-    The parts of Megatron's tensor ranks and pipeline stages are joined into one model.
+    The parts of Megatron's tensor-parallel ranks and pipeline stages are joined into one model.
     """
     with _readable_failures():
         write = export_parts if is_megatron_checkpoint(checkpoint) else whole_model_files.export_model

@@ -219,7 +219,7 @@ class _IntegerBlocks(ABC):
         )
 
     def encode(self, shard: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
-        # Every operation writes to a given tensor, so a chunk needs no other temporary memory.
+        # Every operation writes to an existing tensor, so a chunk needs no other temporary memory.
         for place, scales, packed in self._places(blocks, out):
             values = shard[place].view(len(scales), -1)
             self._quantize(values, torch.empty_like(values), scales, packed)

@@ -170,9 +170,9 @@ def init_mesh(zero3_size: int | None = None, device_type: str | None = None) -> 
     """Create a mesh of all ranks with axes ``("replica", "zero3")``.
 
     Args:
-        zero3_size: number S of consecutive ranks that share the compute weights, usually the ranks of one node. The
-            value 1 means ZeRO-1, and the world size means ZeRO-3. S must divide the world size. If `zero3_size` is
-            None, S is the number of ranks per node, which torchrun sets as ``LOCAL_WORLD_SIZE``.
+        zero3_size: number S of consecutive ranks over which the compute weights are sharded, usually the number of
+            ranks per node. The value 1 means ZeRO-1, and the world size means ZeRO-3. S must divide the world size. If
+            `zero3_size` is None, S is the number of ranks per node, which torchrun sets as ``LOCAL_WORLD_SIZE``.
         device_type: ``"cuda"``, ``"cpu"``, ...; by default the accelerator if there is one, otherwise the CPU.
 
     Raises:
@@ -238,7 +238,8 @@ def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGr
 
     Args:
         zero1_group: group of all data-parallel ranks.
-        zero3_group: group of consecutive members of `zero1_group`, including this rank, that share the compute weights.
+        zero3_group: group of consecutive members of `zero1_group`, including this rank. The compute weights are sharded
+            over this group.
 
     Raises:
         ValueError: `zero3_group` is not a block of consecutive members of `zero1_group`, or the blocks of different
@@ -285,8 +286,8 @@ def as_data_parallel(mesh: DeviceMesh) -> DeviceMesh:
 
     Args:
         mesh: result of :func:`init_mesh` or :func:`mesh_from_groups`, or a DeviceMesh with one or two axes of any
-            names. If there is a single axis, all of its ranks share the weights. If there are two axes, the first is
-            the replica axis, and the ranks along the second share the weights.
+            names. If there is a single axis, the weights are sharded over it. If there are two axes, the first is the
+            replica axis, and the weights are sharded over the second.
 
     Raises:
         TypeError, ValueError: `mesh` is not one of these objects. The error is raised on this rank only.

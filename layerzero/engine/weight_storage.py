@@ -60,7 +60,7 @@ class WeightStorage:
         layout: positions of the parameters in the flat order.
         precision: dtypes of masters and compute weights.
         mesh: transport and pools.
-        options: options for gathers, such as the codec and the ranks that share a post-forward copy.
+        options: options for gathers, such as the codec and the ranks that keep post-forward shards.
         label: name of the unit, for traces.
         updated_on_host: True if the master is to be in host memory, provided that the pools offload the optimizer.
         refresher: object that encodes refreshes, or None. It needs weights and masters in host memory.

@@ -224,7 +224,7 @@ def _plot_step(plan: Plan, row: Estimate) -> str:
 
 
 def _plot_nodes(plan: Plan, row: Estimate, peers: Sequence[Estimate], nodes: Sequence[int]) -> str:
-    """Plot the time per micro-batch against the number of nodes, for a row and its peers."""
+    """Plot the time per micro-batch against the number of nodes, for a row and the baselines."""
     figure = _figure(3.5)
     axes = figure.subplots()
     lines = {}

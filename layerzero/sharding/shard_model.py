@@ -115,13 +115,13 @@ def shard_model(
     Args:
         model: any module. Parameters may be on the CPU, on the device, or on ``meta``.
         mesh: mesh of the data-parallel ranks, as an alternative to `zero3_size`. Use :func:`init_mesh`,
-            :func:`mesh_from_groups` or any DeviceMesh. On a mesh with one axis, all ranks share the weights. On a mesh
-            with two axes, the first is the replica axis. The mesh may also be ``callable(name, module) -> DeviceMesh``.
-            It is called for each unit (``""`` is the root), for example to shard experts over fewer data-parallel
-            ranks. Parameters may be DTensors on model-parallel axes (as in tensor and expert parallelism). See
-            ``docs/meshes.md``.
-        zero3_size: S, number of ranks that share the compute weights. S must divide the world size. Without a mesh, the
-            default is the number of ranks on a node, which torchrun sets.
+            :func:`mesh_from_groups` or any DeviceMesh. On a mesh with one axis, the weights are sharded over all ranks.
+            On a mesh with two axes, the first is the replica axis. The mesh may also be ``callable(name, module) ->
+            DeviceMesh``. It is called for each unit (``""`` is the root), for example to shard experts over fewer
+            data-parallel ranks. Parameters may be DTensors on model-parallel axes (as in tensor and expert
+            parallelism). See ``docs/meshes.md``.
+        zero3_size: S, number of ranks over which the compute weights are sharded. S must divide the world size. Without
+            a mesh, the default is the number of ranks per node, which torchrun sets.
         units: selects the modules that are gathered and freed together. Pass module classes (``{Block}``), names of
             modules or of their classes (``["blocks.0", "Block"]``), modules of the model, or lists of modules or names.
             Each list is one unit that is gathered when any of its modules is called: ``[Block, [model.norm,
@@ -425,9 +425,9 @@ def _watch(runtime: LayerZeroState) -> None:
 
 
 def _planned_traits(mesh_info: MeshInfo, config: LayerZeroConfig) -> RankTraits:
-    """Return the traits that are used to plan handles before the transport is selected.
+    """Return the traits of the process-group transport, for planning handles before the transport is selected.
 
-    The plans of handles do not depend on the transport.
+    The plans are the same for either transport.
     """
     traits = process_group_traits(sums_locally=mesh_info.zero3_reduce_comm.sums_locally)
     return RankTraits.of(mesh_info, traits, offload_params=config.offload_params)
