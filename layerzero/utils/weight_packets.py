@@ -333,8 +333,8 @@ def _zstd_decompress(data: memoryview, nbytes: int) -> bytes:
         import zstandard  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "the packet is compressed with zstd, but zstandard is not installed. Run pip install zstandard, or "
-            "uninstall it on the trainer's first rank, which then uses zlib"
+            "the packet is compressed with zstd, but zstandard is not installed. Uninstall it on the trainer's first "
+            "rank, which then uses zlib, or run here: pip install zstandard"
         ) from error
     try:
         if zstandard.frame_content_size(data) != nbytes:
