@@ -300,19 +300,37 @@ def _in_full(rank: int) -> None:
         _backward(model, rank, step)
         assert 0 < sent(lambda: _update(optimizers)) < 0.9 * everything
     assert sent(lambda: layerzero.refresh(model)) == everything
-    _backward(model, rank, 3)
-    with torch.no_grad():
-        if rank == 3:  # the other ranks have no rows or have not written, and hear of the write
-            model.head.weight.to_local().add_(0)
-        model.head.weight.mul_(1.0)
-    with_edit = sent(lambda: _update(optimizers))
-    assert 0 < with_edit < everything
     state = layerzero.full_state_dict(model)
     assert sent(lambda: layerzero.load_full_state_dict(model, state)) == everything
 
 
 def test_which_refreshes_are_sent_in_full() -> None:
     run_ranks(_in_full)
+
+
+def _asked(rank: int, folder: Path) -> None:
+    """A rank that has written to its rows asks its counterparts in the other replicas for full refreshes."""
+    model = _shard(2, "lossless")
+    optimizers = _adam(model)
+    handles = get_state(model).handles
+    for step in range(2):
+        _step(model, optimizers, rank, step)
+    _backward(model, rank, 2)
+    if rank == 3:
+        rows = next(p.to_local() for p in model.layers[1].parameters() if p.to_local().numel())
+        with torch.no_grad():
+            rows.mul_(1.0)
+    with layerzero.trace(model, folder / "{rank}.json") as trace:
+        _update(optimizers)
+        for handle in handles:
+            handle.weights.finish_refresh()
+    sent = {event.name: event.bytes for event in trace.events if event.collective == "refresh" and event.bytes}
+    full = {handle.label: 2 * len(handle.weights.master) for handle in handles}
+    assert {name for name, size in sent.items() if size == full[name]} == ({"layers.1"} if rank % 2 else set())
+
+
+def test_a_rank_can_ask_for_a_full_refresh(tmp_path: Path) -> None:
+    run_ranks(_asked, tmp_path)
 
 
 class _Useless:
