@@ -350,7 +350,8 @@ def test_bytes_of_the_schemes_are_those_of_their_formulas() -> None:
     gathered = 2 * (2 * (numel - stays) + stays)
     assert hfsdp.between == pytest.approx((gathered + 4 * numel) / node * (1 - 1 / nodes))
     held = [peer.memory for peer in (fsdp, hsdp, hfsdp, zero1)]
-    assert [sum(each.values()) - each["gathered"] for each in held] == pytest.approx(
+    states = ("weights", "masters", "gradients", "optimizer")
+    assert [sum(each.get(kind, 0) for kind in states) for each in held] == pytest.approx(
         [
             16 * numel / (nodes * node),
             16 * numel / node,
@@ -372,12 +373,13 @@ def test_bytes_of_the_schemes_are_those_of_their_formulas() -> None:
 
 def test_schemes_are_compared_at_several_links_with_their_simplest_fast_rows() -> None:
     cluster = Cluster(nodes=4, accelerators=4, between=100.0)
-    found = plan(SMALL, cluster, micro_batches=[2, 4])
+    found = plan(SMALL, cluster, micro_batches=[2, 4], zero3_sizes=[4])
     best = found.best
     assert best is not None
     assert [each.between for each in found.links] == [100.0, 200.0, 800.0, 1600.0]
     for link in found.links:
-        again = plan(SMALL, replace(cluster, between=link.between), micro_batches=[best.choice.micro_batches])
+        counts = [best.choice.micro_batches]
+        again = plan(SMALL, replace(cluster, between=link.between), micro_batches=counts, zero3_sizes=[4])
         assert list(link.rows) == ["layerzero", "FSDP2", "HSDP", "HFSDP", "ZeRO-1"]
         for scheme, row in link.rows.items():
             assert row is not None and row.choice.scheme == scheme
@@ -388,8 +390,9 @@ def test_schemes_are_compared_at_several_links_with_their_simplest_fast_rows() -
         ours, *others = [row.tokens for row in link.rows.values() if row is not None]
         assert link.advantage == pytest.approx(ours / max(others) - 1)
     assert found.links[0].rows["layerzero"] == best, "the recommended row at the given link"
-    advantages = [link.advantage for link in found.links if link.advantage is not None]
-    assert advantages[0] == max(advantages) > 0 > advantages[-1] - 0.01
+    for scheme in found.links[0].rows:
+        speeds = [link.rows[scheme].tokens for link in found.links]
+        assert all(0.97 * slow <= fast for slow, fast in itertools.pairwise(speeds)), scheme
 
 
 def test_a_scheme_that_does_not_fit_has_no_row_at_any_link() -> None:
