@@ -15,7 +15,6 @@ import typer
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import layerzero
 from layerzero.checkpoint import CheckpointError, whole_model_files
 from layerzero.checkpoint.contents_checks import num_saving_ranks
 from layerzero.checkpoint.safe_json import printable
@@ -32,18 +31,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"layerzero {layerzero.__version__}")
-        raise typer.Exit(0)
-
-
-@app.callback()
-def _layerzero(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
-    ] = False,
-) -> None:
+@app.callback(epilog="layerzero --version prints the version.")
+def _layerzero() -> None:
     """Hybrid of ZeRO-1 and ZeRO-3: optimizer state sharded over all ranks, weights over a few ranks with fast links."""
 
 

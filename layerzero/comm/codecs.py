@@ -235,7 +235,8 @@ class _IntegerBlocks(ABC):
             exact.add_(shard[place].view(exact.shape))
             integers = torch.empty_like(exact)
             self._quantize(exact, integers, scales, packed)
-            rest.copy_(exact.addcmul_(integers, scales.to(exact.dtype), value=-1).nan_to_num_())
+            rounded = torch.empty_like(scales, dtype=exact.dtype).copy_(scales)
+            rest.copy_(exact.addcmul_(integers, rounded, value=-1).nan_to_num_())
 
     def decode(self, encoded: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
         for place, scales, packed in self._places(blocks, encoded):
@@ -338,13 +339,14 @@ class Int4Blocks(_IntegerBlocks):
     def _pack(self, integers: Tensor, packed: Tensor) -> None:
         first, second = integers[:, : packed.size(1)], integers[:, packed.size(1) :]
         packed.copy_(first)
-        packed[:, : second.size(1)].add_(second.to(torch.int8), alpha=16)
+        packed[:, : second.size(1)].add_(torch.empty_like(second, dtype=torch.int8).copy_(second), alpha=16)
 
     def _unpack(self, packed: Tensor, values: Tensor) -> None:
         first, second = values[:, : packed.size(1)], values[:, packed.size(1) :]
-        high = (packed + 8).bitwise_right_shift_(4)
+        high, low = torch.empty_like(packed), torch.empty_like(packed)
+        torch.add(packed, 8, out=high).bitwise_right_shift_(4)
         second.copy_(high[:, : second.size(1)])
-        first.copy_(torch.sub(packed, high, alpha=16))
+        first.copy_(torch.sub(packed, high, alpha=16, out=low))
 
 
 @dataclass(frozen=True)
