@@ -106,12 +106,12 @@ def test_schemes_train_alike_and_send_what_the_formulas_say(tmp_path: Path, monk
 
 
 def test_in_bf16_layerzero_sends_three_quarters_of_the_bytes_of_hsdp(tmp_path: Path) -> None:
-    chosen = ["--only", "fsdp2-hsdp", "layerzero", "layerzero-zero1"]
+    chosen = ["--only", "fsdp2-hsdp", "layerzero"]
     done, found = compare(tmp_path, "--unit", "Block", "--param-dtype", "bfloat16", *chosen)
     assert done.returncode == 0, done.stderr
-    hsdp, ours, zero1 = (scheme["between_bytes_per_node"] for scheme in found["schemes"].values())
+    hsdp, ours = (scheme["between_bytes_per_node"] for scheme in found["schemes"].values())
     assert hsdp == (4 + 4) * NUMEL / 2
-    assert 0 <= ours - (4 + 2) * NUMEL / 2 <= 100 and 0 <= zero1 - (4 + 2) * NUMEL / 2 <= 100
+    assert 0 <= ours - (4 + 2) * NUMEL / 2 <= 100
 
 
 def test_an_emulated_link_carries_what_was_counted(tmp_path: Path) -> None:
@@ -149,29 +149,14 @@ def test_make_needs_a_model() -> None:
     assert "-m benchmarks.compare mine:Net --ranks 2 --unit Block" in done.stdout
 
 
-def test_the_page_shows_what_the_command_prints(tmp_path: Path) -> None:
+def test_the_command_of_the_page_runs() -> None:
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
-    (shown,) = re.findall(r"```\n\$ make compare (.*?)```", page, flags=re.DOTALL)
-    command, _, told = shown.replace("\\\n", "").partition("\n")
+    (command,) = re.findall(r"^make compare (.*)$", page, re.MULTILINE)
     given = dict(part.split("=", 1) for part in shlex.split(command))
-    arguments = [given["MODEL"], "--ranks", "4", *shlex.split(given["ARGS"])]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = [sys.executable, "-m", "benchmarks.compare", *arguments]
-    done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False)
+    run = [sys.executable, "-m", "benchmarks.compare", given["MODEL"], "--ranks", "4", *shlex.split(given["ARGS"])]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
-    said = _without_measurements(done.stdout).splitlines()
-    before, after = (_without_measurements(part).splitlines() for part in told.split("...\n"))
-    assert said[: len(before)] == before and said[-len(after) :] == after
-
-
-def _without_measurements(text: str) -> str:
-    """Remove times, peak memory, the version of torch and the last digits of losses, and join spaces."""
-    text = re.sub(r"[\d.]+ (s|ms|us)\b", "TIME", text)
-    text = re.sub(r"[\d.]+ [kMG]?B$", "PEAK", text, flags=re.MULTILINE)
-    text = re.sub(r"torch [\w.+]+", "torch", text)
-    text = re.sub(r"(\d\.\d{3})\d{3}\b", r"\1", text)
-    text = re.sub(r"difference [\d.e-]+", "difference", text)
-    return re.sub(r"-{2,}|  +", " ", text)
+    assert "2 nodes of 2 ranks (assumed); gloo on cpu" in done.stdout and "losses agree" in done.stdout
 
 
 # --- the counter ---
