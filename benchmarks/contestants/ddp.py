@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.contestants.base import Contestant
@@ -57,6 +56,8 @@ class DDPZero(DDP):
     """DDP whose optimizer state is sharded. Updated weights are sent in fp32."""
 
     def _optimizer(self) -> torch.optim.Optimizer:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415 - its import emits a warning
+
         return ZeroRedundancyOptimizer(
             self.model.parameters(), optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True, **OPTIMIZER
         )
