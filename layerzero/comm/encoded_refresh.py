@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from layerzero.comm.collectives import Collective, Communicator, PendingCollective, all_gather, all_gather_small
-from layerzero.comm.lossless_differences import LosslessDifferences
 from layerzero.device.buffer_pools import BufferPool, Size
 from layerzero.device.streams import DeferredCollectiveError, ThreadStream
 from layerzero.utils.bit_sums import digest
+from layerzero.utils.lossless_differences import LosslessDifferences
 
 __all__ = ["COMPARE_EVERY", "IN_FLIGHT", "EncodedRefresher", "PendingRefresh", "RefreshInput", "refresh_buffers"]
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.codecs import GatherCodec
-from layerzero.comm.lossless_differences import LosslessDifferences
+from layerzero.utils.lossless_differences import LosslessDifferences
 
 __all__ = ["ACCUMULATIONS", "AUTO", "OFFLOADS", "UNSUPPORTED", "LayerZeroConfig", "Precision", "Units"]
 

@@ -19,7 +19,6 @@ from layerzero.comm.codecs import GatherCodec
 from layerzero.comm.collective_watchdog import Watchdog, default_limit, new_scope
 from layerzero.comm.collectives import timeout_of
 from layerzero.comm.encoded_refresh import EncodedRefresher
-from layerzero.comm.lossless_differences import LosslessDifferences
 from layerzero.comm.mesh_info import AXES, MeshInfo, as_data_parallel
 from layerzero.comm.model_ranks import ModelRanks
 from layerzero.comm.process_groups import (
@@ -72,6 +71,7 @@ from layerzero.sharding.unit_meshes import (
 )
 from layerzero.sharding.unit_selection import UnitDefinition, partition, ranks_in
 from layerzero.sharding.wrapper_checks import guard_wrappers, refuse_fully_shard
+from layerzero.utils.lossless_differences import LosslessDifferences
 
 _log = logging.getLogger("layerzero")
 

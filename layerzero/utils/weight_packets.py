@@ -9,11 +9,9 @@ bytes of a piece determines its encoding:
     size of the values      the values themselves
     less                    compressed difference from the previous version, for dtypes of 16 bits
 
-A difference is computed from the bits of the values, as integers modulo 2^16. Therefore the receiver gets the exact
-bits, including those of NaN and -0. Small differences of either sign are mapped to small non-negative integers (0, -1,
-1, -2, ... to 0, 1, 2, 3, ...), so that most of their high bytes are zero. All low bytes precede all high bytes, because
-each of the two groups compresses better alone. A CRC-32 of the resulting values of each piece detects damaged packets,
-and receivers whose old values differ from those of the sender.
+`lossless_differences` encodes the differences. The receiver gets the exact bits, including those of NaN and -0. A
+CRC-32 of the resulting values of each piece detects damaged packets, and receivers whose old values differ from those
+of the sender.
 """
 
 from __future__ import annotations
@@ -21,14 +19,16 @@ from __future__ import annotations
 import ctypes
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from layerzero.utils.lossless_differences import LosslessDifferences
 
 __all__ = ["Version", "WeightPacketError", "WeightReceiver", "make_packet"]
 
@@ -73,56 +73,40 @@ def make_packet(version: Version, tensors: Sequence[tuple[Sequence[str], Tensor,
         tensors: names, current values and previous values of each tensor, both contiguous and on the CPU. Without
             previous values, the values themselves are sent.
     """
-    name, compress = _compression()
+    codec = LosslessDifferences.best()
     entries: list[_Entry] = []
     content: list[Any] = []
     with ThreadPoolExecutor() as pool:  # compression and checksums release the GIL
         packed = [
-            [pool.submit(_pack, *piece, compress) for piece in _differences(now, before)] for _, now, before in tensors
+            [
+                pool.submit(_pack, new, old, codec)
+                for new, old in zip(_pieces(now), repeat(None) if before is None else _pieces(before), strict=False)
+            ]
+            for _, now, before in tensors
         ]
         for (names, now, _), futures in zip(tensors, packed, strict=True):
             data, checksums = zip(*(future.result() for future in futures), strict=True) if futures else ((), ())
             sizes = [len(each) for each in data]
             entries.append(_Entry(list(names), _name_of(now.dtype), list(now.shape), sizes, list(checksums)))
             content += data
-    fields = {"format": _FORMAT, "compression": name, **version._asdict()}
+    fields = {"format": _FORMAT, "compression": codec.compression, **version._asdict()}
     header = json.dumps(fields | {"tensors": [each._asdict() for each in entries]}).encode()
     start = b"".join(number.to_bytes(8, "little") for number in (len(header), zlib.crc32(header)))
     return b"".join([start, header, *content])
 
 
-def _differences(now: Tensor, before: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield the values and the difference of each piece. The difference is empty if the bits are equal.
-
-    The difference is None if the values themselves are to be sent.
-    """
+def _pack(now: Tensor, before: Tensor | None, codec: LosslessDifferences) -> tuple[Any, int]:
+    """Return the data of a piece and the checksum of its values. The data may be the memory of `now`."""
+    memory = _memory(now)
     if before is None:
-        yield from ((piece, None) for piece in _pieces(now))
-        return
-    for new, old in zip(_pieces(now), _pieces(before), strict=True):
-        if new.element_size() != 2:
-            same = torch.equal(new.view(torch.uint8), old.view(torch.uint8))
-            yield new, torch.empty(0) if same else None
-            continue
-        difference = new.view(torch.int16) - old.view(torch.int16)
-        if not difference.any():
-            yield new, torch.empty(0)
-            continue
-        difference = (difference << 1) ^ (difference >> 15)
-        planes = torch.empty(2, len(new), dtype=torch.uint8)
-        planes[0].copy_(difference & 255)
-        planes[1].copy_((difference >> 8) & 255)
-        yield new, planes
-
-
-def _pack(values: Tensor, difference: Tensor | None, compress: Callable[[Any], bytes]) -> tuple[Any, int]:
-    """Return the data of a piece and the checksum of its values. The data may be the memory of `values`."""
-    if difference is not None and not difference.numel():
+        return memory, zlib.crc32(memory)
+    if torch.equal(now.view(torch.uint8), before.view(torch.uint8)):
         return b"", 0
-    data = memory = _memory(values)
-    if difference is not None and len(compressed := compress(_memory(difference))) < len(memory):
-        data = compressed  # type: ignore[assignment]
-    return data, zlib.crc32(memory)
+    if now.element_size() != 2:
+        return memory, zlib.crc32(memory)
+    encoded = torch.empty(now.nbytes, dtype=torch.uint8)
+    size = codec.encode(before, now, encoded)
+    return bytes(_memory(encoded)[:size]), zlib.crc32(memory)
 
 
 class WeightReceiver:
@@ -170,18 +154,14 @@ class WeightReceiver:
             WeightPacketError: the packet is damaged, does not fit the tensors, or does not follow the previous packet.
                 If a version is missing, the tensors are not changed.
         """
-        version, compression, entries, data = _parse(packet)
+        version, codec, entries, data = _parse(packet)
         self._require_next(version)
         targets = [self._targets(entry, creates=version.base is None) for entry in entries]
         self.version, self._next = None, None  # if an error follows, tensors of two versions remain
         pieces = [piece for written, *_ in targets for piece in _pieces(written)]
         checksums = [checksum for entry in entries for checksum in entry.checksums]
         with ThreadPoolExecutor() as pool:
-            unpacked = pool.map(partial(_unpack, compression), data, [piece.nbytes for piece in pieces])
-            for piece, content, packed in zip(pieces, unpacked, data, strict=True):
-                _write(piece, content, is_difference=len(packed) != piece.nbytes)
-            found = pool.map(_checksum, pieces, data)
-            if list(found) != [checksum if packed else 0 for checksum, packed in zip(checksums, data, strict=True)]:
+            if list(pool.map(partial(_write, codec), pieces, data)) != checksums:
                 raise WeightPacketError(
                     f"packet {version.packet + 1} of {version.packets} of version {version.version} gives values with "
                     "a wrong checksum. The packet is damaged, or the weights were changed after the last version. "
@@ -242,7 +222,9 @@ class WeightReceiver:
         return list(places.values())
 
 
-def _parse(packet: bytes | bytearray | memoryview) -> tuple[Version, str, list[_Entry], list[memoryview]]:
+def _parse(
+    packet: bytes | bytearray | memoryview,
+) -> tuple[Version, LosslessDifferences, list[_Entry], list[memoryview]]:
     view = memoryview(packet).cast("B")
     length, checksum = (int.from_bytes(view[start : start + 8], "little") for start in (0, 8))
     end = 16 + length
@@ -255,7 +237,7 @@ def _parse(packet: bytes | bytearray | memoryview) -> tuple[Version, str, list[_
         bounds = list(accumulate((size for entry in entries for size in entry.sizes), initial=end))
         known &= bounds[-1] == len(view) and all(entry.names and entry.numel >= 0 for entry in entries)
         known &= all(type(number) is int for number in (version.version, version.packet, version.packets))
-        compression = str(header["compression"])
+        codec = LosslessDifferences(header["compression"])
         data = [view[start:stop] for start, stop in pairwise(bounds)]
     except (ValueError, KeyError, TypeError, RuntimeError):
         known = False
@@ -264,44 +246,23 @@ def _parse(packet: bytes | bytearray | memoryview) -> tuple[Version, str, list[_
             f"{len(view)} bytes are not a complete packet of layerzero.WeightSender. Pass each packet unchanged, and "
             "use the same version of layerzero on both sides"
         )
-    return version, compression, entries, data
+    return version, codec, entries, data
 
 
-def _unpack(compression: str, data: memoryview, nbytes: int) -> Any:
-    """Return the content of a piece whose values have `nbytes` bytes. It has `nbytes` bytes, or none."""
-    if len(data) in (0, nbytes):
-        return data
+def _write(codec: LosslessDifferences, piece: Tensor, data: memoryview) -> int:
+    """Write the values of a piece, or add a difference to them. Return their checksum, or 0 if nothing changes."""
+    if not len(data):
+        return 0
+    encoded = torch.empty(len(data), dtype=torch.uint8)
+    _memory(encoded)[:] = data
+    values = piece.cpu()  # the piece itself if it is on the CPU
     try:
-        if compression == "zstd":
-            content = _zstd_decompress(data, nbytes)
-        else:
-            content = zlib.decompressobj().decompress(data, nbytes)
-    except (zlib.error, ValueError) as error:
-        raise WeightPacketError(f"a packet cannot be decompressed: {error}. {_SEND_ALL}") from error
-    if len(content) != nbytes:
-        raise WeightPacketError(f"a packet has a piece of {len(content)} instead of {nbytes} bytes. {_SEND_ALL}")
-    return content
-
-
-def _write(piece: Tensor, content: Any, *, is_difference: bool) -> None:
-    """Write the values of a piece, or add a difference to them."""
-    if not len(content):
-        return
-    if not is_difference:
-        host = torch.empty_like(piece, device="cpu")
-        _memory(host)[:] = content
-        piece.copy_(host)
-        return
-    host = torch.empty(2, len(piece), dtype=torch.uint8)
-    _memory(host)[:] = content
-    low, high = host.to(piece.device).to(torch.int16)
-    mapped = low | (high << 8)
-    bits = piece.view(torch.int16)
-    bits += ((mapped >> 1) & 0x7FFF) ^ -(mapped & 1)
-
-
-def _checksum(piece: Tensor, data: memoryview) -> int:
-    return zlib.crc32(_memory(piece.cpu())) if len(data) else 0
+        codec.decode(encoded, values)
+    except (ValueError, RuntimeError) as error:
+        raise WeightPacketError(f"a packet cannot be decoded: {error}. {_SEND_ALL}") from error
+    if values is not piece:
+        piece.copy_(values)
+    return zlib.crc32(_memory(values))
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -317,29 +278,3 @@ def _memory(tensor: Tensor) -> memoryview:
 
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _compression() -> tuple[str, Callable[[Any], bytes]]:
-    """Return the name of the best available compression and its function."""
-    try:
-        import zstandard  # noqa: PLC0415 - an extra
-    except ModuleNotFoundError:
-        return "zlib", partial(zlib.compress, level=1)
-    return "zstd", partial(zstandard.compress, level=1)
-
-
-def _zstd_decompress(data: memoryview, nbytes: int) -> bytes:
-    try:
-        import zstandard  # noqa: PLC0415 - an extra
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "the packet is compressed with zstd, but zstandard is not installed. Uninstall it on the trainer's first "
-            "rank, which then uses zlib, or run here: pip install zstandard"
-        ) from error
-    try:
-        if zstandard.frame_content_size(data) != nbytes:
-            raise ValueError("its size is wrong")
-        content: bytes = zstandard.ZstdDecompressor().decompress(data)
-    except zstandard.ZstdError as error:
-        raise ValueError(str(error)) from error
-    return content

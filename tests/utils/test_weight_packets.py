@@ -266,8 +266,14 @@ def test_parameters_that_require_gradients_are_written() -> None:
 
 
 def test_a_receiver_without_zstandard_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compressor:
+        def __init__(self, **settings: object) -> None: ...
+
+        def compress(self, data: memoryview) -> bytes:
+            return b"x"
+
     fake = ModuleType("zstandard")
-    fake.compress = lambda data, level: b"x"  # type: ignore[attr-defined]
+    fake.ZstdCompressor = Compressor  # type: ignore[attr-defined]
     sender, receiver = Sender(), WeightReceiver()
     receiver.apply(sender.packets({"w": torch.zeros(100).bfloat16()})[0])
     monkeypatch.setitem(sys.modules, "zstandard", fake)

@@ -14,7 +14,6 @@ such a message by its size.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -60,7 +59,11 @@ class LosslessDifferences:
     @classmethod
     def best(cls) -> LosslessDifferences:
         """Return the codec with the fastest compression that is installed."""
-        return cls("zlib" if importlib.util.find_spec("zstandard") is None else "zstd")
+        try:
+            import zstandard  # noqa: F401, PLC0415 - an optional package
+        except ModuleNotFoundError:
+            return cls("zlib")
+        return cls("zstd")
 
     def encode(self, old: Tensor, new: Tensor, out: Tensor) -> int:
         """Encode `new` into the beginning of `out`, and return the size of the message in bytes.
@@ -95,7 +98,8 @@ class LosslessDifferences:
         """Replace the previous `weights`, 1-D [n], by the weights of the message `encoded`, 1-D uint8.
 
         Raises:
-            ValueError: the message was not encoded for `weights` of this size.
+            ValueError: the message is damaged, or was not encoded for `weights` of this size.
+            ModuleNotFoundError: the message is compressed with zstd, and zstandard is not installed.
         """
         if encoded.numel() == weights.nbytes:
             weights.view(torch.uint8).copy_(encoded)
@@ -142,11 +146,36 @@ class LosslessDifferences:
 
     def _decompressor(self) -> _Decompress:
         if self.compression == "zstd":
-            import zstandard  # noqa: PLC0415
+            return _zstd_decompressor()
 
-            decompressor = zstandard.ZstdDecompressor()
-            return lambda packed, size: decompressor.decompress(_memory(packed), max_output_size=size)
-        return lambda packed, size: zlib.decompress(_memory(packed), -zlib.MAX_WBITS, size)
+        def decompress(packed: Tensor, size: int) -> bytes:
+            try:
+                # One byte more than expected, so that a longer piece is noticed and not merely cut.
+                return zlib.decompressobj(-zlib.MAX_WBITS).decompress(_memory(packed), size + 1)
+            except zlib.error as error:
+                raise ValueError(f"a piece cannot be decompressed: {error}") from error
+
+        return decompress
+
+
+def _zstd_decompressor() -> _Decompress:
+    try:
+        import zstandard  # noqa: PLC0415 - an optional package
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "the weights are compressed with zstd, but zstandard is not installed. Run pip install zstandard here, or "
+            "uninstall it where the weights are sent, which then uses zlib"
+        ) from error
+    decompressor = zstandard.ZstdDecompressor()
+
+    def decompress(packed: Tensor, size: int) -> bytes:
+        try:
+            found: bytes = decompressor.decompress(_memory(packed), max_output_size=size)
+        except zstandard.ZstdError as error:
+            raise ValueError(f"a piece cannot be decompressed: {error}") from error
+        return found
+
+    return decompress
 
 
 def _pieces(numel: int) -> list[slice]:
