@@ -177,11 +177,6 @@ class EncodedParts(NamedTuple):
         return cls(codec, added_in, blocks, [_size_of(codec, each, added_in) for each in blocks])
 
     @property
-    def feedback(self) -> FeedbackCodec | None:
-        """The codec, if the error of a message is added to the next message."""
-        return self.codec if has_feedback(self.codec) else None
-
-    @property
     def widths(self) -> list[int]:
         """Size of each part in a message in bytes, rounded up so that the next part is aligned."""
         return [encoded_bytes([size]) for size in self.sizes]

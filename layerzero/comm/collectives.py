@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 
-from layerzero.comm.codecs import EncodedParts
+from layerzero.comm.codecs import EncodedParts, has_feedback
 from layerzero.comm.failure_report import CollectiveError, RankStatus, diagnose
 from layerzero.comm.process_groups import HeldGroup, timeout_on
 from layerzero.comm.trace_recorder import CollectiveTrace
@@ -409,10 +409,11 @@ def encoded_reduce_scatter(
                     summands[rank].copy_(piece)
                 elif blocks[index]:
                     exact = piece if piece.dtype is dtype else torch.empty_like(piece, dtype=dtype).copy_(piece)
-                    if errors is None or encoded.feedback is None:
-                        codec.encode(exact, blocks[index], out[: sizes[index]])
+                    message = out[: sizes[index]]
+                    if errors is not None and has_feedback(codec):
+                        codec.encode_with_feedback(exact, blocks[index], message, errors[index])
                     else:
-                        encoded.feedback.encode_with_feedback(exact, blocks[index], out[: sizes[index]], errors[index])
+                        codec.encode(exact, blocks[index], message)
             work = dist.all_to_all_single(received, sent, from_each, to_each, group=comm.group, async_op=True)
         except BaseException:
             give_back()

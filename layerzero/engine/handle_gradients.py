@@ -11,12 +11,13 @@ change outside of a step, the errors are dropped as well. They are not stored in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum, auto
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from layerzero.comm.codecs import EncodedParts, residual_numel
+from layerzero.comm.codecs import EncodedParts, has_feedback, residual_numel
 from layerzero.comm.collectives import (
     Collective,
     LaunchedCollective,
@@ -47,6 +48,14 @@ from layerzero.layout.shard_grid import Extent
 __all__ = ["HandleGradients", "HandleReduction", "Inspect", "PendingSlots"]
 
 Inspect = Callable[[Sequence[tuple[int, Tensor]]], None]
+
+
+class ResidualState(Enum):
+    """Fate of the gradient to which the stored errors belong; see [Note: Error feedback]."""
+
+    PENDING = auto()  # no step has used it yet
+    APPLIED = auto()  # the optimizer has used it
+    DROPPED = auto()  # it was dropped, or set to zero, before a step used it
 
 
 class HandleGradients:
@@ -101,8 +110,7 @@ class HandleGradients:
         self.usage = bytearray(len(layout.slots))  # a GradUsage for each slot
         self.reduction: Waitable | None = None
         self.residual: Tensor | None = None  # 1-D, bf16; see [Note: Error feedback]
-        self._is_dropped = False  # True if gradients were dropped since the last encoded message
-        self._is_stepped = False  # True if the optimizer has updated the masters since the last encoded message
+        self._residual_state = ResidualState.PENDING
         self.inspect: Inspect | None = None  # called with incoming gradients by slot, before they are sent
 
     @property
@@ -152,23 +160,24 @@ class HandleGradients:
     def residual_to_add(self) -> Tensor | None:
         """Return the errors of the previous encoded messages, or None without error feedback."""
         encoded = self.encoded_parts
-        if encoded is None or encoded.feedback is None:
+        if encoded is None or not has_feedback(encoded.codec):
             return None
         if self.residual is None:
             numel = residual_numel(self._layout, self.mesh_info.grid)
             self.residual = torch.zeros(numel, dtype=torch.bfloat16, device=self.pool.device)
-        elif self._is_dropped and not self._is_stepped:
+        elif self._residual_state is ResidualState.DROPPED:
             self.residual.zero_()
-        self._is_dropped = self._is_stepped = False
+        self._residual_state = ResidualState.PENDING
         return self.residual
 
     def record_step(self) -> None:
         """Record that the optimizer has applied the final gradient."""
-        self._is_stepped = True
+        self._residual_state = ResidualState.APPLIED
 
     def record_drop(self) -> None:
         """Record that a final gradient has been dropped or set to zero."""
-        self._is_dropped = True
+        if self._residual_state is ResidualState.PENDING:
+            self._residual_state = ResidualState.DROPPED
 
     def clear_residual(self) -> None:
         """Discard the errors of the previous encoded messages."""
