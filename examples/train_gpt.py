@@ -74,6 +74,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--stop-on",
         nargs="+",
         default=[],
+        choices=[each.name for each in signal.Signals],
         metavar="SIGNAL",
         help="save and end when a rank receives SIGTERM, SIGUSR1, ...",
     )

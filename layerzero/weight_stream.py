@@ -15,7 +15,7 @@ raise within the timeout of the process group.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -42,7 +42,7 @@ _BUCKET_BYTES = 512 << 20
 
 def stream_weights(
     model: nn.Module, *, bucket_bytes: int = _BUCKET_BYTES, rank0_only: bool = False
-) -> Iterator[tuple[str, Tensor]]:
+) -> Generator[tuple[str, Tensor], None, None]:
     """Yield the names and full tensors of the state dict, with the values that the next forward pass uses.
 
     Use this function to pass weights to an inference engine. Parameters have the compute dtype. They are gathered
@@ -51,8 +51,10 @@ def stream_weights(
     each other, with the same tensor. Entries of the state dict that are not tensors are left out.
 
     A tensor is valid until the next parameter or buffer is requested. It is then emptied: its shape becomes [0].
-    Therefore the stream never holds more than ``max(bucket_bytes, largest tensor)`` beside the model. To keep a tensor,
-    copy it, or keep ``tensor.detach()``, which also keeps the memory. The tensors share no memory with the model.
+    Therefore the stream holds at most ``max(bucket_bytes, largest tensor)`` beside the model. With `rank0_only`, a peer
+    of the first rank may briefly hold two buckets, and parameters that tensor or expert parallelism splits also need
+    their parts. To keep a tensor, copy it, or keep ``tensor.detach()``, which also keeps the memory. The tensors share
+    no memory with the model.
 
     All ranks must iterate over the stream, between passes. Until a rank has exhausted its generator, forward passes,
     backward passes and changes of weights raise an error on this rank. If a rank leaves its loop early, the rest of the
@@ -127,16 +129,15 @@ class WeightSender:
         self._name = secrets.token_hex(8)
         self._is_complete = False  # True if all packets of the last version were made
         self._sent_versions: dict[str, int] = {}  # Handle.weights_version by parameter, of the last version
-        self._previous: dict[
-            str, Tensor
-        ] = {}  # values of the last version by first name, on the host of the first rank
+        # Values of the last version by first name, on the host of the first rank.
+        self._previous: dict[str, Tensor] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the previous values that this rank keeps. The value is 0 on all ranks except the first one."""
         return sum(tensor.nbytes for tensor in self._previous.values())
 
-    def packets(self, *, full: bool = False) -> Iterator[bytes]:
+    def packets(self, *, full: bool = False) -> Generator[bytes, None, None]:
         """Yield the packets of the next version on the first rank, and nothing on other ranks.
 
         All ranks must iterate, as over :func:`stream_weights`. Send each packet to a

@@ -41,10 +41,12 @@ API = {
         "UnitParameter",
         "GatherCodec",
         "Float8Rows",
+        "Int4Blocks",
         "Int8Blocks",
     ],
     "Training loop": ["no_sync", "clip_grad_norm_", "register_forward_method", "refresh", "gathered", "EMA"],
     "Full parameters": ["unsharded", "full_state_dict", "load_full_state_dict", "full_precision"],
+    "Inference": ["stream_weights", "WeightSender", "WeightReceiver", "WeightPacketError"],
     "Reports": ["memory", "MemoryReport", "traffic", "TrafficReport", "metrics", "trace", "Trace", "TraceEvent"],
 }
 REST = "Guards and checks"  # all other public names of `layerzero`

@@ -52,7 +52,7 @@ def train(config: dict[str, Any]) -> None:
     model = layerzero.shard_model(make_model().to(device), zero3_size=config["zero3_size"], units={Block})
     optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
 
-    folder = f"{config['storage']}/layerzero"
+    folder = f"{config['storage']}/checkpoints"
     found = checkpoint.load_latest(folder, model, optimizer)
     for step in range(found.extra["step"] if found else 0, config["steps"]):
         x, target = (tensor.to(device) for tensor in make_batch(step, rank))

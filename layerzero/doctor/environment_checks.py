@@ -64,9 +64,9 @@ _OVERRIDES = {
 }
 # Variables that may differ between ranks without harm.
 _OF_ONE_RANK = {
-    *(f"NCCL_{name}" for name in ("SOCKET_IFNAME", "IB_HCA", "DEBUG_FILE", "HOSTID", "TOPO_FILE", "TOPO_DUMP_FILE")),
-    *("GLOO_SOCKET_IFNAME", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH"),
+    *("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_HOSTID", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "CUDA_HOME"),
 }
+_LOCAL_PATHS = ("_PATH", "_FILE", "_DIR", "_DIRECTORY")  # ends of the names of variables with paths of one machine
 
 
 def whole_number(environment: Mapping[str, str], name: str) -> int | None:
@@ -80,7 +80,9 @@ def relevant_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environment.items())
-        if name not in _OF_ONE_RANK and (name.startswith(_PREFIXES) or name in {"OMP_NUM_THREADS", "WORLD_SIZE"})
+        if name not in _OF_ONE_RANK
+        and not name.endswith(_LOCAL_PATHS)
+        and (name.startswith(_PREFIXES) or name in {"OMP_NUM_THREADS", "WORLD_SIZE"})
     }
 
 
@@ -91,10 +93,9 @@ def check_variables(environment: Mapping[str, str], device_type: str, *, rdma: S
         device_type: type of the accelerator, or ``"cpu"``. Variables of GPUs cause no problem without a GPU.
         rdma: names of the machine's InfiniBand or RoCE adapters.
     """
-    rules = [rule for rule in _RULES if rule.name in environment and rule.applies(environment[rule.name])]
-    if rdma:
-        effect = f"NCCL sends over IP sockets and does not use the adapters {', '.join(rdma)}"
-        rules += [_Rule("NCCL_IB_DISABLE", effect)] if _is_on(environment, "NCCL_IB_DISABLE") else []
+    unused = f"NCCL sends over IP sockets and does not use the adapters {', '.join(rdma)}"
+    known = [*_RULES, *([_Rule("NCCL_IB_DISABLE", unused)] if rdma else [])]
+    rules = [rule for rule in known if rule.name in environment and rule.applies(environment[rule.name])]
     has_gpu = device_type == "cuda"
     found = []
     for rule in rules:
@@ -120,10 +121,6 @@ def _from_warning(group: str, warning: str | None) -> list[Finding]:
     """Return a warning of the launchers, which ends with what to set, as a finding."""
     text, _, fix = (warning or "").partition(". Set ")
     return [Finding(group, "problem", text, f"Set {fix}")] if warning else []
-
-
-def _is_on(environment: Mapping[str, str], name: str) -> bool:
-    return environment.get(name, "").strip().lower() not in _OFF
 
 
 def check_interfaces(

@@ -165,8 +165,8 @@ def check_shared_memory(shm: tuple[int, int] | None, available: float, kind: str
     if kind != "cpu" or math.isinf(available):
         return found
     text = (
-        f"{size(available)} of memory available: layerzero's shared memory on the CPU takes N elements of the compute "
-        f"dtype per node, none of it in /dev/shm, so N is at most {available / 2e9:.3g}e9 in bf16"
+        f"{size(available)} of memory available: shared weights take 2 bytes per parameter and node in bf16, outside "
+        f"of /dev/shm, so a model may have at most {available / 2e9:.3g}e9 parameters"
     )
     return [*found, Finding(_MEMORY, "ok", text)]
 

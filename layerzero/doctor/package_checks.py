@@ -28,9 +28,9 @@ __all__ = [
 _GROUP = "packages"
 _OURS = "torch-layerzero"
 _FOR_DEVELOPERS = {"bench", "demo", "dev", "docs", "test"}
-_IMPORTED = ("numpy", "safetensors", "xxhash", "yaml")  # small packages that layerzero imports on demand
+_IMPORTED = ("numpy", "safetensors", "xxhash", "yaml", "zstandard")  # small packages that layerzero imports on demand
 # A package outside of the range of such an extra matters only to users of this integration.
-_INTEGRATIONS = {"accelerate", "lightning", "lora", "megatron", "torchtitan", "transformers"}
+_INTEGRATIONS = {"accelerate", "lightning", "lora", "megatron", "ray", "torchtitan", "transformers"}
 
 
 def check_packages(version: str, package: Path, folder: Path, path: Sequence[str] = sys.path) -> list[Finding]:

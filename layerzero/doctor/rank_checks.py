@@ -25,7 +25,10 @@ __all__ = ["RankReport", "check_nodes", "check_ranks", "merge_findings", "node_s
 _GROUP = "ranks"
 _SHOWN = 8  # number of nodes that a line lists
 # Packages whose files or messages ranks exchange.
-_PACKAGES = ("numpy", "safetensors", "xxhash", "megatron-core", "accelerate", "transformers", "lightning", "torchtitan")
+_PACKAGES = (
+    *("numpy", "safetensors", "xxhash", "zstandard"),
+    *("megatron-core", "accelerate", "transformers", "lightning", "torchtitan"),
+)
 _MAY_DIFFER = "accelerators"
 
 

@@ -23,7 +23,10 @@ _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 # Functions whose documentation says that all ranks must call them.
 _ALL_RANKS = {
     *(f"layerzero.{name}" for name in ("shard_model", "shard_optimizer", "init_mesh", "full_state_dict", "unsharded")),
-    *(f"layerzero.{name}" for name in ("load_full_state_dict", "clip_grad_norm_", "refresh", "fingerprint")),
+    *(
+        f"layerzero.{name}"
+        for name in ("load_full_state_dict", "clip_grad_norm_", "refresh", "fingerprint", "stream_weights")
+    ),
     *(
         f"layerzero.checkpoint.{name}"
         for name in ("save", "save_async", "load", "load_latest", "load_safetensors", "load_dcp")

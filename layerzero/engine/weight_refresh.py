@@ -50,9 +50,8 @@ class WeightRefresher:
         self._uses = uses
         self._precedes_forward = True  # before the first forward pass, no rank reads weights that other ranks write
         self._steps = 0  # number of optimizer steps since the last forward pass
-        self._expected_steps = (
-            1  # number of steps in the last interval between two forward passes that contained a step
-        )
+        # Number of steps in the last interval between two forward passes that contained a step.
+        self._expected_steps = 1
         self._handles = handles
         self._transports = tuple(transports)
         self._model_ranks = model_ranks

@@ -153,6 +153,7 @@ class WeightReceiver:
         Raises:
             WeightPacketError: the packet is damaged, does not fit the tensors, or does not follow the previous packet.
                 If a version is missing, the tensors are not changed.
+            ModuleNotFoundError: the packet is compressed with zstd, and zstandard is not installed.
         """
         version, codec, entries, data = _parse(packet)
         self._require_next(version)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,10 @@ from tests.support.ranks import serve
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
 needs_root = pytest.mark.skipif(
-    os.getuid() != 0 or subprocess.run(["unshare", "-u", "true"], check=False).returncode != 0,
-    reason="needs root, and namespaces of host names",
+    os.getuid() != 0
+    or shutil.which("unshare") is None
+    or subprocess.run(["unshare", "-u", "true"], check=False).returncode != 0,
+    reason="needs root, unshare, and namespaces of host names",
 )
 
 

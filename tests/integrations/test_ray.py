@@ -58,7 +58,7 @@ def test_workers_train_like_one_process_and_their_number_may_change(tmp_path: Pa
         6: {"data_parallel": 4, "zero3_size": 2},
         8: {"data_parallel": 2, "zero3_size": 2},  # by default: all workers of the node
     }.items():
-        folder = tmp_path / "ray" / "layerzero" / f"step-{step:06d}"
+        folder = tmp_path / "ray" / "checkpoints" / f"step-{step:06d}"
         assert json.loads((folder / "contents.json").read_text())["topology"] == topology
         export_model(folder, tmp_path / f"ours-{step}.safetensors")
         ours, theirs = load_file(tmp_path / f"ours-{step}.safetensors"), load_file(tmp_path / f"{step}.safetensors")

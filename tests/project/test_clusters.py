@@ -372,7 +372,7 @@ def test_pods_run_train_gpt_and_have_time_to_save(name: str) -> None:
     assert "persistentVolumeClaim" in mounted["/" + Path(trained.checkpoints).parts[1]]
 
 
-def test_the_jobset_meets_at_its_first_pod() -> None:
+def test_the_rendezvous_of_the_jobset_is_its_first_pod() -> None:
     manifest = _manifest("jobset.yaml")
     (replicated,) = manifest["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]

@@ -37,6 +37,14 @@ COVERED: dict[str, tuple[str, ...]] = {
     "Hyperparameters that differ": (
         "engine/test_hyperparameter_check.py::test_a_scheduler_that_follows_a_ranks_own_loss_is_refused_on_all_ranks_at_once",
     ),
+    '`refresh_codec="lossless"` on devices': (
+        "comm/test_encoded_refresh.py::test_devices_are_refused",
+        "comm/test_encoded_refresh.py::test_settings_are_checked",
+    ),
+    "zstandard on some ranks only": ("comm/test_encoded_refresh.py::test_settings_are_checked",),
+    "`hop2_codec=layerzero.Int4Blocks()` with fp16": (
+        "comm/test_hop2_codec.py::test_settings_are_checked_and_one_replica_encodes_nothing",
+    ),
     "`offload_params=True` copies weights": (
         "engine/test_offload_params.py::test_streams_of_a_device_order_every_copy_of_weights",
     ),
