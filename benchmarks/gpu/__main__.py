@@ -1,9 +1,10 @@
 """Run every part in its own process, and write the results to one file.
 
-    python -m benchmarks.gpu                          # on the GPU, minutes
+    python -m benchmarks.gpu                          # on the GPU, ten minutes
     python -m benchmarks.gpu --device cpu --tiny      # the same code at the size of a test
 
-If a part fails or takes too long, the end of its output is reported, and the next part runs.
+The checks come first, several at a time. Then each measurement runs alone. If a part fails or takes too long, the end
+of its output is reported, and the next part runs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +27,50 @@ _MARK = "result: "  # before the JSON that a part prints
 _CONTESTANTS = ("layerzero", "layerzero-full", "fsdp2-full", "fsdp2-hsdp")
 
 
-def commands(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Return the command lines by part."""
+def checks(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the command lines of the parts that check results, by part, the longest first."""
     flags = ["--device", args.device, *(["--tiny"] if args.tiny else [])]
     python, part = [sys.executable], [sys.executable, "-m", "benchmarks.gpu.parts"]
-    found = {"pytest": [*python, "-m", "pytest", "-q", "-m", "gpu", "tests"]}
-    found["loopback, late collectives"] = [*part, "loopback", *flags]
-    for ranks in (2, 4):
+    found = {}
+    for mode in ("sharded", "full", "local") if args.device == "cuda" else ("sharded",):
+        found[f'loopback, late collectives, "{mode}"'] = [*part, "loopback", "--modes", mode, *flags]
+    observer = ["compute-sanitizer", "--tool=memcheck", "--track-stream-ordered-races=all", "--error-exitcode=9"]
+    found["compute-sanitizer"] = [*(observer if args.device == "cuda" else []), *part, "steps", "--tiny", *flags]
+    for ranks in (4, 2):
         found[f"verify, gloo, {ranks} ranks on one device"] = [*part, "verify", "--ranks", str(ranks), *flags]
-    found["verify, one rank"] = [*part, "verify", "--ranks", "1", "--backend", "default", *flags]
     found["verify, NCCL, 4 ranks on one device"] = [*part, "verify", "--ranks", "4", "--backend", "default", *flags]
+    found["verify, one rank"] = [*part, "verify", "--ranks", "1", "--backend", "default", *flags]
     for offload in ("nothing", "grads", "optimizer"):
         for where, stream in (("", []), (", on a stream of one's own", ["--side-stream"])):
             found[f"sanitizer, offload {offload}{where}"] = [*part, "sanitizer", "--offload", offload, *stream, *flags]
-    found["sanitizer by storage"] = [*part, "sanitizer", "--by-storage", *flags]
-    observer = ["compute-sanitizer", "--tool=memcheck", "--track-stream-ordered-races=all", "--error-exitcode=9"]
-    found["compute-sanitizer"] = [*(observer if args.device == "cuda" else []), *part, "steps", "--tiny", *flags]
+    # Loopback cannot notice the first: requests for scratch memory wait for the same work.
+    for what in ("gradients", "earlier reduction streams", "collectives", "copies to the host"):
+        if what != "gradients":
+            found[f"loopback, without a wait for {what}"] = [*part, "loopback", "--without-wait", what, *flags]
+        offload = "grads" if what == "copies to the host" else "nothing"
+        command = [*part, "sanitizer", "--without-wait", what, "--offload", offload, *flags]
+        found[f"sanitizer, without a wait for {what}"] = command
     found["capture of a graph inside a unit"] = [*part, "capture", *flags]
+    found["pytest"] = [*python, "-m", "pytest", "-q", "-m", "gpu", "tests/optimizers"]
+    return found
+
+
+def measurements(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the command lines of the parts that measure time and memory, by part."""
+    flags = ["--device", args.device, *(["--tiny"] if args.tiny else [])]
+    part = [sys.executable, "-m", "benchmarks.gpu.parts"]
+    found = {}
     for scheme in ("plain", *_CONTESTANTS):
-        for micro_batches in (1, 4):
-            name = f"overhead, 4 layers of Llama-3 8B, A={micro_batches}, {scheme}"
-            how = ["--model", "llama", "--micro-batches", str(micro_batches), "--scheme", scheme]
-            found[name] = [*part, "overhead", *how, *flags]
-    for model in ("1.3b", "7b"):
-        for scheme in _CONTESTANTS:
-            found[f"memory, {model}, {scheme}"] = [*part, "memory", "--model", model, "--scheme", scheme, *flags]
-    for scheme in ("plain", "layerzero", "fsdp2-full"):
+        name = f"overhead, 4 layers of Llama-3 8B, {scheme}"
+        found[name] = [*part, "overhead", "--model", "llama", "--scheme", scheme, *flags]
+    for scheme in ("plain", "layerzero", "layerzero-offload-grads", "layerzero-offload-optimizer", "fsdp2-full"):
         found[f"step time, 1.3b, {scheme}"] = [*part, "step-time", "--model", "1.3b", "--scheme", scheme, *flags]
-    return {name: command for name, command in found.items() if args.only in name}
+    for scheme in (*_CONTESTANTS, "layerzero-local"):
+        found[f"modeled network, 1.3b, {scheme}"] = [*part, "network", "--model", "1.3b", "--scheme", scheme, *flags]
+    for scheme in (*_CONTESTANTS, "layerzero-local"):
+        found[f"memory, 7b, {scheme}"] = [*part, "memory", "--model", "7b", "--scheme", scheme, *flags]
+    found["codecs"] = [*part, "codecs", *flags]
+    return found
 
 
 def main() -> None:
@@ -60,17 +78,28 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="models of the size of a test")
     parser.add_argument("--only", default="", help="parts with this in their name")
+    parser.add_argument("--parts", choices=["all", "checks", "measurements"], default="all")
+    parser.add_argument("--jobs", type=int, default=4, help="number of checks at a time")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for a part")
     parser.add_argument("--results", type=Path, default=_ROOT / "benchmarks/results/gpu/gpu.json")
     args = parser.parse_args()
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     args.results.parent.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"torch": torch.__version__, "device": device, "tiny": args.tiny, "parts": {}}
-    for name, command in commands(args).items():
+
+    def result_of(name: str, command: list[str]) -> dict[str, Any]:
         missing = why_skipped(name, args.device)
-        results["parts"][name] = {"ok": True, "skipped": missing} if missing else run(command, args.timeout, name)
-        print(f"{name}: {json.dumps(results['parts'][name])}", flush=True)
-        args.results.write_text(json.dumps(results, indent=1) + "\n")
+        return {"ok": True, "skipped": missing} if missing else run(command, args.timeout, name)
+
+    for group, jobs in ((checks, args.jobs), (measurements, 1)):
+        chosen = {name: command for name, command in group(args).items() if args.only in name}
+        if args.parts not in ("all", group.__name__):
+            continue
+        with ThreadPoolExecutor(jobs) as pool:
+            for name, found in zip(chosen, pool.map(result_of, chosen, chosen.values()), strict=True):
+                results["parts"][name] = found
+                print(f"{name}: {json.dumps(found)}", flush=True)
+                args.results.write_text(json.dumps(results, indent=1) + "\n")
     sys.exit(any(not part["ok"] for part in results["parts"].values()))
 
 
@@ -110,8 +139,13 @@ def run(command: list[str], timeout: float, name: str) -> dict[str, Any]:
         ok = done.returncode in (0, 5)  # 5: no test was selected
         return {"ok": ok, "seconds": seconds, "says": done.stdout.strip().splitlines()[-1:]}
     if done.returncode or not lines:
-        return {"ok": False, "seconds": seconds, "error": (done.stdout + done.stderr)[-2000:]}
+        return {"ok": False, "seconds": seconds, "error": excerpt(done.stdout + done.stderr)}
     return {"seconds": seconds, "ok": True, **json.loads(lines[-1].removeprefix(_MARK))}
+
+
+def excerpt(output: str) -> str:
+    """Return the first and the last 3,000 characters of a long output."""
+    return output if len(output) < 6000 else f"{output[:3000]}\n...\n{output[-3000:]}"
 
 
 if __name__ == "__main__":

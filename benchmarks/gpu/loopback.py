@@ -6,6 +6,9 @@ early, or writes to an input too early, the final weights differ from those of a
 
 A collective waits for the stream of the caller, as with NCCL. With delays, it first overwrites the output with NaN and
 then sleeps on the device. ``wait()`` makes the current stream wait for an event. On a CPU, everything runs immediately.
+
+:class:`ModeledNetwork` delivers no weights or gradients on a device. Its collectives take the time that they would take
+in a modeled network.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Loopback"]
+from layerzero.planning.sim_program import SimCollective
+from layerzero.planning.simulator import SimMachine
+
+__all__ = ["Loopback", "LoopbackWork", "ModeledNetwork"]
 
 
 class LoopbackWork(dist.Work):
@@ -56,7 +62,17 @@ class Loopback(dist.ProcessGroup):
         dist.Backend.register_backend("fake", cls, devices=["cpu", "cuda"])
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
 
-    def _launch(self, deliver: Callable[[], object], outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+    def _launch(
+        self, deliver: Callable[[], object], outputs: Sequence[Tensor], inputs: Sequence[Tensor], passes: int = 1
+    ) -> Any:
+        """Launch a collective.
+
+        Args:
+            deliver: function that fills the outputs.
+            outputs: tensors that the collective writes.
+            inputs: tensors that it reads.
+            passes: how often the data travels around the group, which is 2 for an all-reduce.
+        """
         if not outputs[0].is_cuda:
             deliver()
             return LoopbackWork(None, ())
@@ -97,7 +113,7 @@ class Loopback(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
         factor = self.size() if opts.reduceOp == dist.ReduceOp.SUM else 1
-        return self._launch(lambda: tensors[0].mul_(factor), tensors, tensors)
+        return self._launch(lambda: tensors[0].mul_(factor), tensors, tensors, passes=2)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         return self._launch(lambda: None, tensors, tensors)
@@ -131,10 +147,60 @@ class Loopback(dist.ProcessGroup):
         return self
 
 
+class ModeledNetwork(Loopback):
+    """Process group of any size in one process, whose collectives take a modeled time on a CUDA stream.
+
+    Weights and gradients on a device are not delivered: the outputs keep their contents. Everything else is delivered.
+    Without a `machine`, collectives take no time.
+    """
+
+    machine: SimMachine | None = None  # set on the class, for all groups
+    cycles_per_second = 0.0  # of `torch.cuda._sleep`
+
+    @classmethod
+    def calibrate(cls) -> None:
+        """Measure the length of the cycles in which `torch.cuda._sleep` counts."""
+        cycles = 100_000_000
+        for _ in range(2):  # the first call loads the kernel
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            torch.cuda._sleep(cycles)
+            end.record()
+            end.synchronize()
+        cls.cycles_per_second = cycles / begin.elapsed_time(end) * 1e3
+
+    def _launch(
+        self, deliver: Callable[[], object], outputs: Sequence[Tensor], inputs: Sequence[Tensor], passes: int = 1
+    ) -> Any:
+        if not (outputs[0].is_cuda and outputs[0].is_floating_point()):
+            return super()._launch(deliver, outputs, inputs, passes)
+        if self.machine is None:
+            return LoopbackWork(None, ())
+        larger = max(sum(t.numel() * t.element_size() for t in tensors) for tensors in (outputs, inputs))
+        seconds = self._seconds(passes * larger * (self.size() - 1) / self.size(), passes)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(priority=-1)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(int(seconds * self.cycles_per_second))
+            return LoopbackWork(self._stream.record_event(), [*outputs, *inputs])
+
+    def _seconds(self, sent: float, passes: int) -> float:
+        """Return the time of a collective in which each rank sends `sent` bytes, if no other uses its links."""
+        assert self.machine is not None
+        ranks = dist.get_process_group_ranks(self)
+        consecutive = ranks == list(range(ranks[0], ranks[0] + len(ranks)))
+        axis = "zero3" if consecutive else "replica"
+        kind = "all-reduce" if passes == 2 else "gather"
+        collective = SimCollective(kind, "", axis, "", self.size(), sent)
+        return self.machine.latency(collective) + max(self.machine.demands(collective).values(), default=0.0)
+
+
 def _copy(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy values to outputs. Where the sizes differ, as for unequal parts, copy the elements that fit."""
     for output, value in zip(outputs, values, strict=True):
         if output.data_ptr() != value.data_ptr():
             least = min(output.numel(), value.numel())
             output.view(-1)[:least].copy_(value.reshape(-1)[:least])
-            output.view(-1)[least:].zero_()
+            if least < output.numel():
+                output.view(-1)[least:].zero_()
