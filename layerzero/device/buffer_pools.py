@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -124,6 +125,9 @@ class BufferPool:
             waited: True if the current stream has waited for all streams that use the pool.
         """
 
+    def reclaim(self) -> None:
+        """Make the computation wait for the last uses of released buffers, and return their memory to the allocator."""
+
 
 class _Released(NamedTuple):
     """Buffer that was released, and whose last use on the device may not have run yet."""
@@ -139,8 +143,9 @@ class DeviceBufferPool(BufferPool):
     [Note: Scratch memory on a device]
     Buffers come from torch's caching allocator and belong to the stream that was current when the pool was created,
     which is the stream of the computation. At the end of a backward pass, :meth:`trim` returns them to the allocator.
-    The memory can then hold activations. With `offload_params`, the buffers of a refresh stay until the end of the next
-    backward pass.
+    The memory can then hold activations. After a backward pass inside no_sync, whose reductions are still in flight,
+    :meth:`reclaim` returns them in the middle of the next forward pass. With `offload_params`, the buffers of a refresh
+    stay until the end of the next backward pass.
 
     The host releases a buffer long before the buffer's last use on the device. Therefore released buffers are kept with
     an event. While the buffers take less than `predicted_bytes`, a request gets new memory and waits for nothing. After
@@ -148,9 +153,9 @@ class DeviceBufferPool(BufferPool):
     for the event. The prediction has room for two units: one unit is reduced while the gradients of the next unit
     arrive.
 
-    The allocator reuses memory on the stream to which the memory belongs. If the host returns memory during a pass,
-    this stream first waits for the last use. At the end of a pass, ``record_stream`` defers the reuse instead, so that
-    the computation does not wait for reductions.
+    The allocator reuses memory on the stream to which the memory belongs. Therefore this stream first waits for the
+    last use. Only :meth:`trim` without `waited` defers the reuse with ``record_stream`` instead. In a loop of
+    micro-batches, this would need more memory with each micro-batch by which the host is ahead of the device.
 
     If more bytes are in use at once than predicted, for example after parameters were unfrozen, the pool makes room for
     twice as many.
@@ -215,6 +220,16 @@ class DeviceBufferPool(BufferPool):
             if not waited and each.stream != self._home:
                 self._order.keep_until_done(each.buffer, each.stream)
             self._forget(each.buffer)
+
+    def reclaim(self) -> None:
+        while self._released:
+            each = self._released.popleft()
+            self._home.wait_event(each.mark)
+            self._forget(each.buffer)
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # at the exit of the interpreter
+            self.trim()
 
     def _forget(self, buffer: Tensor) -> None:
         self._made[buffer.numel(), buffer.dtype] -= 1

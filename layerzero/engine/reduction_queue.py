@@ -20,9 +20,11 @@ and hop 2 alternate, handle by handle.
 [Note: End of a backward pass inside no_sync]
 On a device, the computation does not wait for the reductions of a backward pass inside no_sync. The next reduction of a
 handle runs on the same streams, and therefore adds to the accumulator after the earlier reductions. Buffers are
-protected by the events of their pool. `HandleGradients.reduction` remains set: code that uses the buffers on the
-compute stream waits for it. Several handles share the device slabs and the host accumulators. If a model uses either,
-every backward pass waits.
+protected by the events of their pool. In the middle of the next forward pass, the computation waits for the reductions
+that use scratch memory. They have usually completed by then. The memory is returned to the allocator before the
+activations reach their maximum. `HandleGradients.reduction` remains set: code that uses the buffers on the compute
+stream waits for it. Several handles share the device slabs and the host accumulators. If a model uses either, every
+backward pass waits.
 """
 
 from __future__ import annotations
@@ -74,7 +76,6 @@ class ReductionQueue:
         if across_replicas or self._waits_after_no_sync:
             self.settle()
         else:
-            self.trim()
             for gradients in self.order:
                 if gradients.reduction is not None:  # the model may be deleted before the reduction has run
                     self.streams.keep_until_done(gradients.accumulator.storage.home())
@@ -108,6 +109,11 @@ class ReductionQueue:
         """Return the memory of released buffers to a device's allocator."""
         for pool in self._pools:
             pool.trim(waited=waited)
+
+    def reclaim_memory(self) -> None:
+        """Make the computation wait for reductions that use scratch memory, and return it to a device's allocator."""
+        for pool in self._pools:
+            pool.reclaim()
 
     def wait_until_writable(self, gradients: HandleGradients) -> None:
         """Wait until gradients can be added to the buffers of `gradients`."""

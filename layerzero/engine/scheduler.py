@@ -185,6 +185,8 @@ class Scheduler(Closable):
         self._gather(unit)
         if self._forward is not None:
             self._forward.called.append(unit)
+            if self._forward.is_half_done:
+                self._gradients.queue.reclaim_memory()
             self._free_kept(self._forward, unless=unit)
             recorded = self._forward.next_units(self._config.prefetch)
             for upcoming in self.prefetched_forward.get(unit, recorded):

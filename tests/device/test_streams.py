@@ -21,6 +21,7 @@ import layerzero
 from layerzero.comm.collectives import PendingCollective, PendingSmallGather, all_gather_small
 from layerzero.device.streams import DeviceStreams, _DeviceEvents
 from layerzero.engine.hooks import get_state
+from layerzero.engine.reduction_queue import ReductionQueue
 from tests.support.late_device import NAME, Device, Event, Stream, register
 from tests.support.models import (
     SideBySide,
@@ -258,13 +259,28 @@ def _waits_for_hop1(rank: int) -> None:
                 waits[-1] += stream.computes and event in recorded  # noqa: B023
                 wait(stream, event)  # noqa: B023
 
-            with mock.patch.object(Stream, "record_event", recording), mock.patch.object(Stream, "wait_event", waiting):
+            def reclaiming(queue: ReductionQueue) -> None:
+                before = waits[-1]  # noqa: B023
+                reclaim(queue)  # noqa: B023
+                reclaimed.append(waits[-1] - before)  # noqa: B023
+                waits[-1] = before  # noqa: B023
+
+            reclaim = ReductionQueue.reclaim_memory
+            reclaimed: list[int] = []
+            with (
+                mock.patch.object(Stream, "record_event", recording),
+                mock.patch.object(Stream, "wait_event", waiting),
+                mock.patch.object(ReductionQueue, "reclaim_memory", reclaiming),
+            ):
                 for step in range(2):
                     for micro_batch in range(4):
                         waits.append(0)
                         with layerzero.no_sync(model) if micro_batch < 3 else nullcontext():
                             integer_loss(model, integer_batch(step=step, rank=rank)).backward()
                     assert not any(waits[-4:-1]) and waits[-1], (mode, waits)
+                    # The next forward reclaims scratch memory, which would otherwise be needed for each micro-batch.
+                    in_flight = [False] + [mode != "full"] * 3
+                    assert [each > 0 for each in reclaimed[-4:]] == in_flight, (mode, reclaimed)
                     handles = get_state(model).handles
                     assert len({tensor.data_ptr() for tensor in device.kept}) == (
                         0 if mode == "full" else len(handles)
