@@ -191,7 +191,8 @@ class _IntegerBlocks(ABC):
     _BLOCK = 128  # elements that share a scale
     _MOST: float  # largest integer
     _LEAST_SCALE = 2.0**-120  # avoids divisions by zero and by denormal numbers
-    _AT_ONCE = 2**17  # elements that are converted at once, so that they fit into the cache of a core
+    _AT_ONCE = 2**17  # elements that are converted at once on a CPU, so that they fit into the cache of a core
+    _AT_ONCE_ON_DEVICE = 2**23  # enough to fill a device, with at most 128 MiB of temporary memory
 
     @abstractmethod
     def _size(self, width: int) -> int:
@@ -255,10 +256,11 @@ class _IntegerBlocks(ABC):
 
     def _places(self, blocks: Sequence[ParamRows], encoded: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield (elements of the shard, scales ``[n, 1]``, packed integers ``[n, size]``) for chunks of n blocks."""
+        at_once = self._AT_ONCE if encoded.device.type == "cpu" else self._AT_ONCE_ON_DEVICE
         scale, byte = 0, 2 * sum(-(-block.numel // self._BLOCK) for block in blocks)
         for block in blocks:
-            for first in range(block.start, block.start + block.numel, self._AT_ONCE):
-                stop = min(first + self._AT_ONCE, block.start + block.numel)
+            for first in range(block.start, block.start + block.numel, at_once):
+                stop = min(first + at_once, block.start + block.numel)
                 whole = stop - (stop - first) % self._BLOCK
                 for start, end, width in ((first, whole, self._BLOCK), (whole, stop, stop - whole)):
                     if start == end:
