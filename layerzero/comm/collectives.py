@@ -511,13 +511,15 @@ class PendingSmallGather:
         return self.said
 
 
-def all_gather_small(comm: Communicator, collective: Collective, tensor: Tensor) -> PendingSmallGather:
+def all_gather_small(
+    comm: Communicator, collective: Collective, tensor: Tensor, *, name: str = ""
+) -> PendingSmallGather:
     """Start an all-gather of `tensor`, a 1-D tensor [n] of a few numbers.
 
     Each rank sends to all other ranks concurrently. A reduction, for which gloo uses a ring, would send fewer bytes but
     would take 2 (size - 1) times as long as a single message.
     """
-    with launching(comm, collective, "", (comm.size - 1) * tensor.numel() * tensor.element_size()) as issued:
+    with launching(comm, collective, name, (comm.size - 1) * tensor.numel() * tensor.element_size()) as issued:
         sent = tensor.repeat(comm.size)
         said = sent.new_empty(sent.shape)
         work = dist.all_to_all_single(said, sent, group=comm.group, async_op=True)
@@ -525,7 +527,7 @@ def all_gather_small(comm: Communicator, collective: Collective, tensor: Tensor)
 
 
 def connect(comm: Communicator, device: torch.device) -> None:
-    """Connect a communicator by running a tiny gather and a tiny reduction, if its backend connects on first use.
+    """Connect a communicator by running the collectives of a step once, if its backend connects on first use.
 
     ``ncclCommInit`` allocates memory and blocks the host until all ranks have called it. Therefore it must not run in
     the first backward pass, near the peak of memory usage. All ranks of the communicator must call this function.
@@ -535,7 +537,10 @@ def connect(comm: Communicator, device: torch.device) -> None:
     each = torch.zeros(1, device=device)
     all_of_them = torch.zeros(comm.size, device=device)
     _all_gather_flat(all_of_them, each, group=comm.group)
-    _reduce_scatter_flat(each, all_of_them, group=comm.group)
+    if comm.sums_locally:
+        dist.all_to_all_single(torch.empty_like(all_of_them), all_of_them, group=comm.group)
+    else:
+        _reduce_scatter_flat(each, all_of_them, group=comm.group)
 
 
 def all_reduce_group(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:

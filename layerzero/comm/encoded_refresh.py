@@ -9,8 +9,8 @@ with the program. Both threads handle the refreshes in the order of their launch
 use a communicator that no other code uses.
 
 Together with the size, each rank sends whether it asks for a full refresh. If any rank does, all ranks send their
-weights without encoding. A rank asks for a full refresh if its weights may differ from those of the other replicas: at
-the first refresh, after a load, a write by the user or a change of shard boundaries, and after a failed step.
+weights without encoding. A rank asks for a full refresh at the first refresh, when replicas may have different weights.
+It also asks for one after a load, a write by the user, a change of shard boundaries or a failed step.
 
 A wrong bit in the previous weights of a replica would stay in its weights. Therefore every `COMPARE_EVERY` refreshes,
 each rank also sends a digest of its previous ZeRO-3 shard. If the digests differ, the wait for the refresh raises an
@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -31,9 +31,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from layerzero.comm.collectives import Collective, Communicator, PendingCollective, all_gather, all_gather_small
+from layerzero.comm.collectives import (
+    Collective,
+    Communicator,
+    LaunchedCollective,
+    PendingCollective,
+    all_gather,
+    all_gather_small,
+)
+from layerzero.comm.wait_times import record_wait
 from layerzero.device.buffer_pools import BufferPool, Size
-from layerzero.device.streams import DeferredCollectiveError, ThreadStream
+from layerzero.device.streams import DeferredCollectiveError, StreamThread, ThreadStream
 from layerzero.utils.bit_sums import digest
 from layerzero.utils.lossless_differences import LosslessDifferences
 
@@ -48,9 +56,11 @@ _PATIENCE = 4.0  # seconds to complete refreshes while the process exits; less t
 class PendingRefresh:
     """Refresh in flight. It is complete when all parts are in the ZeRO-3 shard."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, name: str) -> None:
         self.finished: Future[None] = Future()
+        self.issued: list[LaunchedCollective] = []  # the collective of the weights, once it is launched
         self._comm = comm
+        self._name = name
 
     @property
     def each(self) -> tuple[PendingRefresh]:
@@ -67,20 +77,23 @@ class PendingRefresh:
 
         Raises:
             RuntimeError: a collective has failed, the weights of the replicas differ, or `timeout` has passed.
+            ValueError: a message is damaged.
         """
-        began = time.perf_counter()
-        on_main = threading.current_thread() is threading.main_thread()
+        if isinstance(threading.current_thread(), StreamThread):
+            self._wait(timeout)
+            return
+        recorded = record_wait(self._comm.counters, Collective.REFRESH, self._name, self.issued)
+        try:
+            with nullcontext() if self.done() else recorded:
+                self._wait(timeout)
+        except DeferredCollectiveError as error:
+            raise error.explain(error.error) from error.error
+
+    def _wait(self, timeout: timedelta | None) -> None:
         try:
             self.finished.result(None if timeout is None else timeout.total_seconds())
         except TimeoutError:
             raise RuntimeError("the refresh has not completed yet") from None
-        except DeferredCollectiveError as error:
-            if not on_main:
-                raise
-            raise error.explain(error.error) from error.error
-        finally:
-            if on_main:
-                self._comm.counters.waited[Collective.REFRESH.value] += time.perf_counter() - began
 
 
 @dataclass(frozen=True)
@@ -138,7 +151,7 @@ class EncodedRefresher:
 
     def launch(self, given: RefreshInput) -> PendingRefresh:
         """Start a refresh. All ranks along the replica axis must call this method for the same units in one order."""
-        refresh = _Refresh(given, PendingRefresh(self._comm))
+        refresh = _Refresh(given, PendingRefresh(self._comm, given.name))
         self._comm.held_group.track(refresh.pending)
         self._decoding.start()
         self._encoding.run(partial(self._start, refresh))
@@ -184,7 +197,10 @@ class EncodedRefresher:
         compared = int(digest(given.shard), 16) - 2**63 if given.compares and not given.in_full else 0
         own.copy_(fresh)
         header = all_gather_small(
-            self._comm, Collective.METADATA, torch.tensor([size, given.in_full, compared], dtype=torch.int64)
+            self._comm,
+            Collective.REFRESH_SIZES,
+            torch.tensor([size, given.in_full, compared], dtype=torch.int64),
+            name=given.name,
         )
         self._wait(header.work)
         refresh.headers = header.said.tolist()
@@ -196,6 +212,7 @@ class EncodedRefresher:
         sent = fresh.view(torch.uint8) if in_full else message[:size]
         received = refresh.received[: sum(nbytes)]
         refresh.works = all_gather(self._comm, Collective.REFRESH, received, sent, name=given.name, parts=nbytes)
+        refresh.pending.issued.append(refresh.works.issued)
         for buffer in (fresh, message):  # the launch has copied the message
             self._pool.release(buffer)
 

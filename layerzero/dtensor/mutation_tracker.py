@@ -47,10 +47,14 @@ class MutationTracker:
         new.before_write, new.lazy_grad = self.before_write, self.lazy_grad
         return new
 
-    def record_write(self) -> None:
-        """Record a write to the storage. Call this method before the write."""
+    def prepare_write(self) -> None:
+        """Call `before_write`, unless a write since the last refresh has already called it."""
         if not self.dirty and self.before_write is not None:
             self.before_write()
+
+    def record_write(self) -> None:
+        """Record a write to the storage. Call this method before the write."""
+        self.prepare_write()
         self.uninitialized = False
         self.write_count += 1
         self.dirty = True

@@ -53,7 +53,7 @@ class GradAttribute:
             if usage[slot] and not self._is_ours(slot, member.sharded.grad):
                 member.sharded.grad = self._gradient_of(slot)
             self._watches[slot].access_error = forbidden
-        if agreed and not any(usage):  # no rank has used these slots, so only zeros were reduced
+        if agreed and not any(usage):  # no rank has used these slots, so only zeros (or errors of a codec) were reduced
             self.gradients.drop(())
 
     def _is_ours(self, slot: int, gradient: Tensor | None) -> bool:

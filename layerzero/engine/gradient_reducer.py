@@ -222,6 +222,22 @@ class GradientReducer:
         self._status = GradientStatus.FINAL
         return owed
 
+    def scale_residuals(self, factor: float | Tensor) -> None:
+        """Multiply the stored errors of encoded gradients by the factor by which the gradients were clipped.
+
+        See [Note: Error feedback] in handle_gradients.py.
+        """
+        held = (handle.gradients.residual for handle in self._handles if handle.gradients is not None)
+        if residuals := [each for each in held if each is not None]:
+            torch._foreach_mul_(residuals, factor.to(residuals[0].device) if isinstance(factor, Tensor) else factor)
+
+    def record_step(self, params: Sequence[ManagedParam]) -> None:
+        """Record that an optimizer has applied the gradients of `params`."""
+        stepped = {id(param) for param in params}
+        for handle in self._handles:
+            if handle.gradients is not None and any(id(member) in stepped for member in handle.members):
+                handle.gradients.record_step()
+
     def drop(self) -> None:
         """Drop all gradients and contributions, and clear the state of a failed backward pass."""
         for shown in self._shown:

@@ -309,14 +309,16 @@ class Handle:
         if self.weights.peers_read_master:
             self.tracker.before_write = self._mesh.transport.begin_write
 
-    def launch_refresh(self, *, in_full: bool) -> None:
+    def launch_refresh(self, *, outside_step: bool) -> None:
         """Launch the refresh, which copies the masters to the compute weights of all replicas.
 
         Args:
-            in_full: if True, send the weights even if refreshes are encoded as differences. If the user has written to
-                the masters, they are also sent.
+            outside_step: True if masters were changed outside of an optimizer step. Writes by the user count, too.
         """
-        self.weights.launch_refresh(in_full=in_full or self.tracker.dirty)
+        outside_step = outside_step or self.tracker.dirty
+        if outside_step and self.gradients is not None:
+            self.gradients.clear_residual()
+        self.weights.launch_refresh(in_full=outside_step)
         self.tracker.dirty = False
         self.tracker.loaded_digests.clear()
         self.refresh_due = False

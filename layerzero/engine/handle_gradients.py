@@ -5,7 +5,9 @@ A codec of hop 2 with feedback rounds each message, and adds the rounding errors
 The errors of a message belong to the gradient in which the message was used. If this gradient is dropped without a step
 (a skipped step, or an exception), the errors are dropped, too. If the gradient is clipped, the errors are multiplied by
 the same coefficient. Otherwise the error of one very large gradient would enter the next steps unclipped. If masters
-change outside of a step, the errors are dropped as well. They are not stored in checkpoints.
+change outside of a step, the errors are dropped as well. They are not stored in checkpoints. A handle that no rank has
+used in a backward pass is reduced like all others. Its message then contains the stored errors, which are lost, because
+the parameters get no gradient.
 """
 
 from __future__ import annotations
@@ -172,7 +174,8 @@ class HandleGradients:
 
     def record_step(self) -> None:
         """Record that the optimizer has applied the final gradient."""
-        self._residual_state = ResidualState.APPLIED
+        if self._residual_state is ResidualState.PENDING:
+            self._residual_state = ResidualState.APPLIED
 
     def record_drop(self) -> None:
         """Record that a final gradient has been dropped or set to zero."""
@@ -181,8 +184,8 @@ class HandleGradients:
 
     def clear_residual(self) -> None:
         """Discard the errors of the previous encoded messages."""
-        self._wait_for_reduction()
         if self.residual is not None:
+            self._wait_for_reduction()
             self.residual.zero_()
 
     # State

@@ -56,21 +56,17 @@ class WeightRefresher:
         self._transports = tuple(transports)
         self._model_ranks = model_ranks
 
-    def launch(self, handles: Sequence[Handle] | None = None, *, in_full: bool = True) -> None:
+    def launch(self, handles: Sequence[Handle] | None = None, *, outside_step: bool = True) -> None:
         """Launch the refreshes of `handles`, or of all handles if `handles` is None. All ranks must call this method.
 
         Args:
-            in_full: False if only optimizer steps have changed the masters. Encoded refreshes may then send differences
-                to the previous weights. Otherwise, they send the weights, and the errors of encoded gradients are
-                dropped.
+            outside_step: False if only optimizer steps have changed the masters. Otherwise, encoded refreshes send the
+                weights instead of differences, and the errors of encoded gradients are dropped.
         """
         handles = self._handles if handles is None else handles
-        for handle in handles if in_full else ():
-            if handle.gradients is not None:
-                handle.gradients.clear_residual()
         if handles:
             self.require_no_active_use("changing weights")
-        RefreshRound(handles, self._transports, waits=not self._precedes_forward, in_full=in_full).end()
+        RefreshRound(handles, self._transports, waits=not self._precedes_forward, outside_step=outside_step).end()
 
     def before_master_write(self, handles: Sequence[Handle] | None = None) -> None:
         """Prepare for a write to the masters of `handles`, or of all handles if `handles` is None.
@@ -103,22 +99,23 @@ class WeightRefresher:
         """
         self.require_no_active_use("optimizer.step()")
         self._steps += 1
-        exposed = [handle for handle in self._handles if handle.weights.peers_read_master and handle.may_be_updated]
-        self.before_master_write(exposed)
         for handle in self._handles:
-            if handle.weights.refresher is not None:
-                handle.weights.finish_refresh()
+            read_by_peers = handle.weights.peers_read_master and handle.may_be_updated
+            if read_by_peers or handle.weights.refresher is not None:
+                handle.weights.finish_refresh()  # an in-flight refresh may read the masters
+            if read_by_peers:
+                handle.tracker.prepare_write()
         updated = [handle for handle in self._handles if handle.may_be_updated or handle.refresh_due]
         later, done = self.deferred or self._steps < self._expected_steps, False
         waits = not self._precedes_forward
-        refresh = None if later else RefreshRound(updated, self._transports, waits=waits, in_full=False)
+        refresh = None if later else RefreshRound(updated, self._transports, waits=waits, outside_step=False)
         try:
             yield refresh
             done = True
-            for handle in updated:
-                if handle.gradients is not None:
-                    handle.gradients.record_step()
         finally:
+            if not done:
+                for handle in updated:
+                    handle.weights.refresh_in_full = True
             # A refresh that has begun must be completed, because the other ranks take part in all of its collectives.
             # If the optimizer raised before the refresh, the updated masters are refreshed before the next forward.
             if refresh is not None and (done or refresh.left is not None):
@@ -126,11 +123,10 @@ class WeightRefresher:
             else:
                 for handle in updated:
                     handle.bump_version()
-                    handle.weights.refresh_in_full |= not done
 
     def launch_deferred(self) -> None:
         """Launch the refreshes that steps have deferred."""
-        self.launch([handle for handle in self._handles if handle.refresh_due], in_full=False)
+        self.launch([handle for handle in self._handles if handle.refresh_due], outside_step=False)
 
     def launch_edited(self) -> None:
         """Launch the refreshes of masters that were changed outside of a step. Raise if the changes differ by rank."""
@@ -180,20 +176,20 @@ class RefreshRound:
         handles: handles to refresh, in order.
         transports: transports of all meshes of the model.
         waits: True if the round must wait for peers that may still read the weights.
-        in_full: if True, weights are sent even if refreshes are encoded as differences.
+        outside_step: if True, weights are sent even if refreshes are encoded as differences.
 
     Attributes:
         left: handles whose refreshes have not been launched, or None before the first launch.
     """
 
     def __init__(
-        self, handles: Sequence[Handle], transports: Sequence[Transport], *, waits: bool, in_full: bool
+        self, handles: Sequence[Handle], transports: Sequence[Transport], *, waits: bool, outside_step: bool
     ) -> None:
         self._handles = handles
         self.left: deque[Handle] | None = None
         self._transports = transports if handles else ()
         self._waits = waits
-        self._in_full = in_full
+        self._outside_step = outside_step
 
     def launch(self, ready: Collection[Handle]) -> None:
         """Launch the refreshes of the next handles in order, up to the first handle that is not in `ready`."""
@@ -204,7 +200,7 @@ class RefreshRound:
             for transport in self._transports if self._waits else ():
                 transport.begin_write()
         while self.left and self.left[0] in ready:
-            self.left.popleft().launch_refresh(in_full=self._in_full)
+            self.left.popleft().launch_refresh(outside_step=self._outside_step)
 
     def end(self) -> None:
         """Launch the refreshes of the remaining handles, and end the round."""

@@ -76,10 +76,7 @@ def clip_grad_norm_(
         if shards := [shard for gradient in gradients if (shard := plain(gradient)).numel()]:
             note_edits(gradients)
             torch._foreach_mul_(shards, coefficient.to(shards[0].device))
-        # See [Note: Error feedback] in engine/handle_gradients.py.
-        of_handles = (handle.gradients.residual for handle in runtime.handles if handle.gradients is not None)
-        if residuals := [each for each in of_handles if each is not None]:
-            torch._foreach_mul_(residuals, coefficient.to(residuals[0].device))
+        runtime.gradients.scale_residuals(coefficient)
     return total
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from layerzero.comm.codecs import has_feedback
 from layerzero.device.accelerator import refuse_capture
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.row_shard_spec import RowShardSpec, refuse_rank_local
@@ -202,6 +203,8 @@ class ShardedOptimizer(OptimizerProxy):
                 update(self.inner, self._owner_table, names, self._runtime, refresh, prepared(self.inner, take_step))
 
             step_without_global_hooks(self.inner, update_all)
+        if has_feedback(self._runtime.config.hop2_codec):
+            self._runtime.gradients.record_step(list(self._member_at.values()))
         self._counted.take()
         self._runtime.gradients.settings.note_step(self._settings)
         return loss

@@ -129,7 +129,7 @@ def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> Non
             f"gather_codec encodes weights in bf16 and fp16, but the model computes in {computes}. Set param_dtype in "
             "mp_policy, or leave gather_codec out"
         )
-    if torch.float16 in computes and has_feedback(config.hop2_codec):
+    if has_feedback(config.hop2_codec) and any(each.compute is torch.float16 for each in _precisions(plans, config)):
         raise ValueError(
             f"{type(config.hop2_codec).__name__} adds errors of one step to the gradients of the next step, whose loss "
             "may be scaled by another factor, as the model computes in fp16. Compute in bf16, or pass feedback=False"

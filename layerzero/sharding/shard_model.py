@@ -366,6 +366,7 @@ def _measured(config: LayerZeroConfig, plans: Sequence[UnitDefinition], model_ra
     if can_encode_refreshes(plans, config, model_ranks.mesh_info.mesh) and comm.size > 1:
         speed = torch.tensor(measure_refresh(comm, LosslessDifferences.best()), dtype=torch.float64)
         model_ranks.reduce(speed, dist.ReduceOp.MAX)
+        comm.counters.sent(reset=True)  # the trial is not traffic of the user's training
         if RefreshSpeed(*speed.tolist()).prefers_encoding:
             chosen = "lossless"
     if model_ranks.is_first and speed is not None:

@@ -349,7 +349,7 @@ def _not_smaller(rank: int) -> None:
     models = [_shard(2, codec) for codec in CODECS]
     optimizers = [_adam(model) for model in models]
     for handle in get_state(models[1]).handles:
-        if rank % 2 == 0:
+        if rank // 2 == 0:  # one of the two replicas
             handle.weights.refresher._codec = _Useless(LosslessDifferences.best().compression)
     for step in range(4):
         for model, own in zip(models, optimizers, strict=True):

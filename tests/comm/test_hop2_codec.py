@@ -292,6 +292,21 @@ def _dropped(rank: int, folder: str) -> None:
     after("a dropped gradient", clears=True)
     after("a step", clears=False)
     _gradients(model, rank)
+    optimizer.zero_grad()
+    optimizer.step()
+    after("a dropped gradient, and a step without gradients", clears=True)
+    _gradients(model, rank)
+    with torch.no_grad():
+        next(model.parameters()).add_(0.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    after("an edit before a step", clears=True)
+    average = layerzero.EMA(model, decay=0.5)
+    average.update()
+    with average.swapped():
+        pass
+    after("a swap of averages", clears=True)
+    _gradients(model, rank)
     optimizer.zero_grad(set_to_none=False)
     after("a gradient that was set to zero", clears=True)
     with layerzero.unsharded(model, writeback=True):
@@ -312,6 +327,25 @@ def _dropped(rank: int, folder: str) -> None:
 
 def test_errors_of_a_gradient_that_no_step_has_used_are_dropped(tmp_path: Path) -> None:
     run_ranks(_dropped, str(tmp_path / "checkpoint"))
+
+
+def _of_another_optimizer(rank: int) -> None:
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, hop2_codec=INT4)
+    of_units = {name.split(".")[0] for name, _ in model.named_parameters()}
+    mine = [p for name, p in model.named_parameters() if name.split(".")[0] == min(of_units)]
+    others = [p for p in model.parameters() if all(p is not each for each in mine)]
+    first, second = (layerzero.shard_optimizer(torch.optim.SGD(params, lr=0.0), model) for params in (mine, others))
+    before = _gradients(model, rank)
+    first.step()
+    for optimizer in (first, second):
+        optimizer.zero_grad()
+    after = _gradients(model, rank)
+    changed = different(after, before)
+    assert not [name for name in changed if name.split(".")[0] != min(of_units)], "no step has used these gradients"
+
+
+def test_a_step_of_another_optimizer_does_not_keep_errors() -> None:
+    run_ranks(_of_another_optimizer)
 
 
 def _clipped(rank: int) -> bool:
@@ -402,6 +436,8 @@ def _refused(rank: int) -> None:
     with pytest.raises(ValueError, match=r"ranks disagree.*hop2_codec"):
         layerzero.shard_model(integer_net(), mesh=mesh_of(1), hop2_codec=layerzero.Int4Blocks(feedback=rank == 0))
     half = MixedPrecisionPolicy(param_dtype=torch.float16)
+    frozen = torch.nn.Sequential(torch.nn.Linear(4, 4).half().requires_grad_(False), torch.nn.Linear(4, 4))
+    layerzero.shard_model(frozen, mesh=mesh_of(1), hop2_codec=INT4)  # gradients are in fp32
     with pytest.raises(ValueError, match=r"Int4Blocks adds errors .* fp16\. Compute in bf16"):
         layerzero.shard_model(integer_net(), mesh=mesh_of(1), hop2_codec=INT4, mp_policy=half)
     models = []
