@@ -24,6 +24,7 @@ class Collective(enum.Enum):
     HOP1 = "hop1"  # gradients, inside the ZeRO-3 group; with shared memory, the bytes that were read are counted
     HOP2 = "hop2"  # gradients, across replicas
     REFRESH = "refresh"  # ZeRO-1 shards -> ZeRO-3 shard
+    REFRESH_SIZES = "refresh_sizes"  # sizes of the messages of an encoded refresh
     METADATA = "metadata"  # used parameters, one byte each, and other control messages
     GATHER_ORDER = "gather_order"  # name of the next unit to gather, if this unit was not predicted
     SCALAR_REDUCE = "scalar_reduce"  # gradient norms
@@ -40,6 +41,7 @@ _SPELLED = {  # for messages
     Collective.REGATHER: "gather among fewer ranks",
     Collective.HOP1: "hop 1",
     Collective.HOP2: "hop 2",
+    Collective.REFRESH_SIZES: "exchange of sizes before the refresh",
     Collective.METADATA: "agreement on used parameters",
     Collective.GATHER_ORDER: "comparison of orders before the gather",
     Collective.SCALAR_REDUCE: "norm of gradients",
@@ -121,6 +123,10 @@ class TrafficCounters:
                 names.pop()
         return tuple(each for each, _ in groupby([*names, name]))[-_SHOWN:]
 
-    def reset(self) -> None:
-        for counted in (self.calls, self.bytes, self.waited, self.steps):
-            counted.clear()
+    def sent(self, *, reset: bool = False) -> tuple[dict[str, int], dict[tuple[str, str], int]]:
+        """Return copies of `calls` and `bytes`. If `reset` is True, set all counters to zero."""
+        with self._lock:
+            found = dict(self.calls), dict(self.bytes)
+            for counted in (self.calls, self.bytes, self.waited, self.steps) if reset else ():
+                counted.clear()
+        return found

@@ -206,16 +206,12 @@ def _traffic(runtime: LayerZeroState, *, reset: bool) -> TrafficReport:
     counters = runtime.mesh_info.counters
     by_collective: Counter[str] = Counter()
     by_axis: Counter[str] = Counter()
-    for (collective, axis), sent in counters.bytes.items():
+    calls, nbytes = counters.sent(reset=reset)
+    for (collective, axis), sent in nbytes.items():
         by_collective[collective] += sent
         by_axis[axis] += sent
-    predicted = _formulas(runtime, counters.calls)
-    report = TrafficReport(
-        dict(counters.calls), dict(by_collective), dict(by_axis), predicted, runtime.transports[0].traits.name
-    )
-    if reset:
-        counters.reset()
-    return report
+    predicted = _formulas(runtime, calls)
+    return TrafficReport(calls, dict(by_collective), dict(by_axis), predicted, runtime.transports[0].traits.name)
 
 
 def _formulas(runtime: LayerZeroState, calls: Mapping[str, int]) -> dict[str, int]:

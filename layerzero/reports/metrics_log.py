@@ -77,7 +77,7 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
     runtime = get_state(model)
     counters = runtime.mesh_info.counters
     sent = Counter(dict.fromkeys(("zero3", "replica", "control"), 0))
-    for (_, axis), nbytes in counters.bytes.items():
+    for (_, axis), nbytes in counters.sent()[1].items():
         sent[axis] += nbytes
     found = Metrics({f"layerzero/memory/{kind}": float(nbytes) for kind, nbytes in measure(runtime).items()})
     found |= {f"layerzero/bytes/{axis}": float(nbytes) for axis, nbytes in sent.items()}
@@ -88,7 +88,7 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
     if compare:
         found |= _compared(runtime, counters)
     if reset:
-        counters.reset()
+        counters.sent(reset=True)
     return found
 
 
