@@ -254,7 +254,7 @@ class Scheduler(Closable):
 
     def _begin_forward(self, entry: Unit) -> None:
         refuse_capture(self._mesh_info.device, f"the forward of {entry.label}")
-        self._follow_user()
+        self._follow_user("a forward")
         units = self._units if len(self._orders) > 1 else ()
         self._forward = ForwardPass(entry, units, expected=self._last_calls.get(entry, []))
         self._last_forward = weakref.ref(self._forward)
@@ -264,11 +264,14 @@ class Scheduler(Closable):
         if self._forward is None and not in_backward():
             refuse_capture(self._mesh_info.device, "a gather outside of forwards")
             self.recover_interrupted_pass()
-            self._follow_user()
+            self._follow_user("a gather outside of forwards")
 
-    def _follow_user(self) -> None:
-        """Check that the model may compute, and apply changes that the user has made since the last pass."""
-        self._refuse_streams("a forward")
+    def _follow_user(self, what: str) -> None:
+        """Check that the model may compute, and apply changes that the user has made since the last pass.
+
+        `what` names the call in messages.
+        """
+        self._refuse_streams(what)
         self.status.require_usable()
         if torch.is_grad_enabled():  # reference forward passes without gradients may temporarily freeze adapters
             self._gradients.apply_requires_grad()
