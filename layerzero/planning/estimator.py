@@ -18,13 +18,13 @@ from layerzero.planning.cluster import Cluster
 from layerzero.planning.compute_cost import ComputeCost
 from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, where_of
 from layerzero.planning.sim_program import Operation, collectives_in, computations_in
-from layerzero.planning.sim_schedules import Peer, ScheduleSettings, UnitCost, layerzero_program, peer_program
+from layerzero.planning.sim_schedules import FSDPSettings, ScheduleSettings, UnitCost, fsdp_program, layerzero_program
 from layerzero.planning.simulator import SimMachine, SimResult, simulate
 
-__all__ = ["LAYERZERO", "PEERS", "Candidate", "Estimate", "Estimator", "simplest_fast_row"]
+__all__ = ["LAYERZERO", "OTHER_SCHEMES", "Candidate", "Estimate", "Estimator", "simplest_fast_row"]
 
 LAYERZERO = "layerzero"
-PEERS = ("FSDP2", "HSDP", "HFSDP", "ZeRO-1")
+OTHER_SCHEMES = ("FSDP2", "HSDP", "HFSDP", "ZeRO-1")
 _STATE = 2  # number of AdamW state elements per parameter element, in the dtype of the master
 _UPDATED = 7  # memory accesses of AdamW per parameter element: 4 reads (master, gradient, state) and 3 writes
 _ALIKE = 0.03  # if throughputs differ by at most this fraction, the simpler settings are chosen
@@ -229,8 +229,10 @@ class Estimator:
 
     def _memory(self, choice: Candidate) -> tuple[dict[str, int], int]:
         if choice not in self._memories:
-            of_peer = choice.scheme != LAYERZERO
-            self._memories[choice] = self._memory_of_peer(choice) if of_peer else self._memory_of_units(choice)
+            of_layerzero = choice.scheme == LAYERZERO
+            self._memories[choice] = (
+                self._memory_of_units(choice) if of_layerzero else self._memory_of_other_scheme(choice)
+            )
             self.on_estimate()
         return self._memories[choice]
 
@@ -241,7 +243,7 @@ class Estimator:
         memory = {**found.kinds, where: optimizer_bytes(units, _STATE)}
         return memory, found.peak + memory.get("optimizer", 0)
 
-    def _memory_of_peer(self, choice: Candidate) -> tuple[dict[str, int], int]:
+    def _memory_of_other_scheme(self, choice: Candidate) -> tuple[dict[str, int], int]:
         """Return the number of bytes by kind, and their sum, for a scheme other than layerzero.
 
         The numbers come from formulas that ignore padding. At the peak of a sharded scheme, the root and two units are
@@ -327,7 +329,7 @@ class Estimator:
         if choice.scheme in ("FSDP2", "HSDP", "HFSDP"):
             over = self._shared_over(choice)
             shards_states = choice.scheme == "HFSDP"
-            peer = Peer(
+            settings = FSDPSettings(
                 over=over,
                 replicas=cluster.ranks // over,
                 micro_batches=choice.micro_batches,
@@ -339,7 +341,7 @@ class Estimator:
                     in_host=False,
                 ),
             )
-            return cluster.machine(over), list(peer_program(self.unit_costs(), peer, steps=_STEPS))
+            return cluster.machine(over), list(fsdp_program(self.unit_costs(), settings, steps=_STEPS))
         unit_costs = self.unit_costs(self.planned(choice)) if choice.scheme == LAYERZERO else self.unit_costs()
         own = sum(cost.numel for cost in unit_costs) / cluster.ranks
         sharding = ScheduleSettings(

@@ -71,12 +71,12 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
     if plan.best is not None and plan.best not in shown:
         shown = [plan.best, *shown[:-1]]
     row = plan.best or shown[0]
-    peers = [peer for peer in plan.peers if _is_comparable(peer, row)]
+    others = [other for other in plan.other_schemes if _is_comparable(other, row)]
     with matplotlib.rc_context(_MATPLOTLIB):
         memory, step, times = (
-            _plot_memory([*shown, *peers], plan),
+            _plot_memory([*shown, *others], plan),
             _plot_step(plan, row),
-            _plot_nodes(plan, row, peers, nodes),
+            _plot_nodes(plan, row, others, nodes),
         )
     waits = ", ".join(f"{kind} {seconds(value)}" for kind, value in sorted(row.parts.items()) if value > 1e-5)
     sections = [
@@ -95,7 +95,7 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
         sections.append(("To paste", pasted))
     parts = [
         "<h1>Plan</h1>",
-        f'<p class="answer{"" if plan.best else " none"}">{escape(_answer(plan, peers))}</p>',
+        f'<p class="answer{"" if plan.best else " none"}">{escape(_answer(plan, others))}</p>',
         f"<p>{rate(plan.numel)} parameters in {plan.units} units; {cluster.nodes} nodes &times; "
         f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.node_link_text}.</p>",
         f"<p>{escape(plan.why)}</p>" if plan.best else "",
@@ -103,7 +103,7 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
         *(f"<section><h2>{escape(title)}</h2>{content}</section>" for title, content in sections),
         "</div>",
         "<h2>Settings</h2>",
-        _table([*shown, *plan.peers], plan.best),
+        _table([*shown, *plan.other_schemes], plan.best),
         '<p class="note">Memory equals the prediction of layerzero in a run, except for activations, which are '
         "estimated. Times are simulated, not measured. Times of FSDP2, HSDP and ZeRO-1 are simulated with models of "
         "these schemes.</p>",
@@ -115,7 +115,7 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
     return f"{head}<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
 
 
-def _answer(plan: Plan, peers: Sequence[Estimate]) -> str:
+def _answer(plan: Plan, others: Sequence[Estimate]) -> str:
     """Return one sentence: the recommended settings, the fastest other scheme that fits, and the memory of both."""
     best = plan.best
     if best is None:
@@ -126,7 +126,7 @@ def _answer(plan: Plan, peers: Sequence[Estimate]) -> str:
     settings = f"{', '.join(names)}, {DTYPE_TEXTS[choice.reduce_dtype]} gradients, {choice.micro_batches} micro-batches"
     sentence = f"Use {settings}: a simulated step takes {seconds(best.step)}"
     memory = f"{size(best.peak)} of {size(plan.cluster.room)}"
-    other = min((peer for peer in peers if peer.fits), key=lambda peer: peer.step, default=None)
+    other = min((each for each in others if each.fits), key=lambda each: each.step, default=None)
     if other is None:
         return f"{sentence} and {memory}; no other scheme fits with these gradients and micro-batches."
     change = f"{abs(best.step / other.step - 1):.1%}".replace("%", " %")
@@ -134,10 +134,10 @@ def _answer(plan: Plan, peers: Sequence[Estimate]) -> str:
     return f"{sentence}, {compared}, the fastest other scheme that fits, and {memory} instead of {size(other.peak)}."
 
 
-def _is_comparable(peer: Estimate, row: Estimate) -> bool:
+def _is_comparable(one: Estimate, other: Estimate) -> bool:
     """Return whether both rows have the same number of micro-batches and the same reduce dtype."""
-    mine, other = row.choice, peer.choice
-    return (mine.micro_batches, mine.reduce_dtype) == (other.micro_batches, other.reduce_dtype)
+    first, second = one.choice, other.choice
+    return (first.micro_batches, first.reduce_dtype) == (second.micro_batches, second.reduce_dtype)
 
 
 def _name(row: Estimate) -> str:
@@ -223,12 +223,12 @@ def _plot_step(plan: Plan, row: Estimate) -> str:
     return _svg(figure, "Timeline of a step")
 
 
-def _plot_nodes(plan: Plan, row: Estimate, peers: Sequence[Estimate], nodes: Sequence[int]) -> str:
+def _plot_nodes(plan: Plan, row: Estimate, others: Sequence[Estimate], nodes: Sequence[int]) -> str:
     """Plot the time per micro-batch against the number of nodes, for a row and the baselines."""
     figure = _figure(3.5)
     axes = figure.subplots()
     lines = {}
-    for each in (row, *peers):
+    for each in (row, *others):
         choice = each.choice
         found = [(count, at.step / choice.micro_batches) for count in nodes for at in plan.over_nodes([count], choice)]
         lines[choice.scheme] = found

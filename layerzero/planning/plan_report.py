@@ -14,7 +14,7 @@ import torch
 
 from layerzero.config import OFFLOADS, LayerZeroConfig
 from layerzero.planning.cluster import Cluster
-from layerzero.planning.estimator import LAYERZERO, PEERS, Candidate, Estimate, Estimator, simplest_fast_row
+from layerzero.planning.estimator import LAYERZERO, OTHER_SCHEMES, Candidate, Estimate, Estimator, simplest_fast_row
 from layerzero.utils.text_tables import rate, seconds, size, table
 
 __all__ = ["HEADER", "LinkComparison", "Plan", "call_text", "cells", "plan_data", "plan_text", "yaml_text"]
@@ -62,7 +62,7 @@ class Plan:
         units: number of units, including the root.
         rows: estimates, one per combination of settings. Settings that fit into memory come first, the fastest first.
             The others follow, the ones that lack least memory first.
-        peers: estimates for FSDP2, HSDP, HFSDP and ZeRO-1, computed by the same rules.
+        other_schemes: estimates for FSDP2, HSDP, HFSDP and ZeRO-1, computed by the same rules.
         best: recommended row; None if no settings fit.
         workshop: estimator that can compute more rows.
     """
@@ -71,7 +71,7 @@ class Plan:
     numel: int
     units: int
     rows: tuple[Estimate, ...]
-    peers: tuple[Estimate, ...]
+    other_schemes: tuple[Estimate, ...]
     best: Estimate | None
     workshop: Estimator
 
@@ -120,12 +120,12 @@ class Plan:
         own = self.cluster.node_link
         counts = [row.choice.micro_batches for row in self.rows]
         count = min(counts) if self.best is None else self.best.choice.micro_batches
-        fitting = [row for row in (*self.rows, *self.peers) if row.fits and row.choice.micro_batches == count]
+        fitting = [row for row in (*self.rows, *self.other_schemes) if row.fits and row.choice.micro_batches == count]
         found = []
         for between in sorted({own, *(each * self.cluster.accelerators for each in _LINKS)}):
             shop = self.workshop if between == own else self.workshop.on(replace(self.cluster, between=between))
             schemes: dict[str, Estimate | None] = {}
-            for scheme in (LAYERZERO, *PEERS):
+            for scheme in (LAYERZERO, *OTHER_SCHEMES):
                 schemes[scheme] = simplest_fast_row(
                     shop.row(row.choice) for row in fitting if row.choice.scheme == scheme
                 )
@@ -186,7 +186,7 @@ def plan_text(plan: Plan, *, every_row: bool = False) -> str:
         table(HEADER, [cells(row) for row in shown]),
         "",
         "other schemes, by formulas and models:",
-        table(HEADER, [cells(row) for row in plan.peers]),
+        table(HEADER, [cells(row) for row in plan.other_schemes]),
         "",
         *(_links_text(plan) if cluster.nodes > 1 else ()),
     ]
@@ -216,7 +216,7 @@ def plan_data(plan: Plan, *, every_row: bool = False) -> dict[str, Any]:
         "cluster": plan.cluster.as_dict(),
         "settings": {"tried": len(plan.rows), "fit": len(fitting)},
         "rows": [_row_data(row) for row in (plan.rows if every_row else fitting or _shown(plan, every_row=False))],
-        "peers": [_row_data(row) for row in plan.peers],
+        "other_schemes": [_row_data(row) for row in plan.other_schemes],
         "links": [
             {
                 "between": each.between,

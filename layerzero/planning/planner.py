@@ -18,7 +18,7 @@ from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.layout.shard_grid import ShardGrid
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.compute_cost import ComputeCost
-from layerzero.planning.estimator import LAYERZERO, PEERS, Candidate, Estimate, Estimator, simplest_fast_row
+from layerzero.planning.estimator import LAYERZERO, OTHER_SCHEMES, Candidate, Estimate, Estimator, simplest_fast_row
 from layerzero.planning.meta_sharding import MetaSharding
 from layerzero.planning.plan_report import Plan
 from layerzero.planning.transformer_shapes import TransformerShape, read_config
@@ -145,20 +145,20 @@ def plan(
             rows += rows_of(size)
     # A setting that does not fit has a time, too, but nothing depends on it, and simulations take most of the time.
     rows.sort(key=lambda row: (not row.fits, -row.tokens if row.fits else max(row.excess, row.host_excess)))
-    peers: list[Estimate] = []
+    other_schemes: list[Estimate] = []
     groups = {"FSDP2": [cluster.accelerators], "ZeRO-1": [1]}  # FSDP2 shards over all ranks, whatever their number
-    for name in PEERS:
+    for name in OTHER_SCHEMES:
         for size in groups.get(name, [cluster.accelerators, *_sizes_beyond_a_node(cluster)]):
             found = [
                 shop.row(Candidate(name, size, "full", reduce_dtype=wire, micro_batches=count))
                 for count in counts
                 for wire in reduce
             ]
-            peers += found
+            other_schemes += found
             if any(row.fits for row in found):
                 break
     numel = sum(parameter.numel() for parameter in built.parameters())
-    return Plan(cluster, numel, len(paper.plans), tuple(rows), tuple(peers), simplest_fast_row(rows), shop)
+    return Plan(cluster, numel, len(paper.plans), tuple(rows), tuple(other_schemes), simplest_fast_row(rows), shop)
 
 
 def _nothing() -> None:

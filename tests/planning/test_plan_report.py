@@ -86,7 +86,7 @@ def test_the_page_is_one_file_that_asks_for_nothing(found: Plan) -> None:
     for text in ("compute", "forward", "backward", "update", "gather", "hop 1", "hop 2", "refresh", "ms"):
         assert f">{text}</text>" in charts[1], text
     assert all(f">{text}</text>" in charts[2] for text in ("2", "8", "nodes", "layerzero"))
-    assert page.count("<table") == 1 and page.count("<tr") == 1 + 8 + len(found.peers)
+    assert page.count("<table") == 1 and page.count("<tr") == 1 + 8 + len(found.other_schemes)
     assert page == report_html(found, nodes=(2, 8)), "the same plan gives the same page"
 
 
@@ -118,9 +118,9 @@ def test_a_plan_of_which_nothing_fits_has_a_page_too() -> None:
 def test_the_page_opens_with_the_answer_in_one_sentence(found: Plan) -> None:
     best = found.best
     assert best is not None
-    same = [peer for peer in found.peers if peer.choice.reduce_dtype == best.choice.reduce_dtype]
-    fits = [peer for peer in same if peer.choice.micro_batches == best.choice.micro_batches and peer.fits]
-    other = min(fits, key=lambda peer: peer.step)
+    same = [each for each in found.other_schemes if each.choice.reduce_dtype == best.choice.reduce_dtype]
+    fits = [each for each in same if each.choice.micro_batches == best.choice.micro_batches and each.fits]
+    other = min(fits, key=lambda each: each.step)
     answer = _answer(report_html(found, nodes=(2,)))
     start = f"Use zero3_size={best.choice.zero3_size}, accumulation='{best.choice.accumulation}', "
     assert answer.startswith(start) and answer.count(". ") == 0 and answer.endswith(".")
@@ -133,15 +133,15 @@ def test_the_page_opens_with_the_answer_in_one_sentence(found: Plan) -> None:
 def test_the_answer_names_no_scheme_that_does_not_fit(found: Plan) -> None:
     best = found.best
     assert best is not None
-    full = [dataclasses.replace(peer, excess=1.0) for peer in found.peers]
-    answer = _answer(report_html(dataclasses.replace(found, peers=full), nodes=(2,)))
+    full = [dataclasses.replace(each, excess=1.0) for each in found.other_schemes]
+    answer = _answer(report_html(dataclasses.replace(found, other_schemes=full), nodes=(2,)))
     assert answer.endswith(
         f"{size(best.peak)} of {size(found.cluster.room)}; no other scheme fits with these gradients and micro-batches."
     )
-    slow = [_with_step(peer, 10 * best.step) for peer in found.peers]
-    assert "90.0 % less than with " in _answer(report_html(dataclasses.replace(found, peers=slow), nodes=(2,)))
-    fast = [_with_step(peer, best.step / 2) for peer in found.peers]
-    assert "100.0 % more than with " in _answer(report_html(dataclasses.replace(found, peers=fast), nodes=(2,)))
+    slow = [_with_step(each, 10 * best.step) for each in found.other_schemes]
+    assert "90.0 % less than with " in _answer(report_html(dataclasses.replace(found, other_schemes=slow), nodes=(2,)))
+    fast = [_with_step(each, best.step / 2) for each in found.other_schemes]
+    assert "100.0 % more than with " in _answer(report_html(dataclasses.replace(found, other_schemes=fast), nodes=(2,)))
 
 
 def _with_step(row: Estimate, step: float) -> Estimate:
@@ -244,7 +244,7 @@ def test_json_has_the_data_of_the_text_under_the_documented_keys(tmp_path: Path)
     command = ["plan", *sizes, "--nodes", "4", "--accelerators", "4", "--memory", "1.1", "--micro-batches", "2"]
     text, found = run(tmp_path, *command).stdout, json.loads(run(tmp_path, *command, "--json").stdout)
     tables = text.split("\n\n")
-    for rows, shown in ((found["rows"][:12], tables[1]), (found["peers"], tables[2])):
+    for rows, shown in ((found["rows"][:12], tables[1]), (found["other_schemes"], tables[2])):
         lines = shown.splitlines()[-len(rows) :]
         for row, line in zip(rows, lines, strict=True):
             assert line.startswith(f"{row['scheme']} ") and row["reduce_dtype"] in line
@@ -269,7 +269,8 @@ def test_json_has_the_data_of_the_text_under_the_documented_keys(tmp_path: Path)
 
     documented = _documented_keys()
     assert (
-        documented["plan"] == found.keys() and documented["an element of `rows` or `peers`"] == found["rows"][0].keys()
+        documented["plan"] == found.keys()
+        and documented["an element of `rows` or `other_schemes`"] == found["rows"][0].keys()
     )
     assert documented["an element of `links`"] == found["links"][0].keys()
 
