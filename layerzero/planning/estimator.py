@@ -110,7 +110,12 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return not self.excess and not self.host_excess
+        return not self.shortfall
+
+    @property
+    def shortfall(self) -> float:
+        """Larger of `excess` and `host_excess`, by which settings that do not fit are compared."""
+        return max(self.excess, self.host_excess)
 
     @cached_property
     def _cost(self) -> StepCost:
@@ -259,8 +264,7 @@ class Estimator:
         memory = {"masters": 4 * numel / states, "gradients": 4 * numel / over, "optimizer": 8 * numel / states}
         if choice.scheme in ("HFSDP", "ZeRO-1"):
             memory["weights"] = element * numel / over
-        if choice.scheme == "HFSDP":
-            memory["gradients"] = reduce * numel / over  # Megatron-FSDP can accumulate in the reduce dtype
+            memory["gradients"] = reduce * numel / over  # Megatron accumulates in the reduce dtype
         memory["gathered"] = 0.0 if over == 1 else (root + two) * element + (root + largest) * reduce
         whole = {kind: round(nbytes) for kind, nbytes in memory.items()}
         return whole, sum(whole.values())

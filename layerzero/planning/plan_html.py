@@ -9,8 +9,19 @@ from html import escape
 from io import StringIO
 from pathlib import Path
 
-from layerzero.planning.estimator import LAYERZERO, Estimate
-from layerzero.planning.plan_report import DTYPE_TEXTS, HEADER, Plan, call_text, cells, yaml_text
+from layerzero.planning.estimator import LAYERZERO, Candidate, Estimate
+from layerzero.planning.plan_report import (
+    DTYPE_TEXTS,
+    HEADER,
+    Plan,
+    call_text,
+    cells,
+    group_size,
+    settings_text,
+    short_settings,
+    shown_rows,
+    yaml_text,
+)
 from layerzero.planning.simulator import simulate
 from layerzero.utils.text_tables import rate, seconds, size
 
@@ -67,7 +78,7 @@ def write_report(plan: Plan, path: str | os.PathLike[str], *, nodes: Sequence[in
 def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
     """Return the HTML report of a plan as a string; see :func:`write_report`."""
     cluster = plan.cluster
-    shown = [row for row in plan.rows if row.fits][:_SHOWN] or sorted(plan.rows, key=lambda row: row.excess)[:_SHOWN]
+    shown = list(shown_rows(plan, _SHOWN))
     if plan.best is not None and plan.best not in shown:
         shown = [plan.best, *shown[:-1]]
     row = plan.best or shown[0]
@@ -120,17 +131,13 @@ def _answer(plan: Plan, others: Sequence[Estimate]) -> str:
     best = plan.best
     if best is None:
         return plan.why
-    choice = best.choice
-    names = [f"zero3_size={choice.zero3_size}", f"accumulation={choice.accumulation!r}"]
-    names += [] if choice.offload == "-" else [f"offload of {choice.offload}"]
-    settings = f"{', '.join(names)}, {DTYPE_TEXTS[choice.reduce_dtype]} gradients, {choice.micro_batches} micro-batches"
-    sentence = f"Use {settings}: a simulated step takes {seconds(best.step)}"
+    sentence = f"Use {settings_text(best.choice)}: a simulated step takes {seconds(best.step)}"
     memory = f"{size(best.peak)} of {size(plan.cluster.room)}"
     other = min((each for each in others if each.fits), key=lambda each: each.step, default=None)
     if other is None:
         return f"{sentence} and {memory}; no other scheme fits with these gradients and micro-batches."
     change = f"{abs(best.step / other.step - 1):.1%}".replace("%", " %")
-    compared = f"{change} {'less' if best.step < other.step else 'more'} than with {other.choice.scheme}"
+    compared = f"{change} {'less' if best.step < other.step else 'more'} than with {_scheme_name(other.choice)}"
     return f"{sentence}, {compared}, the fastest other scheme that fits, and {memory} instead of {size(other.peak)}."
 
 
@@ -141,12 +148,17 @@ def _is_comparable(one: Estimate, other: Estimate) -> bool:
 
 
 def _name(row: Estimate) -> str:
+    """Return a name of the row that no other row of a figure has."""
     choice = row.choice
-    if choice.scheme != LAYERZERO:
-        return choice.scheme
-    offload = "" if choice.offload == "-" else f"offload {choice.offload}"
-    words = [f"S={choice.zero3_size}", choice.accumulation_text, DTYPE_TEXTS[choice.reduce_dtype], offload]
-    return " ".join(filter(None, words)) + f", A={choice.micro_batches}"
+    if choice.scheme == LAYERZERO:
+        return f"{short_settings(choice)}, {DTYPE_TEXTS[choice.reduce_dtype]}, A={choice.micro_batches}"
+    return _scheme_name(choice)
+
+
+def _scheme_name(choice: Candidate) -> str:
+    """Return the name of a scheme, with S if a plan may have rows with several values of S."""
+    shared = None if choice.scheme == LAYERZERO else group_size(choice)
+    return choice.scheme if shared is None else f"{choice.scheme} S={shared}"
 
 
 def _figure(height: float) -> Figure:
@@ -231,10 +243,10 @@ def _plot_nodes(plan: Plan, row: Estimate, others: Sequence[Estimate], nodes: Se
     for each in (row, *others):
         choice = each.choice
         found = [(count, at.step / choice.micro_batches) for count in nodes for at in plan.over_nodes([count], choice)]
-        lines[choice.scheme] = found
+        lines[_scheme_name(choice)] = found
     unit, scale = _scaled(max((step for points in lines.values() for _, step in points), default=0.0))
-    for scheme, points in lines.items():
-        axes.plot([count for count, _ in points], [scale * step for _, step in points], marker="o", label=scheme)
+    for name, points in lines.items():
+        axes.plot([count for count, _ in points], [scale * step for _, step in points], marker="o", label=name)
     axes.set_xscale("log", base=2)
     axes.set_xticks(nodes)
     axes.xaxis.set_major_formatter(ScalarFormatter())

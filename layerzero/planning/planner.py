@@ -116,8 +116,8 @@ def plan(
     counts = sorted(set(micro_batches))
     if not counts or counts[0] < 1:
         raise ValueError(f"micro_batches={counts} must be a non-empty list of numbers of at least 1")
-    reduce = [dtype_named("a dtype", each) for each in reduce_dtypes]
-    modes = list(accumulations)
+    reduce = list(dict.fromkeys(dtype_named("a dtype", each) for each in reduce_dtypes))
+    modes = list(dict.fromkeys(accumulations))
     if wrong := [mode for mode in modes if mode not in ACCUMULATIONS]:
         raise ValueError(f"accumulation={wrong[0]!r} is not supported. Use {' or '.join(ACCUMULATIONS)}")
 
@@ -144,7 +144,7 @@ def plan(
                 break
             rows += rows_of(size)
     # A setting that does not fit has a time, too, but nothing depends on it, and simulations take most of the time.
-    rows.sort(key=lambda row: (not row.fits, -row.tokens if row.fits else max(row.excess, row.host_excess)))
+    rows.sort(key=lambda row: (not row.fits, -row.tokens if row.fits else row.shortfall))
     other_schemes: list[Estimate] = []
     groups = {"FSDP2": [cluster.accelerators], "ZeRO-1": [1]}  # FSDP2 shards over all ranks, whatever their number
     for name in OTHER_SCHEMES:

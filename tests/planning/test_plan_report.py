@@ -39,6 +39,7 @@ from layerzero import cli, cli_planning
 cli_planning._PATIENCE, cli_planning._INTERVAL = 0.0, 0.02
 cli.app(sys.argv[1:])
 """
+IMPATIENT = PATIENT.replace("0.02", "0.0")
 MODULE = """
 from torch import nn
 
@@ -113,6 +114,28 @@ def test_a_plan_of_which_nothing_fits_has_a_page_too() -> None:
     assert tight.best is None
     page = report_html(tight, nodes=(1, 2))
     assert "No settings fit" in page and "To paste" not in page and page.count("<svg") == 3
+
+
+def test_a_scheme_with_several_shard_sizes_has_a_bar_and_a_line_for_each() -> None:
+    sizes = TransformerShape(layers=8, hidden=2048, vocab=50_000, heads=16)
+    cluster = Cluster(nodes=8, accelerators=2, memory=7, reserve=1)
+    found = plan(sizes, cluster, zero3_sizes=[8], micro_batches=[1], reduce_dtypes=["fp32"])
+    groups = [row.choice.zero3_size for row in found.other_schemes if row.choice.scheme == "HSDP"]
+    assert groups == [2, 4, 8]
+    memory, _, times = re.findall(r"<svg.*?</svg>", report_html(found, nodes=(8, 16)), flags=re.DOTALL)
+    for chart in (memory, times):
+        assert [chart.count(f">HSDP S={group}</text>") for group in groups] == [1, 1, 1]
+        assert chart.count(">FSDP2</text>") == chart.count(">ZeRO-1</text>") == 1
+
+
+def test_a_page_and_a_text_name_the_same_closest_settings() -> None:
+    tight = plan(SIZES, Cluster(nodes=1, accelerators=2, memory=1.2, reserve=1), micro_batches=[1])
+    shown = re.findall(r"<tr.*?</tr>", report_html(tight, nodes=(1,)))[1:9]
+    closest = tight.rows[:8]
+    shortfalls = [max(row.excess, row.host_excess) for row in tight.rows]
+    assert shortfalls == sorted(shortfalls) and len(tight.rows) > 8
+    assert all(f">{size(row.peak)}</td>" in line for row, line in zip(closest, shown, strict=True))
+    assert f"which lack {size(closest[0].excess)}" in tight.why
 
 
 def test_the_page_opens_with_the_answer_in_one_sentence(found: Plan) -> None:
@@ -299,6 +322,28 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -
     assert text.replace("\r\n", "\n") == done.stdout
 
 
+def test_the_progress_of_a_report_does_not_mix_with_other_output(tmp_path: Path) -> None:
+    sizes = ["--layers", "1", "--hidden", "64", "--vocab", "64", "--heads", "2", "--nodes", "2"]
+    own, other = pty.openpty()
+    command = [sys.executable, "-c", IMPATIENT, "plan", *sizes, "--html", str(tmp_path / "report.html")]
+    subprocess.run(command, stdout=other, stderr=other, cwd=ROOT, check=True, timeout=120)
+    os.close(other)
+    said = b"".join(iter(lambda: _read(own), b"")).decode().replace("\r\n", "\n")
+    os.close(own)
+    shown = re.sub(r"(\rlayerzero: \d+ estimates in \d+ s)+\r\x1b\[K", "<progress>", said)
+    plan_text, report, rest = shown.removeprefix("<progress>").partition("<progress>\nwritten: ")
+    assert shown.startswith("<progress>") and report and "Times are simulated, not measured.\n" in plan_text
+    assert "estimates in" not in plan_text + rest and "\x1b" not in plan_text + rest
+
+
+def _read(terminal: int) -> bytes:
+    """Return output from a terminal; nothing at its end, which Linux reports as an error."""
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:
+        return b""
+
+
 def test_plan_of_a_factory_and_of_a_config(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODULE)
     done = run(tmp_path, "plan", "mine:Net", "--unit", "Layer", "--nodes", "2", "--micro-batches", "2")
@@ -322,6 +367,9 @@ def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path, monkey
         (["plan", "config.json", "--nodes", "2"], "No such file"),
         (["plan", "mine:Net"], "the number of nodes is unknown"),
         (["plan", "x:y", "--layers", "2", "--nodes", "2"], "either a model or its sizes"),
+        (["plan", "x:y", "--probe"], "module 'x' is not on the import path"),
+        (["plan", "--probe", "--batch-tokens", "8", "--micro-batches", "2"], "exclude each other. Pass one of them"),
+        (["plan", "--probe", "--cluster", "c.yaml"], "--probe and --cluster exclude each other"),
         (["trace", "trace.json"], "is not a trace file written by layerzero.trace"),
         (["trace", "old.json"], "has trace format 1, but this version reads format 2. Record the trace again"),
         (["simulate", "nowhere.json"], "No such file"),
