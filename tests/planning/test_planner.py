@@ -335,7 +335,7 @@ def test_more_nodes_need_less_memory_and_no_setting_beats_its_computation_or_its
     best = found.best
     assert best is not None
     held = [sum(row.memory.values()) for row in found.over_nodes((1, 2, 4), best.choice)]
-    assert held == sorted(held, reverse=True)
+    assert held[0] > held[1] > held[2]
 
 
 def test_bytes_of_the_schemes_are_those_of_their_formulas() -> None:
