@@ -56,7 +56,7 @@ _CHOICES = [name for name, entry in ENTRIES.items() if entry.target in ("ddp:DDP
 _ROUNDS = 2
 _SHARES_MEMORY = (
     "layerzero: the ranks of a node share memory, unless the scheme's name says that it is off. Other schemes copy",
-    "through gloo. Devices do not share memory, so only the row without it tells about them.",
+    "through gloo. Ranks on devices do not share memory; layerzero-exchanges is layerzero without it.",
 )
 _ROOT = Path(__file__).resolve().parents[1]
 
