@@ -7,9 +7,9 @@ The functions are those of ``layerzero verify``: a function that builds the mode
 same module, and optionally a loss and an optimizer. Under torchrun, the ranks of a node are those that torchrun starts
 on it. Otherwise this command starts `--ranks` ranks on this machine, and half of them count as one node.
 
-All schemes run one after the other in the same processes. Each is timed in two rounds, the second in reverse order, so
-that a drift of the machine affects all of them. A further run of each scheme, which is not timed, measures memory and
-counts bytes; see [Note: Bytes between nodes] in crossing.py.
+The parameters of the model must be fp32. All schemes run one after the other in the same processes. Each is timed in
+two rounds, the second in reverse order, so that a drift of the machine affects all of them. A further run of each
+scheme, which is not timed, measures memory and counts bytes; see [Note: Bytes between nodes] in crossing.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import os
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,18 +42,22 @@ from benchmarks.crossing import counted_crossings
 from benchmarks.tables import LOSS_TOLERANCE
 from benchmarks.task import OPTIMIZER, Task
 from benchmarks.worker import PEAK_STEPS, WARM_UP, settled
-from layerzero.device.accelerator import compute_device, default_device_type
+from layerzero.config.yaml_file import dtype_named
+from layerzero.device.accelerator import Clock, compute_device, default_device_type
 from layerzero.sharding.unit_selection import block_classes
 from layerzero.utils.import_path import load_named
 from layerzero.utils.text_tables import seconds, size, table
 from layerzero.verification.training_runs import TrainingTask, loss_of_output
 
-__all__ = ["COMPARED", "compare", "main", "report"]
+__all__ = ["COMPARED", "backend_of", "compare", "largest_difference", "main", "report", "schemes_of"]
 
 COMPARED = ("ddp", "fsdp2-full", "fsdp2-hsdp", "layerzero")
 _CHOICES = [name for name, entry in ENTRIES.items() if entry.target in ("ddp:DDP", "fsdp:FSDP2", "ours:LayerZero")]
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _ROUNDS = 2
+_SHARES_MEMORY = (
+    "layerzero: the ranks of a node share memory, unless the scheme's name says that it is off. Other schemes copy",
+    "through gloo. Ranks on devices do not share memory; layerzero-exchanges is layerzero without it.",
+)
 _ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -97,15 +101,20 @@ class UserTask(Task):
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     args = _parse(given)
-    if "RANK" not in os.environ:
+    is_rank = "RANK" in os.environ
+    try:
+        task = _task(args, is_rank=is_rank)
+    except (OSError, TypeError, ValueError) as error:
+        print(f"benchmarks.compare: {error}", file=sys.stderr)
+        return 2
+    if not is_rank:
         return _start(args, given)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
-    device = args.device or default_device_type()
-    if device != "cpu":
+    if task.device != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("gloo" if device == "cpu" else None)
+    dist.init_process_group(backend_of(task.device))
     try:
-        found = compare(_task(args, device), args)
+        found = compare(task, args)
     finally:
         dist.destroy_process_group()
     if int(os.environ["RANK"]) == 0:
@@ -115,14 +124,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if found["losses_agree"] else 1
 
 
+def backend_of(device: str) -> str:
+    """Return the backend of the process group. Next to an accelerator, CPU tensors need gloo."""
+    return "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+
+
+def schemes_of(device: str) -> list[str]:
+    """Return the schemes that are compared by default.
+
+    On a CPU, layerzero also runs without shared memory, because the other schemes use none, and devices do not share
+    memory.
+    """
+    return [*COMPARED, "layerzero-exchanges"] if device == "cpu" else list(COMPARED)
+
+
 def compare(task: UserTask, args: argparse.Namespace) -> dict[str, Any]:
     """Run all schemes and return the result as plain data, the same on all ranks. All ranks must call this function."""
-    timed: dict[str, list[dict[str, Any]]] = {name: [] for name in args.only}
+    names = list(dict.fromkeys(args.only or schemes_of(task.device)))
+    parameters = list(task.build().parameters())
+    numel = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    del parameters
+    timed: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for turn in range(_ROUNDS):
-        for name in args.only if turn % 2 == 0 else reversed(args.only):
-            timed[name].append(_timed(task, name, args.steps))
+        for name in names if turn % 2 == 0 else reversed(names):
+            with _naming(name):
+                timed[name].append(_timed(task, name, args.steps))
     schemes = {}
-    for name in args.only:
+    for name in names:
+        with _naming(name):
+            measured = _measured(task, name, args.interface)
         each = [ranks for run in timed[name] for ranks in zip(*run["seconds"], strict=True)]
         durations = [max(ranks) for ranks in each]
         schemes[name] = {
@@ -134,20 +165,15 @@ def compare(task: UserTask, args: argparse.Namespace) -> dict[str, Any]:
                 "max": max(durations),
                 "all": durations,
             },
-            **_measured(task, name, args.interface),
-            "formula_bytes_per_node": _formula(task, name),
+            **measured,
+            "formula_bytes_per_node": _formula(task, name, trained),
         }
-    reference = schemes[args.only[0]]["losses"]
-    apart = max(
-        abs(loss - expected) / max(abs(expected), 1e-12)
-        for scheme in schemes.values()
-        for loss, expected in zip(scheme["losses"], reference, strict=True)
-    )
+    apart = largest_difference([scheme["losses"] for scheme in schemes.values()])
     low = task.param_dtype is not None and torch.finfo(task.param_dtype).eps > torch.finfo(torch.float32).eps
     tolerance = LOSS_TOLERANCE if low else math.sqrt(torch.finfo(torch.float32).eps)
     return {
         "model": args.model,
-        "parameters": sum(parameter.numel() for parameter in task.build().parameters()),
+        "parameters": numel,
         "units": sorted(task.units),
         "ranks": task.ranks,
         "ranks_per_node": task.node_size,
@@ -163,6 +189,35 @@ def compare(task: UserTask, args: argparse.Namespace) -> dict[str, Any]:
         "loss_tolerance": tolerance,
         "losses_agree": apart <= tolerance,
     }
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Context manager that names the scheme and the rank in an error."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(
+            f"scheme {name!r} failed on rank {dist.get_rank()}: {type(error).__name__}: {error}. Pass the schemes that "
+            "support this model as --only"
+        ) from error
+
+
+def largest_difference(losses: Sequence[Sequence[float]]) -> float:
+    """Return the largest relative difference between losses and those of the first scheme, for the same steps.
+
+    It is infinite if a loss is NaN or infinite.
+
+    Args:
+        losses: losses by scheme and step.
+    """
+    if not all(math.isfinite(loss) for each in losses for loss in each):
+        return math.inf
+    return max(
+        abs(loss - expected) / max(abs(expected), 1e-12)
+        for each in losses
+        for loss, expected in zip(each, losses[0], strict=True)
+    )
 
 
 def report(found: dict[str, Any]) -> str:
@@ -202,8 +257,14 @@ def report(found: dict[str, Any]) -> str:
             f"tolerance {found['loss_tolerance']:.1e}",
             "between nodes: bytes per step and node, counted by groups that cross nodes; peak memory: of the rank that",
             "needs most, above its memory before the model was built.",
+            *(_SHARES_MEMORY if found["device"] == "cpu" and _shares_memory(found["schemes"]) else ()),
         ]
     )
+
+
+def _shares_memory(names: Iterable[str]) -> bool:
+    """Return whether the ranks of a node share memory in one of the schemes."""
+    return any(ENTRIES[name].settings.get("shared_memory") == "auto" for name in names)
 
 
 def _timed(task: UserTask, name: str, steps: int) -> dict[str, Any]:
@@ -211,14 +272,17 @@ def _timed(task: UserTask, name: str, steps: int) -> dict[str, Any]:
     rank, device = dist.get_rank(), compute_device(task.device)
     batches = [task.batches(step, rank) for step in range(WARM_UP + steps)]
     contestant = ENTRIES[name].load()(task)
+    clock = Clock.of(device)
     losses, marks = [], []
     dist.barrier()
     for step, each in enumerate(batches):
         if step >= WARM_UP:
-            marks.append(_mark(device))
+            marks.append(clock.now())
         losses.append(_step(contestant, each, seed=step))
-    marks.append(_mark(device))
-    own = {"losses": torch.stack(losses).tolist(), "seconds": _seconds_between(marks, device)}
+    marks.append(clock.now())
+    times = [clock.microseconds(mark) / 1e6 for mark in marks]
+    durations = [after - before for before, after in itertools.pairwise(times)]
+    own = {"losses": torch.stack(losses).tolist(), "seconds": durations}
     contestant.close()
     ranks: list[Any] = [None] * task.ranks
     dist.all_gather_object(ranks, own)
@@ -260,16 +324,19 @@ def _measured(task: UserTask, name: str, interface: str | None) -> dict[str, Any
     }
 
 
-def _formula(task: UserTask, name: str) -> float | None:
+def _formula(task: UserTask, name: str, numel: int) -> float | None:
     """Return the bytes that a node must send per step: of N elements, each node lacks the sums of (1 - 1/R) N.
 
     DDP and HSDP all-reduce gradients, and layerzero reduces gradients and gathers weights, once per step each. The
     formula ignores padding. It is None for schemes whose traffic depends on prefetching or on units.
+
+    Args:
+        numel: number of elements of the parameters that are trained.
     """
-    model = task.build()
-    numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     reduce, weight = task.reduce_dtype.itemsize, (task.param_dtype or torch.float32).itemsize
-    width = {"ddp": 2 * reduce, "fsdp2-hsdp": 2 * reduce, "layerzero": reduce + weight}.get(name)
+    widths = dict.fromkeys(("ddp", "fsdp2-hsdp"), 2 * reduce)
+    widths |= dict.fromkeys(("layerzero", "layerzero-exchanges"), reduce + weight)
+    width = widths.get(name)
     return None if width is None else width * numel * (1 - 1 / task.replicas)
 
 
@@ -281,35 +348,51 @@ def _step(contestant: Contestant, batches: Sequence[Any], *, seed: int) -> Tenso
     return torch.stack(losses).float().mean()
 
 
-def _mark(device: torch.device) -> Any:
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.Event(device=device.type, enable_timing=True)
-    event.record()
-    return event
+def _task(args: argparse.Namespace, *, is_rank: bool) -> UserTask:
+    """Check all arguments and return the task. No process group is needed.
 
-
-def _seconds_between(marks: Sequence[Any], device: torch.device) -> list[float]:
-    if device.type == "cpu":
-        return [after - before for before, after in itertools.pairwise(marks)]
-    marks[-1].synchronize()
-    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
-
-
-def _task(args: argparse.Namespace, device: str) -> UserTask:
-    training = _training(args)
-    ranks, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+    Args:
+        is_rank: whether torchrun has started this process. Otherwise this process will start the ranks.
+    """
+    for name in ("ranks", "steps", "micro_batches", "node_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} is not supported. Use at least 1")
+    ranks, local = args.ranks, args.ranks
+    if is_rank:
+        ranks, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    elif args.emulate:
+        network.bits_per_second(args.emulate)  # raises if the rate is malformed
+        if ranks % 2:
+            raise ValueError(f"--emulate divides the ranks between two nodes. Pass an even --ranks instead of {ranks}")
+        local = ranks // 2
     node_size = args.node_size or (local if local < ranks else max(1, ranks // 2))
     if ranks % node_size:
         raise ValueError(f"--node-size {node_size} does not divide the {ranks} ranks. Use a divisor")
+    if args.json and not args.json.absolute().parent.is_dir():
+        raise ValueError(f"--json {args.json}: the folder does not exist. Create it")
+    if args.interface:
+        network.carried(args.interface)  # raises if there is none
+    device = args.device or default_device_type()
+    if device not in ("cpu", default_device_type()):
+        raise ValueError(f"--device {device}: torch finds no such device. Use {default_device_type()}")
+    param_dtype = dtype_named("--param-dtype", args.param_dtype) if args.param_dtype else None
+    training = _training(args)
+    model = training.build()
+    for name, parameter in model.named_parameters():
+        if parameter.dtype is not torch.float32:
+            raise ValueError(
+                f"parameter {name!r} of the model is {parameter.dtype}. The schemes are compared with fp32 masters, "
+                "and would reduce gradients in different dtypes. Return fp32 parameters, and pass --param-dtype"
+            )
     return UserTask(
         micro_batches=args.micro_batches,
         reduce="fp32",
         ranks=ranks,
         node_size=node_size,
         training=training,
-        units=_units(args, training),
-        param_dtype=_DTYPES[args.param_dtype] if args.param_dtype else None,
+        units=_units(args, model),
+        param_dtype=param_dtype,
         device=device,
     )
 
@@ -329,8 +412,7 @@ def _training(args: argparse.Namespace) -> TrainingTask:
     )
 
 
-def _units(args: argparse.Namespace, training: TrainingTask) -> frozenset[str]:
-    model = training.build()
+def _units(args: argparse.Namespace, model: nn.Module) -> frozenset[str]:
     known = {name for name, _ in model.named_modules() if name} | {type(each).__name__ for each in model.modules()}
     units = [unit.rpartition(":")[2] for unit in args.unit or sorted(block_classes(model))]
     if unknown := [unit for unit in units if unit not in known]:
@@ -343,15 +425,7 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _start(args: argparse.Namespace, given: Sequence[str]) -> int:
-    """Start the ranks with torchrun, on this machine or in two emulated nodes, and return their exit status.
-
-    Wrong arguments are reported before any rank starts.
-    """
-    try:
-        _units(args, _training(args))
-    except (TypeError, ValueError) as error:
-        print(f"benchmarks.compare: {error}", file=sys.stderr)
-        return 2
+    """Start the ranks with torchrun, on this machine or in two emulated nodes, and return their exit status."""
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     program = ["-m", "benchmarks.compare", *given]
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
@@ -392,8 +466,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=5, help="timed steps in each of two rounds")
     parser.add_argument("--micro-batches", type=int, default=2, help="batches per step and rank")
-    parser.add_argument("--param-dtype", choices=_DTYPES, help="compute dtype; default: the dtype of the model")
-    parser.add_argument("--only", nargs="+", choices=_CHOICES, default=list(COMPARED), metavar="SCHEME")
+    parser.add_argument("--param-dtype", help="compute dtype: bf16, fp16 or fp32; default: fp32")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=_CHOICES,
+        metavar="SCHEME",
+        help=f"schemes to compare, of {', '.join(_CHOICES)}; default: {' '.join(COMPARED)}, and layerzero-exchanges "
+        "(without shared memory) on a CPU. The losses of the first are the reference",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     parser.add_argument("--device", help="device type; default: the accelerator if there is one, otherwise cpu")
     parser.add_argument("--json", type=Path, help="file to write the result to")

@@ -5,13 +5,13 @@ Backends choose their own algorithms, so the bytes on a wire depend on the backe
 with which any algorithm can run a collective. Let a group have n ranks on m nodes, and let B be the size of the full
 tensor: the result of an all-gather, the input of a reduce-scatter, or the tensor of an all-reduce or broadcast. Every
 node lacks at least the parts of the other nodes, so all nodes together send B (m - 1) bytes in an all-gather, a
-reduce-scatter or a broadcast, and twice as many in an all-reduce. In an all-to-all, each rank sends (1 - 1/m) of its
-input to other nodes.
+reduce-scatter or a broadcast, and twice as many in an all-reduce. In an all-to-all, each rank sends the pieces of its
+input that belong to ranks of other nodes. These pieces may have different sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -40,7 +40,7 @@ _FULL = {
     "reduce_scatter_tensor_coalesced": (1, 1),
     "_reduce_scatter_base": (1, 1),
 }
-_EXCHANGED = ("alltoall", "alltoall_base", "all_to_all_single")  # the argument with index 1 is the input of this rank
+_EXCHANGED = ("alltoall", "alltoall_base", "all_to_all_single")  # the argument with index 1 is the input
 
 
 @contextmanager
@@ -64,12 +64,17 @@ def counted_crossings(node_size: int) -> Iterator[list[float]]:
         @wraps(call)
         def counted(group: dist.ProcessGroup, *args: Any) -> Any:
             ranks = dist.get_process_group_ranks(group)
-            nodes = len({rank // node_size for rank in ranks})
-            index, passes = _FULL.get(name, (1, 1))
-            nbytes = sum(tensor.nbytes for tensor in _tensors(args[index]))
-            share = 1 - 1 / nodes if name in _EXCHANGED else passes * (nodes - 1) / len(ranks)
-            if share:
-                found.append(share * nbytes)
+            if name in _EXCHANGED:
+                here = dist.get_rank() // node_size
+                pieces = zip(ranks, _pieces(len(ranks), *args[1:]), strict=True)
+                crossing = sum(nbytes for rank, nbytes in pieces if rank // node_size != here)
+            else:
+                index, passes = _FULL[name]
+                nodes = len({rank // node_size for rank in ranks})
+                nbytes = sum(tensor.nbytes for tensor in _tensors(args[index]))
+                crossing = passes * nbytes * (nodes - 1) / len(ranks)
+            if crossing:
+                found.append(crossing)
             return call(group, *args)
 
         return counted
@@ -81,6 +86,22 @@ def counted_crossings(node_size: int) -> Iterator[list[float]]:
     finally:
         for name, method in original.items():
             setattr(dist.ProcessGroup, name, method)
+
+
+def _pieces(count: int, sent: Tensor | Sequence[Tensor], *args: Any) -> list[float]:
+    """Return the bytes that an all-to-all sends to each rank of the group.
+
+    Args:
+        count: number of ranks in the group.
+        sent: one tensor per rank, or one tensor that is split along dim 0.
+        args: further arguments of the call. For one tensor, the second is the number of rows for each rank. An empty
+            list stands for equal pieces.
+    """
+    if not isinstance(sent, Tensor):
+        return [tensor.nbytes for tensor in sent]
+    splits = args[1] or [len(sent) / count] * count
+    row = sent.nbytes / max(1, len(sent))
+    return [rows * row for rows in splits]
 
 
 def _tensors(argument: Tensor | Iterable[Any]) -> Iterator[Tensor]:

@@ -48,9 +48,19 @@ class Figure:
 
 
 def figure_of(results: Results) -> Figure:
-    """Return the step times and the memory of the fastest variant of each scheme, for A = 4 and the shortest dtype."""
-    measured = {reduce: fastest_of_each(results, reduce) for a, reduce in results.cells() if a == COMPARED}
-    reduce, rows = [(reduce, rows) for reduce, rows in measured.items() if rows][-1]
+    """Return the step times and the memory of the fastest variant of each scheme, for A = 4 and the shortest dtype.
+
+    Raises:
+        ValueError: there are no runs with A = 4.
+    """
+    tables = {reduce: fastest_of_each(results, reduce) for a, reduce in results.cells() if a == COMPARED}
+    measured = [(reduce, rows) for reduce, rows in tables.items() if rows]
+    if not measured:
+        raise ValueError(
+            f"the results of {results.where} have no runs with A = {COMPARED}, which the figure shows. Run python -m "
+            f"benchmarks.contest --where {results.where} --micro-batches {COMPARED}"
+        )
+    reduce, rows = measured[-1]
     rows = {
         label.replace("layerzero hybrid,", "layerzero").removesuffix(" at its fastest"): row
         for label, row in rows.items()

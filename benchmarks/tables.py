@@ -6,6 +6,7 @@ This script generates the text between two markers, so that the pages always agr
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -181,12 +182,17 @@ def _fastest(rows: dict[str, Row], names: Sequence[str]) -> Row | None:
 
 
 def losses_agree(rows: Sequence[Row]) -> tuple[int, float]:
-    """Return the number of steps that all contestants took, and the relative spread of their losses after them."""
+    """Return the number of steps that all contestants took, and the relative spread of their losses after them.
+
+    The spread is infinite if a loss is NaN or infinite.
+    """
     trained = [row.losses for row in rows if row.runs and row.entry.family != "compute"]
     if not trained:
         return 0, 0.0
     steps = min(map(len, trained))
     final = [losses[steps - 1] for losses in trained]
+    if not all(map(math.isfinite, final)):
+        return steps, math.inf
     return steps, (max(final) - min(final)) / min(final)
 
 

@@ -20,6 +20,7 @@ from layerzero.checkpoint.contents_checks import num_saving_ranks
 from layerzero.checkpoint.safe_json import printable
 from layerzero.cli_doctor import add_doctor
 from layerzero.cli_planning import add_commands
+from layerzero.config.yaml_file import dtype_named
 from layerzero.megatron.export_parts import export_parts, is_megatron_checkpoint
 from layerzero.utils.import_path import load_named
 from layerzero.verification import verify
@@ -27,8 +28,6 @@ from layerzero.verification import verify
 __all__ = ["app"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @app.callback(epilog="layerzero --version prints the version.")
@@ -59,7 +58,7 @@ def _verify(
     ] = None,
     accumulation: Annotated[str, typer.Option(help="sharded, full or local.")] = "sharded",
     tolerance: Annotated[float | None, typer.Option(help="Largest relative difference. Default: by precision.")] = None,
-    param_dtype: Annotated[str | None, typer.Option(help="Compute dtype: " + ", ".join(_DTYPES) + ".")] = None,
+    param_dtype: Annotated[str | None, typer.Option(help="Compute dtype: bf16, fp16 or fp32.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
 ) -> None:
     """Train a model unsharded and sharded for a few steps, and compare gradients and weights.
@@ -132,7 +131,7 @@ def _export(
         Path, typer.Argument(help="A folder from layerzero.checkpoint.save or layerzero.megatron.save.")
     ],
     out: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
-    dtype: Annotated[str | None, typer.Option(help="Cast to: " + ", ".join(_DTYPES) + ". Default: as saved.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Cast to bf16, fp16 or fp32. Default: as saved.")] = None,
     ema: Annotated[bool, typer.Option("--ema", help="Write the averages of the weights instead.")] = False,
 ) -> None:
     """Write the full model of a checkpoint as one safetensors file, in one process.
@@ -149,7 +148,7 @@ def _import(
     files: Annotated[
         list[Path], typer.Argument(help="Safetensors files, or their folder, and last the checkpoint to create.")
     ],
-    dtype: Annotated[str | None, typer.Option(help="Cast to: " + ", ".join(_DTYPES) + ". Default: as stored.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Cast to bf16, fp16 or fp32. Default: as stored.")] = None,
 ) -> None:
     """Create a checkpoint from the safetensors files of a full model, in one process."""
     if len(files) < 2:
@@ -172,9 +171,12 @@ def _readable_failures() -> Iterator[None]:
 
 
 def _dtype(name: str | None, option: str) -> torch.dtype | None:
-    if name is not None and name not in _DTYPES:
-        _refuse(f"{option} {name} is unknown. Use one of {', '.join(_DTYPES)}")
-    return None if name is None else _DTYPES[name]
+    if name is None:
+        return None
+    try:
+        return dtype_named(option, name)
+    except ValueError as error:
+        _refuse(str(error))
 
 
 @contextmanager

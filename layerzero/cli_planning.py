@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -109,15 +109,19 @@ def _plan(
     named = {"layers": layers, "hidden": hidden, "vocab": vocab, "heads": heads}
     optional = {"ffn": ffn, "kv_heads": kv_heads, "experts": experts, "tied": tied}
     with _readable_failures():
-        asked = _cluster(cluster, given, probe=probe, quiet=as_json)
+        if micro_batches and batch_tokens is not None:
+            raise ValueError("--batch-tokens and --micro-batches exclude each other. Pass one of them")
+        if probe and cluster is not None:
+            raise ValueError("--probe and --cluster exclude each other. Pass one of them")
+        described = None if probe else _cluster(cluster, given)
+        source = _model(model, named, optional)  # before the probe, so that a wrong argument is reported at once
+        asked = _probed(given, quiet=as_json) if described is None else described
         counts = micro_batches or [1, 4, 16]
         if batch_tokens is not None:
-            if micro_batches:
-                raise ValueError("--batch-tokens and --micro-batches exclude each other. Pass one of them")
             counts = [max(1, round(batch_tokens / (tokens * asked.ranks)))]
-        with _progress() as on_estimate:
+        with _Progress() as progress:
             found = plan(
-                _model(model, named, optional),
+                source,
                 asked,
                 units=unit or None,
                 tokens=tokens,
@@ -128,15 +132,17 @@ def _plan(
                 param_dtype=param_dtype,
                 recompute=recompute,
                 activation_bytes=activations * 1e9,
-                on_estimate=on_estimate,
+                on_estimate=progress.count_estimate,
             )
             result = found.as_dict(every_row=every_row) if as_json else plan_text(found, every_row=every_row)
-        typer.echo(json.dumps(result, indent=1) if as_json else result)
-        if html is not None:
-            from layerzero.planning.plan_html import write_report  # noqa: PLC0415 - needs the optional matplotlib
+            progress.clear()
+            typer.echo(json.dumps(result, indent=1) if as_json else result)
+            if html is not None:
+                from layerzero.planning.plan_html import write_report  # noqa: PLC0415 - needs the optional matplotlib
 
-            write_report(found, html)
-            typer.echo(f"\nwritten: {html}", err=as_json)
+                write_report(found, html)  # estimates more rows
+                progress.clear()
+                typer.echo(f"\nwritten: {html}", err=as_json)
     raise typer.Exit(0 if found.best is not None else 1)
 
 
@@ -242,33 +248,43 @@ def add_commands(app: typer.Typer) -> None:
     app.command("simulate")(_simulate)
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[], None]]:
-    """Context manager that shows the number of estimates on standard error after some seconds, if it is a terminal."""
-    began = shown = time.monotonic()
-    count = 0
+class _Progress:
+    """Line on standard error with the number of estimates. It is shown after some seconds, if it is a terminal.
 
-    def on_estimate() -> None:
-        nonlocal count, shown
-        count += 1
+    The line must be cleared before other output. Leaving the context clears it, too.
+    """
+
+    def __init__(self) -> None:
+        self._began = self._updated = time.monotonic()
+        self._count = 0
+        self._visible = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def count_estimate(self) -> None:
+        self._count += 1
         now = time.monotonic()
-        if sys.stderr.isatty() and now - began > _PATIENCE and now - shown > _INTERVAL:
-            shown = now
-            typer.echo(f"\rlayerzero: {count} estimates in {now - began:.0f} s", err=True, nl=False)
+        if sys.stderr.isatty() and now - self._began > _PATIENCE and now - self._updated > _INTERVAL:
+            self._updated, self._visible = now, True
+            typer.echo(f"\rlayerzero: {self._count} estimates in {now - self._began:.0f} s", err=True, nl=False)
 
-    try:
-        yield on_estimate
-    finally:
-        if shown > began:
+    def clear(self) -> None:
+        if self._visible:
             typer.echo("\r\x1b[K", err=True, nl=False)
+            self._visible = False
 
 
-def _cluster(path: Path | None, given: dict[str, Any], *, probe: bool = False, quiet: bool = False) -> Cluster:
+def _probed(given: dict[str, Any], *, quiet: bool) -> Cluster:
+    """Return the measured cluster, with the fields that the user has given."""
+    return replace(_run_probe(quiet=quiet), **{name: value for name, value in given.items() if value is not None})
+
+
+def _cluster(path: Path | None, given: dict[str, Any]) -> Cluster:
     given = {name: value for name, value in given.items() if value is not None}
-    if probe:
-        if path is not None:
-            raise ValueError("--probe and --cluster exclude each other. Pass one of them")
-        return replace(_run_probe(quiet=quiet), **given)
     if path is not None:
         return Cluster.from_yaml(path, **given)
     if "nodes" not in given:

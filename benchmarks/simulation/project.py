@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.model_shapes import UNITS
 from benchmarks.simulation.record import Settings, record_blocks
 from layerzero.planning.sim_program import ComputeKey, Operation, SimCollective, from_events, resized, retimed
-from layerzero.planning.sim_schedules import Peer, UnitCost, peer_program
+from layerzero.planning.sim_schedules import FSDPSettings, UnitCost, fsdp_program
 from layerzero.planning.simulator import SimMachine, SimResult, simulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
@@ -141,28 +141,28 @@ def _recorded(blocks: int, inside: int, micro_batches: int) -> list[Operation]:
 def full_sharding_program(model: Model, assumed: Assumptions, nodes: int, micro_batches: int) -> list[Operation]:
     """Return the program of FSDP or ZeRO-3, with all gathers and reductions over all ranks."""
     ranks = assumed.gpus * nodes
-    return list(_peer(model, _Times(model, assumed, ranks), micro_batches, over=ranks, replicas=1))
+    return list(_fsdp(model, _Times(model, assumed, ranks), micro_batches, over=ranks, replicas=1))
 
 
 def hsdp_program(model: Model, assumed: Assumptions, nodes: int, micro_batches: int) -> list[Operation]:
     """Return the program of HSDP or MiCS: sharding inside nodes, all-reduce between nodes in the last micro-batch."""
     times = _Times(model, assumed, assumed.gpus)
-    return list(_peer(model, times, micro_batches, over=assumed.gpus, replicas=nodes))
+    return list(_fsdp(model, times, micro_batches, over=assumed.gpus, replicas=nodes))
 
 
 SCHEMES = {"layerzero": layerzero_program, "HSDP": hsdp_program, "full": full_sharding_program}
 
 
-def _peer(model: Model, times: _Times, micro_batches: int, *, over: int, replicas: int) -> Iterator[Operation]:
+def _fsdp(model: Model, times: _Times, micro_batches: int, *, over: int, replicas: int) -> Iterator[Operation]:
     names = [_ROOT, *(f"blocks.{index}" for index in range(model.blocks))]
     units = [
         UnitCost(name, model.numel_of(name), times(("forward", name)), times(("backward", name))) for name in names
     ]
     update = times(("update", "optimizer"))
-    peer = Peer(
+    settings = FSDPSettings(
         over=over, replicas=replicas, micro_batches=micro_batches, compute=_COMPUTE, reduce=_REDUCE, update=update
     )
-    return peer_program(units, peer, steps=_STEPS)
+    return fsdp_program(units, settings, steps=_STEPS)
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from layerzero.planning.cluster import Cluster
 from layerzero.planning.compute_cost import ComputeCost
 from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, where_of
 from layerzero.planning.sim_program import Operation, collectives_in, computations_in
-from layerzero.planning.sim_schedules import Peer, ScheduleSettings, UnitCost, layerzero_program, peer_program
+from layerzero.planning.sim_schedules import FSDPSettings, ScheduleSettings, UnitCost, fsdp_program, layerzero_program
 from layerzero.planning.simulator import SimMachine, SimResult, simulate
 
-__all__ = ["LAYERZERO", "PEERS", "Candidate", "Estimate", "Estimator", "simplest_fast_row"]
+__all__ = ["LAYERZERO", "OTHER_SCHEMES", "Candidate", "Estimate", "Estimator", "simplest_fast_row"]
 
 LAYERZERO = "layerzero"
-PEERS = ("FSDP2", "HSDP", "HFSDP", "ZeRO-1")
+OTHER_SCHEMES = ("FSDP2", "HSDP", "HFSDP", "ZeRO-1")
 _STATE = 2  # number of AdamW state elements per parameter element, in the dtype of the master
 _UPDATED = 7  # memory accesses of AdamW per parameter element: 4 reads (master, gradient, state) and 3 writes
 _ALIKE = 0.03  # if throughputs differ by at most this fraction, the simpler settings are chosen
@@ -110,7 +110,12 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return not self.excess and not self.host_excess
+        return not self.shortfall
+
+    @property
+    def shortfall(self) -> float:
+        """Larger of `excess` and `host_excess`, by which settings that do not fit are compared."""
+        return max(self.excess, self.host_excess)
 
     @cached_property
     def _cost(self) -> StepCost:
@@ -229,8 +234,10 @@ class Estimator:
 
     def _memory(self, choice: Candidate) -> tuple[dict[str, int], int]:
         if choice not in self._memories:
-            of_peer = choice.scheme != LAYERZERO
-            self._memories[choice] = self._memory_of_peer(choice) if of_peer else self._memory_of_units(choice)
+            of_layerzero = choice.scheme == LAYERZERO
+            self._memories[choice] = (
+                self._memory_of_units(choice) if of_layerzero else self._memory_of_other_scheme(choice)
+            )
             self.on_estimate()
         return self._memories[choice]
 
@@ -241,7 +248,7 @@ class Estimator:
         memory = {**found.kinds, where: optimizer_bytes(units, _STATE)}
         return memory, found.peak + memory.get("optimizer", 0)
 
-    def _memory_of_peer(self, choice: Candidate) -> tuple[dict[str, int], int]:
+    def _memory_of_other_scheme(self, choice: Candidate) -> tuple[dict[str, int], int]:
         """Return the number of bytes by kind, and their sum, for a scheme other than layerzero.
 
         The numbers come from formulas that ignore padding. At the peak of a sharded scheme, the root and two units are
@@ -257,8 +264,7 @@ class Estimator:
         memory = {"masters": 4 * numel / states, "gradients": 4 * numel / over, "optimizer": 8 * numel / states}
         if choice.scheme in ("HFSDP", "ZeRO-1"):
             memory["weights"] = element * numel / over
-        if choice.scheme == "HFSDP":
-            memory["gradients"] = reduce * numel / over  # Megatron-FSDP can accumulate in the reduce dtype
+            memory["gradients"] = reduce * numel / over  # Megatron accumulates in the reduce dtype
         memory["gathered"] = 0.0 if over == 1 else (root + two) * element + (root + largest) * reduce
         whole = {kind: round(nbytes) for kind, nbytes in memory.items()}
         return whole, sum(whole.values())
@@ -327,7 +333,7 @@ class Estimator:
         if choice.scheme in ("FSDP2", "HSDP", "HFSDP"):
             over = self._shared_over(choice)
             shards_states = choice.scheme == "HFSDP"
-            peer = Peer(
+            settings = FSDPSettings(
                 over=over,
                 replicas=cluster.ranks // over,
                 micro_batches=choice.micro_batches,
@@ -339,7 +345,7 @@ class Estimator:
                     in_host=False,
                 ),
             )
-            return cluster.machine(over), list(peer_program(self.unit_costs(), peer, steps=_STEPS))
+            return cluster.machine(over), list(fsdp_program(self.unit_costs(), settings, steps=_STEPS))
         unit_costs = self.unit_costs(self.planned(choice)) if choice.scheme == LAYERZERO else self.unit_costs()
         own = sum(cost.numel for cost in unit_costs) / cluster.ranks
         sharding = ScheduleSettings(

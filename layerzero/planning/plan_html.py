@@ -9,8 +9,19 @@ from html import escape
 from io import StringIO
 from pathlib import Path
 
-from layerzero.planning.estimator import LAYERZERO, Estimate
-from layerzero.planning.plan_report import DTYPE_TEXTS, HEADER, Plan, call_text, cells, yaml_text
+from layerzero.planning.estimator import LAYERZERO, Candidate, Estimate
+from layerzero.planning.plan_report import (
+    DTYPE_TEXTS,
+    HEADER,
+    Plan,
+    call_text,
+    cells,
+    group_size,
+    settings_text,
+    short_settings,
+    shown_rows,
+    yaml_text,
+)
 from layerzero.planning.simulator import simulate
 from layerzero.utils.text_tables import rate, seconds, size
 
@@ -67,16 +78,16 @@ def write_report(plan: Plan, path: str | os.PathLike[str], *, nodes: Sequence[in
 def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
     """Return the HTML report of a plan as a string; see :func:`write_report`."""
     cluster = plan.cluster
-    shown = [row for row in plan.rows if row.fits][:_SHOWN] or sorted(plan.rows, key=lambda row: row.excess)[:_SHOWN]
+    shown = list(shown_rows(plan, _SHOWN))
     if plan.best is not None and plan.best not in shown:
         shown = [plan.best, *shown[:-1]]
     row = plan.best or shown[0]
-    peers = [peer for peer in plan.peers if _is_comparable(peer, row)]
+    others = [other for other in plan.other_schemes if _is_comparable(other, row)]
     with matplotlib.rc_context(_MATPLOTLIB):
         memory, step, times = (
-            _plot_memory([*shown, *peers], plan),
+            _plot_memory([*shown, *others], plan),
             _plot_step(plan, row),
-            _plot_nodes(plan, row, peers, nodes),
+            _plot_nodes(plan, row, others, nodes),
         )
     waits = ", ".join(f"{kind} {seconds(value)}" for kind, value in sorted(row.parts.items()) if value > 1e-5)
     sections = [
@@ -95,7 +106,7 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
         sections.append(("To paste", pasted))
     parts = [
         "<h1>Plan</h1>",
-        f'<p class="answer{"" if plan.best else " none"}">{escape(_answer(plan, peers))}</p>',
+        f'<p class="answer{"" if plan.best else " none"}">{escape(_answer(plan, others))}</p>',
         f"<p>{rate(plan.numel)} parameters in {plan.units} units; {cluster.nodes} nodes &times; "
         f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.node_link_text}.</p>",
         f"<p>{escape(plan.why)}</p>" if plan.best else "",
@@ -103,7 +114,7 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
         *(f"<section><h2>{escape(title)}</h2>{content}</section>" for title, content in sections),
         "</div>",
         "<h2>Settings</h2>",
-        _table([*shown, *plan.peers], plan.best),
+        _table([*shown, *plan.other_schemes], plan.best),
         '<p class="note">Memory equals the prediction of layerzero in a run, except for activations, which are '
         "estimated. Times are simulated, not measured. Times of FSDP2, HSDP and ZeRO-1 are simulated with models of "
         "these schemes.</p>",
@@ -115,38 +126,39 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
     return f"{head}<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
 
 
-def _answer(plan: Plan, peers: Sequence[Estimate]) -> str:
+def _answer(plan: Plan, others: Sequence[Estimate]) -> str:
     """Return one sentence: the recommended settings, the fastest other scheme that fits, and the memory of both."""
     best = plan.best
     if best is None:
         return plan.why
-    choice = best.choice
-    names = [f"zero3_size={choice.zero3_size}", f"accumulation={choice.accumulation!r}"]
-    names += [] if choice.offload == "-" else [f"offload of {choice.offload}"]
-    settings = f"{', '.join(names)}, {DTYPE_TEXTS[choice.reduce_dtype]} gradients, {choice.micro_batches} micro-batches"
-    sentence = f"Use {settings}: a simulated step takes {seconds(best.step)}"
+    sentence = f"Use {settings_text(best.choice)}: a simulated step takes {seconds(best.step)}"
     memory = f"{size(best.peak)} of {size(plan.cluster.room)}"
-    other = min((peer for peer in peers if peer.fits), key=lambda peer: peer.step, default=None)
+    other = min((each for each in others if each.fits), key=lambda each: each.step, default=None)
     if other is None:
         return f"{sentence} and {memory}; no other scheme fits with these gradients and micro-batches."
     change = f"{abs(best.step / other.step - 1):.1%}".replace("%", " %")
-    compared = f"{change} {'less' if best.step < other.step else 'more'} than with {other.choice.scheme}"
+    compared = f"{change} {'less' if best.step < other.step else 'more'} than with {_scheme_name(other.choice)}"
     return f"{sentence}, {compared}, the fastest other scheme that fits, and {memory} instead of {size(other.peak)}."
 
 
-def _is_comparable(peer: Estimate, row: Estimate) -> bool:
+def _is_comparable(one: Estimate, other: Estimate) -> bool:
     """Return whether both rows have the same number of micro-batches and the same reduce dtype."""
-    mine, other = row.choice, peer.choice
-    return (mine.micro_batches, mine.reduce_dtype) == (other.micro_batches, other.reduce_dtype)
+    first, second = one.choice, other.choice
+    return (first.micro_batches, first.reduce_dtype) == (second.micro_batches, second.reduce_dtype)
 
 
 def _name(row: Estimate) -> str:
+    """Return a name of the row that no other row of a figure has."""
     choice = row.choice
-    if choice.scheme != LAYERZERO:
-        return choice.scheme
-    offload = "" if choice.offload == "-" else f"offload {choice.offload}"
-    words = [f"S={choice.zero3_size}", choice.accumulation_text, DTYPE_TEXTS[choice.reduce_dtype], offload]
-    return " ".join(filter(None, words)) + f", A={choice.micro_batches}"
+    if choice.scheme == LAYERZERO:
+        return f"{short_settings(choice)}, {DTYPE_TEXTS[choice.reduce_dtype]}, A={choice.micro_batches}"
+    return _scheme_name(choice)
+
+
+def _scheme_name(choice: Candidate) -> str:
+    """Return the name of a scheme, with S if a plan may have rows with several values of S."""
+    shared = None if choice.scheme == LAYERZERO else group_size(choice)
+    return choice.scheme if shared is None else f"{choice.scheme} S={shared}"
 
 
 def _figure(height: float) -> Figure:
@@ -223,18 +235,18 @@ def _plot_step(plan: Plan, row: Estimate) -> str:
     return _svg(figure, "Timeline of a step")
 
 
-def _plot_nodes(plan: Plan, row: Estimate, peers: Sequence[Estimate], nodes: Sequence[int]) -> str:
+def _plot_nodes(plan: Plan, row: Estimate, others: Sequence[Estimate], nodes: Sequence[int]) -> str:
     """Plot the time per micro-batch against the number of nodes, for a row and the baselines."""
     figure = _figure(3.5)
     axes = figure.subplots()
     lines = {}
-    for each in (row, *peers):
+    for each in (row, *others):
         choice = each.choice
         found = [(count, at.step / choice.micro_batches) for count in nodes for at in plan.over_nodes([count], choice)]
-        lines[choice.scheme] = found
+        lines[_scheme_name(choice)] = found
     unit, scale = _scaled(max((step for points in lines.values() for _, step in points), default=0.0))
-    for scheme, points in lines.items():
-        axes.plot([count for count, _ in points], [scale * step for _, step in points], marker="o", label=scheme)
+    for name, points in lines.items():
+        axes.plot([count for count, _ in points], [scale * step for _, step in points], marker="o", label=name)
     axes.set_xscale("log", base=2)
     axes.set_xticks(nodes)
     axes.xaxis.set_major_formatter(ScalarFormatter())

@@ -14,10 +14,23 @@ import torch
 
 from layerzero.config import OFFLOADS, LayerZeroConfig
 from layerzero.planning.cluster import Cluster
-from layerzero.planning.estimator import LAYERZERO, PEERS, Candidate, Estimate, Estimator, simplest_fast_row
+from layerzero.planning.estimator import LAYERZERO, OTHER_SCHEMES, Candidate, Estimate, Estimator, simplest_fast_row
 from layerzero.utils.text_tables import rate, seconds, size, table
 
-__all__ = ["HEADER", "LinkComparison", "Plan", "call_text", "cells", "plan_data", "plan_text", "yaml_text"]
+__all__ = [
+    "HEADER",
+    "LinkComparison",
+    "Plan",
+    "call_text",
+    "cells",
+    "group_size",
+    "plan_data",
+    "plan_text",
+    "settings_text",
+    "short_settings",
+    "shown_rows",
+    "yaml_text",
+]
 
 _LINKS = (50.0, 200.0, 400.0)  # in Gbit/s per accelerator; with eight accelerators 400, 1,600 and 3,200 per node
 _SHOWN = 12  # number of rows that are shown by default
@@ -61,8 +74,8 @@ class Plan:
         numel: number of parameter elements in the model.
         units: number of units, including the root.
         rows: estimates, one per combination of settings. Settings that fit into memory come first, the fastest first.
-            The others follow, the ones that lack least memory first.
-        peers: estimates for FSDP2, HSDP, HFSDP and ZeRO-1, computed by the same rules.
+            The others follow, the ones with the smallest :attr:`Estimate.shortfall` first.
+        other_schemes: estimates for FSDP2, HSDP, HFSDP and ZeRO-1, computed by the same rules.
         best: recommended row; None if no settings fit.
         workshop: estimator that can compute more rows.
     """
@@ -71,7 +84,7 @@ class Plan:
     numel: int
     units: int
     rows: tuple[Estimate, ...]
-    peers: tuple[Estimate, ...]
+    other_schemes: tuple[Estimate, ...]
     best: Estimate | None
     workshop: Estimator
 
@@ -80,17 +93,18 @@ class Plan:
         """Text of the recommendation and its reason. If no settings fit, the text describes the closest settings."""
         best = self.best
         if best is None:
-            closest = min(self.rows, key=lambda row: row.excess + row.host_excess)
-            lacks = size(closest.excess) if closest.excess else f"{size(closest.host_excess)} of host memory a node"
+            closest = self.rows[0]
+            lacks = [size(closest.excess)] if closest.excess else []
+            lacks += [f"{size(closest.host_excess)} of host memory a node"] if closest.host_excess else []
             return (
-                f"No settings fit. The closest are {_settings_text(closest.choice)}, which lack {lacks}. "
+                f"No settings fit. The closest are {settings_text(closest.choice)}, which lack {' and '.join(lacks)}. "
                 "Shorter micro-batches, recompute, a larger zero3_size or more nodes reduce memory."
             )
         computing = best.parts.get("forward", 0.0) + best.parts.get("backward", 0.0)
         tight = sum(not row.fits for row in self.rows)
         left = size(max(0.0, self.cluster.room - best.peak))
         sentence = (
-            f"Recommended: {_settings_text(best.choice)}. Of all settings that fit and are within 3 % of the fastest, "
+            f"Recommended: {settings_text(best.choice)}. Of all settings that fit and are within 3 % of the fastest, "
             "these have the fewest micro-batches, then the fewest offloads, then the least memory. "
             f"{computing / best.step:.0%} of a step is forward and backward, and {left} of an accelerator are free."
         )
@@ -120,12 +134,12 @@ class Plan:
         own = self.cluster.node_link
         counts = [row.choice.micro_batches for row in self.rows]
         count = min(counts) if self.best is None else self.best.choice.micro_batches
-        fitting = [row for row in (*self.rows, *self.peers) if row.fits and row.choice.micro_batches == count]
+        fitting = [row for row in (*self.rows, *self.other_schemes) if row.fits and row.choice.micro_batches == count]
         found = []
         for between in sorted({own, *(each * self.cluster.accelerators for each in _LINKS)}):
             shop = self.workshop if between == own else self.workshop.on(replace(self.cluster, between=between))
             schemes: dict[str, Estimate | None] = {}
-            for scheme in (LAYERZERO, *PEERS):
+            for scheme in (LAYERZERO, *OTHER_SCHEMES):
                 schemes[scheme] = simplest_fast_row(
                     shop.row(row.choice) for row in fitting if row.choice.scheme == scheme
                 )
@@ -151,7 +165,7 @@ def cells(row: Estimate) -> tuple[str, ...]:
     left = f"-{size(-room)}" if room < 0 else f"host -{size(row.host_excess)}" if row.host_excess else size(room)
     return (
         choice.scheme,
-        str(_group_size(choice) or ""),
+        str(group_size(choice) or ""),
         choice.accumulation_text if of_layerzero else "",
         choice.offload if of_layerzero else "",
         DTYPE_TEXTS[choice.reduce_dtype],
@@ -176,7 +190,7 @@ def plan_text(plan: Plan, *, every_row: bool = False) -> str:
     """
     cluster = plan.cluster
     fitting = sum(row.fits for row in plan.rows)
-    shown = _shown(plan, every_row=every_row)
+    shown = plan.rows if every_row else shown_rows(plan)
     lines = [
         f"{rate(plan.numel)} parameters in {plan.units} units, including the root; {cluster.nodes} nodes x "
         f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.node_link_text}",
@@ -186,7 +200,7 @@ def plan_text(plan: Plan, *, every_row: bool = False) -> str:
         table(HEADER, [cells(row) for row in shown]),
         "",
         "other schemes, by formulas and models:",
-        table(HEADER, [cells(row) for row in plan.peers]),
+        table(HEADER, [cells(row) for row in plan.other_schemes]),
         "",
         *(_links_text(plan) if cluster.nodes > 1 else ()),
     ]
@@ -215,8 +229,8 @@ def plan_data(plan: Plan, *, every_row: bool = False) -> dict[str, Any]:
         "units": plan.units,
         "cluster": plan.cluster.as_dict(),
         "settings": {"tried": len(plan.rows), "fit": len(fitting)},
-        "rows": [_row_data(row) for row in (plan.rows if every_row else fitting or _shown(plan, every_row=False))],
-        "peers": [_row_data(row) for row in plan.peers],
+        "rows": [_row_data(row) for row in (plan.rows if every_row else fitting or shown_rows(plan))],
+        "other_schemes": [_row_data(row) for row in plan.other_schemes],
         "links": [
             {
                 "between": each.between,
@@ -237,7 +251,7 @@ def _row_data(row: Estimate) -> dict[str, Any]:
     choice = row.choice
     return {
         "scheme": choice.scheme,
-        "zero3_size": _group_size(choice),
+        "zero3_size": group_size(choice),
         "accumulation": choice.accumulation if choice.scheme == LAYERZERO else None,
         "offload": [name for name in OFFLOADS if getattr(choice, name)],
         "reduce_dtype": DTYPE_TEXTS[choice.reduce_dtype],
@@ -257,16 +271,14 @@ def _row_data(row: Estimate) -> dict[str, Any]:
     }
 
 
-def _group_size(choice: Candidate) -> int | None:
+def group_size(choice: Candidate) -> int | None:
     """Return S, the number of ranks that share the weights, for schemes in which it can be chosen."""
     return choice.zero3_size if choice.scheme in (LAYERZERO, "HSDP", "HFSDP") else None
 
 
-def _shown(plan: Plan, *, every_row: bool) -> Sequence[Estimate]:
-    """Return all rows, or the fastest rows that fit, or the closest rows if none fit."""
-    if every_row:
-        return plan.rows
-    return ([row for row in plan.rows if row.fits] or plan.rows)[:_SHOWN]
+def shown_rows(plan: Plan, most: int = _SHOWN) -> Sequence[Estimate]:
+    """Return the fastest rows that fit, or the closest rows if none fit; at most `most` rows."""
+    return ([row for row in plan.rows if row.fits] or plan.rows)[:most]
 
 
 def _links_text(plan: Plan) -> list[str]:
@@ -279,9 +291,9 @@ def _links_text(plan: Plan) -> list[str]:
     lines = []
     for each in plan.links:
         ours = each.rows[LAYERZERO]
-        chosen = () if ours is None else _short_settings(ours.choice)
+        chosen = "" if ours is None else short_settings(ours.choice)
         gained = "" if each.advantage is None else f"{each.advantage:+.1%}"
-        lines.append((f"{each.between:,.4g}", " ".join(filter(None, chosen)), *map(cell, each.rows.values()), gained))
+        lines.append((f"{each.between:,.4g}", chosen, *map(cell, each.rows.values()), gained))
     count = rows[0].choice.micro_batches
     return [
         "at which link does layerzero pay? Steps and tokens/s by Gbit/s per node, and layerzero against the fastest "
@@ -291,9 +303,10 @@ def _links_text(plan: Plan) -> list[str]:
     ]
 
 
-def _short_settings(choice: Candidate) -> tuple[str, ...]:
+def short_settings(choice: Candidate) -> str:
+    """Return S, `accumulation` and the offloads of `choice` as a few words."""
     offload = "" if choice.offload == "-" else f"offload {choice.offload}"
-    return f"S={choice.zero3_size}", choice.accumulation_text, offload
+    return " ".join(filter(None, (f"S={choice.zero3_size}", choice.accumulation_text, offload)))
 
 
 def _kinds_text(row: Estimate) -> str:
@@ -315,7 +328,8 @@ def _parts_text(row: Estimate) -> str:
     return f"a step of {seconds(row.step)}: " + ", ".join(texts)
 
 
-def _settings_text(choice: Candidate) -> str:
+def settings_text(choice: Candidate) -> str:
+    """Return the settings of layerzero in `choice` as part of a sentence."""
     extras = "" if choice.offload == "-" else f", offload of {choice.offload}"
     return (
         f"zero3_size={choice.zero3_size}, accumulation={choice.accumulation!r}, "

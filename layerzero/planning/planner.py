@@ -18,7 +18,7 @@ from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.layout.shard_grid import ShardGrid
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.compute_cost import ComputeCost
-from layerzero.planning.estimator import LAYERZERO, PEERS, Candidate, Estimate, Estimator, simplest_fast_row
+from layerzero.planning.estimator import LAYERZERO, OTHER_SCHEMES, Candidate, Estimate, Estimator, simplest_fast_row
 from layerzero.planning.meta_sharding import MetaSharding
 from layerzero.planning.plan_report import Plan
 from layerzero.planning.transformer_shapes import TransformerShape, read_config
@@ -116,8 +116,8 @@ def plan(
     counts = sorted(set(micro_batches))
     if not counts or counts[0] < 1:
         raise ValueError(f"micro_batches={counts} must be a non-empty list of numbers of at least 1")
-    reduce = [dtype_named("a dtype", each) for each in reduce_dtypes]
-    modes = list(accumulations)
+    reduce = list(dict.fromkeys(dtype_named("a dtype", each) for each in reduce_dtypes))
+    modes = list(dict.fromkeys(accumulations))
     if wrong := [mode for mode in modes if mode not in ACCUMULATIONS]:
         raise ValueError(f"accumulation={wrong[0]!r} is not supported. Use {' or '.join(ACCUMULATIONS)}")
 
@@ -144,21 +144,21 @@ def plan(
                 break
             rows += rows_of(size)
     # A setting that does not fit has a time, too, but nothing depends on it, and simulations take most of the time.
-    rows.sort(key=lambda row: (not row.fits, -row.tokens if row.fits else max(row.excess, row.host_excess)))
-    peers: list[Estimate] = []
+    rows.sort(key=lambda row: (not row.fits, -row.tokens if row.fits else row.shortfall))
+    other_schemes: list[Estimate] = []
     groups = {"FSDP2": [cluster.accelerators], "ZeRO-1": [1]}  # FSDP2 shards over all ranks, whatever their number
-    for name in PEERS:
+    for name in OTHER_SCHEMES:
         for size in groups.get(name, [cluster.accelerators, *_sizes_beyond_a_node(cluster)]):
             found = [
                 shop.row(Candidate(name, size, "full", reduce_dtype=wire, micro_batches=count))
                 for count in counts
                 for wire in reduce
             ]
-            peers += found
+            other_schemes += found
             if any(row.fits for row in found):
                 break
     numel = sum(parameter.numel() for parameter in built.parameters())
-    return Plan(cluster, numel, len(paper.plans), tuple(rows), tuple(peers), simplest_fast_row(rows), shop)
+    return Plan(cluster, numel, len(paper.plans), tuple(rows), tuple(other_schemes), simplest_fast_row(rows), shop)
 
 
 def _nothing() -> None:

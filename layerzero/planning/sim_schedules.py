@@ -25,7 +25,7 @@ from layerzero.planning.sim_program import (
     WaitReductions,
 )
 
-__all__ = ["Peer", "ScheduleSettings", "UnitCost", "layerzero_program", "peer_program"]
+__all__ = ["FSDPSettings", "ScheduleSettings", "UnitCost", "fsdp_program", "layerzero_program"]
 
 _MASTER = 4  # number of bytes per element of masters, accumulators and final gradients
 _PARTS = 8  # number of parts of an optimizer step; after each part, its units are refreshed; see pipelined_step.py
@@ -292,7 +292,7 @@ def _share(ranks: int) -> float:
 
 
 @dataclass(frozen=True)
-class Peer:
+class FSDPSettings:
     """Settings of FSDP over all ranks, or of HSDP or HFSDP with sharding inside nodes."""
 
     over: int  # number of ranks over which weights and gradients are sharded
@@ -304,36 +304,36 @@ class Peer:
     update: float = 0.0
 
 
-def peer_program(units: Sequence[UnitCost], peer: Peer, *, steps: int = 2) -> Iterator[Operation]:
+def fsdp_program(units: Sequence[UnitCost], settings: FSDPSettings, *, steps: int = 2) -> Iterator[Operation]:
     root = units[0]
     number = span = 0
 
     def gather(unit: UnitCost) -> SimLaunch:
-        sent = peer.compute * unit.numel * _share(peer.over)
-        return SimLaunch(SimCollective("gather", unit.name, "zero3", "gather", peer.over, sent), number)
+        sent = settings.compute * unit.numel * _share(settings.over)
+        return SimLaunch(SimCollective("gather", unit.name, "zero3", "gather", settings.over, sent), number)
 
     def outer_gather(unit: UnitCost) -> SimLaunch:
-        sent = peer.compute * unit.numel / peer.over * _share(peer.replicas)
+        sent = settings.compute * unit.numel / settings.over * _share(settings.replicas)
         return SimLaunch(
-            SimCollective("outer gather", unit.name, "replica", "outer gather", peer.replicas, sent), number
+            SimCollective("outer gather", unit.name, "replica", "outer gather", settings.replicas, sent), number
         )
 
     def reduction(unit: UnitCost, *, last: bool) -> StartReduction:
-        sent = peer.reduce * unit.numel * _share(peer.over)
-        chain = [SimCollective("reduce", unit.name, "zero3", "reduce", peer.over, sent)]
-        if last and peer.replicas > 1:
-            kind, passes = ("outer reduce", 1) if peer.shards_states else ("all-reduce", 2)
-            crossing = passes * peer.reduce * unit.numel / peer.over * _share(peer.replicas)
-            chain.append(SimCollective(kind, unit.name, "replica", "replica", peer.replicas, crossing))
+        sent = settings.reduce * unit.numel * _share(settings.over)
+        chain = [SimCollective("reduce", unit.name, "zero3", "reduce", settings.over, sent)]
+        if last and settings.replicas > 1:
+            kind, passes = ("outer reduce", 1) if settings.shards_states else ("all-reduce", 2)
+            crossing = passes * settings.reduce * unit.numel / settings.over * _share(settings.replicas)
+            chain.append(SimCollective(kind, unit.name, "replica", "replica", settings.replicas, crossing))
         return StartReduction(tuple(chain), tuple(SimCompute(0.0) for _ in chain))
 
     for _ in range(steps):
-        for micro_batch in range(peer.micro_batches):
-            last = micro_batch + 1 == peer.micro_batches
+        for micro_batch in range(settings.micro_batches):
+            last = micro_batch + 1 == settings.micro_batches
             for phase, order in (("forward", units), ("backward", units[:0:-1])):
                 stays = int(phase == "backward")
                 outer: dict[str, int] = {}  # numbers of the gathers between nodes, all of which are launched first
-                if peer.shards_states and peer.replicas > 1 and not micro_batch:
+                if settings.shards_states and settings.replicas > 1 and not micro_batch:
                     for unit in order[stays:]:
                         yield outer_gather(unit)
                         outer[unit.name] = number
@@ -360,5 +360,5 @@ def peer_program(units: Sequence[UnitCost], peer: Peer, *, steps: int = 2) -> It
                     yield SimCompute(root.forward, ("forward", root.name), span)
             yield reduction(root, last=last)
             yield WaitReductions()
-        yield SimCompute(peer.update, ("update", "optimizer"), span)
+        yield SimCompute(settings.update, ("update", "optimizer"), span)
         yield StepEnd()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import mmap
 import os
 import subprocess
@@ -334,6 +335,13 @@ def test_a_figure_shows_what_was_measured_and_nothing_else() -> None:
     assert [(line.label, line.at) for line in one_machine.lines] == [("compute alone", 0.5)]
 
 
+def test_a_figure_needs_runs_with_four_micro_batches() -> None:
+    results = example(layerzero=1.0)
+    results.record("layerzero", 4, "fp32")["runs"].clear()
+    with pytest.raises(ValueError, match=r"two-nodes have no runs with A = 4, .* --micro-batches 4$"):
+        figure_of(results)
+
+
 def test_a_figure_shows_the_fastest_variant_of_a_scheme() -> None:
     results = example(layerzero=1.0, fsdp2_hsdp=3.0, fsdp2_hsdp_keep=2.0)
     assert [bar.value.middle for bar in figure_of(results).panels[0].bars] == [1.0, 2.0]
@@ -360,6 +368,10 @@ def test_losses_are_compared_after_the_last_step_that_all_took() -> None:
     results.record("fsdp2-hsdp", 4, "fp32")["runs"][0]["losses"] = [5.05]
     steps, apart = losses_agree(results.rows(4, "fp32"))
     assert steps == 1 and apart == pytest.approx(0.01)
+    for wrong in (math.nan, math.inf):
+        results.record("fsdp2-hsdp", 4, "fp32")["runs"][0]["losses"] = [wrong]
+        assert losses_agree(results.rows(4, "fp32")) == (1, math.inf)
+        assert "**DO NOT AGREE**" in render(results)
 
 
 def test_tables_say_what_is_missing_and_replace_only_their_part_of_the_page() -> None:

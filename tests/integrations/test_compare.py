@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
 import shlex
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks import network
-from benchmarks.compare import report
+from benchmarks.compare import COMPARED, backend_of, largest_difference, main, report, schemes_of
 from benchmarks.crossing import counted_crossings
+from layerzero.config import LayerZeroConfig
+from layerzero.planning.meta_sharding import MetaSharding, where_of
 from layerzero.verification.training_runs import TrainingTask, loss_of_output
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
+CONTROL = 200  # bytes of metadata per node and step
 NUMEL = 3 * (64 * 128 + 128 + 128 * 64 + 64) + 64 * 64 + 64
 MODULE = """
 import torch
@@ -49,9 +54,22 @@ class Net(nn.Module):
     def forward(self, x, y):
         return (self.last(self.blocks(x)) - y).square().mean()
 
+class Low(Net):
+    def __init__(self):
+        super().__init__()
+        self.last.bfloat16()
+
 def make_batch(index, rank):
     x = torch.randn(8, 64)
     return x, x.roll(1, 1)
+
+def biased(model, batch):
+    return model(*batch) * (1.01 if isinstance(model, nn.parallel.DistributedDataParallel) else 1)
+
+def broken(model, batch):
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError("no loss here")
+    return model(*batch)
 """
 
 
@@ -62,6 +80,17 @@ def compare(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False)
     return done, json.loads(path.read_text()) if path.exists() else {}
+
+
+def padded_numel(folder: Path, monkeypatch: pytest.MonkeyPatch, param_dtype: torch.dtype | None = None) -> int:
+    """Return the number of elements of the model with the padding of layerzero on two nodes of two ranks."""
+    monkeypatch.syspath_prepend(str(folder))
+    with torch.device("meta"):
+        model = importlib.import_module("mine").Net()
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    config = LayerZeroConfig(zero3_size=2, units=["Block"], mp_policy=policy)
+    units = MetaSharding(model, config).units(config, where_of(4, 2, on_device=False))
+    return sum(handle.layout.numel for unit in units for handle in unit.handles)
 
 
 def first_loss(folder: Path, monkeypatch: pytest.MonkeyPatch, *, ranks: int, micro_batches: int) -> float:
@@ -81,37 +110,46 @@ def test_schemes_train_alike_and_send_what_the_formulas_say(tmp_path: Path, monk
     done, found = compare(tmp_path, "--unit", "Block", "--micro-batches", "3")
     assert done.returncode == 0, done.stderr
     assert found["parameters"] == NUMEL and (found["ranks"], found["ranks_per_node"]) == (4, 2)
-    assert list(found["schemes"]) == ["ddp", "fsdp2-full", "fsdp2-hsdp", "layerzero"]
-    ddp, full, hsdp, ours = found["schemes"].values()
+    assert list(found["schemes"]) == ["ddp", "fsdp2-full", "fsdp2-hsdp", "layerzero", "layerzero-exchanges"]
+    ddp, full, hsdp, *ours = found["schemes"].values()
     assert len(ddp["losses"]) == 4 and ddp["losses"][-1] < ddp["losses"][0]
-    for scheme in (full, hsdp, ours):
+    for scheme in (full, hsdp, *ours):
         assert scheme["losses"] == pytest.approx(ddp["losses"], rel=1e-5)
     assert ddp["losses"][0] == pytest.approx(first_loss(tmp_path, monkeypatch, ranks=4, micro_batches=3), rel=1e-5)
 
     # Two nodes: each lacks half of the sums of gradients in fp32, and half of the updated weights in fp32.
     assert ddp["between_bytes_per_node"] == hsdp["between_bytes_per_node"] == 2 * 4 * NUMEL / 2
-    control = ours["between_bytes_per_node"] - (4 + 4) * NUMEL / 2
-    assert 0 <= control <= 0.03 * ours["formula_bytes_per_node"], "flags of a few bytes, and padding of small units"
-    assert ours["formula_bytes_per_node"] == (4 + 4) * NUMEL / 2
+    padded = padded_numel(tmp_path, monkeypatch)
+    assert NUMEL < padded <= 1.01 * NUMEL
+    for scheme in ours:
+        assert 0 <= scheme["between_bytes_per_node"] - (4 + 4) * padded / 2 <= CONTROL
+        assert scheme["formula_bytes_per_node"] == (4 + 4) * NUMEL / 2
     # In each micro-batch, the forward and the backward gather the weights, of which the root keeps its own.
     root = 64 * 64 + 64
     gathered = 2 * (NUMEL - root) + root
     assert full["between_bytes_per_node"] == 3 * 4 * (gathered + NUMEL) / 2 and full["formula_bytes_per_node"] is None
     for scheme in found["schemes"].values():
         times = scheme["step_seconds"]
-        assert len(times["all"]) == 4 and times["min"] <= times["median"] <= times["max"]
+        assert len(times["all"]) == 4 and min(times["all"]) > 0, "two steps in each of two rounds"
         assert len(scheme["peak_bytes_by_rank"]) == 4 and min(scheme["peak_bytes_by_rank"]) > 0
         assert scheme["wire_bytes_per_node"] is None
-    assert report(found) in done.stdout
+    assert report(found) in done.stdout and "layerzero: the ranks of a node share memory, unless" in done.stdout
+    assert "share memory" not in report({**found, "device": "cuda"})
+    apart = {name: scheme for name, scheme in found["schemes"].items() if name != "layerzero"}
+    assert "share memory" not in report({**found, "schemes": apart})
 
 
-def test_in_bf16_layerzero_sends_three_quarters_of_the_bytes_of_hsdp(tmp_path: Path) -> None:
+def test_in_bf16_layerzero_sends_three_quarters_of_the_bytes_of_hsdp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen = ["--only", "fsdp2-hsdp", "layerzero"]
-    done, found = compare(tmp_path, "--unit", "Block", "--param-dtype", "bfloat16", *chosen)
+    done, found = compare(tmp_path, "--unit", "Block", "--param-dtype", "bf16", *chosen)
     assert done.returncode == 0, done.stderr
     hsdp, ours = (scheme["between_bytes_per_node"] for scheme in found["schemes"].values())
     assert hsdp == (4 + 4) * NUMEL / 2
-    assert 0 <= ours / ((4 + 2) * NUMEL / 2) - 1 <= 0.03, "flags of a few bytes, and padding of small units"
+    padded = padded_numel(tmp_path, monkeypatch, torch.bfloat16)
+    assert NUMEL < padded <= 1.01 * NUMEL and 0 <= ours - (4 + 2) * padded / 2 <= CONTROL
+    assert found["dtype"] == "bfloat16"
 
 
 def test_an_emulated_link_carries_what_was_counted(tmp_path: Path) -> None:
@@ -127,18 +165,63 @@ def test_an_emulated_link_carries_what_was_counted(tmp_path: Path) -> None:
 
 
 def test_losses_that_differ_are_said(tmp_path: Path) -> None:
-    _, found = compare(tmp_path, "--only", "layerzero", "--ranks", "2")
-    assert "losses agree" in report(found) and found["units"] == []
-    assert "losses DIFFER" in report({**found, "losses_agree": False})
+    done, found = compare(tmp_path, "--only", "layerzero", "ddp", "--ranks", "2", "--loss", "mine:biased")
+    assert done.returncode == 1 and "losses DIFFER" in done.stdout, done.stderr
+    assert found["units"] == [] and found["losses_agree"] is False
+    assert list(found["schemes"]) == ["layerzero", "ddp"]
+    assert found["largest_loss_difference"] == pytest.approx(0.01, rel=0.1)
 
 
-def test_wrong_arguments_are_reported_before_ranks_start(tmp_path: Path) -> None:
+def test_losses_that_are_not_finite_do_not_agree() -> None:
+    assert largest_difference([[2.0, 1.0], [2.0, 1.5], [1.0, 1.0]]) == 0.5
+    for wrong in (math.nan, math.inf):
+        for losses in ([[wrong], [1.0]], [[1.0], [wrong]], [[wrong], [wrong]], [[1.0, wrong], [1.0, 1.0]]):
+            assert largest_difference(losses) == math.inf, losses
+
+
+def test_an_error_names_the_scheme(tmp_path: Path) -> None:
+    done, found = compare(tmp_path, "--only", "fsdp2-full", "ddp", "--ranks", "1", "--loss", "mine:broken")
+    assert done.returncode == 1 and found == {}
+    assert "scheme 'ddp' failed on rank 0: ValueError: no loss here. Pass the schemes that" in done.stderr
+    assert "scheme 'fsdp2-full'" not in done.stderr
+
+
+def test_tensors_on_both_kinds_of_device_have_a_backend() -> None:
+    assert backend_of("cpu") == "gloo" and backend_of("cuda") == "cpu:gloo,cuda:nccl"
+
+
+def test_on_a_cpu_layerzero_is_compared_without_shared_memory_too() -> None:
+    assert schemes_of("cpu") == [*COMPARED, "layerzero-exchanges"] and schemes_of("cuda") == list(COMPARED)
+
+
+def test_wrong_arguments_are_reported_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("benchmarks.compare._start", lambda *_: pytest.fail("ranks are started"))
     for arguments, said in (
         (["--unit", "Bloc"], "--unit Bloc: the model has no such submodule or class. Pass one of ['Block', "),
         (["--loss", "mine:nothing"], "--loss 'mine:nothing': 'mine' has no 'nothing'"),
+        (["--node-size", "3"], "--node-size 3 does not divide the 4 ranks. Use a divisor"),
+        (["--steps", "0"], "--steps 0 is not supported. Use at least 1"),
+        (["--micro-batches", "0"], "--micro-batches 0 is not supported. Use at least 1"),
+        (["--ranks", "0"], "--ranks 0 is not supported. Use at least 1"),
+        (["--ranks", "3", "--emulate", "1gbit"], "Pass an even --ranks instead of 3"),
+        (["--emulate", "fast"], "rate 'fast' is not like 1gbit or 100mbit"),
+        (["--interface", "nowhere0"], "no interface 'nowhere0'"),
+        (["--param-dtype", "int8"], "--param-dtype is 'int8', which is not a supported dtype. Use one of fp32"),
+        (["--device", "toaster"], "--device toaster: torch finds no such device. Use "),
+        (["--json", "nowhere/found.json"], "--json nowhere/found.json: the folder does not exist. Create it"),
     ):
-        done, _ = compare(tmp_path, *arguments)
-        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+        assert main(["mine:Net", *arguments]) == 2, arguments
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1, (arguments, error)
+    assert main(["mine:Low"]) == 2
+    assert "parameter 'last.weight' of the model is torch.bfloat16. The schemes are" in capsys.readouterr().err
 
 
 def test_make_needs_a_model() -> None:
@@ -166,28 +249,35 @@ def _crossings(rank: int) -> dict[str, float]:
     inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     flat, part = torch.ones(16), torch.ones(4)  # 64 and 16 bytes
+    others = [4 * (other != rank) for other in range(4)]
+    # Newer versions of torch have other names, and warn about the old ones.
+    all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    uneven = [0, 1, 2, 4]
+    own = uneven[rank]
     calls = {
         "all-reduce": lambda: dist.all_reduce(flat),
-        "all-gather": lambda: dist.all_gather_into_tensor(flat, part),
+        "all-gather": lambda: all_gather_flat(flat, part),
         "all-gather of a list": lambda: dist.all_gather(list(flat.chunk(4)), part),
         "broadcast": lambda: dist.broadcast(flat, 0),
         "all-to-all": lambda: dist.all_to_all_single(torch.empty(16), flat),
-        "reduce-scatter": lambda: dist.reduce_scatter_tensor(part, flat),
+        "all-to-all without the own piece": lambda: dist.all_to_all_single(torch.empty(12), flat[:12], others, others),
+        "all-to-all of uneven pieces": lambda: dist.all_to_all_single(
+            torch.empty(4 * own), flat[:7], [own] * 4, uneven
+        ),
+        "reduce-scatter": lambda: reduce_scatter_flat(part, flat),
         "inside": lambda: dist.all_reduce(flat, group=inside),
         "across": lambda: dist.all_reduce(flat, group=across, async_op=True).wait(),
     }
     found = {}
     for name, call in calls.items():
-        with counted_crossings(2) as crossed:
-            thread = threading.Thread(target=call)
-            thread.start()
-            thread.join()
+        with counted_crossings(2) as crossed, ThreadPoolExecutor(1) as thread:
+            thread.submit(call).result()
         dist.all_reduce(flat)  # not counted
         found[name] = sum(crossed)
     return found
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated")
 def test_the_counter_counts_the_fewest_bytes_between_nodes() -> None:
     ranks = run_ranks(_crossings)
     total = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
@@ -198,6 +288,8 @@ def test_the_counter_counts_the_fewest_bytes_between_nodes() -> None:
         "all-gather of a list": whole,
         "broadcast": whole,
         "all-to-all": 4 * whole / 2,
+        "all-to-all without the own piece": 4 * 2 * 16.0,
+        "all-to-all of uneven pieces": 2 * (2 + 4) * 4.0 + 2 * (0 + 1) * 4.0,
         "reduce-scatter": whole,
         "inside": 0.0,
         "across": 2 * 2 * whole,

@@ -39,6 +39,7 @@ from layerzero import cli, cli_planning
 cli_planning._PATIENCE, cli_planning._INTERVAL = 0.0, 0.02
 cli.app(sys.argv[1:])
 """
+IMPATIENT = PATIENT.replace("0.02", "0.0")
 MODULE = """
 from torch import nn
 
@@ -74,19 +75,18 @@ def test_the_page_is_one_file_that_asks_for_nothing(found: Plan) -> None:
     assert "<script" not in page and "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
     assert not re.search(r'(src|href)="(?!data:,|#)|url\((?!#)|@import|<!ENTITY', page)
     assert page.count("<svg") == page.count("</svg>") == 3
-    assert found.why.split(":")[0] in page
+    assert found.best is not None and found.why.startswith("Recommended: ") and html.escape(found.why) in page
     for said in ("gather", "hop 1", "hop 2", "refresh", "compute", "FSDP2", "HSDP", "ZeRO-1", "accumulator"):
         assert said in page, said
     charts = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
     for scheme in ("FSDP2", "HSDP", "ZeRO-1"):
         assert scheme in charts[0] and scheme in charts[2], "beside layerzero's memory and times"
-    assert found.best is not None
     drawn = [*(kind for kind, nbytes in found.best.memory.items() if nbytes), size(found.best.peak), "7.00 GB of 8 GB"]
     assert not [text for text in drawn if f"{text}</text>" not in charts[0]]
     for text in ("compute", "forward", "backward", "update", "gather", "hop 1", "hop 2", "refresh", "ms"):
         assert f">{text}</text>" in charts[1], text
     assert all(f">{text}</text>" in charts[2] for text in ("2", "8", "nodes", "layerzero"))
-    assert page.count("<table") == 1 and page.count("<tr") == 1 + 8 + len(found.peers)
+    assert page.count("<table") == 1 and page.count("<tr") == 1 + 8 + len(found.other_schemes)
     assert page == report_html(found, nodes=(2, 8)), "the same plan gives the same page"
 
 
@@ -115,12 +115,34 @@ def test_a_plan_of_which_nothing_fits_has_a_page_too() -> None:
     assert "No settings fit" in page and "To paste" not in page and page.count("<svg") == 3
 
 
+def test_a_scheme_with_several_shard_sizes_has_a_bar_and_a_line_for_each() -> None:
+    sizes = TransformerShape(layers=8, hidden=2048, vocab=50_000, heads=16)
+    cluster = Cluster(nodes=8, accelerators=2, memory=7, reserve=1)
+    found = plan(sizes, cluster, zero3_sizes=[8], micro_batches=[1], reduce_dtypes=["fp32"])
+    groups = [row.choice.zero3_size for row in found.other_schemes if row.choice.scheme == "HSDP"]
+    assert groups == [2, 4, 8]
+    memory, _, times = re.findall(r"<svg.*?</svg>", report_html(found, nodes=(8, 16)), flags=re.DOTALL)
+    for chart in (memory, times):
+        assert [chart.count(f">HSDP S={group}</text>") for group in groups] == [1, 1, 1]
+        assert chart.count(">FSDP2</text>") == chart.count(">ZeRO-1</text>") == 1
+
+
+def test_a_page_and_a_text_name_the_same_closest_settings() -> None:
+    tight = plan(SIZES, Cluster(nodes=1, accelerators=2, memory=1.2, reserve=1), micro_batches=[1])
+    shown = re.findall(r"<tr.*?</tr>", report_html(tight, nodes=(1,)))[1:9]
+    closest = tight.rows[:8]
+    shortfalls = [max(row.excess, row.host_excess) for row in tight.rows]
+    assert shortfalls == sorted(shortfalls) and len(tight.rows) > 8
+    assert all(f">{size(row.peak)}</td>" in line for row, line in zip(closest, shown, strict=True))
+    assert f"which lack {size(closest[0].excess)}" in tight.why
+
+
 def test_the_page_opens_with_the_answer_in_one_sentence(found: Plan) -> None:
     best = found.best
     assert best is not None
-    same = [peer for peer in found.peers if peer.choice.reduce_dtype == best.choice.reduce_dtype]
-    fits = [peer for peer in same if peer.choice.micro_batches == best.choice.micro_batches and peer.fits]
-    other = min(fits, key=lambda peer: peer.step)
+    same = [each for each in found.other_schemes if each.choice.reduce_dtype == best.choice.reduce_dtype]
+    fits = [each for each in same if each.choice.micro_batches == best.choice.micro_batches and each.fits]
+    other = min(fits, key=lambda each: each.step)
     answer = _answer(report_html(found, nodes=(2,)))
     start = f"Use zero3_size={best.choice.zero3_size}, accumulation='{best.choice.accumulation}', "
     assert answer.startswith(start) and answer.count(". ") == 0 and answer.endswith(".")
@@ -133,15 +155,15 @@ def test_the_page_opens_with_the_answer_in_one_sentence(found: Plan) -> None:
 def test_the_answer_names_no_scheme_that_does_not_fit(found: Plan) -> None:
     best = found.best
     assert best is not None
-    full = [dataclasses.replace(peer, excess=1.0) for peer in found.peers]
-    answer = _answer(report_html(dataclasses.replace(found, peers=full), nodes=(2,)))
+    full = [dataclasses.replace(each, excess=1.0) for each in found.other_schemes]
+    answer = _answer(report_html(dataclasses.replace(found, other_schemes=full), nodes=(2,)))
     assert answer.endswith(
         f"{size(best.peak)} of {size(found.cluster.room)}; no other scheme fits with these gradients and micro-batches."
     )
-    slow = [_with_step(peer, 10 * best.step) for peer in found.peers]
-    assert "90.0 % less than with " in _answer(report_html(dataclasses.replace(found, peers=slow), nodes=(2,)))
-    fast = [_with_step(peer, best.step / 2) for peer in found.peers]
-    assert "100.0 % more than with " in _answer(report_html(dataclasses.replace(found, peers=fast), nodes=(2,)))
+    slow = [_with_step(each, 10 * best.step) for each in found.other_schemes]
+    assert "90.0 % less than with " in _answer(report_html(dataclasses.replace(found, other_schemes=slow), nodes=(2,)))
+    fast = [_with_step(each, best.step / 2) for each in found.other_schemes]
+    assert "100.0 % more than with " in _answer(report_html(dataclasses.replace(found, other_schemes=fast), nodes=(2,)))
 
 
 def _with_step(row: Estimate, step: float) -> Estimate:
@@ -244,7 +266,7 @@ def test_json_has_the_data_of_the_text_under_the_documented_keys(tmp_path: Path)
     command = ["plan", *sizes, "--nodes", "4", "--accelerators", "4", "--memory", "1.1", "--micro-batches", "2"]
     text, found = run(tmp_path, *command).stdout, json.loads(run(tmp_path, *command, "--json").stdout)
     tables = text.split("\n\n")
-    for rows, shown in ((found["rows"][:12], tables[1]), (found["peers"], tables[2])):
+    for rows, shown in ((found["rows"][:12], tables[1]), (found["other_schemes"], tables[2])):
         lines = shown.splitlines()[-len(rows) :]
         for row, line in zip(rows, lines, strict=True):
             assert line.startswith(f"{row['scheme']} ") and row["reduce_dtype"] in line
@@ -269,7 +291,8 @@ def test_json_has_the_data_of_the_text_under_the_documented_keys(tmp_path: Path)
 
     documented = _documented_keys()
     assert (
-        documented["plan"] == found.keys() and documented["an element of `rows` or `peers`"] == found["rows"][0].keys()
+        documented["plan"] == found.keys()
+        and documented["an element of `rows` or `other_schemes`"] == found["rows"][0].keys()
     )
     assert documented["an element of `links`"] == found["links"][0].keys()
 
@@ -298,6 +321,28 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -
     assert text.replace("\r\n", "\n") == done.stdout
 
 
+def test_the_progress_of_a_report_does_not_mix_with_other_output(tmp_path: Path) -> None:
+    sizes = ["--layers", "1", "--hidden", "64", "--vocab", "64", "--heads", "2", "--nodes", "2"]
+    own, other = pty.openpty()
+    command = [sys.executable, "-c", IMPATIENT, "plan", *sizes, "--html", str(tmp_path / "report.html")]
+    subprocess.run(command, stdout=other, stderr=other, cwd=ROOT, check=True, timeout=120)
+    os.close(other)
+    said = b"".join(iter(lambda: _read(own), b"")).decode().replace("\r\n", "\n")
+    os.close(own)
+    shown = re.sub(r"(\rlayerzero: \d+ estimates in \d+ s)+\r\x1b\[K", "<progress>", said)
+    plan_text, report, rest = shown.removeprefix("<progress>").partition("<progress>\nwritten: ")
+    assert shown.startswith("<progress>") and report and "Times are simulated, not measured.\n" in plan_text
+    assert "estimates in" not in plan_text + rest and "\x1b" not in plan_text + rest
+
+
+def _read(terminal: int) -> bytes:
+    """Return output from a terminal; nothing at its end, which Linux reports as an error."""
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:
+        return b""
+
+
 def test_plan_of_a_factory_and_of_a_config(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODULE)
     done = run(tmp_path, "plan", "mine:Net", "--unit", "Layer", "--nodes", "2", "--micro-batches", "2")
@@ -321,6 +366,9 @@ def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path, monkey
         (["plan", "config.json", "--nodes", "2"], "No such file"),
         (["plan", "mine:Net"], "the number of nodes is unknown"),
         (["plan", "x:y", "--layers", "2", "--nodes", "2"], "either a model or its sizes"),
+        (["plan", "x:y", "--probe"], "module 'x' is not on the import path"),
+        (["plan", "--probe", "--batch-tokens", "8", "--micro-batches", "2"], "exclude each other. Pass one of them"),
+        (["plan", "--probe", "--cluster", "c.yaml"], "--probe and --cluster exclude each other"),
         (["trace", "trace.json"], "is not a trace file written by layerzero.trace"),
         (["trace", "old.json"], "has trace format 1, but this version reads format 2. Record the trace again"),
         (["simulate", "nowhere.json"], "No such file"),

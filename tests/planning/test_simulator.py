@@ -12,7 +12,7 @@ import torch
 import layerzero
 from benchmarks.simulation.calibrate import Prediction
 from benchmarks.simulation.measure import Case
-from benchmarks.simulation.project import MODELS, SCHEMES, Assumptions, Model, project
+from benchmarks.simulation.project import MODELS, SCHEMES, Assumptions, Model, _recorded, project
 from benchmarks.simulation.record import Settings, record_blocks
 from layerzero.planning.sim_program import (
     Operation,
@@ -283,7 +283,9 @@ def test_projected_steps_respect_the_slow_link_and_improve_with_accumulation_whe
         for scheme in ("layerzero", "HSDP"):
             assert by_scheme[scheme] == sorted(by_scheme[scheme]), f"{scheme} at {gbit} Gbit/s"
         assert by_scheme["layerzero"][-1] > by_scheme["full"][-1]
-    assert rows_of(4, 1.0) == rows_of(4, 1.0), "a projection does not depend on the machine that makes it"
+    found = rows_of(4, 1.0)
+    _recorded.cache_clear()
+    assert rows_of(4, 1.0) == found, "a projection does not depend on the times of the recording"
 
 
 def test_the_models_are_the_ones_they_are_named_for() -> None:

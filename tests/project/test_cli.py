@@ -100,7 +100,10 @@ USAGE = {
     "loss": (["mine:Right", "--loss", "mine:x"], "--loss 'mine:x': 'mine' has no 'x'"),
     "size": (["mine:Right", "--zero3-size", "3"], "zero3_sizes contains 3, which does not divide the 4 ranks"),
     "accumulation": (["mine:Right", "--accumulation", "some"], "accumulation='some'"),
-    "dtype": (["mine:Right", "--param-dtype", "int8"], "--param-dtype int8 is unknown. Use one of bfloat16,"),
+    "dtype": (
+        ["mine:Right", "--param-dtype", "int8"],
+        "--param-dtype is 'int8', which is not a supported dtype. Use one of fp32, ",
+    ),
     "unit": (["mine:Right", "--unit", "mine:squares"], "--unit mine:squares is not a torch.nn.Module class"),
     "steps": (["mine:Right", "--steps", "0"], "steps must be an int >= 1, got 0"),
 }
