@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -120,6 +121,12 @@ def _several(rank: int) -> None:
 
 def test_several_requests_share_what_wakes_them_until_the_last_is_closed() -> None:
     run_ranks(_several, world_size=1)
+
+
+def test_a_thread_that_python_gives_no_signals_is_refused() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        refused = pool.submit(checkpoint.on_signal, signal.SIGTERM, torch.nn.Linear(1, 1)).exception()
+    assert isinstance(refused, RuntimeError) and "must be called from the main thread" in str(refused)
 
 
 def _with_children(rank: int) -> None:

@@ -23,6 +23,7 @@ import layerzero
 from benchmarks import checkpoint, contest, measure, network
 from benchmarks.contestants import ENTRIES, why_missing
 from benchmarks.figures import figure_of
+from benchmarks.gpu import tables as gpu
 from benchmarks.launch import RanksFailed, run_job
 from benchmarks.results import FOLDER, Range, Results, published, ratio_of, summarize
 from benchmarks.tables import LOSS_TOLERANCE, PAGE, README, losses_agree, page_with, readme_with, render, summary
@@ -418,16 +419,28 @@ def test_the_table_of_checkpoints_is_what_was_measured() -> None:
     assert checkpoint.table(results) in (PAGE.parent / "checkpoints.md").read_text()
 
 
+def test_the_tables_of_gpus_are_what_was_measured() -> None:
+    results = json.loads((FOLDER / "gpu" / "gpu.json").read_text())
+    page = (PAGE.parent / "gpu.md").read_text()
+    assert all(part["ok"] for part in results["parts"].values()) and results["device"] in page
+    for table in gpu.tables(results["parts"]).values():
+        assert table in page
+
+
 @pytest.mark.parametrize(
     "part",
     [
-        "loopback, late collectives",
-        "sanitizer by storage",
+        'loopback, late collectives, "sharded"',
+        "loopback, without a wait for collectives",
+        "sanitizer, offload grads",
+        "sanitizer, without a wait for gradients",
         "compute-sanitizer",
         "capture of a graph inside a unit",
-        "overhead, 4 layers of Llama-3 8B, A=1, layerzero",
-        "overhead, 4 layers of Llama-3 8B, A=1, fsdp2-hsdp",
-        "memory, 1.3b, layerzero-full",
+        "codecs",
+        "overhead, 4 layers of Llama-3 8B, layerzero-full",
+        "overhead, 4 layers of Llama-3 8B, fsdp2-hsdp",
+        "modeled network, 1.3b, layerzero-local",
+        "memory, 7b, fsdp2-full",
         "step time, 1.3b, plain",
         "verify, NCCL, 4 ranks on one device",
     ],

@@ -41,6 +41,9 @@ COVERED: dict[str, tuple[str, ...]] = {
         "comm/test_encoded_refresh.py::test_devices_are_refused",
         "comm/test_encoded_refresh.py::test_settings_are_checked",
     ),
+    "`checkpoint.on_signal` outside of the main thread": (
+        "checkpoint/test_preemption.py::test_a_thread_that_python_gives_no_signals_is_refused",
+    ),
     "zstandard on some ranks only": ("comm/test_encoded_refresh.py::test_settings_are_checked",),
     "`hop2_codec=layerzero.Int4Blocks()` with fp16": (
         "comm/test_hop2_codec.py::test_settings_are_checked_and_one_replica_encodes_nothing",
@@ -418,7 +421,7 @@ NOT_HERE = {
     "Pinned host memory": "torch's allocator of pinned memory needs a device",
     "torch 2.14 gathers rows for `any()`": "true of another torch than the one that runs the tests",
     "torch 2.11 cannot move memory": "true of another torch than the one that runs the tests",
-    "Tested on gloo and CPU only": "says what has not been tested, for want of GPUs",
+    "Tested with gloo on CPUs, and": "says what has not been tested, for want of several GPUs",
 }
 
 
