@@ -91,6 +91,10 @@ def _plan(
         list[str] | None, typer.Option(help="Name or class of a unit of MODULE:FUNCTION; may be repeated.")
     ] = None,
     param_dtype: Annotated[str, typer.Option(help="Compute dtype: bf16, fp16 or fp32.")] = "bf16",
+    hop2_codec: Annotated[
+        list[str] | None,
+        typer.Option(help="int8_blocks, int4_blocks or none, to try between nodes; may be repeated. Default: none."),
+    ] = None,
     recompute: Annotated[bool, typer.Option(help="Recompute the forward of blocks in the backward.")] = True,
     activations: Annotated[
         float, typer.Option(help="GB of activations of a micro-batch. Default: estimated from sizes.")
@@ -130,6 +134,7 @@ def _plan(
                 zero3_sizes=zero3_size or None,
                 offload=True if offload else None,
                 param_dtype=param_dtype,
+                hop2_codecs=[None if name == "none" else name for name in hop2_codec or ["none"]],
                 recompute=recompute,
                 activation_bytes=activations * 1e9,
                 on_estimate=progress.count_estimate,

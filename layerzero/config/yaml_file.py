@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.codecs import Float8Rows, GatherCodec, Int4Blocks, Int8Blocks
 
-__all__ = ["dtype_named", "has_names_of_mindspeed", "read_settings", "read_yaml", "translate"]
+__all__ = ["dtype_named", "has_names_of_mindspeed", "hop2_codec_named", "read_settings", "read_yaml", "translate"]
 
 _log = logging.getLogger("layerzero")
 
@@ -105,14 +105,9 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
             settings[name] = _dtype(name, settings[name])
     if settings.get("shared_memory") is False:  # YAML reads `off` as false
         settings["shared_memory"] = "off"
-    for name, codecs in _CODECS.items():
+    for name in _CODECS:
         if isinstance(word := settings.get(name), str):
-            if word not in codecs:
-                raise ValueError(
-                    f"{name} is {word!r}, but a file supports only {' and '.join(codecs)}. Pass other codecs to "
-                    "shard_model"
-                )
-            settings[name] = codecs[word]
+            settings[name] = _codec_named(name, word)
     policy = _policy(settings.pop("mp_policy", None))
     for name, translate in _TRANSLATIONS.items():
         if name in theirs:
@@ -142,6 +137,24 @@ def _policy(value: Any) -> dict[str, Any]:
 
 def _dtype(name: str, value: Any) -> torch.dtype | None:
     return None if value is None else dtype_named(name, value)
+
+
+def hop2_codec_named(name: str) -> GatherCodec:
+    """Return the codec of hop 2 with a name that settings in a YAML file can have.
+
+    Raises:
+        ValueError: no codec has this name.
+    """
+    return _codec_named("hop2_codec", name)
+
+
+def _codec_named(setting: str, name: str) -> GatherCodec:
+    codecs = _CODECS[setting]
+    if name not in codecs:
+        raise ValueError(
+            f"{setting} is {name!r}, but a file supports only {' and '.join(codecs)}. Pass other codecs to shard_model"
+        )
+    return codecs[name]
 
 
 def dtype_named(name: str, value: Any) -> torch.dtype:

@@ -11,7 +11,9 @@ from itertools import pairwise
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from layerzero.comm.codecs import ParamRows
 from layerzero.config import LayerZeroConfig
+from layerzero.config.yaml_file import hop2_codec_named
 from layerzero.estimates.memory_estimate import on_device
 from layerzero.estimates.specs import UnitSpec
 from layerzero.planning.cluster import Cluster
@@ -28,6 +30,13 @@ OTHER_SCHEMES = ("FSDP2", "HSDP", "HFSDP", "ZeRO-1")
 _STATE = 2  # number of AdamW state elements per parameter element, in the dtype of the master
 _UPDATED = 7  # memory accesses of AdamW per parameter element: 4 reads (master, gradient, state) and 3 writes
 _ALIKE = 0.03  # if throughputs differ by at most this fraction, the simpler settings are chosen
+# Elements per second that one rank encodes and decodes; see docs/gpu.md and docs/slow-links.md.
+_CODING = {
+    ("int8_blocks", "cuda"): (45e9, 139e9),
+    ("int4_blocks", "cuda"): (23e9, 61e9),
+    ("int8_blocks", "cpu"): (0.56e9, 2.7e9),
+    ("int4_blocks", "cpu"): (0.22e9, 0.59e9),
+}
 _STEPS = 2  # number of simulated steps; the result is that of the last step
 
 
@@ -42,6 +51,7 @@ class Candidate:
     offload_optimizer: bool = False
     offload_params: bool = False
     reduce_dtype: torch.dtype = torch.float32
+    hop2_codec: str | None = None  # name, as in a YAML file
     micro_batches: int = 1
 
     @property
@@ -164,6 +174,7 @@ def simplest_fast_row(rows: Iterable[Estimate]) -> Estimate | None:
         return (
             choice.micro_batches,
             choice.offload_optimizer + choice.offload_grads + choice.offload_params,
+            choice.hop2_codec is not None,
             choice.reduce_dtype is not torch.float32,
             row.peak,
         )
@@ -209,6 +220,7 @@ class Estimator:
             offload_grads=choice.offload_grads,
             offload_optimizer=choice.offload_optimizer,
             offload_params=choice.offload_params,
+            hop2_codec=None if choice.hop2_codec is None else hop2_codec_named(choice.hop2_codec),
             shared_memory="off" if self.cluster.device == "cpu" else "auto",
         )
 
@@ -355,7 +367,8 @@ class Estimator:
             accumulation=choice.accumulation,
             compute=self.param_dtype.itemsize,
             reduce=choice.reduce_dtype.itemsize,
-            replica_reduce=choice.reduce_dtype.itemsize,
+            replica_reduce=self._hop2_width(choice),
+            hop2_coding=self._hop2_coding(choice),
             offload_grads=choice.offload_grads,
             offload_optimizer=choice.offload_optimizer,
             offload_params=choice.offload_params,
@@ -365,6 +378,20 @@ class Estimator:
             memory_speed=cluster.memory_speed * 1e9,
         )
         return cluster.machine(choice.zero3_size), list(layerzero_program(unit_costs, sharding, steps=_STEPS))
+
+    def _hop2_width(self, choice: Candidate) -> float:
+        """Return the number of bytes per element that hop 2 sends."""
+        if choice.hop2_codec is None:
+            return choice.reduce_dtype.itemsize
+        block = ParamRows(start=0, rows=1, length=2**20)
+        return hop2_codec_named(choice.hop2_codec).nbytes([block], choice.reduce_dtype) / block.numel
+
+    def _hop2_coding(self, choice: Candidate) -> float:
+        """Return the time in seconds in which a rank encodes and decodes an element of hop 2."""
+        if choice.hop2_codec is None:
+            return 0.0
+        encoding, decoding = _CODING[choice.hop2_codec, self.cluster.device]
+        return 1 / encoding + 1 / decoding
 
     def _update(self, numel: float, *, in_host: bool) -> float:
         """Return the time in seconds that AdamW needs to update `numel` elements."""

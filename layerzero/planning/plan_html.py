@@ -11,12 +11,12 @@ from pathlib import Path
 
 from layerzero.planning.estimator import LAYERZERO, Candidate, Estimate
 from layerzero.planning.plan_report import (
-    DTYPE_TEXTS,
     HEADER,
     Plan,
     call_text,
     cells,
     group_size,
+    reduce_text,
     settings_text,
     short_settings,
     shown_rows,
@@ -151,7 +151,7 @@ def _name(row: Estimate) -> str:
     """Return a name of the row that no other row of a figure has."""
     choice = row.choice
     if choice.scheme == LAYERZERO:
-        return f"{short_settings(choice)}, {DTYPE_TEXTS[choice.reduce_dtype]}, A={choice.micro_batches}"
+        return f"{short_settings(choice)}, {reduce_text(choice)}, A={choice.micro_batches}"
     return _scheme_name(choice)
 
 

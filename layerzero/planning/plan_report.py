@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from layerzero.config import OFFLOADS, LayerZeroConfig
+from layerzero.config.yaml_file import hop2_codec_named
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.estimator import LAYERZERO, OTHER_SCHEMES, Candidate, Estimate, Estimator, simplest_fast_row
 from layerzero.utils.text_tables import rate, seconds, size, table
@@ -26,6 +27,7 @@ __all__ = [
     "group_size",
     "plan_data",
     "plan_text",
+    "reduce_text",
     "settings_text",
     "short_settings",
     "shown_rows",
@@ -168,7 +170,7 @@ def cells(row: Estimate) -> tuple[str, ...]:
         str(group_size(choice) or ""),
         choice.accumulation_text if of_layerzero else "",
         choice.offload if of_layerzero else "",
-        DTYPE_TEXTS[choice.reduce_dtype],
+        reduce_text(choice),
         str(choice.micro_batches),
         size(row.peak),
         left,
@@ -255,6 +257,7 @@ def _row_data(row: Estimate) -> dict[str, Any]:
         "accumulation": choice.accumulation if choice.scheme == LAYERZERO else None,
         "offload": [name for name in OFFLOADS if getattr(choice, name)],
         "reduce_dtype": DTYPE_TEXTS[choice.reduce_dtype],
+        "hop2_codec": choice.hop2_codec,
         "micro_batches": choice.micro_batches,
         "fits": row.fits,
         "peak_bytes": row.peak,
@@ -309,6 +312,12 @@ def short_settings(choice: Candidate) -> str:
     return " ".join(filter(None, (f"S={choice.zero3_size}", choice.accumulation_text, offload)))
 
 
+def reduce_text(choice: Candidate) -> str:
+    """Return the reduce dtype, and the codec of gradients between nodes if there is one, as ``fp32/int8_blocks``."""
+    dtype = DTYPE_TEXTS[choice.reduce_dtype]
+    return dtype if choice.hop2_codec is None else f"{dtype}/{choice.hop2_codec}"
+
+
 def _kinds_text(row: Estimate) -> str:
     said = {"activations": "estimated", "reduce_buffer": "in backward"}
     kinds = [(kind, size(nbytes), said.get(kind, "")) for kind, nbytes in row.memory.items() if nbytes]
@@ -333,7 +342,7 @@ def settings_text(choice: Candidate) -> str:
     extras = "" if choice.offload == "-" else f", offload of {choice.offload}"
     return (
         f"zero3_size={choice.zero3_size}, accumulation={choice.accumulation!r}, "
-        f"{DTYPE_TEXTS[choice.reduce_dtype]} gradients, {choice.micro_batches} micro-batches{extras}"
+        f"{reduce_text(choice)} gradients, {choice.micro_batches} micro-batches{extras}"
     )
 
 
@@ -346,6 +355,8 @@ def _settings(plan: Plan) -> dict[str, str]:
     for name in OFFLOADS:
         if getattr(choice, name):
             found[name] = "true"
+    if choice.hop2_codec is not None:
+        found["hop2_codec"] = choice.hop2_codec
     if plan.cluster.device == "cpu":
         found["shared_memory"] = '"off"'
     return found
@@ -354,7 +365,11 @@ def _settings(plan: Plan) -> dict[str, str]:
 def call_text(plan: Plan) -> str:
     """Return source code that calls :func:`layerzero.shard_model` with the recommended settings."""
     assert plan.best is not None
-    quoted = {"accumulation": lambda value: f'"{value}"', **dict.fromkeys(OFFLOADS, str.title)}
+    quoted = {
+        "accumulation": lambda value: f'"{value}"',
+        "hop2_codec": lambda value: f"layerzero.{hop2_codec_named(value)!r}",
+        **dict.fromkeys(OFFLOADS, str.title),
+    }
     settings = {name: quoted.get(name, str)(value) for name, value in _settings(plan).items()}
     param, reduce = plan.workshop.param_dtype, plan.best.choice.reduce_dtype
     lines = [f"    {name}={value}," for name, value in settings.items()]

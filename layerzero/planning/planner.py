@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from layerzero.config import ACCUMULATIONS, LayerZeroConfig, Precision, Units
-from layerzero.config.yaml_file import dtype_named
+from layerzero.config.yaml_file import dtype_named, hop2_codec_named
 from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.layout.shard_grid import ShardGrid
 from layerzero.planning.cluster import Cluster
@@ -42,6 +42,7 @@ def plan(
     offload: bool | None = None,
     param_dtype: torch.dtype | str = torch.bfloat16,
     reduce_dtypes: Iterable[torch.dtype | str] = (torch.float32, torch.bfloat16),
+    hop2_codecs: Sequence[str | None] = (None,),
     recompute: bool = True,
     activation_bytes: float = 0.0,
     on_estimate: Callable[[], None] | None = None,
@@ -71,6 +72,8 @@ def plan(
         accumulations: values of `accumulation` to try.
         param_dtype: compute dtype, or its name.
         reduce_dtypes: reduce dtypes to try, or their names. Each dtype is used for both hops.
+        hop2_codecs: values of `hop2_codec` to try if there are several replicas: ``"int8_blocks"``, ``"int4_blocks"``,
+            or None. Encoded gradients change the results of training, so none is tried by default.
         offload: if True, try `offload_grads`, `offload_optimizer` and both, and then `offload_params` alone and
             combined with each of these options. If None, try the first three options if the model does not fit without
             offloading, and the others if the model still does not fit. If False, do not try offloading.
@@ -123,8 +126,10 @@ def plan(
 
     def rows_of(size: int) -> list[Estimate]:
         rows: list[Estimate] = []
-        for mode, wire, count in itertools.product(_distinct(modes, size, cluster.ranks // size), reduce, counts):
-            choice = Candidate(LAYERZERO, size, mode, reduce_dtype=wire, micro_batches=count)
+        replicas = cluster.ranks // size
+        codecs = _codecs_to_try(hop2_codecs, replicas)
+        for mode, wire, codec, count in itertools.product(_distinct(modes, size, replicas), reduce, codecs, counts):
+            choice = Candidate(LAYERZERO, size, mode, reduce_dtype=wire, hop2_codec=codec, micro_batches=count)
             rows.append(shop.row(choice))
             if offload or (offload is None and not rows[-1].fits):
                 combined = [
@@ -175,6 +180,14 @@ def _sizes_to_try(asked: Iterable[int] | None, cluster: Cluster) -> list[int]:
             f"zero3_size={wrong[0]} does not divide the {cluster.ranks} ranks of the cluster. Use a divisor"
         )
     return sizes
+
+
+def _codecs_to_try(asked: Sequence[str | None], replicas: int) -> list[str | None]:
+    """Return the codecs of hop 2 to try. With one replica, there is no hop 2."""
+    for name in asked:
+        if name is not None:
+            hop2_codec_named(name)  # raises if it is unknown
+    return list(dict.fromkeys(asked)) if replicas > 1 else [None]
 
 
 def _fits_with_defaults(row: Estimate, accumulation: str) -> bool:

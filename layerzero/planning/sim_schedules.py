@@ -54,7 +54,8 @@ class ScheduleSettings:
     accumulation: str = "sharded"
     compute: int = 2
     reduce: int = 4
-    replica_reduce: int = 4
+    replica_reduce: float = 4
+    hop2_coding: float = 0.0  # time in seconds in which a rank encodes and decodes an element of hop 2
     refresh_share: float = 1.0  # part of the bytes of a refresh that is sent; below 1 if refreshes are encoded
     prefetch: int = 1
     offload_grads: bool = False
@@ -75,7 +76,7 @@ class ScheduleSettings:
         return min(self.compute, self.reduce) if self.adds_hop1 and not self.waits_whole else self.reduce
 
     @property
-    def hop2(self) -> int:
+    def hop2(self) -> float:
         """Number of bytes per element that hop 2 sends."""
         sends_incoming = self.zero3_size == 1 and not self.waits_whole
         return min(self.compute, self.replica_reduce) if self.adds_hop1 and sends_incoming else self.replica_reduce
@@ -233,9 +234,12 @@ class _Rank:
     def _addition(self, collective: SimCollective, numel: float) -> SimCompute:
         """Return the addition that follows a collective.
 
-        The addition reads the received part and the sum, and writes the sum.
+        The addition reads the received part and the sum, and writes the sum. The time of hop 2 contains the time in
+        which its messages are encoded and decoded.
         """
         seconds = 3 * _MASTER * numel / self.how.memory_speed
+        if collective.kind == "hop2":
+            seconds += self.how.hop2_coding * numel * (self.how.replicas - 1)
         return SimCompute(seconds, ("add", f"{collective.kind} {collective.unit}"), self._next_span())
 
     def _settle(self) -> Iterator[Operation]:

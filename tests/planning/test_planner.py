@@ -22,7 +22,7 @@ from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import FullBufferPool
 from layerzero.planning import Cluster, TransformerShape, plan, read_config
 from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, where_of
-from layerzero.planning.plan_report import yaml_text
+from layerzero.planning.plan_report import call_text, yaml_text
 from layerzero.planning.sim_program import Operation, SimCompute, SimLaunch, SimWait, StartReduction, from_events
 from layerzero.planning.sim_schedules import ScheduleSettings, UnitCost, layerzero_program
 from layerzero.planning.simulator import SimMachine, simulate
@@ -89,6 +89,8 @@ SETTINGS: list[dict[str, object]] = [
     {"zero3_size": 2, "mp_policy": BF16, "reshard_after_forward": False},
     {"zero3_size": 4, "mp_policy": BF16, "reshard_after_forward": 2},
     {"zero3_size": 2, "mp_policy": BF16, "replica_reduce_dtype": torch.bfloat16},
+    {"zero3_size": 2, "mp_policy": BF16, "hop2_codec": layerzero.Int8Blocks()},
+    {"zero3_size": 1, "mp_policy": BF16, "accumulation": "local", "hop2_codec": layerzero.Int4Blocks()},
 ]
 
 
@@ -298,14 +300,39 @@ def test_the_recommended_settings_can_be_pasted(tmp_path: Path) -> None:
 
 
 def test_what_is_pasted_has_every_setting_of_its_row(tmp_path: Path) -> None:
-    found = plan(SMALL, Cluster(nodes=2, accelerators=2), zero3_sizes=[2], micro_batches=[2], offload=True)
+    codecs = (None, "int8_blocks", "int4_blocks")
+    cluster = Cluster(nodes=2, accelerators=2)
+    found = plan(SMALL, cluster, zero3_sizes=[2], micro_batches=[2], offload=True, hop2_codecs=codecs)
     path = tmp_path / "layerzero.yaml"
     for row in found.rows:
         path.write_text(yaml_text(replace(found, best=row)))
         config, chosen = LayerZeroConfig.from_yaml(path), found.workshop.config(row.choice)
-        for name in ("zero3_size", "mp_policy", "accumulation", "offload_grads", "offload_optimizer"):
+        for name in ("zero3_size", "mp_policy", "accumulation", "offload_grads", "offload_optimizer", "hop2_codec"):
             assert getattr(config, name) == getattr(chosen, name), (name, row.choice)
+        call = call_text(replace(found, best=row))
+        compile(call, "call", "exec")
+        assert (f"    hop2_codec=layerzero.{chosen.hop2_codec!r},\n" in call) == (chosen.hop2_codec is not None)
     assert {row.choice.accumulation for row in found.rows} == {"sharded", "full", "local"}
+    assert {row.choice.hop2_codec for row in found.rows} == {None, "int8_blocks", "int4_blocks"}
+
+
+def test_encoded_gradients_are_planned_where_there_are_several_replicas() -> None:
+    codecs = (None, "int8_blocks", "int4_blocks")
+    settings = {"zero3_sizes": [8, 32], "micro_batches": [1], "reduce_dtypes": [torch.float32], "hop2_codecs": codecs}
+    found = plan(SMALL, Cluster(nodes=4, accelerators=8, between=1), accumulations=["sharded"], **settings)
+    rows = {(row.choice.zero3_size, row.choice.hop2_codec): row for row in found.rows}
+    assert set(rows) == {(32, None), *((8, codec) for codec in codecs)}
+    exact, int8, int4 = (rows[8, codec] for codec in codecs)
+    elements = exact.sent["replica"] / (2 + 4)  # the refresh in bf16 and hop 2 in fp32
+    assert int8.sent["replica"] == pytest.approx(elements * (2 + 1 + 2 / 128), rel=1e-9)
+    assert int4.sent["replica"] == pytest.approx(elements * (2 + 1 / 2 + 2 / 128), rel=1e-9)
+    assert int4.step < int8.step < exact.step and int4.memory["residual"] > 0 == int8.memory["residual"]
+    assert found.best is int4, "the link is slow"
+    assert all(row.choice.hop2_codec is None for row in plan(SMALL, Cluster(nodes=4)).rows), "only if asked for"
+    fast = plan(SMALL, Cluster(nodes=4, accelerators=8), accumulations=["sharded"], **{**settings, "zero3_sizes": [8]})
+    assert fast.best is not None and fast.best.choice.hop2_codec is None, "exact gradients, unless encoded are faster"
+    with pytest.raises(ValueError, match="hop2_codec is 'int2'"):
+        plan(SMALL, Cluster(nodes=4), hop2_codecs=["int2"])
 
 
 def test_a_model_that_does_not_fit_is_said_to_lack_so_much() -> None:
