@@ -247,6 +247,19 @@ def test_the_numbers_of_the_decision_table_are_those_of_its_commands() -> None:
         assert link is not None and f"\n{link[1]} " in said[command]
 
 
+def test_the_times_of_encoded_gradients_are_those_of_the_command() -> None:
+    text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    section = text[text.index("### Encoded gradients") : text.index("### Progress and reports")]
+    (command,) = re.findall(r"```bash\nlayerzero (plan .*?)```", section, flags=re.DOTALL)
+    said = CliRunner().invoke(app, [*shlex.split(command.replace("\\\n", "")), "--all"]).stdout
+    told = re.search(
+        r"takes ([\d.]+ s) with\n`int4_blocks`, ([\d.]+ s) with `int8_blocks` and ([\d.]+ s) without", section
+    )
+    assert told is not None
+    for codec, step in zip(("/int4_blocks", "/int8_blocks", ""), told.groups(), strict=True):
+        assert re.search(rf"^layerzero +8 +sharded +- +fp32{codec} .* {re.escape(step)} ", said, re.MULTILINE), said
+
+
 # --- commands ---
 
 
