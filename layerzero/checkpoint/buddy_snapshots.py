@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from layerzero.checkpoint.atomic_files import CheckpointError, FileRecord, Manifest, new_token, write_file
 from layerzero.checkpoint.checksums import ByteRange as Bytes
 from layerzero.checkpoint.checksums import ChecksumScheme, read_pieces
-from layerzero.checkpoint.collect_state import CollectedState, collect, require_equal_state, saving_mesh
+from layerzero.checkpoint.collect_state import CollectedState, collect, require_equal_state, topology_entry
 from layerzero.checkpoint.contents_checks import StoredTensor
 from layerzero.checkpoint.dcp_storage import CheckpointContents
 from layerzero.checkpoint.json_codec import dtype_named, merge_ranks
@@ -261,7 +261,7 @@ class Buddies:
             failure = ""
             try:
                 self._swap(folder, job.record, None if self._from is None else records[self._from])
-                contents = CheckpointContents(saving_mesh(self._runtime), _document(told), _table(records, told))
+                contents = CheckpointContents(topology_entry(self._runtime), _document(told), _table(records, told))
                 written = contents.write(folder)
                 text = _manifest(folder, [*records, written], job.here.token)
                 write_file(folder / f".{MANIFEST}", [text])

@@ -16,7 +16,7 @@ from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.utils.nonfinite import few_names, not_finite
 
-__all__ = ["CollectedState", "collect", "require_equal_state", "saving_mesh"]
+__all__ = ["CollectedState", "collect", "require_equal_state", "topology_entry"]
 
 
 class CollectedState(NamedTuple):
@@ -92,7 +92,7 @@ def require_equal_state(
         raise ValueError(f"{error}. Mark values that differ between ranks with layerzero.checkpoint.per_rank") from None
 
 
-def saving_mesh(runtime: LayerZeroState) -> dict[str, int]:
+def topology_entry(runtime: LayerZeroState) -> dict[str, int]:
     """Return the ``topology`` entry of a checkpoint; ``ranks`` is omitted if it equals ``data_parallel``."""
     mesh_info, model_ranks = runtime.mesh_info, runtime.ranks
     further = {} if model_ranks.size == mesh_info.data_parallel else {"ranks": model_ranks.size}

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from layerzero.checkpoint.atomic_files import PathTakenError, refuse_to_replace
 from layerzero.checkpoint.checksums import ChecksumScheme
-from layerzero.checkpoint.collect_state import CollectedState, collect, require_equal_state, saving_mesh
+from layerzero.checkpoint.collect_state import CollectedState, collect, require_equal_state, topology_entry
 from layerzero.checkpoint.dcp_storage import SafetensorsWriter
 from layerzero.checkpoint.json_codec import PerRank
 from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, check_usable, failure_of
@@ -263,7 +263,7 @@ def _prepare(
     writer = SafetensorsWriter(
         path,
         rank=rank,
-        topology=saving_mesh(runtime),
+        topology=topology_entry(runtime),
         document=state.document,
         own=state.own,
         sequence=partial(next_sequence, path.parent),

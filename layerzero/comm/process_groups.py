@@ -199,7 +199,7 @@ class ModelGroups:
     def __init__(self) -> None:
         self._held: list[HeldGroup] = []
         _RELEASES.expect()
-        self._finalizer = weakref.finalize(self, _hand_over, self._held)
+        self._finalizer = weakref.finalize(self, _enqueue_release, self._held)
         self._finalizer.atexit = False  # the end of the process releases all groups
 
     def new(self, ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str, backend: str = "") -> HeldGroup:
@@ -383,7 +383,7 @@ def timeout_on(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
     return timeout
 
 
-def _hand_over(groups: list[HeldGroup]) -> None:
+def _enqueue_release(groups: list[HeldGroup]) -> None:
     """Pass groups to the release thread.
 
     This function takes no lock, because finalizers may call it in any thread at any time.

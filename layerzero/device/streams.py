@@ -129,14 +129,14 @@ class ReductionStreams(ABC):
         """Make subsequent work of the program run after all operations on all streams, and clear all `marks`."""
 
 
-class _Nothing:
+class _CompletedEvent:
     """Event that has already completed."""
 
     def wait(self) -> None:
         pass
 
 
-_NOTHING = _Nothing()
+_COMPLETED = _CompletedEvent()
 
 
 # Host threads
@@ -263,12 +263,12 @@ class ThreadStream(Stream):
             operation()
 
     def wait_event(self, awaited: Waitable) -> None:
-        if awaited is not _NOTHING:
+        if awaited is not _COMPLETED:
             self.run(awaited.passed.wait if isinstance(awaited, _ThreadEvent) else awaited.wait)
 
     def record_event(self, waiting: Waiting = nullcontext) -> Waitable:
         if self.thread.ident is None:  # no operation has been enqueued so far
-            return _NOTHING
+            return _COMPLETED
         mark = _ThreadEvent(self._failures, waiting)
         self.run(mark.passed.set)
         return mark
@@ -299,7 +299,7 @@ class ThreadStreams(ReductionStreams):
     def gradients_ready(self) -> Waitable:
         for stream in self._threads:  # start the threads before any collective is in flight
             stream.start()
-        return _NOTHING
+        return _COMPLETED
 
     def limit_in_flight(self, marks: deque[Waitable], most: int) -> None:
         while len(marks) > most:
@@ -339,7 +339,7 @@ class _ImmediateStream(Stream):
         awaited.wait()
 
     def record_event(self, waiting: Waiting = nullcontext) -> Waitable:
-        return _NOTHING
+        return _COMPLETED
 
 
 class ImmediateStreams(ReductionStreams):
@@ -349,7 +349,7 @@ class ImmediateStreams(ReductionStreams):
         self.launches = self.zero3 = self.replica = _ImmediateStream()
 
     def gradients_ready(self) -> Waitable:
-        return _NOTHING
+        return _COMPLETED
 
     def synchronize(self, marks: Sequence[deque[Waitable]]) -> None:
         for each in marks:

@@ -51,7 +51,7 @@ class LocalShard(torch.Tensor):
             _checked_rows(ours)  # an access error takes precedence
             refuse_collective(func, args, ours.spec)
         _refuse_misaligned(func, ours, tensors)
-        _tell_watches(func, args, kwargs, tensors)
+        _check_and_record_access(func, args, kwargs, tensors)
         with torch._C._DisableTorchDispatch():
             if draws(func, ours.spec):
                 return draw_full(func, args, kwargs)
@@ -179,7 +179,7 @@ def _refuse_misaligned(func: Any, ours: LocalShard, tensors: Sequence[Tensor]) -
             )
 
 
-def _tell_watches(func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+def _check_and_record_access(func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
     if func._schema.name not in _NAMES_ONLY:
         for tensor in tensors:
             if (

@@ -78,12 +78,14 @@ def remove_hooks(model: nn.Module) -> None:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
                 if isinstance(hook, _Hook):
-                    hooks[key] = _ClosedBefore() if isinstance(hook, _BeforeForward) else _ClosedAfter()
+                    hooks[key] = (
+                        _ClosedPreForwardHook() if isinstance(hook, _BeforeForward) else _ClosedPostForwardHook()
+                    )
 
 
 def is_closed(model: nn.Module) -> bool:
     """Return whether `layerzero.close` has closed `model`, or the model that contains `model` as a unit."""
-    return any(isinstance(hook, _ClosedBefore) for hook in model._forward_pre_hooks.values())
+    return any(isinstance(hook, _ClosedPreForwardHook) for hook in model._forward_pre_hooks.values())
 
 
 def refuse_closed(module: nn.Module) -> None:
@@ -92,12 +94,12 @@ def refuse_closed(module: nn.Module) -> None:
         raise RuntimeError(CLOSED)
 
 
-class _ClosedBefore:
+class _ClosedPreForwardHook:
     def __call__(self, *_: object) -> NoReturn:
         raise RuntimeError(CLOSED)
 
 
-class _ClosedAfter:
+class _ClosedPostForwardHook:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         return output
 
@@ -137,7 +139,7 @@ def get_state(model: nn.Module) -> LayerZeroState:
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a model sharded by layerzero.shard_model, got {type(model).__name__}")
     for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, _ClosedBefore):
+        if isinstance(hook, _ClosedPreForwardHook):
             raise RuntimeError(CLOSED)
         if isinstance(hook, _BeforeForward):
             if not hook.is_roots:

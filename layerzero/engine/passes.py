@@ -164,7 +164,7 @@ class ForwardPass:
         following = (unit for unit in self._expected[here:] if unit.mesh_info is self.called[-1].mesh_info)
         return list(islice(following, count))
 
-    def is_expected_end(self, unit: Unit) -> bool:
+    def is_expected_last(self, unit: Unit) -> bool:
         """Return whether `unit` was called last, and no more calls are expected. The first pass expects nothing."""
         is_end = 0 < len(self._expected) == len(self.called)
         return is_end and self.called[-1] is unit and self._expected[-1] is unit

@@ -233,7 +233,7 @@ class Scheduler(Closable):
         # A unit that is called directly is the last one of its own forward pass.
         may_stay = self._last_unit_stays and unit.reshard_after_forward is True and not unit.is_told
         forward = self._forward if may_stay else None
-        return forward is not None and forward.entry_unit is self._units[0] and forward.is_expected_end(unit)
+        return forward is not None and forward.entry_unit is self._units[0] and forward.is_expected_last(unit)
 
     def _compute_dtypes(self, unit: Unit) -> set[torch.dtype] | None:
         """Return the dtypes of the gathered parameters if these are not the compute weights, otherwise None."""

@@ -82,7 +82,7 @@ class OwnerTable:
             p for group in inner.param_groups if group_kind(group) in self._full_param_kinds for p in group["params"]
         ]
         self._examined: set[str] = set()  # names of the parameters for which this optimizer has requested owners
-        self._find_requests([member for p in held if (member := runtime.parameters.managed_param(p)) is not None])
+        self._assign_owners([member for p in held if (member := runtime.parameters.managed_param(p)) is not None])
 
     def add_group(self, group: MutableMapping[str, Any], members: Sequence[tuple[ManagedParam, Tensor]]) -> None:
         """Add a group's parameters to the table if they need owners. Every rank must call this method.
@@ -95,14 +95,14 @@ class OwnerTable:
         kind = group_kind(group)
         if kind not in self._full_param_kinds and (not self._full_param_kinds or kind in self._known_kinds):
             return
-        self._find_requests([member for member, _ in members if member.name not in self._examined])
+        self._assign_owners([member for member, _ in members if member.name not in self._examined])
         for member, master in members:
             owner = self._model_owners.owners[member.name]
             owner_group = self._model_owners.groups[member.spec.mesh_info, owner.axis]
             self.owned[id(member.sharded)] = OwnedParam(member, owner, owner_group, group, master)
         self._reserve_buffers()
 
-    def _find_requests(self, members: Sequence[ManagedParam]) -> None:
+    def _assign_owners(self, members: Sequence[ManagedParam]) -> None:
         if members:
             _own(self._runtime, members, self._inner)
         self._examined |= {member.name for member in members}
@@ -194,7 +194,7 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
             moved = [handle for handle in runtime.handles if handle.layout != plan[handle]]
             runtime.scheduler.recover_interrupted_pass()
             runtime.gradients.apply_user_grads()
-            _require_untouched(runtime, moved or runtime.handles, {n for n in names if n in table.owners})
+            _require_movable(runtime, moved or runtime.handles, {n for n in names if n in table.owners})
         new_owner_groups = _new_owner_groups(runtime, owners)
     except (RuntimeError, ValueError) as error:
         failure = error
@@ -345,7 +345,7 @@ def _scratch_buffers(runtime: LayerZeroState) -> ScratchBuffers:
     return total
 
 
-def _require_untouched(runtime: LayerZeroState, moved: Iterable[Handle], owned: set[str]) -> None:
+def _require_movable(runtime: LayerZeroState, moved: Iterable[Handle], owned: set[str]) -> None:
     """Raise an error if a view, a gradient or optimizer state refers to rows that will move.
 
     Raises:

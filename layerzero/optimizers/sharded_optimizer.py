@@ -428,7 +428,7 @@ class ShardedOptimizer(OptimizerProxy):
         """Return each group with the names of its parameters."""
         return [(group, self.parameter_names(group)) for group in self.param_groups]
 
-    def _by_own_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    def _rekey_to_param_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         given: dict[str, str] = {}  # keyed by the name that the user passed
         for group, names in self._named_groups():
             given |= zip(group.get("param_names", names), names, strict=True)
@@ -471,7 +471,7 @@ class ShardedOptimizer(OptimizerProxy):
             copy = value.detach().clone()
             return copy.cpu() if cpu else copy
 
-        named = self._by_own_names(self.state_dict_by_name())
+        named = self._rekey_to_param_names(self.state_dict_by_name())
         state = {name: tree_map(gathered, dict(named["state"][name])) for name in sorted(named["state"])}
         return numbered({**named, "state": state}) if keeps else {}
 
@@ -509,7 +509,7 @@ class ShardedOptimizer(OptimizerProxy):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, loaded)
             loaded = loaded if changed is None else changed
-        loaded = self._by_own_names(loaded)
+        loaded = self._rekey_to_param_names(loaded)
         groups = [self.saved_group(group, loaded["param_groups"]) for group in self.param_groups]
         place = {self._name(p): (p, group) for group in self.param_groups for p in group["params"]}
         if unexpected := sorted(set(loaded["state"]) - set(place)):
