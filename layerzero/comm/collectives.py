@@ -29,8 +29,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
@@ -70,7 +71,10 @@ __all__ = [
     "reduce_scatter",
     "send_recv",
     "timeout_of",
+    "wait_in_slices",
 ]
+
+_SLICE = timedelta(seconds=0.5)
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,6 +232,27 @@ class PendingCollective:
         self.issued.communicator.held_group.in_flight.pop(id(self), None)
         for watched in self.watched:
             watched.waited()
+
+
+def wait_in_slices(works: Sequence[Any], may_wait: Callable[[], bool]) -> bool:
+    """Wait in a background thread for transfers, so that the thread is not inside a backend when the process ends.
+
+    Errors of the transfers are not raised. Wait for the completed transfers again to raise them.
+
+    Args:
+        works: objects with the methods ``is_completed()`` and ``wait(timeout)``.
+        may_wait: function that returns False if this thread must not wait any longer.
+
+    Returns:
+        True if all transfers have completed.
+    """
+    for work in works:
+        while not work.is_completed():
+            if not may_wait():
+                return False
+            with suppress(RuntimeError):
+                work.wait(_SLICE)
+    return True
 
 
 @dataclass

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -38,6 +38,7 @@ from layerzero.comm.collectives import (
     PendingCollective,
     all_gather,
     all_gather_small,
+    wait_in_slices,
 )
 from layerzero.comm.wait_times import record_wait
 from layerzero.device.buffer_pools import BufferPool, Size
@@ -49,7 +50,6 @@ __all__ = ["COMPARE_EVERY", "IN_FLIGHT", "EncodedRefresher", "PendingRefresh", "
 
 COMPARE_EVERY = 50  # refreshes of a handle between two comparisons of digests
 IN_FLIGHT = 2  # refreshes that have buffers at the same time: one is encoded while the other is sent and decoded
-_SLICE = timedelta(seconds=0.5)
 _PATIENCE = 4.0  # seconds to complete refreshes while the process exits; less than the patience of streams.py
 
 
@@ -243,13 +243,12 @@ class EncodedRefresher:
         self._pool.release(refresh.received)
 
     def _wait(self, works: PendingCollective) -> None:
-        """Wait in slices, so that no thread is inside a backend when the process ends."""
-        for work in works.each:
-            while not work.is_completed():
-                with suppress(RuntimeError):
-                    work.wait(_SLICE)  # type: ignore[call-arg]  # a work of the backend
-                if not threading.main_thread().is_alive():
-                    self._deadline = self._deadline or time.monotonic() + _PATIENCE
-                    if time.monotonic() > self._deadline:
-                        raise RuntimeError("the process ends before the refresh has completed")
+        if not wait_in_slices(works.each, self._may_wait):
+            raise RuntimeError("the process ends before the refresh has completed")
         works.wait(beside=True)
+
+    def _may_wait(self) -> bool:
+        if threading.main_thread().is_alive():
+            return True
+        self._deadline = self._deadline or time.monotonic() + _PATIENCE
+        return time.monotonic() <= self._deadline

@@ -23,11 +23,11 @@ reduces them into the final gradient (ZERO1). A step after no_sync reduces the a
 
 [Note: Dtype of full gradients]
 Autograd produces gradients in the compute dtype. The full gradient keeps the compute dtype if each backward pass
-sends its gradients ("sharded" and "local") and the receiving rank adds the parts of the first hop in fp32 (on gloo, or
-in shared memory). The sum is bitwise identical to a sum of fp32 messages, but requires half the memory and half the
-traffic. If the backend adds the messages, they are sent in the dtype of the addition. A gradient may arrive in several
-parts, as with reentrant checkpoints. The parts are then added in the compute dtype. Autograd does the same for a
-parameter with several uses.
+sends its gradients ("sharded" and "local") and the receiving rank adds the parts of the first hop in fp32 (on gloo, in
+shared memory, or with `reduce_scatter_with_fp32_accumulation`). The sum is bitwise identical to a sum of fp32 messages,
+but requires half the memory and half the traffic. If the backend adds the messages, they are sent in the dtype of the
+addition. A gradient may arrive in several parts, as with reentrant checkpoints. The parts are then added in the compute
+dtype. Autograd does the same for a parameter with several uses.
 
 [Note: Division of gradients]
 Contributions are summed. The sum is divided once, by D or by the user's factor, when it is added to the final gradient.

@@ -26,7 +26,9 @@ class RankTraits:
 
     grid: ShardGrid
     transport: TransportTraits  # traits of the ZeRO-3 group's transport
-    adds_hop2: bool  # True if this rank receives the parts of all ranks in hop 2 and adds them, as on gloo
+    # True if this rank receives the parts of all ranks in hop 2 and adds them: on gloo, or with
+    # `reduce_scatter_with_fp32_accumulation`.
+    adds_hop2: bool
     on_device: bool  # True if the rank computes on an accelerator with its own streams and memory
     weights_in_host: bool = False  # True if ZeRO-3 shards are in host memory
 

@@ -33,9 +33,8 @@ class MemoryReport:
     - ``gradient_shard``: final gradients, or 0 if the final gradients are inside the accumulator. A backward
       pass that begins without zero_grad copies the final gradients out of the accumulator.
     - ``reduce_buffer``: scratch buffers for gradients that come from autograd, are sent or are received, and for
-      refreshes that `refresh_codec` encodes. On the CPU,
-      they are kept. On a device, they are returned to torch's allocator after each backward pass, and this is the
-      maximum during a pass.
+      refreshes that `refresh_codec` encodes. On the CPU, they are kept. On a device, they are returned to torch's
+      allocator after each backward pass, and this is the maximum during a pass.
     - ``residual``: errors of encoded gradients that are added to the next gradients (`hop2_codec` with feedback). They
       are allocated by the first backward that reduces gradients.
     - ``optimizer``: optimizer state. This kind is measured but not predicted.

@@ -185,9 +185,8 @@ def shard_model(
             one rank or with shared memory, the setting has no effect.
         hop2_codec: encoding of gradients in hop 2, which crosses nodes. Pass :class:`Int8Blocks` or
             :class:`Int4Blocks`, which send a quarter or an eighth of the bytes of fp32, or an object with the methods
-            of :class:`GatherCodec`. The ranks add the decoded
-            gradients in fp32, so `replica_reduce_dtype` has no effect. By default, gradients are not encoded. If there
-            is one replica, the setting has no effect.
+            of :class:`GatherCodec`. The ranks add the decoded gradients in fp32, so `replica_reduce_dtype` has no
+            effect. By default, gradients are not encoded. If there is one replica, the setting has no effect.
         refresh_codec: encoding of refreshed weights, which cross nodes. With ``"lossless"``, each rank sends compressed
             differences between the 16-bit patterns of its new and its previous weights. Results are bitwise identical
             to those without the setting. Compression is fastest with the package zstandard. Only models that compute

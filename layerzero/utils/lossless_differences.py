@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["COMPRESSIONS", "LosslessDifferences"]
+__all__ = ["COMPRESSIONS", "LosslessDifferences", "memory_of"]
 
 COMPRESSIONS = ("zstd", "zlib")
 _AT_ONCE = 2**17  # weights per piece, so that the planes of a piece fit into the cache of a core
@@ -135,12 +135,12 @@ class LosslessDifferences:
             import zstandard  # noqa: PLC0415 - an optional package
 
             compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=False)
-            return lambda plane: compressor.compress(_memory(plane))
+            return lambda plane: compressor.compress(memory_of(plane))
 
         def compress(plane: Tensor) -> bytes:
             # Runs of zeros and a Huffman code; the default strategy is slower, and its messages are larger.
             deflate = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_RLE)
-            return deflate.compress(_memory(plane)) + deflate.flush()
+            return deflate.compress(memory_of(plane)) + deflate.flush()
 
         return compress
 
@@ -151,7 +151,7 @@ class LosslessDifferences:
         def decompress(packed: Tensor, size: int) -> bytes:
             try:
                 # One byte more than expected, so that a longer piece is noticed and not merely cut.
-                return zlib.decompressobj(-zlib.MAX_WBITS).decompress(_memory(packed), size + 1)
+                return zlib.decompressobj(-zlib.MAX_WBITS).decompress(memory_of(packed), size + 1)
             except zlib.error as error:
                 raise ValueError(f"a piece cannot be decompressed: {error}") from error
 
@@ -170,7 +170,7 @@ def _zstd_decompressor() -> _Decompress:
 
     def decompress(packed: Tensor, size: int) -> bytes:
         try:
-            found: bytes = decompressor.decompress(_memory(packed), max_output_size=size)
+            found: bytes = decompressor.decompress(memory_of(packed), max_output_size=size)
         except zstandard.ZstdError as error:
             raise ValueError(f"a piece cannot be decompressed: {error}") from error
         return found
@@ -182,6 +182,6 @@ def _pieces(numel: int) -> list[slice]:
     return [slice(first, min(first + _AT_ONCE, numel)) for first in range(0, numel, _AT_ONCE)]
 
 
-def _memory(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor as a buffer. The tensor must outlive it. numpy is not needed."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor with elements, without numpy. The tensor must outlive the result."""
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -16,7 +16,6 @@ of the sender.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layerzero.utils.lossless_differences import LosslessDifferences
+from layerzero.utils.lossless_differences import LosslessDifferences, memory_of
 
 __all__ = ["Version", "WeightPacketError", "WeightReceiver", "make_packet"]
 
@@ -97,7 +96,7 @@ def make_packet(version: Version, tensors: Sequence[tuple[Sequence[str], Tensor,
 
 def _pack(now: Tensor, before: Tensor | None, codec: LosslessDifferences) -> tuple[Any, int]:
     """Return the data of a piece and the checksum of its values. The data may be the memory of `now`."""
-    memory = _memory(now)
+    memory = memory_of(now)
     if before is None:
         return memory, zlib.crc32(memory)
     if torch.equal(now.view(torch.uint8), before.view(torch.uint8)):
@@ -106,7 +105,7 @@ def _pack(now: Tensor, before: Tensor | None, codec: LosslessDifferences) -> tup
         return memory, zlib.crc32(memory)
     encoded = torch.empty(now.nbytes, dtype=torch.uint8)
     size = codec.encode(before, now, encoded)
-    return bytes(_memory(encoded)[:size]), zlib.crc32(memory)
+    return bytes(memory_of(encoded)[:size]), zlib.crc32(memory)
 
 
 class WeightReceiver:
@@ -255,7 +254,7 @@ def _write(codec: LosslessDifferences, piece: Tensor, data: memoryview) -> int:
     if not len(data):
         return 0
     encoded = torch.empty(len(data), dtype=torch.uint8)
-    _memory(encoded)[:] = data
+    memory_of(encoded)[:] = data
     values = piece.cpu()  # the piece itself if it is on the CPU
     try:
         codec.decode(encoded, values)
@@ -263,18 +262,13 @@ def _write(codec: LosslessDifferences, piece: Tensor, data: memoryview) -> int:
         raise WeightPacketError(f"a packet cannot be decoded: {error}. {_SEND_ALL}") from error
     if values is not piece:
         piece.copy_(values)
-    return zlib.crc32(_memory(values))
+    return zlib.crc32(memory_of(values))
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return 1-D views of the pieces of a contiguous tensor."""
     flat = tensor.view(-1)
     return torch.split(flat, _PIECE) if flat.numel() else ()
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor with elements. The tensor must outlive the result."""
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _name_of(dtype: torch.dtype) -> str:

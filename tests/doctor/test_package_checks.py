@@ -32,6 +32,8 @@ Requires-Dist: safetensors; extra == "checkpoint"
 Requires-Dist: xxhash>=3.0; extra == "checkpoint"
 Provides-Extra: lora
 Requires-Dist: peft<1,>=0.21; extra == "lora"
+Provides-Extra: ray
+Requires-Dist: ray[train]<3,>=2.60; extra == "ray"
 Provides-Extra: docs
 Requires-Dist: mkdocs; extra == "docs"
 Requires-Dist: torch>=2.11
@@ -120,7 +122,14 @@ def test_apex_of_the_index_is_told_from_that_of_nvidia(tmp_path: Path) -> None:
         ),
         ({"peft": "0.20"}, ["note extra lora: peft 0.20 is installed, and <1,>=0.21", "ok extras that are not"]),
         ({"peft": "0.21.0"}, ["ok extra lora: peft 0.21.0", "ok extras that are not installed: cli, checkpoint"]),
-        ({}, ["ok extras that are not installed: cli, checkpoint, lora"]),
+        (
+            {"ray": "2.59"},
+            [
+                "note extra ray: ray 2.59 is installed, and <3,>=2.60",  # a note, as for all integrations
+                "ok extras that are not installed: cli",
+            ],
+        ),
+        ({}, ["ok extras that are not installed: cli, checkpoint, lora, ray"]),
     ],
 )
 def test_extras_are_compared_with_the_metadata(tmp_path: Path, versions: dict[str, str], expected: list[str]) -> None:

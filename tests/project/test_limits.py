@@ -33,6 +33,10 @@ COVERED: dict[str, tuple[str, ...]] = {
     "A backward, after `layerzero.gathered`": (
         "engine/test_gathered.py::test_ranks_that_disagree_get_an_error_that_names_both_orders",
     ),
+    "Until a rank has exhausted or closed a generator": (
+        "end_to_end/test_weight_stream.py::test_a_model_is_not_used_or_changed_while_it_is_streamed",
+        "end_to_end/test_weight_stream.py::test_a_model_is_closed_after_its_streams",
+    ),
     "A CUDA graph of a whole step": ("device/test_accelerator.py::test_capture_of_a_whole_step_is_refused",),
     "Hyperparameters that differ": (
         "engine/test_hyperparameter_check.py::test_a_scheduler_that_follows_a_ranks_own_loss_is_refused_on_all_ranks_at_once",

@@ -115,6 +115,17 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     assert set(headings) <= set(public_names())
 
 
+def test_the_reference_groups_names_by_topic(site: Path) -> None:
+    index = (site / "api" / "index.html").read_text(encoding="utf-8")
+    topics = re.findall(r'<tr>\s*<td><a href="[^"]*">([^<]+)</a></td>', index)
+    assert topics[:5] == ["Sharding", "Training loop", "Full parameters", "Inference", "Reports"]
+    assert topics[5:] == ["Guards and checks", "Checkpoints", "Optimizers", "Planning", "Megatron", "Integrations"]
+    inference = (site / "api" / "inference" / "index.html").read_text(encoding="utf-8")
+    headings = re.findall(r'class="doc doc-heading">\s*(layerzero\.[\w.]+)', inference)
+    names = ("stream_weights", "WeightSender", "WeightReceiver", "WeightPacketError")
+    assert headings == [f"layerzero.{name}" for name in names]
+
+
 def test_pages_show_the_version_and_titles_instead_of_file_names(site: Path) -> None:
     first, start = ((site / page).read_text(encoding="utf-8") for page in ("index.html", "start/index.html"))
     assert f"layerzero {__version__}" in first[first.index("<header") : first.index("</header>")]

@@ -26,7 +26,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 
 import torch
@@ -39,6 +38,7 @@ from layerzero.comm.collectives import (
     PendingReduction,
     collective_error,
     launching,
+    wait_in_slices,
 )
 from layerzero.comm.encoded_refresh import PendingRefresh
 from layerzero.comm.mesh_info import MeshInfo
@@ -63,7 +63,6 @@ __all__ = ["TRAITS", "SharedFullBuffer", "SharedMemoryTransport", "WriteBarrier"
 TRAITS = TransportTraits(
     "shared_memory", full_buffer_resident=True, sums_locally=True, receives_copies=False, rounds_on_read=True
 )
-_SLICE = timedelta(seconds=0.5)
 _ARRIVED = FIRST_FREE_COUNTER
 _FIRST_HANDLE = _ARRIVED + 1
 _MORE = 5  # address space reserved for each handle in addition to the predicted buffers, in units of a full gradient
@@ -225,12 +224,9 @@ class WriteBarrier:
 
 def _publish_when_complete(works: PendingCollective | PendingRefresh, memory: SharedSegment, counter: int) -> None:
     with suppress(RuntimeError):  # the main thread raises the error when it waits for the same works
+        if not wait_in_slices(works.each, threading.main_thread().is_alive):
+            return
         for work in works.each:
-            while not work.is_completed():
-                if not threading.main_thread().is_alive():  # no thread may be inside a backend when the process ends
-                    return
-                with suppress(RuntimeError):
-                    work.wait(_SLICE)  # type: ignore[call-arg]  # a refresh consists of works of the backend
             work.wait()
         memory.counters.increment(counter)
 
