@@ -104,6 +104,7 @@ class Estimate:
             memory suffices.
         price: price of the cluster per day, or 0 if the price is unknown.
         tokens_per_step: number of tokens in a step on all ranks.
+        node_size: number of accelerators per node.
         simulated: function that simulates a step of `choice`.
     """
 
@@ -116,6 +117,7 @@ class Estimate:
     host_excess: float
     price: float
     tokens_per_step: int
+    node_size: int
     simulated: Callable[[], StepCost] = field(repr=False, compare=False)
 
     @property
@@ -176,6 +178,8 @@ def simplest_fast_row(rows: Iterable[Estimate]) -> Estimate | None:
             choice.offload_optimizer + choice.offload_grads + choice.offload_params,
             choice.hop2_codec is not None,
             choice.reduce_dtype is not torch.float32,
+            choice.zero3_size > row.node_size,
+            choice.accumulation == "local",
             row.peak,
         )
 
@@ -241,6 +245,7 @@ class Estimator:
             host_excess=max(0.0, host * cluster.accelerators - cluster.host_memory * 1e9),
             price=24 * cluster.price * cluster.ranks,
             tokens_per_step=self.load.tokens * choice.micro_batches * cluster.ranks,
+            node_size=cluster.accelerators,
             simulated=partial(self.step_cost, choice),
         )
 

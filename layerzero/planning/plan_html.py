@@ -16,10 +16,12 @@ from layerzero.planning.plan_report import (
     call_text,
     cells,
     group_size,
+    parts_text,
     reduce_text,
     settings_text,
     short_settings,
     shown_rows,
+    speeds_text,
     yaml_text,
 )
 from layerzero.planning.simulator import simulate
@@ -89,14 +91,15 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
             _plot_step(plan, row),
             _plot_nodes(plan, row, others, nodes),
         )
-    waits = ", ".join(f"{kind} {seconds(value)}" for kind, value in sorted(row.parts.items()) if value > 1e-5)
+    waits = parts_text(row)
+    waits = waits[0].upper() + waits[1:]
     sections = [
         ("Peak memory of an accelerator", memory),
         (
             f"A step of {_name(row)}",
             f'{step}<p class="note">The figure shows the first and the last of {row.choice.micro_batches} '
             "micro-batches. The refresh at the left belongs to the previous step. "
-            f"The step takes {seconds(row.step)}: {escape(waits)}.</p>",
+            f"{escape(waits)}.</p>",
         ),
         ("Time of a micro-batch by number of nodes", times),
     ]
@@ -108,7 +111,8 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
         "<h1>Plan</h1>",
         f'<p class="answer{"" if plan.best else " none"}">{escape(_answer(plan, others))}</p>',
         f"<p>{rate(plan.numel)} parameters in {plan.units} units; {cluster.nodes} nodes &times; "
-        f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.node_link_text}.</p>",
+        f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.node_link_text}; "
+        f"{speeds_text(plan)}.</p>",
         f"<p>{escape(plan.why)}</p>" if plan.best else "",
         '<div class="parts">',
         *(f"<section><h2>{escape(title)}</h2>{content}</section>" for title, content in sections),

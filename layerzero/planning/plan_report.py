@@ -14,6 +14,7 @@ import torch
 
 from layerzero.config import OFFLOADS, LayerZeroConfig
 from layerzero.config.yaml_file import hop2_codec_named
+from layerzero.estimates.memory_estimate import on_device
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.estimator import LAYERZERO, OTHER_SCHEMES, Candidate, Estimate, Estimator, simplest_fast_row
 from layerzero.utils.text_tables import rate, seconds, size, table
@@ -25,12 +26,14 @@ __all__ = [
     "call_text",
     "cells",
     "group_size",
+    "parts_text",
     "plan_data",
     "plan_text",
     "reduce_text",
     "settings_text",
     "short_settings",
     "shown_rows",
+    "speeds_text",
     "yaml_text",
 ]
 
@@ -107,7 +110,8 @@ class Plan:
         left = size(max(0.0, self.cluster.room - best.peak))
         sentence = (
             f"Recommended: {settings_text(best.choice)}. Of all settings that fit and are within 3 % of the fastest, "
-            "these have the fewest micro-batches, then the fewest offloads, then the least memory. "
+            "these have the fewest micro-batches and offloads, then gradients in fp32 if possible, then no exchange "
+            "between nodes in each micro-batch if possible, then the least memory. "
             f"{computing / best.step:.0%} of a step is forward and backward, and {left} of an accelerator are free."
         )
         return sentence if not tight else f"{sentence} {tight} settings do not fit."
@@ -196,6 +200,7 @@ def plan_text(plan: Plan, *, every_row: bool = False) -> str:
     lines = [
         f"{rate(plan.numel)} parameters in {plan.units} units, including the root; {cluster.nodes} nodes x "
         f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.node_link_text}",
+        speeds_text(plan),
         f"{fitting} of {len(plan.rows)} settings fit into {size(cluster.room)}"
         + ("" if every_row else f"; the {len(shown)} {'fastest' if fitting else 'closest'}:"),
         "",
@@ -208,7 +213,7 @@ def plan_text(plan: Plan, *, every_row: bool = False) -> str:
     ]
     best = plan.best
     if best is not None:
-        lines += ["memory of the recommended settings, per rank:", _kinds_text(best), "", _parts_text(best), ""]
+        lines += ["memory of the recommended settings, per rank:", _kinds_text(best), "", parts_text(best), ""]
         if best.price:
             lines += [f"{best.price:,.0f} per day", ""]
     lines += [plan.why]
@@ -294,7 +299,7 @@ def _links_text(plan: Plan) -> list[str]:
     lines = []
     for each in plan.links:
         ours = each.rows[LAYERZERO]
-        chosen = "" if ours is None else short_settings(ours.choice)
+        chosen = "" if ours is None else f"{short_settings(ours.choice)} {reduce_text(ours.choice)}"
         gained = "" if each.advantage is None else f"{each.advantage:+.1%}"
         lines.append((f"{each.between:,.4g}", chosen, *map(cell, each.rows.values()), gained))
     count = rows[0].choice.micro_batches
@@ -318,13 +323,25 @@ def reduce_text(choice: Candidate) -> str:
     return dtype if choice.hop2_codec is None else f"{dtype}/{choice.hop2_codec}"
 
 
+def speeds_text(plan: Plan) -> str:
+    """Return the inputs that decide between schemes, and that users often leave at their defaults."""
+    cluster = plan.cluster
+    return (
+        f"{cluster.tflops:.4g} TFLOP/s per accelerator, {cluster.inside:.4g} GB/s inside a node, "
+        f"{plan.workshop.load.tokens:,} tokens per micro-batch and accelerator"
+    )
+
+
 def _kinds_text(row: Estimate) -> str:
     said = {"activations": "estimated", "reduce_buffer": "in backward"}
     kinds = [(kind, size(nbytes), said.get(kind, "")) for kind, nbytes in row.memory.items() if nbytes]
+    if (gathered := row.peak - on_device(row.memory)) > 0:
+        kinds.append(("gathered units", size(gathered), "at the peak"))
     return table(("kind", "between steps", ""), [*kinds, ("peak of a step", size(row.peak), "")])
 
 
-def _parts_text(row: Estimate) -> str:
+def parts_text(row: Estimate) -> str:
+    """Return how long a step takes, and its parts with the longest first."""
     named = {
         "forward": "forward",
         "backward": "backward",
