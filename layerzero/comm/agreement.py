@@ -102,29 +102,29 @@ def _exchange(
     scope = "layerzero/" + hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
     try:
         # The store counts the calls by this rank, so the process needs no counter of its own.
-        turn = store.add(f"{scope}/turn/{rank}", 1)
-        here = f"{scope}/{turn}"
-        publish_status(RankStatus(subject, answer=f"{here}/first"))
+        call_number = store.add(f"{scope}/turn/{rank}", 1)
+        prefix = f"{scope}/{call_number}"
+        publish_status(RankStatus(subject, answer=f"{prefix}/first"))
 
         error = None if failure is None else f"{type(failure).__name__}: {failure}"
-        mine = json.dumps({"error": error, "subject": subject, "groups": groups}, sort_keys=True)
+        entry = json.dumps({"error": error, "subject": subject, "groups": groups}, sort_keys=True)
         # Send digests first. The full text follows only if they differ.
-        told = {name: _digest([subject, fields]) for name, fields in groups.items()}
-        store.set(f"{here}/digest/{rank}", "failed" if failure else json.dumps(told))
+        own_digests = {name: _digest([subject, fields]) for name, fields in groups.items()}
+        store.set(f"{prefix}/digest/{rank}", "failed" if failure else json.dumps(own_digests))
         if rank == ranks[0]:
-            digests = _collect(store, f"{here}/digest", ranks, timeout, subject)
-            store.set(f"{here}/first", _first_verdict(digests))
+            digests = _collect(store, f"{prefix}/digest", ranks, timeout, subject)
+            store.set(f"{prefix}/first", _first_verdict(digests))
             if not isinstance(digests, str):
-                _forget(store, f"{scope}/{turn - 1}/first")
-        verdict = _read(store, f"{here}/first", timeout, subject, ranks[0])
-        _forget(store, f"{here}/digest/{rank}")
+                _forget(store, f"{scope}/{call_number - 1}/first")
+        verdict = _read(store, f"{prefix}/first", timeout, subject, ranks[0])
+        _forget(store, f"{prefix}/digest/{rank}")
         if verdict == _COMPARE:
-            store.set(f"{here}/full/{rank}", mine)
+            store.set(f"{prefix}/full/{rank}", entry)
             if rank == ranks[0]:
-                full = _collect(store, f"{here}/full", ranks, timeout, subject)
-                store.set(f"{here}/second", full if isinstance(full, str) else _describe_difference(subject, full))
-            verdict = _read(store, f"{here}/second", timeout, subject, ranks[0])
-            _forget(store, f"{here}/full/{rank}")
+                full = _collect(store, f"{prefix}/full", ranks, timeout, subject)
+                store.set(f"{prefix}/second", full if isinstance(full, str) else _describe_difference(subject, full))
+            verdict = _read(store, f"{prefix}/second", timeout, subject, ranks[0])
+            _forget(store, f"{prefix}/full/{rank}")
     except dist.DistNetworkError as error:
         raise RuntimeError(
             f"layerzero: {subject}: the rendezvous store does not exist any more, because the process that served it "
@@ -153,15 +153,15 @@ def _collect(store: Store, prefix: str, ranks: Sequence[int], timeout: timedelta
     except RuntimeError:  # DistStoreError; FileStore raises another subclass
         missing = [rank for rank, key in keys.items() if not store.check([key])]
         if missing:
-            waited = _format_wait(missing, timeout)
-            return f"layerzero: {subject}: ranks {missing} did not take part within {waited}. {_CALL_ON_ALL}"
+            wait_text = _format_wait(missing, timeout)
+            return f"layerzero: {subject}: ranks {missing} did not take part within {wait_text}. {_CALL_ON_ALL}"
     return {rank: text.decode() for rank, text in zip(ranks, store.multi_get(list(keys.values())), strict=True)}
 
 
 def _format_wait(missing: Sequence[int], timeout: timedelta) -> str:
     """Return a phrase that states the timeout and the last known status of each rank in `missing`."""
-    last = [f"rank {rank} last published status: {word}" for rank, word in read_statuses(missing).items()]
-    return f"{timeout.total_seconds():g} s" + (f" ({'; '.join(last)})" if last else "")
+    statuses = [f"rank {rank} last published status: {status}" for rank, status in read_statuses(missing).items()]
+    return f"{timeout.total_seconds():g} s" + (f" ({'; '.join(statuses)})" if statuses else "")
 
 
 def _first_verdict(digests: dict[int, str] | str) -> str:
@@ -169,24 +169,24 @@ def _first_verdict(digests: dict[int, str] | str) -> str:
         return digests
     if "failed" in digests.values():
         return _COMPARE
-    said = {pair for text in digests.values() for pair in json.loads(text).items()}
-    return _AGREED if len(said) == len({name for name, _ in said}) else _COMPARE
+    group_digests = {pair for text in digests.values() for pair in json.loads(text).items()}
+    return _AGREED if len(group_digests) == len({name for name, _ in group_digests}) else _COMPARE
 
 
-def _digest(told: object) -> str:
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _read(store: Store, key: str, timeout: timedelta, subject: str, first: int) -> str:
+def _read(store: Store, key: str, timeout: timedelta, subject: str, first_rank: int) -> str:
     try:
         # The first rank itself may wait for the other ranks for up to the full timeout.
         store.wait([key], 2 * timeout)
     except dist.DistNetworkError:
         raise
     except RuntimeError as error:
-        waited = _format_wait([first], 2 * timeout)
-        late = f"layerzero: {subject}: rank {first} did not take part within {waited}. {_CALL_ON_ALL}"
-        raise RuntimeError(late) from error
+        wait_text = _format_wait([first_rank], 2 * timeout)
+        message = f"layerzero: {subject}: rank {first_rank} did not take part within {wait_text}. {_CALL_ON_ALL}"
+        raise RuntimeError(message) from error
     text: str = store.get(key).decode()
     return text
 
@@ -206,8 +206,8 @@ def _describe_difference(subject: str, texts: Mapping[int, str]) -> str:
             values = _by_value({rank: each.get(name) for rank, each in fields.items()})
             if len(values) > 1:
                 lines.append(f"{name} is {_format(values)}")
-    shown = lines[:8] + ([f"and {len(lines) - 8} more fields"] if len(lines) > 8 else [])
-    return f"{subject}: ranks disagree: " + "; ".join(shown)
+    listed = lines[:8] + ([f"and {len(lines) - 8} more fields"] if len(lines) > 8 else [])
+    return f"{subject}: ranks disagree: " + "; ".join(listed)
 
 
 def _by_value(values: Mapping[int, object]) -> dict[str, list[int]]:

@@ -123,15 +123,15 @@ def encoded_bytes(sizes: Sequence[int]) -> int:
 
 def param_rows(layout: FlatLayout, zero3_size: int) -> list[list[ParamRows]]:
     """Return the rows of each parameter in each ZeRO-3 shard, by ZeRO-3 rank."""
-    found: list[list[ParamRows]] = []
+    blocks_by_rank: list[list[ParamRows]] = []
     for s in range(zero3_size):
         shard, blocks = layout.zero3_range(s, zero3_size), []
         for slot in layout.slots:
-            place, rows = overlap(slot, shard).of_range, len(layout.rows_in(slot, shard))
-            if place.stop > place.start:
-                blocks.append(ParamRows(place.start, rows, slot.row_numel))
-        found.append(blocks)
-    return found
+            span, rows = overlap(slot, shard).of_range, len(layout.rows_in(slot, shard))
+            if span.stop > span.start:
+                blocks.append(ParamRows(span.start, rows, slot.row_numel))
+        blocks_by_rank.append(blocks)
+    return blocks_by_rank
 
 
 def replica_param_rows(layout: FlatLayout, grid: ShardGrid) -> list[list[ParamRows]]:
@@ -139,18 +139,18 @@ def replica_param_rows(layout: FlatLayout, grid: ShardGrid) -> list[list[ParamRo
 
     Padding has unspecified contents. Each block is one row of adjacent elements.
     """
-    found: list[list[ParamRows]] = []
-    first = grid.zero3_rank * grid.replicas
-    for part in (layout.shard_range(first + replica) for replica in range(grid.replicas)):
+    blocks_by_replica: list[list[ParamRows]] = []
+    first_shard = grid.zero3_rank * grid.replicas
+    for part in (layout.shard_range(first_shard + replica) for replica in range(grid.replicas)):
         blocks: list[ParamRows] = []
-        for place in (overlap(slot, part).of_range for slot in layout.slots):
-            if place.start >= place.stop:
+        for span in (overlap(slot, part).of_range for slot in layout.slots):
+            if span.start >= span.stop:
                 continue
-            adjacent = bool(blocks) and blocks[-1].start + blocks[-1].length == place.start
-            start = blocks.pop().start if adjacent else place.start
-            blocks.append(ParamRows(start, 1, place.stop - start))
-        found.append(blocks)
-    return found
+            adjacent = bool(blocks) and blocks[-1].start + blocks[-1].length == span.start
+            start = blocks.pop().start if adjacent else span.start
+            blocks.append(ParamRows(start, 1, span.stop - start))
+        blocks_by_replica.append(blocks)
+    return blocks_by_replica
 
 
 def residual_numel(layout: FlatLayout, grid: ShardGrid) -> int:
@@ -216,8 +216,8 @@ class _IntegerBlocks(ABC):
 
     def encode(self, shard: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
         # Every operation writes to an existing tensor, so a chunk needs no other temporary memory.
-        for place, scales, packed in self._places(blocks, out):
-            values = shard[place].view(len(scales), -1)
+        for elements, scales, packed in self._places(blocks, out):
+            values = shard[elements].view(len(scales), -1)
             self._quantize(values, torch.empty_like(values), scales, packed)
 
     def encode_with_feedback(self, shard: Tensor, blocks: Sequence[ParamRows], out: Tensor, residual: Tensor) -> None:
@@ -225,18 +225,18 @@ class _IntegerBlocks(ABC):
 
         A block with a non-finite element gets a residual of zero.
         """
-        for place, scales, packed in self._places(blocks, out):
-            rest = residual[place].view(len(scales), -1)
-            exact = torch.empty_like(rest, dtype=shard.dtype).copy_(rest)
-            exact.add_(shard[place].view(exact.shape))
+        for elements, scales, packed in self._places(blocks, out):
+            errors = residual[elements].view(len(scales), -1)
+            exact = torch.empty_like(errors, dtype=shard.dtype).copy_(errors)
+            exact.add_(shard[elements].view(exact.shape))
             integers = torch.empty_like(exact)
             self._quantize(exact, integers, scales, packed)
             rounded = torch.empty_like(scales, dtype=exact.dtype).copy_(scales)
-            rest.copy_(exact.addcmul_(integers, rounded, value=-1).nan_to_num_())
+            errors.copy_(exact.addcmul_(integers, rounded, value=-1).nan_to_num_())
 
     def decode(self, encoded: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
-        for place, scales, packed in self._places(blocks, encoded):
-            values = out[place].view(len(scales), -1)
+        for elements, scales, packed in self._places(blocks, encoded):
+            values = out[elements].view(len(scales), -1)
             self._unpack(packed, values)
             values.mul_(scales)
 
@@ -261,8 +261,8 @@ class _IntegerBlocks(ABC):
         for block in blocks:
             for first in range(block.start, block.start + block.numel, at_once):
                 stop = min(first + at_once, block.start + block.numel)
-                whole = stop - (stop - first) % self._BLOCK
-                for start, end, width in ((first, whole, self._BLOCK), (whole, stop, stop - whole)):
+                full_end = stop - (stop - first) % self._BLOCK
+                for start, end, width in ((first, full_end, self._BLOCK), (full_end, stop, stop - full_end)):
                     if start == end:
                         continue
                     count, size = (end - start) // width, self._size(width)
@@ -393,17 +393,17 @@ class Float8Rows:
         """
         long = [block for block in blocks if block.length >= self._SHORT]
         short = [block for block in blocks if block.length < self._SHORT]
-        scale, plain = 0, 4 * sum(block.rows for block in long)
-        byte = plain + weights.itemsize * sum(block.numel for block in short)
+        scale, raw_byte = 0, 4 * sum(block.rows for block in long)
+        byte = raw_byte + weights.itemsize * sum(block.numel for block in short)
         for block in short:
-            end = plain + block.numel * weights.itemsize
-            yield block.of(weights), None, encoded[plain:end].view(weights.dtype).view(block.rows, block.length)
-            plain = end
+            end = raw_byte + block.numel * weights.itemsize
+            yield block.of(weights), None, encoded[raw_byte:end].view(weights.dtype).view(block.rows, block.length)
+            raw_byte = end
         for block in long:
             scales = encoded[scale : scale + 4 * block.rows].view(torch.float32).view(block.rows, 1)
             numbers = encoded[byte : byte + block.numel].view(torch.float8_e4m3fn).view(block.rows, block.length)
             scale, byte = scale + 4 * block.rows, byte + block.numel
-            some = max(1, self._AT_ONCE // block.length)
+            rows_at_once = max(1, self._AT_ONCE // block.length)
             rows = block.of(weights)
-            for part in (slice(first, first + some) for first in range(0, block.rows, some)):
+            for part in (slice(row, row + rows_at_once) for row in range(0, block.rows, rows_at_once)):
                 yield rows[part], scales[part], numbers[part]

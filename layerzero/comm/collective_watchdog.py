@@ -115,9 +115,9 @@ class Launch:
     )
 
     def __init__(self, works: PendingCollective, number: int, step: int, order: CurrentStream | None) -> None:
-        issued, held = works.issued, works.issued.communicator.held_group
+        issued, group = works.issued, works.issued.communicator.held_group
         self.collective, self.name = issued.collective, issued.name
-        self.group, self.ranks = held.name, held.ranks
+        self.group, self.ranks = group.name, group.ranks
         self.number = number  # index of the launch among all launches on its group
         self.step = step
         self.since = time.monotonic()
@@ -287,29 +287,29 @@ class Watchdog:
     def _monitor_store(self) -> None:
         """Report late collectives while the store does not answer."""
         while not self._ended.wait(self._period):
-            since = self._asking_since
-            silent = 0.0 if since is None else time.monotonic() - since
-            late = self._late(older_than=self.limit) if silent > _SILENT else None
-            if late is None or time.monotonic() - late.since <= self.limit:
+            asking_since = self._asking_since
+            silence = 0.0 if asking_since is None else time.monotonic() - asking_since
+            launch = self._late(older_than=self.limit) if silence > _SILENT else None
+            if launch is None or time.monotonic() - launch.since <= self.limit:
                 continue
-            if (late.group, late.number) in self._silences:
+            if (launch.group, launch.number) in self._silences:
                 continue
-            self._silences.add((late.group, late.number))
+            self._silences.add((launch.group, launch.number))
             self._log_report(
-                f"{late.doing}, step {late.step}, is pending on rank {self._rank}: the store has not answered for "
-                f"{silent:.1f} s. The machine that serves it (of rank 0 or of the launcher) has stopped, or this "
+                f"{launch.doing}, step {launch.step}, is pending on rank {self._rank}: the store has not answered for "
+                f"{silence:.1f} s. The machine that serves it (of rank 0 or of the launcher) has stopped, or this "
                 "machine cannot reach it",
-                time.monotonic() - late.since,
+                time.monotonic() - launch.since,
             )
 
     def _scan(self) -> None:
-        late = self._late(older_than=self.limit)
+        launch = self._late(older_than=self.limit)
         if (
-            late is not None
-            and time.monotonic() - late.since > self.limit
-            and (late.group, late.number) not in self._raised
+            launch is not None
+            and time.monotonic() - launch.since > self.limit
+            and (launch.group, launch.number) not in self._raised
         ):
-            self._raised.add((late.group, late.number))
+            self._raised.add((launch.group, launch.number))
             self._request(lambda: self._store.add(f"{self._scope}/alarms", 1))
         if self._answer_new_alarm():
             deadline = time.monotonic() + self._period + 1  # by then, all ranks have read the alarm
@@ -346,9 +346,11 @@ class Watchdog:
                 self._flying.popleft()
         return None
 
-    def _answer(self, late: Launch | None) -> _Answer:
+    def _answer(self, launch: Launch | None) -> _Answer:
         now, last = time.monotonic(), self._last
-        entry = None if late is None else (late.doing, late.group, late.number, late.ranks, now - late.since)
+        entry = (
+            None if launch is None else (launch.doing, launch.group, launch.number, launch.ranks, now - launch.since)
+        )
         if last is None:
             return _Answer({}, self._steps, "nothing", now - self._started, entry)
         return _Answer(dict(self._counts), self._steps, last.doing, now - last.since, entry)
@@ -365,13 +367,13 @@ class Watchdog:
             entry: dict[str, Any] = json.loads(text)
             if entry.pop("alarm") > self._reported:  # otherwise it belongs to an earlier incident
                 answers[int(key.rpartition("/")[2])] = _Answer.of(entry)
-        who, longest = _describe_late_ranks(answers, self.limit)
-        if who and who != self._who:
-            self._log_report(who, longest)
+        description, longest_wait = _describe_late_ranks(answers, self.limit)
+        if description and description != self._who:
+            self._log_report(description, longest_wait)
 
-    def _log_report(self, who: str, longest: float) -> None:
-        self._who = who
-        self.reports.append(f"layerzero: late by {longest:.1f} s: {who}")
+    def _log_report(self, description: str, longest_wait: float) -> None:
+        self._who = description
+        self.reports.append(f"layerzero: late by {longest_wait:.1f} s: {description}")
         _LOG.error("%s", self.reports[-1])
 
 
@@ -393,26 +395,28 @@ def _describe_late_ranks(answers: Mapping[int, _Answer], limit: float) -> tuple[
     """Return a sentence that names the waiting and the missing ranks, and the longest wait in seconds."""
     waits: dict[tuple[str, int], list[int]] = {}  # waiting ranks, by (collective, step)
     missing: dict[tuple[str, int], dict[int, None]] = {}
-    longest = 0.0
+    longest_wait = 0.0
     for rank, answer in answers.items():
         if answer.late is None or answer.late[4] <= limit / 2:
             continue
-        doing, group, number, members, seconds = answer.late
-        longest = max(longest, seconds)
-        waits.setdefault((doing, answer.step), []).append(rank)
-        absent = missing.setdefault((doing, answer.step), {})
-        for other in members:
-            if other not in answers or answers[other].counts.get(group, 0) < number:
-                absent[other] = None
-    told = []
-    for (doing, step), waiting in waits.items():
-        absent = missing[doing, step]
-        who = (
-            "; ".join(_where(rank, answers.get(rank)) for rank in absent)
+        collective, group, number, members, seconds = answer.late
+        longest_wait = max(longest_wait, seconds)
+        waits.setdefault((collective, answer.step), []).append(rank)
+        missing_ranks = missing.setdefault((collective, answer.step), {})
+        for peer in members:
+            if peer not in answers or answers[peer].counts.get(group, 0) < number:
+                missing_ranks[peer] = None
+    sentences = []
+    for (collective, step), waiting in waits.items():
+        missing_ranks = missing[collective, step]
+        cause = (
+            "; ".join(_where(rank, answers.get(rank)) for rank in missing_ranks)
             or "all of its ranks have joined: the link is slow, or one of their devices"
         )
-        told.append(f"{doing}, step {step}, is pending on rank{'s' * (len(waiting) > 1)} {_format(waiting)}: {who}")
-    return " | ".join(told), longest
+        sentences.append(
+            f"{collective}, step {step}, is pending on rank{'s' * (len(waiting) > 1)} {_format(waiting)}: {cause}"
+        )
+    return " | ".join(sentences), longest_wait
 
 
 def _where(rank: int, answer: _Answer | None) -> str:

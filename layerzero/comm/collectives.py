@@ -105,15 +105,15 @@ class Communicator:
         *,
         sums_locally: bool = False,
     ) -> Communicator:
-        held = group if isinstance(group, HeldGroup) else HeldGroup(group)
-        is_gloo = backend_of(held.group, device_type) == "gloo"
+        held_group = group if isinstance(group, HeldGroup) else HeldGroup(group)
+        is_gloo = backend_of(held_group.group, device_type) == "gloo"
         return cls(
             name=name,
             axis=axis,
-            held_group=held,
+            held_group=held_group,
             counters=counters,
-            size=dist.get_world_size(held.group),
-            rank=dist.get_rank(held.group),
+            size=dist.get_world_size(held_group.group),
+            rank=dist.get_rank(held_group.group),
             is_gloo=is_gloo,
             sums_locally=sums_locally or is_gloo,
         )
@@ -160,10 +160,10 @@ class LaunchedCollective:
     @property
     def status(self) -> RankStatus:
         """Status that this rank publishes if the collective fails."""
-        doing = display_name(self.collective, self.name)
+        description = display_name(self.collective, self.name)
         if self.collective not in (*GATHERS, Collective.GATHER_ORDER):
-            return RankStatus(doing)
-        return RankStatus(doing, gathers=self.communicator.counters.gathers_up_to(self.collective, self.name))
+            return RankStatus(description)
+        return RankStatus(description, gathers=self.communicator.counters.gathers_up_to(self.collective, self.name))
 
     def failed(self, error: Exception) -> RuntimeError:
         """Convert `error`, raised by the wait, into an error that names the ranks that did not take part."""
@@ -344,12 +344,12 @@ def all_gather(
             )
         if pieces[comm.rank].data_ptr() != shard.data_ptr():
             pieces[comm.rank].copy_(shard)
-        each = [
+        works = [
             dist.broadcast(piece, group_src=rank, group=comm.group, async_op=True)
             for rank, piece in enumerate(pieces)
             if piece.numel()
         ]
-        return issued.carried_by(*each)
+        return issued.carried_by(*works)
 
 
 def reduce_scatter(
@@ -415,8 +415,8 @@ def encoded_reduce_scatter(
     codec, dtype, blocks, sizes = encoded
     rank, widths = comm.rank, encoded.widths
     to_each = [0 if index == rank else width for index, width in enumerate(widths)]
-    kept = [0 if index == rank else numel for index, numel in enumerate(numels)]
-    errors = torch.split(residual, kept) if residual is not None else None
+    error_numels = [0 if index == rank else numel for index, numel in enumerate(numels)]
+    errors = torch.split(residual, error_numels) if residual is not None else None
     from_each = [0 if index == rank else widths[rank] for index in range(comm.size)]
     with launching(comm, collective, name, sum(to_each)) as issued:
         sent, received, sums = (pool.acquire(*size) for size in encoded_buffers(encoded, numels, rank))
@@ -486,8 +486,8 @@ def all_to_all(
         from_each: number of elements received from each rank.
         to_each: number of elements sent to each rank.
     """
-    elsewhere = sum(to_each) - to_each[comm.rank]
-    with launching(comm, collective, name, elsewhere * sent.element_size()) as issued:
+    sent_numel = sum(to_each) - to_each[comm.rank]
+    with launching(comm, collective, name, sent_numel * sent.element_size()) as issued:
         splits = {"output_split_sizes": list(from_each), "input_split_sizes": list(to_each)}
         work = dist.all_to_all_single(received, sent, **splits, group=comm.group, async_op=True)
         return issued.carried_by(work)
@@ -546,9 +546,9 @@ def all_gather_small(
     """
     with launching(comm, collective, name, (comm.size - 1) * tensor.numel() * tensor.element_size()) as issued:
         sent = tensor.repeat(comm.size)
-        said = sent.new_empty(sent.shape)
-        work = dist.all_to_all_single(said, sent, group=comm.group, async_op=True)
-        return PendingSmallGather(issued.carried_by(work), said.view(comm.size, -1), sent)
+        received = sent.new_empty(sent.shape)
+        work = dist.all_to_all_single(received, sent, group=comm.group, async_op=True)
+        return PendingSmallGather(issued.carried_by(work), received.view(comm.size, -1), sent)
 
 
 def connect(comm: Communicator, device: torch.device) -> None:
@@ -559,13 +559,13 @@ def connect(comm: Communicator, device: torch.device) -> None:
     """
     if comm.size == 1 or comm.held_group.is_local:  # gloo connects when the group is created
         return
-    each = torch.zeros(1, device=device)
-    all_of_them = torch.zeros(comm.size, device=device)
-    _all_gather_flat(all_of_them, each, group=comm.group)
+    part = torch.zeros(1, device=device)
+    full = torch.zeros(comm.size, device=device)
+    _all_gather_flat(full, part, group=comm.group)
     if comm.sums_locally:
-        dist.all_to_all_single(torch.empty_like(all_of_them), all_of_them, group=comm.group)
+        dist.all_to_all_single(torch.empty_like(full), full, group=comm.group)
     else:
-        _reduce_scatter_flat(each, all_of_them, group=comm.group)
+        _reduce_scatter_flat(part, full, group=comm.group)
 
 
 def all_reduce_group(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:

@@ -188,44 +188,44 @@ class EncodedRefresher:
 
     def _send(self, refresh: _Refresh) -> None:
         """Encode this rank's part, exchange the sizes of the messages, and launch the messages."""
-        given, rank = refresh.given, self._comm.rank
-        own = torch.split(given.shard, given.sizes)[rank]
-        sizes = refresh_buffers(own.numel(), given.shard.numel(), own.dtype)
-        fresh, message, refresh.received = (self._pool.acquire(*size) for size in sizes)
-        fresh.copy_(given.master)
-        size = own.nbytes if given.in_full else self._codec.encode(own, fresh, message)
-        compared = int(digest(given.shard), 16) - 2**63 if given.compares and not given.in_full else 0
-        own.copy_(fresh)
+        inputs, rank = refresh.given, self._comm.rank
+        own_part = torch.split(inputs.shard, inputs.sizes)[rank]
+        sizes = refresh_buffers(own_part.numel(), inputs.shard.numel(), own_part.dtype)
+        cast_master, message, refresh.received = (self._pool.acquire(*size) for size in sizes)
+        cast_master.copy_(inputs.master)
+        size = own_part.nbytes if inputs.in_full else self._codec.encode(own_part, cast_master, message)
+        old_digest = int(digest(inputs.shard), 16) - 2**63 if inputs.compares and not inputs.in_full else 0
+        own_part.copy_(cast_master)
         header = all_gather_small(
             self._comm,
             Collective.REFRESH_SIZES,
-            torch.tensor([size, given.in_full, compared], dtype=torch.int64),
-            name=given.name,
+            torch.tensor([size, inputs.in_full, old_digest], dtype=torch.int64),
+            name=inputs.name,
         )
         self._wait(header.work)
         refresh.headers = header.said.tolist()
-        in_full = any(asks for _, asks, _ in refresh.headers)
-        if in_full:
-            refresh.headers = [[numel * own.itemsize, 1, 0] for numel in given.sizes]
+        sends_full = any(requests_full for _, requests_full, _ in refresh.headers)
+        if sends_full:
+            refresh.headers = [[numel * own_part.itemsize, 1, 0] for numel in inputs.sizes]
         self._require_equal(refresh)
         nbytes = [each[0] for each in refresh.headers]
-        sent = fresh.view(torch.uint8) if in_full else message[:size]
+        sent = cast_master.view(torch.uint8) if sends_full else message[:size]
         received = refresh.received[: sum(nbytes)]
-        refresh.works = all_gather(self._comm, Collective.REFRESH, received, sent, name=given.name, parts=nbytes)
+        refresh.works = all_gather(self._comm, Collective.REFRESH, received, sent, name=inputs.name, parts=nbytes)
         refresh.pending.issued.append(refresh.works.issued)
-        for buffer in (fresh, message):  # the launch has copied the message
+        for buffer in (cast_master, message):  # the launch has copied the message
             self._pool.release(buffer)
 
     def _require_equal(self, refresh: _Refresh) -> None:
         """Raise RuntimeError if the digests of the previous weights differ."""
-        if len({compared for _, _, compared in refresh.headers}) > 1:
-            told = ", ".join(
-                f"{compared + 2**63:x} on rank {rank}"
-                for rank, (_, _, compared) in zip(self._comm.held_group.ranks, refresh.headers, strict=True)
+        if len({old_digest for _, _, old_digest in refresh.headers}) > 1:
+            digests = ", ".join(
+                f"{old_digest + 2**63:x} on rank {rank}"
+                for rank, (_, _, old_digest) in zip(self._comm.held_group.ranks, refresh.headers, strict=True)
             )
             raise RuntimeError(
                 f"layerzero: the compute weights of {refresh.given.name!r} differ between replicas: their digests are "
-                f"{told}. A bit has changed in memory since the last comparison, at most {COMPARE_EVERY} refreshes "
+                f"{digests}. A bit has changed in memory since the last comparison, at most {COMPARE_EVERY} refreshes "
                 "ago, and refresh_codec='lossless' would keep it. Resume from an earlier checkpoint, and test the "
                 "memory of these machines"
             )

@@ -103,9 +103,9 @@ def diagnose(status: RankStatus, error: Exception, *, ranks: Sequence[int], time
     status = replace(status, failed=kind or f"failed: {error}")
     others = [rank for rank in ranks if rank != dist.get_rank()]
     statuses, no_store = _asked(status, others, seconds=min(5.0, max(1.0, timeout / 10)))
-    told, elsewhere = _describe_statuses(status, others, statuses, timeout)
-    told += [text for text in (no_store, "" if kind else str(error)) if text]
-    why = "; ".join(told) or "all ranks joined the collective"
+    sentences, elsewhere = _describe_statuses(status, others, statuses, timeout)
+    sentences += [text for text in (no_store, "" if kind else str(error)) if text]
+    why = "; ".join(sentences) or "all ranks joined the collective"
     # Publish without `why`. Otherwise another rank would report it as the cause of its failure.
     if not no_store and not _within(_TO_ANSWER, lambda: _leave_if_there(status)):
         why += f"; {_SILENT}"  # the store stopped answering in the meantime
@@ -126,10 +126,10 @@ def _within(seconds: float, do: Callable[[], None]) -> bool:
     A store on an unreachable machine never answers, and a pending request cannot be canceled. A pending request also
     blocks the store's client, so even requests that expect no answer have to wait.
     """
-    doing = threading.Thread(target=do, name="layerzero whereabouts", daemon=True)
-    doing.start()
-    doing.join(seconds)
-    return not doing.is_alive()
+    thread = threading.Thread(target=do, name="layerzero whereabouts", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def _leave_if_there(status: RankStatus) -> None:
@@ -143,19 +143,21 @@ def _asked(status: RankStatus, others: Sequence[int], *, seconds: float) -> tupl
     The error message is empty if the store answers.
     """
     statuses: dict[int, RankStatus] = {}
-    told = [_SILENT]
+    store_error = [_SILENT]
 
     def ask() -> None:
         try:
             publish_status(status)
             _get_default_store().check([_key(dist.get_rank())])
-            told[0] = ""  # the store answers
+            store_error[0] = ""  # the store answers
             _receive_statuses(others, statuses, seconds=seconds)
         except Exception:
-            told[0] = "the rendezvous store does not exist any more, because the process that served it has ended"
+            store_error[0] = (
+                "the rendezvous store does not exist any more, because the process that served it has ended"
+            )
 
     _within(seconds + _TO_ANSWER, ask)
-    return dict(statuses), told[0]
+    return dict(statuses), store_error[0]
 
 
 def _receive_statuses(others: Sequence[int], statuses: dict[int, RankStatus], *, seconds: float) -> None:
@@ -175,29 +177,37 @@ def _describe_statuses(
 
     If any rank is missing, the second value is empty.
     """
-    there = {rank: said for rank, said in statuses.items() if said.failed or not said.passed}
-    elsewhere = {rank: said for rank, said in there.items() if said.doing != status.doing}
-    same = {rank: said for rank, said in there.items() if rank not in elsewhere}
-    gave_up = [rank for rank, said in same.items() if said.failed.startswith(_TIMED_OUT)]
-    lost = status.failed == _LOST and not gave_up  # otherwise the ranks that timed out have closed the connection
+    unfinished = {
+        rank: peer_status for rank, peer_status in statuses.items() if peer_status.failed or not peer_status.passed
+    }
+    elsewhere = {rank: peer_status for rank, peer_status in unfinished.items() if peer_status.doing != status.doing}
+    same_collective = {rank: peer_status for rank, peer_status in unfinished.items() if rank not in elsewhere}
+    gave_up = [rank for rank, peer_status in same_collective.items() if peer_status.failed.startswith(_TIMED_OUT)]
+    connection_lost = (
+        status.failed == _LOST and not gave_up
+    )  # otherwise the ranks that timed out have closed the connection
     # A rank that joined the same collective has also failed by now, unless it is dead.
-    missing = [rank for rank in others if rank not in there or (lost and rank in same and not same[rank].failed)]
-    told = []
+    missing = [
+        rank
+        for rank in others
+        if rank not in unfinished or (connection_lost and rank in same_collective and not same_collective[rank].failed)
+    ]
+    sentences = []
     for rank in missing:
-        if lost and len(missing) == 1:
+        if connection_lost and len(missing) == 1:
             text = f"rank {rank} has died or has ended, because its connection was closed"
-        elif lost:
+        elif connection_lost:
             text = f"rank {rank} has not reported a status"
         else:
             text = f"rank {rank} did not take part within {timeout:g} s"
-        told.append(text + (f" (it last published status: {statuses[rank].doing})" if rank in statuses else ""))
-    if lost and len(missing) > 1:
-        told.append("at least one of them has died or has ended, because its connection was closed")
-    how = "also waited without success in" if missing else "was in another operation:"
-    told += [f"rank {rank} {how} {said}" for rank, said in elsewhere.items()]
+        sentences.append(text + (f" (it last published status: {statuses[rank].doing})" if rank in statuses else ""))
+    if connection_lost and len(missing) > 1:
+        sentences.append("at least one of them has died or has ended, because its connection was closed")
+    relation = "also waited without success in" if missing else "was in another operation:"
+    sentences += [f"rank {rank} {relation} {peer_status}" for rank, peer_status in elsewhere.items()]
     if gave_up and status.failed == _LOST and not missing and not elsewhere:
-        told.append(f"rank {gave_up[0]} waited until its timeout and closed the connection")
-    return told, {} if missing else elsewhere
+        sentences.append(f"rank {gave_up[0]} waited until its timeout and closed the connection")
+    return sentences, {} if missing else elsewhere
 
 
 def _key(rank: int) -> str:

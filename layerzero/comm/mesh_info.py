@@ -203,10 +203,10 @@ def mesh_of_ranks(ranks: Sequence[int], zero3_size: int | None, device_type: str
         size = _checked_size(zero3_size, world)
     except (TypeError, ValueError) as error:
         size, failure = 1, error
-    asked = zero3_size if failure is not None else size
+    requested_size = zero3_size if failure is not None else size
     table = torch.tensor(ranks).view(world // size, size)
     row, column = _lines_of(table)
-    fields = {"zero3_size": repr(asked), "device_type": device_type}
+    fields = {"zero3_size": repr(requested_size), "device_type": device_type}
     require_equal("init_mesh", fields, ranks=ranks, groups=groups_so_far(row, column), failure=failure)
     world_group = dist.group.WORLD
     assert world_group is not None
@@ -215,14 +215,14 @@ def mesh_of_ranks(ranks: Sequence[int], zero3_size: int | None, device_type: str
 
 def _checked_size(zero3_size: int | None, world: int) -> int:
     if zero3_size is None:
-        said = os.environ.get("LOCAL_WORLD_SIZE", "")
-        if not said.isdigit() or int(said) == 0 or world % int(said):
+        node_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+        if not node_size.isdigit() or int(node_size) == 0 or world % int(node_size):
             raise ValueError(
                 "neither zero3_size nor mesh is set, so zero3_size is the number of ranks of a node. torchrun sets "
-                f"this number in LOCAL_WORLD_SIZE, which is {said or 'not set'} here, with {world} ranks. Set "
+                f"this number in LOCAL_WORLD_SIZE, which is {node_size or 'not set'} here, with {world} ranks. Set "
                 f"zero3_size to one of {_divisors(world)}"
             )
-        return int(said)
+        return int(node_size)
     if not isinstance(zero3_size, int) or isinstance(zero3_size, bool):
         raise TypeError(f"zero3_size must be an int, got {zero3_size!r}")
     if zero3_size < 1 or world % zero3_size:
@@ -300,8 +300,8 @@ def as_data_parallel(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.ndim == 2:
         replica = mesh.get_group(0)
     else:
-        mine, kind = [dist.get_rank()], mesh.device_type
-        replica, ranks = mesh_group(mine, like=zero3, device_type=kind), ranks.view(1, -1)
+        own_ranks, kind = [dist.get_rank()], mesh.device_type
+        replica, ranks = mesh_group(own_ranks, like=zero3, device_type=kind), ranks.view(1, -1)
     return DeviceMesh.from_group([replica, zero3], mesh.device_type, mesh=ranks, mesh_dim_names=AXES)
 
 

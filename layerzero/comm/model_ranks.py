@@ -55,16 +55,18 @@ class ModelRanks:
         if further is None or further.size() == 1:
             return cls(mesh_info, mesh_info.ranks, mesh_info.control_comms, ())._known()
         like, counters = mesh_info.zero3_control_comm.group, mesh_info.counters
-        places = sorted(further.mesh.flatten().tolist())
-        beside = Communicator.over("further control", "control", _gloo(mesh_info.groups, places, like), counters, "cpu")
-        told = all_gather_text(beside, json.dumps(mesh_info.ranks))
-        ranks = sorted({rank for text in told for rank in json.loads(text)})
+        peers = sorted(further.mesh.flatten().tolist())
+        control_comm = Communicator.over(
+            "further control", "control", _gloo(mesh_info.groups, peers, like), counters, "cpu"
+        )
+        replies = all_gather_text(control_comm, json.dumps(mesh_info.ranks))
+        ranks = sorted({rank for text in replies for rank in json.loads(text)})
         if len(ranks) != mesh_info.data_parallel * further.size():
             raise ValueError(
-                f"parameters are DTensors on the ranks {places}, whose data-parallel ranks are {told}. These must "
+                f"parameters are DTensors on the ranks {peers}, whose data-parallel ranks are {replies}. These must "
                 f"form {further.size()} disjoint groups"
             )
-        comms = (*mesh_info.control_comms, beside)
+        comms = (*mesh_info.control_comms, control_comm)
         return cls(mesh_info, tuple(ranks), comms, _comms_along(further, mesh_info))._known()
 
     def _known(self) -> ModelRanks:
@@ -102,12 +104,14 @@ class ModelRanks:
 
     def all_gather_text(self, text: str) -> list[str]:
         """Return the text of each rank, in the order of `ranks`. All ranks must call this method."""
-        known = {dist.get_rank(): text}
+        texts = {dist.get_rank(): text}
         for comm in self.control_comms:
-            known = {
-                int(rank): said for told in all_gather_text(comm, json.dumps(known)) for rank, said in _items(told)
+            texts = {
+                int(rank): peer_text
+                for message in all_gather_text(comm, json.dumps(texts))
+                for rank, peer_text in _items(message)
             }
-        return [known[rank] for rank in self.ranks]
+        return [texts[rank] for rank in self.ranks]
 
     def broadcast_numbers(self, tensor: Tensor) -> None:
         """Broadcast a small CPU tensor from the first rank. All ranks must call this method."""
@@ -147,15 +151,17 @@ class ModelParallelAxes:
     def of(cls, mesh_info: MeshInfo, further: DeviceMesh, model_ranks: ModelRanks) -> ModelParallelAxes:
         """Create the model-parallel axes. All ranks of the model must call this method for the same parameters."""
         flat, names = mesh_info.flat_mesh, further.mesh_dim_names
-        told = dict(zip(model_ranks.ranks, model_ranks.all_gather_text(json.dumps(flat.mesh.tolist())), strict=True))
-        table = torch.tensor([json.loads(told[rank]) for rank in further.mesh.flatten().tolist()])
-        shown = DeviceMesh.from_group(
+        flat_meshes = dict(
+            zip(model_ranks.ranks, model_ranks.all_gather_text(json.dumps(flat.mesh.tolist())), strict=True)
+        )
+        table = torch.tensor([json.loads(flat_meshes[rank]) for rank in further.mesh.flatten().tolist()])
+        global_mesh = DeviceMesh.from_group(
             [*further.get_all_groups(), *flat.get_all_groups()],
             mesh_info.mesh.device_type,
             mesh=table.view(*further.mesh.shape, *flat.mesh.shape),
             mesh_dim_names=(*(names or map(str, range(further.ndim))), *(flat.mesh_dim_names or ())),
         )
-        return cls(further, _comms_along(further, mesh_info), shown)
+        return cls(further, _comms_along(further, mesh_info), global_mesh)
 
 
 class LateMaximum:

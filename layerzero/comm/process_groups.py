@@ -161,8 +161,8 @@ class HeldGroup:
 
     def forget_done(self) -> None:
         """Drop completed work without waiting. Dropping the work releases its tensors."""
-        for key, each in list(self.in_flight.items()):
-            if each.done():
+        for key, ending in list(self.in_flight.items()):
+            if ending.done():
                 self.in_flight.pop(key, None)
 
     def close(self) -> None:
@@ -237,10 +237,10 @@ class ModelGroups:
 def mesh_group(ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
     """Return the group of these ranks for meshes; the first call creates it. See [Note: Groups of meshes]."""
     key = (tuple(sorted(ranks)), dist.get_backend_config(like), timeout_on(like, device_type))
-    found = _MESH_GROUPS.get(key)
-    if found is None or found not in dist.distributed_c10d._world.pg_map:
-        found = _MESH_GROUPS[key] = new_group_like(ranks, like=like, device_type=device_type)
-    return found
+    group = _MESH_GROUPS.get(key)
+    if group is None or group not in dist.distributed_c10d._world.pg_map:
+        group = _MESH_GROUPS[key] = new_group_like(ranks, like=like, device_type=device_type)
+    return group
 
 
 def new_group_like(
@@ -275,9 +275,9 @@ def drop_released_groups(told: Sequence[str], ranks: Sequence[int]) -> None:
     Args:
         told: result of :func:`groups_to_release` on each of `ranks`.
     """
-    said = {rank: json.loads(text) for rank, text in zip(ranks, told, strict=True)}
+    released = {rank: json.loads(text) for rank, text in zip(ranks, told, strict=True)}
     for name in sorted(_KEPT):
-        if all(name in said.get(rank, ()) for rank in _KEPT[name].ranks):
+        if all(name in released.get(rank, ()) for rank in _KEPT[name].ranks):
             _KEPT.pop(name).drop()
 
 
@@ -341,7 +341,7 @@ def _make(
             timeout=timeout_on(like, device_type) or _get_default_timeout(chosen),
         )
     assert isinstance(group, dist.ProcessGroup) and store is not None
-    dist.distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
+    dist.distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
     return group, store
 
 
@@ -351,8 +351,8 @@ def _leave_tables(group: dist.ProcessGroup) -> None:
     world.pg_map.pop(group, None)
     world.pg_names.pop(group, None)
     tag = world.pg_to_tag.pop(group, "")
-    for each in {tag, ""}:
-        if group in (groups := world.tags_to_pg.get(each, [])):
+    for group_tag in {tag, ""}:
+        if group in (groups := world.tags_to_pg.get(group_tag, [])):
             groups.remove(group)
     if tag:
         world.tags_to_pg.pop(tag, None)
@@ -425,10 +425,10 @@ class _Releases:
         thread = self._thread
         if thread is None or not thread.is_alive() or thread is threading.current_thread():
             return
-        passed = threading.Event()
-        self._queue.put(passed)
+        marker = threading.Event()
+        self._queue.put(marker)
         deadline = time.monotonic() + _PATIENCE
-        while not passed.wait(_PERIOD) and thread.is_alive() and time.monotonic() < deadline:
+        while not marker.wait(_PERIOD) and thread.is_alive() and time.monotonic() < deadline:
             pass
         if self._thread is not thread:  # no owners are left, so the thread ends
             thread.join(_PATIENCE)
@@ -443,20 +443,20 @@ class _Releases:
     def _run(self) -> None:
         waiting: list[list[HeldGroup]] = []  # one list of groups per owner
         while True:
-            given: list[HeldGroup] | threading.Event | None = None
+            item: list[HeldGroup] | threading.Event | None = None
             try:
-                given = self._queue.get(timeout=_PERIOD if waiting else None)
-                if given is None:
+                item = self._queue.get(timeout=_PERIOD if waiting else None)
+                if item is None:
                     return
             except Empty:
                 pass
-            if isinstance(given, list):
-                waiting.append(given)
+            if isinstance(item, list):
+                waiting.append(item)
             ended = sum(not _drop_idle(groups) for groups in waiting)
             waiting = [groups for groups in waiting if groups]
             is_over = self._is_over(ended)
-            if isinstance(given, threading.Event):
-                given.set()
+            if isinstance(item, threading.Event):
+                item.set()
             if is_over:
                 return
 
@@ -471,9 +471,9 @@ class _Releases:
 
 def _drop_idle(groups: list[HeldGroup]) -> bool:
     """Drop the local groups that have no in-flight work. Return whether `groups` still contains any group."""
-    here = [held for held in groups if held.is_local and held.is_idle]
+    idle_groups = [held for held in groups if held.is_local and held.is_idle]
     threads: list[threading.Thread] = []
-    for held in here:
+    for held in idle_groups:
         thread = threading.Thread(target=held.drop, daemon=True)
         try:  # gloo closes connections one by one, with a short wait for each
             thread.start()

@@ -41,14 +41,14 @@ def measure_refresh(comm: Communicator, codec: LosslessDifferences) -> RefreshSp
     old = torch.randn(numel, generator=generator)
     new = (old + 0.02 * torch.randn(numel, generator=generator)).bfloat16()
     old = old.bfloat16()
-    out = torch.empty(comm.size * new.nbytes, dtype=torch.uint8)
-    codec.encode(old[:1000], new[:1000], out[:2000])  # imports the package
+    buffer = torch.empty(comm.size * new.nbytes, dtype=torch.uint8)
+    codec.encode(old[:1000], new[:1000], buffer[:2000])  # imports the package
     all_gather_small(comm, Collective.METADATA, torch.zeros(1)).wait()
     began = time.perf_counter()
-    all_gather(comm, Collective.METADATA, out, new.view(torch.uint8)).wait()
+    all_gather(comm, Collective.METADATA, buffer, new.view(torch.uint8)).wait()
     sent = time.perf_counter()
-    encoded = out[: codec.encode(old, new, out[: new.nbytes])]
+    encoded = buffer[: codec.encode(old, new, buffer[: new.nbytes])]
     for _ in range(comm.size - 1):
         codec.decode(encoded, old.clone())
-    plain, coding = sent - began, time.perf_counter() - sent
-    return RefreshSpeed(plain, plain * encoded.numel() / new.nbytes + coding)
+    plain_seconds, codec_seconds = sent - began, time.perf_counter() - sent
+    return RefreshSpeed(plain_seconds, plain_seconds * encoded.numel() / new.nbytes + codec_seconds)

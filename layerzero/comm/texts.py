@@ -21,14 +21,14 @@ def all_gather_text(comm: Communicator, text: str) -> list[str]:
     if comm.size == 1:
         return [text]
     data = bytearray(text.encode())
-    own = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    own_bytes = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     sizes = torch.zeros(comm.size, dtype=torch.int64)
-    all_gather(comm, Collective.METADATA, sizes, torch.tensor([len(own)])).wait()
+    all_gather(comm, Collective.METADATA, sizes, torch.tensor([len(own_bytes)])).wait()
     longest = int(sizes.max())
     if not longest:
         return [""] * comm.size
     padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(own)] = own
+    padded[: len(own_bytes)] = own_bytes
     gathered = torch.zeros(comm.size * longest, dtype=torch.uint8)
     all_gather(comm, Collective.METADATA, gathered, padded).wait()
     pieces = zip(gathered.view(comm.size, longest), sizes.tolist(), strict=True)

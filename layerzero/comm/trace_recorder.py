@@ -61,8 +61,8 @@ class TraceRecorder:
         Args:
             flight: collective to which the operation belongs.
         """
-        beside = isinstance(threading.current_thread(), StreamThread)
-        self.marks.append(TraceMark(kind, name, began, self.clock.now(), trace=flight, in_background=beside))
+        in_background = isinstance(threading.current_thread(), StreamThread)
+        self.marks.append(TraceMark(kind, name, began, self.clock.now(), trace=flight, in_background=in_background))
 
     def drain(self, seconds: float = math.inf) -> None:
         """Wait, for at most `seconds`, until the threads of the backend have reported all completions.
@@ -239,8 +239,8 @@ class TraceDispatcher:
         began = None if recorder is None else recorder.clock.now()
         with _profiled(f"layerzero.wait {collective} {name}".rstrip()):
             yield
-        if began is not None and (found := flight()) is not None:
-            found.was_awaited(began)
+        if began is not None and (trace := flight()) is not None:
+            trace.was_awaited(began)
 
     def _close(self) -> object:
         span = self._open.pop()

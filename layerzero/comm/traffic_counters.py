@@ -126,7 +126,7 @@ class TrafficCounters:
     def sent(self, *, reset: bool = False) -> tuple[dict[str, int], dict[tuple[str, str], int]]:
         """Return copies of `calls` and `bytes`. If `reset` is True, set all counters to zero."""
         with self._lock:
-            found = dict(self.calls), dict(self.bytes)
+            totals = dict(self.calls), dict(self.bytes)
             for counted in (self.calls, self.bytes, self.waited, self.steps) if reset else ():
                 counted.clear()
-        return found
+        return totals

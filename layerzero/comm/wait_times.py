@@ -30,5 +30,5 @@ def record_wait(
     began = time.perf_counter()
     with counters.observer.awaiting(collective.value, name, lambda: issued[number].trace if issued[number:] else None):
         yield
-    found = issued[number].collective if issued[number:] else collective
-    counters.waited[found.value] += time.perf_counter() - began
+    recorded = issued[number].collective if issued[number:] else collective
+    counters.waited[recorded.value] += time.perf_counter() - began

@@ -185,10 +185,10 @@ class LayerZeroConfig:
         Raises:
             ValueError: k does not divide `zero3_size`.
         """
-        chosen, what = self.reshard_after_forward, "reshard_after_forward"
+        chosen, label = self.reshard_after_forward, "reshard_after_forward"
         if callable(chosen):
-            chosen, what = chosen(name, module), f"the result of reshard_after_forward({name!r}, module)"
-            _check_reshards(chosen, what)
+            chosen, label = chosen(name, module), f"the result of reshard_after_forward({name!r}, module)"
+            _check_reshards(chosen, label)
         if isinstance(chosen, bool):
             return chosen
         if zero3_size == 1:  # there are no gathers, so any int is accepted
@@ -196,7 +196,7 @@ class LayerZeroConfig:
         if zero3_size % chosen:
             divisors = [ranks for ranks in range(1, zero3_size + 1) if zero3_size % ranks == 0]
             raise ValueError(
-                f"{what} is {chosen}, which does not divide the zero3_size={zero3_size} ranks that share the weights "
+                f"{label} is {chosen}, which does not divide the zero3_size={zero3_size} ranks that share the weights "
                 f"of unit {name!r}. Use one of {divisors}, where {zero3_size} means True and 1 means False"
             )
         return chosen == zero3_size if chosen in (1, zero3_size) else chosen
@@ -217,11 +217,11 @@ class LayerZeroConfig:
         :meth:`of_unit` returns the settings that may differ between units.
         """
         policy = self.mp_policy
-        whole = (
+        policy_fields = (
             {} if callable(policy) else {f"mp_policy.{f.name}": str(getattr(policy, f.name)) for f in fields(policy)}
         )
         return {
-            **whole,
+            **policy_fields,
             "reshard_after_forward": "a callable"
             if callable(self.reshard_after_forward)
             else self.reshard_after_forward,
@@ -262,19 +262,21 @@ def _codec_text(codec: GatherCodec | None) -> str | None:
     if codec is None:
         return None
     values: dict[str, Any] = {f.name: getattr(codec, f.name) for f in fields(codec)} if is_dataclass(codec) else {}
-    plain = [f"{name}={v!r}" for name, v in values.items() if isinstance(v, (int, float, str, torch.dtype))]
-    return f"{type(codec).__module__}.{type(codec).__qualname__}({', '.join(plain)})"
+    settings = [f"{name}={v!r}" for name, v in values.items() if isinstance(v, (int, float, str, torch.dtype))]
+    return f"{type(codec).__module__}.{type(codec).__qualname__}({', '.join(settings)})"
 
 
-def _check_policy(policy: object, what: str) -> None:
+def _check_policy(policy: object, label: str) -> None:
     if not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(
-            f"{what} must be a torch.distributed.fsdp.MixedPrecisionPolicy, or a callable(name, module) that returns "
+            f"{label} must be a torch.distributed.fsdp.MixedPrecisionPolicy, or a callable(name, module) that returns "
             f"a policy for each unit, got {type(policy).__name__}"
         )
     dtypes = {"param_dtype": policy.param_dtype, "reduce_dtype": policy.reduce_dtype}
     dtypes["output_dtype"] = policy.output_dtype
-    _check_dtypes({f"{what}.{name}" if what == "mp_policy" else f"{name} of {what}": d for name, d in dtypes.items()})
+    _check_dtypes(
+        {f"{label}.{name}" if label == "mp_policy" else f"{name} of {label}": d for name, d in dtypes.items()}
+    )
 
 
 def _check_dtypes(dtypes: dict[str, Any]) -> None:
@@ -283,11 +285,11 @@ def _check_dtypes(dtypes: dict[str, Any]) -> None:
             raise TypeError(f"{name} must be a floating-point torch.dtype or None, got {dtype!r}")
 
 
-def _check_reshards(value: object, what: str) -> None:
+def _check_reshards(value: object, label: str) -> None:
     if not isinstance(value, int):
         raise TypeError(
-            f"{what} must be a bool, the number of ranks that a unit is sharded over until its backward, or a "
+            f"{label} must be a bool, the number of ranks that a unit is sharded over until its backward, or a "
             f"callable(name, module) that returns one of these for each unit, got {value!r}"
         )
     if value < 1 and not isinstance(value, bool):
-        raise ValueError(f"{what} is {value}, which is not positive. Use a divisor of zero3_size, True or False")
+        raise ValueError(f"{label} is {value}, which is not positive. Use a divisor of zero3_size, True or False")

@@ -99,27 +99,27 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
     if unknown := sorted(str(name) for name in content if name not in accepted):
         raise ValueError(f"unknown settings {', '.join(unknown)}. Use only {', '.join(sorted(accepted))}")
     settings = {name: value for name, value in content.items() if name not in of_mindspeed}
-    theirs = {name: value for name, value in content.items() if name in of_mindspeed}
+    mindspeed = {name: value for name, value in content.items() if name in of_mindspeed}
     for name in ("replica_reduce_dtype", "buffer_dtype"):
         if name in settings:
             settings[name] = _dtype(name, settings[name])
     if settings.get("shared_memory") is False:  # YAML reads `off` as false
         settings["shared_memory"] = "off"
     for name in _CODECS:
-        if isinstance(word := settings.get(name), str):
-            settings[name] = _codec_named(name, word)
+        if isinstance(codec_name := settings.get(name), str):
+            settings[name] = _codec_named(name, codec_name)
     policy = _policy(settings.pop("mp_policy", None))
     for name, translate in _TRANSLATIONS.items():
-        if name in theirs:
-            translate(name, theirs[name], settings, policy)
-    if "transformer_layers" in theirs:  # this is a MindSpeed file, so MindSpeed's defaults apply
+        if name in mindspeed:
+            translate(name, mindspeed[name], settings, policy)
+    if "transformer_layers" in mindspeed:  # this is a MindSpeed file, so MindSpeed's defaults apply
         for name in ("param_dtype", "reduce_dtype"):
             if name not in policy:
                 _log.info("%s is not given. Using torch.float16, MindSpeed's default", name)
         policy = {"param_dtype": torch.float16, "reduce_dtype": torch.float16, **policy}
         policy.setdefault("cast_forward_inputs", True)
         policy.setdefault("output_dtype", torch.float32)  # autocast_output is true by default
-    _set_prefetch(theirs, settings)
+    _set_prefetch(mindspeed, settings)
     if policy:
         settings["mp_policy"] = MixedPrecisionPolicy(**policy)
     return settings
@@ -167,10 +167,10 @@ def dtype_named(name: str, value: Any) -> torch.dtype:
     Raises:
         ValueError: `value` does not name a supported dtype.
     """
-    found = _DTYPES.get(str(value).removeprefix("torch."))
-    if found is None:
+    dtype = _DTYPES.get(str(value).removeprefix("torch."))
+    if dtype is None:
         raise ValueError(f"{name} is {value!r}, which is not a supported dtype. Use one of {', '.join(_DTYPES)}")
-    return found
+    return dtype
 
 
 def _bool(name: str, value: Any) -> bool:
@@ -210,21 +210,21 @@ def _refuse_path(name: str, value: Any, settings: dict[str, Any], policy: dict[s
         )
 
 
-def _set_prefetch(theirs: Mapping[str, Any], settings: dict[str, Any]) -> None:
-    if not theirs.keys() & _PREFETCH:
+def _set_prefetch(mindspeed: Mapping[str, Any], settings: dict[str, Any]) -> None:
+    if not mindspeed.keys() & _PREFETCH:
         return
     if "prefetch" in settings:
         raise ValueError(
             "prefetch is given with forward_prefetch or backward_prefetch, which set the same. Use only prefetch, or "
             "only forward_prefetch and backward_prefetch"
         )
-    backward = theirs.get("backward_prefetch", "BACKWARD_PRE" if theirs.get("forward_prefetch") is True else None)
+    backward = mindspeed.get("backward_prefetch", "BACKWARD_PRE" if mindspeed.get("forward_prefetch") is True else None)
     if backward not in (None, "BACKWARD_PRE"):
         raise ValueError(
             f"backward_prefetch is {backward!r}, which is not supported. Use BACKWARD_PRE to gather the next unit "
             "before the current unit computes, or null with forward_prefetch: false for no prefetch"
         )
-    forward = _bool("forward_prefetch", theirs.get("forward_prefetch", backward is not None))
+    forward = _bool("forward_prefetch", mindspeed.get("forward_prefetch", backward is not None))
     if forward != (backward is not None):
         raise ValueError(
             f"forward_prefetch is {forward} and backward_prefetch is {backward!r}, but layerzero has one setting for "

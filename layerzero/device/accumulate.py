@@ -44,18 +44,18 @@ def accumulate_parts(
 
 
 def _is_in_pieces(target: Tensor, parts: Sequence[Tensor]) -> bool:
-    each = (target, *parts)
+    tensors = (target, *parts)
     return (
         target.numel() > _PIECE
         and target.device.type == "cpu"
         and (len(parts) > 1 or parts[0].dtype is not target.dtype)
-        and all(tensor.is_contiguous() for tensor in each)
+        and all(tensor.is_contiguous() for tensor in tensors)
     )
 
 
 def _add(target: Tensor, parts: Sequence[Tensor], wire: torch.dtype | None, overwrite: bool, scale: float) -> None:
-    for each in parts:
-        part = each if wire is None else each.to(wire)
+    for tensor in parts:
+        part = tensor if wire is None else tensor.to(wire)
         if overwrite and scale != 1.0 and part.dtype.itemsize >= target.dtype.itemsize:
             # One kernel. If the target is narrower, a value may be representable in its dtype only after scaling.
             torch.mul(part, scale, out=target)

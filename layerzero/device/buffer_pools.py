@@ -51,8 +51,8 @@ def max_gathered_bytes(units: Sequence[UnitFootprint], prefetch: int) -> int:
     """
     root, *others = units
     total = sum(unit.kept for unit in units) + root.nbytes + sum(unit.nbytes for unit in others if not unit.reshards)
-    for over in {unit.post_forward_ranks for unit in others}:
-        sizes = sorted(unit.nbytes for unit in others if unit.reshards and unit.post_forward_ranks == over)
+    for ranks in {unit.post_forward_ranks for unit in others}:
+        sizes = sorted(unit.nbytes for unit in others if unit.reshards and unit.post_forward_ranks == ranks)
         total += sum(sizes[-1 - prefetch :])
     return total
 
@@ -103,8 +103,8 @@ class BufferPool:
         with self._lock:
             idle = self._idle[key]
             if not idle:
-                more = max(1, self.expected.get(key, 0) - self._made[key])
-                idle.extend(self._make(numel, dtype) for _ in range(more))
+                count = max(1, self.expected.get(key, 0) - self._made[key])
+                idle.extend(self._make(numel, dtype) for _ in range(count))
             return idle.pop()
 
     def _make(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -182,11 +182,11 @@ class DeviceBufferPool(BufferPool):
     def _reuse_or_make(self, numel: int, dtype: torch.dtype) -> Tensor:
         key = numel, dtype
         if self._made[key] >= self.expected.get(key, _USUAL):
-            for index, each in enumerate(self._released):
-                if (each.buffer.numel(), each.buffer.dtype) == key:
+            for index, released in enumerate(self._released):
+                if (released.buffer.numel(), released.buffer.dtype) == key:
                     del self._released[index]
-                    self._order.wait_event(each.mark)
-                    return each.buffer
+                    self._order.wait_event(released.mark)
+                    return released.buffer
         exceeded = self._most_in_use > self.predicted_bytes
         limit = 2 * self._most_in_use if exceeded else self.predicted_bytes
         while self._released and self.held_bytes + numel * dtype.itemsize > limit:
@@ -215,16 +215,16 @@ class DeviceBufferPool(BufferPool):
     def trim(self, *, waited: bool = False) -> None:
         waited = waited and self._order.current() == self._home
         while self._released:
-            each = self._released.popleft()
-            if not waited and each.stream != self._home:
-                self._order.keep_until_done(each.buffer, each.stream)
-            self._forget(each.buffer)
+            released = self._released.popleft()
+            if not waited and released.stream != self._home:
+                self._order.keep_until_done(released.buffer, released.stream)
+            self._forget(released.buffer)
 
     def reclaim(self) -> None:
         while self._released:
-            each = self._released.popleft()
-            self._home.wait_event(each.mark)
-            self._forget(each.buffer)
+            released = self._released.popleft()
+            self._home.wait_event(released.mark)
+            self._forget(released.buffer)
 
     def __del__(self) -> None:
         with suppress(Exception):  # at the exit of the interpreter
@@ -270,11 +270,11 @@ class FullBufferPool:
         """
         if storage.nbytes():
             self.free(storage)
-        parked = self._parked[nbytes]
-        if parked:
-            source, given = parked.pop(self._choose(storage, parked))
+        cached = self._parked[nbytes]
+        if cached:
+            source, event = cached.pop(self._choose(storage, cached))
             if self._order is not None:
-                self._order.wait_event(given)
+                self._order.wait_event(event)
             storage._swap_data_ptr_(source)  # type: ignore[attr-defined]
             self._empty.append(source)
             self.cached_bytes -= nbytes
@@ -307,19 +307,19 @@ class FullBufferPool:
             stream.wait_event(used)
         storage.resize_(0)
 
-    def _choose(self, storage: UntypedStorage, parked: Sequence[tuple[UntypedStorage, StreamEvent]]) -> int:
+    def _choose(self, storage: UntypedStorage, cached: Sequence[tuple[UntypedStorage, StreamEvent]]) -> int:
         """Return the index of the storage's previous memory if that memory is cached, otherwise -1.
 
         As a result, the full buffers of units keep their addresses from step to step.
         """
-        home = self._homes.get(storage._cdata)
-        return next((index for index, (source, _) in enumerate(parked) if source.data_ptr() == home), -1)
+        address = self._homes.get(storage._cdata)
+        return next((index for index, (source, _) in enumerate(cached) if source.data_ptr() == address), -1)
 
     def _keep_parked(self, most: int) -> None:
         """Free cached memory of any size until no more than `most` bytes are cached."""
-        for nbytes, parked in self._parked.items():
-            while parked and self.cached_bytes > max(most, 0):
-                storage, given = parked.pop()
-                self._free(storage, given)
+        for nbytes, cached in self._parked.items():
+            while cached and self.cached_bytes > max(most, 0):
+                storage, event = cached.pop()
+                self._free(storage, event)
                 self._empty.append(storage)
                 self.cached_bytes -= nbytes

@@ -188,11 +188,11 @@ class _Failures:
         collectives.
         """
         if self._found and (settled or isinstance(self._found[0], DeferredCollectiveError)):
-            first = self._found.popleft()
+            oldest = self._found.popleft()
             self._found.clear()
-            if isinstance(first, DeferredCollectiveError):
-                raise first.explain(first.error) from first.error
-            raise first
+            if isinstance(oldest, DeferredCollectiveError):
+                raise oldest.explain(oldest.error) from oldest.error
+            raise oldest
 
 
 class StreamThread(threading.Thread):
@@ -310,14 +310,14 @@ class ThreadStreams(ReductionStreams):
 
     def synchronize(self, marks: Sequence[deque[Waitable]]) -> None:
         try:
-            for each in marks:
-                self.limit_in_flight(each, 0)
+            for events in marks:
+                self.limit_in_flight(events, 0)
             self._finish()
         except BaseException:
             with suppress(Exception):  # subsequent errors; after a second interrupt, events may remain incomplete
                 self._finish()
-            for each in marks:
-                each.clear()
+            for events in marks:
+                events.clear()
             raise
 
     def _finish(self) -> None:
@@ -352,8 +352,8 @@ class ImmediateStreams(ReductionStreams):
         return _COMPLETED
 
     def synchronize(self, marks: Sequence[deque[Waitable]]) -> None:
-        for each in marks:
-            each.clear()
+        for events in marks:
+            events.clear()
 
 
 # Device streams
@@ -418,8 +418,8 @@ class DeviceStreams(ReductionStreams):
     def synchronize(self, marks: Sequence[deque[Waitable]]) -> None:
         for stream in (self.launches, self.zero3, self.replica):
             stream.record_event().wait()
-        for each in marks:
-            each.clear()
+        for events in marks:
+            events.clear()
 
 
 def make_reduction_streams(device: torch.device, *, on_gloo: bool) -> ReductionStreams:

@@ -37,17 +37,17 @@ class Derived(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        ours = next(tensor for tensor in tensors if isinstance(tensor, cls))
+        derived = next(tensor for tensor in tensors if isinstance(tensor, cls))
         with torch._C.DisableTorchFunctionSubclass():
-            meets = any(not isinstance(t, DTensor) and t.requires_grad for t in tensors)
-            starts = func is Tensor.backward and not ours.origin.is_fully_local
-            if (meets or starts) and torch.is_grad_enabled():
-                raise RuntimeError(penalty_message(ours.origin))
+            mixes_with_plain = any(not isinstance(t, DTensor) and t.requires_grad for t in tensors)
+            starts_backward = func is Tensor.backward and not derived.origin.is_fully_local
+            if (mixes_with_plain or starts_backward) and torch.is_grad_enabled():
+                raise RuntimeError(penalty_message(derived.origin))
             try:
-                made = func(*args, **kwargs)
+                result = func(*args, **kwargs)
             except RuntimeError as error:
-                raise named_error(error, func, ours.origin) from error
-        return with_origin(made, ours.origin)
+                raise named_error(error, func, derived.origin) from error
+        return with_origin(result, derived.origin)
 
 
 def with_origin(made: Any, origin: RowShardSpec) -> Any:
@@ -57,13 +57,13 @@ def with_origin(made: Any, origin: RowShardSpec) -> Any:
     return tree_map_only(DTensor, partial(_with_origin, origin), made)
 
 
-def _with_origin(origin: RowShardSpec, made: DTensor) -> DTensor:
-    if type(made) is DTensor and made.grad_fn is not None:
-        made.__class__ = Derived
-        made.origin = origin  # type: ignore[attr-defined]
-        if made.ndim == 0 and origin.shape and not origin.is_fully_local:
-            made.register_hook(partial(_refuse, origin))  # type: ignore[no-untyped-call]
-    return made
+def _with_origin(origin: RowShardSpec, result: DTensor) -> DTensor:
+    if type(result) is DTensor and result.grad_fn is not None:
+        result.__class__ = Derived
+        result.origin = origin  # type: ignore[attr-defined]
+        if result.ndim == 0 and origin.shape and not origin.is_fully_local:
+            result.register_hook(partial(_refuse, origin))  # type: ignore[no-untyped-call]
+    return result
 
 
 def _refuse(origin: RowShardSpec, gradient: Tensor) -> None:

@@ -72,9 +72,9 @@ def not_extensible(tensor: Tensor) -> str | None:
     names = _inner_names(tensor)
     inner = getattr(tensor, names[0])
     if len(names) > 1 or (inner.shape, inner.dtype) != (tensor.shape, tensor.dtype):
-        held = ", ".join(f"{n} {list(getattr(tensor, n).shape)} {getattr(tensor, n).dtype}" for n in names)
+        parts = ", ".join(f"{n} {list(getattr(tensor, n).shape)} {getattr(tensor, n).dtype}" for n in names)
         return (
-            f"a {kind}, whose values are in {held}, but an all-gather extension needs one inner tensor with the shape "
+            f"a {kind}, whose values are in {parts}, but an all-gather extension needs one inner tensor with the shape "
             "and dtype of the parameter"
         )
     if type(inner) not in (Tensor, nn.Parameter):
@@ -121,14 +121,14 @@ class Extension:
         cls, parameter: nn.Parameter, module: nn.Module, policy: MixedPrecisionPolicy
     ) -> tuple[nn.Parameter, Extension]:
         """Split a parameter into its extension and a plain parameter that uses the same memory."""
-        held: Any = parameter
-        (inner,), context = held.__tensor_flatten__()
+        subclass: Any = parameter
+        (inner,), context = subclass.__tensor_flatten__()
         values = inner_tensor(parameter)
         plain = nn.Parameter(values.detach(), requires_grad=parameter.requires_grad)
         extension = cls(type(parameter), inner, context, weakref.ref(module), policy)
-        ours = vars(extension.around(plain.detach())).keys()
+        own_attributes = vars(extension.around(plain.detach())).keys()
         for name, value in vars(parameter).items():  # attributes that the user has set on the parameter
-            if name not in ours:
+            if name not in own_attributes:
                 setattr(plain, name, value)
         plain._backward_hooks = parameter._backward_hooks
         if (hooks := getattr(parameter, "_post_accumulate_grad_hooks", None)) is not None:
@@ -285,11 +285,13 @@ class ExtendedGather:
                 f"{_PRE} of parameter {self._name!r} returned {returned!r}. Return (inputs of the all-gather, metadata)"
             )
         inputs, metadata = returned
-        odd = [each for each in inputs if type(each) not in (Tensor, nn.Parameter) or each.ndim == 0]
-        if odd or not inputs:
-            found = "nothing" if not inputs else f"{type(odd[0]).__name__} of shape {list(odd[0].shape)}"
+        unsupported = [each for each in inputs if type(each) not in (Tensor, nn.Parameter) or each.ndim == 0]
+        if unsupported or not inputs:
+            result = (
+                "nothing" if not inputs else f"{type(unsupported[0]).__name__} of shape {list(unsupported[0].shape)}"
+            )
             raise TypeError(
-                f"{_PRE} of parameter {self._name!r} returned {found} as an input of the all-gather. Return plain "
+                f"{_PRE} of parameter {self._name!r} returned {result} as an input of the all-gather. Return plain "
                 "tensors with at least one dim"
             )
         return inputs, metadata
@@ -312,23 +314,23 @@ class ExtendedGather:
                 f"{_POST} of parameter {self._name!r} returned a {type(returned).__name__}. Return (gathered tensor, "
                 "its inner tensors)"
             )
-        made, inner = returned
-        if not made.is_floating_point():
+        gathered, inner = returned
+        if not gathered.is_floating_point():
             raise TypeError(
-                f"{_POST} of parameter {self._name!r} returned a tensor of {made.dtype}, but modules need a "
+                f"{_POST} of parameter {self._name!r} returned a tensor of {gathered.dtype}, but modules need a "
                 "floating-point tensor. Return a tensor of a floating-point dtype, which may wrap quantized data"
             )
-        if made.shape != self._shape:  # as in FSDP2, for classes that pad their inputs themselves
-            if made.numel() < prod(self._shape):
+        if gathered.shape != self._shape:  # as in FSDP2, for classes that pad their inputs themselves
+            if gathered.numel() < prod(self._shape):
                 raise ValueError(
-                    f"{_POST} of parameter {self._name!r} returned a tensor of shape {list(made.shape)}, which is "
+                    f"{_POST} of parameter {self._name!r} returned a tensor of shape {list(gathered.shape)}, which is "
                     f"smaller than the parameter. Return a tensor of shape {list(self._shape)}"
                 )
-            made = torch.as_strided(made, self._shape, self._strides, 0)
-        own = {storage._cdata: storage for each in inner for storage in (each.untyped_storage(),)}
+            gathered = torch.as_strided(gathered, self._shape, self._strides, 0)
+        own_storages = {storage._cdata: storage for each in inner for storage in (each.untyped_storage(),)}
         for buffer in self._buffers:
-            own.pop(buffer.untyped_storage()._cdata, None)
-        return nn.Parameter(made, requires_grad=False), list(own.values())
+            own_storages.pop(buffer.untyped_storage()._cdata, None)
+        return nn.Parameter(gathered, requires_grad=False), list(own_storages.values())
 
 
 @dataclass(frozen=True)
@@ -339,8 +341,8 @@ class PendingExtension:
     gather: ExtendedGather
 
     def wait(self) -> None:
-        for each in self.works:
-            each.wait()
+        for work in self.works:
+            work.wait()
         self.gather.arrived()
 
 
@@ -378,8 +380,8 @@ def accumulate_node(leaf: nn.Parameter) -> Node:
     """Return the AccumulateGrad node of a leaf. The leaf's class does not need to support any operator."""
     leaf.requires_grad_(True)
     with torch.enable_grad():
-        touched: Tensor = _Touch.apply(leaf)  # type: ignore[no-untyped-call]
-    assert touched.grad_fn is not None
-    node = touched.grad_fn.next_functions[0][0]
+        output: Tensor = _Touch.apply(leaf)  # type: ignore[no-untyped-call]
+    assert output.grad_fn is not None
+    node = output.grad_fn.next_functions[0][0]
     assert node is not None
     return node

@@ -97,26 +97,26 @@ def _rows_as_cut(value: DTensor, spec: RowShardSpec) -> Tensor:
     local, mesh_info = value.to_local().detach(), spec.mesh_info
     counts = torch.tensor([local.shape[0]])
     for comm in mesh_info.control_comms:
-        along = torch.empty(comm.size * counts.numel(), dtype=torch.int64)
-        all_gather(comm, Collective.METADATA, along, counts).wait()
-        counts = along
-    held = counts.view(mesh_info.replicas, mesh_info.zero3_size).T.flatten().tolist()  # by k = s * R + r
-    if held == [stop - start for start, stop in zip(spec.bounds, spec.bounds[1:], strict=False)]:
+        gathered_counts = torch.empty(comm.size * counts.numel(), dtype=torch.int64)
+        all_gather(comm, Collective.METADATA, gathered_counts, counts).wait()
+        counts = gathered_counts
+    sizes = counts.view(mesh_info.replicas, mesh_info.zero3_size).T.flatten().tolist()  # by k = s * R + r
+    if sizes == [stop - start for start, stop in zip(spec.bounds, spec.bounds[1:], strict=False)]:
         return local
     lengths = [
         each for rows in _chunks(spec.num_rows, mesh_info.zero3_size) for each in _chunks(rows, mesh_info.replicas)
     ]
-    if held != lengths:
+    if sizes != lengths:
         raise ValueError(
-            f"{spec.name!r} was given a DTensor of which the ranks have {held} of {spec.num_rows} rows, which matches "
+            f"{spec.name!r} was given a DTensor of which the ranks have {sizes} of {spec.num_rows} rows, which matches "
             "neither layerzero's row bounds nor torch's. Pass the full tensor on all ranks, or load through "
             "layerzero.load_full_state_dict"
         )
-    whole = replace(spec, bounds=tuple(accumulate(lengths, initial=0))).gather(local)
-    return whole.view(spec.stored)[spec.rows.start : spec.rows.stop]
+    full = replace(spec, bounds=tuple(accumulate(lengths, initial=0))).gather(local)
+    return full.view(spec.stored)[spec.rows.start : spec.rows.stop]
 
 
 def _chunks(rows: int, pieces: int) -> list[int]:
     """Return the number of rows in each piece that `torch.chunk` would return."""
-    longest = -(-rows // pieces)
-    return [max(0, min(longest, rows - i * longest)) for i in range(pieces)]
+    max_rows = -(-rows // pieces)
+    return [max(0, min(max_rows, rows - i * max_rows)) for i in range(pieces)]

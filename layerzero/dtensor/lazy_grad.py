@@ -74,9 +74,9 @@ def resolve_first(access: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an accessor in OF_GRADIENTS so that it first resolves pending gradients; see [Note: Lazy .grad]."""
 
     def wait_for_it(parameter: Any, *value: Tensor | None) -> Any:
-        watch = parameter._local_tensor.tracker
-        if watch is not None and watch.lazy_grad is not None and watch.lazy_grad.pending:
-            watch.lazy_grad.resolve()
+        tracker = parameter._local_tensor.tracker
+        if tracker is not None and tracker.lazy_grad is not None and tracker.lazy_grad.pending:
+            tracker.lazy_grad.resolve()
         return access(parameter, *value)
 
     return wait_for_it

@@ -46,28 +46,28 @@ class LocalShard(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        ours = next(tensor for tensor in tensors if isinstance(tensor, cls))
+        shard = next(tensor for tensor in tensors if isinstance(tensor, cls))
         if func.namespace in COLLECTIVES:
-            _checked_rows(ours)  # an access error takes precedence
-            refuse_collective(func, args, ours.spec)
-        _refuse_misaligned(func, ours, tensors)
+            _checked_rows(shard)  # an access error takes precedence
+            refuse_collective(func, args, shard.spec)
+        _refuse_misaligned(func, shard, tensors)
         _check_and_record_access(func, args, kwargs, tensors)
         with torch._C._DisableTorchDispatch():
-            if draws(func, ours.spec):
+            if draws(func, shard.spec):
                 return draw_full(func, args, kwargs)
-            out = neutral_result(func, args)
-            if out is None:
-                out = func(*args, **kwargs)
+            output = neutral_result(func, args)
+            if output is None:
+                output = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
-            return out
+            return output
         aliases = any(result.alias_info is not None for result in func._schema.returns)
-        watch = ours.tracker if aliases else None
-        return tree_map_only(Tensor, lambda t: t if isinstance(t, cls) else ours._made(func, t, watch), out)
+        tracker = shard.tracker if aliases else None
+        return tree_map_only(Tensor, lambda t: t if isinstance(t, cls) else shard._made(func, t, tracker), output)
 
-    def _made(self, func: Any, result: Tensor, watch: MutationTracker | None) -> Tensor:
+    def _made(self, func: Any, result: Tensor, tracker: MutationTracker | None) -> Tensor:
         """Wrap a result that `func` has computed from these rows; see [Note: Partial scalars]."""
         if result.ndim:
-            return LocalShard(result, self.spec, watch)
+            return LocalShard(result, self.spec, tracker)
         if self.spec.is_fully_local:
             return result
         return PartialScalar(result, self.spec, func._schema.name.removeprefix("aten::"))
@@ -159,21 +159,21 @@ _ZEROES = {"aten::zero_", "aten::_foreach_zero_"}
 _NAMES_ONLY = {"aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::view_as"}
 
 
-def _refuse_misaligned(func: Any, ours: LocalShard, tensors: Sequence[Tensor]) -> None:
+def _refuse_misaligned(func: Any, rows: LocalShard, tensors: Sequence[Tensor]) -> None:
     if torch.Tag.pointwise not in func.tags and func._schema.name != "aten::copy_":
         return
     for other in tensors:
         if isinstance(other, LocalShard):
             # If the numbers of rows differ and one of them is 1, torch would broadcast instead of raising an error.
-            if not (func.__name__.startswith("_foreach") or other.spec.same_sharding(ours.spec)):
+            if not (func.__name__.startswith("_foreach") or other.spec.same_sharding(rows.spec)):
                 raise ValueError(
-                    f"{func.__name__} mixes parameters {ours.spec.name!r} and {other.spec.name!r}, of which ranks have "
+                    f"{func.__name__} mixes parameters {rows.spec.name!r} and {other.spec.name!r}, of which ranks have "
                     "different rows. Use p.full_tensor() of both, on all ranks"
                 )
-        elif other.ndim >= ours.ndim and other.shape != ours.shape:
+        elif other.ndim >= rows.ndim and other.shape != rows.shape:
             raise ValueError(
-                f"{func.__name__} mixes parameter {ours.spec.name!r} (rows {ours.spec.rows} on this rank) with a "
-                f"tensor that is sharded differently (local shape {list(other.shape)}, expected {list(ours.shape)}). "
+                f"{func.__name__} mixes parameter {rows.spec.name!r} (rows {rows.spec.rows} on this rank) with a "
+                f"tensor that is sharded differently (local shape {list(other.shape)}, expected {list(rows.shape)}). "
                 "Use tensors that are created from the sharded parameter, such as torch.zeros_like(p). Compute a "
                 "penalty on parameters from this rank's rows, p.to_local(), so that each row counts once"
             )

@@ -37,8 +37,8 @@ __all__ = ["ModelParallelSpec", "local_part", "misplaced"]
 
 def misplaced(placements: Sequence[Placement], ndim: int) -> str | None:
     """Return why a DTensor with these placements cannot be sharded further, or None if it can be."""
-    if odd := [each for each in placements if type(each) not in (Shard, Replicate)]:
-        return f"a DTensor with placement {odd[0]!r}, but only Shard and Replicate can be sharded further"
+    if unsupported := [each for each in placements if type(each) not in (Shard, Replicate)]:
+        return f"a DTensor with placement {unsupported[0]!r}, but only Shard and Replicate can be sharded further"
     columns = {each.dim % ndim for each in placements if isinstance(each, Shard)} - {0}
     if len(columns) > 1:
         return f"a DTensor that is sharded along dims {sorted(columns)}, but only one dim besides dim 0 is supported"
@@ -90,7 +90,7 @@ class ModelParallelSpec:
 
     def _box_without(self, axis: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the sizes and offsets that this rank's part would have if `axis` did not shard the parameter."""
-        placements = [Replicate() if at == axis else each for at, each in enumerate(self.placements)]
+        placements = [Replicate() if mesh_axis == axis else each for mesh_axis, each in enumerate(self.placements)]
         sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, placements)
         return tuple(sizes), tuple(offsets)
 
@@ -106,20 +106,20 @@ class ModelParallelSpec:
     @property
     def is_primary_copy(self) -> bool:
         """True if this rank has the first copy of its part. Only this copy is saved and counted."""
-        places = zip(self._coordinate, self.placements, strict=True)
-        return not any(place for place, each in places if isinstance(each, Replicate))
+        coordinates = zip(self._coordinate, self.placements, strict=True)
+        return not any(coordinate for coordinate, each in coordinates if isinstance(each, Replicate))
 
     @property
     def place(self) -> tuple[int | None, ...]:
         """Coordinate of this rank on each model-parallel axis, or None if the parameter is replicated on the axis."""
-        places = zip(self._coordinate, self.placements, strict=True)
-        return tuple(None if isinstance(each, Replicate) else place for place, each in places)
+        coordinates = zip(self._coordinate, self.placements, strict=True)
+        return tuple(None if isinstance(each, Replicate) else coordinate for coordinate, each in coordinates)
 
     @property
     def _coordinate(self) -> Sequence[int]:
-        places = self.mesh.get_coordinate()
-        assert places is not None
-        return places
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        return coordinate
 
     @property
     def is_sharded(self) -> bool:
@@ -127,8 +127,8 @@ class ModelParallelSpec:
         return any(isinstance(each, Shard) for each in self.placements)
 
     def same_sharding(self, other: ModelParallelSpec) -> bool:
-        alike = (self.shape, self.placements, self.owner) == (other.shape, other.placements, other.owner)
-        return alike and self.mesh == other.mesh
+        is_equal = (self.shape, self.placements, self.owner) == (other.shape, other.placements, other.owner)
+        return is_equal and self.mesh == other.mesh
 
     # One axis of several
 
@@ -153,7 +153,7 @@ class ModelParallelSpec:
         Along `axis`, the rank at coordinate `place` has all elements. Other axes that shard the parameter split it into
         the matrices of a stack, and they split the state tensor in the same way.
         """
-        cut = [axis == at or self.sharded_dim(at) is not None for at in range(self.mesh.ndim)]
+        cut = [axis == mesh_axis or self.sharded_dim(mesh_axis) is not None for mesh_axis in range(self.mesh.ndim)]
         return replace(
             self,
             placements=tuple(Shard(0) if each else Replicate() for each in cut),
@@ -197,14 +197,14 @@ class ModelParallelSpec:
 
     def _from_holder(self, part: Tensor) -> Tensor:
         assert self.owner is not None
-        axis, place = self.owner
-        told = part.detach().clone(memory_format=torch.contiguous_format)
+        axis, holder = self.owner
+        joined = part.detach().clone(memory_format=torch.contiguous_format)
         if not self._holds:
-            told = part.new_empty(self.joined_shape(axis))
-        if told.numel():  # sent as bytes, because backends do not support all dtypes
-            broadcast_group(told.view(-1).view(torch.uint8), self.mesh.get_group(axis), from_rank=place)
-        rest = tuple(Replicate() if at == axis else each for at, each in enumerate(self.placements))
-        return replace(self, placements=rest, owner=None).whole(told)
+            joined = part.new_empty(self.joined_shape(axis))
+        if joined.numel():  # sent as bytes, because backends do not support all dtypes
+            broadcast_group(joined.view(-1).view(torch.uint8), self.mesh.get_group(axis), from_rank=holder)
+        placements = tuple(Replicate() if mesh_axis == axis else each for mesh_axis, each in enumerate(self.placements))
+        return replace(self, placements=placements, owner=None).whole(joined)
 
     def _as_dtensor(self, part: Tensor) -> DTensor:
         meta = TensorMeta(torch.Size(self.shape), self.stride, part.dtype)

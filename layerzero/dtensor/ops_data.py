@@ -65,23 +65,23 @@ def assign_data(target: DTensor, value: Tensor) -> None:
     """
     if value is target or _is_empty(value):
         return
-    mine = local_shard(target)
-    spec = mine.spec
-    theirs = getattr(value, "_local_tensor", None)
-    other = getattr(theirs, "spec", None)
+    rows = local_shard(target)
+    spec = rows.spec
+    value_rows = getattr(value, "_local_tensor", None)
+    value_spec = getattr(value_rows, "spec", None)
     if (
-        theirs is None
-        or other is None
-        or not spec.same_sharding(other)
-        or (theirs.shape, theirs.dtype, theirs.device) != (mine.shape, mine.dtype, mine.device)
+        value_rows is None
+        or value_spec is None
+        or not spec.same_sharding(value_spec)
+        or (value_rows.shape, value_rows.dtype, value_rows.device) != (rows.shape, rows.dtype, rows.device)
     ):
         raise ValueError(
-            f".data of parameter {spec.name!r} ({list(spec.shape)}, {mine.dtype} on {mine.device}), of which this rank "
+            f".data of parameter {spec.name!r} ({list(spec.shape)}, {rows.dtype} on {rows.device}), of which this rank "
             f"has rows {spec.rows}, was assigned {_described(value)}. Assign a sharded tensor that was created from "
             "the parameter, or assign full tensors inside layerzero.unsharded(model, writeback=True), where "
             "vector_to_parameters is also supported"
         )
-    mine.copy_(theirs)
+    rows.copy_(value_rows)
 
 
 def require_noop_move(target: DTensor, moved: Tensor) -> bool:
@@ -122,8 +122,8 @@ def mark_uninitialized(func: Any, made: Tensor) -> Tensor:
 
 def _is_empty(tensor: Any) -> bool:
     """Return whether ``torch.empty_like`` of a sharded tensor created `tensor` and nothing has been written to it."""
-    watch = getattr(getattr(tensor, "_local_tensor", None), "tracker", None)
-    return watch is not None and watch.uninitialized
+    tracker = getattr(getattr(tensor, "_local_tensor", None), "tracker", None)
+    return tracker is not None and tracker.uninitialized
 
 
 def refuse_sharing(target: DTensor) -> NoReturn:

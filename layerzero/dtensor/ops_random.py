@@ -87,17 +87,17 @@ def call_on_full(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     caller = sys._getframe(2)
     if not is_truncating(caller):
         return draw_full(func, args, kwargs)
-    given = caller.f_locals
-    if "accept_buf" in given:
+    caller_locals = caller.f_locals
+    if "accept_buf" in caller_locals:
         raise NotImplementedError(
             "nn.init.trunc_normal_ of a parameter that layerzero has sharded is not supported for bounds that exclude "
             "most numbers. Initialize it before shard_model, or inside layerzero.unsharded(model, writeback=True)"
         )
     if func is not Tensor.normal_:  # older versions of torch transform uniform numbers element by element
         return draw_full(func, args, kwargs)
-    settings = {name: given[name] for name in ("mean", "std", "a", "b", "generator")}
-    drawn = draw_full(lambda whole, *_, **__: _TRUNC_NORMAL(whole, **settings), args, kwargs)
-    return drawn.within_bounds()
+    settings = {name: caller_locals[name] for name in ("mean", "std", "a", "b", "generator")}
+    result = draw_full(lambda whole, *_, **__: _TRUNC_NORMAL(whole, **settings), args, kwargs)
+    return result.within_bounds()
 
 
 def is_truncating(caller: FrameType) -> bool:
@@ -114,7 +114,7 @@ def draw_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
     At least one argument must be a RowShardedTensor or a LocalShard. New results have the class of the first such
     argument. If `func` returns one of its arguments, the argument is overwritten and returned.
     """
-    wholes: dict[int, tuple[Any, Any]] = {}  # by id of the full tensor: (argument, rows of the argument)
+    full_tensors: dict[int, tuple[Any, Any]] = {}  # by id of the full tensor: (argument, rows of the argument)
 
     def make_full(argument: Tensor) -> Tensor:
         rows = getattr(argument, "_local_tensor", argument)
@@ -123,31 +123,31 @@ def draw_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
             return argument
         if tuple(rows.shape) != (len(spec.rows), *spec.shape[1:]) or not rows.is_contiguous():  # for example transposed
             raise NotImplementedError(_not_by_rows(getattr(func, "__name__", str(func)), spec))
-        whole = torch.zeros(spec.true_shape or (1,), dtype=rows.dtype, device=rows.device)
+        full = torch.zeros(spec.true_shape or (1,), dtype=rows.dtype, device=rows.device)
         with torch.no_grad():
-            whole[spec.global_slices] = rows.as_subclass(torch.Tensor)
-        whole.requires_grad_(argument.requires_grad)  # so that torch refuses in-place writes outside no_grad
-        wholes[id(whole)] = argument, rows
-        kept.append(whole)
-        return whole
+            full[spec.global_slices] = rows.as_subclass(torch.Tensor)
+        full.requires_grad_(argument.requires_grad)  # so that torch refuses in-place writes outside no_grad
+        full_tensors[id(full)] = argument, rows
+        kept_alive.append(full)
+        return full
 
-    kept: list[Tensor] = []  # keeps the full tensors alive, so that no other tensor gets their ids
+    kept_alive: list[Tensor] = []  # keeps the full tensors alive, so that no other tensor gets their ids
     args, kwargs = tree_map_only(Tensor, make_full, (args, kwargs))
-    out = func(*args, **kwargs)
-    first, first_rows = next(iter(wholes.values()))
-    here = first_rows.spec.global_slices
+    output = func(*args, **kwargs)
+    first_argument, first_rows = next(iter(full_tensors.values()))
+    own_slices = first_rows.spec.global_slices
 
     @torch.no_grad()
     def keep_rows(result: Tensor) -> Tensor:
-        if id(result) not in wholes:
-            like: Tensor = first.with_rows(result[here].clone())
-            return like
-        argument, rows = wholes[id(result)]
-        rows.copy_(result[here])
+        if id(result) not in full_tensors:
+            new_tensor: Tensor = first_argument.with_rows(result[own_slices].clone())
+            return new_tensor
+        argument, rows = full_tensors[id(result)]
+        rows.copy_(result[own_slices])
         overwritten: Tensor = argument
         return overwritten
 
-    return tree_map_only(Tensor, keep_rows, out)
+    return tree_map_only(Tensor, keep_rows, output)
 
 
 def _needs_gradient(args: Any, kwargs: Any) -> bool:

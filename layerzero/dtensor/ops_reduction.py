@@ -54,16 +54,16 @@ class PartialScalar(torch.Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        ours = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        part = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         if func._schema.name == "aten::_local_scalar_dense" and not is_truncating(sys._getframe(1)):
-            raise RuntimeError(_only_a_part(ours))
+            raise RuntimeError(_only_a_part(part))
         if func.namespace in COLLECTIVES:
-            refuse_collective(func, args, ours.spec)
+            refuse_collective(func, args, part.spec)
         with torch._C._DisableTorchDispatch():
-            out = func(*args, **kwargs)
+            output = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
-            return tree_map_only(cls, _plain, out)
-        return tree_map_only(Tensor, lambda t: t if isinstance(t, cls) else cls(t, ours.spec, ours.made_by), out)
+            return tree_map_only(cls, _plain, output)
+        return tree_map_only(Tensor, lambda t: t if isinstance(t, cls) else cls(t, part.spec, part.made_by), output)
 
     def item(self) -> Any:
         return _plain(self).item()
@@ -121,9 +121,9 @@ def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> 
             "Shard(0) on their axis"
         )
     torch._amp_foreach_non_finite_check_and_unscale_(rows, found, inverse_scale)
-    told = found.to(device)  # `found` is in host memory if the gradients are in host memory
-    reduce_over(comms, told, dist.ReduceOp.MAX)
-    found.copy_(told)
+    found_on_device = found.to(device)  # `found` is in host memory if the gradients are in host memory
+    reduce_over(comms, found_on_device, dist.ReduceOp.MAX)
+    found.copy_(found_on_device)
 
 
 def _refuse_places(tensor: Any, *args: object, **kwargs: object) -> NoReturn:
@@ -153,16 +153,16 @@ def neutral_result(func: Any, args: Sequence[Any]) -> Any:
         norms = iter(func(filled, *args[1:]) if filled else ())
         return [next(norms) if tensor.numel() else _plain(tensor).new_zeros(()) for tensor in args[0]]
     if name == "aten::linalg_vector_norm":
-        whole = len(args) < 3 or args[2] is None  # no dim is given
-        return _plain(args[0]).new_zeros(()) if args[0].numel() == 0 and whole else None
+        reduces_all = len(args) < 3 or args[2] is None  # no dim is given
+        return _plain(args[0]).new_zeros(()) if args[0].numel() == 0 and reduces_all else None
     if name not in (*_LARGEST, *_SMALLEST) or args[0].numel() or not (len(args) == 1 or args[1] == []):
         return None
     dtype = args[0].dtype
     limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype) if dtype != torch.bool else None
-    least, most = (False, True) if limits is None else (limits.min, limits.max)
+    lowest, highest = (False, True) if limits is None else (limits.min, limits.max)
     if dtype.is_floating_point:
-        least, most = float("-inf"), float("inf")
-    return _plain(args[0]).new_full((), least if name in _LARGEST else most)
+        lowest, highest = float("-inf"), float("inf")
+    return _plain(args[0]).new_full((), lowest if name in _LARGEST else highest)
 
 
 def refuse_collective(func: Any, args: Sequence[Any], spec: RowShardSpec) -> None:

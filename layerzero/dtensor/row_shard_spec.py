@@ -24,9 +24,9 @@ def refuse_rank_local(what: str, specs: Iterable[RowShardSpec], num_model_ranks:
         specs: sharding of each parameter.
         num_model_ranks: number of ranks that have a part of the model.
     """
-    if apart := [spec.name for spec in specs if spec.holders < num_model_ranks]:
+    if local := [spec.name for spec in specs if spec.holders < num_model_ranks]:
         raise ValueError(
-            f"{what}: parameter {apart[0]!r} ({len(apart)} like it) is sharded over only some ranks, and other ranks "
+            f"{what}: parameter {local[0]!r} ({len(local)} like it) is sharded over only some ranks, and other ranks "
             "have a different parameter of that name. One state dict cannot contain both. Make them one DTensor before "
             "shard_model, with Shard(0) on the axis along which they differ (expert parallel)"
         )
@@ -93,12 +93,12 @@ class RowShardSpec:
         """
         if (self.model_parallel is None) is not (other.model_parallel is None):
             return False
-        alike = (
+        is_equal = (
             self.model_parallel is None
             or other.model_parallel is None
             or self.model_parallel.same_sharding(other.model_parallel)
         )
-        return alike and self.bounds == other.bounds and self.mesh_info.zero3_size == other.mesh_info.zero3_size
+        return is_equal and self.bounds == other.bounds and self.mesh_info.zero3_size == other.mesh_info.zero3_size
 
     def local_grad(self, gradient: Tensor) -> Tensor:
         """Return this rank's model-parallel part of a gradient, which is reduced over the data-parallel ranks."""
@@ -112,29 +112,29 @@ class RowShardSpec:
     def gather(self, local: Tensor) -> Tensor:
         """Gather all rows on the device, given this rank's rows. Every data-parallel rank must call this method."""
         local = local.to(self.mesh_info.device)  # with offload_optimizer, the rows are in host memory
-        longest = max(stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
-        evenly = self.mesh_info.data_parallel * longest <= 2 * self.num_rows
-        whole = self._gather_padded(local, longest) if evenly else self._gather_from_holders(local)
-        return whole.view(self.shape)
+        max_rows = max(stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
+        evenly = self.mesh_info.data_parallel * max_rows <= 2 * self.num_rows
+        full = self._gather_padded(local, max_rows) if evenly else self._gather_from_holders(local)
+        return full.view(self.shape)
 
-    def _gather_padded(self, local: Tensor, longest: int) -> Tensor:
-        mesh_info, rest = self.mesh_info, self.stored[1:]
-        pieces = local.new_zeros(1, longest, *rest)
+    def _gather_padded(self, local: Tensor, max_rows: int) -> Tensor:
+        mesh_info, row_shape = self.mesh_info, self.stored[1:]
+        pieces = local.new_zeros(1, max_rows, *row_shape)
         pieces[0, : local.shape[0]] = local
         for comm in (
             mesh_info.replica_comm,
             mesh_info.zero3_gather_comm,
         ):  # k = s * R + r: the replica axis is the inner one
             if comm.size > 1 and pieces.numel():
-                wider = local.new_empty(comm.size * pieces.shape[0], longest, *rest)
+                wider = local.new_empty(comm.size * pieces.shape[0], max_rows, *row_shape)
                 all_gather(comm, Collective.UNSHARD, wider.view(-1), pieces.view(-1), name=self.name).wait()
                 pieces = wider
             elif comm.size > 1:
-                pieces = pieces.new_zeros(comm.size * pieces.shape[0], longest, *rest)
-        held = [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
-        if all(rows == longest for rows in held):
+                pieces = pieces.new_zeros(comm.size * pieces.shape[0], max_rows, *row_shape)
+        row_counts = [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
+        if all(rows == max_rows for rows in row_counts):
             return pieces.view(self.stored)
-        return torch.cat([piece[:rows] for piece, rows in zip(pieces, held, strict=True)])
+        return torch.cat([piece[:rows] for piece, rows in zip(pieces, row_counts, strict=True)])
 
     def _gather_from_holders(self, local: Tensor) -> Tensor:
         """Gather all rows with broadcasts, for parameters whose rows are mostly on a few ranks.
@@ -142,13 +142,13 @@ class RowShardSpec:
         For such parameters, an all-gather would send mostly padding.
         """
         mesh_info = self.mesh_info
-        whole = local.new_empty(self.stored)
-        whole[self.rows.start : self.rows.stop] = local
+        full = local.new_empty(self.stored)
+        full[self.rows.start : self.rows.stop] = local
         for k in range(mesh_info.data_parallel):
-            piece = whole[self.bounds[k] : self.bounds[k + 1]]
+            piece = full[self.bounds[k] : self.bounds[k + 1]]
             s, r = divmod(k, mesh_info.replicas)
             if mesh_info.replicas > 1 and mesh_info.grid.zero3_rank == s and piece.numel():
                 broadcast(mesh_info.replica_comm, Collective.UNSHARD, piece, from_rank=r)
             if mesh_info.zero3_size > 1 and piece.numel():
                 broadcast(mesh_info.zero3_gather_comm, Collective.UNSHARD, piece, from_rank=s)
-        return whole
+        return full

@@ -50,8 +50,8 @@ def _new(name: str) -> Callable[..., Tensor]:
         """
         sizes = {name: value for name, value in kwargs.items() if name in ("size", "fill_value")}
         shape = method(torch.empty(0, device="meta"), *args, **sizes).shape
-        like = self if shape == self.shape else torch.empty(0, dtype=self.dtype, device=self.device)
-        return method(like, *args, **kwargs)
+        template = self if shape == self.shape else torch.empty(0, dtype=self.dtype, device=self.device)
+        return method(template, *args, **kwargs)
 
     return make
 
@@ -89,13 +89,13 @@ class RowShardedTensor(DTensor):
                     return _derived(REDUCTIONS[func](*args, **kwargs), args)
                 if is_drawing(func, args, kwargs):
                     return call_on_full(func, args, kwargs)
-                out = func(*args, **kwargs)
-                return mark_uninitialized(func, _alike(out)) if is_empty_like(func) else _derived(out, args)
+                output = func(*args, **kwargs)
+                return mark_uninitialized(func, _alike(output)) if is_empty_like(func) else _derived(output, args)
         except RuntimeError as error:
-            ours = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)), None)
-            if ours is None or (told := named_error(error, func, ours._local_tensor.spec)) is error:
+            parameter = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)), None)
+            if parameter is None or (explained := named_error(error, func, parameter._local_tensor.spec)) is error:
                 raise
-            raise told from error
+            raise explained from error
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Raise RuntimeError, because a sharded parameter cannot be replaced, as by ``torch.nn.utils.parametrize``."""
@@ -108,14 +108,14 @@ class RowShardedTensor(DTensor):
         """
         if grad_placements is not None:
             raise ValueError("full_tensor of a layerzero parameter is not differentiable. Leave grad_placements out")
-        watch = self._local_tensor.tracker
-        if watch is not None and watch.access_error is not None:
-            raise RuntimeError(watch.access_error)
+        tracker = self._local_tensor.tracker
+        if tracker is not None and tracker.access_error is not None:
+            raise RuntimeError(tracker.access_error)
         with torch.no_grad():
-            whole = self._local_tensor.spec.gather_full(plain(self._local_tensor))
+            full = self._local_tensor.spec.gather_full(plain(self._local_tensor))
         if self.requires_grad and torch.is_grad_enabled():
-            whole = _WithoutGradient.apply(self, whole)  # type: ignore[no-untyped-call]
-        return whole
+            full = _WithoutGradient.apply(self, full)  # type: ignore[no-untyped-call]
+        return full
 
     def copy_(self, other: Any, non_blocking: bool = False) -> Any:  # type: ignore[override]
         """Copy `other` like ``torch.Tensor.copy_``. If `other` is a full tensor, copy this rank's rows of `other`.
@@ -150,10 +150,10 @@ class RowShardedTensor(DTensor):
         spec = self._local_tensor.spec
         bounds, mesh_info = spec.bounds, spec.mesh_info
         replicas = mesh_info.replicas
-        first = mesh_info.grid.zero3_rank * replicas
-        inside = [bound - bounds[first] for bound in bounds[first : first + replicas + 1]]
-        further = () if spec.model_parallel is None else spec.model_parallel.placements
-        return *further, UnevenShard(bounds[::replicas]), UnevenShard(inside)
+        first_shard = mesh_info.grid.zero3_rank * replicas
+        inside = [bound - bounds[first_shard] for bound in bounds[first_shard : first_shard + replicas + 1]]
+        model_parallel = () if spec.model_parallel is None else spec.model_parallel.placements
+        return *model_parallel, UnevenShard(bounds[::replicas]), UnevenShard(inside)
 
     def redistribute(
         self, device_mesh: Any = None, placements: Sequence[Any] | None = None, **kwargs: object
@@ -164,11 +164,11 @@ class RowShardedTensor(DTensor):
             NotImplementedError: `placements` are not all ``Replicate()``, or `device_mesh` is a different mesh.
         """
         mesh = self.device_mesh
-        wanted = [] if placements is None else list(placements)
-        whole = len(wanted) == mesh.ndim and all(isinstance(placement, Replicate) for placement in wanted)
-        if not whole or (device_mesh is not None and device_mesh != mesh):
+        target = [] if placements is None else list(placements)
+        is_replicated = len(target) == mesh.ndim and all(isinstance(placement, Replicate) for placement in target)
+        if not is_replicated or (device_mesh is not None and device_mesh != mesh):
             raise NotImplementedError(row_move_message("redistribute", self._local_tensor.spec))
-        return DTensor.from_local(self.full_tensor(), mesh, wanted, run_check=False)
+        return DTensor.from_local(self.full_tensor(), mesh, target, run_check=False)
 
     def with_rows(self, rows: Tensor) -> RowShardedTensor:
         return sharded(rows, self._local_tensor.spec, MutationTracker())
@@ -340,8 +340,8 @@ def sharded(local: Tensor, spec: RowShardSpec, watch: MutationTracker) -> RowSha
 def _of_rows(local: LocalShard, shape: tuple[int, ...]) -> RowShardedTensor:
     stride = tuple(torch.empty(shape, device="meta").stride())
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
-    further = () if local.spec.model_parallel is None else local.spec.model_parallel.placements
-    spec = DTensorSpec(local.spec.mesh, (*further, Shard(0), Shard(0)), tensor_meta=meta)
+    model_parallel_placements = () if local.spec.model_parallel is None else local.spec.model_parallel.placements
+    spec = DTensorSpec(local.spec.mesh, (*model_parallel_placements, Shard(0), Shard(0)), tensor_meta=meta)
     kind = RowShardedTensor if shape else ShardedScalar
     return kind(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
@@ -357,9 +357,9 @@ def _alike(made: Tensor) -> Tensor:
     return RowShardedTensor(local, made._spec, requires_grad=False)  # type: ignore[attr-defined, no-untyped-call]
 
 
-def _derived(made: Any, args: Sequence[Any]) -> Any:
+def _derived(result: Any, args: Sequence[Any]) -> Any:
     """Mark results that autograd derives from a parameter; see [Note: No gradient through a sharded tensor]."""
-    if type(made) not in (DTensor, tuple, list) or not torch.is_grad_enabled():
-        return made
-    ours = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, RowShardedTensor)), None)
-    return made if ours is None else with_origin(made, ours._local_tensor.spec)
+    if type(result) not in (DTensor, tuple, list) or not torch.is_grad_enabled():
+        return result
+    parameter = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, RowShardedTensor)), None)
+    return result if parameter is None else with_origin(result, parameter._local_tensor.spec)

@@ -52,35 +52,35 @@ def in_original_dtype(buffers: Iterable[CastBuffer]) -> Iterator[None]:
 
     On exit, the buffers are cast back. Values written inside the context are preserved.
     """
-    shown: list[tuple[CastBuffer, Tensor, Tensor]] = []
+    replaced: list[tuple[CastBuffer, Tensor, Tensor]] = []
     with torch.inference_mode(False), torch.no_grad():  # the tensors are used in training afterwards
-        for each in buffers:
-            cast = each.tensor
-            if cast is not None and cast.dtype != each.dtype:
-                original = cast.to(each.dtype)
-                each.show(original)
-                shown.append((each, cast, original))
+        for buffer in buffers:
+            cast = buffer.tensor
+            if cast is not None and cast.dtype != buffer.dtype:
+                original = cast.to(buffer.dtype)
+                buffer.show(original)
+                replaced.append((buffer, cast, original))
     try:
         yield
     finally:
         with torch.inference_mode(False), torch.no_grad():
-            for each, cast, original in shown:
-                now = each.tensor
-                if now is original:  # always copy, because batch norm does not bump the version counter
+            for buffer, cast, original in replaced:
+                current = buffer.tensor
+                if current is original:  # always copy, because batch norm does not bump the version counter
                     cast.data.copy_(original)
-                    each.show(cast)
-                elif now is not None:  # the user has replaced the buffer
-                    each.show(now.to(cast.dtype))
+                    buffer.show(cast)
+                elif current is not None:  # the user has replaced the buffer
+                    buffer.show(current.to(cast.dtype))
 
 
 def keep_dtypes_in_state(buffers: Iterable[CastBuffer]) -> None:
     """Register state-dict hooks that return buffers in their original dtypes; see [Note: Dtype of saved buffers]."""
     dtypes: dict[nn.Module, dict[str, torch.dtype]] = {}
-    for each in buffers:
-        if (module := each.module()) is not None:
-            dtypes.setdefault(module, {})[each.name] = each.dtype
-    for module, of_module in dtypes.items():
-        module.register_state_dict_post_hook(_CastBack(of_module))  # type: ignore[no-untyped-call]
+    for buffer in buffers:
+        if (module := buffer.module()) is not None:
+            dtypes.setdefault(module, {})[buffer.name] = buffer.dtype
+    for module, module_dtypes in dtypes.items():
+        module.register_state_dict_post_hook(_CastBack(module_dtypes))  # type: ignore[no-untyped-call]
 
 
 class _CastBack:

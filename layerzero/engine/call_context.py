@@ -84,9 +84,9 @@ def _is_proxied() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
-def _refuse_capture(what: str, label: str) -> None:
+def _refuse_capture(operation: str, label: str) -> None:
     raise RuntimeError(
-        f"{what} of {label} of a model sharded by layerzero is not supported: it would record collectives. Load "
+        f"{operation} of {label} of a model sharded by layerzero is not supported: it would record collectives. Load "
         "layerzero.full_state_dict(model) into an unsharded model, and capture that model. torch.compile is supported "
         "for units"
     )
@@ -98,20 +98,20 @@ def explain_dtype_error(
     """Add a hint to torch's error about mixed dtypes if some buffers do not have the dtype of the compute weights."""
     if not isinstance(error, RuntimeError) or param_dtype is None or not error.args:
         return
-    text = str(error.args[0])
-    if "buffer_dtype" in text or not re.search(r"dtype|scalar type", text):
+    message = str(error.args[0])
+    if "buffer_dtype" in message or not re.search(r"dtype|scalar type", message):
         return
-    others = [
+    mismatched = [
         name for name, buffer in module.named_buffers() if buffer.is_floating_point() and buffer.dtype != param_dtype
     ]
-    if others:
-        error.args = (f"{text}\n{_mixed(label, others, param_dtype)}", *error.args[1:])
+    if mismatched:
+        error.args = (f"{message}\n{_mixed(label, mismatched, param_dtype)}", *error.args[1:])
 
 
-def _mixed(label: str, others: Sequence[str], param_dtype: torch.dtype) -> str:
-    shown = ", ".join(repr(name) for name in others[:_SHOWN]) + (", ..." if len(others) > _SHOWN else "")
+def _mixed(label: str, buffer_names: Sequence[str], param_dtype: torch.dtype) -> str:
+    listed = ", ".join(repr(name) for name in buffer_names[:_SHOWN]) + (", ..." if len(buffer_names) > _SHOWN else "")
     return (
-        f"(layerzero: {label} computes in mp_policy.param_dtype={param_dtype}, but its buffers {shown} have another "
+        f"(layerzero: {label} computes in mp_policy.param_dtype={param_dtype}, but its buffers {listed} have another "
         f"dtype. If the module cannot mix dtypes, such as batch norm on some devices, pass "
         f"shard_model(..., buffer_dtype={param_dtype}))"
     )

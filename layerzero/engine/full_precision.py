@@ -41,10 +41,10 @@ class FullPrecision:
         self._leaves = GatheredParams(self._full.data)  # 1-D [G]; see [Note: Version counters]
         self.parameters: dict[ManagedParam, nn.Parameter] = {}
         for slot, member in zip(layout.slots, members, strict=True):
-            place, original = slice(slot.offset, slot.end), local_part(member.gathered)
-            made = self._leaves.make(place, original, member.spec.model_parallel, offers_main_grad=False)
-            made.requires_grad_(False)
-            self.parameters[member] = made
+            flat_range, original = slice(slot.offset, slot.end), local_part(member.gathered)
+            parameter = self._leaves.make(flat_range, original, member.spec.model_parallel, offers_main_grad=False)
+            parameter.requires_grad_(False)
+            self.parameters[member] = parameter
         self._first: PendingCollective | None = None  # all-gather along the replica axis
         self._second: PendingCollective | None = None  # all-gather along the zero3 axis
         self._version = self._leaves.version
@@ -66,15 +66,17 @@ class FullPrecision:
         mesh_info, layout = self._weights.mesh_info, self._weights.layout
         grid = mesh_info.grid
         self._storages.allocate(self._full.untyped_storage(), self._bytes)
-        own = self._full[grid.slice_within(layout, Extent.ZERO1, Extent.FULL)]
-        own.copy_(self._weights.master)
+        zero1_shard = self._full[grid.slice_within(layout, Extent.ZERO1, Extent.FULL)]
+        zero1_shard.copy_(self._weights.master)
         if mesh_info.replicas > 1:
             zero3, parts = (
                 self._full[grid.slice_within(layout, Extent.ZERO3, Extent.FULL)],
                 grid.replica_part_sizes(layout),
             )
             label = self._weights.label
-            self._first = all_gather(mesh_info.replica_comm, Collective.UNSHARD, zero3, own, name=label, parts=parts)
+            self._first = all_gather(
+                mesh_info.replica_comm, Collective.UNSHARD, zero3, zero1_shard, name=label, parts=parts
+            )
         else:
             self._gather_zero3()
 

@@ -90,19 +90,20 @@ class GatherOrderCheck:
         orders = {rank: status.gathers for rank, status in error.elsewhere.items()}
         if not orders or not all(orders.values()):
             return error
-        told = {rank: " -> ".join(map(repr, order)) for rank, order in orders.items()}
-        own = " -> ".join(map(repr, error.status.gathers))
-        return RuntimeError(_difference_message({dist.get_rank(): own} | told) + self._note)
+        peer_orders = {rank: " -> ".join(map(repr, order)) for rank, order in orders.items()}
+        own_order = " -> ".join(map(repr, error.status.gathers))
+        return RuntimeError(_difference_message({dist.get_rank(): own_order} | peer_orders) + self._note)
 
     def _compare(self, unit: int) -> None:
-        own = gathered = torch.tensor([self._count, unit])
+        message = gathered = torch.tensor([self._count, unit])
         for comm in self._comms:
             gathered = self._gather(comm, gathered, self._names[unit])
-        if gathered.view(-1, 2).ne(own).any():
+        if gathered.view(-1, 2).ne(message).any():
             counts, units = gathered.view(-1, 2).unbind(1)
             orders = {
-                rank: self._format([*self._history[-_SHOWN + 1 :], there]) + ("" if count == self._count else ", later")
-                for rank, count, there in zip(self._ranks, counts.tolist(), units.tolist(), strict=True)
+                rank: self._format([*self._history[-_SHOWN + 1 :], peer_unit])
+                + ("" if count == self._count else ", later")
+                for rank, count, peer_unit in zip(self._ranks, counts.tolist(), units.tolist(), strict=True)
             }
             raise RuntimeError(_difference_message(orders) + self._note)
 
@@ -130,29 +131,29 @@ class GatherOrderCheck:
         """
         history, end = self._history, len(self._history)
         best, longest = -1, 0
-        for place in range(end - 1, 0, -1):  # history[place - 1] is compared with the latest gather
+        for index in range(end - 1, 0, -1):  # history[index - 1] is compared with the latest gather
             length = 0
-            limit = min(place, _CONTEXT)
-            while length < limit and history[place - 1 - length] == history[end - 1 - length]:
+            limit = min(index, _CONTEXT)
+            while length < limit and history[index - 1 - length] == history[end - 1 - length]:
                 length += 1
             if length > longest:
-                best, longest = place, length
+                best, longest = index, length
                 if length == _CONTEXT:
                     break
         return best
 
     def _forget(self) -> None:
-        dropped = len(self._history) - _REMEMBERED
-        del self._history[:dropped]
-        self._repeats = self._repeats - dropped if self._repeats >= dropped else self._predicted_place()
+        num_dropped = len(self._history) - _REMEMBERED
+        del self._history[:num_dropped]
+        self._repeats = self._repeats - num_dropped if self._repeats >= num_dropped else self._predicted_place()
 
 
 def _difference_message(orders: dict[int, str]) -> str:
-    told = "; ".join(f"rank {rank}: {order}" for rank, order in sorted(orders.items()))
+    listed = "; ".join(f"rank {rank}: {order}" for rank, order in sorted(orders.items()))
     return (
-        f"layerzero: the ranks of a ZeRO-3 group gather units in different orders: {told}. Every rank of the group "
+        f"layerzero: the ranks of a ZeRO-3 group gather units in different orders: {listed}. Every rank of the group "
         "must call the same units in the same order. If the called units depend on data (experts, early exits, random "
         "depth with a different seed on each rank), shard the module that selects them as one unit, or use "
         "zero3_size=1. If only some ranks run a call (`if rank == 0: evaluate(model)`), run the call on every rank"
-        + (_KEPT if "(kept)" in told else "")
+        + (_KEPT if "(kept)" in listed else "")
     )

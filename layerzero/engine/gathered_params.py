@@ -117,14 +117,14 @@ class GatheredParams:
         self, place: slice, original: Tensor, model_parallel: ModelParallelSpec | None, *, offers_main_grad: bool
     ) -> nn.Parameter:
         """Create a gathered parameter for the elements at `place`, with the shape and strides of `original`."""
-        whole = self._compute[place].view(original.shape)
+        full = self._compute[place].view(original.shape)
         if not keeps_order(original):
-            self._strided.append(StridedParam(whole, like=original))
-            whole = self._strided[-1].tensor
-            self._counters.append(whole)
+            self._strided.append(StridedParam(full, like=original))
+            full = self._strided[-1].tensor
+            self._counters.append(full)
         if model_parallel is None or not model_parallel.is_dtensor:
-            return (MainGradParameter if offers_main_grad else nn.Parameter)(whole)
-        leaf = model_parallel.to_module_param(whole)
+            return (MainGradParameter if offers_main_grad else nn.Parameter)(full)
+        leaf = model_parallel.to_module_param(full)
         self._counters.append(leaf)
         return leaf
 

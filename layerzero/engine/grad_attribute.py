@@ -46,10 +46,10 @@ class GradAttribute:
         forbidden = _UNREDUCED if self.gradients.unreduced or not agreed else None
         for slot, member in enumerate(self.members):
             if usage[slot] < GradUsage.PUBLISHED:
-                maybe = guesses and member.gathered.requires_grad
-                if usage[slot] == GradUsage.UNKNOWN and not maybe:
+                may_be_used = guesses and member.gathered.requires_grad
+                if usage[slot] == GradUsage.UNKNOWN and not may_be_used:
                     member.sharded.grad = None
-                usage[slot] = GradUsage.UNKNOWN if maybe else GradUsage.UNUSED
+                usage[slot] = GradUsage.UNKNOWN if may_be_used else GradUsage.UNUSED
             if usage[slot] and not self._is_ours(slot, member.sharded.grad):
                 member.sharded.grad = self._gradient_of(slot)
             self._watches[slot].access_error = forbidden
@@ -73,18 +73,18 @@ class GradAttribute:
             return
         dropped, replaced = [], []
         for slot, member in enumerate(self.members):
-            watch, gradient = self._watches[slot], member.sharded.grad
-            ours = self._is_ours(slot, gradient)
-            if watch.zero_requested:
-                watch.zero_requested = False
-                if ours and gradients.usage[slot] == GradUsage.UNKNOWN:
+            tracker, gradient = self._watches[slot], member.sharded.grad
+            is_published = self._is_ours(slot, gradient)
+            if tracker.zero_requested:
+                tracker.zero_requested = False
+                if is_published and gradients.usage[slot] == GradUsage.UNKNOWN:
                     gradient = member.sharded.grad = None
-                elif ours:
+                elif is_published:
                     gradients.zero(slot)
             if gradient is None:
                 if gradients.usage[slot]:
                     dropped.append(slot)
-            elif not ours:
+            elif not is_published:
                 replaced.append((slot, member, gradient))
         if dropped:
             gradients.drop(dropped)
@@ -104,10 +104,10 @@ class GradAttribute:
         ``.grad`` if it were still set.
         """
         assert not self._withheld
-        for member, watch in zip(self.members, self._watches, strict=True):
+        for member, tracker in zip(self.members, self._watches, strict=True):
             has_gradient = member.sharded.grad is not None
-            self._withheld.append((has_gradient, watch.access_error))
-            watch.access_error = _IN_BACKWARD
+            self._withheld.append((has_gradient, tracker.access_error))
+            tracker.access_error = _IN_BACKWARD
             if has_gradient:
                 member.sharded.grad = None
 
@@ -127,13 +127,13 @@ class GradAttribute:
         gradient.
         """
         self.gradients.final.storage.wait_for_host()
-        for watch in self._watches:
-            watch.access_error = None
+        for tracker in self._watches:
+            tracker.access_error = None
 
     def unhide(self) -> None:
         """Restore each ``.grad`` that :meth:`hide` has removed."""
-        withheld, self._withheld = self._withheld, []
-        for slot, (had_gradient, forbidden) in enumerate(withheld):
+        hidden, self._withheld = self._withheld, []
+        for slot, (had_gradient, forbidden) in enumerate(hidden):
             self._watches[slot].access_error = forbidden
             if had_gradient:
                 self.members[slot].sharded.grad = self._gradient_of(slot)

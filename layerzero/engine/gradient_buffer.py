@@ -79,7 +79,7 @@ class GradientBuffer:
         if self.empty:
             return []
         _, parts = self._opened or self._open()
-        return [(slot, parts[slot]) for slot, holding in enumerate(self._states) if holding == SlotState.WRITTEN]
+        return [(slot, parts[slot]) for slot, state in enumerate(self._states) if state == SlotState.WRITTEN]
 
     # Writes
 
@@ -196,8 +196,8 @@ class GradientBuffer:
             self._parts.clear()
 
     def _refuse_unclaimed(self, parts: list[Tensor]) -> None:
-        for slot, holding in enumerate(self._states):
-            if holding == SlotState.EXPOSED and parts[slot].any():
+        for slot, state in enumerate(self._states):
+            if state == SlotState.EXPOSED and parts[slot].any():
                 raise RuntimeError(
                     f"main_grad of {self._names[slot]!r} was written, but autograd received no gradient. The kernel "
                     "must set grad_added_to_main_grad and return a gradient with arbitrary values"
@@ -205,8 +205,8 @@ class GradientBuffer:
 
     def _fill_holes(self, parts: list[Tensor]) -> None:
         if self._states.count(SlotState.WRITTEN) < len(self._states):
-            for slot, holding in enumerate(self._states):
-                if holding != SlotState.WRITTEN:
+            for slot, state in enumerate(self._states):
+                if state != SlotState.WRITTEN:
                     parts[slot].zero_()
 
     def _open(self) -> tuple[Tensor, list[Tensor]]:
@@ -222,6 +222,6 @@ class GradientBuffer:
         if parts is None:
             if len(self._parts) == _MOST_TENSORS:
                 self._parts.clear()
-            places = zip(self._ranges, self._shapes, strict=True)
-            parts = self._parts[key] = [tensor[place].view(shape) for place, shape in places]
+            slot_specs = zip(self._ranges, self._shapes, strict=True)
+            parts = self._parts[key] = [tensor[flat_range].view(shape) for flat_range, shape in slot_specs]
         return parts

@@ -67,15 +67,15 @@ class AccumulatorAllocator:
             send_buffer: function that creates the memory of an accumulator that the transport sends. It is None if the
                 transport does not use the memory.
         """
-        made: GradientStorage
+        storage: GradientStorage
         if self._slabs is not None:
-            made = OffloadedStorage(self._slabs, unit, numel, dtype)
+            storage = OffloadedStorage(self._slabs, unit, numel, dtype)
         elif send_buffer is not None:
-            made = PersistentStorage(send_buffer(numel, dtype))
+            storage = PersistentStorage(send_buffer(numel, dtype))
         else:
-            made = PersistentStorage(SendBuffer(numel, dtype, self._device))
-        self._made.append(made)
-        return made
+            storage = PersistentStorage(SendBuffer(numel, dtype, self._device))
+        self._made.append(storage)
+        return storage
 
 
 def accumulator_bytes(sizes: Sequence[Sequence[int]], *, offloaded: bool) -> tuple[int, int]:
@@ -174,19 +174,19 @@ class _Tenant:
 
     @property
     def leased(self) -> bool:
-        return any(place.leased for place in self._places)
+        return any(storage.leased for storage in self._places)
 
-    def reserve(self, place: OffloadedStorage, nbytes: int) -> slice:
+    def reserve(self, storage: OffloadedStorage, nbytes: int) -> slice:
         """Reserve `nbytes` for an accumulator, and return the accumulator's byte range in a slab."""
         assert self.slab is None, "an accumulator is added to a unit that has a slab"
-        self._places.append(place)
-        own = slice(self.nbytes, self.nbytes + nbytes)
+        self._places.append(storage)
+        byte_range = slice(self.nbytes, self.nbytes + nbytes)
         self.nbytes += _aligned(nbytes)
-        return own
+        return byte_range
 
     def leave(self) -> None:
-        for place in self._places:
-            place.leave()
+        for storage in self._places:
+            storage.leave()
         self.slab = None
 
 

@@ -76,19 +76,21 @@ class GradientReducer:
     def _requeue(self) -> None:
         """Rebuild the queue in backward order, which begins with the last unit. The order is the same on all ranks."""
         # After no_sync, this rank does not know which parameters other ranks have used, so all handles must take part.
-        left = self._status is not GradientStatus.FINAL
+        has_unreduced = self._status is not GradientStatus.FINAL
         self._follow(
             [
                 handle
                 for handle in reversed(self._handles)
-                if handle.gradients is not None and (handle.trainable or left or handle.gradients.used)
+                if handle.gradients is not None and (handle.trainable or has_unreduced or handle.gradients.used)
             ]
         )
 
     def _follow(self, order: list[Handle]) -> None:
         self._order = order
         self._used_params.set_local_order([member.name for handle in order for member in handle.members])
-        self.queue = ReductionQueue([each for handle in order if (each := handle.gradients) is not None], self._streams)
+        self.queue = ReductionQueue(
+            [gradients for handle in order if (gradients := handle.gradients) is not None], self._streams
+        )
 
     @property
     def failed(self) -> bool:
@@ -98,7 +100,7 @@ class GradientReducer:
     @property
     def empty(self) -> bool:
         """True if no parameter has a gradient or an unreduced contribution."""
-        return not any(shown.gradients.used for shown in self._shown)
+        return not any(grad_attribute.gradients.used for grad_attribute in self._shown)
 
     @property
     def _shown(self) -> list[GradAttribute]:
@@ -111,8 +113,8 @@ class GradientReducer:
         self.backwards += 1
         self.apply_user_grads()
         with plain_access():
-            for shown in self._shown:
-                shown.hide()
+            for grad_attribute in self._shown:
+                grad_attribute.hide()
 
     def main_grad(self, handle: Handle, slot: int, *, in_backward: bool) -> Tensor | None:
         """Return the memory to which a kernel may add a parameter's full gradient.
@@ -150,16 +152,16 @@ class GradientReducer:
             reduces: True if the pass reduces gradients over all ranks: outside no_sync and with `requires_all_reduce`.
         """
         with plain_access():
-            for shown in self._shown:
-                shown.collect_local_grads()
+            for grad_attribute in self._shown:
+                grad_attribute.collect_local_grads()
         used = self._agree_on_use() if reduces else None
         self.queue.finish(across_replicas=reduces)
         self._status = GradientStatus.FINAL if reduces else GradientStatus.UNREDUCED
         with plain_access():
-            late = isinstance(used, PendingUse) and self._order_agreed
-            if late and not any(post_accumulate_grad_hooks(member.sharded) for member in self._members):
-                for shown in self._shown:
-                    shown.unlock()
+            is_lazy = isinstance(used, PendingUse) and self._order_agreed
+            if is_lazy and not any(post_accumulate_grad_hooks(member.sharded) for member in self._members):
+                for grad_attribute in self._shown:
+                    grad_attribute.unlock()
                 self.lazy_grad.pending = True
             else:
                 self._publish(used)
@@ -172,8 +174,8 @@ class GradientReducer:
         This method may be called again after an interrupt.
         """
         if self._pending_use is not None:
-            for shown in self._shown:
-                shown.collect_local_grads()  # gradients from a backward pass that ran through no unit
+            for grad_attribute in self._shown:
+                grad_attribute.collect_local_grads()  # gradients from a backward pass that ran through no unit
             self._publish(self._pending_use)
         self._updated.clear()  # no parameter has hooks; see finish()
 
@@ -184,11 +186,11 @@ class GradientReducer:
         """
         self._status = GradientStatus.INVALID
         self.queue.abandon()
-        for shown in self._shown:
-            shown.gradients.abort()
+        for grad_attribute in self._shown:
+            grad_attribute.gradients.abort()
             with plain_access():
-                shown.unhide()
-            for member in shown.members:
+                grad_attribute.unhide()
+            for member in grad_attribute.members:
                 member.gathered.grad = None
                 take_flag(member.gathered)
         self.queue.trim()  # abort() has released buffers
@@ -211,38 +213,38 @@ class GradientReducer:
             True if a reduction was necessary.
         """
         self.apply_user_grads()
-        owed = (
+        has_unreduced = (
             self._status is GradientStatus.UNREDUCED
         )  # even if this rank has no accumulated gradients, because another replica may have some
-        if owed:
+        if has_unreduced:
             with torch.no_grad():
                 used = self._agree_on_use()
                 self.queue.finish_accumulated()
                 self._publish(used)
         self._status = GradientStatus.FINAL
-        return owed
+        return has_unreduced
 
     def scale_residuals(self, factor: float | Tensor) -> None:
         """Multiply the stored errors of encoded gradients by the factor by which the gradients were clipped.
 
         See [Note: Error feedback] in handle_gradients.py.
         """
-        held = (handle.gradients.residual for handle in self._handles if handle.gradients is not None)
-        if residuals := [each for each in held if each is not None]:
+        candidates = (handle.gradients.residual for handle in self._handles if handle.gradients is not None)
+        if residuals := [each for each in candidates if each is not None]:
             torch._foreach_mul_(residuals, factor.to(residuals[0].device) if isinstance(factor, Tensor) else factor)
 
     def record_step(self, params: Sequence[ManagedParam]) -> None:
         """Record that an optimizer has applied the gradients of `params`."""
-        stepped = {id(param) for param in params}
+        stepped_ids = {id(param) for param in params}
         for handle in self._handles:
-            if handle.gradients is not None and any(id(member) in stepped for member in handle.members):
+            if handle.gradients is not None and any(id(member) in stepped_ids for member in handle.members):
                 handle.gradients.record_step()
 
     def drop(self) -> None:
         """Drop all gradients and contributions, and clear the state of a failed backward pass."""
-        for shown in self._shown:
-            shown.gradients.drop(range(len(shown.members)))
-            for member in shown.members:
+        for grad_attribute in self._shown:
+            grad_attribute.gradients.drop(range(len(grad_attribute.members)))
+            for member in grad_attribute.members:
                 member.sharded.grad = None
         self._status = GradientStatus.FINAL
 
@@ -254,13 +256,13 @@ class GradientReducer:
         """
         self.lazy_grad.resolve()
         with plain_access():
-            for shown in self._shown:
-                shown.apply_user_grads()
+            for grad_attribute in self._shown:
+                grad_attribute.apply_user_grads()
         if self._status is GradientStatus.INVALID:
-            if left := [member.name for member in self._members if member.sharded.grad is not None]:
+            if names := [member.name for member in self._members if member.sharded.grad is not None]:
                 raise RuntimeError(
                     "the last backward raised an exception, and its gradients are incomplete. Call zero_grad() of all "
-                    f"optimizers, or model.zero_grad(). Parameters with a gradient: {', '.join(left[:3])}, ..."
+                    f"optimizers, or model.zero_grad(). Parameters with a gradient: {', '.join(names[:3])}, ..."
                 )
             self.drop()
 
@@ -272,12 +274,12 @@ class GradientReducer:
             return
         subject, advice = "requires_grad of parameters that were frozen or unfrozen", "Set equal values on every rank"
         failure = next((error for handle in self._handles if (error := handle.requires_grad_error)), None)
-        said = {m.name: m.sharded.requires_grad for m in changed}
-        require_equal(subject, said, ranks=self._model_ranks.ranks, failure=failure, advice=advice)
+        values = {m.name: m.sharded.requires_grad for m in changed}
+        require_equal(subject, values, ranks=self._model_ranks.ranks, failure=failure, advice=advice)
         self.lazy_grad.resolve()
         self.queue.settle()  # reductions of a backward pass inside no_sync may still use the buffers
-        for shown in self._shown:
-            shown.apply_user_grads()  # so that gradients dropped by zero_grad() are not reduced
+        for grad_attribute in self._shown:
+            grad_attribute.apply_user_grads()  # so that gradients dropped by zero_grad() are not reduced
         for handle in self._handles:
             handle.apply_requires_grad()
         self._used_params.add_names(m.name for m in changed)
@@ -328,23 +330,25 @@ class GradientReducer:
             self._pending_use = None
 
     def _take_agreed(self, agreement: bytes | PendingUse) -> None:
-        said = agreement if isinstance(agreement, bytes) else agreement.max_over_ranks()
+        usage = agreement if isinstance(agreement, bytes) else agreement.max_over_ranks()
         start = 0
         for handle, gradients in zip(self._order, self.queue.order, strict=True):
             stop = start + len(handle.members)
-            here = said[start:stop]
-            if GradUsage.CONTRIBUTED in here:
+            handle_usage = usage[start:stop]
+            if GradUsage.CONTRIBUTED in handle_usage:
                 self._updated += [
-                    member for member, use in zip(handle.members, here, strict=True) if use == GradUsage.CONTRIBUTED
+                    member
+                    for member, use in zip(handle.members, handle_usage, strict=True)
+                    if use == GradUsage.CONTRIBUTED
                 ]
-            gradients.record_usage(here)
+            gradients.record_usage(handle_usage)
             start = stop
 
     def _agree_on_order(self, arrived: Sequence[Handle]) -> None:
         """Set the order of later reductions to the order in which gradients arrived on the first rank."""
-        seen = [*arrived, *(handle for handle in self._order if handle not in arrived)]
-        places = self._used_params.from_first_rank(
-            {m.name: place for place, each in enumerate(seen) for m in each.members}
+        arrival_order = [*arrived, *(handle for handle in self._order if handle not in arrived)]
+        positions = self._used_params.from_first_rank(
+            {m.name: position for position, each in enumerate(arrival_order) for m in each.members}
         )
-        self._follow(sorted(self._order, key=lambda each: max(places.get(m.name, -1) for m in each.members)))
+        self._follow(sorted(self._order, key=lambda each: max(positions.get(m.name, -1) for m in each.members)))
         self._order_agreed = True

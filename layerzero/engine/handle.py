@@ -142,8 +142,8 @@ class Handle:
     def may_be_updated(self) -> bool:
         """True if an optimizer step or the user may have changed the masters. The value is the same on all ranks."""
         # A parameter that was frozen after the backward pass still has a gradient, so the optimizer updates it.
-        graded = any(member.sharded.grad is not None for member in self.members)
-        return self.trainable or self.tracker.dirty or graded
+        has_grad = any(member.sharded.grad is not None for member in self.members)
+        return self.trainable or self.tracker.dirty or has_grad
 
     def close(self) -> None:
         """Free all memory except the masters, which store the values of the sharded parameters."""
@@ -179,20 +179,20 @@ class Handle:
         model_parallel: ModelParallelSpec | None,
     ) -> ManagedParam:
         master, spec, local = self._rows_of(slot, tuple(original.shape), model_parallel)
-        place, offers = slice(slot.offset, slot.end), not self.reduction_spec.accumulator_is_reduced
+        flat_range, offers_main_grad = slice(slot.offset, slot.end), not self.reduction_spec.accumulator_is_reduced
         if isinstance(self._gathered_params, ExtendedGather):
             leaf = self._gathered_params.parameter
-            accumulates = accumulate_node(leaf)
+            grad_node = accumulate_node(leaf)
         else:
-            leaf = self._gathered_params.make(place, original, model_parallel, offers_main_grad=offers)
-            accumulates = get_gradient_edge(leaf).node  # keep the node, because autograd would create another one
+            leaf = self._gathered_params.make(flat_range, original, model_parallel, offers_main_grad=offers_main_grad)
+            grad_node = get_gradient_edge(leaf).node  # keep the node, because autograd would create another one
         leaf.requires_grad_(original.requires_grad)
         parameter = nn.Parameter(sharded(master, spec, self.tracker), requires_grad=original.requires_grad)
         assert isinstance(parameter, RowShardedTensor)
         parameter.gathered = leaf
         carry_over(original, gathered=leaf, sharded=parameter)
-        places = tuple((owner._parameters, attribute) for owner, attribute in owners)
-        return ManagedParam(slot.name, places, leaf, parameter, master, spec, local, accumulates)
+        module_refs = tuple((owner._parameters, attribute) for owner, attribute in owners)
+        return ManagedParam(slot.name, module_refs, leaf, parameter, master, spec, local, grad_node)
 
     @torch.no_grad()
     def recut(self, layout: FlatLayout) -> None:
@@ -274,8 +274,10 @@ class Handle:
         sharded.
         """
         assert self.weights.state is GatherState.SHARDED
-        coarser = torch.promote_types(self.precision.compute, self.precision.master) != self.precision.compute
-        self.full_precision = FullPrecision(self.weights, self.members) if enabled and coarser else None
+        compute_is_coarser = (
+            torch.promote_types(self.precision.compute, self.precision.master) != self.precision.compute
+        )
+        self.full_precision = FullPrecision(self.weights, self.members) if enabled and compute_is_coarser else None
         for member in self.members:
             member.evaluated = None if self.full_precision is None else self.full_precision.parameters[member]
 
@@ -372,8 +374,8 @@ class Handle:
         """
         if self.gradients is not None or self.precision.master.itemsize >= 4:
             return None
-        wanted = (member.name for member in self.members if member.sharded.requires_grad)
-        return next((ValueError(TOO_COARSE.format(name, self.precision.master)) for name in wanted), None)
+        unfrozen = (member.name for member in self.members if member.sharded.requires_grad)
+        return next((ValueError(TOO_COARSE.format(name, self.precision.master)) for name in unfrozen), None)
 
     def apply_requires_grad(self) -> None:
         """Apply the user's changes to ``requires_grad`` to the gathered parameters and to the expected gradients."""

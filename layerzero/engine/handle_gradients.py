@@ -312,8 +312,8 @@ class HandleGradients:
         for slot in slots:
             self.usage[slot] = GradUsage.UNUSED
         slots = slots if any(self.usage) else range(len(self.usage))
-        for each in self.buffers.values():
-            each.clear(slots)
+        for buffer in self.buffers.values():
+            buffer.clear(slots)
         if not any(self.usage):
             self.final.settle()
 
@@ -368,8 +368,8 @@ class PendingSlots:
         """
         self._closed = True
         if self._missing:
-            coming = _set(map(is_coming, range(self._trained.bit_length())))
-            self._missing &= coming
+            expected = _set(map(is_coming, range(self._trained.bit_length())))
+            self._missing &= expected
 
     def end(self) -> None:
         """Reset the state. The next gradient that arrives belongs to a new backward pass."""
@@ -420,12 +420,12 @@ class HandleReduction:
         if self._stages[0].collective is Collective.HOP2 and self.gradients.mesh_info.zero3_size > 1:
             stream.wait_event(streams.zero3.record_event(partial(record_wait, counters, Collective.HOP1)))
         stream.run(partial(self._launch, self._stages[0], is_first=True))
-        for number, (stage, following) in enumerate(zip(self._stages, (*self._stages[1:], None), strict=True)):
-            launched = stream.record_event()
+        for number, (stage, next_stage) in enumerate(zip(self._stages, (*self._stages[1:], None), strict=True)):
+            launch_event = stream.record_event()
             stream = streams.zero3 if stage.collective is Collective.HOP1 else streams.replica
-            stream.wait_event(launched)
+            stream.wait_event(launch_event)
             stream.wait_event(self)
-            stream.run(partial(self._launch_next, stage, following))
+            stream.run(partial(self._launch_next, stage, next_stage))
             waiting = partial(record_wait, counters, stage.collective, label, self._issued, number)
             self.finished_events.append(stream.record_event(waiting))
         self.gradients.reduction = self.finished_events[-1]
@@ -442,14 +442,14 @@ class HandleReduction:
                 self._end_leases()
                 raise
 
-    def _launch_next(self, stage: ReductionStage, following: ReductionStage | None) -> None:
+    def _launch_next(self, stage: ReductionStage, next_stage: ReductionStage | None) -> None:
         """Add the result of a collective and launch the next collective, without releasing the slab in between."""
         if self._pending is not None:  # None after a failure
             pending, self._pending = self._pending, None
             with self.gradients.accumulator.storage.guard:
-                self._add_result(stage, pending, is_last=following is None)
-                if following is not None:
-                    self._launch(following, is_first=False)
+                self._add_result(stage, pending, is_last=next_stage is None)
+                if next_stage is not None:
+                    self._launch(next_stage, is_first=False)
 
     def _launch(self, stage: ReductionStage, *, is_first: bool) -> None:
         gradients = self.gradients

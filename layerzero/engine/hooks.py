@@ -119,14 +119,14 @@ def _prepare_load(
         if isinstance(parameter, RowShardedTensor):
             names.setdefault(id(parameter), []).append(prefix + name)
     for tied in names.values():
-        found = [name for name in tied if name in state_dict]
-        if found and local_metadata.get("assign_to_params_buffers"):
+        present = [name for name in tied if name in state_dict]
+        if present and local_metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
-                f"load_state_dict(assign=True) would replace the sharded parameter {found[0]!r} of the model. Use "
+                f"load_state_dict(assign=True) would replace the sharded parameter {present[0]!r} of the model. Use "
                 "assign=False, or layerzero.load_full_state_dict(model, state_dict)"
             )
-        for name in tied if found else ():  # a state dict needs only one of the names of a tied parameter
-            state_dict.setdefault(name, state_dict[found[-1]])
+        for name in tied if present else ():  # a state dict needs only one of the names of a tied parameter
+            state_dict.setdefault(name, state_dict[present[-1]])
 
 
 def get_state(model: nn.Module) -> LayerZeroState:
@@ -195,11 +195,13 @@ def managed_params_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedPar
         for held, _ in member.module_refs
     }
     inside = [id(each._parameters) for each in module.modules()]
-    found: dict[LayerZeroState, list[ManagedParam]] = {holders[held]: [] for held in inside if held in holders}
-    for runtime, members in found.items():
+    members_by_state: dict[LayerZeroState, list[ManagedParam]] = {
+        holders[held]: [] for held in inside if held in holders
+    }
+    for runtime, members in members_by_state.items():
         ids = set(inside)
         members += [m for m in runtime.members.values() if any(id(held) in ids for held, _ in m.module_refs)]
-    if not found:
+    if not members_by_state:
         refuse_closed(module)
         for hook in module._forward_pre_hooks.values():
             assert (
@@ -209,7 +211,7 @@ def managed_params_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedPar
             f"this {type(module).__name__} has no parameter that layerzero.shard_model has sharded. Call shard_model "
             "on the full model first"
         )
-    return found
+    return members_by_state
 
 
 def forward_hooks(module: nn.Module) -> tuple[_BeforeForward, _AfterForward]:
@@ -239,26 +241,26 @@ def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
         ValueError: all parameters of `module` are in units nested in it.
     """
     refuse_closed(module)
-    found: dict[LayerZeroState, set[Unit]] = {}
-    left, inside, has_own = [module], False, False
-    while left:
-        each = left.pop()
-        for parameter in each._parameters.values():
-            has_own |= parameter is not None
+    units_by_state: dict[LayerZeroState, set[Unit]] = {}
+    pending, has_inner_units, has_own_params = [module], False, False
+    while pending:
+        submodule = pending.pop()
+        for parameter in submodule._parameters.values():
+            has_own_params |= parameter is not None
             leaf = getattr(parameter, "gathered", parameter)  # in a forward pass, `parameter` is already gathered
             for hook in () if leaf is None else post_accumulate_grad_hooks(leaf):
                 if isinstance(hook, _OnGradient) and (runtime := hook.runtime()) is not None:
-                    found.setdefault(runtime, set()).add(hook.unit)
-        for child in each._modules.values():
+                    units_by_state.setdefault(runtime, set()).add(hook.unit)
+        for child in submodule._modules.values():
             is_unit = child is not None and any(isinstance(hook, _Hook) for hook in child._forward_pre_hooks.values())
-            inside |= is_unit
-            left += [] if child is None or is_unit else [child]
-    if inside and not has_own:
+            has_inner_units |= is_unit
+            pending += [] if child is None or is_unit else [child]
+    if has_inner_units and not has_own_params:
         raise ValueError(
             f"all parameters of this {type(module).__name__} are in units inside it, which are gathered one by one. "
             "Pass a unit, or a module inside a unit"
         )
-    return {runtime: [unit for unit in runtime.units if unit in units] for runtime, units in found.items()}
+    return {runtime: [unit for unit in runtime.units if unit in units] for runtime, units in units_by_state.items()}
 
 
 class _OnGradient:

@@ -61,9 +61,9 @@ class SettingsCheck:
 
     def digests(self) -> list[Tensor]:
         """Return one message for each axis, uint8 [DIGEST_BYTES]."""
-        own = torch.tensor(list(self._digest_now()), dtype=torch.uint8, device="cpu")
+        message = torch.tensor(list(self._digest_now()), dtype=torch.uint8, device="cpu")
         self._sent.append(self._last)
-        return self._late.outgoing(own)
+        return self._late.outgoing(message)
 
     def receive(self, messages: Sequence[Tensor]) -> None:
         """Compare the digests of all ranks and record whether any of them differ.
@@ -102,23 +102,23 @@ class SettingsCheck:
         if not self._differ:
             return
         self._differ = False
-        found: dict[tuple[int, int, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        values_by_setting: dict[tuple[int, int, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         texts = self._model_ranks.all_gather_text(json.dumps(self._compared))
         for rank, text in zip(self._model_ranks.ranks, texts, strict=True):
             for index, groups in enumerate(json.loads(text)):
                 for number, group in enumerate(groups):
                     for name, value in group:
-                        found[index, number, name][json.dumps(value)].append(rank)
-        several = len({index for index, _, _ in found}) > 1
+                        values_by_setting[index, number, name][json.dumps(value)].append(rank)
+        several = len({index for index, _, _ in values_by_setting}) > 1
         lines = [
             f"{name!r} of parameter group {number}{f' of optimizer {index}' if several else ''} is "
             + ", ".join(f"{value} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for value, r in values.items())
-            for (index, number, name), values in found.items()
+            for (index, number, name), values in values_by_setting.items()
             if len(values) > 1 or sum(map(len, values.values())) < len(texts)
         ]
-        more = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
+        suffix = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
         raise RuntimeError(
-            f"the ranks have used different optimizer settings for one model: {'; '.join(lines[:4])}{more}. Rows of "
+            f"the ranks have used different optimizer settings for one model: {'; '.join(lines[:4])}{suffix}. Rows of "
             "one parameter were updated with different settings. Use the same settings on all ranks (average the loss "
             "over the ranks before you pass it to ReduceLROnPlateau), and load the last checkpoint"
         )

@@ -29,9 +29,9 @@ class StructureCheck:
         self._born = [module._parameters for module in model.modules()]  # kept alive, so that the ids stay unique
         # (dict, attribute) of the parameters that are sharded, or that are ignored and trained by the user.
         self._places = {
-            (id(held), attribute)
-            for held in self._born
-            for attribute, parameter in held.items()
+            (id(parameters), attribute)
+            for parameters in self._born
+            for attribute, parameter in parameters.items()
             if parameter is not None
         }
         self._added_frozen_params: list[nn.Parameter] = []  # these need no reduction and no step while they are frozen
@@ -70,24 +70,24 @@ class StructureCheck:
         self._counts = [*map(len, self._parameters)]
         self._childless = [module._modules for module in modules if not module._modules]
         self._parents = [module._modules for module in modules if module._modules]
-        self._children = [dict(held) for held in self._parents]  # modules are equal only to themselves
-        nothing = [(held, name) for held in self._parameters for name, value in held.items() if value is None]
-        self._without = [held for held, _ in nothing]
-        self._absent = [name for _, name in nothing]
+        self._children = [dict(table) for table in self._parents]  # modules are equal only to themselves
+        missing = [(table, name) for table in self._parameters for name, value in table.items() if value is None]
+        self._without = [table for table, _ in missing]
+        self._absent = [name for _, name in missing]
 
     def _check(self) -> None:
-        late, frozen = [], []
-        there = dict(self._live_model.named_modules())
-        ids = {id(module._parameters) for module in there.values()}
+        added, frozen = [], []
+        modules = dict(self._live_model.named_modules())
+        ids = {id(module._parameters) for module in modules.values()}
         for member in self._sharded.values():
-            for held, attribute in member.module_refs:
-                shown = held.get(attribute)
-                if id(held) in ids and shown is not member.sharded and shown is not member.gathered:
+            for parameters, attribute in member.module_refs:
+                current = parameters.get(attribute)
+                if id(parameters) in ids and current is not member.sharded and current is not member.gathered:
                     raise replaced(member)
-        for name, module in there.items():
+        for name, module in modules.items():
             for attribute, parameter in module._parameters.items():
-                place = (id(module._parameters), attribute)
-                if parameter is None or place in self._places:
+                ref = (id(module._parameters), attribute)
+                if parameter is None or ref in self._places:
                     continue
                 full_name = f"{name}.{attribute}" if name else attribute
                 if tied := self._sharded.get(id(parameter)):
@@ -98,12 +98,12 @@ class StructureCheck:
                 if isinstance(parameter, RowShardedTensor):  # a parameter of another sharded model, which manages it
                     continue
                 if parameter.requires_grad:
-                    late.append(full_name)
+                    added.append(full_name)
                 else:
                     frozen.append(parameter)
-        if late:
+        if added:
             raise RuntimeError(
-                f"{_listed(late)} joined the model after shard_model. Gradients would not be averaged over the ranks, "
+                f"{_listed(added)} joined the model after shard_model. Gradients would not be averaged over the ranks, "
                 "and no sharded optimizer would update the parameters. Add modules and parameters before shard_model "
                 "(in ignored_modules or ignored_params, to keep them unsharded), or freeze them with "
                 "requires_grad_(False)"
@@ -121,5 +121,5 @@ def replaced(member: ManagedParam) -> RuntimeError:
 
 
 def _listed(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:4]) + (", ..." if len(names) > 4 else "")
-    return f"parameters {shown}" if len(names) > 1 else f"parameter {shown}"
+    listed = ", ".join(repr(name) for name in names[:4]) + (", ..." if len(names) > 4 else "")
+    return f"parameters {listed}" if len(names) > 1 else f"parameter {listed}"

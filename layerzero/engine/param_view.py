@@ -36,9 +36,9 @@ def refuse_gradients(label: str, view: ParamView = ParamView.UNSHARDED) -> None:
 
 def refuse_sharded(unit: Unit, unsharded: Mapping[ManagedParam, bool]) -> None:
     """Raise RuntimeError if a forward pass inside ``layerzero.unsharded`` needs a parameter that is still sharded."""
-    if absent := next((member.name for member in unit.members() if not unsharded.get(member)), None):
+    if sharded := next((member.name for member in unit.members() if not unsharded.get(member)), None):
         raise RuntimeError(
-            f"forward of {unit.label} inside layerzero.unsharded, where its parameter {absent!r} is sharded on this "
+            f"forward of {unit.label} inside layerzero.unsharded, where its parameter {sharded!r} is sharded on this "
             "rank and is not gathered. The context was entered for other modules, or with rank0_only=True. Pass a "
             "module to unsharded that contains this module, or run the forward outside of the context"
         )

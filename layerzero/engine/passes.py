@@ -50,7 +50,7 @@ class UnitCall:
 
         The backward pass of the next call runs before the backward pass of this call.
         """
-        later = (self._order[place]() for place in range(self._position + 1, len(self._order)))
+        later = (self._order[index]() for index in range(self._position + 1, len(self._order)))
         return next((call for call in later if call is not None), None)
 
     def is_before(self, use: GatheredUse) -> bool:
@@ -64,17 +64,17 @@ class UnitCall:
         of the next call, and nodes of uses outside of forward passes between the two calls. If units are on several
         meshes, the last call in the graph also yields the handles of units that the forward pass did not call.
         """
-        forward, follower = self.forward, self.next_call
-        for place, units in () if forward is None else forward.uses:
-            if self._position < place and (follower is None or place <= follower._position):
+        forward, next_call = self.forward, self.next_call
+        for position, units in () if forward is None else forward.uses:
+            if self._position < position and (next_call is None or position <= next_call._position):
                 assert forward is not None
                 for unit in units:
                     if not forward.is_still_needed(unit, calls=self._position + 1, uses=self._position):
                         yield from unit.handles
-        if follower is not None:
-            for ended in (follower, *follower.callers):
-                if ended is not self and ended not in self.callers and ended.is_last_in_backward:
-                    yield from ended.unit.handles
+        if next_call is not None:
+            for call in (next_call, *next_call.callers):
+                if call is not self and call not in self.callers and call.is_last_in_backward:
+                    yield from call.unit.handles
         elif forward is not None:
             for unit in forward.uncalled_units:
                 yield from unit.handles
@@ -99,8 +99,8 @@ class UnitCall:
         return next(self._earlier(), None)
 
     def _earlier(self) -> Iterator[UnitCall]:
-        earlier = (self._order[place]() for place in range(self._position - 1, -1, -1))
-        return (call for call in earlier if call is not None)
+        calls = (self._order[index]() for index in range(self._position - 1, -1, -1))
+        return (call for call in calls if call is not None)
 
 
 class ForwardPass:
@@ -146,23 +146,23 @@ class ForwardPass:
 
     def is_still_needed(self, unit: Unit, *, calls: int, uses: int) -> bool:
         """Return whether `unit` is in one of the first `calls` calls, or in a use up to position `uses`."""
-        if any(place <= uses and unit in units for place, units in self.uses):
+        if any(position <= uses and unit in units for position, units in self.uses):
             return True
         if self.first.get(unit, calls) >= calls:
             return False
-        return any(call.unit is unit for weak in self.returned[:calls] if (call := weak()) is not None)
+        return any(call.unit is unit for ref in self.returned[:calls] if (call := ref()) is not None)
 
     def next_units(self, count: int) -> list[Unit]:
         """Return the next `count` units on the mesh of the last called unit, predicted from the last forward pass.
 
         The list is empty once this forward pass deviates from the prediction. See [Note: Prefetch on several meshes].
         """
-        here = len(self.called)
+        position = len(self.called)
         # `called` is empty if the first call raised in its pre-hook.
-        if not 0 < here <= len(self._expected) or self._expected[here - 1] is not self.called[-1]:
+        if not 0 < position <= len(self._expected) or self._expected[position - 1] is not self.called[-1]:
             self._expected = []
-        following = (unit for unit in self._expected[here:] if unit.mesh_info is self.called[-1].mesh_info)
-        return list(islice(following, count))
+        candidates = (unit for unit in self._expected[position:] if unit.mesh_info is self.called[-1].mesh_info)
+        return list(islice(candidates, count))
 
     def is_expected_last(self, unit: Unit) -> bool:
         """Return whether `unit` was called last, and no more calls are expected. The first pass expects nothing."""
@@ -257,10 +257,10 @@ class BackwardPass:
 
         The backward pass of the next call ends at this point, but the hook that ends it runs second.
         """
-        follower = call.next_call
+        next_call = call.next_call
         return (
-            follower is not None
-            and follower.ends_with_input_grad
-            and follower not in call.callers
-            and follower in self.active_calls
+            next_call is not None
+            and next_call.ends_with_input_grad
+            and next_call not in call.callers
+            and next_call in self.active_calls
         )

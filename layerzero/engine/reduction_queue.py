@@ -149,6 +149,6 @@ class ReductionQueue:
         if reduction is not None:
             self.streams.check()
             reduction.submit(self.streams)
-            for events, event, most in zip(self._events, reduction.finished_events, IN_FLIGHT, strict=False):
+            for events, event, limit in zip(self._events, reduction.finished_events, IN_FLIGHT, strict=False):
                 events.append(event)
-                self.streams.limit_in_flight(events, most)
+                self.streams.limit_in_flight(events, limit)

@@ -109,28 +109,35 @@ class ReductionSpec:
         if sends_each and adds and precision.compute.itemsize < incoming.itemsize:
             incoming = precision.compute  # see [Note: Dtype of full gradients]
         factor1, factor2 = _factors(grid, divide_factor)
-        first = _before(factor1 if has_hop1 else factor2, incoming, adds=adds)
+        incoming_divisor = _before(factor1 if has_hop1 else factor2, incoming, adds=adds)
         if not has_hop1 or grid.replicas == 1:
-            only = Collective.HOP1 if has_hop1 else Collective.HOP2
+            collective = Collective.HOP1 if has_hop1 else Collective.HOP2
             stages: tuple[ReductionStage, ...] = (
                 ReductionStage(
-                    Extent.FULL, Extent.ZERO1, only, incoming, first / divide_factor, None if has_hop1 else hop2_codec
+                    Extent.FULL,
+                    Extent.ZERO1,
+                    collective,
+                    incoming,
+                    incoming_divisor / divide_factor,
+                    None if has_hop1 else hop2_codec,
                 ),
             )
         else:
-            second = _before(factor2, precision.replica_reduce, adds=adds_hop2)
-            between = 1.0
+            hop2_divisor = _before(factor2, precision.replica_reduce, adds=adds_hop2)
+            hop1_scale = 1.0
             if precision.replica_reduce is torch.float16:
-                between = 1.0 / _power_of_two(factor1 * second / first)
-            last = first / (divide_factor * between)
+                hop1_scale = 1.0 / _power_of_two(factor1 * hop2_divisor / incoming_divisor)
+            hop2_scale = incoming_divisor / (divide_factor * hop1_scale)
             stages = (
-                ReductionStage(Extent.FULL, Extent.ZERO3, Collective.HOP1, incoming, between),
-                ReductionStage(Extent.ZERO3, Extent.ZERO1, Collective.HOP2, precision.replica_reduce, last, hop2_codec),
+                ReductionStage(Extent.FULL, Extent.ZERO3, Collective.HOP1, incoming, hop1_scale),
+                ReductionStage(
+                    Extent.ZERO3, Extent.ZERO1, Collective.HOP2, precision.replica_reduce, hop2_scale, hop2_codec
+                ),
             )
         if sends_each:
             accumulator = Extent.ZERO1 if accumulation == "local" else stages[0].target
-            return cls(Extent.FULL, accumulator, stages, incoming, 1.0 / first)
-        return cls(Extent.FULL, Extent.FULL, stages, precision.master, 1.0 / first)
+            return cls(Extent.FULL, accumulator, stages, incoming, 1.0 / incoming_divisor)
+        return cls(Extent.FULL, Extent.FULL, stages, precision.master, 1.0 / incoming_divisor)
 
     def between(self, start: Extent, stop: Extent) -> tuple[ReductionStage, ...]:
         """Return the stages that reduce the extent `start` to the smaller extent `stop`."""
@@ -155,12 +162,12 @@ def _factors(grid: ShardGrid, divide_factor: float) -> tuple[float, float]:
     return factor1, divide_factor / factor1
 
 
-def _before(factor: float, wire: torch.dtype, *, adds: bool) -> float:
+def _before(factor: float, wire_dtype: torch.dtype, *, adds: bool) -> float:
     """Return the part of a hop's factor by which gradients are divided before the hop.
 
     See [Note: Division of gradients].
     """
-    return 1.0 if adds or wire is not torch.float16 else _power_of_two(math.sqrt(max(1.0, factor)))
+    return 1.0 if adds or wire_dtype is not torch.float16 else _power_of_two(math.sqrt(max(1.0, factor)))
 
 
 def _power_of_two(least: float) -> float:

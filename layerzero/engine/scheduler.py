@@ -134,8 +134,8 @@ class Scheduler(Closable):
             self.staying.add(root)
         self._last_unit_stays = on_device and len(self._orders) == 1
         lists = (*self.prefetched_forward.values(), *self.prefetched_backward.values())
-        ahead = max([self._config.prefetch, *map(len, lists)])
-        self._pools.full.limit = max_gathered_bytes([unit.gathered_memory for unit in self._units], ahead)
+        prefetch_depth = max([self._config.prefetch, *map(len, lists)])
+        self._pools.full.limit = max_gathered_bytes([unit.gathered_memory for unit in self._units], prefetch_depth)
 
     def unshard(self, unit: Unit) -> None:
         """Launch the gather of a unit for a later forward pass."""
@@ -189,9 +189,9 @@ class Scheduler(Closable):
                 self._gradients.queue.reclaim_memory()
             self._free_kept(self._forward, unless=unit)
             recorded = self._forward.next_units(self._config.prefetch)
-            for upcoming in self.prefetched_forward.get(unit, recorded):
-                self._forward.prefetched.add(upcoming)
-                self._gather(upcoming)
+            for next_unit in self.prefetched_forward.get(unit, recorded):
+                self._forward.prefetched.add(next_unit)
+                self._gather(next_unit)
         self._wait(unit)
         unit.show_gathered()
         args, kwargs = unit.cast_inputs(args, kwargs, computes_in=self._compute_dtypes(unit))
@@ -278,9 +278,9 @@ class Scheduler(Closable):
         self._refresher.pre_forward()
 
     def _free_kept(self, forward: ForwardPass, *, unless: Unit | None = None) -> None:
-        kept, forward.still_gathered = forward.still_gathered, None
-        if kept is not None and kept is not unless and self._is_idle(kept):
-            kept.reshard()
+        gathered, forward.still_gathered = forward.still_gathered, None
+        if gathered is not None and gathered is not unless and self._is_idle(gathered):
+            gathered.reshard()
 
     def _end_forward(self, forward: ForwardPass, *, awaits_backward: bool) -> None:
         self._forward = None
@@ -323,8 +323,8 @@ class Scheduler(Closable):
         if ParamView.FULL_PRECISION in self.status.active_views:
             refuse_gradients(label, ParamView.FULL_PRECISION)
         self.prepare_gathers()
-        around = self._forward or self._last_forward()
-        use = GatheredUse(units, around if torch.is_grad_enabled() else None)
+        forward = self._forward or self._last_forward()
+        use = GatheredUse(units, forward if torch.is_grad_enabled() else None)
         self._uses.append(use)
         try:
             for unit in units:
@@ -363,29 +363,29 @@ class Scheduler(Closable):
         finally:
             self._uses.remove(use)
 
-    def _refuse_streams(self, what: str) -> None:
+    def _refuse_streams(self, operation: str) -> None:
         if stream := next((use for use in self._uses if isinstance(use, StreamUse)), None):
-            raise RuntimeError(f"{what} is not possible {stream.obstacle}")
+            raise RuntimeError(f"{operation} is not possible {stream.obstacle}")
 
     def _saving_for(self, use: GatheredUse) -> saved_tensors_hooks:
-        around = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+        outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
 
         def pack(tensor: Tensor) -> Any:
             use.awaits_backward = True
-            if around is not None:
-                return around[0](tensor)
+            if outer_hooks is not None:
+                return outer_hooks[0](tensor)
             saved = tensor.detach()  # saving an output with its graph would create a reference cycle
             return saved, saved._version
 
         def unpack(packed: Any) -> Tensor:
-            if around is None and packed[0]._version != packed[1]:
+            if outer_hooks is None and packed[0]._version != packed[1]:
                 raise RuntimeError(
                     f"a tensor saved for the backward inside layerzero.gathered of {use.label} has been modified by an "
                     f"inplace operation: the tensor is at version {packed[0]._version}, expected version {packed[1]}. "
                     "If the tensor is a weight, optimizer.step() or a load has changed it. Run the forward again"
                 )
             self._before_backward_of(use)
-            unpacked: Tensor = packed[0] if around is None else around[1](packed)
+            unpacked: Tensor = packed[0] if outer_hooks is None else outer_hooks[1](packed)
             return unpacked
 
         return saved_tensors_hooks(pack, unpack)
@@ -412,18 +412,18 @@ class Scheduler(Closable):
         for use in [use for use in backward.uses if call.is_before(use)]:
             del backward.uses[use]
             for unit in use.units:
-                if self._is_idle(unit) and all(around.unit is not unit for around in call.callers):
+                if self._is_idle(unit) and all(caller.unit is not unit for caller in call.callers):
                     unit.end_backward(())
 
     # Gather
 
     def _gather(self, unit: Unit) -> None:
-        absent = [handle for handle in unit.handles if handle.weights.state is GatherState.SHARDED]
-        if any(handle.full_precision is not None for handle in absent):
+        sharded_handles = [handle for handle in unit.handles if handle.weights.state is GatherState.SHARDED]
+        if any(handle.full_precision is not None for handle in sharded_handles):
             self._full_precision_orders[unit.mesh_info].check(self._index[unit])
-        if any(handle.weights.needs_gather and handle.full_precision is None for handle in absent):
+        if any(handle.weights.needs_gather and handle.full_precision is None for handle in sharded_handles):
             self._orders[unit.mesh_info].check(self._index[unit] + unit.has_post_forward_shard * len(self._units))
-        if absent:
+        if sharded_handles:
             unit.gather()
 
     def _wait(self, unit: Unit) -> None:
@@ -446,10 +446,10 @@ class Scheduler(Closable):
         self._end_with_nested_backward(backward, call)
         self._reduce_ended(backward, call.ended_handles(), called=call.next_call is not None)
         # Gather the outermost call first, because ranks may differ in which output the backward pass reaches first.
-        for around in call.callers:
-            if around not in backward.gathered_calls:
-                backward.gathered_calls.add(around)
-                self._gather(around.unit)
+        for caller in call.callers:
+            if caller not in backward.gathered_calls:
+                backward.gathered_calls.add(caller)
+                self._gather(caller.unit)
         backward.gathered_calls.add(call)
         self._gather(unit)
         if self._config.offload_grads:
@@ -487,8 +487,8 @@ class Scheduler(Closable):
 
     def _prefetch_before(self, call: UnitCall) -> None:
         recorded = call.preceding(self._config.prefetch)
-        for upcoming in self.prefetched_backward.get(call.unit, [earlier.unit for earlier in recorded]):
-            self._gather(upcoming)
+        for unit in self.prefetched_backward.get(call.unit, [preceding_call.unit for preceding_call in recorded]):
+            self._gather(unit)
         if recorded and self._config.offload_grads:  # there are two slabs
             recorded[0].unit.prefetch_accumulators()
 
@@ -500,13 +500,13 @@ class Scheduler(Closable):
                 backward.observer.end(call)
             if call.forward is not None and call.ends_with_input_grad and call.is_last_in_backward:
                 self._reduce_ended(backward, call.unit.handles, called=True)
-        earlier = call.preceding(
+        earlier_calls = call.preceding(
             None if call.unit.has_post_forward_shard else 1
         )  # any of the forward passes may use the post-forward shard
-        begun = earlier if backward is None else backward.gathered_calls
-        coming = [each for each in earlier if each.unit is call.unit and each not in begun]
-        if self._is_idle(call.unit) and not set(coming).intersection(earlier[:1]):
-            call.unit.end_backward(() if coming else {call.forward} - {None})
+        begun_calls = earlier_calls if backward is None else backward.gathered_calls
+        pending_calls = [each for each in earlier_calls if each.unit is call.unit and each not in begun_calls]
+        if self._is_idle(call.unit) and not set(pending_calls).intersection(earlier_calls[:1]):
+            call.unit.end_backward(() if pending_calls else {call.forward} - {None})
         if backward is not None and (previous := call.previous) in backward.active_calls:
             self._prefetch_before(previous)
 
@@ -534,9 +534,9 @@ class Scheduler(Closable):
         backward = self._enter_backward(handle.members[slot].name)
         gradient, leaf.grad = leaf.grad, None
         gradients = handle.gradients
-        written = getattr(leaf, FLAG, False) and take_flag(leaf)
+        wrote_main_grad = getattr(leaf, FLAG, False) and take_flag(leaf)
         if gradient is None:  # the parameter was frozen after its forward pass, so torch drops the gradient
-            if written and gradients is not None:
+            if wrote_main_grad and gradients is not None:
                 gradients.incoming.withdraw([slot])
             return
         assert gradients is not None
@@ -545,9 +545,9 @@ class Scheduler(Closable):
             raise RuntimeError(f"parameter {member.name!r} has a sparse gradient. Build its module with sparse=False")
         if gradients.incoming_is_blocked:
             self._gradients.queue.wait_until_writable(gradients)
-        if written:
+        if wrote_main_grad:
             gradients.take(slot)
-        if not written or getattr(leaf, "zero_out_wgrad", False):
+        if not wrote_main_grad or getattr(leaf, "zero_out_wgrad", False):
             gradients.receive(slot, gradient)
         if gradients.pending_slots.all_ready:
             backward.completed_handles[handle] = None
@@ -595,10 +595,10 @@ class Scheduler(Closable):
         backward.active_calls.clear()
         backward.uses.clear()
         self._ahead.clear()
-        passed = {call.forward for call in backward.gathered_calls} - {None}
+        finished = {call.forward for call in backward.gathered_calls} - {None}
         for unit in self._units:
             if (unit.gathered or unit.has_post_forward_shard) and not self._is_running(unit):
-                unit.drop_post_forward(passed) if self.is_held(unit) else unit.end_backward(passed)
+                unit.drop_post_forward(finished) if self.is_held(unit) else unit.end_backward(finished)
         self._gradients.finish(list(backward.completed_handles), reduces=backward.requires_gradient_sync)
         self._backward = None
         if backward.requires_gradient_sync:

@@ -63,9 +63,9 @@ class LayerZeroState(Closable):
         self.observer = mesh_info.counters.observer
         self._extensions: dict[type[ModelExtension], Any] = {}  # by class; see extension()
         self.on_close: list[Callable[[], object]] = []  # idempotent callbacks that end snapshots, watchdogs, etc.
-        member_of = {id(m.sharded): m for handle in self.handles for m in handle.members}
+        members_by_id = {id(m.sharded): m for handle in self.handles for m in handle.members}
         # By name, in the order of the model. The order of the handles may differ between ranks.
-        self.members = {m.name: m for parameter in model.parameters() if (m := member_of.get(id(parameter)))}
+        self.members = {m.name: m for parameter in model.parameters() if (m := members_by_id.get(id(parameter)))}
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # from shard_optimizer
         self.parameters = ParamRegistry(self.members, ignored)
         self.status = ModelStatus(StructureCheck(model, self.members.values()))

@@ -65,7 +65,7 @@ class Unit:
     @property
     def modules(self) -> list[nn.Module]:
         """Modules of the unit. A call to any of these modules is a call to the unit."""
-        modules = [module for weak in self._modules if (module := weak()) is not None]
+        modules = [module for ref in self._modules if (module := ref()) is not None]
         assert len(modules) == len(self._modules)
         return modules
 
@@ -176,11 +176,11 @@ class Unit:
 
     def show_gathered(self) -> None:
         for parameters, attribute, member in self._places:
-            shown = parameters.get(attribute)
+            current = parameters.get(attribute)
             if (
-                shown is not member.sharded
-                and shown is not member.gathered
-                and (shown is None or shown is not member.evaluated)
+                current is not member.sharded
+                and current is not member.gathered
+                and (current is None or current is not member.evaluated)
             ):
                 raise replaced(member)
             parameters[attribute] = member.gathered if member.evaluated is None else member.evaluated

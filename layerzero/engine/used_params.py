@@ -85,9 +85,9 @@ class UsedParamMap:
 
     def from_first_rank(self, numbers: Mapping[str, int]) -> dict[str, int]:
         """Return the number that the first rank has passed for each parameter, or -1 if it has passed none."""
-        said = torch.tensor([numbers.get(name, -1) for name in self._names], dtype=torch.int64, device="cpu")
-        self._model_ranks.broadcast_numbers(said)
-        return dict(zip(self._names, said.tolist(), strict=True))
+        values = torch.tensor([numbers.get(name, -1) for name in self._names], dtype=torch.int64, device="cpu")
+        self._model_ranks.broadcast_numbers(values)
+        return dict(zip(self._names, values.tolist(), strict=True))
 
 
 class _ParamsOnComms:
@@ -101,10 +101,10 @@ class _ParamsOnComms:
     def __init__(self, comms: tuple[Communicator, ...], names: Sequence[str], own: Sequence[str]) -> None:
         self.comms = comms
         self.numel = len(names)
-        place_of = {name: place for place, name in enumerate(names)}
-        here = [place for place, name in enumerate(own) if name in place_of]
-        self.own = torch.tensor(here, dtype=torch.int64, device="cpu")
-        self.places = torch.tensor([place_of[own[place]] for place in here], dtype=torch.int64, device="cpu")
+        index_of = {name: index for index, name in enumerate(names)}
+        own_positions = [index for index, name in enumerate(own) if name in index_of]
+        self.own = torch.tensor(own_positions, dtype=torch.int64, device="cpu")
+        self.places = torch.tensor([index_of[own[index]] for index in own_positions], dtype=torch.int64, device="cpu")
 
 
 class PendingUse:
@@ -122,9 +122,9 @@ class PendingUse:
         self._heard: list[list[PendingSmallGather]] = [[] for _ in groups]  # messages, by group and axis
         self._most: list[Tensor] = []  # bytes to send next, by group, uint8 [number of parameters in the group]
         for group in groups:
-            most = torch.zeros(group.numel, dtype=torch.uint8, device="cpu")
-            most[group.places] = own[group.own]
-            self._most.append(most)
+            maximum = torch.zeros(group.numel, dtype=torch.uint8, device="cpu")
+            maximum[group.places] = own[group.own]
+            self._most.append(maximum)
         self._send_along(0)
 
     def reserve(self) -> None:
@@ -161,36 +161,36 @@ class PendingUse:
                 raise self._failure.explain(self._failure.error) from self._failure.error
             if self._failure is not None:
                 raise self._failure
-        for heard in self._heard:
-            for each in heard:
-                each.wait()
+        for gathers in self._heard:
+            for gather in gathers:
+                gather.wait()
 
     @property
     def further(self) -> list[Tensor]:
         """Additional bytes received along each control communicator, uint8 [ranks, n]; valid after :meth:`wait`."""
-        return [heard.said[:, self._groups[0].numel :] for heard in self._heard[0]]
+        return [gather.said[:, self._groups[0].numel :] for gather in self._heard[0]]
 
     def max_over_ranks(self) -> bytes:
         """Wait for all messages. Return the maximum over the ranks of each parameter's byte, in this rank's order."""
         self.wait()
-        most = torch.zeros_like(self._own)
-        for place, group in enumerate(self._groups):
-            self._take(place)
-            most[group.own] = self._most[place][group.places]
-        return bytes(most.tolist())
+        maximum = torch.zeros_like(self._own)
+        for index, group in enumerate(self._groups):
+            self._take(index)
+            maximum[group.own] = self._most[index][group.places]
+        return bytes(maximum.tolist())
 
     def _send_along(self, axis: int) -> None:
-        for place, (group, heard) in enumerate(zip(self._groups, self._heard, strict=True)):
-            if len(heard) != axis or axis >= len(group.comms):
+        for index, (group, gathers) in enumerate(zip(self._groups, self._heard, strict=True)):
+            if len(gathers) != axis or axis >= len(group.comms):
                 continue
-            if not self._is_known and heard:
-                heard[-1].work.wait(beside=True)
-                self._take(place)
-            behind = self._further[axis : axis + 1] if place == 0 else ()
-            message = torch.cat([self._most[place], *behind])
-            heard.append(all_gather_small(group.comms[axis], Collective.METADATA, message))
+            if not self._is_known and gathers:
+                gathers[-1].work.wait(beside=True)
+                self._take(index)
+            extra_bytes = self._further[axis : axis + 1] if index == 0 else ()
+            message = torch.cat([self._most[index], *extra_bytes])
+            gathers.append(all_gather_small(group.comms[axis], Collective.METADATA, message))
 
-    def _take(self, place: int) -> None:
+    def _take(self, index: int) -> None:
         """Store the maximum over all ranks in the last message of a group. The message must have arrived."""
-        if heard := self._heard[place]:
-            self._most[place] = heard[-1].said[:, : self._groups[place].numel].amax(dim=0)
+        if gathers := self._heard[index]:
+            self._most[index] = gathers[-1].said[:, : self._groups[index].numel].amax(dim=0)

@@ -151,15 +151,16 @@ class WeightRefresher:
     def _agree(self, subject: str, edited: Sequence[Handle]) -> None:
         groups: dict[str, dict[str, object]] = {}
         for handle in edited:
-            with_same, with_same_handle = (
+            holders, handle_ranks = (
                 f"{handle.holding_ranks(self._model_ranks)}",
                 f"handles of {handle.mesh_info.ranks}",
             )
-            fields = groups.setdefault(with_same, {})
+            fields = groups.setdefault(holders, {})
             fields |= {
-                f"digest of the full tensor for {name!r}": said for name, said in handle.tracker.loaded_digests.items()
+                f"digest of the full tensor for {name!r}": loaded_digest
+                for name, loaded_digest in handle.tracker.loaded_digests.items()
             }
-            groups.setdefault(with_same_handle, {})[
+            groups.setdefault(handle_ranks, {})[
                 f"{handle.members[0].name!r} and the other parameters of its handle"
             ] = "changed"
         # A unit may have different numbers of handles on model-parallel ranks, so list each handle name only once.

@@ -173,21 +173,23 @@ class WeightStorage:
 
         All ranks must call this method between passes.
         """
-        mesh_info, old = self.mesh_info, self.layout
+        mesh_info, old_layout = self.mesh_info, self.layout
         self.refresh_in_full = True
-        place = mesh_info.grid.slice_within(layout, Extent.ZERO1, Extent.ZERO3)
+        own_slice = mesh_info.grid.slice_within(layout, Extent.ZERO1, Extent.ZERO3)
         self.layout = layout
-        self._own_part = self.zero3_shard[place]  # after a refresh, the shard has the values of all replicas
+        self._own_part = self.zero3_shard[own_slice]  # after a refresh, the shard has the values of all replicas
         if self.shares_master:
             self.master = self._new_master()
             return
         self.finish_refresh()
         all_masters = torch.empty(len(self.zero3_shard), dtype=self.precision.master, device=mesh_info.device)
-        own = self.master.to(mesh_info.device)
-        parts = mesh_info.grid.replica_part_sizes(old)
-        pending = all_gather(mesh_info.replica_comm, Collective.UNSHARD, all_masters, own, name=self.label, parts=parts)
+        own_master = self.master.to(mesh_info.device)
+        parts = mesh_info.grid.replica_part_sizes(old_layout)
+        pending = all_gather(
+            mesh_info.replica_comm, Collective.UNSHARD, all_masters, own_master, name=self.label, parts=parts
+        )
         pending.wait()
-        self.master = self._new_master().copy_(all_masters[place])
+        self.master = self._new_master().copy_(all_masters[own_slice])
 
     @torch.no_grad()
     def launch_slot_gather(self, slot: Slot) -> tuple[Tensor, PendingCollective | None]:
@@ -206,17 +208,23 @@ class WeightStorage:
         size, shard = self.mesh_info.zero3_size, self.zero3_shard
         if self.host_shard is not None:
             shard = self.host_shard.arrive()
-        held = [overlap(slot, self.layout.zero3_range(rank, size)) for rank in range(size)]
-        mine = held[self.mesh_info.grid.zero3_rank]
-        own = full[mine.of_slot].copy_(shard[mine.of_range])
+        overlaps = [overlap(slot, self.layout.zero3_range(rank, size)) for rank in range(size)]
+        own_overlap = overlaps[self.mesh_info.grid.zero3_rank]
+        own_part = full[own_overlap.of_slot].copy_(shard[own_overlap.of_range])
         if size == 1 or not slot.numel:
             return full, None
-        parts = [each.of_slot.stop - each.of_slot.start for each in held]
-        even = len(set(parts)) == 1
+        parts = [each.of_slot.stop - each.of_slot.start for each in overlaps]
+        is_even = len(set(parts)) == 1
         comm = self.mesh_info.zero3_gather_comm
         # With `only_reads_shard`, gloo writes the parts in place, without a buffer of its own.
         return full, all_gather(
-            comm, Collective.UNSHARD, full, own, name=slot.name, only_reads_shard=True, parts=None if even else parts
+            comm,
+            Collective.UNSHARD,
+            full,
+            own_part,
+            name=slot.name,
+            only_reads_shard=True,
+            parts=None if is_even else parts,
         )
 
     # Gather and reshard
@@ -273,21 +281,21 @@ class WeightStorage:
         if self.refresher is not None:
             self._launch_encoded(self.refresher, in_full=in_full)
             return
-        zero3, own = self.zero3_shard, self._own_part
+        zero3, own_part = self.zero3_shard, self._own_part
         if self.host_shard is not None:
             zero3 = self.host_shard.borrow()
-            own = zero3[self.mesh_info.grid.slice_within(self.layout, Extent.ZERO1, Extent.ZERO3)]
+            own_part = zero3[self.mesh_info.grid.slice_within(self.layout, Extent.ZERO1, Extent.ZERO3)]
         if self.to_host is not None:
-            self.to_host.wait(self.to_host.copy(own, self.master, to_host=False))
+            self.to_host.wait(self.to_host.copy(own_part, self.master, to_host=False))
         elif not self.shares_master:
-            own.copy_(self.master)
+            own_part.copy_(self.master)
         replica = self.mesh_info.replica_comm
         if replica.size > 1:
             self._refreshing = all_gather(
                 replica,
                 Collective.REFRESH,
                 zero3,
-                own,
+                own_part,
                 name=self.label,
                 only_reads_shard=self.shares_master,
                 parts=self.mesh_info.grid.replica_part_sizes(self.layout),

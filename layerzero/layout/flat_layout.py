@@ -202,8 +202,8 @@ def _planned(params: tuple[tuple[str, tuple[int, ...]], ...], num_shards: int, a
     filled = [slot for slot in slots if slot.numel > 0]
     if not filled:  # one element per shard, so that shards have distinct ranges
         return (FlatLayout(empty, shard_numel=1, num_shards=num_shards, align=align),)
-    whole = _plan_one(filled, num_shards, align, _EFFORT)
-    first, *others = [whole] if whole is not None else _plan_split(filled, num_shards, align)
+    single = _plan_one(filled, num_shards, align, _EFFORT)
+    first, *others = [single] if single is not None else _plan_split(filled, num_shards, align)
     return (FlatLayout(empty + first.slots, first.shard_numel, num_shards, align), *others)
 
 
@@ -250,18 +250,18 @@ def _join(groups: Sequence[Sequence[Slot]], num_shards: int, align: int) -> list
     effort = _EFFORT if len(groups) <= _MANY else 0
     layouts: list[FlatLayout] = []
     for group in groups:
-        grown: list[tuple[int, int, FlatLayout]] = []
+        joined: list[tuple[int, int, FlatLayout]] = []
         for i in range(max(0, len(layouts) - _MANY), len(layouts)):
             joint = _plan_one([*layouts[i].slots, *group], num_shards, align, effort)
             if joint is not None:
-                grown.append((joint.numel - layouts[i].numel, i, joint))
-        if grown:
-            _, i, joint = min(grown, key=lambda choice: choice[:2])
+                joined.append((joint.numel - layouts[i].numel, i, joint))
+        if joined:
+            _, i, joint = min(joined, key=lambda choice: choice[:2])
             layouts[i] = joint
         else:
-            alone = _plan_one(group, num_shards, align, effort)
-            assert alone is not None  # see [Note: Bound on the shard length]
-            layouts.append(alone)
+            separate = _plan_one(group, num_shards, align, effort)
+            assert separate is not None  # see [Note: Bound on the shard length]
+            layouts.append(separate)
     return layouts
 
 
@@ -310,11 +310,11 @@ def _candidates(kinds: Sequence[_Kind], num_shards: int, unit: int, align: int) 
     # Do not skip the length that provably works for a single row length; see [Note: Bound on the shard length].
     n = sum(_round_up(kind.numel, lcm(kind.row, align)) * len(kind.slots) for kind in kinds)
     limit = n // num_shards + longest_row
-    sure = _round_up(max(shard, _ceil_div(n, num_shards)), lcm(unit, *(kind.row for kind in kinds)))
+    fallback = _round_up(max(shard, _ceil_div(n, num_shards)), lcm(unit, *(kind.row for kind in kinds)))
     stride = unit
     while (possible := _next_possible(kinds, shard, unit, limit)) is not None:
         yield possible
-        shard = sure if possible < sure < possible + stride else possible + stride
+        shard = fallback if possible < fallback < possible + stride else possible + stride
         stride *= 2
 
 
@@ -361,15 +361,15 @@ def _pack(
     with the longest row. Then try a beam search whose width is limited by `effort`, the number of offsets to try.
     """
     widest = effort // (len(kinds) * sum(len(kind.slots) for kind in kinds))
-    way = _best_order(kinds, shard, num_shards, align, width=1)
-    if way is None and widest > 1:
-        way = _best_order(kinds, shard, num_shards, align, width=min(widest, _WIDTH))
-    if way is None:
+    order = _best_order(kinds, shard, num_shards, align, width=1)
+    if order is None and widest > 1:
+        order = _best_order(kinds, shard, num_shards, align, width=min(widest, _WIDTH))
+    if order is None:
         return None
     backwards: list[_PartialOrder] = []
-    while way.before is not None:
-        backwards.append(way)
-        way = way.before
+    while order.before is not None:
+        backwards.append(order)
+        order = order.before
     waiting = [iter(kind.slots) for kind in kinds]
     return tuple(replace(next(waiting[step.kind]), offset=step.offset) for step in reversed(backwards))
 
@@ -383,30 +383,30 @@ def _best_order(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int,
     """
     counts = tuple(len(kind.slots) for kind in kinds)
     spare = shard * num_shards - sum(kind.numel * len(kind.slots) for kind in kinds)
-    ways = {counts: _PartialOrder(0, 0, -1, 0, None)}  # by the numbers of slots of each kind that remain to be placed
+    orders = {counts: _PartialOrder(0, 0, -1, 0, None)}  # by the numbers of slots of each kind that remain to be placed
     for _ in range(sum(counts)):
-        longer: dict[tuple[int, ...], _PartialOrder] = {}
-        for left, way in ways.items():
-            start = _round_up(way.end, align)
+        extended: dict[tuple[int, ...], _PartialOrder] = {}
+        for left, order in orders.items():
+            start = _round_up(order.end, align)
             for i, kind in enumerate(kinds):
                 if not left[i]:
                     continue
                 offset = _earliest(kind, start, shard, align)
                 if offset is None:
                     return None
-                gaps = way.gaps + offset - way.end
-                after = (*left[:i], left[i] - 1, *left[i + 1 :])
-                rival = longer.get(after)
-                if gaps <= spare and (rival is None or gaps < rival.gaps):
-                    longer[after] = _PartialOrder(gaps, offset + kind.numel, i, offset, way)
+                gaps = order.gaps + offset - order.end
+                counts_after = (*left[:i], left[i] - 1, *left[i + 1 :])
+                current = extended.get(counts_after)
+                if gaps <= spare and (current is None or gaps < current.gaps):
+                    extended[counts_after] = _PartialOrder(gaps, offset + kind.numel, i, offset, order)
                 if width == 1 and offset == start:
                     break
         # A greedy search works best if it prefers the smallest gaps. A wider search may use all spare elements. It
         # works best if it places the longest rows first (they are first in `left`), because long rows are the hardest
         # to place and short rows can fill gaps.
-        ranked = sorted(longer.items(), key=lambda item: (item[1].gaps if width == 1 else 0, item[0]))
-        ways = dict(ranked[:width])
-    return next(iter(ways.values()), None)
+        ranked = sorted(extended.items(), key=lambda item: (item[1].gaps if width == 1 else 0, item[0]))
+        orders = dict(ranked[:width])
+    return next(iter(orders.values()), None)
 
 
 def _earliest(kind: _Kind, start: int, shard: int, align: int) -> int | None:

@@ -135,12 +135,12 @@ def _linked_shards(
     starts = [s * replicas * layout.shard_numel for s in range(zero3_size + 1)]
     linked = {start for start in starts for slot in owned if slot.offset < start < slot.end}
     ends = [start for start in starts if start not in linked]
-    places = {
+    cuts = {
         *starts,
         *(slot.offset for slot in layout.slots),
-        *(place for slot in layout.slots if slot.name not in names for place in _inside(slot, layout.used)),
+        *(cut for slot in layout.slots if slot.name not in names for cut in _inside(slot, layout.used)),
     }
-    legal = sorted(p for p in places if not any(slot.offset < p < slot.end for slot in owned))
+    legal = sorted(p for p in cuts if not any(slot.offset < p < slot.end for slot in owned))
     chains = []
     for start, stop in pairwise(ends):
         points = tuple(p for p in legal if start <= p <= stop)
@@ -280,19 +280,19 @@ def _owners(
             return _OwnerLoad(slot.numel / numel, _work(join_axes_of, slot) / work)
 
         for layout, slot in sorted(slots, key=lambda each: (-max(weight(each[1])), each[1].name)):
-            own = weight(slot)
+            slot_load = weight(slot)
             rows = [len(layout.rows_in(slot, layout.zero3_range(s, zero3_size))) for s in range(zero3_size)]
-            after = [max(loads[s].plus(own)) for s in range(zero3_size)]
+            loads_after = [max(loads[s].plus(slot_load)) for s in range(zero3_size)]
             allowed = max(
-                min(after), 1 / zero3_size
+                min(loads_after), 1 / zero3_size
             )  # up to an equal share, a rank may own slots of which it stores most rows
-            s = min(range(zero3_size), key=lambda s: (after[s] > allowed, -rows[s], after[s], s))
-            loads[s] = loads[s].plus(own)
+            s = min(range(zero3_size), key=lambda s: (loads_after[s] > allowed, -rows[s], loads_after[s], s))
+            loads[s] = loads[s].plus(slot_load)
             owners[slot.name] = ParamOwner(r, s)
             if (join_axis := join_axes_of.get(slot.name)) is not None:
                 axis, size, _ = join_axis
-                t = min(range(size), key=lambda t: (max(shared_loads[s, axis, t].plus(own)), t))
-                shared_loads[s, axis, t] = shared_loads[s, axis, t].plus(own)
+                t = min(range(size), key=lambda t: (max(shared_loads[s, axis, t].plus(slot_load)), t))
+                shared_loads[s, axis, t] = shared_loads[s, axis, t].plus(slot_load)
                 owners[slot.name] = ParamOwner(r, s, axis, t)
     return owners
 

@@ -95,12 +95,12 @@ def refuse_apex(optimizer: Optimizer) -> None:
 def refuse_dtypes(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
     """Raise ValueError if the optimizer is an Apex optimizer that does not update parameters of these dtypes."""
     kind = apex_class(optimizer)
-    known = None if kind is None else DTYPES.get(kind.__name__)
-    if kind is None or known is None:
+    supported = None if kind is None else DTYPES.get(kind.__name__)
+    if kind is None or supported is None:
         return
     for parameter in parameters:
-        if parameter.dtype not in known:
-            dtypes = " and ".join(str(dtype).removeprefix("torch.") for dtype in known)
+        if parameter.dtype not in supported:
+            dtypes = " and ".join(str(dtype).removeprefix("torch.") for dtype in supported)
             raise ValueError(
                 f"NVIDIA Apex's {kind.__name__} does not update a parameter of {parameter.dtype}: its kernels support "
                 f"only {dtypes}. Keep parameters in fp32, and compute in 16 bits with "
@@ -147,11 +147,11 @@ def prepared(optimizer: Optimizer, take_step: Callable[[], Any]) -> Callable[[],
 
 def _add_momenta(optimizer: Optimizer, group: Mapping[str, Any], launched: Iterable[Tensor]) -> None:
     """Add missing momenta to the state of the parameters of one launch, unless all momenta are missing."""
-    kept = {parameter: "momentum_buffer" in optimizer.state.get(parameter, {}) for parameter in launched}
-    if not any(kept.values()):
+    momenta_present = {parameter: "momentum_buffer" in optimizer.state.get(parameter, {}) for parameter in launched}
+    if not any(momenta_present.values()):
         return
     decayed = not getattr(optimizer, "wd_after_momentum", False)
-    for parameter, has_momentum in kept.items():
+    for parameter, has_momentum in momenta_present.items():
         if not has_momentum:
             assert parameter.grad is not None
             momentum = momentum_before_first(group, parameter, parameter.grad, decayed=decayed)

@@ -59,9 +59,9 @@ def clip_grad_norm_(
         runtime.scheduler.complete_gradients()
     infinite = math.isinf(norm_type)
     op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-    sent, *others = [_reduced(runtime, norm_type, op) for runtime in runtimes.values()]
-    for other in others:
-        sent = torch.maximum(sent, other) if infinite else sent + other
+    sent, *other_sums = [_reduced(runtime, norm_type, op) for runtime in runtimes.values()]
+    for other_sum in other_sums:
+        sent = torch.maximum(sent, other_sum) if infinite else sent + other_sum
     for group in extra_groups:
         all_reduce_group(sent, op, group)
     total = sent.view(torch.float32) if infinite else sent.pow(1.0 / norm_type)
@@ -90,13 +90,13 @@ def _reduced(runtime: LayerZeroState, norm_type: float, op: dist.ReduceOp.RedOpT
     Returns:
         0-dim fp32 tensor. For the infinity norm, the bits of the fp32 value, as a 0-dim int32 tensor.
     """
-    held = [
+    gradients = [
         (m.spec.model_parallel, plain(m.sharded.grad)) for m in runtime.members.values() if m.sharded.grad is not None
     ]
     # Count copies on model-parallel axes once.
     counted = [
         shard
-        for model_parallel, shard in held
+        for model_parallel, shard in gradients
         if shard.numel() and (model_parallel is None or model_parallel.is_primary_copy)
     ]
     # With offload_optimizer, shards are in host memory, but communicators need tensors on the device.
@@ -117,11 +117,11 @@ def _refuse_unsharded_gradients(model: nn.Module, runtimes: Mapping[str, LayerZe
 
     layerzero does not average the gradients of such parameters.
     """
-    known = {id(parameter) for runtime in runtimes.values() for parameter in runtime.model.parameters()}
-    others = [name for name, p in model.named_parameters() if id(p) not in known and p.grad is not None]
-    if others:
+    sharded_ids = {id(parameter) for runtime in runtimes.values() for parameter in runtime.model.parameters()}
+    unsharded = [name for name, p in model.named_parameters() if id(p) not in sharded_ids and p.grad is not None]
+    if unsharded:
         raise ValueError(
-            f"clip_grad_norm_: parameter {others[0]!r} ({len(others)} like it) has a gradient but is not in the "
+            f"clip_grad_norm_: parameter {unsharded[0]!r} ({len(unsharded)} like it) has a gradient but is not in the "
             f"sharded models {', '.join(map(repr, runtimes))}, so its gradient is not averaged over the ranks. Shard "
             "this parameter, or call clip_grad_norm_ for each sharded model"
         )

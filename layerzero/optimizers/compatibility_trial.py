@@ -61,7 +61,7 @@ class _Data(NamedTuple):
         """Return the data restricted to the rows of one rank."""
 
         def rows(tensors: Sequence[Tensor]) -> list[Tensor]:
-            return [tensor[at[rank] : at[rank + 1]] for tensor, at in zip(tensors, self.cuts, strict=True)]
+            return [tensor[bounds[rank] : bounds[rank + 1]] for tensor, bounds in zip(tensors, self.cuts, strict=True)]
 
         return _Data(self.cuts, rows(self.start), rows(self.pull), [rows(step) for step in self.noise], self.scales)
 
@@ -88,14 +88,14 @@ def difference(optimizer: Optimizer, device: torch.device, kind: str | None = No
     if not groups:
         return None
     with _random_numbers_kept(device), _uncompiled():
-        whole = _run_full(optimizer, groups, data)
+        full = _run_full(optimizer, groups, data)
         try:
             ranks = [_run(optimizer, groups, [data.cut(rank)] * len(groups)) for rank in range(_RANKS)]
         except Exception as error:
             raise TrialError(
                 f"it stepped small parameters, but not their rows on several simulated ranks: {_said(error)}"
             ) from error
-    return _compare(whole, ranks, data, [False] * len(groups))
+    return _compare(full, ranks, data, [False] * len(groups))
 
 
 def difference_of_owners(optimizer: Optimizer, device: torch.device, full_param_kinds: Set[str]) -> str | None:
@@ -108,8 +108,8 @@ def difference_of_owners(optimizer: Optimizer, device: torch.device, full_param_
         TrialError: copying the optimizer or stepping the copy failed, even with parameters that have the same number
             of dims as the optimizer's parameters.
     """
-    own = {parameter.ndim for group in optimizer.param_groups for parameter in group["params"]}
-    fitting = [shape for shape in _CUTS if len(shape) in own]
+    ndims = {parameter.ndim for group in optimizer.param_groups for parameter in group["params"]}
+    fitting = [shape for shape in _CUTS if len(shape) in ndims]
     try:
         return _try_owners(optimizer, device, full_param_kinds, list(_CUTS))
     except TrialError:
@@ -124,17 +124,17 @@ def _try_owners(
     data, groups = _data(device, shapes), _kinds_of_groups(optimizer)
     owned = [group_kind(group) in full_param_kinds for group in groups]
     with _random_numbers_kept(device), _uncompiled():
-        whole = _run_full(optimizer, groups, data)
+        full = _run_full(optimizer, groups, data)
         try:
             ranks = [
-                _run(optimizer, groups, [data if own else data.cut(rank) for own in owned], owned, rank)
+                _run(optimizer, groups, [data if is_owned else data.cut(rank) for is_owned in owned], owned, rank)
                 for rank in range(_RANKS)
             ]
         except Exception as error:
             raise TrialError(
                 f"it stepped small parameters together, but not one after the other: {_said(error)}"
             ) from error
-    return _compare(whole, ranks, data, owned)
+    return _compare(full, ranks, data, owned)
 
 
 def steps_matrices_separately(optimizer: Optimizer, device: torch.device, dims: int) -> bool:
@@ -154,29 +154,29 @@ def steps_matrices_separately(optimizer: Optimizer, device: torch.device, dims: 
     data = data._replace(cuts=[(0, len(stack) // 2, len(stack), len(stack)) for stack in data.start])
     with _random_numbers_kept(device), _uncompiled():
         try:
-            whole = _run_full(optimizer, groups, data)
+            full = _run_full(optimizer, groups, data)
             parts = [[data.cut(part)] * len(groups) for part in range(3)]
             *halves, _ = [_run(optimizer, groups, part, replaces_empty=False) for part in parts]
-            if _compare(whole, halves, data, [False] * len(groups)) is not None:
+            if _compare(full, halves, data, [False] * len(groups)) is not None:
                 return False
-            return all(map(_equals_halves, whole.states, *(half.states for half in halves)))
+            return all(map(_equals_halves, full.states, *(half.states for half in halves)))
         except Exception:
             return False
 
 
-def _equals_halves(whole: Any, *halves: Any) -> bool:
+def _equals_halves(stack: Any, *halves: Any) -> bool:
     """Return whether a stack's state equals the concatenated states of its halves, up to rounding."""
-    if isinstance(whole, Tensor) and whole.ndim:
+    if isinstance(stack, Tensor) and stack.ndim:
         parts = torch.cat([torch.as_tensor(half) for half in halves])
-        return parts.shape == whole.shape and torch.allclose(parts, whole, rtol=1e-3, atol=1e-6)
-    if isinstance(whole, (Mapping, list, tuple)):
-        keys = whole.keys() if isinstance(whole, Mapping) else range(len(whole))
-        return all(len(half) == len(whole) for half in halves) and all(
-            _equals_halves(whole[key], *(half[key] for half in halves)) for key in keys
+        return parts.shape == stack.shape and torch.allclose(parts, stack, rtol=1e-3, atol=1e-6)
+    if isinstance(stack, (Mapping, list, tuple)):
+        keys = stack.keys() if isinstance(stack, Mapping) else range(len(stack))
+        return all(len(half) == len(stack) for half in halves) and all(
+            _equals_halves(stack[key], *(half[key] for half in halves)) for key in keys
         )
-    if isinstance(whole, (int, float, Tensor)):
-        return all(math.isclose(whole, half, rel_tol=1e-4, abs_tol=1e-12) for half in halves)
-    return all(half == whole for half in halves)
+    if isinstance(stack, (int, float, Tensor)):
+        return all(math.isclose(stack, half, rel_tol=1e-4, abs_tol=1e-12) for half in halves)
+    return all(half == stack for half in halves)
 
 
 def _run_full(optimizer: Optimizer, groups: Sequence[dict[str, Any]], data: _Data) -> _Outcome:
@@ -248,9 +248,11 @@ def group_kind(group: Mapping[str, Any]) -> str:
 
     Of the weight decay, the text states only whether it is zero.
     """
-    ours = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr", "step")}
-    rate, decay = ours.pop("lr", None), ours.pop("weight_decay", None)
-    return repr((sorted(ours.items()), bool(decay), type(rate)))
+    settings = {
+        key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr", "step")
+    }
+    rate, decay = settings.pop("lr", None), settings.pop("weight_decay", None)
+    return repr((sorted(settings.items()), bool(decay), type(rate)))
 
 
 def _run(
@@ -272,14 +274,14 @@ def _run(
             rows].
     """
     _seed(data[0].start[0].device)
-    ours = [
+    parameters_by_group = [
         [
             torch.nn.Parameter(start.clone() if start.numel() or not replaces_empty else placeholder(start))
-            for start in each.start
+            for start in group_data.start
         ]
-        for each in data
+        for group_data in data
     ]
-    optimizer_copy = copy_optimizer(optimizer, list(zip(groups, ours, strict=True)))
+    optimizer_copy = copy_optimizer(optimizer, list(zip(groups, parameters_by_group, strict=True)))
     for group in optimizer_copy.param_groups:
         rate = group.get("lr")
         if isinstance(rate, Tensor):
@@ -290,10 +292,10 @@ def _run(
         begin()
     step = prepared(optimizer_copy, partial(unhooked(type(optimizer_copy).step), optimizer_copy))
     for number, scale in enumerate(data[0].scales):
-        for parameters, each in zip(ours, data, strict=True):
+        for parameters, group_data in zip(parameters_by_group, data, strict=True):
             for index, parameter in enumerate(parameters):
-                noise = each.noise[number][index]
-                gradient = (each.pull[index] + noise) * scale
+                noise = group_data.noise[number][index]
+                gradient = (group_data.pull[index] + noise) * scale
                 if parameter.shape != gradient.shape:  # a placeholder
                     parameter.grad = torch.zeros_like(parameter)
                     continue
@@ -301,22 +303,22 @@ def _run(
                     gradient = gradient * (noise > 0)
                 parameter.grad = torch.zeros_like(gradient) if (number + index) % 8 == 4 else gradient
         if any(owned):
-            step_param_by_param(optimizer_copy, step, _turns(optimizer_copy, ours, owned, rank))
+            step_param_by_param(optimizer_copy, step, _turns(optimizer_copy, parameters_by_group, owned, rank))
         else:
             step()
-    states = [optimizer_copy.state.get(parameter, {}) for parameters in ours for parameter in parameters]
+    states = [optimizer_copy.state.get(parameter, {}) for parameters in parameters_by_group for parameter in parameters]
     trained = [
         [
             parameter.detach() if start.numel() else start
-            for parameter, start in zip(parameters, each.start, strict=True)
+            for parameter, start in zip(parameters, group_data.start, strict=True)
         ]
-        for parameters, each in zip(ours, data, strict=True)
+        for parameters, group_data in zip(parameters_by_group, data, strict=True)
     ]
-    return _Outcome(trained, dict(_numbers(optimizer_copy, ours, trained)), states)
+    return _Outcome(trained, dict(_numbers(optimizer_copy, parameters_by_group, trained)), states)
 
 
 def _turns(
-    optimizer_copy: Optimizer, ours: Sequence[Sequence[Tensor]], owned: Sequence[bool], rank: int
+    optimizer_copy: Optimizer, parameters_by_group: Sequence[Sequence[Tensor]], owned: Sequence[bool], rank: int
 ) -> Iterable[Turn]:
     """Remove the gradients of parameters that other ranks own, and of half of the parameters that `rank` owns.
 
@@ -324,12 +326,12 @@ def _turns(
         Turns that step this half of the parameters one by one, with the removed gradients.
     """
     later: list[tuple[dict[str, Any], Tensor, Tensor | None]] = []
-    for group, parameters, own in zip(optimizer_copy.param_groups, ours, owned, strict=True):
+    for group, parameters, is_owned in zip(optimizer_copy.param_groups, parameters_by_group, owned, strict=True):
         for index, parameter in enumerate(parameters):
-            is_mine, is_later = _owner_of(index) == rank, index // (_RANKS - 1) % 2 == 0
-            if own and is_mine and is_later:
+            is_owned_here, is_later = _owner_of(index) == rank, index // (_RANKS - 1) % 2 == 0
+            if is_owned and is_owned_here and is_later:
                 later.append((group, parameter, parameter.grad))
-            if own and (is_later or not is_mine):
+            if is_owned and (is_later or not is_owned_here):
                 parameter.grad = None
     return _one_by_one(later)
 
@@ -348,48 +350,52 @@ def _numbers(
     yield from _numbers_in(
         "the shared state", {k: v for k, v in optimizer_copy.state.items() if not isinstance(k, Tensor)}
     )
-    for at, (group, ours, rows) in enumerate(zip(optimizer_copy.param_groups, parameters, trained, strict=True)):
-        yield from _numbers_in(f"parameter group {at}", group)
-        for index, parameter in enumerate(ours):
+    for position, (group, group_parameters, rows) in enumerate(
+        zip(optimizer_copy.param_groups, parameters, trained, strict=True)
+    ):
+        yield from _numbers_in(f"parameter group {position}", group)
+        for index, parameter in enumerate(group_parameters):
             values = optimizer_copy.state.get(parameter)
             if isinstance(values, Mapping) and rows[index].numel():
-                yield from _numbers_in(f"the state of parameter {index} of group {at}", values, parameter.shape)
+                yield from _numbers_in(f"the state of parameter {index} of group {position}", values, parameter.shape)
 
 
-def _numbers_in(where: str, values: Mapping[Any, Any], shape: torch.Size | None = None) -> Iterator[tuple[str, float]]:
+def _numbers_in(
+    location: str, values: Mapping[Any, Any], shape: torch.Size | None = None
+) -> Iterator[tuple[str, float]]:
     for key, value in values.items():
         if isinstance(value, float):
-            yield f"{key!r} in {where}", value
+            yield f"{key!r} in {location}", value
         elif isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point() and value.shape != shape:
-            yield f"{key!r} in {where}", value.item()
+            yield f"{key!r} in {location}", value.item()
 
 
-def _compare(whole: _Outcome, ranks: Sequence[_Outcome], data: _Data, owned: Sequence[bool]) -> str | None:
-    moved = False
-    for at, parameters in enumerate(whole.parameters):
+def _compare(full: _Outcome, ranks: Sequence[_Outcome], data: _Data, owned: Sequence[bool]) -> str | None:
+    has_changed = False
+    for group, parameters in enumerate(full.parameters):
         for index, parameter in enumerate(parameters):
-            if owned[at]:
-                together = ranks[_owner_of(index)].parameters[at][index]
+            if owned[group]:
+                joined = ranks[_owner_of(index)].parameters[group][index]
             else:
-                together = torch.cat([rank.parameters[at][index] for rank in ranks])
-            if not (parameter.isfinite().all() and together.isfinite().all()):
+                joined = torch.cat([rank.parameters[group][index] for rank in ranks])
+            if not (parameter.isfinite().all() and joined.isfinite().all()):
                 raise TrialError("stepping small parameters made them NaN or infinite")
-            moves = (parameter - data.start[index]).abs()
-            moved = moved or bool(moves.any())
+            change = (parameter - data.start[index]).abs()
+            has_changed = has_changed or bool(change.any())
             # The tolerance is relative to the element's change, plus the fp32 rounding error of one addition per step.
-            allowed = 5e-4 * moves + 1e-4 * moves.mean() + _STEPS * 2.0**-24 * parameter.abs()
-            if bool(((parameter - together).abs() > allowed).any()):
+            allowed = 5e-4 * change + 1e-4 * change.mean() + _STEPS * 2.0**-24 * parameter.abs()
+            if bool(((parameter - joined).abs() > allowed).any()):
                 kind = f"a {'matrix' if parameter.ndim == 2 else 'parameter'} of shape {list(parameter.shape)}"
-                if owned[at]:
+                if owned[group]:
                     return f"{kind} got different updates when it was stepped without the other parameters"
                 return f"{kind} got different updates when it was split into rows"
-    what = "parameters" if any(owned) else "rows"
-    for where, value in whole.numbers.items():
+    noun = "parameters" if any(owned) else "rows"
+    for name, value in full.numbers.items():
         for rank in ranks:
-            other = rank.numbers.get(where, value)
-            both_nan = math.isnan(value) and math.isnan(other)
-            if not (both_nan or math.isclose(value, other, rel_tol=1e-4, abs_tol=1e-12)):
-                return f"{where} depends on the {what} that are stepped ({value:.6g} for all, {other:.6g} for some)"
-    if not moved:
+            rank_value = rank.numbers.get(name, value)
+            both_nan = math.isnan(value) and math.isnan(rank_value)
+            if not (both_nan or math.isclose(value, rank_value, rel_tol=1e-4, abs_tol=1e-12)):
+                return f"{name} depends on the {noun} that are stepped ({value:.6g} for all, {rank_value:.6g} for some)"
+    if not has_changed:
         raise TrialError(f"{_STEPS} steps on small parameters did not change them")
     return None

@@ -160,17 +160,17 @@ def _build(
     """Build the optimizer and log the chosen implementation. `rare` has the settings that Apex does not support."""
     tensors = _tensors(params)
     devices = sorted({_device_type(tensor) for tensor in tensors})
-    place = " and ".join(devices)
+    device_names = " and ".join(devices)
     kind, reason = _find_apex(apex_name, params, tensors, rare)
     optimizer: Optimizer
     if kind is not None:
         optimizer = kind(params, **apex_settings)
-        _log.info("%s on %s: NVIDIA Apex's %s", name, place, apex_name)
+        _log.info("%s on %s: NVIDIA Apex's %s", name, device_names, apex_name)
         return optimizer
     fused = all(device in _get_fused_kernels_supported_devices() for device in devices)
     fused = fused and all(tensor.is_floating_point() for tensor in tensors)
     optimizer = torch_class(params, **settings, **rare, fused=fused, foreach=not fused)
-    _log.info("%s on %s: torch's %s kernels, %s", name, place, "fused" if fused else "foreach", reason)
+    _log.info("%s on %s: torch's %s kernels, %s", name, device_names, "fused" if fused else "foreach", reason)
     return optimizer
 
 
@@ -180,21 +180,21 @@ def _find_apex(
     """Return (Apex class, ""), or (None, reason) if the class cannot be used."""
     if not all(tensor.device.type == "cuda" for tensor in tensors):
         return None, "because NVIDIA Apex needs all parameters on CUDA"
-    known = DTYPES[name]
-    if not all(tensor.dtype in known for tensor in tensors):
+    supported = DTYPES[name]
+    if not all(tensor.dtype in supported for tensor in tensors):
         return None, (
-            f"because NVIDIA Apex's {name} supports only {', '.join(str(d).removeprefix('torch.') for d in known)}"
+            f"because NVIDIA Apex's {name} supports only {', '.join(str(d).removeprefix('torch.') for d in supported)}"
         )
     groups = [rare, *(group for group in params if isinstance(group, Mapping))]
-    if asked := sorted({key for group in groups for key in rare if group.get(key)}):
-        return None, f"because NVIDIA Apex does not support {', '.join(asked)}"
+    if unsupported := sorted({key for group in groups for key in rare if group.get(key)}):
+        return None, f"because NVIDIA Apex does not support {', '.join(unsupported)}"
     try:
         # Import the extension first. The package named apex on PyPI is a different project and must not be imported.
         importlib.import_module("amp_C")
-        found = getattr(importlib.import_module("apex.optimizers"), name)
+        kind = getattr(importlib.import_module("apex.optimizers"), name)
     except (ImportError, AttributeError, OSError) as error:
         return None, f"because NVIDIA Apex was not found ({error})"
-    return found, ""
+    return kind, ""
 
 
 class SGD(torch.optim.SGD):  # has the same name as torch's class, because checkpoints store the name

@@ -55,24 +55,24 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
     state: defaultdict[Tensor, Any] = defaultdict(dict)
     state.update({key: copy.deepcopy(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
     memo: dict[int, Any] = {id(optimizer.state): state}
-    shown = []
+    new_groups = []
     for settings, parameters in groups:
-        given = list(settings["params"])
-        memo.update({id(old): parameters[index % len(parameters)] for index, old in enumerate(given)})
+        old_parameters = list(settings["params"])
+        memo.update({id(old): parameters[index % len(parameters)] for index, old in enumerate(old_parameters)})
         memo[id(settings["params"])] = list(parameters)
-        kept = next((old for old in given if optimizer.state.get(old)), None)
-        if kept is not None:
+        parameter_with_state = next((old for old in old_parameters if optimizer.state.get(old)), None)
+        if parameter_with_state is not None:
             for parameter in parameters:
-                values = optimizer.state[kept].items()
-                state[parameter] = {key: _like(value, kept, parameter) for key, value in values}
-        shown.append((settings, list(parameters)))
+                values = optimizer.state[parameter_with_state].items()
+                state[parameter] = {key: _like(value, parameter_with_state, parameter) for key, value in values}
+        new_groups.append((settings, list(parameters)))
     # Other attributes may also refer to parameters. These references must not become copies of the parameters.
-    others = [old for group in optimizer.param_groups for old in group["params"]]
-    for old in (*others, *(key for key in optimizer.state if isinstance(key, Tensor))):
+    all_parameters = [old for group in optimizer.param_groups for old in group["params"]]
+    for old in (*all_parameters, *(key for key in optimizer.state if isinstance(key, Tensor))):
         memo.setdefault(id(old), groups[0][1][0])
     memo[id(optimizer.param_groups)] = [
         {**{key: _copied(value, memo) for key, value in settings.items() if key != "params"}, "params": parameters}
-        for settings, parameters in shown
+        for settings, parameters in new_groups
     ]
     optimizer_copy: Optimizer = _blank(optimizer, memo)
     _fill(optimizer_copy, optimizer, memo)
@@ -81,11 +81,11 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers in the attributes of `optimizer`, which may be a wrapper."""
-    found = []
+    optimizers = []
     for value in vars(optimizer).values():
         values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-        found += [each for each in values if isinstance(each, Optimizer) and each is not optimizer]
-    return found
+        optimizers += [each for each in values if isinstance(each, Optimizer) and each is not optimizer]
+    return optimizers
 
 
 def unhooked(step: Any) -> Any:
@@ -130,6 +130,6 @@ def _like(value: Any, old: Tensor, parameter: Tensor) -> Any:
         return copy.deepcopy(value)
     value = plain(value.detach())
     if value.ndim and value.shape == plain(old).shape:
-        first = value.flatten()[:1]
-        return torch.full_like(parameter, float(first) if first.numel() else 0.0, dtype=value.dtype)
+        first_element = value.flatten()[:1]
+        return torch.full_like(parameter, float(first_element) if first_element.numel() else 0.0, dtype=value.dtype)
     return value.clone()

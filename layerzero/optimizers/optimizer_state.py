@@ -69,8 +69,8 @@ def number(value: Any) -> Any:
 
 
 def shortened(names: Iterable[str]) -> str:
-    some = sorted(names)
-    return ", ".join(some[:4]) + (f" and {len(some) - 4} more" if len(some) > 4 else "")
+    ordered = sorted(names)
+    return ", ".join(ordered[:4]) + (f" and {len(ordered) - 4} more" if len(ordered) > 4 else "")
 
 
 def differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
@@ -111,8 +111,8 @@ def cut_state(values: Mapping[str, Any], holder: Holder, *, copy: bool = True) -
     For an owned parameter, return full tensors on the owner and an empty dict on other ranks.
     """
     if isinstance(holder, OwnedParam):
-        own = {key: _whole(key, value, holder, copy=copy) for key, value in values.items()}
-        return own if holder.is_owned_here else {}
+        owned_state = {key: _whole(key, value, holder, copy=copy) for key, value in values.items()}
+        return owned_state if holder.is_owned_here else {}
     return {key: value if holder is None else _cut(key, value, holder, copy=copy) for key, value in values.items()}
 
 
@@ -129,11 +129,11 @@ def _whole(key: str, value: Any, owned: OwnedParam, *, copy: bool) -> Any:
                 "Load it through a checkpoint"
             )
         return plain(value).to(device, copy=copy)
-    whole, model_parallel = (
+    full, model_parallel = (
         (value.full_tensor() if isinstance(value, DTensor) else value),
         owned.span_of(value.shape).model_parallel,
     )
-    return (whole if model_parallel is None else whole[model_parallel.global_slices]).to(device).clone()
+    return (full if model_parallel is None else full[model_parallel.global_slices]).to(device).clone()
 
 
 def _cut(key: str, value: Any, member: ManagedParam, *, copy: bool) -> Any:

@@ -36,23 +36,25 @@ def with_other_owners_state(
     Raises:
         TypeError: the state of an owned parameter has a value that cannot be sent. All ranks raise the error.
     """
-    here = {_place(each): each for each in owned}
-    mine = {
-        place: state[each.member.name]
-        for place, each in here.items()
-        if each.is_owned_here and each.member.name in state
+    owned_by_key = {_place(param): param for param in owned}
+    own_state = {
+        owner_key: state[param.member.name]
+        for owner_key, param in owned_by_key.items()
+        if param.is_owned_here and param.member.name in state
     }
-    text = json.dumps({place: _described(here[place].member.name, values) for place, values in mine.items()})
-    told: dict[str, dict[str, Any]] = {}
-    for said in model_ranks.all_gather_text(text):
-        told |= json.loads(said)
-    if wrong := sorted(described["wrong"] for described in told.values() if "wrong" in described):
-        raise TypeError(wrong[0])
+    text = json.dumps(
+        {owner_key: _described(owned_by_key[owner_key].member.name, values) for owner_key, values in own_state.items()}
+    )
+    messages: dict[str, dict[str, Any]] = {}
+    for answer in model_ranks.all_gather_text(text):
+        messages |= json.loads(answer)
+    if problems := sorted(described["wrong"] for described in messages.values() if "wrong" in described):
+        raise TypeError(problems[0])
     complete = dict(state)
-    for place, each in here.items():
-        if place in told and place not in mine:
-            entries, device = told[place].items(), model_ranks.mesh_info.device
-            complete[each.member.name] = {key: _made(entry, each, device) for key, entry in entries}
+    for owner_key, param in owned_by_key.items():
+        if owner_key in messages and owner_key not in own_state:
+            entries, device = messages[owner_key].items(), model_ranks.mesh_info.device
+            complete[param.member.name] = {key: _made(entry, param, device) for key, entry in entries}
     return {name: complete[name] for name in sorted(complete)}
 
 

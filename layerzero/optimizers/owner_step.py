@@ -156,21 +156,21 @@ class OwnedParam:
 
 def by_owner_group(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedParam]]:
     """Group the parameters by owner group, sorted by name so that all ranks have the same order."""
-    found: dict[OwnerGroup, list[OwnedParam]] = {}
-    for each in sorted(owned, key=lambda each: each.member.name):
-        found.setdefault(each.group_of_ranks, []).append(each)
-    return found
+    members_by_group: dict[OwnerGroup, list[OwnedParam]] = {}
+    for param in sorted(owned, key=lambda param: param.member.name):
+        members_by_group.setdefault(param.group_of_ranks, []).append(param)
+    return members_by_group
 
 
 def buffers_of_rounds(owned: Iterable[OwnedParam]) -> Counter[Size]:
     """Return how many buffers of each size the rounds of `owned` use at the same time; see :func:`_largest`."""
-    most: Counter[Size] = Counter()
+    maximum: Counter[Size] = Counter()
     for owner_group, members in by_owner_group(owned).items():
         counts: Counter[Size] = Counter()
         for dtype, sizes in _largest(members, owner_group).items():
             counts.update((numel, dtype) for numel in sizes)
-        most |= counts
-    return most
+        maximum |= counts
+    return maximum
 
 
 def _largest(owned: Iterable[OwnedParam], owner_group: OwnerGroup) -> dict[torch.dtype, list[int]]:
@@ -181,16 +181,21 @@ def _largest(owned: Iterable[OwnedParam], owner_group: OwnerGroup) -> dict[torch
     receives the parts. The sizes take all parameters into account, with or without a gradient, so that each step uses
     the same buffers.
     """
-    away = [each for each in owned if each.is_in_owner_group and not each.is_fully_local]
-    found = {}
-    for dtype in {each.member.master.dtype for each in away}:
-        whole, rows = 0, dict.fromkeys(owner_group.order, 0)  # `rows` is keyed by owner
-        for each in away:
-            if each.member.master.dtype == dtype:
-                whole = max(whole, each.numel if each.is_owned_here else 0)
-                rows[each.place] = max(rows[each.place], each.numel_on(owner_group.place[0]))
-        found[dtype] = [whole, whole, sum(rows.values()), *([] if owner_group.axis is None else [whole])]
-    return found
+    remote = [param for param in owned if param.is_in_owner_group and not param.is_fully_local]
+    sizes_by_dtype = {}
+    for dtype in {param.member.master.dtype for param in remote}:
+        full_numel, rows = 0, dict.fromkeys(owner_group.order, 0)  # `rows` is keyed by owner
+        for param in remote:
+            if param.member.master.dtype == dtype:
+                full_numel = max(full_numel, param.numel if param.is_owned_here else 0)
+                rows[param.place] = max(rows[param.place], param.numel_on(owner_group.place[0]))
+        sizes_by_dtype[dtype] = [
+            full_numel,
+            full_numel,
+            sum(rows.values()),
+            *([] if owner_group.axis is None else [full_numel]),
+        ]
+    return sizes_by_dtype
 
 
 def step_owned(
@@ -215,15 +220,15 @@ def step_owned(
     owner_groups = by_owner_group(owned)
     _require_gradients_alike(owner_groups, model_ranks)
     for owner_group, members in owner_groups.items():
-        away: list[tuple[OwnedParam, Tensor]] = []  # (parameter to gather in this group, this rank's gradient rows)
-        for each in members:
-            gradient = each.master.grad
-            if gradient is None or (each.is_owned_here and each.is_fully_local):
+        remote: list[tuple[OwnedParam, Tensor]] = []  # (parameter to gather in this group, this rank's gradient rows)
+        for param in members:
+            gradient = param.master.grad
+            if gradient is None or (param.is_owned_here and param.is_fully_local):
                 continue
-            each.master.grad = None
-            if each.is_in_owner_group and not each.is_fully_local:
-                away.append((each, gradient))
-        turns.append(_turns(away, _largest(members, owner_group), owner_group, pool))
+            param.master.grad = None
+            if param.is_in_owner_group and not param.is_fully_local:
+                remote.append((param, gradient))
+        turns.append(_turns(remote, _largest(members, owner_group), owner_group, pool))
     try:
         step_param_by_param(inner, take_step, chain.from_iterable(turns))
     finally:
@@ -236,40 +241,40 @@ def _require_gradients_alike(owner_groups: Mapping[OwnerGroup, Sequence[OwnedPar
     Without this check, ranks could send rows of different parameters to each other. The check all-reduces one number.
     An owner group's contributions sum to 0 if the ranks of the group have gradients for the same parameters.
     """
-    near = {
+    own_groups = {
         owner_group: [each for each in owner_groups[owner_group] if each.is_in_owner_group]
         for owner_group in owner_groups
         if owner_group.communicator.size > 1
     }
-    if not near or not has_peers(model_ranks.ranks):
+    if not own_groups or not has_peers(model_ranks.ranks):
         return
     number = torch.zeros(1, dtype=torch.int64)
-    for index, (owner_group, members) in enumerate(near.items()):
-        there = [index, *owner_group.ranks, *(_has_gradient(each) for each in members)]
-        digest = int.from_bytes(hashlib.blake2b(repr(there).encode(), digest_size=5).digest(), "little")
+    for index, (owner_group, members) in enumerate(own_groups.items()):
+        identity = [index, *owner_group.ranks, *(_has_gradient(each) for each in members)]
+        digest = int.from_bytes(hashlib.blake2b(repr(identity).encode(), digest_size=5).digest(), "little")
         number += digest * (owner_group.communicator.size - 1 if owner_group.communicator.rank == 0 else -1)
     reduce_over(model_ranks.control_comms, number, dist.ReduceOp.SUM, Collective.METADATA)
     if number.any():
-        raise RuntimeError(_unlike(near, model_ranks))
+        raise RuntimeError(_unlike(own_groups, model_ranks))
 
 
 def _has_gradient(owned: OwnedParam) -> bool:
     return owned.master.grad is not None
 
 
-def _unlike(near: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelRanks) -> str:
+def _unlike(own_groups: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelRanks) -> str:
     """Return the error message for a parameter that has a gradient on only some ranks of its owner group.
 
     All ranks must call this function. The message is the same on all ranks.
     """
-    own = [
+    own_flags = [
         (owner_group.ranks, each.member.name, _has_gradient(each))
-        for owner_group, members in near.items()
+        for owner_group, members in own_groups.items()
         for each in members
     ]
     with_gradient: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for told in model_ranks.all_gather_text(json.dumps(own)):
-        for ranks, name, has in json.loads(told):
+    for answer in model_ranks.all_gather_text(json.dumps(own_flags)):
+        for ranks, name, has in json.loads(answer):
             with_gradient[name, tuple(ranks)] += has
     name, ranks = min(each for each, count in with_gradient.items() if count not in (0, len(each[1])))
     return (
@@ -280,22 +285,22 @@ def _unlike(near: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelR
 
 
 def _turns(
-    away: Sequence[tuple[OwnedParam, Tensor]],
+    remote: Sequence[tuple[OwnedParam, Tensor]],
     largest: Mapping[torch.dtype, Sequence[int]],
     owner_group: OwnerGroup,
     pool: BufferPool,
 ) -> Iterator[Turn]:
     """Run the rounds of one owner group and yield this rank's turns; see [Note: Owner rounds]."""
-    for dtype in sorted({gradient.dtype for _, gradient in away}, key=str):
+    for dtype in sorted({gradient.dtype for _, gradient in remote}, key=str):
         by_owner: dict[tuple[int, int], list[tuple[OwnedParam, Tensor]]] = {place: [] for place in owner_group.order}
-        for each, gradient in sorted(away, key=lambda one: one[0].weight):
+        for param, gradient in sorted(remote, key=lambda one: one[0].weight):
             if gradient.dtype == dtype:
-                by_owner[each.place].append((each, gradient))
+                by_owner[param.place].append((param, gradient))
         rounds = [_OwnerRound(chosen, owner_group) for chosen in zip_longest(*by_owner.values())]
         buffers = [pool.acquire(numel, dtype) for numel in largest[dtype]]
         try:
-            for played in rounds:
-                yield from played.run(*buffers)
+            for owner_round in rounds:
+                yield from owner_round.run(*buffers)
         finally:
             for buffer in buffers:
                 pool.release(buffer)
@@ -312,15 +317,15 @@ class _OwnerRound:
 
     def __init__(self, chosen: Sequence[tuple[OwnedParam, Tensor] | None], owner_group: OwnerGroup) -> None:
         s, _ = owner_group.place
-        own = chosen[owner_group.communicator.rank]
+        own_pair = chosen[owner_group.communicator.rank]
         self._chosen = [each for each in chosen if each is not None]
-        self._mine = None if own is None else own[0]
+        self._mine = None if own_pair is None else own_pair[0]
         self._to_each = [0 if each is None else each[0].numel_on(s) for each in chosen]
-        self._from_each = [0 if own is None else own[0].numel_on(other) for other, _ in owner_group.order]
+        self._from_each = [0 if own_pair is None else own_pair[0].numel_on(peer) for peer, _ in owner_group.order]
         self._comm, self._s = owner_group.communicator, s
         self.sent, self.received = sum(self._to_each), sum(self._from_each)
 
-    def run(self, whole: Tensor, gradient: Tensor, rows: Tensor, received: Tensor | None = None) -> Iterator[Turn]:
+    def run(self, full: Tensor, gradient: Tensor, rows: Tensor, received: Tensor | None = None) -> Iterator[Turn]:
         """Gather the parameter that this rank steps, yield its turn, and scatter its rows after the step.
 
         Args:
@@ -329,36 +334,36 @@ class _OwnerRound:
             rows: 1-D buffer for the rows that this rank sends.
             received: 1-D buffer for the received rows, if their order differs from that in the full parameter.
         """
-        whole, gradient, rows = whole[: self.received], gradient[: self.received], rows[: self.sent]
+        full, gradient, rows = full[: self.received], gradient[: self.received], rows[: self.sent]
         received = None if received is None else received[: self.received]
-        self._collect(whole, rows, received, [each.member.master for each, _ in self._chosen])
+        self._collect(full, rows, received, [param.member.master for param, _ in self._chosen])
         self._collect(gradient, rows, received, [part for _, part in self._chosen])
         if self._mine is not None:
             member, master = self._mine.member, self._mine.master
-            master.data, master.grad = whole.view(self._mine.shape), gradient.view(self._mine.shape)
+            master.data, master.grad = full.view(self._mine.shape), gradient.view(self._mine.shape)
             try:
                 yield self._mine.group, master
             finally:
                 master.grad = None
                 master.data = member.master
         if received is not None:
-            for place, part in self._places(whole, received):
-                place.copy_(part)
-        sent = whole if received is None else received
+            for target, part in self._places(full, received):
+                target.copy_(part)
+        sent = full if received is None else received
         splits = {"from_each": self._to_each, "to_each": self._from_each}
         all_to_all(self._comm, Collective.OWNER_SCATTER, rows, sent, **splits, name=self._name).wait()
-        for part, (each, _) in zip(self._pieces(rows), self._chosen, strict=True):
-            each.member.master.copy_(part.view(each.member.master.shape))
+        for part, (param, _) in zip(self._pieces(rows), self._chosen, strict=True):
+            param.member.master.copy_(part.view(param.member.master.shape))
 
-    def _collect(self, whole: Tensor, rows: Tensor, received: Tensor | None, parts: Sequence[Tensor]) -> None:
-        for place, part in zip(self._pieces(rows), parts, strict=True):
-            place.copy_(part.reshape(-1))
+    def _collect(self, full: Tensor, rows: Tensor, received: Tensor | None, parts: Sequence[Tensor]) -> None:
+        for piece, part in zip(self._pieces(rows), parts, strict=True):
+            piece.copy_(part.reshape(-1))
         splits = {"from_each": self._from_each, "to_each": self._to_each}
-        into = whole if received is None else received
-        all_to_all(self._comm, Collective.OWNER_GATHER, into, rows, **splits, name=self._name).wait()
+        target = full if received is None else received
+        all_to_all(self._comm, Collective.OWNER_GATHER, target, rows, **splits, name=self._name).wait()
         if received is not None:
-            for place, part in self._places(whole, received):
-                part.copy_(place)
+            for piece, part in self._places(full, received):
+                part.copy_(piece)
 
     @property
     def _name(self) -> str:
@@ -368,8 +373,8 @@ class _OwnerRound:
         """Yield a pair for each rank of the group: its rows in `received`, and the same rows in `whole`."""
         if self._mine is not None:
             pieces = self._mine.pieces(whole)
-            for came, piece in zip(torch.split(received, self._from_each), pieces, strict=True):
-                yield came.view(piece.shape), piece
+            for received_rows, piece in zip(torch.split(received, self._from_each), pieces, strict=True):
+                yield received_rows.view(piece.shape), piece
 
     def _pieces(self, rows: Tensor) -> Sequence[Tensor]:
         """Split the buffer of this rank's rows into one piece for each parameter in the round."""

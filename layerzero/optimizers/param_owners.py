@@ -78,11 +78,11 @@ class OwnerTable:
         self._inner = inner
         self._full_param_kinds = frozenset(full_param_kinds)
         self._known_kinds = {group_kind(group) for group in inner.param_groups}
-        held = [
+        candidates = [
             p for group in inner.param_groups if group_kind(group) in self._full_param_kinds for p in group["params"]
         ]
         self._examined: set[str] = set()  # names of the parameters for which this optimizer has requested owners
-        self._assign_owners([member for p in held if (member := runtime.parameters.managed_param(p)) is not None])
+        self._assign_owners([member for p in candidates if (member := runtime.parameters.managed_param(p)) is not None])
 
     def add_group(self, group: MutableMapping[str, Any], members: Sequence[tuple[ManagedParam, Tensor]]) -> None:
         """Add a group's parameters to the table if they need owners. Every rank must call this method.
@@ -110,10 +110,10 @@ class OwnerTable:
     def follow(self) -> None:
         """Update owners and owner groups after the layout has changed."""
         owners, owner_groups = self._model_owners.owners, self._model_owners.groups
-        for key, each in self.owned.items():
-            owner = owners[each.member.name]
-            owner_group = owner_groups[each.member.spec.mesh_info, owner.axis]
-            self.owned[key] = replace(each, owner=owner, group_of_ranks=owner_group)
+        for key, param in self.owned.items():
+            owner = owners[param.member.name]
+            owner_group = owner_groups[param.member.spec.mesh_info, owner.axis]
+            self.owned[key] = replace(param, owner=owner, group_of_ranks=owner_group)
         self._reserve_buffers()
 
     def _reserve_buffers(self) -> None:
@@ -181,7 +181,7 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
         return
     plan: dict[Handle, FlatLayout] = {}
     owners: dict[str, ParamOwner] = {}
-    moved: list[Handle] = []
+    moved_handles: list[Handle] = []
     join_axes: dict[str, JoinAxis] = {}
     new_owner_groups: dict[_Key, dict[int, tuple[int, int]]] = {}
     failure: Exception | None = None
@@ -191,38 +191,38 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
         changes = names != set(table.owners) or join_axes != before
         if changes:
             plan, owners = _plan(runtime, names, join_axes)
-            moved = [handle for handle in runtime.handles if handle.layout != plan[handle]]
+            moved_handles = [handle for handle in runtime.handles if handle.layout != plan[handle]]
             runtime.scheduler.recover_interrupted_pass()
             runtime.gradients.apply_user_grads()
-            _require_movable(runtime, moved or runtime.handles, {n for n in names if n in table.owners})
+            _require_movable(runtime, moved_handles or runtime.handles, {n for n in names if n in table.owners})
         new_owner_groups = _new_owner_groups(runtime, owners)
     except (RuntimeError, ValueError) as error:
         failure = error
-    told = sorted((name, along.axis, along.size) for name, along in join_axes.items())
+    described_axes = sorted((name, joined.axis, joined.size) for name, joined in join_axes.items())
     require_equal(
         "parameters that an optimizer needs in full",
-        {"names": sorted(names), "joined along model-parallel axes": told},
+        {"names": sorted(names), "joined along model-parallel axes": described_axes},
         ranks=runtime.ranks.ranks,
-        groups=groups_so_far(*(sorted(places) for places in new_owner_groups.values() if places)),
+        groups=groups_so_far(*(sorted(positions) for positions in new_owner_groups.values() if positions)),
         failure=failure,
     )
     if not changes:
         return
     table.groups |= {
-        (mesh_info, axis): owner_group_of(mesh_info) if axis is None else owner_group_across(mesh_info, axis, places)
-        for (mesh_info, axis), places in new_owner_groups.items()
+        (mesh_info, axis): owner_group_of(mesh_info) if axis is None else owner_group_across(mesh_info, axis, positions)
+        for (mesh_info, axis), positions in new_owner_groups.items()
     }
     if any(layout.bounds for layout in plan.values()):  # same result on all ranks, even on those whose rows do not move
         runtime.refreshes.launch_deferred()
         runtime.refreshes.launch_edited()
-    for handle in moved:
+    for handle in moved_handles:
         handle.weights.finish_refresh()
         handle.recut(plan[handle])
     table.owners = owners
     scratch = _scratch_buffers(runtime)
     runtime.pools.scratch.expect(scratch.scratch, scratch.nbytes)
-    for each in runtime.optimizers:
-        each.on_layout_change()  # type: ignore[attr-defined]
+    for other_optimizer in runtime.optimizers:
+        other_optimizer.on_layout_change()  # type: ignore[attr-defined]
 
 
 def _plan(
@@ -234,7 +234,9 @@ def _plan(
     for mesh_info in dict.fromkeys(handle.mesh_info for handle in runtime.handles):
         handles = [handle for handle in runtime.handles if handle.mesh_info is mesh_info]
         owned = [[slot.name for slot in handle.layout.slots if slot.name in names] for handle in handles]
-        _require_equal_parts([handle for handle, its in zip(handles, owned, strict=True) if its], join_axes)
+        _require_equal_parts(
+            [handle for handle, owned_names in zip(handles, owned, strict=True) if owned_names], join_axes
+        )
         cuts = plan_owners(
             [handle.layout for handle in handles],
             owned,
@@ -251,7 +253,9 @@ def _may_be_a_part(member: ManagedParam, owner: ParamOwner | None) -> bool:
     """Return whether the parameter is sharded along a model-parallel axis along which its parts are not joined."""
     model_parallel, axis = member.spec.model_parallel, None if owner is None else owner.axis
     return model_parallel is not None and any(
-        model_parallel.sharded_dim(at) is not None for at in range(model_parallel.mesh.ndim) if at != axis
+        model_parallel.sharded_dim(mesh_axis) is not None
+        for mesh_axis in range(model_parallel.mesh.ndim)
+        if mesh_axis != axis
     )
 
 
@@ -260,14 +264,14 @@ def _join_axes(runtime: LayerZeroState) -> dict[str, JoinAxis]:
 
     Parameters without such an axis are omitted.
     """
-    found: dict[str, JoinAxis] = {}
+    join_axes: dict[str, JoinAxis] = {}
     for name, owner in owners_of(runtime).owners.items():
         model_parallel = runtime.members[name].spec.model_parallel
         if model_parallel is not None and owner.axis is not None:
-            found[name] = JoinAxis(
+            join_axes[name] = JoinAxis(
                 owner.axis, model_parallel.mesh.size(owner.axis), model_parallel.joined_shape(owner.axis)
             )
-    return found
+    return join_axes
 
 
 def _requested_join_axes(
@@ -277,18 +281,20 @@ def _requested_join_axes(
 
     Parameters whose parts need not be joined are omitted.
     """
-    found: dict[str, JoinAxis] = {}
-    apart: dict[int, bool] = {}  # by number of dims: whether the optimizer updates each matrix in a stack separately
+    join_axes: dict[str, JoinAxis] = {}
+    separate_by_dims: dict[
+        int, bool
+    ] = {}  # by number of dims: whether the optimizer updates each matrix in a stack separately
     for member in members:
         model_parallel = member.spec.model_parallel
         assert model_parallel is not None
         dims = len(model_parallel.shape)
-        if dims > 2 and dims not in apart:
-            apart[dims] = steps_matrices_separately(optimizer, device, dims)
-        along = join_axis(member.name, model_parallel, matrices_separately=apart.get(dims, False))
-        if along is not None:
-            found[member.name] = along
-    return found
+        if dims > 2 and dims not in separate_by_dims:
+            separate_by_dims[dims] = steps_matrices_separately(optimizer, device, dims)
+        requested = join_axis(member.name, model_parallel, matrices_separately=separate_by_dims.get(dims, False))
+        if requested is not None:
+            join_axes[member.name] = requested
+    return join_axes
 
 
 def _new_owner_groups(
@@ -300,18 +306,18 @@ def _new_owner_groups(
         For each new owner group, a dict from global rank to position, as in :func:`positions_across`. The dict is empty
         if the group is a ZeRO-3 group.
     """
-    found: dict[_Key, dict[int, tuple[int, int]]] = {}
+    new_groups: dict[_Key, dict[int, tuple[int, int]]] = {}
     for name, owner in sorted(owners.items()):
         mesh_info, model_parallel, axis = (
             runtime.members[name].spec.mesh_info,
             runtime.members[name].spec.model_parallel,
             owner.axis,
         )
-        if (mesh_info, axis) not in {*owners_of(runtime).groups, *found}:
-            found[mesh_info, axis] = (
+        if (mesh_info, axis) not in {*owners_of(runtime).groups, *new_groups}:
+            new_groups[mesh_info, axis] = (
                 {} if model_parallel is None or axis is None else positions_across(mesh_info, model_parallel, axis)
             )
-    return found
+    return new_groups
 
 
 def _require_equal_parts(handles: Iterable[Handle], join_axes: Mapping[str, JoinAxis]) -> None:
@@ -320,7 +326,7 @@ def _require_equal_parts(handles: Iterable[Handle], join_axes: Mapping[str, Join
     Ranks along such an axis must have equal layouts.
     """
     members = [member for handle in handles for member in handle.members]
-    axes = {along.axis: member.name for member in members if (along := join_axes.get(member.name)) is not None}
+    axes = {joined.axis: member.name for member in members if (joined := join_axes.get(member.name)) is not None}
     for member in members:
         model_parallel = member.spec.model_parallel
         for axis, name in axes.items() if model_parallel is not None else ():
@@ -369,10 +375,10 @@ def _require_movable(runtime: LayerZeroState, moved: Iterable[Handle], owned: se
             "already have gradients. Call shard_optimizer before the first backward, or call model.zero_grad() first"
         )
     for optimizer in runtime.optimizers:
-        held = optimizer.state_by_name()  # type: ignore[attr-defined]
-        if stepped := sorted(name for name in names if name in held):
+        state = optimizer.state_by_name()  # type: ignore[attr-defined]
+        if with_state := sorted(name for name in names if name in state):
             raise RuntimeError(
                 "this optimizer needs full parameters, so layerzero must move their rows to owners, but another "
-                f"optimizer already has state for {stepped[0]!r}. Call shard_optimizer and add_param_group for all "
+                f"optimizer already has state for {with_state[0]!r}. Call shard_optimizer and add_param_group for all "
                 "optimizers before the first step, and load their states afterwards"
             )

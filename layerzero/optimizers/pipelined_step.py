@@ -43,9 +43,9 @@ def update(
         refresh: round in which the refreshes of handles are launched, or None if refreshes are launched later.
         take_step: function that steps `inner`.
     """
-    travels = runtime.config.offload_optimizer or any(handle.mesh_info.replicas > 1 for handle in runtime.handles)
+    has_transfers = runtime.config.offload_optimizer or any(handle.mesh_info.replicas > 1 for handle in runtime.handles)
     with runtime.observer.during("update", "optimizer"):
-        if refresh is None or not travels or ownership.owned or not _can_step_in_parts(inner):
+        if refresh is None or not has_transfers or ownership.owned or not _can_step_in_parts(inner):
             ownership.step(take_step)
         else:
             _step_in_parts(inner, names, runtime.handles, refresh, take_step)
@@ -57,8 +57,8 @@ def _can_step_in_parts(inner: Optimizer) -> bool:
     Step post-hooks would run after some refreshes have already been launched.
     """
     step = vars(inner).get("step")
-    is_own = step is None or hasattr(step, "_wrapped_by_lr_sched")
-    return is_own and is_elementwise_by_name(inner) and not inner._optimizer_step_post_hooks
+    is_class_step = step is None or hasattr(step, "_wrapped_by_lr_sched")
+    return is_class_step and is_elementwise_by_name(inner) and not inner._optimizer_step_post_hooks
 
 
 def _step_in_parts(
@@ -71,9 +71,9 @@ def _step_in_parts(
     parts = _cut(handles)
     part_of = {member.name: n for n, part in enumerate(parts) for handle in part for member in handle.members}
     groups = inner.param_groups
-    listed = [group["params"] for group in groups]
+    original_params = [group["params"] for group in groups]
     chosen: list[list[list[Tensor]]] = [[[] for _ in groups] for _ in parts]
-    for index, masters in enumerate(listed):
+    for index, masters in enumerate(original_params):
         for master in masters:
             # Parameters that are not sharded belong to the last part.
             chosen[part_of.get(names.get(id(master), ""), -1)][index].append(master)
@@ -88,7 +88,7 @@ def _step_in_parts(
             refresh.launch(part)
     finally:
         inner.param_groups = groups
-        for group, masters in zip(groups, listed, strict=True):
+        for group, masters in zip(groups, original_params, strict=True):
             group["params"] = masters
 
 
@@ -96,10 +96,10 @@ def _cut(handles: Sequence[Handle]) -> list[list[Handle]]:
     """Split the handles into consecutive parts with about the same number of elements."""
     total = sum(handle.layout.numel for handle in handles)
     parts: list[list[Handle]] = []
-    seen = 0
+    assigned = 0
     for handle in handles:
-        if len(parts) <= seen * _MOST // max(total, 1):
+        if len(parts) <= assigned * _MOST // max(total, 1):
             parts.append([])
         parts[-1].append(handle)
-        seen += handle.layout.numel
+        assigned += handle.layout.numel
     return parts

@@ -66,19 +66,19 @@ class Placeholders:
     def _insert(self, parameter: Tensor, values: Any) -> None:
         if parameter not in self._of:
             self._of[parameter] = _Placeholder(placeholder(parameter), placeholder(parameter))
-        ours, has_gradient = self._of[parameter], parameter.grad is not None
+        replacement, has_gradient = self._of[parameter], parameter.grad is not None
         for tensor in _tensors(values, parameter.shape):
-            tensor.data = ours.state[tensor] if tensor in ours.state else placeholder(tensor)
+            tensor.data = replacement.state[tensor] if tensor in replacement.state else placeholder(tensor)
         parameter.grad = None
-        parameter.data = ours.elements
+        parameter.data = replacement.elements
         if has_gradient:
-            parameter.grad = ours.gradient
+            parameter.grad = replacement.gradient
 
     def _remove(self, parameter: Tensor, rows: Tensor, values: Any) -> None:
-        ours = self._of[parameter]
-        ours.state = {}
-        for tensor in _tensors(values, ours.elements.shape):
-            ours.state[tensor] = tensor.data
+        replacement = self._of[parameter]
+        replacement.state = {}
+        for tensor in _tensors(values, replacement.elements.shape):
+            replacement.state[tensor] = tensor.data
             tensor.data = tensor.new_empty(rows.shape)
         parameter.grad = None
         parameter.data = rows

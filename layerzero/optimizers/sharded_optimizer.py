@@ -154,8 +154,8 @@ class ShardedOptimizer(OptimizerProxy):
             raise
         self.param_groups = inner.param_groups
         self.state = ParamKeyedState(inner, self._master_of, self._owner_table.owned)  # type: ignore[assignment]
-        for group, old, masters in zip(self.param_groups, old_parameters, self._masters, strict=True):
-            for parameter, master in zip(old, masters, strict=True):
+        for group, group_parameters, masters in zip(self.param_groups, old_parameters, self._masters, strict=True):
+            for parameter, master in zip(group_parameters, masters, strict=True):
                 if parameter in old_state:
                     member = runtime.parameters.managed_param(parameter)
                     holder = None if member is None else self._holder_of(member.sharded)
@@ -187,8 +187,8 @@ class ShardedOptimizer(OptimizerProxy):
             raise RuntimeError(
                 "optimizer.step() was called inside EMA.swapped(), which would undo the update. Leave the context first"
             )
-        if torn := self._runtime.status.load_error or self.load_error:
-            raise RuntimeError(torn)
+        if load_error := self._runtime.status.load_error or self.load_error:
+            raise RuntimeError(load_error)
         require_unedited(self.param_groups, self.inner.param_groups, self._shown)
         loss = None if closure is None else torch.enable_grad()(closure)()
         self._runtime.scheduler.complete_gradients()
@@ -238,9 +238,9 @@ class ShardedOptimizer(OptimizerProxy):
     @contextmanager
     def _groups_of_masters(self, rows_of: Callable[[Tensor], Tensor | None] = plain) -> Iterator[None]:
         # See [Note: Parameter groups during a step].
-        shown = [group["params"] for group in self.param_groups]
+        params_by_group = [group["params"] for group in self.param_groups]
         try:
-            for group, parameters, masters in zip(self.param_groups, shown, self._masters, strict=True):
+            for group, parameters, masters in zip(self.param_groups, params_by_group, self._masters, strict=True):
                 for parameter, master in zip(parameters, masters, strict=True):
                     if master is not parameter:
                         master.grad = None if parameter.grad is None else rows_of(parameter.grad)
@@ -248,7 +248,7 @@ class ShardedOptimizer(OptimizerProxy):
             with self._placeholders.replacing(self._without_rows(), self.inner.state):
                 yield
         finally:
-            for group, parameters, masters in zip(self.param_groups, shown, self._masters, strict=True):
+            for group, parameters, masters in zip(self.param_groups, params_by_group, self._masters, strict=True):
                 group["params"] = parameters
                 for parameter, master in zip(parameters, masters, strict=True):
                     if master is not parameter:
@@ -282,12 +282,12 @@ class ShardedOptimizer(OptimizerProxy):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group. Its parameters may have been read from the model before or after sharding."""
         require_unedited(self.inner.param_groups, self.inner.param_groups, self._shown)
-        given = param_group["params"]
-        parameters = [given] if isinstance(given, Tensor) else list(given)
+        params = param_group["params"]
+        parameters = [params] if isinstance(params, Tensor) else list(params)
         require_one_kind(
             self.inner, param_group, [p for p in parameters if self._runtime.parameters.is_ignored(p)], parameters
         )
-        shown: list[Tensor] = []
+        listed: list[Tensor] = []
         masters: list[Tensor] = []
         members: list[ManagedParam | None] = []
         refuse_dtypes(self.inner, _trained(self._runtime, parameters))
@@ -299,20 +299,20 @@ class ShardedOptimizer(OptimizerProxy):
                     "was sharded. Build the optimizer from model.parameters() of the sharded model, and add modules "
                     "before shard_model"
                 )
-            shown.append(parameter if member is None else member.sharded)
+            listed.append(parameter if member is None else member.sharded)
             masters.append(self._master_for(parameter, member))
             members.append(member)
         self.inner.add_param_group({**param_group, "params": masters})
         group = self.inner.param_groups[-1]
         self._masters.append(group["params"])
-        self._shown.append(list(shown))
-        group["params"] = shown
+        self._shown.append(list(listed))
+        group["params"] = listed
         try:
             self._owner_table.add_group(group, [(m, master) for m, master in zip(members, masters, strict=True) if m])
         except Exception:
-            for known in (self.inner.param_groups, self._masters, self._shown):
-                known.pop()
-            for parameter in shown:
+            for table in (self.inner.param_groups, self._masters, self._shown):
+                table.pop()
+            for parameter in listed:
                 del self._master_of[id(parameter)]
                 self._member_at.pop(id(parameter), None)
             raise
@@ -368,10 +368,10 @@ class ShardedOptimizer(OptimizerProxy):
         def with_numbers() -> dict[str, Any]:
             state: dict[str, dict[str, Any]] = {}
             for group, names in self._named_groups():
-                held = [(name, p, self._master_of[id(p)]) for name, p in zip(names, group["params"], strict=True)]
-                unstepped = [master for _, p, master in held if p.requires_grad and not self.inner.state.get(master)]
+                entries = [(name, p, self._master_of[id(p)]) for name, p in zip(names, group["params"], strict=True)]
+                unstepped = [master for _, p, master in entries if p.requires_grad and not self.inner.state.get(master)]
                 initial = first_states(self.inner, group, unstepped)
-                for name, parameter, master in held:
+                for name, parameter, master in entries:
                     values = self.inner.state.get(master) or (next(initial) if parameter.requires_grad else {})
                     if values:
                         state[name] = self._shown_state(parameter, values)
@@ -429,10 +429,10 @@ class ShardedOptimizer(OptimizerProxy):
         return [(group, self.parameter_names(group)) for group in self.param_groups]
 
     def _rekey_to_param_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        given: dict[str, str] = {}  # keyed by the name that the user passed
+        user_names: dict[str, str] = {}  # keyed by the name that the user passed
         for group, names in self._named_groups():
-            given |= zip(group.get("param_names", names), names, strict=True)
-        return by_own_names(state_dict, [names for _, names in self._named_groups()], self._model, given)
+            user_names |= zip(group.get("param_names", names), names, strict=True)
+        return by_own_names(state_dict, [names for _, names in self._named_groups()], self._model, user_names)
 
     @torch.no_grad()
     def full_state_dict(self, *, cpu: bool = True, rank0_only: bool = True) -> dict[str, Any]:
@@ -471,9 +471,9 @@ class ShardedOptimizer(OptimizerProxy):
             copy = value.detach().clone()
             return copy.cpu() if cpu else copy
 
-        named = self._rekey_to_param_names(self.state_dict_by_name())
-        state = {name: tree_map(gathered, dict(named["state"][name])) for name in sorted(named["state"])}
-        return numbered({**named, "state": state}) if keeps else {}
+        by_name = self._rekey_to_param_names(self.state_dict_by_name())
+        state = {name: tree_map(gathered, dict(by_name["state"][name])) for name in sorted(by_name["state"])}
+        return numbered({**by_name, "state": state}) if keeps else {}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
@@ -511,15 +511,15 @@ class ShardedOptimizer(OptimizerProxy):
             loaded = loaded if changed is None else changed
         loaded = self._rekey_to_param_names(loaded)
         groups = [self.saved_group(group, loaded["param_groups"]) for group in self.param_groups]
-        place = {self._name(p): (p, group) for group in self.param_groups for p in group["params"]}
-        if unexpected := sorted(set(loaded["state"]) - set(place)):
+        params_by_name = {self._name(p): (p, group) for group in self.param_groups for p in group["params"]}
+        if unexpected := sorted(set(loaded["state"]) - set(params_by_name)):
             raise ValueError(
                 f"the optimizer state has parameters that the optimizer does not have: {unexpected}. Load the state of "
                 "an optimizer with the same parameters"
             )
         new_state = {}
         for name, values in loaded["state"].items():
-            parameter, group = place[name]
+            parameter, group = params_by_name[name]
             holder = self._holder_of(parameter)
             cut = self._cut_state_of(values, holder, group, copy=copy)
             if holder is None:
@@ -549,24 +549,26 @@ class ShardedOptimizer(OptimizerProxy):
             ValueError: a parameter is in no saved group, or the saved groups have different hyperparameters.
         """
         missing = {self._name(parameter) for parameter in group["params"]}
-        names, found = set(missing), None
+        names, merged = set(missing), None
         for saved in saved_groups:
             if not names & set(saved["params"]):
                 continue
             missing -= set(saved["params"])
             settings = {key: value for key, value in saved.items() if key not in ("params", "param_names", *HOW)}
-            if found is not None and (odd := sorted(key for key in found | settings if differ(found, settings, key))):
+            if merged is not None and (
+                different := sorted(key for key in merged | settings if differ(merged, settings, key))
+            ):
                 raise ValueError(
                     f"the parameters {shortened(names)} are in one group, but they were saved in groups with different "
-                    f"{', '.join(odd)}. Use the same groups as in the saved state"
+                    f"{', '.join(different)}. Use the same groups as in the saved state"
                 )
-            found = settings
+            merged = settings
         if missing:
             raise ValueError(
                 f"no saved parameter group contains {shortened(missing)}. Load the state of an optimizer with the same "
                 "parameters"
             )
-        return found or {}
+        return merged or {}
 
     @property
     def has_owners(self) -> bool:
@@ -600,4 +602,4 @@ class ShardedOptimizer(OptimizerProxy):
         member = self._member_at.get(id(parameter))
         if member is not None:
             return member.name
-        return next(name for name, own in self._model.named_parameters() if own is parameter)
+        return next(name for name, candidate in self._model.named_parameters() if candidate is parameter)

@@ -38,12 +38,12 @@ def step_param_by_param(optimizer: Optimizer, take_step: Callable[[], Any], turn
     try:
         for group, parameter in turns:
             before.put_back()
-            listed, group["params"] = group["params"], [parameter]
+            params, group["params"] = group["params"], [parameter]
             optimizer.param_groups = [group]  # type: ignore[list-item]
             try:
                 take_step()
             finally:
-                group["params"], optimizer.param_groups = listed, groups
+                group["params"], optimizer.param_groups = params, groups
     finally:
         after.put_back()
 
@@ -52,23 +52,28 @@ class _Numbers:
     """Copy of the scalars that an optimizer stores outside of its parameter state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        own = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-        tables = [*optimizer.param_groups, vars(optimizer), *(t for t in own.values() if isinstance(t, dict))]
+        shared_state = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+        tables = [*optimizer.param_groups, vars(optimizer), *(t for t in shared_state.values() if isinstance(t, dict))]
         self._kept = [(table, {k: _copy(v) for k, v in table.items() if _is_number(v)}) for table in tables]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        for table, kept in self._kept:
-            for key in [key for key, value in table.items() if _is_number(value) and key not in kept]:
+        for table, numbers in self._kept:
+            for key in [key for key, value in table.items() if _is_number(value) and key not in numbers]:
                 del table[key]
-            for key, value in kept.items():
+            for key, value in numbers.items():
                 _put(table, key, value)
 
 
 def _put(table: MutableMapping[str, Any], key: str, value: Any) -> None:
-    now = table.get(key)
-    if isinstance(now, Tensor) and isinstance(value, Tensor) and now.shape == value.shape and now.dtype == value.dtype:
-        now.copy_(value)  # in place, because other code may refer to the tensor
+    current = table.get(key)
+    if (
+        isinstance(current, Tensor)
+        and isinstance(value, Tensor)
+        and current.shape == value.shape
+        and current.dtype == value.dtype
+    ):
+        current.copy_(value)  # in place, because other code may refer to the tensor
     else:
         table[key] = _copy(value)
 

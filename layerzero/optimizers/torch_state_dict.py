@@ -100,7 +100,7 @@ def by_own_names(
 
 
 def _names_of_numbers(
-    groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]], aliases: Mapping[str, str]
+    groups: Sequence[Mapping[str, Any]], own_names: Sequence[Sequence[str]], aliases: Mapping[str, str]
 ) -> dict[Any, str]:
     """Map each parameter number in `groups` to the name that the optimizer uses for that parameter."""
     if all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
@@ -113,27 +113,27 @@ def _names_of_numbers(
                 "groups of the state"
             )
         return {number: aliases[name] for number, name in names.items()}
-    theirs, ours = [len(group["params"]) for group in groups], [len(names) for names in own]
-    if theirs != ours:
+    saved_sizes, own_sizes = [len(group["params"]) for group in groups], [len(names) for names in own_names]
+    if saved_sizes != own_sizes:
         raise ValueError(
-            f"the state identifies parameters by number, but its groups have {theirs} parameters and those of the "
-            f"optimizer have {ours}. Use the same groups, or load a state whose groups have param_names"
+            f"the state identifies parameters by number, but its groups have {saved_sizes} parameters and those of the "
+            f"optimizer have {own_sizes}. Use the same groups, or load a state whose groups have param_names"
         )
     numbers = (number for group in groups for number in group["params"])
-    return dict(zip(numbers, (name for names in own for name in names), strict=True))
+    return dict(zip(numbers, (name for names in own_names for name in names), strict=True))
 
 
 def _aliases(model: nn.Module, own: Iterable[str]) -> dict[str, str]:
     """Return a dict that maps each name of a model parameter to the parameter's name in `own`."""
-    known = set(own)
+    own_names = set(own)
     names_of: dict[int, list[str]] = {}
     aliases: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
     for names in names_of.values():
-        found = next((name for name in names if name in known), None)
-        if found is not None:
-            aliases |= {alias: found for name in names for alias in (name, _without_wrappers(name))}
+        own_name = next((name for name in names if name in own_names), None)
+        if own_name is not None:
+            aliases |= {alias: own_name for name in names for alias in (name, _without_wrappers(name))}
     return aliases
 
 

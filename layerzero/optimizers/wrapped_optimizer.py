@@ -81,8 +81,10 @@ class OptimizerProxy(Optimizer):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_own = name in _OWN or name.startswith("_") or hasattr(type(self), name) or "inner" not in vars(self)
-        if is_own or name not in vars(self.inner):
+        is_proxy_attribute = (
+            name in _OWN or name.startswith("_") or hasattr(type(self), name) or "inner" not in vars(self)
+        )
+        if is_proxy_attribute or name not in vars(self.inner):
             super().__setattr__(name, value)
         else:
             setattr(self.inner, name, value)
@@ -181,8 +183,8 @@ _WAY_OUT = (
 
 
 def _shapes(parameters: Sequence[Tensor]) -> str:
-    some = ", ".join(str(list(parameter.shape)) for parameter in parameters[:4])
-    return f"{len(parameters)} of shapes {some}{', ...' if len(parameters) > 4 else ''}"
+    listed = ", ".join(str(list(parameter.shape)) for parameter in parameters[:4])
+    return f"{len(parameters)} of shapes {listed}{', ...' if len(parameters) > 4 else ''}"
 
 
 class MasterKeyedState(defaultdict[Tensor, Any]):
@@ -247,8 +249,8 @@ class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def reduced_grad_rows(gradient: Tensor) -> Tensor | None:
     """Return this rank's rows of a gradient, or None if the gradient is not reduced yet."""
     local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-    withheld = isinstance(local, LocalShard) and local.tracker is not None and local.tracker.access_error is not None
-    return None if withheld else plain(gradient)
+    is_pending = isinstance(local, LocalShard) and local.tracker is not None and local.tracker.access_error is not None
+    return None if is_pending else plain(gradient)
 
 
 def note_edits(parameters: Iterable[Tensor]) -> None:

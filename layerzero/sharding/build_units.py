@@ -61,18 +61,18 @@ def settings_to_compare(
         fields |= {f"{name} of unit {plan.name!r}": value for name, value in chosen.items()}
         if len(plan.called) > 1:
             fields[f"modules that call unit {plan.name!r}"] = [plan.modules.get(module) for module in plan.called]
-        for found in plan.parameters:
-            parameter = found.parameter
+        for info in plan.parameters:
+            parameter = info.parameter
             frozen = "" if parameter.requires_grad else " frozen"
-            place = " on meta" if parameter.is_meta else ""
-            placed = (
+            on_meta = " on meta" if parameter.is_meta else ""
+            sharding = (
                 f" {parameter.placements} on {list(parameter.device_mesh.shape)}"
                 if isinstance(parameter, DTensor)
                 else ""
             )
             kind = f" {type(parameter).__name__}" if has_extension(parameter) else ""
-            text = f"{list(parameter.shape)} {parameter.dtype}{kind}{frozen}{place}{placed} in unit {plan.name!r}"
-            fields[f"parameter {found.name!r}"] = text
+            text = f"{list(parameter.shape)} {parameter.dtype}{kind}{frozen}{on_meta}{sharding} in unit {plan.name!r}"
+            fields[f"parameter {info.name!r}"] = text
         if plan.mesh is not plans[0].mesh:
             fields[f"shape of the mesh of unit {plan.name!r}"] = list(plan.mesh.shape)
     for name, buffer in model.named_buffers():
@@ -108,11 +108,11 @@ def check_buffers(plans: Sequence[UnitDefinition]) -> None:
 
 def check_offload(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> None:
     """Raise ValueError if `offload_params` is set for a parameter whose class has an all-gather extension."""
-    for found in (each for plan in plans for each in plan.parameters if has_extension(each.parameter)):
+    for info in (each for plan in plans for each in plan.parameters if has_extension(each.parameter)):
         if config.offload_params:
             raise ValueError(
-                f"offload_params=True is not supported for parameter {found.name!r}: the all-gather extension of its "
-                f"class {type(found.parameter).__name__} reads its shard on the device. Leave offload_params out. "
+                f"offload_params=True is not supported for parameter {info.name!r}: the all-gather extension of its "
+                f"class {type(info.parameter).__name__} reads its shard on the device. Leave offload_params out. "
                 "offload_optimizer and offload_grads are supported"
             )
 
@@ -178,9 +178,9 @@ def require_equal_encoded_sizes(
 ) -> None:
     """Raise ValueError on all ranks of a mesh if their codecs produce different numbers of bytes."""
     size, data_parallel = site.mesh_info.zero3_size, site.mesh_info.grid.data_parallel
-    told: dict[str, object] = {}
+    fields: dict[str, object] = {}
     if config.gather_codec is not None:
-        told |= {
+        fields |= {
             f"bytes of gather_codec for unit {plan.name!r}": [
                 encoded_sizes(config.gather_codec, each.layout, size, each.precision.compute) for each in unit
             ]
@@ -188,7 +188,7 @@ def require_equal_encoded_sizes(
         }
     if (codec := config.hop2_codec) is not None and data_parallel > size:
         grids = [ShardGrid.of_rank(rank, data_parallel=data_parallel, zero3_size=size) for rank in range(data_parallel)]
-        told |= {
+        fields |= {
             f"bytes of hop2_codec for unit {plan.name!r}": [
                 EncodedParts.of(codec, each.layout, grid, torch.float32).sizes
                 for each in unit
@@ -196,8 +196,8 @@ def require_equal_encoded_sizes(
             ]
             for plan, unit in zip(plans, handles, strict=True)
         }
-    if told:
-        require_equal("shard_model", told, ranks=site.mesh_info.ranks)
+    if fields:
+        require_equal("shard_model", fields, ranks=site.mesh_info.ranks)
 
 
 def check_meta_init(plans: Sequence[UnitDefinition], param_init_fn: InitFn | None) -> None:
@@ -256,11 +256,11 @@ def plan_handles(
     policy = config.policy_of(plan.name, plan.called[0])
     factor = config.gradient_divide_factor or averaged
     kinds: dict[tuple[torch.dtype, bool, bool], list[ParamInfo]] = {}
-    for found in plan.parameters:
-        if has_extension(found.parameter):
+    for info in plan.parameters:
+        if has_extension(info.parameter):
             continue
-        kind_of_it = found.parameter.dtype, found.parameter.requires_grad, has_model_parallel_spec(found.parameter)
-        kinds.setdefault(kind_of_it, []).append(found)
+        key = info.parameter.dtype, info.parameter.requires_grad, has_model_parallel_spec(info.parameter)
+        kinds.setdefault(key, []).append(info)
     planned = []
     for (dtype, trainable, _), members in kinds.items():
         kind = f"{'trainable' if trainable else 'frozen'} {str(dtype).removeprefix('torch.')}"
@@ -276,20 +276,22 @@ def plan_handles(
         )
         layouts = plan_layouts(
             [
-                (found.name, tuple(local_part(found.parameter).shape) or (1,)) for found in members
+                (info.name, tuple(local_part(info.parameter).shape) or (1,)) for info in members
             ],  # a 0-dim parameter is one row
             num_shards=where.grid.data_parallel,
             align=16 // min(precision.compute.itemsize, precision.master.itemsize),
         )
         in_host = config.offload_optimizer and (trainable or precision.master != precision.compute)
         strided = {
-            found.name: local_part(found.parameter).numel() * precision.compute.itemsize
-            for found in members
-            if not keeps_order(local_part(found.parameter))
+            info.name: local_part(info.parameter).numel() * precision.compute.itemsize
+            for info in members
+            if not keeps_order(local_part(info.parameter))
         }
         for layout in layouts:
             own_strides = tuple(strided[slot.name] for slot in layout.slots if slot.name in strided)
-            coded = encoded_bytes(encoded_sizes(config.gather_codec, layout, where.grid.zero3_size, precision.compute))
+            encoded_nbytes = encoded_bytes(
+                encoded_sizes(config.gather_codec, layout, where.grid.zero3_size, precision.compute)
+            )
             planned.append(
                 HandleSpec(
                     plan.name,
@@ -300,14 +302,14 @@ def plan_handles(
                     route,
                     in_host,
                     own_strides,
-                    coded,
+                    encoded_nbytes,
                     encodes_refresh=trainable and _encodes_refresh(config, precision, where),
                 )
             )
-    for found in (each for each in plan.parameters if has_extension(each.parameter)):
+    for info in (each for each in plan.parameters if has_extension(each.parameter)):
         # One handle for each parameter, with shards of full rows. See [Note: All-gather extensions].
-        parameter, ranks = found.parameter, where.grid.data_parallel
-        slot = Slot(found.name, tuple(parameter.shape), 0)
+        parameter, ranks = info.parameter, where.grid.data_parallel
+        slot = Slot(info.name, tuple(parameter.shape), 0)
         layout = FlatLayout((slot,), -(-slot.rows // ranks) * slot.row_numel, ranks, align=1)
         in_compute = config.precision_of(parameter.dtype, policy, trainable=parameter.requires_grad)
         precision = replace(in_compute, compute=parameter.dtype)
@@ -323,7 +325,7 @@ def plan_handles(
         planned.append(
             HandleSpec(
                 plan.name,
-                f"{type(parameter).__name__} {found.name!r}",
+                f"{type(parameter).__name__} {info.name!r}",
                 parameter.requires_grad,
                 precision,
                 layout,
@@ -360,15 +362,15 @@ def build_unit(
     _materialize_together(plan, site, param_init_fn)
     if config.sync_module_states:
         _broadcast_from_rank_0(plan, site)
-    unwritten = _still_marked(plan, was_on_meta)
+    uninitialized = _still_marked(plan, was_on_meta)
     cast_buffers = _cast_buffers(plan, config.buffer_dtype)
-    by_name = {found.name: found for found in plan.parameters}
+    by_name = {info.name: info for info in plan.parameters}
     reshards = config.reshards(plan.name, plan.called[0], mesh_info.zero3_size)
     root_stays_gathered = not plan.name and device_module(mesh_info.device) is not None
     # The communicator is created with every transport. ZeRO-3 groups may use different transports, but all ranks must
     # create the same process groups.
-    keeping = None if root_stays_gathered or isinstance(reshards, bool) else mesh_info.subgroup_comm(reshards)
-    options = GatherOptions(config.gather_codec, keeping)
+    post_forward_comm = None if root_stays_gathered or isinstance(reshards, bool) else mesh_info.subgroup_comm(reshards)
+    options = GatherOptions(config.gather_codec, post_forward_comm)
     handles = [
         Handle(
             f"unit {plan.name!r}, {each.kind}",
@@ -383,43 +385,43 @@ def build_unit(
         )
         for each in planned
     ]
-    for found in plan.parameters:
+    for info in plan.parameters:
         # Free the memory of the old parameter, even if user code still refers to it.
-        nothing = torch.empty(0, dtype=found.parameter.dtype, device=found.parameter.device)
-        if isinstance(found.parameter, DTensor):
-            found.parameter._local_tensor = nothing
+        nothing = torch.empty(0, dtype=info.parameter.dtype, device=info.parameter.device)
+        if isinstance(info.parameter, DTensor):
+            info.parameter._local_tensor = nothing
         else:
-            found.parameter.data = nothing
-        found.parameter.grad = None
+            info.parameter.data = nothing
+        info.parameter.grad = None
     unit = Unit(
         plan.name, plan.called, tuple(handles), mesh, policy=policy, reshards=reshards, cast_buffers=cast_buffers
     )
     unit.show_sharded()
-    return unit, unwritten
+    return unit, uninitialized
 
 
 def _take_extensions(plan: UnitDefinition, policy: MixedPrecisionPolicy) -> dict[str, Extension]:
     """Replace parameters that have an all-gather extension with plain parameters. Return the extensions by name."""
     extensions: dict[str, Extension] = {}
-    for index, found in enumerate(plan.parameters):
-        if has_extension(found.parameter):
-            module, _ = found.owners[0]
-            plain, extensions[found.name] = Extension.take(found.parameter, module, policy)
-            for owner, attribute in found.owners:
+    for index, info in enumerate(plan.parameters):
+        if has_extension(info.parameter):
+            module, _ = info.owners[0]
+            plain, extensions[info.name] = Extension.take(info.parameter, module, policy)
+            for owner, attribute in info.owners:
                 owner._parameters[attribute] = plain
-            plan.parameters[index] = ParamInfo(found.name, plain, found.owners)
+            plan.parameters[index] = ParamInfo(info.name, plain, info.owners)
     return extensions
 
 
 def _original(
-    found: ParamInfo, site: UnitMesh
+    info: ParamInfo, site: UnitMesh
 ) -> tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...], ModelParallelSpec | None]:
     """Return the arguments that `Handle` needs for a parameter: the local part, the owners, the model-parallel spec."""
-    whole, part = found.parameter, found.parameter
-    if isinstance(whole, DTensor):
-        part = nn.Parameter(local_part(whole).detach(), requires_grad=whole.requires_grad)
-        carry_over(whole, gathered=part, sharded=part)
-    return part, found.owners, site.model_parallel_spec_of(whole)
+    parameter, part = info.parameter, info.parameter
+    if isinstance(parameter, DTensor):
+        part = nn.Parameter(local_part(parameter).detach(), requires_grad=parameter.requires_grad)
+        carry_over(parameter, gathered=part, sharded=part)
+    return part, info.owners, site.model_parallel_spec_of(parameter)
 
 
 def _has_meta(module: nn.Module) -> bool:
@@ -440,13 +442,15 @@ def _tensors_on_meta(plan: UnitDefinition) -> list[UninitializedTensor]:
 
 
 def _still_marked(plan: UnitDefinition, was_on_meta: Sequence[UninitializedTensor]) -> list[UninitializedTensor]:
-    parameters = {found.name: found.parameter for found in plan.parameters}
-    left = []
-    for each in was_on_meta:
-        held = parameters[each.name] if each.is_parameter else each.owner._buffers.get(each.attribute)
-        if held is not None and has_sentinel(local_part(held)):
-            left.append(each)
-    return left
+    parameters = {info.name: info.parameter for info in plan.parameters}
+    uninitialized = []
+    for candidate in was_on_meta:
+        tensor = (
+            parameters[candidate.name] if candidate.is_parameter else candidate.owner._buffers.get(candidate.attribute)
+        )
+        if tensor is not None and has_sentinel(local_part(tensor)):
+            uninitialized.append(candidate)
+    return uninitialized
 
 
 def _materialize_together(plan: UnitDefinition, site: UnitMesh, param_init_fn: InitFn | None) -> None:
@@ -466,22 +470,22 @@ def _materialize_together(plan: UnitDefinition, site: UnitMesh, param_init_fn: I
 def _materialize(plan: UnitDefinition, device: torch.device, param_init_fn: InitFn | None) -> None:
     """Allocate and initialize parameters and buffers that are on meta. Move other buffers to the device."""
     on_meta = [module for module in plan.modules if _has_meta(module)]
-    for index, found in enumerate(plan.parameters):
-        if found.parameter.is_meta:
-            empty = torch.empty_like(found.parameter, device=device)
+    for index, info in enumerate(plan.parameters):
+        if info.parameter.is_meta:
+            empty = torch.empty_like(info.parameter, device=device)
             fill_sentinel(local_part(empty))
-            parameter = nn.Parameter(empty, requires_grad=found.parameter.requires_grad)
-            carry_over(found.parameter, gathered=parameter, sharded=parameter)
-            for owner, attribute in found.owners:
+            parameter = nn.Parameter(empty, requires_grad=info.parameter.requires_grad)
+            carry_over(info.parameter, gathered=parameter, sharded=parameter)
+            for owner, attribute in info.owners:
                 owner._parameters[attribute] = parameter
-            plan.parameters[index] = ParamInfo(found.name, parameter, found.owners)
+            plan.parameters[index] = ParamInfo(info.name, parameter, info.owners)
     for module in plan.modules:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
-                moved = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                moved_buffer = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
                 if buffer.is_meta:
-                    fill_sentinel(moved)
-                module._buffers[name] = moved
+                    fill_sentinel(moved_buffer)
+                module._buffers[name] = moved_buffer
     for module in on_meta:
         if param_init_fn is not None:
             param_init_fn(module)
@@ -503,8 +507,8 @@ def _cast_buffers(plan: UnitDefinition, dtype: torch.dtype | None) -> list[CastB
 
 @torch.no_grad()
 def _broadcast_from_rank_0(plan: UnitDefinition, site: UnitMesh) -> None:
-    for found in plan.parameters:
-        site.take_from_first(found.parameter)
+    for info in plan.parameters:
+        site.take_from_first(info.parameter)
     for module in plan.modules:
         for buffer in module._buffers.values():
             if buffer is not None:

@@ -41,11 +41,11 @@ class UninitializedTensor:
 
     def is_left(self, members: Mapping[str, ManagedParam]) -> bool:
         """Return whether this rank's part of the tensor is still uninitialized."""
-        held = members[self.name].master if self.is_parameter else self.owner._buffers.get(self.attribute)
-        if held is None:
+        tensor = members[self.name].master if self.is_parameter else self.owner._buffers.get(self.attribute)
+        if tensor is None:
             return False
         # A cast may have turned the sentinel into a different NaN.
-        return bool(held.isnan().any()) if _is_inexact(held) else has_sentinel(held)
+        return bool(tensor.isnan().any()) if _is_inexact(tensor) else has_sentinel(tensor)
 
 
 @torch.no_grad()
@@ -75,16 +75,16 @@ def initialization_check(
     """
 
     def refuse() -> None:
-        left = [each for each in unwritten if each.is_left(members)]
-        failure = RuntimeError(_failure_message(left)) if left else None
+        uninitialized = [each for each in unwritten if each.is_left(members)]
+        failure = RuntimeError(_failure_message(uninitialized)) if uninitialized else None
         require_equal("first forward of a model that was built on meta", {}, ranks=ranks, failure=failure)
 
     return refuse
 
 
-def _failure_message(left: Sequence[UninitializedTensor]) -> str:
-    loaded = [each.name for each in left if each.is_in_states]
-    others = [each for each in left if not each.is_in_states]
+def _failure_message(uninitialized: Sequence[UninitializedTensor]) -> str:
+    loaded = [each.name for each in uninitialized if each.is_in_states]
+    buffers = [each for each in uninitialized if not each.is_in_states]
     sentences = []
     if loaded:
         sentences.append(
@@ -92,25 +92,25 @@ def _failure_message(left: Sequence[UninitializedTensor]) -> str:
             "param_init_fn or in the module's reset_parameters, or load a state before the first forward "
             "(layerzero.load_full_state_dict, layerzero.checkpoint.load)"
         )
-    if others:
-        where, _, attribute = others[0].name.rpartition(".")
+    if buffers:
+        module_name, _, attribute = buffers[0].name.rpartition(".")
         sentences.append(
-            f"no values were written to {_format([each.name for each in others])} after the model was built on meta. "
+            f"no values were written to {_format([each.name for each in buffers])} after the model was built on meta. "
             "State dicts do not contain non-persistent buffers. Initialize them in param_init_fn or in the module's "
             "reset_parameters, or assign them before the first forward: "
-            f"model.{where + '.' if where else ''}{attribute} = ..."
+            f"model.{module_name + '.' if module_name else ''}{attribute} = ..."
         )
     return ". ".join(sentences)
 
 
 def _format(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:_SHOWN])
-    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    listed = ", ".join(repr(name) for name in names[:_SHOWN])
+    return listed + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _takes_mark(tensor: Tensor) -> bool:
-    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-    return plain and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+    is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return is_plain and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
 def _is_inexact(tensor: Tensor) -> bool:

@@ -273,20 +273,20 @@ def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Mod
     runtime.scheduler.apply_unit_settings()
 
 
-def _listed(runtime: LayerZeroState, unit: Unit, modules: Sequence[nn.Module], way: str) -> list[Unit]:
-    method = f"set_modules_to_{way}_prefetch"
+def _listed(runtime: LayerZeroState, unit: Unit, modules: Sequence[nn.Module], direction: str) -> list[Unit]:
+    method = f"set_modules_to_{direction}_prefetch"
     if isinstance(modules, nn.Module):
         raise TypeError(f"{method} expects a list of units, got one {type(modules).__name__}. Pass [unit]")
-    found = []
-    for each in modules:
-        theirs, listed = _unit_of(each)
-        if theirs is not runtime or listed.mesh_info is not unit.mesh_info:
+    units = []
+    for module in modules:
+        other_state, other_unit = _unit_of(module)
+        if other_state is not runtime or other_unit.mesh_info is not unit.mesh_info:
             raise ValueError(
-                f"{method}: {listed.label} is in another {'model' if theirs is not runtime else 'mesh'} than "
+                f"{method}: {other_unit.label} is in another {'model' if other_state is not runtime else 'mesh'} than "
                 f"{unit.label}. Ranks that call one of them may not call the other. Pass units of one mesh"
             )
-        found.append(listed)
-    return found
+        units.append(other_unit)
+    return units
 
 
 def _unit_of(module: nn.Module) -> tuple[LayerZeroState, Unit]:
@@ -348,14 +348,14 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def _as_forward(method: Callable[..., Any], module: nn.Module, takes_module: bool) -> Callable[..., Any]:
-    weak = weakref.ref(module)  # see `_method`
+    module_ref = weakref.ref(module)  # see `_method`
 
     @functools.wraps(method)
     def as_forward(*args: Any, **kwargs: Any) -> Any:
-        held = weak()
-        assert held is not None
-        call = functools.partial(method, held) if takes_module else method
-        return call_with_hooks(held, call, args, kwargs, *forward_hooks(held))
+        live_module = module_ref()
+        assert live_module is not None
+        call = functools.partial(method, live_module) if takes_module else method
+        return call_with_hooks(live_module, call, args, kwargs, *forward_hooks(live_module))
 
     as_forward.is_layerzeros = True  # type: ignore[attr-defined]
     return as_forward
@@ -366,7 +366,7 @@ def bind_methods(runtime: LayerZeroState) -> None:
 
     If a module already has an attribute with the name of a method, the attribute is kept and a warning is logged.
     """
-    taken: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     for unit in runtime.units:
         is_root = unit is runtime.units[0]
         for module in unit.modules:
@@ -375,12 +375,12 @@ def bind_methods(runtime: LayerZeroState) -> None:
                 if not hasattr(module, name):
                     setattr(module, name, _method(function, module))
                 else:
-                    taken.setdefault(name, "model" if is_root else type(module).__name__)
-    for name, of in taken.items():
+                    skipped.setdefault(name, "model" if is_root else type(module).__name__)
+    for name, owner in skipped.items():
         _LOG.warning(
             "layerzero: the %s defines its own %s, which layerzero does not replace. A training loop that calls it "
             "does not call layerzero. %s",
-            *(of, name, "Call layerzero.no_sync(model)" if "sync" in name else "See docs/fsdp2.md"),
+            *(owner, name, "Call layerzero.no_sync(model)" if "sync" in name else "See docs/fsdp2.md"),
         )
 
 
@@ -397,11 +397,11 @@ _OF_UNITS = (
 
 def _method(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
     """Bind a function to a model through a weak reference, because a bound method would create a reference cycle."""
-    weak = weakref.ref(model)
+    model_ref = weakref.ref(model)
 
     @functools.wraps(function)
     def method(*args: Any, **kwargs: Any) -> Any:
-        return function(weak(), *args, **kwargs)
+        return function(model_ref(), *args, **kwargs)
 
     return method
 
@@ -417,12 +417,12 @@ def show_units_in_repr(units: Iterable[Unit]) -> None:
 
 def _marked(module: nn.Module, mark: str) -> Callable[[], str]:
     """Return an ``extra_repr`` that appends `mark` and holds no strong reference to the module; see `_method`."""
-    weak, own = weakref.ref(module), vars(module).get("extra_repr")
+    module_ref, own_extra_repr = weakref.ref(module), vars(module).get("extra_repr")
 
     def extra_repr() -> str:
-        held = weak()
-        assert held is not None
-        text = type(held).extra_repr(held) if own is None else own()
+        live_module = module_ref()
+        assert live_module is not None
+        text = type(live_module).extra_repr(live_module) if own_extra_repr is None else own_extra_repr()
         return f"{text}{chr(10) if chr(10) in text else ', '}{mark}" if text else mark
 
     return extra_repr

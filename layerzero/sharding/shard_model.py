@@ -278,8 +278,8 @@ def shard_model(
         failure = error
     failure = agree_model_parallel(model, root, fields, failure)
     settle_releases()
-    made = groups_so_far(*(dist.get_process_group_ranks(root.get_group(axis)) for axis in AXES), ranks)
-    require_equal("shard_model", fields | parts_to_compare(plans), ranks=ranks, groups=made, failure=failure)
+    created_groups = groups_so_far(*(dist.get_process_group_ranks(root.get_group(axis)) for axis in AXES), ranks)
+    require_equal("shard_model", fields | parts_to_compare(plans), ranks=ranks, groups=created_groups, failure=failure)
 
     groups = ModelGroups()
     try:
@@ -310,19 +310,21 @@ def _build(
         drop_released_groups(model_ranks.all_gather_text(groups_to_release()), model_ranks.ranks)
     averaged = mesh_info.data_parallel
     handles = [
-        plan_handles(plan, config, where, averaged=averaged, has_model_parallel_spec=site.has_model_parallel_spec)
+        plan_handles(plan, config, rank_traits, averaged=averaged, has_model_parallel_spec=site.has_model_parallel_spec)
         for plan in plans
         for site in (sites[plan.mesh],)
-        for where in (_planned_traits(site.mesh_info, config),)
+        for rank_traits in (_planned_traits(site.mesh_info, config),)
     ]
     for shared_over, site in sites.items():
-        here = [index for index, plan in enumerate(plans) if plan.mesh == shared_over]
-        require_equal_encoded_sizes([plans[index] for index in here], [handles[index] for index in here], config, site)
+        indices = [index for index, plan in enumerate(plans) if plan.mesh == shared_over]
+        require_equal_encoded_sizes(
+            [plans[index] for index in indices], [handles[index] for index in indices], config, site
+        )
     pools = _model_pools(mesh_info.device, config)
 
     def demand_for(traits: TransportTraits) -> BufferDemand:
-        where = RankTraits.of(mesh_info, traits, offload_params=False)
-        return buffer_demand([each for unit in handles for each in unit], config, where)
+        rank_traits = RankTraits.of(mesh_info, traits, offload_params=False)
+        return buffer_demand([each for unit in handles for each in unit], config, rank_traits)
 
     meshes = [site.mesh_info for site in sites.values()]
     transports = select_transports(meshes, demand_for, pools.scratch, pools.full, setting=config.shared_memory)
@@ -330,8 +332,8 @@ def _build(
     for shared_over, site in sites.items():
         planned = [each for plan, unit in zip(plans, handles, strict=True) if plan.mesh == shared_over for each in unit]
         traits = transports[site.mesh_info].traits
-        where = RankTraits.of(site.mesh_info, traits, offload_params=config.offload_params)
-        scratch = scratch.plus(plan_scratch(planned, config, where))
+        rank_traits = RankTraits.of(site.mesh_info, traits, offload_params=config.offload_params)
+        scratch = scratch.plus(plan_scratch(planned, config, rank_traits))
     pools.scratch.expect(scratch.scratch, scratch.nbytes)
     resources = {
         each: MeshResources(each, transport, pools, _refresher(each, config, pools))
@@ -339,21 +341,23 @@ def _build(
     }
     origins: list[tuple[nn.Parameter, str]] = []
     units_built = []
-    unwritten: list[UninitializedTensor] = []
+    uninitialized: list[UninitializedTensor] = []
     was_on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     for plan, planned in zip(plans, handles, strict=True):
-        origins += [(found.parameter, found.name) for found in plan.parameters]
+        origins += [(info.parameter, info.name) for info in plan.parameters]
         site = sites[plan.mesh]
-        unit, left = build_unit(plan, planned, config, site, resources[site.mesh_info], param_init_fn)
+        unit, unit_uninitialized = build_unit(plan, planned, config, site, resources[site.mesh_info], param_init_fn)
         units_built.append(unit)
-        unwritten += left
+        uninitialized += unit_uninitialized
     ignored = [parameter for parameter in model.parameters() if not isinstance(parameter, RowShardedTensor)]
     runtime = LayerZeroState(model, units_built, config, model_ranks, pools, transports.values(), ignored)
     runtime.parameters.remember_origins(origins)
     runtime.on_close += [each.refresher.close for each in resources.values() if each.refresher is not None]
     # Without sync_module_states, each rank may have different uninitialized tensors. Therefore all ranks must check.
-    if unwritten or (was_on_meta and not config.sync_module_states):
-        runtime.status.first_forward_checks.append(initialization_check(unwritten, runtime.members, model_ranks.ranks))
+    if uninitialized or (was_on_meta and not config.sync_module_states):
+        runtime.status.first_forward_checks.append(
+            initialization_check(uninitialized, runtime.members, model_ranks.ranks)
+        )
     return runtime
 
 
@@ -407,9 +411,9 @@ def _open(runtime: LayerZeroState, plans: Iterable[UnitDefinition]) -> None:
             "%s: %d units (including the root), D=%d, S=%d, %.1f MiB per rank without the optimizer state",
             *(type(runtime.model).__name__, len(runtime.units), mesh_info.data_parallel, mesh_info.zero3_size, size),
         )
-        for said in (restart_warning(), connections_warning(mesh_info.device.type)):
-            if said:
-                _log.warning("%s", said)
+        for message in (restart_warning(), connections_warning(mesh_info.device.type)):
+            if message:
+                _log.warning("%s", message)
     _watch(runtime)
 
 
@@ -434,15 +438,15 @@ def _planned_traits(mesh_info: MeshInfo, config: LayerZeroConfig) -> RankTraits:
 
 
 def _model_pools(device: torch.device, config: LayerZeroConfig) -> ModelPools:
-    asked = [name for name in OFFLOADS if getattr(config, name)]
-    transfers = HostDeviceCopies(device, pin_memory=config.pin_memory) if asked else None
+    offloads = [name for name in OFFLOADS if getattr(config, name)]
+    transfers = HostDeviceCopies(device, pin_memory=config.pin_memory) if offloads else None
     if transfers is not None and not transfers.pins:
         unpinned = "" if config.pin_memory else " and no memory to pin"
-        said = (
-            f"{' and '.join(asked)}=True on {device}: there is no device memory to free{unpinned}. Results do not "
+        message = (
+            f"{' and '.join(offloads)}=True on {device}: there is no device memory to free{unpinned}. Results do not "
             "change. Leave the setting out"
         )
-        warnings.warn(said, stacklevel=4)
+        warnings.warn(message, stacklevel=4)
     of_grads = transfers if config.offload_grads else None
     return ModelPools(
         BufferPool.of(device),

@@ -53,15 +53,15 @@ def root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: in
         )
     if mesh is not None:
         return _checked(mesh, "", model)
-    beside = _model_parallel_mesh(model)
-    if beside is None or beside.size() == 1 or beside._get_root_mesh() == beside:
+    model_parallel = _model_parallel_mesh(model)
+    if model_parallel is None or model_parallel.size() == 1 or model_parallel._get_root_mesh() == model_parallel:
         return init_mesh(zero3_size)
     if zero3_size is None:
         raise ValueError(
             "parameters are DTensors on a model-parallel axis, so the data-parallel ranks have no default. Pass mesh, "
             "such as mesh['dp'], or zero3_size"
         )
-    return mesh_of_ranks(_data_parallel_ranks(beside), zero3_size, beside.device_type)
+    return mesh_of_ranks(_data_parallel_ranks(model_parallel), zero3_size, model_parallel.device_type)
 
 
 def unit_meshes(mesh: DeviceMesh | MeshOf | None, root: DeviceMesh) -> MeshOf:
@@ -70,9 +70,9 @@ def unit_meshes(mesh: DeviceMesh | MeshOf | None, root: DeviceMesh) -> MeshOf:
         return lambda name, module: root
 
     def chosen(name: str, module: nn.Module) -> DeviceMesh:
-        own = _checked(mesh, name, module) if name else root
-        same = own.shape[-1] == root.shape[-1] and ranks_in(own) == ranks_in(root)
-        return root if same else own
+        unit_mesh = _checked(mesh, name, module) if name else root
+        is_same = unit_mesh.shape[-1] == root.shape[-1] and ranks_in(unit_mesh) == ranks_in(root)
+        return root if is_same else unit_mesh
 
     return chosen
 
@@ -87,25 +87,25 @@ def _checked(mesh: DeviceMesh | MeshOf, name: str, module: nn.Module) -> DeviceM
 def _model_parallel_mesh(model: nn.Module, ranks: Sequence[int] = ()) -> DeviceMesh | None:
     """Return the mesh of the first DTensor parameter whose mesh has at most one of `ranks`, or None."""
     parameters: list[Any] = list(model.parameters()) if isinstance(model, nn.Module) else []
-    found = [p for p in parameters if isinstance(p, DTensor) and not isinstance(p, RowShardedTensor)]
-    return next((p.device_mesh for p in found if len({*ranks_in(p.device_mesh)} & {*ranks}) < 2), None)
+    dtensors = [p for p in parameters if isinstance(p, DTensor) and not isinstance(p, RowShardedTensor)]
+    return next((p.device_mesh for p in dtensors if len({*ranks_in(p.device_mesh)} & {*ranks}) < 2), None)
 
 
 def _data_parallel_ranks(beside: DeviceMesh) -> list[int]:
     """Return the sorted ranks that have this rank's coordinates on the axes of `beside`, a submesh of all ranks."""
-    whole = beside._get_root_mesh()
-    if whole.size() != dist.get_world_size():
+    full_mesh = beside._get_root_mesh()
+    if full_mesh.size() != dist.get_world_size():
         raise ValueError(
             f"parameters are DTensors on a mesh of the ranks {beside.mesh.tolist()}, which is not a submesh of a mesh "
             "of all ranks. Pass the mesh of the data-parallel ranks: "
             "mesh=init_device_mesh(..., mesh_dim_names=('dp', 'tp'))['dp']"
         )
-    table, mine = whole.mesh, whole.get_coordinate()
-    assert mine is not None
-    names = whole.mesh_dim_names or ()  # a mesh with submeshes has named axes
-    for axis in reversed(range(whole.ndim)):
+    table, coordinate = full_mesh.mesh, full_mesh.get_coordinate()
+    assert coordinate is not None
+    names = full_mesh.mesh_dim_names or ()  # a mesh with submeshes has named axes
+    for axis in reversed(range(full_mesh.ndim)):
         if names[axis] in (beside.mesh_dim_names or ()):
-            table = table.select(axis, mine[axis])
+            table = table.select(axis, coordinate[axis])
     return sorted(table.flatten().tolist())
 
 
@@ -121,30 +121,30 @@ def model_parallel_axes(plans: Sequence[UnitDefinition]) -> Further:
         ValueError: parameters on one data-parallel mesh are DTensors on different meshes; or a unit that is not on the
             root's mesh has both DTensors and trainable plain parameters.
     """
-    found: dict[DeviceMesh, tuple[str, DeviceMesh]] = {}  # name of the first DTensor parameter, and its mesh
+    first_dtensors: dict[DeviceMesh, tuple[str, DeviceMesh]] = {}  # name of the first DTensor parameter, and its mesh
     for plan in plans:
-        for each in plan.parameters:
-            plain = each.parameter.requires_grad and not isinstance(each.parameter, DTensor)
+        for info in plan.parameters:
+            is_plain = info.parameter.requires_grad and not isinstance(info.parameter, DTensor)
             if (
-                plain
+                is_plain
                 and plan.mesh is not plans[0].mesh
                 and any(isinstance(p.parameter, DTensor) for p in plan.parameters)
             ):
                 raise ValueError(
-                    f"parameter {each.name!r} is a plain tensor in unit {plan.name!r}, whose mesh is not the root's "
+                    f"parameter {info.name!r} is a plain tensor in unit {plan.name!r}, whose mesh is not the root's "
                     "mesh and whose other parameters are DTensors. Ranks with different parts of the DTensors would "
                     "train different copies of it. Move it (a router, a norm) to a unit on the root's mesh"
                 )
-            if isinstance(each.parameter, DTensor):
-                axes = each.parameter.device_mesh
-                name, others = found.setdefault(plan.mesh, (each.name, axes))
-                if axes != others:
+            if isinstance(info.parameter, DTensor):
+                axes = info.parameter.device_mesh
+                name, previous = first_dtensors.setdefault(plan.mesh, (info.name, axes))
+                if axes != previous:
                     raise ValueError(
-                        f"parameters {name!r} and {each.name!r} are sharded over the same ranks, but they are DTensors "
-                        f"on different axes: {others} and {axes}. Use one mesh for both, or put them into units with "
+                        f"parameters {name!r} and {info.name!r} are sharded over the same ranks, but they are DTensors "
+                        f"on different axes: {previous} and {axes}. Use one mesh for both, or put them into units with "
                         "different meshes"
                     )
-    return {plan.mesh: found[plan.mesh][1] if plan.mesh in found else None for plan in plans}
+    return {plan.mesh: first_dtensors[plan.mesh][1] if plan.mesh in first_dtensors else None for plan in plans}
 
 
 def agree_model_parallel(
@@ -187,8 +187,8 @@ class UnitMesh:
             if model_parallel is None or self.model_parallel is None
             else zip(self.model_parallel.communicators, model_parallel.placements, strict=True)
         )
-        across = [comm for comm, placement in copied if isinstance(placement, Replicate)]
-        self.send(local_part(parameter).detach(), across)
+        comms = [comm for comm, placement in copied if isinstance(placement, Replicate)]
+        self.send(local_part(parameter).detach(), comms)
 
     def send(self, tensor: Tensor, across: Sequence[Communicator] = ()) -> None:
         """Broadcast a tensor in place from the first rank to all data-parallel ranks, and along `across`."""
@@ -220,44 +220,47 @@ def meshes_of_units(
     for mesh, axes in further.items():
         if mesh != root:
             _compare(model_ranks, mesh, axes)
-        own = (
+        unit_mesh_info = (
             mesh_info
             if mesh == root
             else model_ranks.with_model_ranks(
                 MeshInfo.from_mesh(mesh, mesh_info.counters, mesh_info.groups, sums_locally=sums_locally)
             )
         )
-        beside = None if axes is None else ModelParallelAxes.of(own, axes, model_ranks)
-        sites[mesh] = UnitMesh(model_ranks, own, beside, holds_copies=mesh == root)
+        model_parallel = None if axes is None else ModelParallelAxes.of(unit_mesh_info, axes, model_ranks)
+        sites[mesh] = UnitMesh(model_ranks, unit_mesh_info, model_parallel, holds_copies=mesh == root)
     return model_ranks, sites
 
 
 def _compare(model_ranks: ModelRanks, mesh: DeviceMesh, further: DeviceMesh | None) -> None:
     """Raise an error on all ranks if the ranks' meshes of units or model-parallel meshes are inconsistent."""
-    mine: dict[str, Any] = {"ranks": ranks_in(mesh), "beside": None, "place": None}
+    own_entry: dict[str, Any] = {"ranks": ranks_in(mesh), "beside": None, "place": None}
     if further is not None:
-        mine |= {"beside": ranks_in(further), "place": further.get_coordinate()}
-    told = {
+        own_entry |= {"beside": ranks_in(further), "place": further.get_coordinate()}
+    entries = {
         rank: json.loads(text)
-        for rank, text in zip(model_ranks.ranks, model_ranks.all_gather_text(json.dumps(mine)), strict=True)
+        for rank, text in zip(model_ranks.ranks, model_ranks.all_gather_text(json.dumps(own_entry)), strict=True)
     }
-    for rank, said in told.items():
-        ranks, beside = said["ranks"], said["beside"]
+    for rank, entry in entries.items():
+        ranks, beside = entry["ranks"], entry["beside"]
         if rank not in ranks or any(
-            told.get(other, {}).get(key) != said[key] for other in ranks for key in ("ranks", "place")
+            entries.get(peer, {}).get(key) != entry[key] for peer in ranks for key in ("ranks", "place")
         ):
             raise ValueError(
                 f"mesh is {ranks} for some units on rank {rank}. All ranks of a mesh must be among "
                 f"{list(model_ranks.ranks)}, and must pass the same mesh and have the same part of the parameters for "
                 "these units. Make mesh(name, module) return equal meshes on these ranks"
             )
-        if beside is not None and not told.keys() >= {*beside}:
+        if beside is not None and not entries.keys() >= {*beside}:
             raise ValueError(
                 f"parameters of units on the mesh {ranks} are DTensors on the ranks {beside}, but the root, which has "
                 f"parameters on {list(model_ranks.ranks)}, has no DTensor on these axes. Make one of the root's "
                 "parameters a DTensor on the same axes (distribute_tensor with Replicate)"
             )
-        if beside is not None and len({r for b in beside for r in told.get(b, mine)["ranks"]}) != model_ranks.size:
+        if (
+            beside is not None
+            and len({r for b in beside for r in entries.get(b, own_entry)["ranks"]}) != model_ranks.size
+        ):
             raise ValueError(
                 f"parameters of units on the mesh {ranks} are DTensors on the ranks {beside}, whose meshes together do "
                 f"not cover the ranks {list(model_ranks.ranks)}. Use meshes that cover all of these ranks"

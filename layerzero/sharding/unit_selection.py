@@ -94,16 +94,16 @@ def partition(
 
     def enclosing_units(name: str) -> list[UnitDefinition]:
         """Return the units that contain the module with this name. The innermost unit is first."""
-        return [plan for around in _ancestors(name) if (plan := plan_of.get(id(modules[around]))) is not None]
+        return [plan for ancestor in _ancestors(name) if (plan := plan_of.get(id(modules[ancestor]))) is not None]
 
     for name, module in model.named_modules():
         enclosing_units(name)[0].modules[module] = name
-    for holders, found in _unique_parameters(model, ignored):
-        first, *others = [enclosing_units(holder) for holder in holders]
-        owner = next(plan for plan in first if all(plan in chain for chain in others))
-        _refuse_unsupported(found, ranks[owner.mesh])
-        owner.parameters.append(found)
-    _refuse_shared_values([found for plan in plans.values() for found in plan.parameters])
+    for holders, info in _unique_parameters(model, ignored):
+        first_chain, *other_chains = [enclosing_units(holder) for holder in holders]
+        owner = next(plan for plan in first_chain if all(plan in chain for chain in other_chains))
+        _refuse_unsupported(info, ranks[owner.mesh])
+        owner.parameters.append(info)
+    _refuse_shared_values([info for plan in plans.values() for info in plan.parameters])
     return list(plans.values())
 
 
@@ -177,9 +177,9 @@ def _unique_parameters(model: nn.Module, ignored: set[int]) -> list[tuple[tuple[
             owners.setdefault(id(parameter), []).append((module_name, module, attribute))
     result = []
     for key, (full_name, parameter) in first.items():
-        places = {(id(module), attribute): (module, attribute) for _, module, attribute in owners[key]}
+        refs = {(id(module), attribute): (module, attribute) for _, module, attribute in owners[key]}
         module_names = tuple(module_name for module_name, _, _ in owners[key])
-        result.append((module_names, ParamInfo(full_name, parameter, tuple(places.values()))))
+        result.append((module_names, ParamInfo(full_name, parameter, tuple(refs.values()))))
     return result
 
 
@@ -232,17 +232,17 @@ def _by_answer(model: nn.Module, units: Callable[[str, nn.Module], bool | str]) 
     except ValueError:  # a callable that has no signature
         pass
     chosen = []
-    alone: set[str] = set()
+    unit_names: set[str] = set()
     keys: set[str] = set()
     for name, module in model.named_modules():
         answer = units(name, module) if name else False
         if answer:
             unit = answer if isinstance(answer, str) else name
-            (keys if isinstance(answer, str) else alone).add(unit)
+            (keys if isinstance(answer, str) else unit_names).add(unit)
             chosen.append((unit, module))
-    if odd := sorted(alone & keys):
+    if ambiguous := sorted(unit_names & keys):
         raise ValueError(
-            f"units returned {odd[0]!r} as a key, but a module of that name is a unit, too. Return another key"
+            f"units returned {ambiguous[0]!r} as a key, but a module of that name is a unit, too. Return another key"
         )
     return chosen
 
@@ -300,19 +300,19 @@ def _numel(module: nn.Module, ignored: Collection[int]) -> int:
 def _by_entries(model: nn.Module, units: Any) -> _Chosen:
     if not isinstance(units, (str, type, nn.Module, Iterable)):
         raise TypeError(f"units={units!r} is not supported. {_ACCEPTED}")
-    wanted: list[Any] = [units]
+    entries: list[Any] = [units]
     if not isinstance(units, (str, type)) and not _is_one_module(units):
-        wanted = list(cast("Iterable[Any]", units))
+        entries = list(cast("Iterable[Any]", units))
     names = {module: name for name, module in model.named_modules()}
     unit_of: dict[nn.Module, str] = {}  # for modules and lists, which take precedence over names and classes
-    for entry in wanted:
+    for entry in entries:
         if isinstance(entry, nn.Module) or _is_list(entry):
             members = [entry] if isinstance(entry, nn.Module) else list(entry)
-            together = _grouped_modules(model, members, names)
-            unit = "+".join(names[module] for module in together)
+            group = _grouped_modules(model, members, names)
+            unit = "+".join(names[module] for module in group)
             if isinstance(entry, nn.Module) and entry is model:  # always a unit
                 continue
-            for module in together:
+            for module in group:
                 if module in unit_of and unit_of[module] != unit:
                     raise ValueError(
                         f"units contains module {names[module]!r} in {unit_of[module]!r} and in {unit!r}, but a module "
@@ -321,15 +321,15 @@ def _by_entries(model: nn.Module, units: Any) -> _Chosen:
                 unit_of[module] = unit
         elif not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
             raise TypeError(f"units contains {entry!r}, which is not supported. {_ACCEPTED}")
-    classes = tuple(entry for entry in wanted if isinstance(entry, type))
-    by_name = {name for name, _ in _named(model, "units", {entry for entry in wanted if isinstance(entry, str)})}
+    classes = tuple(entry for entry in entries if isinstance(entry, type))
+    by_name = {name for name, _ in _named(model, "units", {entry for entry in entries if isinstance(entry, str)})}
     missing = [c.__name__ for c in classes if not any(isinstance(m, c) for m in model.modules())]
     if missing:
         raise _not_there(model, "units", missing)
-    alone = {
+    single_units = {
         module: name for module, name in names.items() if name in by_name or (name and isinstance(module, classes))
     }
-    unit_of = alone | unit_of
+    unit_of = single_units | unit_of
     return [(unit_of[module], module) for module in names if module in unit_of]
 
 
@@ -344,10 +344,10 @@ def _is_list(entry: object) -> bool:
 
 def _grouped_modules(model: nn.Module, entries: list[Any], names: dict[nn.Module, str]) -> list[nn.Module]:
     """Return the modules that one list in `units` selects, in module order."""
-    found: set[nn.Module] = set()
+    selected: set[nn.Module] = set()
     for entry in entries:
         if isinstance(entry, str):
-            found |= {module for _, module in _named(model, "units", {entry})}
+            selected |= {module for _, module in _named(model, "units", {entry})}
         elif not isinstance(entry, nn.Module):
             raise TypeError(f"units contains a list with {entry!r}, which is not a module. Use modules or their names")
         elif entry not in names:
@@ -356,15 +356,15 @@ def _grouped_modules(model: nn.Module, entries: list[Any], names: dict[nn.Module
                 "model that you pass to shard_model, or its name"
             )
         else:
-            found.add(entry)
-    if not found:
+            selected.add(entry)
+    if not selected:
         raise ValueError("units contains an empty list, but each list is one unit. Add its modules, or remove the list")
-    if model in found and len(entries) > 1:
+    if model in selected and len(entries) > 1:
         raise ValueError(
             f"units contains a list with the {type(model).__name__} that is passed to shard_model, which is always a "
             "unit. Remove it from the list. Parameters outside all other units belong to it"
         )
-    return [module for module in names if module in found]
+    return [module for module in names if module in selected]
 
 
 def block_classes(model: nn.Module) -> set[str]:
@@ -373,23 +373,23 @@ def block_classes(model: nn.Module) -> set[str]:
     These are the classes named in ``_no_split_modules`` of the model and of its submodules. For a submodule without
     such blocks, they are the classes that transformers checkpoints individually (``GradientCheckpointingLayer``).
     """
-    said, children = _not_to_be_split(model), list(model.named_modules())[1:]
-    blocks = [f"{name}." for name, module in children if type(module).__name__ in said]
-    found = {type(module).__name__ for _, module in children if type(module).__name__ in said}
+    listed_classes, children = _not_to_be_split(model), list(model.named_modules())[1:]
+    blocks = [f"{name}." for name, module in children if type(module).__name__ in listed_classes]
+    classes = {type(module).__name__ for _, module in children if type(module).__name__ in listed_classes}
     for name, module in children:
         if any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__):
-            place = f"{name}."
-            if not any(place.startswith(block) or block.startswith(place) for block in blocks):
-                found.add(type(module).__name__)
-    return found
+            prefix = f"{name}."
+            if not any(prefix.startswith(block) or block.startswith(prefix) for block in blocks):
+                classes.add(type(module).__name__)
+    return classes
 
 
 def _not_to_be_split(model: nn.Module) -> set[str]:
-    said: set[str] = set()
+    classes: set[str] = set()
     for module in model.modules():
         names = getattr(module, "_no_split_modules", None)
-        said |= {str(name) for name in (names if isinstance(names, (list, tuple, set)) else ())}
-    return said
+        classes |= {str(name) for name in (names if isinstance(names, (list, tuple, set)) else ())}
+    return classes
 
 
 def auto_units(model: nn.Module, ignored: Collection[int] = ()) -> list[str | nn.Module]:
@@ -418,24 +418,26 @@ def auto_units(model: nn.Module, ignored: Collection[int] = ()) -> list[str | nn
             return False
         return all(len(owners[id(parameter)]) == 1 for parameter in module.parameters())
 
-    found: dict[nn.Module, None] = {}
+    embeddings: dict[nn.Module, None] = {}
     for module, kind in itertools.product(names, kinds):
         with suppress(AttributeError, NotImplementedError):  # not all models of transformers have embeddings
-            found[getattr(module, kind)()] = None
-    return [*sorted(classes), *filter(may_be_unit, found)]
+            embeddings[getattr(module, kind)()] = None
+    return [*sorted(classes), *filter(may_be_unit, embeddings)]
 
 
 def _blocks_or_raise(model: nn.Module) -> set[str]:
-    found = block_classes(model)
-    if not found:
-        said = _not_to_be_split(model)
-        why = f"has no module of the classes in its _no_split_modules, {sorted(said)}" if said else "has no such list"
+    classes = block_classes(model)
+    if not classes:
+        listed = _not_to_be_split(model)
+        why = (
+            f"has no module of the classes in its _no_split_modules, {sorted(listed)}" if listed else "has no such list"
+        )
         raise ValueError(
             f"units='auto' makes units of the classes that a model lists in _no_split_modules, as most models of "
             f"transformers do, or checkpoints individually. This {type(model).__name__} {why}. Pass the classes of its "
             f"blocks: units={{Block}}"
         )
-    return found
+    return classes
 
 
 def _named(model: nn.Module, setting: str, names: set[str]) -> list[tuple[str, nn.Module]]:
@@ -444,10 +446,10 @@ def _named(model: nn.Module, setting: str, names: set[str]) -> list[tuple[str, n
     for name, module in model.named_modules():
         paths = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
         classes = {*paths, *(path.rpartition(".")[2] for path in paths)}
-        mine = {name, *classes} & names
-        if name and mine:
+        matches = {name, *classes} & names
+        if name and matches:
             chosen.append((name, module))
-            missing -= mine
+            missing -= matches
         elif setting == "units":  # the root is always a unit
             missing -= classes
     if missing:
@@ -456,11 +458,11 @@ def _named(model: nn.Module, setting: str, names: set[str]) -> list[tuple[str, n
 
 
 def _not_there(model: nn.Module, setting: str, missing: list[str]) -> ValueError:
-    known = [name for name, _ in model.named_modules() if name]
-    shown = ", ".join(known[:10]) + (", ..." if len(known) > 10 else "")
+    module_names = [name for name, _ in model.named_modules() if name]
+    listed = ", ".join(module_names[:10]) + (", ..." if len(module_names) > 10 else "")
     classes = ", ".join(sorted({type(module).__name__ for _, module in model.named_modules()})[:10])
     return ValueError(
-        f"{setting} names {missing}, which the model does not have. Its modules are {shown or 'none'}, of the classes "
+        f"{setting} names {missing}, which the model does not have. Its modules are {listed or 'none'}, of the classes "
         f"{classes}. Use these names"
     )
 
@@ -474,8 +476,8 @@ def _refuse_sharded_twice(model: nn.Module) -> None:
             )
 
 
-def _refuse_unsupported(found: ParamInfo, ranks: Sequence[int]) -> None:
-    parameter, name = found.parameter, found.name
+def _refuse_unsupported(info: ParamInfo, ranks: Sequence[int]) -> None:
+    parameter, name = info.parameter, info.name
     if is_lazy(parameter):
         raise ValueError(
             f"parameter {name!r} is lazy and has no shape yet. Run a forward, which initializes it, before shard_model"
@@ -488,16 +490,16 @@ def _refuse_unsupported(found: ParamInfo, ranks: Sequence[int]) -> None:
         raise ValueError(f"parameter {name!r} is {why}. Convert it, or pass it in ignored_params{frozen}")
 
 
-def _refuse_shared_values(found: Sequence[ParamInfo]) -> None:
+def _refuse_shared_values(infos: Sequence[ParamInfo]) -> None:
     """Raise ValueError if a tensor-subclass parameter shares its inner tensor with another parameter."""
-    plain = [each for each in found if is_plain_storage(each.parameter)]
-    names = {_memory_of(each.parameter): each.name for each in plain}
-    for each in found:
-        if has_extension(each.parameter):
-            other = names.setdefault(_memory_of(inner_tensor(each.parameter)), each.name)
-            if other != each.name:
+    plain = [info for info in infos if is_plain_storage(info.parameter)]
+    names = {_memory_of(info.parameter): info.name for info in plain}
+    for info in infos:
+        if has_extension(info.parameter):
+            other = names.setdefault(_memory_of(inner_tensor(info.parameter)), info.name)
+            if other != info.name:
                 raise ValueError(
-                    f"parameter {each.name!r} is a {type(each.parameter).__name__} that wraps the tensor of parameter "
+                    f"parameter {info.name!r} is a {type(info.parameter).__name__} that wraps the tensor of parameter "
                     f"{other!r}. Sharding would separate the two. Use one parameter for both, or copy the values"
                 )
 
@@ -510,7 +512,7 @@ def _unsupported(parameter: nn.Parameter, ranks: Sequence[int]) -> str | None:
     """Return the reason why a parameter cannot be sharded over `ranks`, or None if it can be."""
     dtype = parameter.dtype
     if isinstance(parameter, DTensor):
-        held = parameter._local_tensor
+        local = parameter._local_tensor
         if len({*parameter.device_mesh.mesh.flatten().tolist()} & {*ranks}) > 1:
             return (
                 f"a DTensor of another framework on several of the ranks {list(ranks)} that would shard it. If these "
@@ -518,8 +520,8 @@ def _unsupported(parameter: nn.Parameter, ranks: Sequence[int]) -> str | None:
             )
         if (why := misplaced(parameter.placements, parameter.ndim)) is not None:
             return why
-        if not _has_own_memory(held):
-            return f"a DTensor whose local tensor is a {type(held).__name__}, a tensor subclass"
+        if not _has_own_memory(local):
+            return f"a DTensor whose local tensor is a {type(local).__name__}, a tensor subclass"
     elif has_extension(parameter):
         if (why := not_extensible(parameter)) is not None:
             return why

@@ -28,7 +28,7 @@ def refuse_wrapped_parts(model: nn.Module, ignored: set[int]) -> None:
     for name, module in model.named_modules():
         if all(id(parameter) in ignored for parameter in module.parameters()):
             continue
-        where = f"module {name!r}" if name else "the model"
+        subject = f"module {name!r}" if name else "the model"
         if isinstance(module, FSDPModule):  # fully_shard adds it to the module's own class
             kind, way_out = "sharded by torch's fully_shard (FSDP2)", "leave out fully_shard"
         elif isinstance(module, _WRAPPERS):
@@ -36,7 +36,7 @@ def refuse_wrapped_parts(model: nn.Module, ignored: set[int]) -> None:
         else:
             continue
         raise ValueError(
-            f"{where} is {kind}, which would manage the same parameters as layerzero. Either {way_out}, or pass the "
+            f"{subject} is {kind}, which would manage the same parameters as layerzero. Either {way_out}, or pass the "
             "module in ignored_modules"
         )
 

@@ -18,13 +18,13 @@ def digest(tensor: Tensor) -> str:
     Tensors with different bits almost surely have different digests.
     """
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    whole = raw.numel() // 8 * 8
-    words = raw[:whole]
+    aligned_size = raw.numel() // 8 * 8
+    words = raw[:aligned_size]
     if words.storage_offset() % 8:
         words = words.clone()
     words = words.view(torch.int64)
     weights = torch.arange(min(words.numel(), _CHUNK), device=raw.device) * 0x5851F42D4C957F2D + 1
-    total = int.from_bytes(bytes(raw[whole:].tolist()), "little")
+    total = int.from_bytes(bytes(raw[aligned_size:].tolist()), "little")
     for start in range(0, words.numel(), _CHUNK):
         chunk = words[start : start + _CHUNK]
         total = total * 0x9E3779B97F4A7C15 + int((chunk * weights[: chunk.numel()]).sum())
@@ -66,7 +66,7 @@ def weighted_sum(tensor: Tensor, first: int, run: int = 1, pitch: int = 1) -> Te
     for start in range(0, words.numel(), _PIECE):
         piece = words[start : start + _PIECE].to(torch.int64)
         index = torch.arange(start, start + len(piece), device=words.device)
-        places = first + index // run * pitch + index % run
+        positions = first + index // run * pitch + index % run
         # Multiplication by an odd factor preserves all bits of a word. The added 1 makes zeros contribute to the sum.
-        total += ((piece + 1) * (2 * places + 1)).sum()
+        total += ((piece + 1) * (2 * positions + 1)).sum()
     return total

@@ -23,7 +23,7 @@ def load_named(target: str, what: str) -> Callable[..., Any]:
     if not (module_name and colon and path):
         raise ValueError(f"{what} must have the form package.module:name, got {target!r}")
     try:
-        found: Any = importlib.import_module(module_name)
+        value: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             raise ValueError(f"{what} {target!r}: module {error.name!r} is not on the import path") from None
@@ -33,9 +33,9 @@ def load_named(target: str, what: str) -> Callable[..., Any]:
             f"{what} {target!r}: importing {module_name!r} failed: {type(error).__name__}: {error}"
         ) from None
     for attribute in path.split("."):
-        if not hasattr(found, attribute):
-            raise ValueError(f"{what} {target!r}: {getattr(found, '__name__', module_name)!r} has no {attribute!r}")
-        found = getattr(found, attribute)
-    if not callable(found):
-        raise ValueError(f"{what} {target!r} is not callable: its type is {type(found).__name__}")
-    return found  # type: ignore[no-any-return]
+        if not hasattr(value, attribute):
+            raise ValueError(f"{what} {target!r}: {getattr(value, '__name__', module_name)!r} has no {attribute!r}")
+        value = getattr(value, attribute)
+    if not callable(value):
+        raise ValueError(f"{what} {target!r} is not callable: its type is {type(value).__name__}")
+    return value  # type: ignore[no-any-return]

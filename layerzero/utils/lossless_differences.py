@@ -170,10 +170,10 @@ def _zstd_decompressor() -> _Decompress:
 
     def decompress(packed: Tensor, size: int) -> bytes:
         try:
-            found: bytes = decompressor.decompress(memory_of(packed), max_output_size=size)
+            content: bytes = decompressor.decompress(memory_of(packed), max_output_size=size)
         except zstandard.ZstdError as error:
             raise ValueError(f"a piece cannot be decompressed: {error}") from error
-        return found
+        return content
 
     return decompress
 

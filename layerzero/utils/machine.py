@@ -39,18 +39,18 @@ def _left_of_container(root: Path) -> float:
 
     File pages count as free, because the kernel can drop them.
     """
-    left = math.inf
+    available = math.inf
     for folder, limit, used in ((root, "memory.max", "memory.current"), (root / "memory", *_OLD_NAMES)):
         with suppress(OSError, ValueError):  # no such cgroup version, or the limit is "max"
-            most, taken = (int((folder / name).read_text()) for name in (limit, used))
-            left = min(left, most - taken + _of_files(folder / "memory.stat"))
-    return left
+            max_bytes, used_bytes = (int((folder / name).read_text()) for name in (limit, used))
+            available = min(available, max_bytes - used_bytes + _of_files(folder / "memory.stat"))
+    return available
 
 
 def _of_files(stat: Path) -> int:
     """Return the size in bytes of a container's file pages, including those of nested containers."""
     with suppress(OSError, ValueError):
-        found = dict(line.split() for line in stat.read_text().splitlines())
-        inside = "total_" if "total_active_file" in found else ""
-        return sum(int(found.get(f"{inside}{kind}_file", 0)) for kind in ("active", "inactive"))
+        counters = dict(line.split() for line in stat.read_text().splitlines())
+        inside = "total_" if "total_active_file" in counters else ""
+        return sum(int(counters.get(f"{inside}{kind}_file", 0)) for kind in ("active", "inactive"))
     return 0

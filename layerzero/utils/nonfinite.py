@@ -20,10 +20,10 @@ def any_not_finite(tensors: Mapping[str, Tensor], device: torch.device) -> Tenso
 
     Each tensor is read once. The host does not wait.
     """
-    found = torch.zeros((), dtype=torch.bool, device=device)
+    result = torch.zeros((), dtype=torch.bool, device=device)
     for of_device in _by_device(tensors):
-        found |= (~_are_finite(list(of_device.values()))).any().to(device, non_blocking=True)
-    return found
+        result |= (~_are_finite(list(of_device.values()))).any().to(device, non_blocking=True)
+    return result
 
 
 @torch.no_grad()
@@ -35,16 +35,16 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     return [
         name
         for of_device in _by_device(tensors)
-        for name, fine in zip(of_device, _are_finite(list(of_device.values())).tolist(), strict=True)
-        if not fine
+        for name, is_finite in zip(of_device, _are_finite(list(of_device.values())).tolist(), strict=True)
+        if not is_finite
     ]
 
 
 def _by_device(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Group the non-empty floating-point tensors by device."""
-    looked = {name: tensor for name, tensor in tensors.items() if tensor.numel() and tensor.dtype in _WIDE}
-    devices = dict.fromkeys(tensor.device for tensor in looked.values())
-    return [{name: tensor for name, tensor in looked.items() if tensor.device == device} for device in devices]
+    candidates = {name: tensor for name, tensor in tensors.items() if tensor.numel() and tensor.dtype in _WIDE}
+    devices = dict.fromkeys(tensor.device for tensor in candidates.values())
+    return [{name: tensor for name, tensor in candidates.items() if tensor.device == device} for device in devices]
 
 
 def _are_finite(tensors: list[Tensor]) -> Tensor:

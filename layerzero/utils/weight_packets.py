@@ -79,14 +79,14 @@ def make_packet(version: Version, tensors: Sequence[tuple[Sequence[str], Tensor,
         packed = [
             [
                 pool.submit(_pack, new, old, codec)
-                for new, old in zip(_pieces(now), repeat(None) if before is None else _pieces(before), strict=False)
+                for new, old in zip(_pieces(values), repeat(None) if before is None else _pieces(before), strict=False)
             ]
-            for _, now, before in tensors
+            for _, values, before in tensors
         ]
-        for (names, now, _), futures in zip(tensors, packed, strict=True):
+        for (names, values, _), futures in zip(tensors, packed, strict=True):
             data, checksums = zip(*(future.result() for future in futures), strict=True) if futures else ((), ())
             sizes = [len(each) for each in data]
-            entries.append(_Entry(list(names), _name_of(now.dtype), list(now.shape), sizes, list(checksums)))
+            entries.append(_Entry(list(names), _name_of(values.dtype), list(values.shape), sizes, list(checksums)))
             content += data
     fields = {"format": _FORMAT, "compression": codec.compression, **version._asdict()}
     header = json.dumps(fields | {"tensors": [each._asdict() for each in entries]}).encode()
@@ -158,7 +158,7 @@ class WeightReceiver:
         self._require_next(version)
         targets = [self._targets(entry, creates=version.base is None) for entry in entries]
         self.version, self._next = None, None  # if an error follows, tensors of two versions remain
-        pieces = [piece for written, *_ in targets for piece in _pieces(written)]
+        pieces = [piece for target, *_ in targets for piece in _pieces(target)]
         checksums = [checksum for entry in entries for checksum in entry.checksums]
         with ThreadPoolExecutor() as pool:
             if list(pool.map(partial(_write, codec), pieces, data)) != checksums:
@@ -167,9 +167,9 @@ class WeightReceiver:
                     "a wrong checksum. The packet is damaged, or the weights were changed after the last version. "
                     f"{_SEND_ALL}"
                 )
-        for written, *copies in targets:
+        for target, *copies in targets:
             for copy in copies:
-                copy.copy_(written)
+                copy.copy_(target)
         self._sender = version.sender
         if version.packet + 1 == version.packets:
             self.version = version.version
@@ -178,38 +178,40 @@ class WeightReceiver:
         return self.version is not None
 
     def _require_next(self, version: Version) -> None:
-        place = version.version, version.packet
+        position = version.version, version.packet
         if version.base is None and version.packet == 0:
             return
-        follows = self._next == place if version.packet else self.version is not None and self.version == version.base
+        follows = (
+            self._next == position if version.packet else self.version is not None and self.version == version.base
+        )
         if follows and version.sender == self._sender:
             return
-        held = f"version {self.version}" if self.version is not None else "no complete version"
+        state = f"version {self.version}" if self.version is not None else "no complete version"
         if self._next is not None:
-            held = f"version {self._next[0]} up to packet {self._next[1]}"
+            state = f"version {self._next[0]} up to packet {self._next[1]}"
         based = "" if version.base is None else f" (changes from version {version.base})"
         raise WeightPacketError(
             f"packet {version.packet + 1} of {version.packets} of version {version.version}{based} cannot be applied: "
-            f"the receiver has {held}{'' if version.sender == self._sender else ' of another sender'}. A packet is "
+            f"the receiver has {state}{'' if version.sender == self._sender else ' of another sender'}. A packet is "
             f"missing or was applied twice. {_SEND_ALL}"
         )
 
     def _targets(self, entry: _Entry, *, creates: bool) -> list[Tensor]:
         """Return the tensors for an entry. The first one is to be written and then copied to the others."""
-        named = {name: self.tensors[name] for name in entry.names if name in self.tensors}
-        if not named and creates and self._creates:
+        targets = {name: self.tensors[name] for name in entry.names if name in self.tensors}
+        if not targets and creates and self._creates:
             dtype = getattr(torch, entry.dtype, None)
             if not isinstance(dtype, torch.dtype) or sum(entry.sizes) != entry.numel * dtype.itemsize:
                 raise WeightPacketError(f"{entry.names[0]!r} has no values of dtype {entry.dtype}. {_SEND_ALL}")
             created = torch.empty(entry.shape, dtype=dtype)
-            named = dict.fromkeys(entry.names, created)
-            self.tensors |= named
-        if not named:
+            targets = dict.fromkeys(entry.names, created)
+            self.tensors |= targets
+        if not targets:
             raise WeightPacketError(
                 f"the receiver has no tensor {entry.names[0]!r}. Pass all tensors of the trainer's state dict to "
                 "WeightReceiver, or none"
             )
-        for name, tensor in named.items():
+        for name, tensor in targets.items():
             if (list(tensor.shape), _name_of(tensor.dtype)) != (entry.shape, entry.dtype) or not tensor.is_contiguous():
                 raise WeightPacketError(
                     f"{name!r} must be a contiguous tensor of shape {entry.shape} and dtype {entry.dtype}, as in the "
@@ -218,8 +220,8 @@ class WeightReceiver:
                 )
         if not len(entry.sizes) == len(entry.checksums) == -(-entry.numel // _PIECE):
             raise WeightPacketError(f"the packet has a wrong number of pieces of {entry.names[0]!r}. {_SEND_ALL}")
-        places = {tensor.data_ptr(): tensor for tensor in named.values()}
-        return list(places.values())
+        by_address = {tensor.data_ptr(): tensor for tensor in targets.values()}
+        return list(by_address.values())
 
 
 def _parse(
@@ -231,17 +233,17 @@ def _parse(
     try:
         text = bytes(view[16:end])
         header = json.loads(text)
-        known = header["format"] == _FORMAT and zlib.crc32(text) == checksum
+        is_valid = header["format"] == _FORMAT and zlib.crc32(text) == checksum
         version = Version(*(header[name] for name in Version._fields))
         entries = [_Entry(**fields) for fields in header["tensors"]]
         bounds = list(accumulate((size for entry in entries for size in entry.sizes), initial=end))
-        known &= bounds[-1] == len(view) and all(entry.names and entry.numel >= 0 for entry in entries)
-        known &= all(type(number) is int for number in (version.version, version.packet, version.packets))
+        is_valid &= bounds[-1] == len(view) and all(entry.names and entry.numel >= 0 for entry in entries)
+        is_valid &= all(type(number) is int for number in (version.version, version.packet, version.packets))
         codec = LosslessDifferences(header["compression"])
         data = [view[start:stop] for start, stop in pairwise(bounds)]
     except (ValueError, KeyError, TypeError, RuntimeError):
-        known = False
-    if not known:
+        is_valid = False
+    if not is_valid:
         raise WeightPacketError(
             f"{len(view)} bytes are not a complete packet of layerzero.WeightSender. Pass each packet unchanged, and "
             "use the same version of layerzero on both sides"

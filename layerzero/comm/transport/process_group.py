@@ -92,9 +92,9 @@ class GatheredFullBuffer(FullBuffer):
     ) -> None:
         grid, device = mesh_info.grid, mesh_info.device
         full = torch.empty(layout.numel, dtype=dtype, device=device)  # 1-D [G]
-        own = full[grid.slice_within(layout, Extent.ZERO3, Extent.FULL)]  # 1-D [G / S]
+        own_shard = full[grid.slice_within(layout, Extent.ZERO3, Extent.FULL)]  # 1-D [G / S]
         host = options.host_shard
-        shard = torch.zeros(own.numel(), dtype=dtype, device=device) if host is None else host.tensor
+        shard = torch.zeros(own_shard.numel(), dtype=dtype, device=device) if host is None else host.tensor
         self._post_forward = PostForwardShard(full, options.post_forward_comm, pool)
         self._comm = mesh_info.zero3_gather_comm
         self._codec = options.codec
@@ -109,7 +109,7 @@ class GatheredFullBuffer(FullBuffer):
             post_forward_bytes=self._post_forward.size,
         )
         self._host_shard = host
-        self._input = shard if host is None else own  # input of gathers
+        self._input = shard if host is None else own_shard  # input of gathers
         self._pool = pool
         pool.free(self._encoded.untyped_storage())
 
@@ -140,10 +140,10 @@ class GatheredFullBuffer(FullBuffer):
             return all_gather(self._comm, Collective.GATHER, self.full, self._input, name=name)
         self._pool.allocate(self._encoded.untyped_storage(), self.encoded_bytes)
         rank = self._comm.rank
-        own = self._encoded.chunk(self._comm.size)[rank]
+        own_bytes = self._encoded.chunk(self._comm.size)[rank]
         if self._blocks[rank]:  # a shard may consist of padding only
-            self._codec.encode(self._input, self._blocks[rank], own[: self._sizes[rank]])
-        works = all_gather(self._comm, Collective.GATHER, self._encoded, own, name=name)
+            self._codec.encode(self._input, self._blocks[rank], own_bytes[: self._sizes[rank]])
+        works = all_gather(self._comm, Collective.GATHER, self._encoded, own_bytes, name=name)
         return PendingDecode(works, self)
 
     @torch.no_grad()

@@ -112,8 +112,8 @@ class SharedMemoryTransport(Transport):
         return None if segment is None else cls(segment, mesh_info, demand.send_scratch)
 
     def full_buffer(self, layout: FlatLayout, dtype: torch.dtype, options: GatherOptions) -> SharedFullBuffer:
-        own = self._mesh_info.grid.slice_within(layout, Extent.ZERO3, Extent.FULL)
-        return self.barrier.share(layout.numel, dtype, own)
+        own_slice = self._mesh_info.grid.slice_within(layout, Extent.ZERO3, Extent.FULL)
+        return self.barrier.share(layout.numel, dtype, own_slice)
 
     def send_buffer(self, numel: int, dtype: torch.dtype) -> SharedSendBuffer:
         return SharedSendBuffer(numel, dtype, self.send_scratch)
@@ -126,13 +126,13 @@ class SharedMemoryTransport(Transport):
         comm, pool = self._mesh_info.zero3_reduce_comm, self.send_scratch
         numel = flat.numel() // comm.size
         with launching(comm, Collective.HOP1, name, (comm.size - 1) * numel * flat.element_size()) as issued:
-            shown = flat if pool.holds(flat) else pool.acquire(flat.numel(), flat.dtype).copy_(flat)
-            number = pool.publish(shown)
+            send_buffer = flat if pool.holds(flat) else pool.acquire(flat.numel(), flat.dtype).copy_(flat)
+            number = pool.publish(send_buffer)
 
             def give_back() -> None:
                 pool.mark_consumed(number)
-                if shown is not flat:
-                    pool.release(shown)
+                if send_buffer is not flat:
+                    pool.release(send_buffer)
 
             # The reader rounds to `wire_dtype`. The result is bitwise identical to that of sending rounded values, but
             # no extra memory is needed.

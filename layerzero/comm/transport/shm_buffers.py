@@ -149,9 +149,9 @@ class SharedBufferPool(BufferPool):
         """
         number = self._sent + 1
         self._wait(CONSUMED, max(0, number - _RING))
-        place = 2 * (number % _RING)
-        mine = self._rings[self._memory.rank]
-        mine[place], mine[place + 1] = self._offsets[buffer.data_ptr()], buffer.nbytes
+        index = 2 * (number % _RING)
+        ring = self._rings[self._memory.rank]
+        ring[index], ring[index + 1] = self._offsets[buffer.data_ptr()], buffer.nbytes
         self._sent_as[buffer.data_ptr()] = self._sent = number
         self._counters.increment(PUBLISHED)
         return number
@@ -161,15 +161,15 @@ class SharedBufferPool(BufferPool):
 
         All ranks must have sent gradient `number`.
         """
-        place, nbytes = 2 * (number % _RING), numel * self.size * dtype.itemsize
+        index, nbytes = 2 * (number % _RING), numel * self.size * dtype.itemsize
         parts = []
         for rank, ring in enumerate(self._rings):
-            if ring[place + 1] != nbytes:
+            if ring[index + 1] != nbytes:
                 raise RuntimeError(
                     f"rank {rank} of the ZeRO-3 group reduces different gradients: hop 1 number {number} has "
-                    f"{ring[place + 1]} bytes there and {nbytes} here. Run the same backwards on all ranks of the group"
+                    f"{ring[index + 1]} bytes there and {nbytes} here. Run the same backwards on all ranks of the group"
                 )
-            offset = ring[place] + self._memory.rank * numel * dtype.itemsize
+            offset = ring[index] + self._memory.rank * numel * dtype.itemsize
             parts.append(self._memory.part_of(rank, numel, dtype, offset))
         return tuple(parts)
 

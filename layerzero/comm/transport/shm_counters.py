@@ -84,7 +84,7 @@ class SharedCounters:
         self.rank = rank
         self.size = len(ranks)
         self._ranks = tuple(ranks)
-        self._others = tuple(other for other in range(self.size) if other != rank)
+        self._others = tuple(peer for peer in range(self.size) if peer != rank)
         self._file = file
         self._num_counters = num_counters + 1  # the last counter of each rank stays 0; see [Note: Futex counters]
         self._timeout = timeout
@@ -118,12 +118,12 @@ class SharedCounters:
         """
         deadline = time.monotonic() + self._timeout
         for rank in self._others:
-            place = (rank * self._num_counters + counter) * self._per_line
+            index = (rank * self._num_counters + counter) * self._per_line
             while self._is_behind(rank, counter, target):
-                seen = self._numbers[place]
+                value = self._numbers[index]
                 if not self._is_behind(rank, counter, target):
                     break
-                if self._sleep(place, seen):
+                if self._sleep(index, value):
                     continue
                 if not self._lives(rank) and self._is_behind(rank, counter, target):
                     raise RuntimeError(f"connection closed: rank {self._ranks[rank]} has died or has ended")
@@ -143,11 +143,11 @@ class SharedCounters:
         if _libc.syscall(_SYSCALL, address, _WAKE_OP, _EVERYBODY, None, address, operation) < 0:
             raise _failure("FUTEX_WAKE_OP")
 
-    def _sleep(self, place: int, seen: int) -> bool:
+    def _sleep(self, index: int, seen: int) -> bool:
         """Sleep while a counter equals `seen`. Return False if the full time slice has passed."""
         assert _libc is not None
         slice_ = _Timespec(0, int(_SLICE * 1e9))
-        address = ctypes.c_void_p(self._address + 4 * place)
+        address = ctypes.c_void_p(self._address + 4 * index)
         if _libc.syscall(_SYSCALL, address, _WAIT, ctypes.c_uint32(seen), ctypes.byref(slice_), None, 0) == 0:
             return True
         if ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
@@ -155,8 +155,8 @@ class SharedCounters:
         return ctypes.get_errno() != errno.ETIMEDOUT
 
     def _lives(self, rank: int) -> bool:
-        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
-        kind: int = struct.unpack(_FLOCK, fcntl.fcntl(self._file, fcntl.F_GETLK, asked))[0]
+        query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
+        kind: int = struct.unpack(_FLOCK, fcntl.fcntl(self._file, fcntl.F_GETLK, query))[0]
         return kind != fcntl.F_UNLCK
 
 

@@ -38,9 +38,9 @@ def map_shared_segment(comm: Communicator, region: SegmentSizes) -> SharedSegmen
             file, call = SharedSegment.create(region, comm.size)
         except OSError as error:
             problem = str(error)
-    told = torch.tensor([call.process, call.file, call.token])
-    broadcast(comm, Collective.METADATA, told)
-    call = SegmentDescriptor(*told.tolist())
+    descriptor = torch.tensor([call.process, call.file, call.token])
+    broadcast(comm, Collective.METADATA, descriptor)
+    call = SegmentDescriptor(*descriptor.tolist())
     memory = None
     if problem is None and call.file >= 0:
         try:
@@ -49,8 +49,8 @@ def map_shared_segment(comm: Communicator, region: SegmentSizes) -> SharedSegmen
             memory.reserve()
         except (OSError, ValueError) as error:
             problem = str(error)
-    here = {"host": socket.gethostname(), "boot": boot_id()}
-    reason = _objection({**here, "problem": problem}, ranks, problem)
+    machine = {"host": socket.gethostname(), "boot": boot_id()}
+    reason = _objection({**machine, "problem": problem}, ranks, problem)
     if reason is None:
         assert memory is not None
         problem = memory.check_visible()

@@ -110,9 +110,9 @@ class SharedSegment:
             OSError: the file cannot be opened, or is not the segment.
         """
         path = f"/proc/{call.process}/fd/{call.file}"
-        found = os.readlink(path)
-        if call.label not in found:
-            raise OSError(f"{path} is a different file, {found}: the ranks cannot see each other's processes")
+        target = os.readlink(path)
+        if call.label not in target:
+            raise OSError(f"{path} is a different file, {target}: the ranks cannot see each other's processes")
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def reserve(self) -> None:
