@@ -23,17 +23,17 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name != "typer":
             raise
-        asked = sys.argv[1:] in (["--help"], ["-h"], ["help"])
-        if asked:
+        is_help = sys.argv[1:] in (["--help"], ["-h"], ["help"])
+        if is_help:
             print("Usage: layerzero COMMAND ...\n       layerzero --version\n")
             for name, line in _commands():
                 print(f"  {name:<10}{line}")
             print()
         print(
             "the command line of layerzero needs typer. Run: pip install typer",
-            file=sys.stdout if asked else sys.stderr,
+            file=sys.stdout if is_help else sys.stderr,
         )
-        sys.exit(0 if asked else 2)
+        sys.exit(0 if is_help else 2)
     app(prog_name="layerzero")
 
 

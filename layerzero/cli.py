@@ -109,19 +109,19 @@ def _inspect(checkpoint: Annotated[Path, typer.Argument(help="A folder from laye
     Exit status: 0 if the checkpoint is intact, 1 if it is damaged or incomplete.
     """
     with _readable_failures():
-        found = whole_model_files.inspect(checkpoint)
+        contents = whole_model_files.inspect(checkpoint)
     rows = [("name", "shape", "dtype", "bytes", "files")]
-    for entry in sorted(found.entries, key=lambda entry: entry.name):
+    for entry in sorted(contents.entries, key=lambda entry: entry.name):
         dtype = str(entry.dtype).removeprefix("torch.")
         rows.append((printable(entry.name), str(list(entry.shape)), dtype, f"{entry.nbytes:,}", str(entry.files)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for name, shape, dtype, nbytes, files in rows:
-        texts = (name.ljust(widths[0]), shape.ljust(widths[1]), dtype.ljust(widths[2]))
-        typer.echo("  ".join((*texts, nbytes.rjust(widths[3]), files.rjust(widths[4]))))
-    ranks, zero3_size = num_saving_ranks(found.topology) or 0, found.topology["zero3_size"]
+        cells = (name.ljust(widths[0]), shape.ljust(widths[1]), dtype.ljust(widths[2]))
+        typer.echo("  ".join((*cells, nbytes.rjust(widths[3]), files.rjust(widths[4]))))
+    ranks, zero3_size = num_saving_ranks(contents.topology) or 0, contents.topology["zero3_size"]
     typer.echo(
         f"saved by {ranks} rank{'s' * (ranks > 1)} with zero3_size={zero3_size}; "
-        f"number {found.sequence} in its folder; {found.nbytes:,} bytes in total; all files are intact"
+        f"number {contents.sequence} in its folder; {contents.nbytes:,} bytes in total; all files are intact"
     )
 
 
@@ -210,9 +210,9 @@ def _unit(name: str, module_name: str) -> type[nn.Module] | str:
     If there is no such class and `name` has no colon, return `name` itself. `shard_model` then checks that a submodule
     has this name.
     """
-    found = _load(name, "--unit") if ":" in name else getattr(sys.modules[module_name], name, None)
-    if isinstance(found, type) and issubclass(found, nn.Module):
-        return found
+    unit = _load(name, "--unit") if ":" in name else getattr(sys.modules[module_name], name, None)
+    if isinstance(unit, type) and issubclass(unit, nn.Module):
+        return unit
     if ":" in name:
         _refuse(f"--unit {name} is not a torch.nn.Module class")
     return name

@@ -50,27 +50,27 @@ def _doctor(
     raise typer.Exit(1 if has_problem(findings) else 0)
 
 
-def _check_job(mine: list[Finding], show: Callable[[list[Finding]], None], timeout: timedelta) -> list[Finding]:
+def _check_job(own_findings: list[Finding], show: Callable[[list[Finding]], None], timeout: timedelta) -> list[Finding]:
     """Check the ranks of this job. The first rank shows and returns all findings; all other ranks exit."""
     is_first = whole_number(os.environ, "RANK") == 0
     per_node = 0
     try:
         job = Job(timeout)
-        found, per_node = job.compare(RankReport.of_this_rank(layerzero.__version__, os.environ, mine))
+        findings, per_node = job.compare(RankReport.of_this_rank(layerzero.__version__, os.environ, own_findings))
     except (RuntimeError, ValueError) as error:
         text = f"the rendezvous failed: {first_line(error)}"
         fix = "Check MASTER_ADDR and MASTER_PORT, and read the output of the other ranks"
-        found = [*mine, Finding("ranks", "problem", text, fix)]
+        findings = [*own_findings, Finding("ranks", "problem", text, fix)]
         if not is_first:
             typer.echo(f"layerzero: rank {os.environ['RANK']}: {text}", err=True)
             raise typer.Exit(1) from None
     if is_first:
-        show(found)  # now, because a backend may end the process while links are measured
+        show(findings)  # now, because a backend may end the process while links are measured
     links = job.measure(per_node) if per_node else []
     if not is_first:
         raise typer.Exit(0)
     show(links)
-    return [*found, *links]
+    return [*findings, *links]
 
 
 def add_doctor(app: typer.Typer) -> None:

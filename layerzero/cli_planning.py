@@ -108,8 +108,14 @@ def _plan(
 
     Exit status: 0 if any settings fit, 1 if none fit, 2 for wrong usage.
     """
-    given = {"nodes": nodes, "accelerators": accelerators, "memory": memory, "between": between, "inside": inside}
-    given |= {"tflops": tflops, "host_memory": host_memory, "price": price, "reserve": reserve}
+    cluster_fields = {
+        "nodes": nodes,
+        "accelerators": accelerators,
+        "memory": memory,
+        "between": between,
+        "inside": inside,
+    }
+    cluster_fields |= {"tflops": tflops, "host_memory": host_memory, "price": price, "reserve": reserve}
     named = {"layers": layers, "hidden": hidden, "vocab": vocab, "heads": heads}
     optional = {"ffn": ffn, "kv_heads": kv_heads, "experts": experts, "tied": tied}
     with _readable_failures():
@@ -117,16 +123,16 @@ def _plan(
             raise ValueError("--batch-tokens and --micro-batches exclude each other. Pass one of them")
         if probe and cluster is not None:
             raise ValueError("--probe and --cluster exclude each other. Pass one of them")
-        described = None if probe else _cluster(cluster, given)
+        described = None if probe else _cluster(cluster, cluster_fields)
         source = _model(model, named, optional)  # before the probe, so that a wrong argument is reported at once
-        asked = _probed(given, quiet=as_json) if described is None else described
+        target = _probed(cluster_fields, quiet=as_json) if described is None else described
         counts = micro_batches or [1, 4, 16]
         if batch_tokens is not None:
-            counts = [max(1, round(batch_tokens / (tokens * asked.ranks)))]
+            counts = [max(1, round(batch_tokens / (tokens * target.ranks)))]
         with _Progress() as progress:
-            found = plan(
+            result_plan = plan(
                 source,
-                asked,
+                target,
                 units=unit or None,
                 tokens=tokens,
                 sequence=sequence,
@@ -139,16 +145,18 @@ def _plan(
                 activation_bytes=activations * 1e9,
                 on_estimate=progress.count_estimate,
             )
-            result = found.as_dict(every_row=every_row) if as_json else plan_text(found, every_row=every_row)
+            result = (
+                result_plan.as_dict(every_row=every_row) if as_json else plan_text(result_plan, every_row=every_row)
+            )
             progress.clear()
             typer.echo(json.dumps(result, indent=1) if as_json else result)
             if html is not None:
                 from layerzero.planning.plan_html import write_report  # noqa: PLC0415 - needs the optional matplotlib
 
-                write_report(found, html)  # estimates more rows
+                write_report(result_plan, html)  # estimates more rows
                 progress.clear()
                 typer.echo(f"\nwritten: {html}", err=as_json)
-    raise typer.Exit(0 if found.best is not None else 1)
+    raise typer.Exit(0 if result_plan.best is not None else 1)
 
 
 def _trace(file: Annotated[Path, typer.Argument(help="A trace file written by layerzero.trace.")]) -> None:
@@ -205,16 +213,16 @@ def _simulate(
 
     Computations keep their recorded durations.
     """
-    given = {"between": between, "inside": inside, "accelerators": accelerators}
-    given |= {"between_latency": between_latency, "inside_latency": inside_latency}
+    cluster_fields = {"between": between, "inside": inside, "accelerators": accelerators}
+    cluster_fields |= {"between_latency": between_latency, "inside_latency": inside_latency}
     with _readable_failures():
         recording = read_recording(file)
         if cluster is None:
             per_node = recording.zero3_size if accelerators is None else accelerators
             ranks = recording.zero3_size * recording.replicas
-            given |= {"accelerators": per_node, "nodes": max(1, ranks // max(1, per_node))}
-        asked = _cluster(cluster, given)
-    outcome = simulate(recording.program(), asked.machine(recording.zero3_size))
+            cluster_fields |= {"accelerators": per_node, "nodes": max(1, ranks // max(1, per_node))}
+        target = _cluster(cluster, cluster_fields)
+    outcome = simulate(recording.program(), target.machine(recording.zero3_size))
     waits: defaultdict[str, float] = defaultdict(float)
     for step in outcome.waits:
         for kind, waited in step.items():
@@ -222,7 +230,7 @@ def _simulate(
     calls = sorted(outcome.calls.items())
     if as_json:
         result = {
-            "cluster": asked.as_dict(),
+            "cluster": target.as_dict(),
             "steps": len(outcome.step_ends),
             "seconds": outcome.seconds,
             "computed_seconds": outcome.computed,
@@ -237,8 +245,8 @@ def _simulate(
         return
     typer.echo(
         f"simulated: {len(outcome.step_ends)} steps in {seconds(outcome.seconds)}, "
-        f"computing {seconds(outcome.computed)}, waiting {seconds(outcome.waited)}; nodes of {asked.accelerators} "
-        f"accelerators, {asked.node_link_text}"
+        f"computing {seconds(outcome.computed)}, waiting {seconds(outcome.waited)}; nodes of {target.accelerators} "
+        f"accelerators, {target.node_link_text}"
     )
     rows = [(kind, str(n), size(outcome.bytes[kind]), seconds(waits[kind])) for kind, n in calls]
     typer.echo(table(("collective", "calls", "sent", "waited"), rows))
@@ -313,13 +321,13 @@ def _run_probe(*, quiet: bool) -> Cluster:
     dist.init_process_group()
     is_first = dist.get_rank() == 0
     try:
-        found = probe_cluster()
+        result = probe_cluster()
     finally:
         dist.destroy_process_group()
     if not is_first:
         raise typer.Exit(0)
-    typer.echo(f"{found}\n", err=quiet)
-    return found.cluster
+    typer.echo(f"{result}\n", err=quiet)
+    return result.cluster
 
 
 def _model(

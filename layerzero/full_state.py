@@ -96,21 +96,21 @@ def _unsharded(
     runtime: LayerZeroState, module: nn.Module, members: Sequence[ManagedParam], options: _Options
 ) -> Iterator[None]:
     """Implement :func:`unsharded` for the parameters `members` of one model."""
-    subject, inside = _subject(options), set(module.modules())
+    subject, modules = _subject(options), set(module.modules())
     gradients = _agree_to_show(runtime, module, members, options)
-    here = runtime.ranks.is_first or not options.rank0_only
-    buffers = [each for each in runtime.cast_buffers if here and each.module() in inside]
-    shown: dict[ManagedParam, nn.Parameter] = {}
+    keeps = runtime.ranks.is_first or not options.rank0_only
+    buffers = [buffer for buffer in runtime.cast_buffers if keeps and buffer.module() in modules]
+    parameters: dict[ManagedParam, nn.Parameter] = {}
     for member in members:
         parameter = _full_parameter(member, member.master.detach(), options)
         if (gradient := gradients.get(member)) is not None:
             parameter.grad = _full_parameter(member, plain(gradient), options).detach()
-        if here:
-            shown[member] = parameter
+        if keeps:
+            parameters[member] = parameter
         del parameter  # frees its memory before the next parameter is gathered
-    if here:
-        _show(shown)
-    runtime.status.unsharded |= dict.fromkeys(members, here)
+    if keeps:
+        _show(parameters)
+    runtime.status.unsharded |= dict.fromkeys(members, keeps)
     try:
         with viewing(runtime.status.active_views, ParamView.UNSHARDED), in_original_dtype(buffers):
             try:
@@ -120,14 +120,14 @@ def _unsharded(
                     require_equal(subject, {}, ranks=runtime.ranks.ranks, failure=error)
                 raise
             if options.writeback:
-                shown = _agreed_edits(runtime, shown, options)
+                parameters = _agreed_edits(runtime, parameters, options)
     finally:
         for member in members:
             del runtime.status.unsharded[member]
-        if here:
+        if keeps:
             _show({member: member.sharded for member in members})
     if options.writeback:
-        _write_back(runtime, members, shown, options)
+        _write_back(runtime, members, parameters, options)
 
 
 def _subject(options: _Options) -> str:
@@ -166,7 +166,9 @@ def _agree_to_show(
             groups = _grouped(runtime, members, lambda member: "present" if member in gradients else "None", " .grad")
     except (RuntimeError, ValueError) as error:
         failure = error
-    path = next((name for name, each in runtime.model.named_modules() if each is module), type(module).__name__)
+    path = next(
+        (name for name, submodule in runtime.model.named_modules() if submodule is module), type(module).__name__
+    )
     fields = {"module": path, "parameters": len(members), **options._asdict()}
     require_equal("unsharded", fields, ranks=model_ranks.ranks, groups=groups, failure=failure)
     return gradients
@@ -197,18 +199,18 @@ def _final_gradients(
 ) -> dict[ManagedParam, Tensor]:
     """Return the sharded ``.grad`` of the members that have a gradient."""
     runtime.gradients.apply_user_grads()  # raises if a backward pass has failed
-    found = {}
+    final = {}
     for member in members:
         gradient = member.sharded.grad
         if gradient is None:
             continue
-        watch = gradient._local_tensor.tracker  # type: ignore[attr-defined]
-        if watch is not None and watch.access_error is not None:
+        tracker = gradient._local_tensor.tracker  # type: ignore[attr-defined]
+        if tracker is not None and tracker.access_error is not None:
             raise RuntimeError(
-                f"{subject}: the gradient of parameter {member.name!r} is not final: {watch.access_error}"
+                f"{subject}: the gradient of parameter {member.name!r} is not final: {tracker.access_error}"
             )
-        found[member] = gradient
-    return found
+        final[member] = gradient
+    return final
 
 
 def _full_parameter(member: ManagedParam, rows: Tensor, options: _Options) -> nn.Parameter:
@@ -226,14 +228,14 @@ def _full_parameter(member: ManagedParam, rows: Tensor, options: _Options) -> nn
 def _write_back(
     runtime: LayerZeroState,
     members: Sequence[ManagedParam],
-    shown: Mapping[ManagedParam, nn.Parameter],
+    parameters: Mapping[ManagedParam, nn.Parameter],
     options: _Options,
 ) -> None:
     """Copy this rank's rows of the full parameters and gradients to the masters and the sharded gradients."""
     handles = [handle for handle in runtime.handles if not set(members).isdisjoint(handle.members)]
     runtime.refreshes.before_master_write(handles)
     for member in members:
-        parameter = shown.get(member)
+        parameter = parameters.get(member)
         full = None if parameter is None else parameter.detach()
         full = _from_first(runtime, member, full) if options.rank0_only else full
         assert full is not None
@@ -241,16 +243,16 @@ def _write_back(
     runtime.refreshes.launch(handles)
     if not options.with_grads:
         return
-    graded = [member in shown and shown[member].grad is not None for member in members]
+    have_gradient = [member in parameters and parameters[member].grad is not None for member in members]
     if options.rank0_only:
-        told = torch.tensor(graded, dtype=torch.uint8, device=runtime.mesh_info.device)
-        runtime.ranks.broadcast(told)
-        graded = told.bool().tolist()
-    for member, has_gradient in zip(members, graded, strict=True):
+        flags = torch.tensor(have_gradient, dtype=torch.uint8, device=runtime.mesh_info.device)
+        runtime.ranks.broadcast(flags)
+        have_gradient = flags.bool().tolist()
+    for member, has_gradient in zip(members, have_gradient, strict=True):
         if not has_gradient:
             member.sharded.grad = None
             continue
-        gradient = shown[member].grad if member in shown else None
+        gradient = parameters[member].grad if member in parameters else None
         full = _from_first(runtime, member, gradient) if options.rank0_only else gradient
         if member.sharded.grad is None:
             member.sharded.grad = torch.zeros_like(member.sharded.detach())
@@ -261,11 +263,11 @@ def _write_back(
 
 def _from_first(runtime: LayerZeroState, member: ManagedParam, full: Tensor | None) -> Tensor:
     """Broadcast the first rank's full tensor. On the other ranks, `full` is None."""
-    sent = torch.empty(member.spec.true_shape, dtype=member.master.dtype, device=member.spec.mesh_info.device)
+    received = torch.empty(member.spec.true_shape, dtype=member.master.dtype, device=member.spec.mesh_info.device)
     if full is not None:
-        sent.copy_(full)
-    runtime.ranks.broadcast(sent)
-    return sent
+        received.copy_(full)
+    runtime.ranks.broadcast(received)
+    return received
 
 
 @contextmanager
@@ -322,8 +324,8 @@ def _refuse_full_precision(runtime: LayerZeroState) -> None:
         ValueError: a parameter has an all-gather extension.
     """
     runtime.refreshes.require_no_active_use("layerzero.full_precision")
-    if inside := [view.value for view in runtime.status.active_views if view is not ParamView.EMA]:
-        raise RuntimeError(f"layerzero.full_precision was called inside {inside[0]}. Leave that context first")
+    if active := [view.value for view in runtime.status.active_views if view is not ParamView.EMA]:
+        raise RuntimeError(f"layerzero.full_precision was called inside {active[0]}. Leave that context first")
     if in_backward():
         raise RuntimeError(
             "layerzero.full_precision was called during a backward, which needs the gathered weights. Call it after "
@@ -367,14 +369,16 @@ def full_state_dict(
     by_parameter = {id(m.sharded): m for each in runtimes.values() for m in each.members.values()}
     refuse_rank_local("full_state_dict", (member.spec for member in by_parameter.values()), runtime.ranks.size)
     keeps = not rank0_only or runtime.ranks.is_first
-    held = model.state_dict(keep_vars=True)
+    values = model.state_dict(keep_vars=True)
     if trainable_only:
-        held = {name: value for name, value in held.items() if isinstance(value, nn.Parameter) and value.requires_grad}
-        require_equal("full_state_dict(trainable_only=True)", {"trainable": sorted(held)}, ranks=runtime.ranks.ranks)
+        values = {
+            name: value for name, value in values.items() if isinstance(value, nn.Parameter) and value.requires_grad
+        }
+        require_equal("full_state_dict(trainable_only=True)", {"trainable": sorted(values)}, ranks=runtime.ranks.ranks)
     dtypes = original_dtypes(buffer for each in runtimes.values() for buffer in each.cast_buffers)
-    whole: dict[int, Tensor] = {}
+    full: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
-    for name, value in held.items():
+    for name, value in values.items():
         member = by_parameter.get(id(value))
         if member is None:
             if isinstance(value, DTensor):  # belongs to another framework; all of its ranks call this function
@@ -385,12 +389,12 @@ def full_state_dict(
             elif keeps:
                 state[name] = value
             continue
-        if id(value) not in whole:
+        if id(value) not in full:
             gathered = _whole(member)
-            whole[id(value)] = (gathered.cpu() if cpu else gathered) if keeps else gathered.new_empty(0)
+            full[id(value)] = (gathered.cpu() if cpu else gathered) if keeps else gathered.new_empty(0)
             del gathered  # frees its memory before the next parameter is gathered
         if keeps:
-            state[name] = whole[id(value)]
+            state[name] = full[id(value)]
     return state
 
 
@@ -448,16 +452,16 @@ def load_full_state_dict(
                 continue
             member = members.get(id(target))
             dtype = target.dtype if member is None else member.master.dtype
-            whole = torch.empty(target.shape, dtype=dtype, device=model_ranks.mesh_info.device)
+            full = torch.empty(target.shape, dtype=dtype, device=model_ranks.mesh_info.device)
             if first:
-                whole.copy_(next(state[name] for name in reversed(names) if name in state))
-            model_ranks.broadcast(whole)
+                full.copy_(next(state[name] for name in reversed(names) if name in state))
+            model_ranks.broadcast(full)
             if member is None and isinstance(target, DTensor):  # a DTensor of another framework
-                target.copy_(distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None))
+                target.copy_(distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None))
             elif member is None:
-                target.copy_(whole)
+                target.copy_(full)
             else:
-                _write_rows(member, whole)
+                _write_rows(member, full)
     runtime.refreshes.launch()
     return left_out
 
@@ -472,9 +476,9 @@ def _misshapen(targets: Mapping[str, object], state: Mapping[str, object]) -> li
     for name in sorted(targets.keys() & state.keys()):
         target, value = targets[name], state[name]
         if isinstance(target, Tensor):
-            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            if found != list(target.shape):
-                problems.append(f"{name}: expected shape {list(target.shape)}, got {found}")
+            actual = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            if actual != list(target.shape):
+                problems.append(f"{name}: expected shape {list(target.shape)}, got {actual}")
     return problems
 
 
@@ -497,9 +501,9 @@ def _whole(member: ManagedParam) -> Tensor:
 
 
 def _agreed_edits(
-    runtime: LayerZeroState, shown: Mapping[ManagedParam, nn.Parameter], options: _Options
+    runtime: LayerZeroState, parameters: Mapping[ManagedParam, nn.Parameter], options: _Options
 ) -> dict[ManagedParam, nn.Parameter]:
-    """Return the parameters that the model now has in place of `shown`.
+    """Return the parameters that the model now has in place of `parameters`.
 
     Raise an error on all ranks if ranks with the same part of a parameter have made different changes, or if a rank has
     assigned a tensor of a different shape.
@@ -508,7 +512,7 @@ def _agreed_edits(
     failure: Exception | None = None
     groups: dict[str, dict[str, object]] = {}
     try:
-        edited = {member: _edited(member, parameter) for member, parameter in shown.items()}
+        edited = {member: _edited(member, parameter) for member, parameter in parameters.items()}
         if not options.rank0_only:
             groups = _grouped(runtime, edited, lambda member: digest(local_part(edited[member])))
         if options.with_grads and not options.rank0_only:
@@ -542,20 +546,20 @@ def _grouped(
 
 def _show(parameters: Mapping[ManagedParam, nn.Parameter]) -> None:
     for member, parameter in parameters.items():
-        for held, attribute in member.module_refs:
-            held[attribute] = parameter
+        for attributes, attribute in member.module_refs:
+            attributes[attribute] = parameter
 
 
-def _edited(member: ManagedParam, shown: nn.Parameter) -> nn.Parameter:
-    """Return `shown`, or the parameter that the user has assigned in its place."""
-    found = [parameters.get(attribute) for parameters, attribute in member.module_refs]
-    others = {id(parameter): parameter for parameter in found if parameter is not shown}
-    if len(others) > 1:
+def _edited(member: ManagedParam, unsharded_param: nn.Parameter) -> nn.Parameter:
+    """Return `unsharded_param`, or the parameter that the user has assigned in its place."""
+    tied = [parameters.get(attribute) for parameters, attribute in member.module_refs]
+    replacements = {id(parameter): parameter for parameter in tied if parameter is not unsharded_param}
+    if len(replacements) > 1:
         raise ValueError(
-            f"{member.name!r} is tied in {len(found)} places, which have different tensors inside unsharded. Change it "
+            f"{member.name!r} is tied in {len(tied)} places, which have different tensors inside unsharded. Change it "
             "in place, or assign the same parameter in all of these places"
         )
-    parameter: nn.Parameter | None = next(iter(others.values()), shown)
+    parameter: nn.Parameter | None = next(iter(replacements.values()), unsharded_param)
     tensors = (None,) if parameter is None else tuple(t for t in (parameter, parameter.grad) if t is not None)
     for tensor in tensors:
         if tensor is None or tuple(tensor.shape) != member.spec.true_shape:
@@ -569,5 +573,5 @@ def _edited(member: ManagedParam, shown: nn.Parameter) -> nn.Parameter:
 
 
 @torch.no_grad()
-def _write_rows(member: ManagedParam, whole: Tensor) -> None:
-    member.master.copy_(rows_of(whole, member.spec))
+def _write_rows(member: ManagedParam, full: Tensor) -> None:
+    member.master.copy_(rows_of(full, member.spec))

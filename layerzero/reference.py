@@ -114,9 +114,9 @@ def _all_gather(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    piece = tensor.new_empty(tensor.numel() // group.size())
-    _reduce_scatter_into(piece, tensor, group=group)
-    return piece
+    shard = tensor.new_empty(tensor.numel() // group.size())
+    _reduce_scatter_into(shard, tensor, group=group)
+    return shard
 
 
 # 3. Unit: parameters that are gathered and freed together.
@@ -230,8 +230,10 @@ class ReferenceModel:
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         unassigned = dict(module.named_parameters())
-        if wrong := [name for name, p in unassigned.items() if not (p.requires_grad and p.ndim and p.numel())]:
-            raise ValueError(f"Parameters {wrong} are frozen, or have no dims or elements. Use layerzero.shard_model.")
+        if unsupported := [name for name, p in unassigned.items() if not (p.requires_grad and p.ndim and p.numel())]:
+            raise ValueError(
+                f"Parameters {unsupported} are frozen, or have no dims or elements. Use layerzero.shard_model."
+            )
         self.module = module
         self.requires_gradient_sync = True
         self.units: list[Unit] = []

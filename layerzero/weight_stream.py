@@ -154,17 +154,17 @@ class WeightSender:
         """
         runtime = get_state(self._model)
         entries = _begin(runtime, "WeightSender.packets", check=_refuse_classes, bucket_bytes=self._bucket_bytes)
-        versions = {each.names[0]: each.handle.weights_version for each in entries if each.handle is not None}
+        versions = {entry.names[0]: entry.handle.weights_version for entry in entries if entry.handle is not None}
         full, changed = self._agree(runtime, entries, versions, full)
         self._is_complete = False
         self.version += 1
         buckets = _buckets(changed, self._bucket_bytes) or [[]]
         base, count = None if full else self.version - 1, len(buckets)
-        kept = {each.names[0] for each in entries if each.handle is None or each.handle.trainable}
+        trainable = {entry.names[0] for entry in entries if entry.handle is None or entry.handle.trainable}
         with closing(_gather_buckets(runtime, buckets, rank0_only=True)) as gathered:
             for index, bucket in enumerate(gathered):
                 if runtime.ranks.is_first:
-                    yield self._packet(Version(self._name, self.version, base, index, count), bucket, kept)
+                    yield self._packet(Version(self._name, self.version, base, index, count), bucket, trainable)
         self._sent_versions, self._is_complete = versions, True
 
     def _agree(
@@ -172,22 +172,22 @@ class WeightSender:
     ) -> tuple[bool, list[_Entry]]:
         """Return whether all values are sent, and the entries to send. Both are the same on all ranks."""
         flags = [full or not self._is_complete]
-        flags += [self._sent_versions.get(each.names[0]) != versions.get(each.names[0], -1) for each in entries]
-        wanted = torch.tensor(flags, dtype=torch.int32, device=runtime.mesh_info.device)
-        runtime.ranks.reduce(wanted, dist.ReduceOp.MAX)
-        full, *changed = wanted.bool().tolist()
-        return full, [each for each, has_changed in zip(entries, changed, strict=True) if full or has_changed]
+        flags += [self._sent_versions.get(entry.names[0]) != versions.get(entry.names[0], -1) for entry in entries]
+        flags_on_device = torch.tensor(flags, dtype=torch.int32, device=runtime.mesh_info.device)
+        runtime.ranks.reduce(flags_on_device, dist.ReduceOp.MAX)
+        full, *changed = flags_on_device.bool().tolist()
+        return full, [entry for entry, has_changed in zip(entries, changed, strict=True) if full or has_changed]
 
-    def _packet(self, version: Version, bucket: Sequence[tuple[tuple[str, ...], Tensor]], kept: set[str]) -> bytes:
+    def _packet(self, version: Version, bucket: Sequence[tuple[tuple[str, ...], Tensor]], trainable: set[str]) -> bytes:
         if version.base is None and version.packet == 0:
             self._previous.clear()
         tensors = [(names, tensor.cpu().contiguous(), self._previous.get(names[0])) for names, tensor in bucket]
         packet = make_packet(version, tensors)
-        for (name, *_), now, before in tensors:
-            if before is not None:
-                before.copy_(now)
-            elif name in kept:
-                self._previous[name] = now.clone()
+        for (name, *_), values, previous in tensors:
+            if previous is not None:
+                previous.copy_(values)
+            elif name in trainable:
+                self._previous[name] = values.clone()
         return packet
 
 
@@ -244,10 +244,10 @@ def _check_bucket(bucket_bytes: int) -> None:
 
 def _refuse_classes(entries: Sequence[_Entry]) -> None:
     """Raise TypeError if a tensor is of a class whose memory is not that of its values."""
-    for each in entries:
-        if each.param is None and type(each.value) not in (Tensor, nn.Parameter, DTensor):
+    for entry in entries:
+        if entry.param is None and type(entry.value) not in (Tensor, nn.Parameter, DTensor):
             raise TypeError(
-                f"WeightSender.packets: {each.names[0]!r} is a {type(each.value).__name__}, whose values cannot be "
+                f"WeightSender.packets: {entry.names[0]!r} is a {type(entry.value).__name__}, whose values cannot be "
                 "sent in packets. Use layerzero.stream_weights(model)"
             )
 
@@ -264,12 +264,14 @@ def _begin(
     try:
         _refuse_contexts(runtime, f"layerzero.{subject}")
         entries = _entries_of(runtime)
-        refuse_rank_local(subject, (each.param.spec for each in entries if each.param is not None), runtime.ranks.size)
+        refuse_rank_local(
+            subject, (entry.param.spec for entry in entries if entry.param is not None), runtime.ranks.size
+        )
         if check is not None:
             check(entries)
     except (RuntimeError, ValueError, TypeError) as error:
         failure = error
-    names = [each.names for each in entries]
+    names = [entry.names for entry in entries]
     require_equal(subject, {**fields, "tensors": names}, ranks=runtime.ranks.ranks, failure=failure)
     with torch.no_grad():
         runtime.scheduler.prepare_gathers()
@@ -278,40 +280,40 @@ def _begin(
     return entries
 
 
-def _refuse_contexts(runtime: LayerZeroState, what: str) -> None:
+def _refuse_contexts(runtime: LayerZeroState, subject: str) -> None:
     """Raise RuntimeError if the compute weights are not those of the next forward pass, or are in use."""
-    runtime.scheduler.refuse_passes(what)
+    runtime.scheduler.refuse_passes(subject)
     runtime.scheduler.recover_interrupted_pass()
-    runtime.refreshes.require_no_active_use(what)
-    if inside := [view.value for view in runtime.status.active_views if view is not ParamView.EMA]:
-        raise RuntimeError(f"{what} was called inside {inside[0]}. Leave that context first")
+    runtime.refreshes.require_no_active_use(subject)
+    if active := [view.value for view in runtime.status.active_views if view is not ParamView.EMA]:
+        raise RuntimeError(f"{subject} was called inside {active[0]}. Leave that context first")
     runtime.status.require_usable()
 
 
 def _entries_of(runtime: LayerZeroState) -> list[_Entry]:
     """Return one entry for each tensor of the state dict, in the order of its first names."""
-    places = {
+    slots = {
         id(param.sharded): (handle, param, slot)
         for handle in runtime.handles
         for param, slot in zip(handle.members, handle.layout.slots, strict=True)
     }
-    held: dict[int, tuple[Tensor, list[str]]] = {}
+    values: dict[int, tuple[Tensor, list[str]]] = {}
     for name, value in runtime.model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
-            held.setdefault(id(value), (value, []))[1].append(name)
-    return [_Entry(tuple(names), value, *places.get(id(value), ())) for value, names in held.values()]
+            values.setdefault(id(value), (value, []))[1].append(name)
+    return [_Entry(tuple(names), value, *slots.get(id(value), ())) for value, names in values.values()]
 
 
 def _buckets(entries: Sequence[_Entry], bucket_bytes: int) -> list[list[_Entry]]:
     """Divide the entries into buckets of at most `bucket_bytes`, or of one larger tensor."""
     buckets: list[list[_Entry]] = []
-    left = 0
-    for each in entries:
-        if not buckets or each.nbytes > left:
+    remaining = 0
+    for entry in entries:
+        if not buckets or entry.nbytes > remaining:
             buckets.append([])
-            left = bucket_bytes
-        buckets[-1].append(each)
-        left -= each.nbytes
+            remaining = bucket_bytes
+        buckets[-1].append(entry)
+        remaining -= entry.nbytes
     return buckets
 
 
@@ -341,10 +343,10 @@ def _gather(
 ) -> list[tuple[tuple[str, ...], Tensor]]:
     runtime.require_open()
     receives = runtime.ranks.is_first or not rank0_only
-    needed = [each for each in bucket if receives or each.is_needed(runtime.ranks.ranks[0])]
+    needed = [entry for entry in bucket if receives or entry.is_needed(runtime.ranks.ranks[0])]
     with torch.inference_mode(False), torch.no_grad():  # the tensors must allow `_empty` in every mode
-        launched = [(each, *each.launch()) for each in needed]
-        tensors = [(each.names, each.finish(gathered, pending)) for each, gathered, pending in launched]
+        launched = [(entry, *entry.launch()) for entry in needed]
+        tensors = [(entry.names, entry.finish(gathered, pending)) for entry, gathered, pending in launched]
     return tensors if receives else []
 
 

@@ -86,17 +86,17 @@ class PathTakenError(FileExistsError):
 
 def write_file(path: Path, content: Iterable[Any]) -> FileRecord:
     """Write the buffers in `content` to a new file, fsync it, and return its size and checksums."""
-    sums = ChunkHasher(ChecksumScheme.best())
+    hasher = ChunkHasher(ChecksumScheme.best())
     with open(path, "xb", buffering=0) as file:
-        begun = 0
-        for piece in content:
-            sums.update(piece)
-            _write_all(file.fileno(), piece)
-            if sums.size - begun >= _AHEAD:
-                _begin_flush(file.fileno(), begun, sums.size)
-                begun = sums.size
+        flush_start = 0
+        for buffer in content:
+            hasher.update(buffer)
+            _write_all(file.fileno(), buffer)
+            if hasher.size - flush_start >= _AHEAD:
+                _begin_flush(file.fileno(), flush_start, hasher.size)
+                flush_start = hasher.size
         os.fsync(file.fileno())
-    return FileRecord(path.name, sums.size, sums.hexdigest())
+    return FileRecord(path.name, hasher.size, hasher.hexdigest())
 
 
 def read_back(folder: Path, record: FileRecord) -> None:
@@ -209,7 +209,7 @@ def claim_path(partial: Path, path: Path, is_there: Callable[[], bool], *, overw
     """
     flush_folder(partial)
     replaced: Path | None = None  # path of the old checkpoint: `partial`, if the two were swapped
-    with _held(partial) as ours:
+    with _held(partial) as partial_stat:
         if os.path.lexists(path):
             if not overwrite:
                 raise PathTakenError.at(path)
@@ -220,14 +220,14 @@ def claim_path(partial: Path, path: Path, is_there: Callable[[], bool], *, overw
                 os.rename(partial, path)
         except OSError:
             if not is_there():  # NFS may report that a rename failed although it succeeded
-                taken = os.path.lexists(path)
-                _put_back(replaced, partial, path, ours)
-                if taken:
+                path_exists = os.path.lexists(path)
+                _put_back(replaced, partial, path, partial_stat)
+                if path_exists:
                     raise PathTakenError.at(path) from None
                 raise
         else:
             if not is_there():
-                _put_back(replaced, partial, path, ours)
+                _put_back(replaced, partial, path, partial_stat)
                 raise CheckpointError(
                     f"{path} does not contain the new checkpoint after the rename. Either another job has removed the "
                     "checkpoint, or this file system does not rename folders atomically. keep_last counts the "
@@ -261,18 +261,18 @@ def _exchange(partial: Path, path: Path) -> bool:
     return _renameat2 is not None and not _renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
 
 
-def _put_back(replaced: Path | None, partial: Path, path: Path, ours: os.stat_result) -> None:
+def _put_back(replaced: Path | None, partial: Path, path: Path, stat: os.stat_result) -> None:
     """Move the old checkpoint back to `path` after publishing the new one failed.
 
     Args:
-        ours: stat result of the new checkpoint's folder. If another job has created a different folder at `path`, that
+        stat: stat result of the new checkpoint's folder. If another job has created a different folder at `path`, that
             other folder is not moved.
     """
     with suppress(OSError):  # if this fails, loads find the old checkpoint under its current name
         if replaced != partial:
             if replaced is not None and not os.path.lexists(path):
                 os.rename(replaced, path)
-        elif not (_is_same(path, ours) and _exchange(partial, path)):
+        elif not (_is_same(path, stat) and _exchange(partial, path)):
             hide(partial, "replaced")  # so that discarding the new checkpoint does not remove the old one
 
 
@@ -286,9 +286,9 @@ def _held(folder: Path) -> Iterator[os.stat_result]:
         os.close(descriptor)
 
 
-def _is_same(path: Path, known: os.stat_result) -> bool:
+def _is_same(path: Path, expected_stat: os.stat_result) -> bool:
     try:
-        return os.path.samestat(os.stat(path), known)
+        return os.path.samestat(os.stat(path), expected_stat)
     except OSError:
         return False
 
@@ -336,18 +336,18 @@ def discard(folder: Path) -> None:
 def hide(folder: Path, kind: Literal["partial", "replaced"] = "partial") -> Path:
     """Rename a checkpoint or a leftover folder to a hidden name that no other job uses; return the new path."""
     match = _HIDDEN.fullmatch(folder.name)
-    hidden = folder.with_name(f".{match[1] if match else folder.name}.{new_token()}.{kind}")
-    os.rename(folder, hidden)
+    new_path = folder.with_name(f".{match[1] if match else folder.name}.{new_token()}.{kind}")
+    os.rename(folder, new_path)
     with suppress(OSError):  # the folder may belong to another user
-        os.utime(hidden)  # a recent time stamp prevents `clear_leftovers` of other jobs from removing the folder
-    return hidden
+        os.utime(new_path)  # a recent time stamp prevents `clear_leftovers` of other jobs from removing the folder
+    return new_path
 
 
 def set_aside(folder: Path) -> Path:
     """Rename a damaged checkpoint to a name that is never read or removed; return the new path."""
-    aside = folder.with_name(f".{folder.name}.{new_token()}.damaged")
-    os.rename(folder, aside)
-    return aside
+    new_path = folder.with_name(f".{folder.name}.{new_token()}.damaged")
+    os.rename(folder, new_path)
+    return new_path
 
 
 def remove(partial: Path) -> None:

@@ -129,15 +129,15 @@ class Buddies:
             node = json.dumps([opened_folder(self.folder), highest(self.folder)])
         except Exception as error:
             failure = error
-        (made,) = groups_so_far(runtime.ranks.ranks).values()
-        agree_or_raise(_WHAT, runtime, {"name": name, **made}, failure)
+        (group_counts,) = groups_so_far(runtime.ranks.ranks).values()
+        agree_or_raise(_WHAT, runtime, {"name": name, **group_counts}, failure)
         self._groups = ModelGroups()
         # Separate traffic counters, because a background thread updates them.
         group = runtime.ranks.new_control_group(self._groups)
         self._comm = Communicator.over("snapshots", "control", group, TrafficCounters(), "cpu")
-        told = [json.loads(text) for text in all_gather_text(self._comm, node)]
-        self._number = max(number for _, number in told)  # number of the last snapshot that was started
-        self._to, self._from = _partners([place for place, _ in told], self._comm.rank)
+        node_entries = [json.loads(message) for message in all_gather_text(self._comm, node)]
+        self._number = max(number for _, number in node_entries)  # number of the last snapshot that was started
+        self._to, self._from = _partners([node_id for node_id, _ in node_entries], self._comm.rank)
         if self._to is None and self._comm.rank == 0:
             _LOG.warning(
                 "%s: all ranks are on one node. Snapshots survive the end of processes, but not the loss of the node",
@@ -173,29 +173,29 @@ class Buddies:
             failure = error
         require_equal_state(f"{_WHAT}.snapshot", runtime, state.digests, failure)
         number = max(self._number + 1, int(time.time()))  # see [Note: Snapshot numbers]
-        said = json.dumps([f"{number:010d}-{new_token()}", self._newest])
-        told = [json.loads(text) for text in all_gather_text(self._comm, said)]
-        token = told[0][0]
+        message = json.dumps([f"{number:010d}-{new_token()}", self._newest])
+        entries = [json.loads(entry) for entry in all_gather_text(self._comm, message)]
+        token = entries[0][0]
         self._number = int(token[:10])
-        self._remove_all_but({token, *(newest for _, newest in told)})
-        here = SnapshotPart(self.folder / f"{token}.{self._comm.rank}")
+        self._remove_all_but({token, *(newest for _, newest in entries)})
+        own_part = SnapshotPart(self.folder / f"{token}.{self._comm.rank}")
         job: _SnapshotJob | None = None
         try:
-            job = self._write(here, state)
+            job = self._write(own_part, state)
         except OSError as error:
             failure = error
         sizes = all_gather_text(self._comm, "" if job is None else json.dumps([job.record.name, job.record.size]))
         try:
             if failure is None and self._from is not None and sizes[self._from]:
                 name, size = json.loads(sizes[self._from])
-                allocate_file(here.folder / name, size)
+                allocate_file(own_part.folder / name, size)
         except OSError as error:
             failure = error
         if failure is not None:
-            shutil.rmtree(here.folder, ignore_errors=True)
-            room = shutil.disk_usage(self.folder).free
+            shutil.rmtree(own_part.folder, ignore_errors=True)
+            free = shutil.disk_usage(self.folder).free
             failure = CheckpointError(
-                f"the snapshot could not be stored: {failure}. {self.folder.parent} has {room:,} bytes of free space"
+                f"the snapshot could not be stored: {failure}. {self.folder.parent} has {free:,} bytes of free space"
             )
         agree_or_raise(f"{_WHAT}.snapshot", runtime, {}, failure)
         assert job is not None
@@ -203,7 +203,9 @@ class Buddies:
         self._period, self._began = (now - self._began if self._began else 0.0), now
         self._hurries.clear()
         self._pending = PendingSave(partial(self._exchange, job), f"{_WHAT}.snapshot")
-        self._hooks = [each.register_step_pre_hook(self._pending.warn_if_failed) for each in runtime.optimizers]
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._pending.warn_if_failed) for optimizer in runtime.optimizers
+        ]
 
     def wait(self) -> None:
         """Wait until the last snapshot is complete on all nodes. If the snapshot failed, raise its error."""
@@ -231,37 +233,39 @@ class Buddies:
             pending.settle()
 
     def _remove_all_but(self, tokens: Container[str]) -> None:
-        for piece in pieces_in(self.folder):
-            if piece.token not in tokens:
-                shutil.rmtree(piece.folder, ignore_errors=True)
+        for snapshot_part in pieces_in(self.folder):
+            if snapshot_part.token not in tokens:
+                shutil.rmtree(snapshot_part.folder, ignore_errors=True)
 
-    def _write(self, here: SnapshotPart, state: CollectedState) -> _SnapshotJob:
-        here.folder.mkdir(mode=0o700)
+    def _write(self, own_part: SnapshotPart, state: CollectedState) -> _SnapshotJob:
+        own_part.folder.mkdir(mode=0o700)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(state.tensors, None, is_coordinator=True)
         items = planner.create_local_plan().items
-        record = write_items(here.folder, self._comm.rank, items, planner)
+        record = write_items(own_part.folder, self._comm.rank, items, planner)
         chunks = []
         for item in items:
             assert item.tensor_data is not None
             data, offsets = item.tensor_data, item.index.offset
-            at = [0] * len(data.size) if offsets is None else list(offsets)
+            chunk_offsets = [0] * len(data.size) if offsets is None else list(offsets)
             dtype = str(data.properties.dtype).removeprefix("torch.")
-            chunks.append([item.index.fqn, dtype, list(data.size), at, list(data.chunk.sizes)])
-        return _SnapshotJob(here, record, chunks, state)
+            chunks.append([item.index.fqn, dtype, list(data.size), chunk_offsets, list(data.chunk.sizes)])
+        return _SnapshotJob(own_part, record, chunks, state)
 
     def _exchange(self, job: _SnapshotJob) -> None:
         """Exchange files with the partners and publish the snapshot. This method runs in a background thread."""
         comm, folder = self._comm, job.here.folder
         try:
             first = job.state.document if comm.rank == 0 else None
-            said = [asdict(job.record), job.chunks, job.state.own, first]
-            told = [json.loads(text) for text in all_gather_text(comm, json.dumps(said))]
-            records = [FileRecord(**record) for record, *_ in told]
+            message = [asdict(job.record), job.chunks, job.state.own, first]
+            rank_entries = [json.loads(text) for text in all_gather_text(comm, json.dumps(message))]
+            records = [FileRecord(**record) for record, *_ in rank_entries]
             failure = ""
             try:
                 self._swap(folder, job.record, None if self._from is None else records[self._from])
-                contents = CheckpointContents(topology_entry(self._runtime), _document(told), _table(records, told))
+                contents = CheckpointContents(
+                    topology_entry(self._runtime), _document(rank_entries), _table(records, rank_entries)
+                )
                 written = contents.write(folder)
                 text = _manifest(folder, [*records, written], job.here.token)
                 write_file(folder / f".{MANIFEST}", [text])
@@ -278,22 +282,31 @@ class Buddies:
             raise RankLostError(f"a rank has exited or is late: {error}") from error
         self._newest = job.here.token
 
-    def _swap(self, folder: Path, mine: FileRecord, theirs: FileRecord | None) -> None:
+    def _swap(self, folder: Path, own_record: FileRecord, partner_record: FileRecord | None) -> None:
         """Send this rank's file, and receive and verify another rank's file.
 
         The files are sent in chunks, with pauses between the chunks.
         """
-        if theirs is None:
+        if partner_record is None:
             return
-        sent, count = mapped(folder / mine.name, mine.size), -(-max(mine.size, theirs.size) // CHUNK)
-        received = opened_to_write(folder / theirs.name, theirs.size)
+        outgoing, count = (
+            mapped(folder / own_record.name, own_record.size),
+            -(-max(own_record.size, partner_record.size) // CHUNK),
+        )
+        incoming = opened_to_write(folder / partner_record.name, partner_record.size)
         for index in range(count):
-            began, cut = time.monotonic(), slice(index * CHUNK, (index + 1) * CHUNK)
-            pair = {"to": self._to, "source": self._from}
-            send_recv(self._comm, sent=sent[cut], received=received[cut], **pair, name="a snapshot").wait()
+            began, chunk_slice = time.monotonic(), slice(index * CHUNK, (index + 1) * CHUNK)
+            partners = {"to": self._to, "source": self._from}
+            send_recv(
+                self._comm, sent=outgoing[chunk_slice], received=incoming[chunk_slice], **partners, name="a snapshot"
+            ).wait()
             self._hurries.wait(max(0.0, _SHARE * self._period / count - (time.monotonic() - began)))
         read_pieces(
-            folder / theirs.name, theirs.size, theirs.sums, ChecksumScheme.best(), [Bytes(0, theirs.size, None)]
+            folder / partner_record.name,
+            partner_record.size,
+            partner_record.sums,
+            ChecksumScheme.best(),
+            [Bytes(0, partner_record.size, None)],
         )
 
     def load(self, *, strict: bool = True, newer_than: str | os.PathLike[str] | None = None) -> Resumed | None:
@@ -324,8 +337,8 @@ class Buddies:
                 break
             try:
                 gather_view(self._comm, self.folder, token, view)
-                said = f"snapshot {token} in {self.folder}"
-                extra = prepare_from(opened, said, self._model, self._optimizer, strict=strict).commit()
+                description = f"snapshot {token} in {self.folder}"
+                extra = prepare_from(opened, description, self._model, self._optimizer, strict=strict).commit()
             except (RankLostError, UnsupportedFormatError):
                 raise
             except CheckpointError as error:
@@ -376,11 +389,11 @@ def _partners(nodes: Sequence[str], rank: int) -> tuple[int | None, int | None]:
     Args:
         nodes: identifier of each rank's node.
     """
-    order = sorted(range(len(nodes)), key=lambda each: (nodes.index(nodes[each]), each))
+    order = sorted(range(len(nodes)), key=lambda index: (nodes.index(nodes[index]), index))
     if len(set(nodes)) == 1:
         return None, None
-    place, far = order.index(rank), max(map(nodes.count, nodes))
-    return order[(place + far) % len(order)], order[(place - far) % len(order)]
+    position, node_ranks = order.index(rank), max(map(nodes.count, nodes))
+    return order[(position + node_ranks) % len(order)], order[(position - node_ranks) % len(order)]
 
 
 def _manifest(folder: Path, records: Sequence[FileRecord], token: str) -> bytes:
@@ -388,19 +401,21 @@ def _manifest(folder: Path, records: Sequence[FileRecord], token: str) -> bytes:
     return Manifest(folder, files, ChecksumScheme.best(), int(token[:10]), token, finite=True).text
 
 
-def _document(told: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    document: dict[str, Any] = merge_ranks(told[0][3], [own for _, _, own, _ in told])
+def _document(rank_entries: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    document: dict[str, Any] = merge_ranks(rank_entries[0][3], [own_values for _, _, own_values, _ in rank_entries])
     return document
 
 
-def _table(records: Sequence[FileRecord], told: Sequence[Sequence[Any]]) -> dict[str, StoredTensor]:
+def _table(records: Sequence[FileRecord], rank_entries: Sequence[Sequence[Any]]) -> dict[str, StoredTensor]:
     """Return all tensors by key, with the file of each chunk. If a chunk has several copies, the first one is used."""
-    found: dict[str, tuple[str, list[int], dict[tuple[int, ...], tuple[str, tuple[int, ...], tuple[int, ...]]]]] = {}
-    for record, (_, chunks, *_) in zip(records, told, strict=True):
+    tensors: dict[str, tuple[str, list[int], dict[tuple[int, ...], tuple[str, tuple[int, ...], tuple[int, ...]]]]] = {}
+    for record, (_, chunks, *_) in zip(records, rank_entries, strict=True):
         for key, dtype, shape, offsets, sizes in chunks:
-            at = tuple(offsets)
-            found.setdefault(key, (dtype, shape, {}))[2].setdefault(at, (record.name, at, tuple(sizes)))
+            chunk_offsets = tuple(offsets)
+            tensors.setdefault(key, (dtype, shape, {}))[2].setdefault(
+                chunk_offsets, (record.name, chunk_offsets, tuple(sizes))
+            )
     return {
         key: StoredTensor(tuple(shape), dtype_named(dtype), tuple(chunks.values()))
-        for key, (dtype, shape, chunks) in found.items()
+        for key, (dtype, shape, chunks) in tensors.items()
     }

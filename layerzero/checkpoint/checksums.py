@@ -104,16 +104,16 @@ class ChunkHasher:
 
     def update(self, piece: Any) -> None:
         """Hash the next bytes of the file. `piece` is any object that supports the buffer protocol."""
-        rest = memoryview(piece)
-        while rest.nbytes:
-            room = (len(self._done) + 1) * self._scheme.chunk - self.size
-            part = rest[:room]
+        remaining = memoryview(piece)
+        while remaining.nbytes:
+            chunk_space = (len(self._done) + 1) * self._scheme.chunk - self.size
+            part = remaining[:chunk_space]
             self._hasher.update(part)
             self.size += part.nbytes
-            if part.nbytes == room:
+            if part.nbytes == chunk_space:
                 self._done.append(self._hasher.hexdigest())
                 self._hasher = self._scheme.hasher()
-            rest = rest[room:]
+            remaining = remaining[chunk_space:]
 
     def hexdigest(self) -> str:
         """Return the concatenated checksums of all chunks."""
@@ -123,9 +123,9 @@ class ChunkHasher:
 
 def checksums_of(text: bytes, scheme: ChecksumScheme) -> str:
     """Return the checksums of a file with the contents `text`."""
-    sums = ChunkHasher(scheme)
-    sums.update(text)
-    return sums.hexdigest()
+    hasher = ChunkHasher(scheme)
+    hasher.update(text)
+    return hasher.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -158,12 +158,12 @@ def read_pieces(path: Path, size: int, sums: str, scheme: ChecksumScheme, pieces
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     try:
-        stretches = list(_chunk_reads(size, sums, scheme, pieces))
-        with ThreadPoolExecutor(max(1, min(_THREADS, len(stretches)))) as pool:
-            jobs = [pool.submit(_read_chunk, descriptor, scheme, stretch) for stretch in stretches]
+        chunk_reads = list(_chunk_reads(size, sums, scheme, pieces))
+        with ThreadPoolExecutor(max(1, min(_THREADS, len(chunk_reads)))) as pool:
+            futures = [pool.submit(_read_chunk, descriptor, scheme, chunk_read) for chunk_read in chunk_reads]
             try:
-                for job in jobs:
-                    job.result()
+                for future in futures:
+                    future.result()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -196,52 +196,54 @@ class _ChunkRead:
 
 def _chunk_reads(size: int, sums: str, scheme: ChecksumScheme, pieces: Sequence[ByteRange]) -> Iterator[_ChunkRead]:
     chunk = scheme.chunk
-    cut: dict[int, list[ByteRange]] = {}  # by chunk index
+    chunk_pieces: dict[int, list[ByteRange]] = {}  # by chunk index
     for piece in pieces:
         for index in range(piece.start // chunk, -(-piece.stop // chunk)):
             start, stop = max(piece.start, index * chunk), min(piece.stop, (index + 1) * chunk)
-            into = None if piece.into is None else piece.into[start - piece.start : stop - piece.start]
-            cut.setdefault(index, []).append(ByteRange(start, stop, into))
-    for index, inside in cut.items():
+            target = None if piece.into is None else piece.into[start - piece.start : stop - piece.start]
+            chunk_pieces.setdefault(index, []).append(ByteRange(start, stop, target))
+    for index, in_chunk in chunk_pieces.items():
         stop = min(size, (index + 1) * chunk)
-        yield _ChunkRead(index * chunk, stop, inside, scheme.of_chunk(sums, index))
+        yield _ChunkRead(index * chunk, stop, in_chunk, scheme.of_chunk(sums, index))
 
 
-def _read_chunk(descriptor: int, scheme: ChecksumScheme, stretch: _ChunkRead) -> None:
+def _read_chunk(descriptor: int, scheme: ChecksumScheme, chunk_read: _ChunkRead) -> None:
     hasher = scheme.hasher()
-    scratch = bytearray(min(_STEP, stretch.stop - stretch.start))
-    at = stretch.start
-    for piece in stretch.pieces:
-        _stream(descriptor, at, piece.start, None, scratch, hasher)
+    scratch = bytearray(min(_STEP, chunk_read.stop - chunk_read.start))
+    position = chunk_read.start
+    for piece in chunk_read.pieces:
+        _stream(descriptor, position, piece.start, None, scratch, hasher)
         _stream(descriptor, piece.start, piece.stop, piece.into, scratch, hasher)
-        at = piece.stop
-    _stream(descriptor, at, stretch.stop, None, scratch, hasher)
-    if hasher.hexdigest() != stretch.sum:
+        position = piece.stop
+    _stream(descriptor, position, chunk_read.stop, None, scratch, hasher)
+    if hasher.hexdigest() != chunk_read.sum:
         raise _Damage(
-            f"bytes {stretch.start:,} to {stretch.stop:,} do not match their recorded {scheme.algorithm} checksum"
+            f"bytes {chunk_read.start:,} to {chunk_read.stop:,} do not match their recorded {scheme.algorithm} checksum"
         )
 
 
-def _stream(descriptor: int, start: int, stop: int, into: Tensor | None, scratch: bytearray, hasher: Any) -> None:
-    """Read and hash bytes `start` to `stop` of a file and copy the bytes to `into` unless `into` is None."""
-    direct = into is not None and into.device.type == "cpu"
-    for at in range(start, stop, _STEP):
-        length = min(_STEP, stop - at)
+def _stream(descriptor: int, start: int, stop: int, target: Tensor | None, scratch: bytearray, hasher: Any) -> None:
+    """Read and hash bytes `start` to `stop` of a file and copy the bytes to `target` unless `target` is None."""
+    direct = target is not None and target.device.type == "cpu"
+    for position in range(start, stop, _STEP):
+        length = min(_STEP, stop - position)
         if direct:
-            assert into is not None
-            part = memoryview((ctypes.c_char * length).from_address(into.data_ptr() + at - start))
+            assert target is not None
+            part = memoryview((ctypes.c_char * length).from_address(target.data_ptr() + position - start))
         else:
             part = memoryview(scratch)[:length]
-        _fill(descriptor, part, at)
+        _fill(descriptor, part, position)
         hasher.update(part)
-        if into is not None and not direct:
-            into[at - start : at - start + length].copy_(torch.frombuffer(scratch, dtype=torch.uint8, count=length))
+        if target is not None and not direct:
+            target[position - start : position - start + length].copy_(
+                torch.frombuffer(scratch, dtype=torch.uint8, count=length)
+            )
 
 
-def _fill(descriptor: int, part: memoryview, at: int) -> None:
+def _fill(descriptor: int, part: memoryview, offset: int) -> None:
     done = 0
     while done < part.nbytes:
-        count = os.preadv(descriptor, [part[done:]], at + done)
+        count = os.preadv(descriptor, [part[done:]], offset + done)
         if count == 0:
-            raise _Damage(f"the file ends at byte {at + done:,}")
+            raise _Damage(f"the file ends at byte {offset + done:,}")
         done += count

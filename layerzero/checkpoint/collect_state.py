@@ -53,8 +53,8 @@ def collect(
         TypeError: a value cannot be saved.
         CheckpointError: a tensor has non-finite values.
     """
-    if torn := runtime.status.load_error or (optimizer.load_error if optimizer is not None else None):
-        raise RuntimeError(torn)
+    if load_error := runtime.status.load_error or (optimizer.load_error if optimizer is not None else None):
+        raise RuntimeError(load_error)
     rank = runtime.ranks.rank
     document, encoder = encode_all(runtime, optimizer, extra, rank=rank, apart=apart)
     tensors = {
@@ -64,13 +64,13 @@ def collect(
         or isinstance(tensor, DTensor)
         or key.startswith(f"rank{rank}.")
     }
-    bad = not_finite(trained_rows(runtime, encoder.tensors))
-    if bad and require_finite:
+    nonfinite = not_finite(trained_rows(runtime, encoder.tensors))
+    if nonfinite and require_finite:
         raise CheckpointError(
-            f"{few_names(bad)} on rank {dist.get_rank()} have non-finite values. Nothing is saved, and existing "
+            f"{few_names(nonfinite)} on rank {dist.get_rank()} have non-finite values. Nothing is saved, and existing "
             "checkpoints are kept. Load the last checkpoint, or pass require_finite=False to save anyway"
         )
-    return CollectedState(document, tensors, encoder.own, encoder.digests, bad)
+    return CollectedState(document, tensors, encoder.own, encoder.digests, nonfinite)
 
 
 def require_equal_state(

@@ -63,7 +63,7 @@ def check_tensors(tensors: Mapping[str, StoredTensor], file_sizes: Mapping[str, 
     Raises:
         ValueError: a check fails; the message names the tensor or the file.
     """
-    held: Counter[str] = Counter()  # number of bytes per file
+    file_nbytes: Counter[str] = Counter()  # number of bytes per file
     for key, tensor in tensors.items():
         shape = tensor.shape
         if not _are_sizes(shape) or tensor.dtype.itemsize * math.prod(max(1, size) for size in shape) >= 2**63:
@@ -79,19 +79,19 @@ def check_tensors(tensors: Mapping[str, StoredTensor], file_sizes: Mapping[str, 
             if len(sizes) != len(shape):
                 raise ValueError(_NOT_BY_ROWS.format(key))
             column = offsets[1:], sizes[1:]
-            row = columns.get(column, 0)
-            if shape and (offsets[0] != row or sizes[0] > shape[0] - row):
+            end_row = columns.get(column, 0)
+            if shape and (offsets[0] != end_row or sizes[0] > shape[0] - end_row):
                 raise ValueError(
-                    f"{key} has a chunk of {sizes[0]} rows at row {offsets[0]}, but row {row} of {shape[0]} is next"
+                    f"{key} has a chunk of {sizes[0]} rows at row {offsets[0]}, but row {end_row} of {shape[0]} is next"
                 )
-            columns[column] = row + (sizes[0] if shape else 0)
-            held[file] += tensor.dtype.itemsize * torch.Size(sizes).numel()
+            columns[column] = end_row + (sizes[0] if shape else 0)
+            file_nbytes[file] += tensor.dtype.itemsize * torch.Size(sizes).numel()
         if columns and not _fill(sorted(columns), shape[1:]):
             raise ValueError(_NOT_BY_ROWS.format(key))
-        row = min(columns.values(), default=0)
-        if shape and row != shape[0] and all(shape):
-            raise ValueError(f"{key} has {shape[0]} rows, but only {row} rows are in files")
-    for file, nbytes in held.items():
+        end_row = min(columns.values(), default=0)
+        if shape and end_row != shape[0] and all(shape):
+            raise ValueError(f"{key} has {shape[0]} rows, but only {end_row} rows are in files")
+    for file, nbytes in file_nbytes.items():
         if nbytes > file_sizes[file]:
             raise ValueError(f"{file} has {file_sizes[file]} bytes, but its tensors need {nbytes} bytes")
 
@@ -104,13 +104,13 @@ def _fill(columns: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], shape: tup
     if len(columns) == 1:
         return columns[0] == ((0,) * len(shape), shape)
     starts, sizes = zip(*columns, strict=True)
-    cut = [dim for dim in range(len(shape)) if len({start[dim] for start in starts}) > 1]
-    if len(cut) != 1:
+    sharded_dims = [dim for dim in range(len(shape)) if len({start[dim] for start in starts}) > 1]
+    if len(sharded_dims) != 1:
         return False
-    (dim,), end = cut, 0
+    (dim,), end = sharded_dims, 0
     for start, size in columns:
-        others = [(start[each], size[each]) == (0, shape[each]) for each in range(len(shape)) if each != dim]
-        if start[dim] != end or not all(others):
+        spans_dims = [(start[index], size[index]) == (0, shape[index]) for index in range(len(shape)) if index != dim]
+        if start[dim] != end or not all(spans_dims):
             return False
         end += size[dim]
     return end == shape[dim] and all(size[dim] for size in sizes)
@@ -146,9 +146,9 @@ def check_document(document: Mapping[str, Any], tensors: Mapping[str, StoredTens
     _check_value(optimizer, tensors, ranks)
 
 
-def _check_names(value: Any, what: str) -> None:
+def _check_names(value: Any, subject: str) -> None:
     if not isinstance(value, dict) or any(name.startswith("$") for name in value):
-        raise ValueError(f"{what} is not an object with valid names")
+        raise ValueError(f"{subject} is not an object with valid names")
 
 
 def _check_value(value: Any, tensors: Mapping[str, StoredTensor], ranks: int | None) -> None:

@@ -118,10 +118,10 @@ class _DcpFiles:
         """Do nothing, because no tensor is read in place."""
 
 
-def _tree(source: FileSystemReader, metadata: Metadata, wanted: tuple[str, str]) -> dict[str, Any]:
-    """Return the values under the `wanted` keys, nested as in the checkpoint. Tensors are replaced by references."""
+def _tree(source: FileSystemReader, metadata: Metadata, top_keys: tuple[str, str]) -> dict[str, Any]:
+    """Return the values under the `top_keys` keys, nested as in the checkpoint. Tensors are replaced by references."""
     paths = metadata.planner_data or {key: tuple(key.split(".", 1)) for key in metadata.state_dict_metadata}
-    entries = {key: entry for key, entry in metadata.state_dict_metadata.items() if paths[key][0] in wanted}
+    entries = {key: entry for key, entry in metadata.state_dict_metadata.items() if paths[key][0] in top_keys}
     values: dict[str, Any] = {key: None for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
@@ -190,8 +190,8 @@ def _nested_optimizer(saved: dict[str, Any]) -> dict[str, Any]:
     nested = {key: value for key, value in saved.items() if "." not in key}
     groups: dict[str, dict[str, Any]] = {}
     for path, value in saved.items():
-        kind, dot, rest = path.partition(".")
-        name, _, key = rest.rpartition(".")
+        kind, dot, param_path = path.partition(".")
+        name, _, key = param_path.rpartition(".")
         if not dot:
             continue
         if kind == "state":

@@ -101,8 +101,8 @@ class CheckpointContents:
                 )
                 for key, (dtype, shape, chunks) in content["tensors"].items()
             }
-            if odd := {key for key, tensor in tensors.items() if tensor.dtype not in DTYPES}:
-                raise ValueError(f"{min(odd)} has a dtype that safetensors files do not support")
+            if unsupported := {key for key, tensor in tensors.items() if tensor.dtype not in DTYPES}:
+                raise ValueError(f"{min(unsupported)} has a dtype that safetensors files do not support")
             check_topology(content["topology"])
             check_tensors(tensors, {name: record.size for name, record in manifest.files.items()})
             check_document(content["document"], tensors, ranks=num_saving_ranks(content["topology"]))
@@ -182,9 +182,9 @@ class SafetensorsWriter(StorageWriter):
         return replace(plan, storage_data=json.dumps([self._own, self._finite]))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        told = [json.loads(plan.storage_data) for plan in plans]
-        self._document = merge_ranks(self._document, [own for own, _ in told])
-        self._finite = all(finite for _, finite in told)
+        rank_entries = [json.loads(plan.storage_data) for plan in plans]
+        self._document = merge_ranks(self._document, [own_values for own_values, _ in rank_entries])
+        self._finite = all(finite for _, finite in rank_entries)
         make_folder(self._path.parent)
         self._token = new_token()
         self._partial.mkdir()
@@ -282,7 +282,9 @@ class SafetensorsReader(StorageReader):
             entries[name] = TensorStorageMetadata(
                 properties=TensorProperties(dtype=stored.dtype),
                 size=torch.Size(stored.shape),
-                chunks=[ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for _, at, sizes in stored.chunks],
+                chunks=[
+                    ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for _, offsets, sizes in stored.chunks
+                ],
             )
         return Metadata(state_dict_metadata=entries)
 
@@ -346,8 +348,8 @@ def check_entry(
     """Raise CheckpointError unless the opened file at `path` contains the tensor that ``contents.json`` describes."""
     entry = tensors.get_slice(key) if key in names else None
     if entry is None or list(entry.get_shape()) != list(shape) or entry.get_dtype() != DTYPES.get(dtype):
-        found = "no tensor" if entry is None else f"{entry.get_dtype()} {entry.get_shape()}"
-        raise CheckpointError(f"{path} has {found} as {key}, but {CONTENTS} lists {dtype} {list(shape)}")
+        actual = "no tensor" if entry is None else f"{entry.get_dtype()} {entry.get_shape()}"
+        raise CheckpointError(f"{path} has {actual} as {key}, but {CONTENTS} lists {dtype} {list(shape)}")
 
 
 def pieces(
@@ -363,8 +365,8 @@ def pieces(
     step = max(1, _PIECE // max(1, torch.Size(shape[1:]).numel() * dtype.itemsize))  # rows
     source, rows = tensors.get_slice(key), range(shape[0])[box[0] if box else slice(None)]
     for start in rows[::step]:
-        here = (slice(start, min(start + step, rows.stop)), *box[1:])
-        yield source[here]
+        index = (slice(start, min(start + step, rows.stop)), *box[1:])
+        yield source[index]
 
 
 def _read_region(tensors: Any, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:

@@ -139,15 +139,15 @@ class Encoder:
         Raises:
             TypeError: :meth:`encode` raises it, or the value is nested too deeply to be loaded.
         """
-        most = DEPTH // 2 - 2  # each own value may add the same depth again
+        max_depth = DEPTH // 2 - 2  # each own value may add the same depth again
         try:
             encoded = self.encode(value, path)
-            too_deep = any(is_deeper(tree, most) for tree in (encoded, *self.own))
+            too_deep = any(is_deeper(tree, max_depth) for tree in (encoded, *self.own))
         except RecursionError:
             too_deep = True
         if too_deep:
             raise TypeError(
-                f"{path} cannot be saved: values are nested more than {most} levels deep, or contain themselves. "
+                f"{path} cannot be saved: values are nested more than {max_depth} levels deep, or contain themselves. "
                 "Use a flatter structure"
             )
         return encoded
@@ -189,8 +189,8 @@ class Encoder:
             if self._in_own:
                 self.apart.add(key)
         if isinstance(tensor, DTensor):
-            rows = tensor._local_tensor
-            if not isinstance(rows, LocalShard):
+            local = tensor._local_tensor
+            if not isinstance(local, LocalShard):
                 raise TypeError(
                     f"{path}: a DTensor that layerzero did not create cannot be saved. Store its full_tensor()"
                 )
@@ -200,10 +200,10 @@ class Encoder:
                     "outside of per_rank"
                 )
             try:
-                like = self.name_of(rows)
+                like = self.name_of(local)
             except LookupError:
                 raise TypeError(
-                    f"{path} has the sharding of {rows.spec.name!r} of another model and cannot be saved. Store its "
+                    f"{path} has the sharding of {local.spec.name!r} of another model and cannot be saved. Store its "
                     "full_tensor()"
                 ) from None
             if self.is_rank_local(like) and not self._in_own:
@@ -228,11 +228,11 @@ class Encoder:
             self._prefix = ""
         return {"$per_rank": len(self.own) - 1}
 
-    def _joint(self, joint: MergedValue, path: str) -> Any:
-        common = self.encode(joint.common, path)
+    def _joint(self, merged: MergedValue, path: str) -> Any:
+        common = self.encode(merged.common, path)
         self._in_own = True
         try:
-            own = self.encode(joint.own, path)
+            own = self.encode(merged.own, path)
         finally:
             self._in_own = False
         self.own.append(own if self.tells else type(own)())
@@ -244,13 +244,15 @@ class Encoder:
 
     def digest_tensors(self, path: str) -> None:
         """Compute the digests of the full tensors at and below `path`, so that ranks can compare them."""
-        for place in [place for place, digest in self.digests.items() if place.startswith(path) and not digest]:
-            tensor = host_values(self.tensors[self._key_at[place]])
-            said = f"{tensor.dtype} {list(tensor.shape)} "
+        for tensor_path in [
+            tensor_path for tensor_path, digest in self.digests.items() if tensor_path.startswith(path) and not digest
+        ]:
+            tensor = host_values(self.tensors[self._key_at[tensor_path]])
+            description = f"{tensor.dtype} {list(tensor.shape)} "
             digest = hashlib.sha256()
             for piece in tensor_bytes(tensor):
                 digest.update(piece)
-            self.digests[place] = said + digest.hexdigest()[:16]
+            self.digests[tensor_path] = description + digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -327,9 +329,9 @@ def merge_ranks(value: Any, owns: Sequence[Sequence[Any]]) -> Any:
     if not isinstance(value, dict):
         return value
     if "$per_rank" in value:
-        return {"$per_rank": [own[value["$per_rank"]] for own in owns]}
+        return {"$per_rank": [own_values[value["$per_rank"]] for own_values in owns]}
     if "$joint" in value:
-        common, parts = value["common"], [own[value["$joint"]] for own in owns]
+        common, parts = value["common"], [own_values[value["$joint"]] for own_values in owns]
         if isinstance(common, list):
             return [*common, *(item for part in parts for item in part)]
         return common | {key: item for part in parts for key, item in part.items()}

@@ -161,8 +161,8 @@ def prepare_from(
     assert source is not None and restore is not None
     try:
         source.read(restore.tensors, restore.in_place)
-        if twins := restore.tied_weight_problems():
-            raise ValueError(printable("; ".join(twins)))
+        if tied_problems := restore.tied_weight_problems():
+            raise ValueError(printable("; ".join(tied_problems)))
     except RankLostError:
         raise
     except Exception as error:
@@ -188,8 +188,8 @@ class PreparedLoad:
         """
         extra = _commit(self.runtime, self.optimizer, self.source, self.restore, self.path)
         if self.restore.problems and self.runtime.ranks.is_first:
-            said = printable(self.restore.summary())
-            warnings.warn(f"checkpoint.load skipped the entries that do not match: {said}", stacklevel=3)
+            summary = printable(self.restore.summary())
+            warnings.warn(f"checkpoint.load skipped the entries that do not match: {summary}", stacklevel=3)
         return extra
 
 
@@ -207,20 +207,22 @@ def _commit(
     except Exception as error:  # a module's set_extra_state may fail on this rank only
         failure = error
     agree_or_raise("checkpoint.load", runtime, {}, failure)
-    torn = runtime.status.load_error, optimizer.load_error if optimizer is not None else None
-    said = printable(
+    load_errors = runtime.status.load_error, optimizer.load_error if optimizer is not None else None
+    message = printable(
         f"a load of {path} has failed halfway, and the model and the optimizer are partly loaded. Load this or another "
         "checkpoint before you continue"
     )
-    _mark(runtime, optimizer, said, said)
+    _mark(runtime, optimizer, message, message)
     try:
         source.reread()
     except Exception as error:
-        failure = CheckpointError(f"{error}. The first read of this file succeeded, but the second failed: {said}")
+        failure = CheckpointError(f"{error}. The first read of this file succeeded, but the second failed: {message}")
         failure.__cause__ = error
     agree_or_raise("checkpoint.load", runtime, {}, failure)
     restore.commit()
-    _mark(runtime, optimizer, *(torn if restore.problems else (None, None)))  # skipped tensors may still be invalid
+    _mark(
+        runtime, optimizer, *(load_errors if restore.problems else (None, None))
+    )  # skipped tensors may still be invalid
     return extra
 
 

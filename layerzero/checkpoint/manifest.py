@@ -83,26 +83,26 @@ class Manifest:
                     f"{path} has format version {version}, but this version of layerzero reads only version {VERSION}"
                 )
             needed = ("format", "version", "sequence", "files", "checksums")
-            known = {key: content[key] for key in (*needed, *_optional(content))}
-            intact = text == manifest_text(known)
-            sequence = known["sequence"]
-            records = {name: FileRecord(name, size, sums) for name, (size, sums) in known["files"].items()}
-            scheme = ChecksumScheme(**known["checksums"])
+            fields = {key: content[key] for key in (*needed, *_optional(content))}
+            intact = text == manifest_text(fields)
+            sequence = fields["sequence"]
+            records = {name: FileRecord(name, size, sums) for name, (size, sums) in fields["files"].items()}
+            scheme = ChecksumScheme(**fields["checksums"])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from None
-        if not intact or known["format"] != FORMAT:
+        if not intact or fields["format"] != FORMAT:
             raise CheckpointError(f"{path} is damaged: it does not match its own SHA-256")
         if type(sequence) is not int or not all(type(record.size) is int for record in records.values()):
             raise CheckpointError(f"{path} was not written by layerzero: a sequence number or size is not an integer")
-        if type(token := known.get("token", "")) is not str:
+        if type(token := fields.get("token", "")) is not str:
             raise CheckpointError(f"{path} was not written by layerzero: its token {token!r} is not a string")
         try:
             scheme.check()
         except ValueError as error:
             raise UnsupportedFormatError(f"{path} cannot be read: {error}") from None
-        if odd := next((record for record in records.values() if not scheme.fits(record.sums, record.size)), None):
-            raise CheckpointError(f"{path} was not written by layerzero: its checksums of {odd.name!r} are invalid")
-        if type(finite := known.get("finite")) not in (bool, type(None)):
+        if invalid := next((record for record in records.values() if not scheme.fits(record.sums, record.size)), None):
+            raise CheckpointError(f"{path} was not written by layerzero: its checksums of {invalid.name!r} are invalid")
+        if type(finite := fields.get("finite")) not in (bool, type(None)):
             raise CheckpointError(f"{path} was not written by layerzero: finite is {finite!r}, which is not a bool")
         manifest = cls(folder, records, scheme, sequence, token or None, finite)
         for record in () if parts else records.values():
@@ -114,15 +114,15 @@ class Manifest:
             raise CheckpointError(f"{self.folder / MANIFEST} names a file outside the checkpoint: {record.name!r}")
         path = self.folder / record.name
         try:
-            found = path.lstat()
+            status = path.lstat()
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
         except (OSError, ValueError) as error:  # for instance because the name is too long or contains a zero byte
             raise CheckpointError(f"{self.folder / MANIFEST} names a file {record.name!r}: {error}") from None
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path} is not a regular file. Links inside a checkpoint are not supported")
-        if found.st_size != record.size:
-            raise CheckpointError(f"{path} is damaged: it has {found.st_size} bytes, but {record.size} were written")
+        if status.st_size != record.size:
+            raise CheckpointError(f"{path} is damaged: it has {status.st_size} bytes, but {record.size} were written")
 
     def path_of(self, name: str) -> Path:
         """Return the path of the file `name`. Raises CheckpointError if the manifest does not list it."""
@@ -140,9 +140,9 @@ class Manifest:
     def text(self) -> bytes:
         """Contents of the manifest file."""
         table = {name: [record.size, record.sums] for name, record in sorted(self.files.items())}
-        known = {"format": FORMAT, "version": VERSION, "sequence": self.sequence, "files": table, "token": self.token}
-        known |= {} if self.finite is None else {"finite": self.finite}
-        return manifest_text({**known, "checksums": asdict(self.scheme)})
+        fields = {"format": FORMAT, "version": VERSION, "sequence": self.sequence, "files": table, "token": self.token}
+        fields |= {} if self.finite is None else {"finite": self.finite}
+        return manifest_text({**fields, "checksums": asdict(self.scheme)})
 
     def read_pieces(self, name: str, pieces: Sequence[ByteRange]) -> None:
         """Read byte ranges of the file `name` and verify the checksums of all chunks that overlap these ranges.

@@ -31,8 +31,12 @@ _TAGS = {"$tuple": _SEQUENCE, "$float": _NUMBER, "$dict": _TABLE, "$ordered": _T
 
 def key_of(reference: Any) -> str | None:
     """Return the key of a tensor reference in the JSON of a checkpoint; None for other values."""
-    found = next(references(reference, rank=None), None) if isinstance(reference, dict) else None
-    return None if found is not reference or found is None else str(found[next(iter(found))])
+    first_reference = next(references(reference, rank=None), None) if isinstance(reference, dict) else None
+    return (
+        None
+        if first_reference is not reference or first_reference is None
+        else str(first_reference[next(iter(first_reference))])
+    )
 
 
 class GroupCompatibility:
@@ -60,9 +64,9 @@ class GroupCompatibility:
         what: str,
     ) -> None:
         self._inner, self._group, self._tensors, self._device = inner, group, tensors, device
-        wrong = {key: said for key, value in saved.items() if (said := self._misfit(key, value))}
-        self.problems = [f"{key} of {what}: {said}" for key, said in wrong.items()]
-        self.settings = {key: value for key, value in saved.items() if key not in wrong}
+        misfits = {key: misfit for key, value in saved.items() if (misfit := self._misfit(key, value))}
+        self.problems = [f"{key} of {what}: {misfit}" for key, misfit in misfits.items()]
+        self.settings = {key: value for key, value in saved.items() if key not in misfits}
         self._kept_by_ndim: dict[int, dict[str, Any] | None] = {}
         self._stepped_with = {**group, **self._plain(self.settings)}
         _, failure = self._trial(self._stepped_with)
@@ -113,18 +117,18 @@ class GroupCompatibility:
             values: entries of the state, as JSON.
             ndim: number of dims of the parameter.
         """
-        kept = self.kept(ndim) if values else None  # a parameter without state has never been stepped
+        example_state = self.kept(ndim) if values else None  # a parameter without state has never been stepped
         missing = {}
-        for entry, example in (kept or {}).items():
-            expected, value = _kind(example), values.get(entry)
-            found = self._kind_of(value)
+        for state_key, example in (example_state or {}).items():
+            expected, value = _kind(example), values.get(state_key)
+            saved_kind = self._kind_of(value)
             if value is None:
-                missing[entry] = (
-                    "it is None in the checkpoint" if entry in values else "the checkpoint does not have it"
+                missing[state_key] = (
+                    "it is None in the checkpoint" if state_key in values else "the checkpoint does not have it"
                 )
-            elif expected in (_ROWS, _NUMBER) and found != expected:
-                yield entry, f"expected {expected}, but the checkpoint has {found}"
-        if kept is not None and missing and not self._can_step(kept, values, missing, ndim):
+            elif expected in (_ROWS, _NUMBER) and saved_kind != expected:
+                yield state_key, f"expected {expected}, but the checkpoint has {saved_kind}"
+        if example_state is not None and missing and not self._can_step(example_state, values, missing, ndim):
             self.settings = {}  # with settings such as amsgrad, the parameter's current state may lack them too
             yield from missing.items()
 
@@ -137,14 +141,14 @@ class GroupCompatibility:
     def _kind_of(self, value: Any) -> str:
         if (key := key_of(value)) is not None:
             return _ROWS if self._tensors[key].shape else _NUMBER
-        return found if isinstance(found := self._sorted(value), str) else _SEQUENCE
+        return sorted_kind if isinstance(sorted_kind := self._sorted(value), str) else _SEQUENCE
 
     def _can_step(
-        self, kept: Mapping[str, Any], values: Mapping[str, Any], missing: Mapping[str, Any], ndim: int
+        self, example_state: Mapping[str, Any], values: Mapping[str, Any], missing: Mapping[str, Any], ndim: int
     ) -> bool:
         stand_in = torch.empty(0)
         optimizer_copy = copy.copy(self._inner)
-        state = {key: value for key, value in kept.items() if key not in missing}
+        state = {key: value for key, value in example_state.items() if key not in missing}
         optimizer_copy.state = {stand_in: {**state, **{key: None for key in missing if key in values}}}  # type: ignore[assignment]
         try:
             self._state_after_a_step(optimizer_copy, {**self._stepped_with, "params": [stand_in]}, ndim)
@@ -170,7 +174,7 @@ def _kind(example: Any) -> str:
     """Return the kind of a state entry, such as "a number"."""
     if isinstance(example, Tensor) and example.ndim:
         return _ROWS
-    return shown if isinstance(shown := _shown(example), str) else _SEQUENCE
+    return kind if isinstance(kind := _shown(example), str) else _SEQUENCE
 
 
 def _shown(value: Any) -> Any:
@@ -186,21 +190,26 @@ def _sort_of(value: Any) -> str:
     return _TABLE if isinstance(value, dict) else f"a {type(value).__name__}"
 
 
-def _kind_mismatch(expected: Any, found: Any, value: Any) -> str | None:
+def _kind_mismatch(expected: Any, saved: Any, value: Any) -> str | None:
     """Return a description of the mismatch between two kinds; None if the kinds match.
 
     Lists may differ in length, because the trial step checks them.
     """
-    if isinstance(expected, list) and isinstance(found, list):
-        pairs = zip(expected, found, strict=False)
+    if isinstance(expected, list) and isinstance(saved, list):
+        kind_pairs = zip(expected, saved, strict=False)
         return next(
-            (said for pair in pairs if "a NoneType" not in pair and (said := _kind_mismatch(*pair, value))), None
+            (
+                mismatch
+                for kinds in kind_pairs
+                if "a NoneType" not in kinds and (mismatch := _kind_mismatch(*kinds, value))
+            ),
+            None,
         )
-    if expected == found:
+    if expected == saved:
         return None
-    expected, found = (_SEQUENCE if isinstance(sort, list) else sort for sort in (expected, found))
-    shown = repr(value)
-    return f"expected {expected}, but the checkpoint has {found}: {shown[:60]}{'...' * (len(shown) > 60)}"
+    expected, saved = (_SEQUENCE if isinstance(sort, list) else sort for sort in (expected, saved))
+    value_text = repr(value)
+    return f"expected {expected}, but the checkpoint has {saved}: {value_text[:60]}{'...' * (len(value_text) > 60)}"
 
 
 def _changes(current: Any, saved: Any) -> bool:

@@ -116,8 +116,8 @@ class LeaveRequest:
         if not comms:
             self._agreed = self._agreed or self._signaled
         elif not self._agreed:
-            heard, self._heard = self._heard, []
-            self._agreed = bool(heard) and bool(self._late.receive([each.wait() for each in heard]).any())
+            pending, self._heard = self._heard, []
+            self._agreed = bool(pending) and bool(self._late.receive([gather.wait() for gather in pending]).any())
             if not self._agreed:
                 messages = self._late.outgoing(torch.tensor([self._signaled], dtype=torch.uint8))
                 pairs = zip(comms, messages, strict=True)
@@ -163,9 +163,9 @@ class LeaveRequest:
     @property
     def before(self) -> Any:
         """Handler that was set before this request's handler. Handlers of closed requests are skipped."""
-        before = self._before
-        request = getattr(before, "__self__", None)
-        return request.before if isinstance(request, LeaveRequest) and not request._handles else before
+        handler = self._before
+        request = getattr(handler, "__self__", None)
+        return request.before if isinstance(request, LeaveRequest) and not request._handles else handler
 
     def close_in_child(self) -> None:
         """Close the request in a forked child; see [Note: Forked processes]."""
@@ -177,9 +177,9 @@ class LeaveRequest:
         return self._wakeups if self._handles else None
 
     def _settle(self) -> None:
-        heard, self._heard = self._heard, []
-        for each in heard:
-            each.wait()
+        pending, self._heard = self._heard, []
+        for gather in pending:
+            gather.wait()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self._signaled = True
@@ -200,16 +200,16 @@ class LeaveRequest:
 
     def _enforce_deadline(self) -> None:
         if not self._in_time.wait(self._deadline):
-            said = (
+            message = (
                 f"layerzero: the process ends {self._deadline:g} s after the signal, which is the deadline passed to "
                 "checkpoint.on_signal.\n"
             )
-            os.write(2, said.encode())
+            os.write(2, message.encode())
             os._exit(self._exit_code)
 
 
-def _close_in_child(weak: weakref.ref[LeaveRequest]) -> None:
-    request = weak()
+def _close_in_child(request_ref: weakref.ref[LeaveRequest]) -> None:
+    request = request_ref()
     if request is not None:
         request.close_in_child()
 
@@ -239,26 +239,26 @@ class _Wakeups:
             request = getattr(signal.getsignal(signum), "__self__", None)
             if isinstance(request, LeaveRequest) and request.wakeups is not None:
                 return request.wakeups
-        heard, written = socket.socketpair()
-        written.setblocking(False)
-        before = signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
-        if before == -1:
-            return cls(heard, written)
-        signal.set_wakeup_fd(before)
-        heard.close()
-        written.close()
+        receiver, sender = socket.socketpair()
+        sender.setblocking(False)
+        previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+        if previous_fd == -1:
+            return cls(receiver, sender)
+        signal.set_wakeup_fd(previous_fd)
+        receiver.close()
+        sender.close()
         return None
 
     def release(self, request: LeaveRequest) -> None:
         self.requests.remove(request)
         if not self.requests:
-            found = signal.set_wakeup_fd(-1)
-            if found != self._written.fileno():  # other code has set the descriptor since
-                signal.set_wakeup_fd(found)
+            current_fd = signal.set_wakeup_fd(-1)
+            if current_fd != self._written.fileno():  # other code has set the descriptor since
+                signal.set_wakeup_fd(current_fd)
             self._written.close()  # ends the thread
 
     def _listen(self) -> None:
         with self._heard, suppress(OSError):
-            while got := self._heard.recv(1):
+            while received := self._heard.recv(1):
                 for request in tuple(self.requests):
-                    request.handle_signal(got[0])
+                    request.handle_signal(received[0])

@@ -63,8 +63,12 @@ def load_safetensors(
         layerzero.shard_model(model, units="auto", param_init_fn=model._init_weights)
         layerzero.checkpoint.load_safetensors("Llama-3.1-8B", model)
     """
-    said = ", ".join(os.fspath(path) for path in ([source] if isinstance(source, (str, os.PathLike)) else source))
-    prepare_from(lambda _: _FullFiles(find_safetensors(source), rename), said, model, None, strict=strict).commit()
+    description = ", ".join(
+        os.fspath(path) for path in ([source] if isinstance(source, (str, os.PathLike)) else source)
+    )
+    prepare_from(
+        lambda _: _FullFiles(find_safetensors(source), rename), description, model, None, strict=strict
+    ).commit()
 
 
 def find_safetensors(source: PathLike | Sequence[PathLike]) -> list[Path]:
@@ -81,15 +85,15 @@ def find_safetensors(source: PathLike | Sequence[PathLike]) -> list[Path]:
     if not path.is_dir():
         return _of_index(path) if path.name.endswith(".json") else [path]
     for kind in (_INDEX, ".safetensors"):
-        found = sorted(path.glob(f"*{kind}"))
-        chosen = [each for each in found if each.name == f"model{kind}"] or found
-        if len(chosen) > 1:
+        matches = sorted(path.glob(f"*{kind}"))
+        files = [each for each in matches if each.name == f"model{kind}"] or matches
+        if len(files) > 1:
             raise ValueError(
-                f"{path} has several models or files: {', '.join(each.name for each in chosen)}. Pass the paths of the "
+                f"{path} has several models or files: {', '.join(each.name for each in files)}. Pass the paths of the "
                 "files to load"
             )
-        if chosen:
-            return find_safetensors(chosen[0])
+        if files:
+            return find_safetensors(files[0])
     pickled = ". Its pickled weights are not read" if [*path.glob("*.bin"), *path.glob("*.pt*")] else ""
     raise FileNotFoundError(f"{path} has no model.safetensors and no model{_INDEX}{pickled}")
 
@@ -100,14 +104,14 @@ def _of_index(path: Path) -> list[Path]:
         by_file: dict[str, set[str]] = defaultdict(set)
         for name, file in named.items():
             by_file[file].add(name)
-        if odd := [file for file in by_file if Path(file).name != file or file in ("", "..")]:
-            raise ValueError(f"{odd[0]!r} is not a file name in the same folder")
+        if invalid := [file for file in by_file if Path(file).name != file or file in ("", "..")]:
+            raise ValueError(f"{invalid[0]!r} is not a file name in the same folder")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not an index of safetensors files: {error}") from None
     for file, names in by_file.items():
         with opened(path.parent / file) as tensors:
-            if lost := sorted(names - set(tensors.keys())):
-                raise CheckpointError(f"{path.parent / file} lacks the tensor {lost[0]} that {path.name} lists")
+            if missing := sorted(names - set(tensors.keys())):
+                raise CheckpointError(f"{path.parent / file} lacks the tensor {missing[0]} that {path.name} lists")
     return [path.parent / file for file in sorted(by_file)]
 
 
@@ -136,9 +140,9 @@ class _FullFiles:
                     self._place[key] = (path, name)
         document = {"model": {key: {"$tensor": key} for key in stored}, "optimizer": None, "extra": None}
         self.contents = CheckpointContents({}, document, stored)
-        held = sorted((key, stored[key].shape, str(stored[key].dtype)) for key in stored)
+        tensor_table = sorted((key, stored[key].shape, str(stored[key].dtype)) for key in stored)
         samples = [_sample(path) for path in files]
-        self.fingerprint: object = hashlib.sha256(repr((held, samples)).encode()).hexdigest()
+        self.fingerprint: object = hashlib.sha256(repr((tensor_table, samples)).encode()).hexdigest()
         self._reread: dict[str, Tensor] = {}
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
@@ -156,8 +160,8 @@ class _FullFiles:
                 path, name = self._place[key]
                 if path not in files:
                     files[path] = stack.enter_context(opened(path))
-                for rows, values in _rows(files[path], name, tensor, self.contents.tensors[key]):
-                    rows.copy_(values)
+                for target, values in _rows(files[path], name, tensor, self.contents.tensors[key]):
+                    target.copy_(values)
 
 
 def _sample(path: Path) -> tuple[int, str]:
@@ -167,8 +171,8 @@ def _sample(path: Path) -> tuple[int, str]:
     """
     size, digest = path.stat().st_size, hashlib.sha256()
     with open(path, "rb") as file:
-        for place in range(_SAMPLES):
-            file.seek(size * place // _SAMPLES)
+        for index in range(_SAMPLES):
+            file.seek(size * index // _SAMPLES)
             digest.update(file.read(_SAMPLE))
     return size, digest.hexdigest()
 

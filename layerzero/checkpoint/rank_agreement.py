@@ -61,7 +61,7 @@ def check_usable(runtime: LayerZeroState, optimizer: object) -> None:
 
 
 def failure_of(done: str, path: PathLike, error: CheckpointException) -> Exception:
-    if taken := [failure for failure, _ in error.failures.values() if isinstance(failure, PathTakenError)]:
-        return FileExistsError(*taken[0].args)
-    said = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items()))
-    return CheckpointError(f"{os.fspath(path)} could not be {done}: {said}")
+    if path_taken := [failure for failure, _ in error.failures.values() if isinstance(failure, PathTakenError)]:
+        return FileExistsError(*path_taken[0].args)
+    reasons = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items()))
+    return CheckpointError(f"{os.fspath(path)} could not be {done}: {reasons}")

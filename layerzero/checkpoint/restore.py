@@ -118,15 +118,15 @@ class RestorePlan:
         by_kind: dict[str, list[str]] = {kind: [] for kind in _KINDS}
         for problem in self.problems:
             kind, _, name = problem.partition(": ")
-            known = kind in _KINDS
-            by_kind[kind if known else ""].append(name if known else problem)
-        told = [f"{self._differ} of {self._count} tensors of the model do not match"]
+            has_kind = kind in _KINDS
+            by_kind[kind if has_kind else ""].append(name if has_kind else problem)
+        lines = [f"{self._differ} of {self._count} tensors of the model do not match"]
         for kind, entries in by_kind.items():
             if entries:
                 more = f" and {len(entries) - _EXAMPLES} more" if len(entries) > _EXAMPLES else ""
-                some = (", " if kind else "; ").join(entries[:_EXAMPLES])
-                told.append(f"{kind}: {some}{more}" if kind else f"{some}{more}")
-        return "; ".join(told)
+                examples = (", " if kind else "; ").join(entries[:_EXAMPLES])
+                lines.append(f"{kind}: {examples}{more}" if kind else f"{examples}{more}")
+        return "; ".join(lines)
 
     def _plan_model(self, stored: Mapping[str, Any]) -> None:
         self.problems += [f"{name} is added by a state_dict() hook and cannot be loaded" for name in self._names.odd]
@@ -135,38 +135,40 @@ class RestorePlan:
             by_target.setdefault(id(target), []).append(name)
         self._count = len(by_target)
         for names in by_target.values():
-            found = [name for name in names if name in stored]
-            target, before = self._names.targets[names[0]], len(self.problems)
-            if not found:
+            stored_names = [name for name in names if name in stored]
+            target, num_problems = self._names.targets[names[0]], len(self.problems)
+            if not stored_names:
                 self.problems.append(f"missing: {' = '.join(names)}")
             elif isinstance(target, Tensor) and has_inner_tensors(target):
-                self._plan_parts(found, target, stored)
+                self._plan_parts(stored_names, target, stored)
             elif isinstance(target, Tensor):
-                self._plan_tensor(found, target, stored)
+                self._plan_tensor(stored_names, target, stored)
             else:
-                self._states.append((target, stored[found[0]]))
-                for reference in references(stored[found[0]], rank=self._rank):
+                self._states.append((target, stored[stored_names[0]]))
+                for reference in references(stored[stored_names[0]], rank=self._rank):
                     self._use(str(key_of(reference)), None)
-            self._differ += len(self.problems) > before
+            self._differ += len(self.problems) > num_problems
         unexpected = sorted(stored.keys() - self._names.targets.keys())
         self.problems += [f"unexpected: {name}" for name in unexpected if not self._names.apart.is_elsewhere(name)]
 
     def _plan_parts(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
         """Plan the load of all inner tensors of an unsharded subclass tensor. If any does not match, plan none."""
         name, entry = names[0], stored[names[0]]
-        if (told := flatten_subclass(name, target)) is None:
+        if (flattened := flatten_subclass(name, target)) is None:
             self.problems.append(
                 f"{name}: a {type(target).__name__}, a tensor subclass, does not expose the plain tensors to load. "
                 "Create the tensor as before the save, and load the other tensors with strict=False"
             )
             return
-        said, parts = told
-        if not is_table(entry) or entry["of"] != said or entry["tensors"].keys() != parts.keys():
-            found = entry["of"] if is_table(entry) else "another kind of entry"
-            self.problems.append(f"{name}: expected {said} of {sorted(parts)}, but the checkpoint has {found}")
+        description, parts = flattened
+        if not is_table(entry) or entry["of"] != description or entry["tensors"].keys() != parts.keys():
+            saved_kind = entry["of"] if is_table(entry) else "another kind of entry"
+            self.problems.append(
+                f"{name}: expected {description} of {sorted(parts)}, but the checkpoint has {saved_kind}"
+            )
             return
-        if odd := [other for other in names if stored[other] != entry]:
-            self.problems.append(f"{name} and {odd[0]} are one parameter here, but two in the checkpoint")
+        if differing := [other for other in names if stored[other] != entry]:
+            self.problems.append(f"{name} and {differing[0]} are one parameter here, but two in the checkpoint")
             return
         keys = {part: key_of(reference) for part, reference in entry["tensors"].items()}
         problems = {
@@ -175,15 +177,15 @@ class RestorePlan:
             else _misfit(self._stored[key], parts[part].shape, parts[part].dtype)
             for part, key in keys.items()
         }
-        if wrong := [f"{part} of {name}: {problem}" for part, problem in problems.items() if problem]:
-            self.problems += wrong
+        if mismatches := [f"{part} of {name}: {problem}" for part, problem in problems.items() if problem]:
+            self.problems += mismatches
             return
         for part, key in keys.items():
             self._use(str(key), None)
             self._read_targets.append(_ReadTarget(str(key), parts[part]))
-            first, its_key = self._parts.setdefault(id(parts[part]), (f"{part} of {name}", str(key)))
-            if its_key != key:
-                self._twins.append((first, its_key, f"{part} of {name}", str(key)))
+            first, first_key = self._parts.setdefault(id(parts[part]), (f"{part} of {name}", str(key)))
+            if first_key != key:
+                self._twins.append((first, first_key, f"{part} of {name}", str(key)))
 
     def _plan_tensor(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
         member = self._names.members.get(names[0]) or self._runtime.parameters.managed_param(target)
@@ -198,8 +200,8 @@ class RestorePlan:
             else:
                 keys.setdefault(key, name)
         for index, (key, name) in enumerate(keys.items()):
-            home = member.master if member is not None and len(keys) == 1 else None
-            self._use(key, None if member is None else member.spec, home)
+            memory = member.master if member is not None and len(keys) == 1 else None
+            self._use(key, None if member is None else member.spec, memory)
             if index == 0:
                 self._read_targets.append(_ReadTarget(key, target if member is None else member))
                 first = (name, key)
@@ -217,9 +219,9 @@ class RestorePlan:
             )
             return
         groups = optimizer.param_groups
-        here = {self._names.to_stored(name): name for group in groups for name in optimizer.parameter_names(group)}
+        own_names = {self._names.to_stored(name): name for group in groups for name in optimizer.parameter_names(group)}
         saved_groups = [
-            {**group, "params": [here.get(name, name) for name in group["params"]]}
+            {**group, "params": [own_names.get(name, name) for name in group["params"]]}
             for group in stored.get("param_groups", ())
         ]
         for reference in references(stored.get("param_groups"), rank=self._rank):
@@ -231,41 +233,45 @@ class RestorePlan:
             for name in optimizer.parameter_names(group)
         }
         state: dict[str, Any] = {}
-        held = optimizer.state_by_name()
+        current_state = optimizer.state_by_name()
         for name, values in stored.get("state", {}).items():
             if self._names.apart.is_elsewhere(name):
                 continue
-            if name not in here:
+            if name not in own_names:
                 self.problems.append(f"unexpected in the optimizer: {name}")
                 continue
             member = self._names.members.get(name)
             shape = self._names.entries[name].shape if member is None else torch.Size(member.spec.true_shape)
-            keys = {entry: key for entry, value in values.items() if (key := key_of(value)) is not None}
-            wrong = [
-                f"{entry} of {name} in the optimizer: {problem}"
-                for entry, key in keys.items()
+            keys = {state_key: key for state_key, value in values.items() if (key := key_of(value)) is not None}
+            mismatches = [
+                f"{state_key} of {name} in the optimizer: {problem}"
+                for state_key, key in keys.items()
                 if self._stored[key].shape
-                and optimizer.owned(here[name]) is None  # state of an owned parameter may have any shape
+                and optimizer.owned(own_names[name]) is None  # state of an owned parameter may have any shape
                 and (problem := _misfit(self._stored[key], shape, self._stored[key].dtype))
             ]
-            inside = {
-                entry: [str(key_of(reference)) for reference in references(values[entry], rank=self._rank)]
-                for entry in values.keys() - keys
+            nested_keys = {
+                state_key: [str(key_of(reference)) for reference in references(values[state_key], rank=self._rank)]
+                for state_key in values.keys() - keys
             }
-            if optimizer.owned(here[name]) is None:
-                odd_ones = [entry for entry, found in inside.items() if found]
-                wrong += [f"{entry} of {name} in the optimizer: unexpected nested tensors" for entry in odd_ones]
-            odd = check_of[here[name]].state_problems(values, len(shape))
-            wrong += [f"{entry} of {name} in the optimizer: {problem}" for entry, problem in odd]
-            self.problems += wrong
-            if not wrong:
-                for entry, key in keys.items():
-                    home = held.get(here[name], {}).get(entry)
-                    self._use(key, optimizer.spec_of_state(here[name], self._stored[key].shape), home)
-                for key in (key for found in inside.values() for key in found):
-                    self._use(key, optimizer.spec_of_state(here[name], self._stored[key].shape))
-                state[here[name]] = values
-                self._kept[here[name]] = check_of[here[name]].kept(len(shape)) or {}
+            if optimizer.owned(own_names[name]) is None:
+                odd_ones = [state_key for state_key, tensor_keys in nested_keys.items() if tensor_keys]
+                mismatches += [
+                    f"{state_key} of {name} in the optimizer: unexpected nested tensors" for state_key in odd_ones
+                ]
+            state_problems = check_of[own_names[name]].state_problems(values, len(shape))
+            mismatches += [
+                f"{state_key} of {name} in the optimizer: {problem}" for state_key, problem in state_problems
+            ]
+            self.problems += mismatches
+            if not mismatches:
+                for state_key, key in keys.items():
+                    memory = current_state.get(own_names[name], {}).get(state_key)
+                    self._use(key, optimizer.spec_of_state(own_names[name], self._stored[key].shape), memory)
+                for key in (key for tensor_keys in nested_keys.values() for key in tensor_keys):
+                    self._use(key, optimizer.spec_of_state(own_names[name], self._stored[key].shape))
+                state[own_names[name]] = values
+                self._kept[own_names[name]] = check_of[own_names[name]].kept(len(shape)) or {}
         self._group_settings = [check.settings for check in checks]
         self._optimizer_state = state
 
@@ -299,16 +305,16 @@ class RestorePlan:
         else:
             self._use(key, None if member is None else member.spec)
 
-    def _use(self, key: str, spec: RowShardSpec | None, home: Tensor | None = None) -> None:
+    def _use(self, key: str, spec: RowShardSpec | None, memory: Tensor | None = None) -> None:
         """Record that this rank needs the stored tensor `key`.
 
         Args:
             spec: sharding of the rows that this rank needs. If None, this rank needs the full tensor.
-            home: existing memory into which the rows can be loaded.
+            memory: existing memory into which the rows can be loaded.
         """
         self._uses.setdefault(key, []).append(spec)
-        if spec is not None and isinstance(home, Tensor):
-            self._homes[key] = home
+        if spec is not None and isinstance(memory, Tensor):
+            self._homes[key] = memory
 
     def _can_hold(self) -> frozenset[str]:
         """Return the keys of the tensors that can be read in place.
@@ -316,14 +322,14 @@ class RestorePlan:
         A tensor can be read in place if the plan uses it once and the stored bytes can be read into its memory without
         conversion. The result is empty if two such tensors overlap in memory.
         """
-        able: list[tuple[int, int, str]] = []  # start address, end address and key
-        for key, home in self._homes.items():
+        address_ranges: list[tuple[int, int, str]] = []  # start address, end address and key
+        for key, memory in self._homes.items():
             (spec, *others), stored = self._uses[key], self._stored[key]
-            if spec is not None and not others and _takes_bytes(home, spec, stored):
-                able.append((home.data_ptr(), home.data_ptr() + home.nbytes, key))
-        able.sort()
-        apart = all(one[1] <= other[0] for one, other in pairwise(able))
-        return frozenset(key for _, _, key in able) if apart else frozenset()
+            if spec is not None and not others and _takes_bytes(memory, spec, stored):
+                address_ranges.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes, key))
+        address_ranges.sort()
+        disjoint = all(first[1] <= second[0] for first, second in pairwise(address_ranges))
+        return frozenset(key for _, _, key in address_ranges) if disjoint else frozenset()
 
     def _target_tensor(self, key: str, specs: list[RowShardSpec | None]) -> Tensor:
         """Return the destination of `key`: sharded if all uses have the same sharding, otherwise a full tensor."""
@@ -353,8 +359,8 @@ class RestorePlan:
         """Return descriptions of tied parameters that are stored twice with different values."""
         return [
             f"{first} and {second} are one parameter here, but have different values in the checkpoint"
-            for first, key, second, other in self._twins
-            if not _equal(plain(self.tensors[key]), plain(self.tensors[other]))
+            for first, first_key, second, second_key in self._twins
+            if not _equal(plain(self.tensors[first_key]), plain(self.tensors[second_key]))
         ]
 
     def prepare(self) -> Any:
@@ -382,33 +388,35 @@ class RestorePlan:
 
     def _commit_optimizer(self, optimizer: ShardedOptimizer, settings: list[dict[str, Any]]) -> None:
         groups = [
-            {**group, **self._decoder.decode(found), "params": optimizer.parameter_names(group)}
-            for group, found in zip(optimizer.param_groups, settings, strict=True)
+            {**group, **self._decoder.decode(group_settings), "params": optimizer.parameter_names(group)}
+            for group, group_settings in zip(optimizer.param_groups, settings, strict=True)
         ]
         state = (
             optimizer.state_dict_by_name()["state"] if self.problems else {}
         )  # strict=False keeps entries without a match
         for name, values in self._optimizer_state.items():
-            kept, loaded = self._kept[name], self._decoder.decode(values)
-            state[name] = {entry: match_state_type(value, kept.get(entry)) for entry, value in loaded.items()}
+            examples, loaded = self._kept[name], self._decoder.decode(values)
+            state[name] = {
+                state_key: match_state_type(value, examples.get(state_key)) for state_key, value in loaded.items()
+            }
         optimizer.adopt_state_dict({"state": state, "param_groups": groups})
 
 
-def _takes_bytes(home: Tensor, spec: RowShardSpec, stored: StoredTensor) -> bool:
+def _takes_bytes(memory: Tensor, spec: RowShardSpec, stored: StoredTensor) -> bool:
     return (
-        type(home) in (Tensor, nn.Parameter)
-        and home.layout is torch.strided
-        and home.dtype == stored.dtype
-        and home.shape == (len(spec.rows), *spec.shape[1:])
-        and all(same_columns(spec.global_slices, at, sizes) for _, at, sizes in stored.chunks)
-        and home.is_contiguous()
-        and not (home.is_meta or home.is_conj() or home.is_neg() or home.is_inference())
+        type(memory) in (Tensor, nn.Parameter)
+        and memory.layout is torch.strided
+        and memory.dtype == stored.dtype
+        and memory.shape == (len(spec.rows), *spec.shape[1:])
+        and all(same_columns(spec.global_slices, offsets, sizes) for _, offsets, sizes in stored.chunks)
+        and memory.is_contiguous()
+        and not (memory.is_meta or memory.is_conj() or memory.is_neg() or memory.is_inference())
     )
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    dtype = torch.promote_types(one.dtype, other.dtype)
-    return torch.equal(one.to(dtype), other.to(dtype))
+def _equal(first: Tensor, second: Tensor) -> bool:
+    dtype = torch.promote_types(first.dtype, second.dtype)
+    return torch.equal(first.to(dtype), second.to(dtype))
 
 
 def _misfit(stored: StoredTensor, shape: torch.Size, dtype: torch.dtype) -> str | None:

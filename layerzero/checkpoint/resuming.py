@@ -88,28 +88,28 @@ def load_latest(
     damaged: dict[Path, str] = {}
     for name in names:
         path = folder / name
-        extra, why = _try_load(runtime, path, model, optimizer, strict=strict)
-        if why is None:
+        extra, reason = _try_load(runtime, path, model, optimizer, strict=strict)
+        if reason is None:
             break
-        if why:
-            damaged[path] = why
+        if reason:
+            damaged[path] = reason
     else:
-        broken = _heard(runtime, None if seen is None else [f"{p}: {why}" for p, why in seen.broken.items()])
+        broken = _heard(runtime, None if seen is None else [f"{p}: {reason}" for p, reason in seen.broken.items()])
         if not broken and not damaged:
             return None
-        told = "; ".join([*damaged.values(), *broken])
-        raise CheckpointError(f"no checkpoint in {folder} can be loaded, and no checkpoint has been renamed: {told}")
+        reasons = "; ".join([*damaged.values(), *broken])
+        raise CheckpointError(f"no checkpoint in {folder} can be loaded, and no checkpoint has been renamed: {reasons}")
     moved = _heard(runtime, None if seen is None else _put_aside(seen, damaged, loaded=path))
     if seen is not None:
-        for text in moved:
-            _LOG.warning("%s. %s has been loaded instead", text, path)
+        for message in moved:
+            _LOG.warning("%s. %s has been loaded instead", message, path)
     return Resumed(path, extra, tuple(moved))
 
 
 def _heard(runtime: LayerZeroState, texts: list[str] | None) -> list[str]:
     """Return the first rank's `texts` on every rank."""
-    heard: list[str] = json.loads(runtime.ranks.all_gather_text(json.dumps(texts))[0])
-    return heard
+    first_rank_texts: list[str] = json.loads(runtime.ranks.all_gather_text(json.dumps(texts))[0])
+    return first_rank_texts
 
 
 def _try_load(
@@ -124,21 +124,21 @@ def _try_load(
     except RankLostError:
         raise
     except Exception as error:
-        caught = error
+        own_error = error
     kinds = (
         (UnsupportedFormatError, "unknown"),
         (CheckpointError, "damaged"),
         (FileNotFoundError, "gone"),
         (Exception, "failed"),
     )
-    mine = next(kind for each, kind in kinds if isinstance(caught, each))
+    own_kind = next(kind for error_type, kind in kinds if isinstance(own_error, error_type))
     # Ranks may have raised different errors in the same attempt, but every rank has raised an error.
-    said = [json.loads(text) for text in runtime.ranks.all_gather_text(json.dumps([mine, str(caught)]))]
-    if any(kind == "failed" for kind, _ in said) or mine == "unknown":
-        raise caught
-    if unknown := next((why for kind, why in said if kind == "unknown"), ""):
+    outcomes = [json.loads(text) for text in runtime.ranks.all_gather_text(json.dumps([own_kind, str(own_error)]))]
+    if any(kind == "failed" for kind, _ in outcomes) or own_kind == "unknown":
+        raise own_error
+    if unknown := next((reason for kind, reason in outcomes if kind == "unknown"), ""):
         raise UnsupportedFormatError(unknown)
-    return None, next((why for kind, why in said if kind == "damaged"), "")
+    return None, next((reason for kind, reason in outcomes if kind == "damaged"), "")
 
 
 def _put_aside(seen: RunFolderScan, damaged: dict[Path, str], *, loaded: Path) -> list[str]:
@@ -147,22 +147,22 @@ def _put_aside(seen: RunFolderScan, damaged: dict[Path, str], *, loaded: Path) -
     Returns:
         One sentence for each of these checkpoints.
     """
-    known: dict[Path, Manifest | None] = {manifest.folder: manifest for manifest in seen.complete}
-    since = next(manifest.sequence for manifest in seen.complete if manifest.folder == loaded)
+    manifests: dict[Path, Manifest | None] = {manifest.folder: manifest for manifest in seen.complete}
+    loaded_sequence = next(manifest.sequence for manifest in seen.complete if manifest.folder == loaded)
     passed_over = {
         manifest.folder: "has non-finite values"
         for manifest in seen.complete
-        if manifest.finite is False and manifest.sequence > since
+        if manifest.finite is False and manifest.sequence > loaded_sequence
     }
-    known |= dict.fromkeys(seen.broken)
-    wrong = passed_over | {path: f"is damaged ({why})" for path, why in (damaged | seen.broken).items()}
-    return [_one_aside(path, known[path], why) for path, why in wrong.items()]
+    manifests |= dict.fromkeys(seen.broken)
+    unusable = passed_over | {path: f"is damaged ({reason})" for path, reason in (damaged | seen.broken).items()}
+    return [_one_aside(path, manifests[path], reason) for path, reason in unusable.items()]
 
 
-def _one_aside(path: Path, manifest: Manifest | None, why: str) -> str:
+def _one_aside(path: Path, manifest: Manifest | None, reason: str) -> str:
     try:
-        aside = put_aside(path, manifest)
+        new_path = put_aside(path, manifest)
     except OSError as error:
-        return f"{path} {why} and cannot be renamed: {error}"
-    where = "another job has replaced it" if aside is None else f"it has been renamed to {aside.name}"
-    return f"{path} {why}: {where}"
+        return f"{path} {reason} and cannot be renamed: {error}"
+    outcome = "another job has replaced it" if new_path is None else f"it has been renamed to {new_path.name}"
+    return f"{path} {reason}: {outcome}"

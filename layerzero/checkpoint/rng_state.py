@@ -47,10 +47,10 @@ def random_states(seed: int, step: int) -> dict[str, Any]:
 
         extra = {"step": step, "random": layerzero.checkpoint.random_states(seed, step)}
     """
-    version, numbers, following = random.getstate()
+    version, numbers, gauss_next = random.getstate()
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": {"version": version, "numbers": torch.tensor(numbers), "following": following},
+        "python": {"version": version, "numbers": torch.tensor(numbers), "following": gauss_next},
     }
     kind = default_device_type()
     if kind != "cpu":
@@ -91,8 +91,8 @@ def set_random_states(saved: dict[str, Any]) -> bool:
 
 def _derive(seed: int, step: int, ranks: int, rank: int) -> None:
     digest = hashlib.sha256(f"{seed}/{step}/{ranks}/{rank}".encode()).digest()
-    number = int.from_bytes(digest[:8], "little") >> 1
-    torch.manual_seed(number)
-    random.seed(number)
+    rank_seed = int.from_bytes(digest[:8], "little") >> 1
+    torch.manual_seed(rank_seed)
+    random.seed(rank_seed)
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(number % 2**32)
+        numpy.random.seed(rank_seed % 2**32)

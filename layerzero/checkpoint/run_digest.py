@@ -89,8 +89,8 @@ class Chain:
         state, random = self._weights(), self._of_ranks(_random_digest())
         data = self._of_ranks(self._data.hexdigest())
         self._data = hashlib.sha256()
-        said = json.dumps([self._head, step, state, random, data], sort_keys=True)
-        self._head = hashlib.sha256(said.encode()).hexdigest()
+        message = json.dumps([self._head, step, state, random, data], sort_keys=True)
+        self._head = hashlib.sha256(message.encode()).hexdigest()
         return {"head": self._head, "step": step, "weights": state, "random": random, "data": data}
 
     def resume(self, link: dict[str, Any]) -> bool:
@@ -104,12 +104,16 @@ class Chain:
         Raises:
             CheckpointError: the loaded state differs from the saved state; the message names the differences.
         """
-        now = self._weights()
-        wrong = [name for name in dict.fromkeys([*link["weights"], *now]) if link["weights"].get(name) != now.get(name)]
-        if wrong:
+        current = self._weights()
+        differing = [
+            name
+            for name in dict.fromkeys([*link["weights"], *current])
+            if link["weights"].get(name) != current.get(name)
+        ]
+        if differing:
             raise CheckpointError(
                 f"the run does not continue from the state saved at step {link['step']}, because these tensors differ: "
-                f"{few_names(wrong)}. Load the checkpoint that contains the link"
+                f"{few_names(differing)}. Load the checkpoint that contains the link"
             )
         random = self._of_ranks(_random_digest())
         same_ranks = len(random) == len(link["random"])
@@ -128,26 +132,28 @@ class Chain:
         """Return, by name, the weighted sum of each tensor of the model and of each parameter's optimizer state."""
         runtime = self._runtime
         mesh_info, members = runtime.mesh_info, runtime.members
-        whole = _not_sharded(runtime)
-        names = [*members, *whole]
+        unsharded = _not_sharded(runtime)
+        names = [*members, *unsharded]
         sums = torch.zeros(2, len(names), dtype=torch.int64, device=mesh_info.device)
         index_of = {name: index for index, name in enumerate(names)}
-        places = {name: _Places.of(member.spec) for name, member in members.items()}
+        positions = {name: _Places.of(member.spec) for name, member in members.items()}
         for name, member in members.items():
-            sums[0, index_of[name]] = places[name].sum_of(member.master).to(mesh_info.device)
-        for name, tensor in whole.items() if runtime.ranks.is_first else ():
+            sums[0, index_of[name]] = positions[name].sum_of(member.master).to(mesh_info.device)
+        for name, tensor in unsharded.items() if runtime.ranks.is_first else ():
             sums[0, index_of[name]] = weighted_sum(tensor.detach(), 0).to(mesh_info.device)
         for optimizer in self._optimizers:
             for name, values in optimizer.state_by_name().items():
                 if name in members:
                     owned = optimizer.owned(name)
                     for key, value in sorted(values.items()):
-                        part = _sum_of(value, places[name]) if owned is None else _sum_of_owned(value, owned)
+                        part = _sum_of(value, positions[name]) if owned is None else _sum_of_owned(value, owned)
                         sums[1, index_of[name]] += (part * _odd_factor(key)).to(mesh_info.device)
         runtime.ranks.reduce(sums, dist.ReduceOp.SUM)
         weights, state = sums.tolist()
-        found = dict(zip(names, weights, strict=True))
-        return found | {f"optimizer state of {name}": value for name, value in zip(names, state, strict=True) if value}
+        model_sums = dict(zip(names, weights, strict=True))
+        return model_sums | {
+            f"optimizer state of {name}": value for name, value in zip(names, state, strict=True) if value
+        }
 
     def _of_ranks(self, text: str) -> list[str]:
         return self._runtime.ranks.all_gather_text(text)
@@ -182,14 +188,22 @@ class _Places(NamedTuple):
     @classmethod
     def of(cls, spec: RowShardSpec) -> _Places:
         shape, box = spec.true_shape or (1,), spec.global_slices
-        cut = next((dim for dim in range(1, len(shape)) if box[dim] != slice(0, shape[dim])), 0)  # 0: only dim 0
-        below = math.prod(shape[cut + 1 :])
-        first = box[0].start * math.prod(shape[1:]) + (box[cut].start * below if cut else 0)
+        sharded_dim = next(
+            (dim for dim in range(1, len(shape)) if box[dim] != slice(0, shape[dim])), 0
+        )  # 0: only dim 0
+        inner_size = math.prod(shape[sharded_dim + 1 :])
+        first = box[0].start * math.prod(shape[1:]) + (box[sharded_dim].start * inner_size if sharded_dim else 0)
         counts = spec.model_parallel is None or spec.model_parallel.is_primary_copy
-        leads = counts and bool(spec.rows) and not any(each.start for each in box)
-        if not cut:
-            return cls(first, 1, 1, counts, leads)
-        return cls(first, max(1, (box[cut].stop - box[cut].start) * below), shape[cut] * below, counts, leads)
+        is_first_shard = counts and bool(spec.rows) and not any(dim_slice.start for dim_slice in box)
+        if not sharded_dim:
+            return cls(first, 1, 1, counts, is_first_shard)
+        return cls(
+            first,
+            max(1, (box[sharded_dim].stop - box[sharded_dim].start) * inner_size),
+            shape[sharded_dim] * inner_size,
+            counts,
+            is_first_shard,
+        )
 
     def sum_of(self, rows: Tensor) -> Tensor:
         return weighted_sum(rows, self.first, self.run, self.pitch) if self.counts else _nothing()
@@ -199,22 +213,22 @@ def _nothing() -> Tensor:
     return torch.zeros((), dtype=torch.int64)
 
 
-def _sum_of(value: Any, places: _Places | None) -> Tensor:
+def _sum_of(value: Any, positions: _Places | None) -> Tensor:
     """Return this rank's contribution to the sum of a state entry.
 
     Only one rank adds a scalar, but each rank adds its rows.
 
     Args:
-        places: positions of the rows, or None if the entry is not sharded.
+        positions: positions of the rows, or None if the entry is not sharded.
     """
-    if isinstance(value, Tensor) and value.ndim and places is not None:
-        return places.sum_of(value)
-    if places is not None and not places.leads:
+    if isinstance(value, Tensor) and value.ndim and positions is not None:
+        return positions.sum_of(value)
+    if positions is not None and not positions.leads:
         return _nothing()
     if isinstance(value, Tensor):
         return weighted_sum(value, 0)
     if isinstance(value, (list, tuple)):
-        items = [_sum_of(item, None) * _odd_factor(str(place)) for place, item in enumerate(value)]
+        items = [_sum_of(item, None) * _odd_factor(str(index)) for index, item in enumerate(value)]
         return torch.stack([item.cpu() for item in items] or [_nothing()]).sum()
     return torch.tensor(_odd_factor(repr(value)), dtype=torch.int64)
 
@@ -224,7 +238,7 @@ def _sum_of_owned(value: Any, owned: OwnedParam) -> Tensor:
     if isinstance(value, Tensor) and value.ndim:
         return _Places.of(owned.span_of(owned.true_shape(value.shape) or value.shape)).sum_of(value)
     if isinstance(value, (list, tuple)):
-        items = [_sum_of_owned(item, owned) * _odd_factor(str(place)) for place, item in enumerate(value)]
+        items = [_sum_of_owned(item, owned) * _odd_factor(str(index)) for index, item in enumerate(value)]
         return torch.stack([item.cpu() for item in items] or [_nothing()]).sum()
     return _sum_of(value, None) if owned.is_first_in_group else _nothing()
 

@@ -33,14 +33,14 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     A checkpoint is ignored if it is still being written, if the saving process died, or if files are missing or
     truncated. Only :func:`load` verifies the contents of the files.
     """
-    found = _complete(Path(folder))
-    return found[-1].folder if found else None
+    manifests = _complete(Path(folder))
+    return manifests[-1].folder if manifests else None
 
 
 def next_sequence(folder: Path) -> int:
     """Return the sequence number of a new checkpoint in `folder`."""
-    found = _complete(folder)
-    return found[-1].sequence + 1 if found else 0
+    manifests = _complete(folder)
+    return manifests[-1].sequence + 1 if manifests else 0
 
 
 def tidy(path: Path, keep_last: int | None) -> None:
@@ -61,11 +61,11 @@ def rotate(path: Path, keep_last: int) -> None:
 
     The function also keeps the last checkpoint that is known to be finite.
     """
-    found = _complete(path.parent)
-    own = next((manifest.sequence for manifest in found if manifest.folder == path), None)
-    good = next((manifest for manifest in reversed(found) if manifest.finite), None)
-    for manifest in found[:-keep_last]:
-        if own is not None and manifest.sequence < own and manifest is not good:
+    manifests = _complete(path.parent)
+    own_sequence = next((manifest.sequence for manifest in manifests if manifest.folder == path), None)
+    newest_finite = next((manifest for manifest in reversed(manifests) if manifest.finite), None)
+    for manifest in manifests[:-keep_last]:
+        if own_sequence is not None and manifest.sequence < own_sequence and manifest is not newest_finite:
             with suppress(FileNotFoundError):  # another job has removed the checkpoint
                 _remove_checkpoint(manifest)
 
@@ -77,21 +77,25 @@ def clear_leftovers(written_last: Path) -> None:
         written_last: file that a save has just written last into its checkpoint. The leftovers next to that checkpoint
             are removed. The time stamp of the file serves as the current time.
     """
-    now = written_last.stat().st_mtime  # from the clock of the file system, like the time stamps of the leftovers
+    file_system_time = (
+        written_last.stat().st_mtime
+    )  # from the clock of the file system, like the time stamps of the leftovers
     for leftover in written_last.parent.parent.iterdir():
         if is_leftover(leftover):
             with suppress(FileNotFoundError):  # the leftover has become a checkpoint, or another job has removed it
-                if now - _last_write_time(leftover) > _DEAD_AFTER:  # another job or an import may still be writing
+                if (
+                    file_system_time - _last_write_time(leftover) > _DEAD_AFTER
+                ):  # another job or an import may still be writing
                     discard(leftover)
 
 
 def _remove_checkpoint(manifest: Manifest) -> None:
     """Remove the checkpoint that `manifest` describes, but not a newer one that another job has saved to its path."""
-    hidden = hide(manifest.folder)
-    if _read(hidden) == replace(manifest, folder=hidden):
-        remove(hidden)
+    new_path = hide(manifest.folder)
+    if _read(new_path) == replace(manifest, folder=new_path):
+        remove(new_path)
     else:
-        os.rename(hidden, manifest.folder)
+        os.rename(new_path, manifest.folder)
 
 
 @dataclass(frozen=True)
@@ -114,10 +118,10 @@ def scan(folder: Path) -> RunFolderScan:
     Raises:
         UnsupportedFormatError: a newer version of layerzero wrote a checkpoint.
     """
-    broken = {path: why for path in _shown(folder) if (why := _damage_reason(path)) and _was_checkpoint(path)}
+    broken = {path: reason for path in _shown(folder) if (reason := _damage_reason(path)) and _was_checkpoint(path)}
     newest = _complete(folder)[::-1]
-    fine = [manifest for manifest in newest if manifest.finite is not False]
-    return RunFolderScan((*fine, *(manifest for manifest in newest if manifest.finite is False)), broken)
+    usable = [manifest for manifest in newest if manifest.finite is not False]
+    return RunFolderScan((*usable, *(manifest for manifest in newest if manifest.finite is False)), broken)
 
 
 def put_aside(path: Path, damaged: Manifest | None) -> Path | None:
@@ -160,19 +164,19 @@ def _was_checkpoint(path: Path) -> bool:
 
 
 def _last_write_time(partial: Path) -> float:
-    inside = list(partial.rglob("*")) if partial.is_dir() else []
-    return max(path.lstat().st_mtime for path in [partial, *inside])
+    contents = list(partial.rglob("*")) if partial.is_dir() else []
+    return max(path.lstat().st_mtime for path in [partial, *contents])
 
 
 def _complete(folder: Path) -> list[Manifest]:
     """Return the manifests of all complete checkpoints, in the order in which they were saved."""
-    found = [manifest for path in _shown(folder) if (manifest := _read(path)) is not None]
-    return sorted(found, key=lambda manifest: (manifest.sequence, manifest.folder.name))
+    manifests = [manifest for path in _shown(folder) if (manifest := _read(path)) is not None]
+    return sorted(manifests, key=lambda manifest: (manifest.sequence, manifest.folder.name))
 
 
 def _shown(folder: Path) -> list[Path]:
-    found = folder.iterdir() if folder.is_dir() else ()
-    paths = [path for path in found if not path.name.startswith(".") or is_displaced(path)]
+    entries = folder.iterdir() if folder.is_dir() else ()
+    paths = [path for path in entries if not path.name.startswith(".") or is_displaced(path)]
     return [path for path in paths if not path.is_symlink() and path.is_dir()]
 
 

@@ -51,23 +51,23 @@ class CheckpointFiles:
         Raises:
             CheckpointError: a file is damaged; the message names the file.
         """
-        wanted: dict[str, list[_Part]] = defaultdict(list)  # by file
+        file_parts: dict[str, list[_Part]] = defaultdict(list)  # by file
         for key, tensor in tensors.items():
             for part in _parts(key, tensor, self.contents.tensors[key]):
-                wanted[part.file].append(part)
-        for file, parts in wanted.items():
+                file_parts[part.file].append(part)
+        for file, parts in file_parts.items():
             begins = self._begins(file, parts)
-            now, again = [], []
+            first_reads, second_reads = [], []
             for part in sorted(parts, key=lambda part: begins[part.key]):
                 start = begins[part.key] + part.offset
-                piece = ByteRange(start, start + part.into.numel(), part.into)
+                byte_range = ByteRange(start, start + part.into.numel(), part.into)
                 if part.key in in_place:
-                    again.append(piece)
-                    piece = ByteRange(piece.start, piece.stop, None)
-                now.append(piece)
-            if again:
-                self._reread[file] = again
-            self._read(file, now)
+                    second_reads.append(byte_range)
+                    byte_range = ByteRange(byte_range.start, byte_range.stop, None)
+                first_reads.append(byte_range)
+            if second_reads:
+                self._reread[file] = second_reads
+            self._read(file, first_reads)
             for part in parts:
                 part.finish()
 
@@ -110,27 +110,29 @@ class CheckpointFiles:
                     )
             return {part.key: 8 + length + entries[part.key]["data_offsets"][0] for part in parts}
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            said = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"{path} is not the safetensors file that {CONTENTS} describes: {said}") from None
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{path} is not the safetensors file that {CONTENTS} describes: {reason}") from None
 
     def _bytes(self, file: str, start: int, stop: int) -> bytes:
         if start == stop:
             return b""
-        into = torch.empty(stop - start, dtype=torch.uint8)
-        self._read(file, [ByteRange(start, stop, into)])
-        return into.numpy().tobytes()
+        buffer = torch.empty(stop - start, dtype=torch.uint8)
+        self._read(file, [ByteRange(start, stop, buffer)])
+        return buffer.numpy().tobytes()
 
 
-def _columns(rows: Tensor, wanted: Sequence[tuple[int, int]], starts: Sequence[int]) -> Tensor:
+def _columns(rows: Tensor, column_ranges: Sequence[tuple[int, int]], starts: Sequence[int]) -> Tensor:
     """Return a view of some columns of `rows`.
 
     Args:
-        wanted: for each dim except the first, the range (begin, end) of the wanted columns in the full tensor.
+        column_ranges: for each dim except the first, the range (begin, end) of the wanted columns in the full tensor.
         starts: for each dim except the first, the index that the first column of `rows` has in the full tensor.
     """
-    cut = (slice(begin - at, end - at) for (begin, end), at in zip(wanted, starts, strict=True))
-    here = (slice(None), *cut)
-    return rows[here]
+    column_slices = (
+        slice(begin - origin, end - origin) for (begin, end), origin in zip(column_ranges, starts, strict=True)
+    )
+    index = (slice(None), *column_slices)
+    return rows[index]
 
 
 def same_columns(box: Sequence[slice], at: Sequence[int], sizes: Sequence[int]) -> bool:
@@ -161,7 +163,7 @@ class _Part(NamedTuple):
 
 def _parts(key: str, tensor: Tensor, stored: StoredTensor) -> Iterator[_Part]:
     """Yield the stored parts of this rank's rows of `tensor`, or of the full tensor if it is not sharded."""
-    memory, held = _bytes_of(plain(tensor)), plain(tensor)
+    memory, target_rows = _bytes_of(plain(tensor)), plain(tensor)
     if not stored.shape:
         file, _, sizes = stored.chunks[0]
         if memory.numel():  # only one rank stores a sharded scalar
@@ -170,21 +172,23 @@ def _parts(key: str, tensor: Tensor, stored: StoredTensor) -> Iterator[_Part]:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else None
     box = local.spec.global_slices if isinstance(local, LocalShard) else tuple(slice(0, size) for size in stored.shape)
     first, last = box[0].start, box[0].stop
-    for file, at, sizes in stored.chunks:
-        row = stored.dtype.itemsize * math.prod(sizes[1:])  # bytes
-        start, stop = max(first, at[0]), min(last, at[0] + sizes[0])
-        if not (start < stop and row and memory.numel()):
+    for file, offsets, sizes in stored.chunks:
+        row_nbytes = stored.dtype.itemsize * math.prod(sizes[1:])  # bytes
+        start, stop = max(first, offsets[0]), min(last, offsets[0] + sizes[0])
+        if not (start < stop and row_nbytes and memory.numel()):
             continue
-        offset, nbytes = (start - at[0]) * row, (stop - start) * row
-        if same_columns(box, at, sizes):
-            yield _Part(file, key, sizes, offset, memory[(start - first) * row :][:nbytes])
+        offset, nbytes = (start - offsets[0]) * row_nbytes, (stop - start) * row_nbytes
+        if same_columns(box, offsets, sizes):
+            yield _Part(file, key, sizes, offset, memory[(start - first) * row_nbytes :][:nbytes])
             continue
-        common = [(max(b.start, a), min(b.stop, a + size)) for b, a, size in zip(box, at, sizes, strict=True)][1:]
-        if all(begin < end for begin, end in common):
-            whole_rows = torch.empty((stop - start, *sizes[1:]), dtype=stored.dtype)
-            source = _columns(whole_rows, common, at[1:])
-            target = _columns(held[start - first : stop - first], common, [each.start for each in box[1:]])
-            yield _Part(file, key, sizes, offset, _bytes_of(whole_rows), partial(target.copy_, source))
+        overlaps = [(max(b.start, a), min(b.stop, a + size)) for b, a, size in zip(box, offsets, sizes, strict=True)][
+            1:
+        ]
+        if all(begin < end for begin, end in overlaps):
+            stored_rows = torch.empty((stop - start, *sizes[1:]), dtype=stored.dtype)
+            source = _columns(stored_rows, overlaps, offsets[1:])
+            target = _columns(target_rows[start - first : stop - first], overlaps, [each.start for each in box[1:]])
+            yield _Part(file, key, sizes, offset, _bytes_of(stored_rows), partial(target.copy_, source))
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

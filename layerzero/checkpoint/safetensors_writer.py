@@ -46,9 +46,9 @@ def write_safetensors(
             raise CheckpointError(f"{name} has dtype {dtype}, which the safetensors format does not support")
         begin, end = end, end + dtype.itemsize * torch.Size(shape).numel()
         header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return write_file(path, _safetensors_bytes(text, content))
+    header_bytes = json.dumps(header).encode()
+    header_bytes += b" " * (-len(header_bytes) % 8)
+    return write_file(path, _safetensors_bytes(header_bytes, content))
 
 
 def _safetensors_bytes(header: bytes, content: Iterable[Iterable[Tensor]]) -> Iterator[Any]:

@@ -202,8 +202,8 @@ class PendingSave:
             return
         self._is_reported = True
         if self._error is not None:
-            said = f"{self._what} failed: {self._error}. Training continues, and the next save is not affected."
-            warnings.warn(said, RuntimeWarning, stacklevel=3)
+            message = f"{self._what} failed: {self._error}. Training continues, and the next save is not affected."
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 @dataclass(frozen=True)
@@ -281,8 +281,8 @@ def _renew_group(runtime: LayerZeroState, staging: Staging) -> None:
     such a group.
     """
     model_ranks = runtime.ranks
-    said = model_ranks.all_gather_text("lacks one" if staging.group is None else "has one")
-    if staging.group is None or "lacks one" in said:
+    group_states = model_ranks.all_gather_text("lacks one" if staging.group is None else "has one")
+    if staging.group is None or "lacks one" in group_states:
         require_equal("checkpoint.save_async", {}, ranks=model_ranks.ranks, groups=groups_so_far(model_ranks.ranks))
         staging.group = model_ranks.new_control_group()
 

@@ -68,13 +68,13 @@ def opened_folder(folder: Path) -> str:
         PermissionError: the folder belongs to another user, or other users can access it.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise PermissionError(
             f"{folder} is not a folder that only this user can access, so it cannot store snapshots. Remove it, or use "
             "another name"
         )
-    return f"{boot_id()}/{found.st_dev}/{found.st_ino}"
+    return f"{boot_id()}/{status.st_dev}/{status.st_ino}"
 
 
 def remove_views(folder: Path, ranks: int) -> None:
@@ -89,7 +89,7 @@ def remove_views(folder: Path, ranks: int) -> None:
 
 def highest(folder: Path) -> int:
     """Return the number of the newest snapshot, complete or not, or -1 if there is none."""
-    return max((int(piece.token[:10]) for piece in pieces_in(folder)), default=-1)
+    return max((int(part.token[:10]) for part in pieces_in(folder)), default=-1)
 
 
 def mapped(path: Path, size: int) -> Tensor:
@@ -126,12 +126,14 @@ def complete_snapshots(comm: Communicator, folder: Path) -> list[str]:
 
     The list is the same on all ranks. Files of a snapshot may have been lost after the snapshot was completed.
     """
-    found: dict[str, list[str]] = {}
-    for piece in pieces_in(folder):
-        found.setdefault(piece.token, []).extend(os.listdir(piece.folder))
-    told = [json.loads(text) for text in all_gather_text(comm, json.dumps(found))]
+    own_names: dict[str, list[str]] = {}
+    for part in pieces_in(folder):
+        own_names.setdefault(part.token, []).extend(os.listdir(part.folder))
+    rank_names = [json.loads(text) for text in all_gather_text(comm, json.dumps(own_names))]
     # A manifest proves that all files once existed. The ranks may have lost some of these files since then.
-    return sorted({token for tokens in told for token, names in tokens.items() if MANIFEST in names}, reverse=True)
+    return sorted(
+        {token for tokens in rank_names for token, names in tokens.items() if MANIFEST in names}, reverse=True
+    )
 
 
 def gather_view(comm: Communicator, folder: Path, token: str, view: Path) -> None:
@@ -146,14 +148,14 @@ def gather_view(comm: Communicator, folder: Path, token: str, view: Path) -> Non
     try:
         shutil.rmtree(view, ignore_errors=True)
         view.mkdir(mode=0o700)
-        for piece in pieces_in(folder):
-            if piece.token == token:
-                _link(piece.folder, view)
-                text = text or _intact(piece.folder)
+        for part in pieces_in(folder):
+            if part.token == token:
+                _link(part.folder, view)
+                text = text or _intact(part.folder)
     except OSError as error:
         failure = f"rank {comm.rank}: {error}"
-    told = all_gather_text(comm, text)
-    text = next((text for text in told if text), "")
+    manifests = all_gather_text(comm, text)
+    text = next((text for text in manifests if text), "")
     if not text:
         raise CheckpointError(f"snapshot {token} has no intact manifest")
     if not failure:
@@ -193,20 +195,22 @@ def fetch(comm: Communicator, view: Path, records: Mapping[str, FileRecord], wan
         CheckpointError: no rank has a needed file, or a rank has too little memory for a file. All ranks raise this
             error.
     """
-    have = {name for name, record in records.items() if _size(view / name) == record.size}
-    said = json.dumps([sorted(have), sorted(wanted - have)])
-    told = [json.loads(text) for text in all_gather_text(comm, said)]
-    holders = {name: [rank for rank, (names, _) in enumerate(told) if name in names] for name in records}
-    if nowhere := sorted({f"no rank has {name}" for _, needs in told for name in needs if not holders[name]}):
-        raise CheckpointError("; ".join(nowhere))
-    if not any(needs for _, needs in told):
+    own_names = {name for name, record in records.items() if _size(view / name) == record.size}
+    message = json.dumps([sorted(own_names), sorted(wanted - own_names)])
+    rank_names = [json.loads(text) for text in all_gather_text(comm, message)]
+    holders = {name: [rank for rank, (names, _) in enumerate(rank_names) if name in names] for name in records}
+    if unavailable := sorted(
+        {f"no rank has {name}" for _, needed_names in rank_names for name in needed_names if not holders[name]}
+    ):
+        raise CheckpointError("; ".join(unavailable))
+    if not any(needed_names for _, needed_names in rank_names):
         return
     failure = ""
-    asked: Counter[int] = Counter()
-    for rank, (_, needs) in enumerate(told):
-        for name in needs:
-            holder = min(holders[name], key=lambda each: (asked[each], each))
-            asked[holder] += 1
+    transfers: Counter[int] = Counter()
+    for rank, (_, needed_names) in enumerate(rank_names):
+        for name in needed_names:
+            holder = min(holders[name], key=lambda candidate: (transfers[candidate], candidate))
+            transfers[holder] += 1
             if comm.rank == holder:
                 transfer(comm, mapped(view / name, records[name].size), to=rank)
             elif comm.rank == rank:
@@ -221,10 +225,10 @@ def fetch(comm: Communicator, view: Path, records: Mapping[str, FileRecord], wan
 
 def transfer(comm: Communicator, data: Tensor, *, to: int | None = None, source: int | None = None) -> None:
     """Send `data` to the rank `to`, or receive `data` from the rank `source`, in chunks."""
-    nothing = data[:0]
+    empty = data[:0]
     for chunk in torch.split(data, CHUNK):
-        sent, received = (nothing, chunk) if to is None else (chunk, nothing)
-        send_recv(comm, sent=sent, to=to, received=received, source=source, name="a snapshot").wait()
+        outgoing, incoming = (empty, chunk) if to is None else (chunk, empty)
+        send_recv(comm, sent=outgoing, to=to, received=incoming, source=source, name="a snapshot").wait()
 
 
 @contextmanager
@@ -236,11 +240,11 @@ def receiving(path: Path, size: int) -> Iterator[Tensor]:
     """
     problem: OSError | None = None
     try:
-        room = allocate_file(path, size)
+        buffer = allocate_file(path, size)
     except OSError as error:
         path.unlink(missing_ok=True)
-        problem, room = error, torch.empty(size, dtype=torch.uint8)
-    yield room
+        problem, buffer = error, torch.empty(size, dtype=torch.uint8)
+    yield buffer
     if problem is not None:
         raise problem
 

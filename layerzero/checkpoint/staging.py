@@ -73,12 +73,12 @@ class Staging:
         copies: dict[str, Tensor] = {}
         for (key, source), end in zip(sources.items(), ends, strict=True):
             start = end - _padded_nbytes(source)
-            place = self._memory[start : start + source.numel() * source.element_size()]
-            copy = place.view(source.dtype).view(source.shape)
+            staged_bytes = self._memory[start : start + source.numel() * source.element_size()]
+            copy = staged_bytes.view(source.dtype).view(source.shape)
             copy.copy_(source, non_blocking=True)
             original = tensors[key]
-            rows = original._local_tensor if isinstance(original, DTensor) else None
-            copies[key] = sharded(copy, rows.spec, MutationTracker()) if isinstance(rows, LocalShard) else copy
+            local = original._local_tensor if isinstance(original, DTensor) else None
+            copies[key] = sharded(copy, local.spec, MutationTracker()) if isinstance(local, LocalShard) else copy
         finish_copies(self._device)
         return copies
 

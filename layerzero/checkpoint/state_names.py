@@ -51,8 +51,10 @@ class RankLocalNames:
         return MergedValue(common, {name: value for name, value in values.items() if self.is_rank_local(name)})
 
     def joint_names(self, names: Iterable[str]) -> MergedValue:
-        held = list(names)
-        return MergedValue([n for n in held if not self.is_rank_local(n)], [n for n in held if self.is_rank_local(n)])
+        name_list = list(names)
+        return MergedValue(
+            [n for n in name_list if not self.is_rank_local(n)], [n for n in name_list if self.is_rank_local(n)]
+        )
 
 
 class StateNames:
@@ -80,8 +82,8 @@ class StateNames:
         # Modules are matched by order, because a wrapper may remove its own name from a state dict.
         owners = [module for _, module in model.named_modules(remove_duplicate=False) if _has_extra_state(module)]
         state = {apart.stored(name): value for name, value in model.state_dict(keep_vars=True).items()}
-        extra = [name for name in state if name.endswith(_EXTRA)]
-        owner_of = dict(zip(extra, owners, strict=True)) if len(extra) == len(owners) else {}
+        extra_names = [name for name in state if name.endswith(_EXTRA)]
+        owner_of = dict(zip(extra_names, owners, strict=True)) if len(extra_names) == len(owners) else {}
         first_name: dict[int, str] = {}
         dtypes, cast = original_dtypes(runtime.cast_buffers), dict[int, Tensor]()  # by id, for tied buffers
         for name, value in state.items():
@@ -110,9 +112,11 @@ class StateNames:
             LookupError: the model has no such parameter.
         """
         spec, name = rows.spec, self._stored[rows.spec.name]
-        own = self.members[name].spec
-        same_model = spec.mesh_info.counters is own.mesh_info.counters  # state of this model may have another shape
-        if not same_model and (spec.shape, spec.bounds, spec.mesh) != (own.shape, own.bounds, own.mesh):
+        own_spec = self.members[name].spec
+        same_model = (
+            spec.mesh_info.counters is own_spec.mesh_info.counters
+        )  # state of this model may have another shape
+        if not same_model and (spec.shape, spec.bounds, spec.mesh) != (own_spec.shape, own_spec.bounds, own_spec.mesh):
             raise LookupError(name)
         return name
 

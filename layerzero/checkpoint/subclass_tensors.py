@@ -47,31 +47,33 @@ def flatten_subclass(name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]]
     kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
     try:
         names, context = tensor.__tensor_flatten__()
-        said = f"{kind} of {list(tensor.shape)} with {_DEVICE.sub('a device', repr(context))}"
-        held = {part: getattr(tensor, part) for part in names}
-        again = {part: getattr(tensor, part) for part in names}
+        description = f"{kind} of {list(tensor.shape)} with {_DEVICE.sub('a device', repr(context))}"
+        first_read = {part: getattr(tensor, part) for part in names}
+        second_read = {part: getattr(tensor, part) for part in names}
     except Exception as error:
         raise TypeError(f"{name}: {kind}.__tensor_flatten__ failed: {type(error).__name__}: {error}") from error
-    if any(sign in said for sign in _NOT_IN_WORDS):
+    if any(sign in description for sign in _NOT_IN_WORDS):
         return None
-    found: dict[str, Tensor] = {}
-    for part, inner in held.items():
-        if isinstance(inner, Tensor) and has_inner_tensors(inner):
-            if (deeper := flatten_subclass(f"{name}.{part}", inner)) is None:
+    leaves: dict[str, Tensor] = {}
+    for part, attribute in first_read.items():
+        if isinstance(attribute, Tensor) and has_inner_tensors(attribute):
+            if (flattened := flatten_subclass(f"{name}.{part}", attribute)) is None:
                 return None
-            said += f"; {part}: {deeper[0]}"
-            found |= {f"{part}.{key}": value for key, value in deeper[1].items()}
-        elif _can_be_filled(inner, again[part]):
-            found[part] = inner
+            description += f"; {part}: {flattened[0]}"
+            leaves |= {f"{part}.{key}": value for key, value in flattened[1].items()}
+        elif _can_be_filled(attribute, second_read[part]):
+            leaves[part] = attribute
         else:
             return None
-    return said, found
+    return description, leaves
 
 
-def _can_be_filled(value: Any, again: Any) -> bool:
+def _can_be_filled(value: Any, second_read: Any) -> bool:
     """Return whether two reads of an attribute returned a plain tensor on the same memory, not temporary copies."""
-    plain = isinstance(value, Tensor) and not isinstance(value, (DTensor, LocalShard)) and value.layout is torch.strided
-    return plain and value.data_ptr() == again.data_ptr()
+    is_plain = (
+        isinstance(value, Tensor) and not isinstance(value, (DTensor, LocalShard)) and value.layout is torch.strided
+    )
+    return is_plain and value.data_ptr() == second_read.data_ptr()
 
 
 def as_table(name: str, value: Tensor) -> Any:

@@ -168,10 +168,10 @@ def _keys(values: Mapping[str, Any]) -> dict[str, str]:
 def _whole(files: Mapping[str, Any], key: str, tensor: StoredTensor, dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield the values of a tensor in pieces, in order. If the tensor was saved in columns, yield it as one piece."""
     if any(sizes[1:] != tensor.shape[1:] for _, _, sizes in tensor.chunks):
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for file, at, sizes in tensor.chunks:
-            whole[tuple(slice(o, o + n) for o, n in zip(at, sizes, strict=True))] = files[file].get_tensor(key)
-        yield whole.to(dtype)
+        full = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for file, offsets, sizes in tensor.chunks:
+            full[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] = files[file].get_tensor(key)
+        yield full.to(dtype)
         return
     for file, _, sizes in sorted(tensor.chunks, key=lambda chunk: chunk[1:]):
         for piece in pieces(files[file], key, sizes, tensor.dtype):

@@ -94,27 +94,31 @@ def check_variables(environment: Mapping[str, str], device_type: str, *, rdma: S
         rdma: names of the machine's InfiniBand or RoCE adapters.
     """
     unused = f"NCCL sends over IP sockets and does not use the adapters {', '.join(rdma)}"
-    known = [*_RULES, *([_Rule("NCCL_IB_DISABLE", unused)] if rdma else [])]
-    rules = [rule for rule in known if rule.name in environment and rule.applies(environment[rule.name])]
+    all_rules = [*_RULES, *([_Rule("NCCL_IB_DISABLE", unused)] if rdma else [])]
+    rules = [rule for rule in all_rules if rule.name in environment and rule.applies(environment[rule.name])]
     has_gpu = device_type == "cuda"
-    found = []
+    findings = []
     for rule in rules:
         without_gpu = rule.gpu_only and not has_gpu
         level: Level = "note" if without_gpu and rule.level == "problem" else rule.level
         text = f"{rule.name}={environment[rule.name]}: {rule.effect}" + ", if there are GPUs" * without_gpu
-        found.append(Finding(_GROUP, level, text, rule.fix))
+        findings.append(Finding(_GROUP, level, text, rule.fix))
     warning = connections_warning(device_type, environment)
-    found += _from_warning(_GROUP, warning)
+    findings += _from_warning(_GROUP, warning)
     if overrides := sorted(_OVERRIDES & environment.keys()):
-        shown = ", ".join(f"{name}={environment[name]}" for name in overrides)
+        assignments = ", ".join(f"{name}={environment[name]}" for name in overrides)
         advice = "Unset those whose benefit you have not measured"
-        found.append(Finding(_GROUP, "note", f"{shown}: NCCL does not select the best settings itself", advice))
-    judged = {rule.name for rule in rules} | set(overrides) | {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
-    judged |= {"CUDA_DEVICE_MAX_CONNECTIONS"} if warning else set()
-    rest = [name for name in sorted(environment) if name.startswith(_PREFIXES) and name not in judged]
-    if rest:
-        found.append(Finding(_GROUP, "ok", "also set: " + ", ".join(f"{name}={environment[name]}" for name in rest)))
-    return found or [Finding(_GROUP, "ok", "no variables of NCCL, CUDA or torch.distributed are set")]
+        findings.append(
+            Finding(_GROUP, "note", f"{assignments}: NCCL does not select the best settings itself", advice)
+        )
+    reported = {rule.name for rule in rules} | set(overrides) | {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+    reported |= {"CUDA_DEVICE_MAX_CONNECTIONS"} if warning else set()
+    others = [name for name in sorted(environment) if name.startswith(_PREFIXES) and name not in reported]
+    if others:
+        findings.append(
+            Finding(_GROUP, "ok", "also set: " + ", ".join(f"{name}={environment[name]}" for name in others))
+        )
+    return findings or [Finding(_GROUP, "ok", "no variables of NCCL, CUDA or torch.distributed are set")]
 
 
 def _from_warning(group: str, warning: str | None) -> list[Finding]:
@@ -133,32 +137,32 @@ def check_interfaces(
         loopback: True if this job has several nodes, and the name of this host does not resolve to an address that
             other hosts can reach.
     """
-    found = []
+    findings = []
     listed = f"This machine has {', '.join(interfaces)}"
     gloo = environment.get("GLOO_SOCKET_IFNAME", "")
     if missing := [name for name in gloo.split(",") if gloo and name not in interfaces]:
         text = f"GLOO_SOCKET_IFNAME={gloo}: there is no interface {', '.join(map(repr, missing))}, so gloo fails"
-        found.append(Finding(_GROUP, "problem", text, f"{listed}. Set GLOO_SOCKET_IFNAME to one of them"))
+        findings.append(Finding(_GROUP, "problem", text, f"{listed}. Set GLOO_SOCKET_IFNAME to one of them"))
     elif gloo:
-        found.append(Finding(_GROUP, "ok", f"GLOO_SOCKET_IFNAME={gloo}"))
+        findings.append(Finding(_GROUP, "ok", f"GLOO_SOCKET_IFNAME={gloo}"))
     elif loopback:
         text = "the name of this host does not resolve to an address of the network, so gloo listens on the loopback"
         fix = f"Set GLOO_SOCKET_IFNAME to the interface that connects the nodes. {listed}"
-        found.append(Finding(_GROUP, "problem", text, fix))
+        findings.append(Finding(_GROUP, "problem", text, fix))
     nccl = environment.get("NCCL_SOCKET_IFNAME", "")
     if nccl and not any(_selected(nccl, name) for name in interfaces):
         level: Level = "problem" if device_type == "cuda" else "note"
         text = f"NCCL_SOCKET_IFNAME={nccl} selects no interface, so NCCL fails"
-        found.append(Finding(_GROUP, level, text, f"{listed}. Set NCCL_SOCKET_IFNAME to one of them"))
+        findings.append(Finding(_GROUP, level, text, f"{listed}. Set NCCL_SOCKET_IFNAME to one of them"))
     elif nccl:
-        found.append(Finding(_GROUP, "ok", f"NCCL_SOCKET_IFNAME={nccl}"))
-    return found
+        findings.append(Finding(_GROUP, "ok", f"NCCL_SOCKET_IFNAME={nccl}"))
+    return findings
 
 
 def _selected(pattern: str, interface: str) -> bool:
     """Return whether NCCL_SOCKET_IFNAME selects an interface: prefixes, ``=`` for full names, ``^`` to exclude."""
-    excludes, rest = pattern.startswith("^"), pattern.removeprefix("^")
-    exact, names = rest.startswith("="), rest.removeprefix("=").split(",")
+    excludes, names_text = pattern.startswith("^"), pattern.removeprefix("^")
+    exact, names = names_text.startswith("="), names_text.removeprefix("=").split(",")
     return any(interface == name if exact else interface.startswith(name) for name in names) is not excludes
 
 
@@ -170,21 +174,21 @@ def check_launch(environment: Mapping[str, str]) -> list[Finding]:
             return [Finding(_LAUNCH, "ok", "one process; ranks and links are checked if torchrun starts this command")]
         text = f"WORLD_SIZE={environment['WORLD_SIZE']} is not a number of ranks"
         return [Finding(_LAUNCH, "problem", text, "Start the program with torchrun")]
-    found = []
+    findings = []
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]:
         text = f"WORLD_SIZE={world}, but {', '.join(missing)} is not set"
-        found.append(Finding(_LAUNCH, "problem", text, "Start the program with torchrun, which sets all of them"))
+        findings.append(Finding(_LAUNCH, "problem", text, "Start the program with torchrun, which sets all of them"))
     if not local:
         text = "LOCAL_WORLD_SIZE is not set, so layerzero does not know the number of ranks per node"
-        found.append(Finding(_LAUNCH, "note", text, "Pass zero3_size, or start the program with torchrun"))
+        findings.append(Finding(_LAUNCH, "note", text, "Pass zero3_size, or start the program with torchrun"))
     elif world % local:
         text = f"LOCAL_WORLD_SIZE={local} does not divide WORLD_SIZE={world}, so zero3_size has no default"
-        found.append(
+        findings.append(
             Finding(_LAUNCH, "problem", text, "Start the same number of ranks on each node, or pass zero3_size")
         )
     else:
-        found.append(Finding(_LAUNCH, "ok", f"{world} ranks, {local} on each node"))
-    return found + _from_warning(_LAUNCH, restart_warning(environment))
+        findings.append(Finding(_LAUNCH, "ok", f"{world} ranks, {local} on each node"))
+    return findings + _from_warning(_LAUNCH, restart_warning(environment))
 
 
 def check_threads(threads: int, cores: int, ranks: int, device_type: str) -> Finding:
@@ -195,12 +199,12 @@ def check_threads(threads: int, cores: int, ranks: int, device_type: str) -> Fin
         cores: number of CPU cores that this process may use.
         ranks: number of ranks on this node.
     """
-    fair = max(1, cores // ranks)
-    if ranks > 1 and threads > fair:
+    cores_per_rank = max(1, cores // ranks)
+    if ranks > 1 and threads > cores_per_rank:
         level: Level = "problem" if device_type == "cpu" else "note"
         text = f"{ranks} ranks with {threads} threads each share {cores} cores"
-        return Finding(_LAUNCH, level, text, f"Set OMP_NUM_THREADS={fair}")
-    if device_type != "cpu" and threads == 1 and fair > 1:
+        return Finding(_LAUNCH, level, text, f"Set OMP_NUM_THREADS={cores_per_rank}")
+    if device_type != "cpu" and threads == 1 and cores_per_rank > 1:
         text = "OMP_NUM_THREADS=1, torchrun's default: offload_optimizer=True would update with one thread per rank"
-        return Finding(_LAUNCH, "note", text, f"If you offload the optimizer, set OMP_NUM_THREADS={fair}")
+        return Finding(_LAUNCH, "note", text, f"If you offload the optimizer, set OMP_NUM_THREADS={cores_per_rank}")
     return Finding(_LAUNCH, "ok", f"{threads} thread{'s' * (threads > 1)} per rank, {cores} cores")

@@ -117,25 +117,25 @@ def check_devices(kind: str, names: Sequence[str], ranks: int, *, has_nvidia: bo
         return [Finding(_DEVICES, "problem", text, fix)]
     if kind == "cpu":
         return [Finding(_DEVICES, "ok", "no accelerator; models compute on the CPU")]
-    shown = ", ".join(dict.fromkeys(names))
+    unique_names = ", ".join(dict.fromkeys(names))
     if 1 < len(names) < ranks:
-        text = f"{ranks} ranks on this node, but only {len(names)} {kind} devices ({shown})"
+        text = f"{ranks} ranks on this node, but only {len(names)} {kind} devices ({unique_names})"
         return [Finding(_DEVICES, "problem", text, f"Start at most {len(names)} ranks per node")]
     level: Level = "note" if len(set(names)) > 1 else "ok"
-    return [Finding(_DEVICES, level, f"{len(names)} {kind} device{'s' * (len(names) > 1)}: {shown}")]
+    return [Finding(_DEVICES, level, f"{len(names)} {kind} device{'s' * (len(names) > 1)}: {unique_names}")]
 
 
 def check_backends(kind: str, is_available: Callable[[str], bool]) -> list[Finding]:
     """Check that torch has the backends of the devices. The host always needs gloo, for small messages."""
-    found = []
+    findings = []
     for device in dict.fromkeys((kind, "cpu")):
         backend = dist.get_default_backend_for_device(device)
         if is_available(backend):
-            found.append(Finding(_DEVICES, "ok", f"backend for {device}: {backend}"))
+            findings.append(Finding(_DEVICES, "ok", f"backend for {device}: {backend}"))
         else:
             text = f"torch was built without {backend}, the backend for {device}"
-            found.append(Finding(_DEVICES, "problem", text, f"Install a build of torch with {backend}"))
-    return found
+            findings.append(Finding(_DEVICES, "problem", text, f"Install a build of torch with {backend}"))
+    return findings
 
 
 def _nccl(kind: str) -> list[Finding]:
@@ -155,20 +155,20 @@ def check_shared_memory(shm: tuple[int, int] | None, available: float, kind: str
     """
     users = "NCCL, data loader workers and checkpoint.Buddies"
     if shm is None:
-        found = [Finding(_MEMORY, "note", f"/dev/shm does not exist: {users} need it")]
+        findings = [Finding(_MEMORY, "note", f"/dev/shm does not exist: {users} need it")]
     elif shm[0] < _SMALL_SHM:
         level: Level = "note" if kind == "cpu" else "problem"
         text = f"/dev/shm has only {size(shm[0])}, which {users} share"
-        found = [Finding(_MEMORY, level, text, "Start the container with --shm-size=1g or more, or --ipc=host")]
+        findings = [Finding(_MEMORY, level, text, "Start the container with --shm-size=1g or more, or --ipc=host")]
     else:
-        found = [Finding(_MEMORY, "ok", f"/dev/shm: {size(shm[0])}, {size(shm[1])} free, for {users}")]
+        findings = [Finding(_MEMORY, "ok", f"/dev/shm: {size(shm[0])}, {size(shm[1])} free, for {users}")]
     if kind != "cpu" or math.isinf(available):
-        return found
+        return findings
     text = (
         f"{size(available)} of memory available: shared weights take 2 bytes per parameter and node in bf16, outside "
         f"of /dev/shm, so a model may have at most {available / 2e9:.3g}e9 parameters"
     )
-    return [*found, Finding(_MEMORY, "ok", text)]
+    return [*findings, Finding(_MEMORY, "ok", text)]
 
 
 def check_file_limit(limit: int, world: int, local: int) -> Finding:
@@ -181,12 +181,14 @@ def check_file_limit(limit: int, world: int, local: int) -> Finding:
         limit: number of file descriptors that this process may open, or a negative number if there is no limit.
         world, local: number of ranks, in total and on this node.
     """
-    shown = "unlimited" if limit < 0 else f"{limit:,}"
+    limit_text = "unlimited" if limit < 0 else f"{limit:,}"
     needed = world - 1 + local - 1 + -(-world // local) - 1
     if 0 <= limit <= needed:
-        text = f"a process may open {shown} files, but gloo connects a rank with more than {needed:,} sockets"
+        text = f"a process may open {limit_text} files, but gloo connects a rank with more than {needed:,} sockets"
         return Finding(_MEMORY, "problem", text, "Run ulimit -n 65536, or raise the limit of the job")
-    return Finding(_MEMORY, "ok", f"open files per process: {shown}" + f", gloo needs {needed:,} or more" * (world > 1))
+    return Finding(
+        _MEMORY, "ok", f"open files per process: {limit_text}" + f", gloo needs {needed:,} or more" * (world > 1)
+    )
 
 
 def check_locked_memory(limit: int, rdma: Sequence[str]) -> Finding:
@@ -196,12 +198,12 @@ def check_locked_memory(limit: int, rdma: Sequence[str]) -> Finding:
         limit: number of bytes that this process may lock, or a negative number if there is no limit.
         rdma: names of the machine's InfiniBand or RoCE adapters.
     """
-    shown = "unlimited" if limit < 0 else size(limit)
+    limit_text = "unlimited" if limit < 0 else size(limit)
     if rdma and limit >= 0:
-        text = f"a process may lock only {shown} of memory, which NCCL needs for the adapters {', '.join(rdma)}"
+        text = f"a process may lock only {limit_text} of memory, which NCCL needs for the adapters {', '.join(rdma)}"
         fix = "Run ulimit -l unlimited, or start the container with --ulimit memlock=-1"
         return Finding(_MEMORY, "problem", text, fix)
-    return Finding(_MEMORY, "ok", f"locked memory per process: {shown}")
+    return Finding(_MEMORY, "ok", f"locked memory per process: {limit_text}")
 
 
 def _children(folder: Path) -> list[Path]:

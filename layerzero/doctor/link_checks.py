@@ -55,11 +55,11 @@ class Job:
 
         All ranks must call this method. The number is 0 if the links cannot be measured.
         """
-        told = self._gather("report", mine.to_json(), range(self.world))
+        messages = self._gather("report", mine.to_json(), range(self.world))
         findings: list[Finding] = []
         per_node = 0
         if self.rank == 0:
-            reports = {rank: RankReport.from_json(text) for rank, text in told.items()}
+            reports = {rank: RankReport.from_json(text) for rank, text in messages.items()}
             findings = [*merge_findings(reports), *check_ranks(reports)]
             if missing := set(range(self.world)) - reports.keys():
                 findings.append(self._late(missing, "ranks"))
@@ -70,7 +70,7 @@ class Job:
             self._texts.set("ranks per node", str(per_node))
         self._texts.wait(["ranks per node"], 3 * self.timeout)  # the first rank itself waits for other ranks
         per_node = int(self._texts.get("ranks per node"))
-        self._gather("read", "", told)  # the first rank may be the process that serves the store
+        self._gather("read", "", messages)  # the first rank may be the process that serves the store
         return findings, per_node
 
     def measure(self, per_node: int) -> list[Finding]:
@@ -87,12 +87,12 @@ class Job:
             result, transport = self._measure(per_node)
         except Exception as raised:
             error = f"{type(raised).__name__}: {first_line(raised)}"
-        told = self._gather("links", json.dumps([error, transport]), range(self.world))
+        messages = self._gather("links", json.dumps([error, transport]), range(self.world))
         if self.rank:
             return []
         findings = check_speeds(result) if result is not None else []
-        findings += _check_transports({rank: json.loads(text) for rank, text in told.items()})
-        if missing := set(range(self.world)) - told.keys():
+        findings += _check_transports({rank: json.loads(text) for rank, text in messages.items()})
+        if missing := set(range(self.world)) - messages.keys():
             findings.append(self._late(missing, _GROUP))
         return findings
 
@@ -131,37 +131,37 @@ class Job:
 
 def check_speeds(result: ProbeResult) -> list[Finding]:
     """Return the measured speeds of links, and compare links inside a node with links between nodes."""
-    found, cluster = [], result.cluster
+    findings, cluster = [], result.cluster
     if "inside" in result.measured:
         latency = seconds(1e-6 * cluster.inside_latency)
         text = f"inside a node: {size(1e9 * cluster.inside)}/s per rank, {latency} per step of a collective"
-        found.append(Finding(_GROUP, "ok", text))
+        findings.append(Finding(_GROUP, "ok", text))
     if "between" in result.measured:
         latency = seconds(1e-6 * cluster.between_latency)
         text = f"between nodes: {size(1e9 * cluster.node_link / 8)}/s per node, {latency} per step of a collective"
-        found.append(Finding(_GROUP, "ok", text))
+        findings.append(Finding(_GROUP, "ok", text))
     if {"inside", "between"} <= set(result.measured) and cluster.node_link / 8 / cluster.accelerators > cluster.inside:
         text = "a rank sends faster between nodes than inside its node, so sharing weights inside a node saves no time"
-        found.append(Finding(_GROUP, "note", text, "Measure a step with several values of zero3_size"))
-    return found
+        findings.append(Finding(_GROUP, "note", text, "Measure a step with several values of zero3_size"))
+    return findings
 
 
-def _check_transports(told: Mapping[int, tuple[str, str]]) -> list[Finding]:
+def _check_transports(outcomes: Mapping[int, tuple[str, str]]) -> list[Finding]:
     """Return findings about ranks that failed, and about shared memory.
 
     Args:
-        told: error and transport of each rank; empty strings if there is none.
+        outcomes: error and transport of each rank; empty strings if there is none.
     """
-    found = []
-    for error in dict.fromkeys(error for error, _ in told.values() if error):
-        ranks = [rank for rank, (other, _) in told.items() if other == error]
+    findings = []
+    for error in dict.fromkeys(error for error, _ in outcomes.values() if error):
+        ranks = [rank for rank, (other, _) in outcomes.items() if other == error]
         fix = "Correct the problems above first. The network between the nodes must let all ports through"
-        found.append(Finding(_GROUP, "problem", f"{rank_names(ranks)} could not communicate: {error}", fix))
-    transports = {transport for _, transport in told.values() if transport}
+        findings.append(Finding(_GROUP, "problem", f"{rank_names(ranks)} could not communicate: {error}", fix))
+    transports = {transport for _, transport in outcomes.values() if transport}
     if transports == {"shared_memory"}:
-        found.append(Finding(_GROUP, "ok", "the ranks of a node share memory for weights and gradients"))
+        findings.append(Finding(_GROUP, "ok", "the ranks of a node share memory for weights and gradients"))
     elif transports:
-        ranks = [rank for rank, (_, transport) in told.items() if transport != "shared_memory"]
+        ranks = [rank for rank, (_, transport) in outcomes.items() if transport != "shared_memory"]
         text = f"{rank_names(ranks)} use collectives, because the ranks of a node cannot share memory"
-        found.append(Finding(_GROUP, "note", text, "The log of the first of these ranks has the reason"))
-    return found
+        findings.append(Finding(_GROUP, "note", text, "The log of the first of these ranks has the reason"))
+    return findings

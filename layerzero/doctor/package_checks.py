@@ -42,12 +42,12 @@ def check_packages(version: str, package: Path, folder: Path, path: Sequence[str
         folder: folder of the user's program, which Python searches for modules first.
         path: import path.
     """
-    found = list(distributions(path=list(path)))
+    installed = list(distributions(path=list(path)))
     return [
-        *check_layerzero(version, package, found),
+        *check_layerzero(version, package, installed),
         *check_folder(folder, package),
         *check_apex(path),
-        *check_extras(found),
+        *check_extras(installed),
         *check_imports(_IMPORTED),
     ]
 
@@ -55,8 +55,8 @@ def check_packages(version: str, package: Path, folder: Path, path: Sequence[str
 def installed_versions(found: Iterable[Distribution]) -> dict[str, str]:
     """Return the versions of distributions by normalized name. The first distribution on the path counts."""
     versions: dict[str, str] = {}
-    for each in found:
-        versions.setdefault(_normalized(each.metadata["Name"] or ""), each.version)
+    for distribution in found:
+        versions.setdefault(_normalized(distribution.metadata["Name"] or ""), distribution.version)
     return versions
 
 
@@ -67,12 +67,14 @@ def _normalized(name: str) -> str:
 def check_layerzero(version: str, package: Path, found: Sequence[Distribution]) -> list[Finding]:
     """Check which distributions provide the module ``layerzero``."""
     findings = []
-    ours = [each for each in found if _normalized(each.metadata["Name"] or "") == _OURS]
-    others = sorted({each.version for each in ours} - {version})
-    if others:
-        text = f"Python imports layerzero {version} from {package}, but {_OURS} {', '.join(others)} is installed"
+    own = [distribution for distribution in found if _normalized(distribution.metadata["Name"] or "") == _OURS]
+    other_versions = sorted({distribution.version for distribution in own} - {version})
+    if other_versions:
+        text = (
+            f"Python imports layerzero {version} from {package}, but {_OURS} {', '.join(other_versions)} is installed"
+        )
         findings.append(Finding(_GROUP, "problem", text, "Remove one of them from the import path, or reinstall"))
-    elif ours:
+    elif own:
         findings.append(Finding(_GROUP, "ok", f"{_OURS} {version}, imported from {package}"))
     else:
         text = f"layerzero {version} is imported from {package}, and {_OURS} is not installed"
@@ -81,11 +83,11 @@ def check_layerzero(version: str, package: Path, found: Sequence[Distribution]) 
                 _GROUP, "note", text, "Install the checkout with pip, so that the versions of extras can be checked"
             )
         )
-    for each in found:
-        if _normalized(each.metadata["Name"] or "") != "layerzero":
+    for distribution in found:
+        if _normalized(distribution.metadata["Name"] or "") != "layerzero":
             continue
-        modules = {file.parts[0] for file in each.files or () if file.suffix == ".py"}
-        name = f"{each.metadata['Name']} {each.version} in {each.locate_file('')}"
+        modules = {file.parts[0] for file in distribution.files or () if file.suffix == ".py"}
+        name = f"{distribution.metadata['Name']} {distribution.version} in {distribution.locate_file('')}"
         if "layerzero" in modules:
             text = f"{name} is another project that also installs the module layerzero"
             fix = f"Run pip uninstall layerzero, then install {_OURS} again"
@@ -99,9 +101,9 @@ def check_layerzero(version: str, package: Path, found: Sequence[Distribution]) 
 def check_folder(folder: Path, package: Path) -> list[Finding]:
     """Check that no file in the folder of a program hides layerzero or torch."""
     findings = []
-    for name, real in (("layerzero", package), ("torch", Path(torch.__file__).parent)):
+    for name, own_folder in (("layerzero", package), ("torch", Path(torch.__file__).parent)):
         for file in (folder / f"{name}.py", folder / name / "__init__.py"):
-            if file.is_file() and file.parent.resolve() != real.resolve():
+            if file.is_file() and file.parent.resolve() != own_folder.resolve():
                 text = f"programs in {folder} import {file} instead of {name}"
                 findings.append(Finding(_GROUP, "problem", text, "Rename the file or folder"))
     return findings
@@ -121,37 +123,39 @@ def check_apex(path: Sequence[str]) -> list[Finding]:
 
 def check_extras(found: Sequence[Distribution]) -> list[Finding]:
     """Compare the packages of each extra of torch-layerzero with the ranges in its metadata."""
-    ours = next((each for each in found if _normalized(each.metadata["Name"] or "") == _OURS), None)
-    if ours is None:
+    own = next((req for req in found if _normalized(req.metadata["Name"] or "") == _OURS), None)
+    if own is None:
         return []
     try:
         from packaging.requirements import Requirement  # noqa: PLC0415 - optional
     except ModuleNotFoundError:
         return [Finding(_GROUP, "note", "versions are not compared without packaging", "Run pip install packaging")]
     versions = installed_versions(found)
-    requirements = [Requirement(text) for text in ours.requires or ()]
+    requirements = [Requirement(text) for text in own.requires or ()]
     findings, absent = [], []
-    for extra in ours.metadata.get_all("Provides-Extra") or ():
+    for extra in own.metadata.get_all("Provides-Extra") or ():
         if extra in _FOR_DEVELOPERS:
             continue
-        needed = [each for each in requirements if each.marker and each.marker.evaluate({"extra": extra})]
-        has = {each.name: versions.get(_normalized(each.name)) for each in needed}
-        missing = [name for name, version in has.items() if version is None]
-        wrong = [each for each in needed if (version := has[each.name]) and not each.specifier.contains(version, True)]
-        if has and next(iter(has)) in missing:  # the first requirement of an extra is its subject
+        needed = [req for req in requirements if req.marker and req.marker.evaluate({"extra": extra})]
+        installed = {req.name: versions.get(_normalized(req.name)) for req in needed}
+        missing = [name for name, version in installed.items() if version is None]
+        unsupported = [
+            req for req in needed if (version := installed[req.name]) and not req.specifier.contains(version, True)
+        ]
+        if installed and next(iter(installed)) in missing:  # the first requirement of an extra is its subject
             absent.append(extra)
             continue
-        for each in wrong:
+        for req in unsupported:
             level: Level = "note" if extra in _INTEGRATIONS else "problem"
-            text = f"extra {extra}: {each.name} {has[each.name]} is installed, and {each.specifier} is supported"
-            findings.append(Finding(_GROUP, level, text, f"Run pip install '{each.name}{each.specifier}'"))
+            text = f"extra {extra}: {req.name} {installed[req.name]} is installed, and {req.specifier} is supported"
+            findings.append(Finding(_GROUP, level, text, f"Run pip install '{req.name}{req.specifier}'"))
         if missing:
             text = f"extra {extra}: {', '.join(missing)} is not installed"
             advice = f"If you use this extra, run pip install {' '.join(missing)}"
             findings.append(Finding(_GROUP, "note", text, advice))
-        if not wrong and not missing:
-            shown = ", ".join(f"{name} {version}" for name, version in has.items())
-            findings.append(Finding(_GROUP, "ok", f"extra {extra}: {shown}"))
+        if not unsupported and not missing:
+            listed = ", ".join(f"{name} {version}" for name, version in installed.items())
+            findings.append(Finding(_GROUP, "ok", f"extra {extra}: {listed}"))
     if absent:
         findings.append(Finding(_GROUP, "ok", f"extras that are not installed: {', '.join(absent)}"))
     return findings

@@ -102,21 +102,21 @@ def rank_names(ranks: Iterable[int]) -> str:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in spans]
-    return f"rank{'s' * (len(spans) > 1 or spans[0][0] != spans[0][1])} {', '.join(texts)}"
+    ranges = [f"{first}" if first == last else f"{first}-{last}" for first, last in spans]
+    return f"rank{'s' * (len(spans) > 1 or spans[0][0] != spans[0][1])} {', '.join(ranges)}"
 
 
 def check_ranks(reports: Mapping[int, RankReport]) -> list[Finding]:
     """Compare versions and environment variables of all ranks."""
-    found = []
+    findings = []
     for name in dict.fromkeys(name for report in reports.values() for name in report.facts):
         ranks_of = _by_value({rank: report.facts.get(name, "not set") for rank, report in reports.items()})
         if len(ranks_of) > 1:
             level: Level = "note" if name == _MAY_DIFFER else "problem"
-            shown = ", ".join(f"{value} on {rank_names(ranks)}" for value, ranks in ranks_of.items())
+            values = ", ".join(f"{value} on {rank_names(ranks)}" for value, ranks in ranks_of.items())
             fix = "" if level == "note" else f"Use one value of {name} on all ranks"
-            found.append(Finding(_GROUP, level, f"{name} differs: {shown}", fix))
-    return found or [Finding(_GROUP, "ok", "versions and environment variables are the same on all ranks")]
+            findings.append(Finding(_GROUP, level, f"{name} differs: {values}", fix))
+    return findings or [Finding(_GROUP, "ok", "versions and environment variables are the same on all ranks")]
 
 
 def _by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
@@ -137,30 +137,30 @@ def node_size(reports: Mapping[int, RankReport]) -> int | None:
 def check_nodes(reports: Mapping[int, RankReport]) -> list[Finding]:
     """Check which ranks run on which node, and compare this with LOCAL_WORLD_SIZE and with the devices."""
     nodes = _by_value({rank: report.host for rank, report in reports.items()})
-    shown = [f"{rank_names(ranks)} on {host.split()[0]}" for host, ranks in list(nodes.items())[:_SHOWN]]
-    shown += [f"and {len(nodes) - _SHOWN} more nodes"] if len(nodes) > _SHOWN else []
-    found = [Finding(_GROUP, "ok", f"{len(nodes)} node{'s' * (len(nodes) > 1)}: {'; '.join(shown)}")]
+    placements = [f"{rank_names(ranks)} on {host.split()[0]}" for host, ranks in list(nodes.items())[:_SHOWN]]
+    placements += [f"and {len(nodes) - _SHOWN} more nodes"] if len(nodes) > _SHOWN else []
+    findings = [Finding(_GROUP, "ok", f"{len(nodes)} node{'s' * (len(nodes) > 1)}: {'; '.join(placements)}")]
     sizes = _by_value({rank: report.local_world_size for rank, report in reports.items()})
     if len(sizes) > 1:
-        said = ", ".join(f"{size or 'not set'} on {rank_names(ranks)}" for size, ranks in sizes.items())
+        sizes_text = ", ".join(f"{size or 'not set'} on {rank_names(ranks)}" for size, ranks in sizes.items())
         fix = "Start the same number of ranks on each node, or pass one zero3_size on all ranks"
-        found.append(Finding(_GROUP, "problem", f"LOCAL_WORLD_SIZE differs: {said}", fix))
+        findings.append(Finding(_GROUP, "problem", f"LOCAL_WORLD_SIZE differs: {sizes_text}", fix))
     for host, ranks in nodes.items():
         name = host.split()[0]
-        said_here = {reports[rank].local_world_size for rank in ranks}
-        if len(sizes) == 1 and said_here != {len(ranks)} and said_here != {None}:
-            text = f"LOCAL_WORLD_SIZE is {said_here.pop()}, but {name} has {len(ranks)}: {rank_names(ranks)}"
+        local_sizes = {reports[rank].local_world_size for rank in ranks}
+        if len(sizes) == 1 and local_sizes != {len(ranks)} and local_sizes != {None}:
+            text = f"LOCAL_WORLD_SIZE is {local_sizes.pop()}, but {name} has {len(ranks)}: {rank_names(ranks)}"
             fix = f"Start one torchrun per node with --nproc-per-node {len(ranks)}, or pass zero3_size={len(ranks)}"
-            found.append(Finding(_GROUP, "problem", text, fix))
+            findings.append(Finding(_GROUP, "problem", text, fix))
         if ranks[-1] - ranks[0] != len(ranks) - 1:
             text = f"{name} has {rank_names(ranks)}, but neighboring ranks share weights, so gathers cross nodes"
-            found.append(Finding(_GROUP, "problem", text, "Number the ranks node by node, as torchrun does"))
+            findings.append(Finding(_GROUP, "problem", text, "Number the ranks node by node, as torchrun does"))
         devices = _by_value({rank: reports[rank].device for rank in ranks if reports[rank].device})
-        for shared in (several for several in devices.values() if len(several) > 1):
+        for shared in (sharing for sharing in devices.values() if len(sharing) > 1):
             text = f"{rank_names(shared)} use the same device of {name}"
             fix = "Start one rank per device, and call torch.accelerator.set_device_index(LOCAL_RANK)"
-            found.append(Finding(_GROUP, "problem", text, fix))
-    return found
+            findings.append(Finding(_GROUP, "problem", text, fix))
+    return findings
 
 
 def merge_findings(reports: Mapping[int, RankReport]) -> list[Finding]:

@@ -51,8 +51,8 @@ def check_script(path: Path) -> list[Finding]:
     except (OSError, SyntaxError, ValueError) as error:
         text = f"{path} cannot be read: {error}"
         return [Finding(_GROUP, "problem", text, "Pass the path of a Python program")]
-    found = [Finding(_GROUP, "problem", f"{path}:{line}: {text}", fix) for line, text, fix in mistakes(tree)]
-    return found or [Finding(_GROUP, "ok", f"{path} has none of the mistakes that can be seen without running it")]
+    findings = [Finding(_GROUP, "problem", f"{path}:{line}: {text}", fix) for line, text, fix in mistakes(tree)]
+    return findings or [Finding(_GROUP, "ok", f"{path} has none of the mistakes that can be seen without running it")]
 
 
 def mistakes(tree: ast.Module) -> list[Mistake]:
@@ -62,14 +62,14 @@ def mistakes(tree: ast.Module) -> list[Mistake]:
     has_full_parameters = bool(called & _FULL_PARAMETERS)
     shards_optimizer = "shard_optimizer" in ast.unparse(tree)
     assigns_elsewhere = any(isinstance(node, (ast.Global, ast.Nonlocal)) for node in ast.walk(tree))
-    found = [*_calls_on_one_rank(tree, names)]
+    all_mistakes = [*_calls_on_one_rank(tree, names)]
     for block in () if assigns_elsewhere else _blocks(tree):
-        found += _wrapped_twice(block, names)
-        found += _discarded_results(block, names)
+        all_mistakes += _wrapped_twice(block, names)
+        all_mistakes += _discarded_results(block, names)
         for name, later in _sharded(block, names):
-            found += _refused_uses(name, later, names, saves=not has_full_parameters)
-            found += [] if shards_optimizer else _unsharded_optimizers(name, later, tree, names)
-    return sorted(set(found))
+            all_mistakes += _refused_uses(name, later, names, saves=not has_full_parameters)
+            all_mistakes += [] if shards_optimizer else _unsharded_optimizers(name, later, tree, names)
+    return sorted(set(all_mistakes))
 
 
 def _imported_names(tree: ast.Module) -> dict[str, str]:
@@ -90,8 +90,8 @@ def _imported_names(tree: ast.Module) -> dict[str, str]:
 def _full_name(node: ast.expr, names: dict[str, str]) -> str:
     """Return the full name of a function, such as ``torch.save``, or an empty string."""
     if isinstance(node, ast.Attribute):
-        before = _full_name(node.value, names)
-        return before and f"{before}.{node.attr}"
+        prefix = _full_name(node.value, names)
+        return prefix and f"{prefix}.{node.attr}"
     return names.get(node.id, "") if isinstance(node, ast.Name) else ""
 
 
@@ -122,8 +122,8 @@ def _assigned(statement: ast.stmt) -> set[str]:
 
 def _argument(call: ast.Call, *keywords: str) -> str:
     """Return the variable that is the first argument of a call, or an empty string."""
-    given = [*call.args[:1], *(each.value for each in call.keywords if each.arg in keywords)]
-    return given[0].id if given and isinstance(given[0], ast.Name) else ""
+    candidates = [*call.args[:1], *(each.value for each in call.keywords if each.arg in keywords)]
+    return candidates[0].id if candidates and isinstance(candidates[0], ast.Name) else ""
 
 
 def _only_call(statement: ast.stmt) -> ast.Call | None:
@@ -138,9 +138,12 @@ def _sharded(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator[tuple
         call = _only_call(statement)
         if call is not None and _full_name(call.func, names) == "layerzero.shard_model":
             for name in (_assigned(statement) | {_argument(call, "module", "model")}) - {""}:
-                later = block[index + 1 :]
-                end = next((i for i, each in enumerate(later) if name in _assigned(each)), len(later))
-                yield name, later[:end]
+                following = block[index + 1 :]
+                end = next(
+                    (i for i, later_statement in enumerate(following) if name in _assigned(later_statement)),
+                    len(following),
+                )
+                yield name, following[:end]
 
 
 def _wrapped_twice(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator[Mistake]:
@@ -154,10 +157,10 @@ def _wrapped_twice(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator
         is_wrapper = full.startswith("torch.") and kind in _WRAPPERS
         if call is not None and (is_wrapper or full == "layerzero.shard_model"):
             model = _argument(call, "module", "model")
-            before = wrapped.get(model)
+            earlier = wrapped.get(model)
             ignores = any(each.arg == "ignored_modules" for each in call.keywords)
-            if before and (before == "shard_model") is not (kind == "shard_model") and not ignores:
-                text = f"{kind} of {model}, which {before} already manages: layerzero refuses this model"
+            if earlier and (earlier == "shard_model") is not (kind == "shard_model") and not ignores:
+                text = f"{kind} of {model}, which {earlier} already manages: layerzero refuses this model"
                 yield Mistake(call.lineno, text, "Keep shard_model, and remove the other wrapper")
             if kind in {"shard_model", "fully_shard"} and model:  # these change the model itself
                 targets = targets | {model}
@@ -167,9 +170,9 @@ def _wrapped_twice(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator
                 wrapped.pop(name, None)
 
 
-def _refused_uses(name: str, later: Sequence[ast.stmt], names: dict[str, str], *, saves: bool) -> Iterator[Mistake]:
+def _refused_uses(name: str, following: Sequence[ast.stmt], names: dict[str, str], *, saves: bool) -> Iterator[Mistake]:
     """Yield saves (if `saves` is True), copies and assigning loads of a sharded model."""
-    for call in (call for statement in later for call in _calls(statement)):
+    for call in (call for statement in following for call in _calls(statement)):
         full = _full_name(call.func, names)
         values = [each for argument in call.args[:1] for each in _values(argument) if isinstance(each, ast.Call)]
         if saves and full == "torch.save" and any(_method(each) == (name, "state_dict") for each in values):
@@ -187,12 +190,12 @@ def _refused_uses(name: str, later: Sequence[ast.stmt], names: dict[str, str], *
 
 def _values(node: ast.expr) -> Iterator[ast.expr]:
     """Yield an expression, or the values inside a literal of a dict, list or tuple."""
-    inside = node.values if isinstance(node, ast.Dict) else getattr(node, "elts", None)
-    if inside is None:
+    elements = node.values if isinstance(node, ast.Dict) else getattr(node, "elts", None)
+    if elements is None:
         yield node
     else:
-        for each in inside:
-            yield from _values(each)
+        for element in elements:
+            yield from _values(element)
 
 
 def _discarded_results(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator[Mistake]:
@@ -207,17 +210,17 @@ def _discarded_results(block: Sequence[ast.stmt], names: dict[str, str]) -> Iter
 
 
 def _unsharded_optimizers(
-    name: str, later: Sequence[ast.stmt], tree: ast.Module, names: dict[str, str]
+    name: str, following: Sequence[ast.stmt], tree: ast.Module, names: dict[str, str]
 ) -> Iterator[Mistake]:
     """Yield optimizers that are built from a sharded model, and step, in a program without ``shard_optimizer``."""
-    for index, statement in enumerate(later):
+    for index, statement in enumerate(following):
         call = _only_call(statement)
         if call is None or not _full_name(call.func, names).startswith("torch.optim."):
             continue
-        if all(_method(each) != (name, "parameters") for each in _calls(call)):
+        if all(_method(inner_call) != (name, "parameters") for inner_call in _calls(call)):
             continue
         for optimizer in _assigned(statement):
-            if _only_steps(optimizer, tree, names) and _steps(optimizer, later[index + 1 :]):
+            if _only_steps(optimizer, tree, names) and _steps(optimizer, following[index + 1 :]):
                 text = f"{optimizer}.step() steps parameters of {name}, which is sharded"
                 fix = f"Write {optimizer} = layerzero.shard_optimizer({optimizer}, {name})"
                 yield Mistake(call.lineno, text, fix)
@@ -225,17 +228,17 @@ def _unsharded_optimizers(
 
 def _only_steps(optimizer: str, tree: ast.Module, names: dict[str, str]) -> bool:
     """Return whether a program uses an optimizer only through its attributes and in calls of torch."""
-    allowed = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Attribute)}
-    for call in (each for each in ast.walk(tree) if isinstance(each, ast.Call)):
+    allowed = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         if _full_name(call.func, names).startswith("torch."):
-            allowed |= {id(each) for each in call.args}
-    uses = (each for each in ast.walk(tree) if isinstance(each, ast.Name) and each.id == optimizer)
-    return all(id(each) in allowed for each in uses if isinstance(each.ctx, ast.Load))
+            allowed |= {id(node) for node in call.args}
+    uses = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == optimizer)
+    return all(id(node) in allowed for node in uses if isinstance(node.ctx, ast.Load))
 
 
-def _steps(optimizer: str, later: Sequence[ast.stmt]) -> bool:
+def _steps(optimizer: str, following: Sequence[ast.stmt]) -> bool:
     """Return whether statements call ``step`` of an optimizer before they assign the variable again."""
-    for statement in later:
+    for statement in following:
         if optimizer in _assigned(statement):
             return False
         if any(_method(call) == (optimizer, "step") for call in _calls(statement)):
@@ -249,13 +252,15 @@ def _calls_on_one_rank(tree: ast.Module, names: dict[str, str]) -> Iterator[Mist
     for node in ast.walk(tree):
         if not isinstance(node, ast.If) or not isinstance(node.test, ast.Compare):
             continue
-        left, others = node.test.left, node.test.comparators
+        left, comparators = node.test.left, node.test.comparators
         is_rank = (isinstance(left, ast.Name) and left.id in variables) or _reads_rank(left, names)
-        is_number = len(others) == 1 and isinstance(others[0], ast.Constant) and isinstance(others[0].value, int)
+        is_number = (
+            len(comparators) == 1 and isinstance(comparators[0], ast.Constant) and isinstance(comparators[0].value, int)
+        )
         if not (is_rank and is_number and isinstance(node.test.ops[0], ast.Eq)):
             continue
-        elsewhere = {_full_name(call.func, names) for each in node.orelse for call in _calls(each)}
-        for call in (call for each in node.body for call in _calls(each)):
+        elsewhere = {_full_name(call.func, names) for statement in node.orelse for call in _calls(statement)}
+        for call in (call for statement in node.body for call in _calls(statement)):
             full = _full_name(call.func, names)
             if full in _ALL_RANKS - elsewhere:
                 text = f"{full} runs under `if {ast.unparse(node.test)}:`, and it waits for the other ranks"
@@ -268,9 +273,13 @@ def _rank_variables(tree: ast.Module, names: dict[str, str]) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and len(node.targets) == 1:
             values.setdefault(node.targets[0].id, []).append(_reads_rank(node.value, names))
-    stored = [each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+    stored_names = [
+        each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+    ]
     parameters = {each.arg for each in ast.walk(tree) if isinstance(each, ast.arg)}
-    return {n for n, found in values.items() if all(found) and len(found) == stored.count(n) and n not in parameters}
+    return {
+        n for n, reads in values.items() if all(reads) and len(reads) == stored_names.count(n) and n not in parameters
+    }
 
 
 def _reads_rank(node: ast.expr, names: dict[str, str]) -> bool:

@@ -55,7 +55,7 @@ class _Stage:
         self._order = [unit for unit in units if unit.name == ""] + [unit for unit in units if unit.name]
         on_one_mesh = len({unit.over for unit in units}) == 1
         self._last = self._order[-1] if on_one_mesh and units[0].traits.on_device else None  # called last
-        self._place = {unit: place for place, unit in enumerate(self._order)}
+        self._place = {unit: index for index, unit in enumerate(self._order)}
         self._storages = {
             unit: [_storages(handle.gathered_sizes(unit.traits)) for handle in unit.handles] for unit in units
         }
@@ -67,13 +67,13 @@ class _Stage:
             self._call(unit)
 
     def backward(self) -> None:
-        returned = [unit for outer in self._outermost() for unit in self._returned[outer]]
+        returned = [unit for outermost in self._outermost() for unit in self._returned[outermost]]
         for index in reversed(range(len(returned))):
             unit = returned[index]
-            for around in reversed(returned[index + 1 :]):
-                if unit in self._returned[around]:
-                    self._gather(around)
-                    self._wait(around)
+            for enclosing in reversed(returned[index + 1 :]):
+                if unit in self._returned[enclosing]:
+                    self._gather(enclosing)
+                    self._wait(enclosing)
             self._gather(unit)
             following = returned[index + 1] if index + 1 < len(returned) else None
             if following is None or unit in self._returned[following]:
@@ -92,29 +92,29 @@ class _Stage:
 
     def _call(self, unit: UnitSpec) -> None:
         self._gather(unit)
-        here = self._place[unit] + 1
-        for upcoming in islice(_on_mesh_of(unit, self._order[here:]), self.prefetch):
+        next_index = self._place[unit] + 1
+        for upcoming in islice(_on_mesh_of(unit, self._order[next_index:]), self.prefetch):
             self._gather(upcoming)
         self._wait(unit)
-        for inner in self._inner[unit]:
-            self._call(inner)
+        for nested in self._inner[unit]:
+            self._call(nested)
         stays = self.order_is_known and unit is self._last and unit.reshard_after_forward is True
         if not unit.stays_gathered and not stays:
-            for kept in self._kept[unit]:
-                self._lend(*kept)
+            for storages in self._kept[unit]:
+                self._lend(*storages)
             self._free(unit)
 
     def _outermost(self) -> Iterator[UnitSpec]:
-        held = {inner for several in self._inner.values() for inner in several}
-        return (unit for unit in self._order if unit not in held)
+        nested = {child for children in self._inner.values() for child in children}
+        return (unit for unit in self._order if unit not in nested)
 
     def _by_return(self, unit: UnitSpec) -> list[UnitSpec]:
-        return [each for inner in self._inner[unit] for each in self._by_return(inner)] + [unit]
+        return [descendant for child in self._inner[unit] for descendant in self._by_return(child)] + [unit]
 
     def _gather(self, unit: UnitSpec) -> None:
-        each = zip(self._storages[unit], self._coded[unit], self._kept[unit], strict=True)
-        for (full, *_), coded, (kept, _) in each:
-            decodes = not full[0].nbytes() and not kept.nbytes()
+        storages = zip(self._storages[unit], self._coded[unit], self._kept[unit], strict=True)
+        for (full, *_), coded, (post_forward, _) in storages:
+            decodes = not full[0].nbytes() and not post_forward.nbytes()
             self._lend(*full)
             if decodes:
                 self._lend(*coded)
@@ -123,8 +123,8 @@ class _Stage:
         for (_, *strided), (coded, _) in zip(self._storages[unit], self._coded[unit], strict=True):
             if coded.nbytes():
                 self.pool.free(coded)
-            for each in strided:
-                self._lend(*each)
+            for storages in strided:
+                self._lend(*storages)
 
     def _lend(self, storage: UntypedStorage, nbytes: int) -> None:
         if nbytes and not storage.nbytes():
@@ -143,9 +143,9 @@ class _Stage:
                 self.pool.free(storage)
 
 
-def _on_mesh_of(unit: UnitSpec, others: Iterable[UnitSpec]) -> Iterator[UnitSpec]:
-    """Yield the units of `others` that may be prefetched when `unit` is called: those with the same traits."""
-    return (other for other in others if other.traits == unit.traits)
+def _on_mesh_of(unit: UnitSpec, candidates: Iterable[UnitSpec]) -> Iterator[UnitSpec]:
+    """Yield the units of `candidates` that may be prefetched when `unit` is called: those with the same traits."""
+    return (candidate for candidate in candidates if candidate.traits == unit.traits)
 
 
 def _storages(sizes: Sequence[int]) -> list[tuple[UntypedStorage, int]]:
@@ -154,12 +154,12 @@ def _storages(sizes: Sequence[int]) -> list[tuple[UntypedStorage, int]]:
 
 def _nested(units: Sequence[UnitSpec]) -> dict[UnitSpec, list[UnitSpec]]:
     """Return, for each unit, the units that are directly nested in it, in order."""
-    inner: dict[UnitSpec, list[UnitSpec]] = {unit: [] for unit in units}
+    children: dict[UnitSpec, list[UnitSpec]] = {unit: [] for unit in units}
     for unit in units:
-        around = [other for other in units if other is not unit and _contains(other.name, unit.name)]
-        if around:
-            inner[max(around, key=lambda other: len(other.name))].append(unit)
-    return inner
+        enclosing = [other for other in units if other is not unit and _contains(other.name, unit.name)]
+        if enclosing:
+            children[max(enclosing, key=lambda other: len(other.name))].append(unit)
+    return children
 
 
 def _contains(outer: str, name: str) -> bool:

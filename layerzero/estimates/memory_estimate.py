@@ -61,37 +61,39 @@ def predicted_traffic(units: Sequence[UnitSpec], config: LayerZeroConfig) -> dic
     send different numbers of bytes. Refreshes are also omitted if any of them is encoded, because the number of bytes
     then depends on the weights.
     """
-    found: dict[str, list[int]] = {}
+    sent_bytes: dict[str, list[int]] = {}
     encoded = any(handle.encodes_refresh for unit in units for handle in unit.handles)
     for unit in units:
         grid, transport = unit.traits.grid, unit.traits.transport
         for handle in unit.handles:
             layout, compute = handle.layout, handle.precision.compute
-            whole, zero3 = layout.numel, grid.numel(layout, Extent.ZERO3)
+            full_numel, zero3_numel = layout.numel, grid.numel(layout, Extent.ZERO3)
             if handle.extension is not None:
                 for received in handle.extension.received if grid.zero3_size > 1 else ():
                     sent = (grid.zero3_size - 1) * (received // grid.zero3_size)
-                    found.setdefault(Collective.GATHER.value, []).append(sent)
+                    sent_bytes.setdefault(Collective.GATHER.value, []).append(sent)
             elif grid.zero3_size > 1:
-                each = handle.coded // grid.zero3_size or zero3 * compute.itemsize
-                sent = 0 if transport.full_buffer_resident else (grid.zero3_size - 1) * each
-                found.setdefault(Collective.GATHER.value, []).append(sent)
-            if kept := unit.kept_of(handle):
-                found.setdefault(Collective.REGATHER.value, []).append((unit.reshard_after_forward - 1) * kept)
+                part_bytes = handle.coded // grid.zero3_size or zero3_numel * compute.itemsize
+                sent = 0 if transport.full_buffer_resident else (grid.zero3_size - 1) * part_bytes
+                sent_bytes.setdefault(Collective.GATHER.value, []).append(sent)
+            if kept_bytes := unit.kept_of(handle):
+                sent_bytes.setdefault(Collective.REGATHER.value, []).append(
+                    (unit.reshard_after_forward - 1) * kept_bytes
+                )
             if grid.replicas > 1 and handle.trainable and not layout.bounds and not encoded:
-                sent = (grid.replicas - 1) * (zero3 // grid.replicas) * compute.itemsize
-                found.setdefault(Collective.REFRESH.value, []).append(sent)
+                sent = (grid.replicas - 1) * (zero3_numel // grid.replicas) * compute.itemsize
+                sent_bytes.setdefault(Collective.REFRESH.value, []).append(sent)
             for stage in handle.reduction_spec.stages if handle.trainable and not layout.bounds else ():
                 is_hop1, dtype = stage.collective is Collective.HOP1, stage.wire_dtype
                 if is_hop1 and transport.rounds_on_read and handle.has_persistent_send_buffer(config):
                     dtype = handle.precision.master
-                ranks, sums = (grid.zero3_size, whole) if is_hop1 else (grid.replicas, zero3)
-                sent = (ranks - 1) * (sums // ranks) * dtype.itemsize
+                ranks, source_numel = (grid.zero3_size, full_numel) if is_hop1 else (grid.replicas, zero3_numel)
+                sent = (ranks - 1) * (source_numel // ranks) * dtype.itemsize
                 if stage.codec is not None:
                     widths = EncodedParts.of(stage.codec, layout, grid, dtype).widths
                     sent = sum(widths) - widths[grid.replica_rank]
-                found.setdefault(stage.collective.value, []).append(sent)
-    return found
+                sent_bytes.setdefault(stage.collective.value, []).append(sent)
+    return sent_bytes
 
 
 def on_device(kinds: Mapping[str, int]) -> int:
@@ -104,9 +106,9 @@ def _handle_bytes(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig) -
     host = "host_" if in_host else ""
     weights = "host_" if unit.traits.weights_in_host else ""
     shares_master = precision.master == precision.compute and not in_host and not weights
-    own = grid.numel(handle.layout, Extent.ZERO1) * precision.master.itemsize
+    own_bytes = grid.numel(handle.layout, Extent.ZERO1) * precision.master.itemsize
     # See [Note: The final gradient inside the ZeRO-3 gradient shard] in engine/gradient_storage.py.
-    rests = (
+    inside_zero3_shard = (
         handle.reduction_spec.accumulator_extent is Extent.ZERO3
         and not config.offload_grads
         and not in_host
@@ -115,8 +117,8 @@ def _handle_bytes(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig) -
     return {
         "zero1_shard": 0,
         "gradient_shard": 0,
-        f"{host}zero1_shard": 0 if shares_master else own,
-        f"{host}gradient_shard": own if handle.trainable and not rests else 0,
+        f"{host}zero1_shard": 0 if shares_master else own_bytes,
+        f"{host}gradient_shard": own_bytes if handle.trainable and not inside_zero3_shard else 0,
         "zero3_shard": 0,
         f"{weights}zero3_shard": grid.numel(handle.layout, Extent.ZERO3) * precision.compute.itemsize,
         "full_buffer": 0,

@@ -52,139 +52,145 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
     if where.on_device:
         return _plan_on_device(handles, config, where)
     in_place = not where.transport.receives_copies  # peers read the buffers from which hop 1 sends
-    first, second = (most + 1 for most in IN_FLIGHT)
-    trained = [each for each in handles if each.trainable and each.reduction_spec.stages]
-    hop1 = [each for each in trained if each.reduction_spec.stages[0].collective is Collective.HOP1]
+    first, second = (limit + 1 for limit in IN_FLIGHT)
+    trained = [handle for handle in handles if handle.trainable and handle.reduction_spec.stages]
+    hop1 = [handle for handle in trained if handle.reduction_spec.stages[0].collective is Collective.HOP1]
     plan = ScratchBuffers(Counter(), Counter(), 0)
     outgoing = plan.outgoing if in_place else plan.scratch
     # Incoming gradients that are sent from the buffer in which they arrive.
     incoming = [
-        each for each in trained if each.reduction_spec.incoming_extent is not each.reduction_spec.accumulator_extent
+        handle
+        for handle in trained
+        if handle.reduction_spec.incoming_extent is not handle.reduction_spec.accumulator_extent
     ]
-    for size, members in _by_size(incoming, lambda each: each.incoming_numel).items():
-        flying = _landing_at_once(members, handles) + first - 1
-        outgoing[size] += min(len(members) + 1, flying + _UNREAD) if in_place else min(len(members), flying)
+    for size, members in _by_size(incoming, lambda handle: handle.incoming_numel).items():
+        in_flight = _landing_at_once(members, handles) + first - 1
+        outgoing[size] += min(len(members) + 1, in_flight + _UNREAD) if in_place else min(len(members), in_flight)
     # Copies of accumulated gradients that cannot be sent in place, and receive buffers.
     for size, members in _by_size(
-        [each for each in trained if each not in incoming], lambda each: each.sent_numel
+        [handle for handle in trained if handle not in incoming], lambda handle: handle.sent_numel
     ).items():
-        copied = [each for each in members if not _lent_in_place(each, config, where, is_hop1=each in hop1)]
+        copied = [handle for handle in members if not _lent_in_place(handle, config, where, is_hop1=handle in hop1)]
         if in_place and members[0] in hop1:
             outgoing[size] += min(len(copied) + 1, first + _UNREAD) if copied else 0
         else:
             plan.scratch[size] += min(len(copied), first)
-    received = [each for each in trained if not (in_place and each in hop1)]
-    plan.scratch.update(_most_at_once([_received(each, 0, where) for each in received], first))
+    received = [handle for handle in trained if not (in_place and handle in hop1)]
+    plan.scratch.update(_most_at_once([_received(handle, 0, where) for handle in received], first))
     # Hop 2.
-    twice = [each for each in trained if len(each.reduction_spec.stages) == 2]
-    zero3 = {id(each): where.grid.numel(each.layout, Extent.ZERO3) for each in twice}
-    passing = [each for each in twice if each.reduction_spec.accumulator_extent is not Extent.ZERO3]
-    for size, members in _by_size(passing, lambda each: (zero3[id(each)], each.precision.master)).items():
-        unrounded = [each for each in members if each.reduction_spec.stages[1].wire_dtype == each.precision.master]
+    two_stage = [handle for handle in trained if len(handle.reduction_spec.stages) == 2]
+    zero3 = {id(handle): where.grid.numel(handle.layout, Extent.ZERO3) for handle in two_stage}
+    transient = [handle for handle in two_stage if handle.reduction_spec.accumulator_extent is not Extent.ZERO3]
+    for size, members in _by_size(transient, lambda handle: (zero3[id(handle)], handle.precision.master)).items():
+        unrounded = [
+            handle for handle in members if handle.reduction_spec.stages[1].wire_dtype == handle.precision.master
+        ]
         plan.scratch[size] += min(len(unrounded), second) + (len(unrounded) < len(members))
     rounded = [
-        each
-        for each in twice
-        if each.reduction_spec.stages[1].wire_dtype != each.precision.master
-        or (each not in passing and config.offload_grads)
+        handle
+        for handle in two_stage
+        if handle.reduction_spec.stages[1].wire_dtype != handle.precision.master
+        or (handle not in transient and config.offload_grads)
     ]
     for size, members in _by_size(
-        rounded, lambda each: (zero3[id(each)], each.reduction_spec.stages[1].wire_dtype)
+        rounded, lambda handle: (zero3[id(handle)], handle.reduction_spec.stages[1].wire_dtype)
     ).items():
         plan.scratch[size] += min(len(members), second)
-    plan.scratch.update(_most_at_once([_received(each, 1, where) for each in twice], second))
+    plan.scratch.update(_most_at_once([_received(handle, 1, where) for handle in two_stage], second))
     encoded = [
         refresh_buffers(
-            where.grid.numel(each.layout, Extent.ZERO1),
-            where.grid.numel(each.layout, Extent.ZERO3),
-            each.precision.compute,
+            where.grid.numel(handle.layout, Extent.ZERO1),
+            where.grid.numel(handle.layout, Extent.ZERO3),
+            handle.precision.compute,
         )
-        for each in handles
-        if each.encodes_refresh
+        for handle in handles
+        if handle.encodes_refresh
     ]
     plan.scratch.update(_most_at_once(encoded, REFRESHES_IN_FLIGHT))
     if config.offload_optimizer:  # final gradients, which are summed before they are copied
-        final = [each for each in handles if each.trainable]
-        rank = {id(each): where.grid.numel(each.layout, Extent.ZERO1) for each in final}
-        for size, members in _by_size(final, lambda each: (rank[id(each)], each.precision.master)).items():
+        final = [handle for handle in handles if handle.trainable]
+        rank = {id(handle): where.grid.numel(handle.layout, Extent.ZERO1) for handle in final}
+        for size, members in _by_size(final, lambda handle: (rank[id(handle)], handle.precision.master)).items():
             plan.scratch[size] += 1 if members[0].reduction_spec.stages else _landing_at_once(members, handles)
     if where.weights_in_host:  # refreshed weights, which are gathered before they are copied
-        fresh = [each for each in handles if each.trainable and not each.encodes_refresh]
-        for size in _by_size(fresh, lambda each: _fresh(each, where)):
+        fresh = [handle for handle in handles if handle.trainable and not handle.encodes_refresh]
+        for size in _by_size(fresh, lambda handle: _fresh(handle, where)):
             plan.scratch[size] += 1
     return ScratchBuffers(+plan.scratch, +plan.outgoing, bytes_of_buffers(plan.scratch))
 
 
 def _plan_on_device(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: RankTraits) -> ScratchBuffers:
     units: dict[str, Counter[Size]] = {}  # scratch buffers of each unit's reductions, in the order of registration
-    landing: dict[str, Counter[Size]] = {}  # of these, the ones in which gradients arrive
-    for each in handles:
-        if each.trainable:
-            units.setdefault(each.unit, Counter()).update(_sizes_on_device(each, config, where))
-            landing.setdefault(each.unit, Counter()).update(_landing_sizes(each, config, where))
+    incoming: dict[str, Counter[Size]] = {}  # of these, the ones in which gradients arrive
+    for handle in handles:
+        if handle.trainable:
+            units.setdefault(handle.unit, Counter()).update(_sizes_on_device(handle, config, where))
+            incoming.setdefault(handle.unit, Counter()).update(_landing_sizes(handle, config, where))
     scratch, nbytes = Counter[Size](), 0
     # The last unit is the first one of the backward pass, and a unit that contains others comes after them.
     order = list(reversed(units))
-    for before, unit in zip(order[:1] + order, order, strict=False):
-        together = units[unit] + (units[before] if before != unit else Counter())
-        for around in units.keys() - {before}:
-            if _contains(around, unit):
-                together += landing[around]
+    for preceding, unit in zip(order[:1] + order, order, strict=False):
+        together = units[unit] + (units[preceding] if preceding != unit else Counter())
+        for enclosing in units.keys() - {preceding}:
+            if _contains(enclosing, unit):
+                together += incoming[enclosing]
         scratch |= together
         nbytes = max(nbytes, bytes_of_buffers(together))
     if where.weights_in_host:  # refreshed weights, which are gathered on the device before they are copied to the host
-        fresh = Counter(_fresh(each, where) for each in handles if each.trainable)
+        fresh = Counter(_fresh(handle, where) for handle in handles if handle.trainable)
         scratch |= Counter({size: min(count, _UNREAD) for size, count in fresh.items()})
         nbytes = max(nbytes, *(bytes_of_buffers({size: 1}) for size in fresh), 0)
     return ScratchBuffers(scratch, Counter(), nbytes)
 
 
-def _sizes_on_device(handle: HandleSpec, config: LayerZeroConfig, where: RankTraits) -> list[Size]:
+def _sizes_on_device(handle: HandleSpec, config: LayerZeroConfig, traits: RankTraits) -> list[Size]:
     """Return the sizes of the scratch buffers that the reduction of a handle on a device uses."""
     spec, master, sizes = handle.reduction_spec, handle.precision.master, []
     if config.offload_optimizer:  # the final gradient, which is summed on the device before it is copied to the host
-        sizes.append((where.grid.numel(handle.layout, Extent.ZERO1), master))
-    for number, stage in enumerate(spec.stages):
-        sent = where.grid.numel(handle.layout, stage.source), stage.wire_dtype
+        sizes.append((traits.grid.numel(handle.layout, Extent.ZERO1), master))
+    for index, stage in enumerate(spec.stages):
+        sent_size = traits.grid.numel(handle.layout, stage.source), stage.wire_dtype
         dtype = spec.incoming_dtype if stage.source is spec.incoming_extent else master
         if stage.source is not spec.accumulator_extent:
-            sizes.append((sent[0], dtype))
-        if dtype != stage.wire_dtype or (number and stage.source is spec.accumulator_extent and config.offload_grads):
-            sizes.append(sent)
-        sizes += _received(handle, number, where)
+            sizes.append((sent_size[0], dtype))
+        if dtype != stage.wire_dtype or (index and stage.source is spec.accumulator_extent and config.offload_grads):
+            sizes.append(sent_size)
+        sizes += _received(handle, index, traits)
     return sizes
 
 
-def _landing_sizes(handle: HandleSpec, config: LayerZeroConfig, where: RankTraits) -> list[Size]:
+def _landing_sizes(handle: HandleSpec, config: LayerZeroConfig, traits: RankTraits) -> list[Size]:
     """Return the sizes of the scratch buffers in which the gradients of a handle on a device arrive."""
     if not handle.reduction_spec.stages:
-        return _sizes_on_device(handle, config, where)
-    lasting = handle.reduction_spec.incoming_extent is handle.reduction_spec.accumulator_extent
-    return [] if lasting else [handle.incoming_numel]
+        return _sizes_on_device(handle, config, traits)
+    is_accumulator = handle.reduction_spec.incoming_extent is handle.reduction_spec.accumulator_extent
+    return [] if is_accumulator else [handle.incoming_numel]
 
 
-def _fresh(handle: HandleSpec, where: RankTraits) -> Size:
-    return where.grid.numel(handle.layout, Extent.ZERO3), handle.precision.compute
+def _fresh(handle: HandleSpec, traits: RankTraits) -> Size:
+    return traits.grid.numel(handle.layout, Extent.ZERO3), handle.precision.compute
 
 
 def buffer_demand(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: RankTraits) -> BufferDemand:
     """Return the buffers that handles on one mesh request from a transport with the traits ``where.transport``."""
-    gradients = [(each.layout.numel, each.precision.master) for each in handles]
+    gradients = [(handle.layout.numel, handle.precision.master) for handle in handles]
     return BufferDemand(
-        full_buffers=tuple((each.layout.numel, each.precision.compute) for each in handles if each.extension is None),
+        full_buffers=tuple(
+            (handle.layout.numel, handle.precision.compute) for handle in handles if handle.extension is None
+        ),
         send_scratch=plan_scratch(handles, config, where).outgoing,
         accumulators=tuple(
             size
-            for size, each in zip(gradients, handles, strict=True)
-            if each.has_persistent_send_buffer(config) and each.trainable
+            for size, handle in zip(gradients, handles, strict=True)
+            if handle.has_persistent_send_buffer(config) and handle.trainable
         ),
         gradients=tuple(gradients),
     )
 
 
-def _lent_in_place(handle: HandleSpec, config: LayerZeroConfig, where: RankTraits, *, is_hop1: bool) -> bool:
+def _lent_in_place(handle: HandleSpec, config: LayerZeroConfig, traits: RankTraits, *, is_hop1: bool) -> bool:
     """Return whether the first stage sends the accumulator in place, without copying it to the wire dtype."""
-    if is_hop1 and where.transport.rounds_on_read:
+    if is_hop1 and traits.transport.rounds_on_read:
         return handle.has_persistent_send_buffer(config)
     return handle.reduction_spec.stages[0].wire_dtype == handle.reduction_spec.incoming_dtype
 
@@ -194,10 +200,10 @@ def _landing_at_once(members: Sequence[HandleSpec], handles: Sequence[HandleSpec
 
     These are the handles of one unit and of the units that contain it.
     """
-    found = Counter(each.unit for each in members)
+    counts = Counter(handle.unit for handle in members)
     return max(
-        sum(count for name, count in found.items() if name == unit or _contains(name, unit))
-        for unit in {each.unit for each in handles}
+        sum(count for name, count in counts.items() if name == unit or _contains(name, unit))
+        for unit in {handle.unit for handle in handles}
     )
 
 
@@ -205,22 +211,22 @@ def _contains(outer: str, inner: str) -> bool:
     return outer != inner and (not outer or inner.startswith(f"{outer}."))
 
 
-def _received(handle: HandleSpec, stage: int, where: RankTraits) -> list[Size]:
+def _received(handle: HandleSpec, stage: int, traits: RankTraits) -> list[Size]:
     """Return the size of a stage's receive buffer, or of all buffers that encoded messages need.
 
     If this rank adds the parts of all ranks, the receive buffer holds all of these parts. Otherwise it holds their sum.
     """
-    numel, chosen, grid = handle.layout.numel, handle.reduction_spec.stages[stage], where.grid
-    if chosen.collective is Collective.HOP1:
-        return [(numel if where.transport.sums_locally else numel // grid.zero3_size, chosen.wire_dtype)]
+    numel, reduction_stage, grid = handle.layout.numel, handle.reduction_spec.stages[stage], traits.grid
+    if reduction_stage.collective is Collective.HOP1:
+        return [(numel if traits.transport.sums_locally else numel // grid.zero3_size, reduction_stage.wire_dtype)]
     numel = grid.numel(handle.layout, Extent.ZERO3)
     parts = grid.replica_part_sizes(handle.layout) or (numel // grid.replicas,) * grid.replicas
-    if chosen.codec is not None:
-        encoded = EncodedParts.of(chosen.codec, handle.layout, grid, chosen.wire_dtype)
+    if reduction_stage.codec is not None:
+        encoded = EncodedParts.of(reduction_stage.codec, handle.layout, grid, reduction_stage.wire_dtype)
         return encoded_buffers(encoded, parts, grid.replica_rank)
-    own = parts[grid.replica_rank]
-    sums_locally = where.adds_hop2 or grid.replica_part_sizes(handle.layout) is not None
-    return [(grid.replicas * own if sums_locally else own, chosen.wire_dtype)]
+    own_numel = parts[grid.replica_rank]
+    sums_locally = traits.adds_hop2 or grid.replica_part_sizes(handle.layout) is not None
+    return [(grid.replicas * own_numel if sums_locally else own_numel, reduction_stage.wire_dtype)]
 
 
 def _most_at_once(buffers: Sequence[Sequence[Size]], at_once: int) -> Counter[Size]:
@@ -229,15 +235,15 @@ def _most_at_once(buffers: Sequence[Sequence[Size]], at_once: int) -> Counter[Si
     Args:
         buffers: sizes of the buffers that each reduction uses.
     """
-    found: dict[Size, list[int]] = {}
-    for each in buffers:
-        for size, count in Counter(each).items():
-            found.setdefault(size, []).append(count)
-    return Counter({size: sum(sorted(counts)[-at_once:]) for size, counts in found.items()})
+    counts_by_size: dict[Size, list[int]] = {}
+    for sizes in buffers:
+        for size, count in Counter(sizes).items():
+            counts_by_size.setdefault(size, []).append(count)
+    return Counter({size: sum(sorted(counts)[-at_once:]) for size, counts in counts_by_size.items()})
 
 
 def _by_size(handles: Sequence[HandleSpec], size_of: Callable[[HandleSpec], Size]) -> dict[Size, list[HandleSpec]]:
-    found: dict[Size, list[HandleSpec]] = {}
-    for each in handles:
-        found.setdefault(size_of(each), []).append(each)
-    return found
+    handles_by_size: dict[Size, list[HandleSpec]] = {}
+    for handle in handles:
+        handles_by_size.setdefault(size_of(handle), []).append(handle)
+    return handles_by_size

@@ -97,15 +97,15 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     def _require_nothing_else(self) -> None:
         plugins = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
-        others = [name for name in plugins if getattr(self.state, name, None)]
-        others += ["parallelism_config"] if self.parallelism_config else []
-        others += ["dynamo_backend"] if self.state.dynamo_plugin.backend != DynamoBackend.NO else []
+        names = [name for name in plugins if getattr(self.state, name, None)]
+        names += ["parallelism_config"] if self.parallelism_config else []
+        names += ["dynamo_backend"] if self.state.dynamo_plugin.backend != DynamoBackend.NO else []
         handler = self.ddp_handler or DistributedDataParallelKwargs()
-        others += ["comm_hook"] if handler.comm_hook != DDPCommunicationHookType.NO else []
-        others += ["mixed_precision='fp8'"] if self.mixed_precision == "fp8" else []
-        if others:
+        names += ["comm_hook"] if handler.comm_hook != DDPCommunicationHookType.NO else []
+        names += ["mixed_precision='fp8'"] if self.mixed_precision == "fp8" else []
+        if names:
             raise ValueError(
-                f"{', '.join(others)}: Accelerate would shard, wrap or compile the model that layerzero shards. Leave "
+                f"{', '.join(names)}: Accelerate would shard, wrap or compile the model that layerzero shards. Leave "
                 "it out, also in the configuration of `accelerate launch`. Compile units with torch.compile before "
                 "prepare"
             )
@@ -146,16 +146,18 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
         when the scheduler steps."""
         prepared = super().prepare_scheduler(scheduler)
         stepped = getattr(scheduler, "optimizer", None)
-        own = [each for each in self._optimizers if stepped in (each, getattr(each.optimizer, "inner", None))]
-        prepared.optimizers = own or prepared.optimizers
+        stepped_optimizers = [
+            wrapped for wrapped in self._optimizers if stepped in (wrapped, getattr(wrapped.optimizer, "inner", None))
+        ]
+        prepared.optimizers = stepped_optimizers or prepared.optimizers
         return prepared
 
     def _shard_optimizers(self) -> None:
         for prepared in self._optimizers:
             if isinstance(prepared.optimizer, ShardedOptimizer):
                 continue
-            held = next((p for group in prepared.param_groups for p in group["params"]), None)
-            model = next((model for model in self._sharded if _owns(model, held)), None)
+            first_param = next((p for group in prepared.param_groups for p in group["params"]), None)
+            model = next((model for model in self._sharded if _owns(model, first_param)), None)
             if model is not None:
                 sharded = shard_optimizer(prepared.optimizer, model)
                 prepared.__init__(
@@ -194,14 +196,14 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
         If `parameters` are exactly the parameters of a sharded model, the method calls
         :func:`layerzero.clip_grad_norm_`.
         """
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for model in self._sharded:
-            given = current_parameters(model, given)
+            clipped = current_parameters(model, clipped)
         for model in self._sharded:
-            if {id(p) for p in given} == {id(member.sharded) for member in get_state(model).members.values()}:
+            if {id(p) for p in clipped} == {id(member.sharded) for member in get_state(model).members.values()}:
                 self.unscale_gradients()
                 return clip_grad_norm_(model, max_norm, norm_type)
-        norm = super().clip_grad_norm_(given, max_norm, norm_type)
+        norm = super().clip_grad_norm_(clipped, max_norm, norm_type)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     # State dicts
@@ -235,16 +237,18 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     def _pairs(self) -> list[tuple[str, nn.Module, ShardedOptimizer | None]]:
         """Return the folder name, the model and the optimizer, if any, of each layerzero checkpoint."""
-        pairs: list[tuple[str, nn.Module, ShardedOptimizer | None]] = []
+        checkpoints: list[tuple[str, nn.Module, ShardedOptimizer | None]] = []
         for i, model in enumerate(self._sharded):
-            own = [each.optimizer for each in self._optimizers if each.optimizer in get_state(model).optimizers]
+            own = [
+                wrapped.optimizer for wrapped in self._optimizers if wrapped.optimizer in get_state(model).optimizers
+            ]
             if len(own) > 1:
                 raise ValueError(
                     f"a sharded model has {len(own)} optimizers, but save_state and load_state support one. Save with "
                     "layerzero.checkpoint.save"
                 )
-            pairs.append((f"layerzero_{i}", model, own[0] if own else None))
-        return pairs
+            checkpoints.append((f"layerzero_{i}", model, own[0] if own else None))
+        return checkpoints
 
     @contextmanager
     def _all_but_sharded(self, hooks: str, act: Callable[..., Any]) -> Iterator[None]:
@@ -258,16 +262,21 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
                 `act`.
             act: ``act(path, model, optimizer)`` saves or loads one layerzero checkpoint.
         """
-        models, optimizers, registered, pairs = self._models, self._optimizers, getattr(self, hooks), self._pairs()
+        models, optimizers, registered, checkpoints = (
+            self._models,
+            self._optimizers,
+            getattr(self, hooks),
+            self._pairs(),
+        )
 
         def hook(*args: Any) -> None:  # (models, weights, folder) of a save, (models, folder) of a load
-            plain, *_, folder = args
-            shown = list(models)
+            unsharded, *_, folder = args
+            visible = list(models)
             for each in registered.values():
-                each(shown, *args[1:])
+                each(visible, *args[1:])
             # The user's hooks may have removed models.
-            plain[:] = [model for model in plain if any(model is other for other in shown)]
-            for name, model, optimizer in pairs:
+            unsharded[:] = [model for model in unsharded if any(model is other for other in visible)]
+            for name, model, optimizer in checkpoints:
                 act(Path(folder) / name, model, optimizer)
 
         setattr(self, hooks, OrderedDict({0: hook}))

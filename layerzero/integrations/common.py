@@ -54,15 +54,15 @@ class Settings:
                 the setting.
         """
         if source is None or isinstance(source, Mapping):
-            given = translate(dict(source or {}), _KNOWN)
+            settings = translate(dict(source or {}), _KNOWN)
         else:
-            given = read_settings(source, _KNOWN)
+            settings = read_settings(source, _KNOWN)
         more = {name: value for name, value in more.items() if value is not None}
-        if twice := sorted(given.keys() & more.keys()):
-            raise ValueError(f"{', '.join(twice)} is set both as an argument and in {source}. Set it in one place")
-        given |= more
-        LayerZeroConfig(**given)  # raises if a value is wrong
-        return cls(given)
+        if duplicates := sorted(settings.keys() & more.keys()):
+            raise ValueError(f"{', '.join(duplicates)} is set both as an argument and in {source}. Set it in one place")
+        settings |= more
+        LayerZeroConfig(**settings)  # raises if a value is wrong
+        return cls(settings)
 
     def shard(
         self, model: nn.Module, mixed_precision: torch.dtype | None = None, *, node_size: int | None = None
@@ -99,17 +99,17 @@ def let_generate(model: nn.Module) -> nn.Module:
     return model
 
 
-def _policy(given: Policy | None, mixed_precision: torch.dtype | None) -> Policy:
-    if mixed_precision is None or callable(given):  # a callable returns the policy of each unit
-        return given or MixedPrecisionPolicy()
-    if given is None:
+def _policy(policy: Policy | None, mixed_precision: torch.dtype | None) -> Policy:
+    if mixed_precision is None or callable(policy):  # a callable returns the policy of each unit
+        return policy or MixedPrecisionPolicy()
+    if policy is None:
         return MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32)
-    if given.param_dtype not in (None, mixed_precision):
+    if policy.param_dtype not in (None, mixed_precision):
         raise ValueError(
-            f"the loop computes in {mixed_precision}, but mp_policy.param_dtype is {given.param_dtype}. Set one of "
+            f"the loop computes in {mixed_precision}, but mp_policy.param_dtype is {policy.param_dtype}. Set one of "
             "them, or set both to the same dtype"
         )
-    return replace(given, param_dtype=mixed_precision)
+    return replace(policy, param_dtype=mixed_precision)
 
 
 def lightning_dtype(precision: str) -> torch.dtype | None:
@@ -118,16 +118,16 @@ def lightning_dtype(precision: str) -> torch.dtype | None:
     Raises:
         ValueError: layerzero does not support this precision.
     """
-    known = {
+    dtypes = {
         "bf16-mixed": torch.bfloat16,
         "16-mixed": torch.float16,
         "32-true": None,
         "bf16-true": None,
         "64-true": None,
     }
-    if precision not in known:
-        raise ValueError(f"precision={precision!r} is not supported by layerzero. Use one of {', '.join(known)}")
-    return known[precision]
+    if precision not in dtypes:
+        raise ValueError(f"precision={precision!r} is not supported by layerzero. Use one of {', '.join(dtypes)}")
+    return dtypes[precision]
 
 
 def is_sharded(model: object) -> bool:
@@ -144,5 +144,5 @@ def is_sharded(model: object) -> bool:
 def current_parameters(model: nn.Module, parameters: list[Tensor]) -> list[Tensor]:
     """Return `parameters`, with each unsharded parameter of `model` replaced by its sharded counterpart."""
     members = get_state(model).parameters
-    found = ((parameter, members.managed_param(parameter)) for parameter in parameters)
-    return [parameter if member is None else member.sharded for parameter, member in found]
+    pairs = ((parameter, members.managed_param(parameter)) for parameter in parameters)
+    return [parameter if member is None else member.sharded for parameter, member in pairs]

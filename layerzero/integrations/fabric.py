@@ -55,8 +55,8 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
             raise ValueError(
                 f"arguments of DistributedDataParallel are not supported. Leave them out: {sorted(self._ddp_kwargs)}"
             )
-        given = {"zero3_size": zero3_size, "units": units, "mp_policy": mp_policy}
-        self._settings = Settings.of_all(config_file, settings, **given)
+        arguments = {"zero3_size": zero3_size, "units": units, "mp_policy": mp_policy}
+        self._settings = Settings.of_all(config_file, settings, **arguments)
         self._backward_sync_control = _NoSync()
         self._sharded: list[nn.Module] = []
 
@@ -68,8 +68,8 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer, sharded if it holds parameters of a sharded module."""
-        held = optimizer.param_groups[0]["params"][0]
-        owner = next((m for m in self._sharded if get_state(m).parameters.managed_param(held) is not None), None)
+        first_param = optimizer.param_groups[0]["params"][0]
+        owner = next((m for m in self._sharded if get_state(m).parameters.managed_param(first_param) is not None), None)
         return optimizer if owner is None else shard_optimizer(optimizer, owner)
 
     def clip_gradients_norm(
@@ -111,8 +111,8 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         if self.is_global_zero:
             folder.mkdir(parents=True, exist_ok=True)
         self.barrier()
-        rest = {key: value for key, value in state.items() if not isinstance(value, ShardedOptimizer)}
-        super().save_checkpoint(folder / FILE, rest, storage_options=storage_options, filter=filter)
+        unsharded = {key: value for key, value in state.items() if not isinstance(value, ShardedOptimizer)}
+        super().save_checkpoint(folder / FILE, unsharded, storage_options=storage_options, filter=filter)
         for name, module, optimizer in _sharded_in(state):
             checkpoint.save(folder / name, module, optimizer, overwrite=True)
 
@@ -127,17 +127,17 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         folder = Path(self.broadcast(path))
         if not folder.is_dir() or not isinstance(state, dict):
             file = folder / FILE if folder.is_dir() else folder
-            left: dict[str, Any] = super().load_checkpoint(file, state, strict=strict, weights_only=weights_only)
-            return left
+            remainder: dict[str, Any] = super().load_checkpoint(file, state, strict=strict, weights_only=weights_only)
+            return remainder
         parts = _sharded_in(state)
         names = {key for key, value in state.items() if isinstance(value, ShardedOptimizer) or is_sharded(value)}
-        rest = {key: value for key, value in state.items() if key not in names}
+        unsharded = {key: value for key, value in state.items() if key not in names}
         # Fabric loads everything if the dict is empty.
-        left = super().load_checkpoint(folder / FILE, rest or None, strict=strict, weights_only=weights_only)
+        remainder = super().load_checkpoint(folder / FILE, unsharded or None, strict=strict, weights_only=weights_only)
         for name, module, optimizer in parts:
             checkpoint.load(folder / name, module, optimizer, strict=strict)
-        state.update(rest)
-        return {key: value for key, value in left.items() if key not in names}
+        state.update(unsharded)
+        return {key: value for key, value in remainder.items() if key not in names}
 
 
 class _NoSync:
@@ -150,13 +150,15 @@ class _NoSync:
 def _sharded_in(state: Mapping[str, Any]) -> list[tuple[str, nn.Module, ShardedOptimizer | None]]:
     """Return (name, module, optimizer or None) for each layerzero checkpoint that a save or load of `state`
     involves."""
-    found: list[tuple[str, nn.Module, ShardedOptimizer | None]] = []
+    parts: list[tuple[str, nn.Module, ShardedOptimizer | None]] = []
     for key, module in state.items():
         if is_sharded(module):
             optimizers = [other for other in state.values() if isinstance(other, ShardedOptimizer)]
-            own = [other for other in optimizers if other in get_state(module).optimizers]
-            found += [(f"layerzero_{key}_{i}", module, optimizer) for i, optimizer in enumerate(own or [None])]
-    return found
+            own_optimizers = [other for other in optimizers if other in get_state(module).optimizers]
+            parts += [
+                (f"layerzero_{key}_{i}", module, optimizer) for i, optimizer in enumerate(own_optimizers or [None])
+            ]
+    return parts
 
 
 STRATEGY_REGISTRY.register("layerzero", FabricStrategy, description="ZeRO-1 over all ranks, ZeRO-3 inside a node")

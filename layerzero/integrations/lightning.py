@@ -65,8 +65,8 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
                 "arguments and communication hooks of DistributedDataParallel are not supported. Leave them out: "
                 f"{sorted(self._ddp_kwargs)}"
             )
-        given = {"zero3_size": zero3_size, "units": units, "mp_policy": mp_policy}
-        self._settings = Settings.of_all(config_file, settings, **given)
+        arguments = {"zero3_size": zero3_size, "units": units, "mp_policy": mp_policy}
+        self._settings = Settings.of_all(config_file, settings, **arguments)
         self._restored = False  # True after load_checkpoint has loaded the module and its optimizers
 
     @property
@@ -170,15 +170,15 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
             folder.mkdir(parents=True, exist_ok=True)
         super().save_checkpoint(checkpoint, folder / FILE, storage_options=storage_options)
         self.barrier()
-        kept = {
+        optimizers = {
             f"layerzero_{i}": each for i, each in enumerate(self.optimizers if "optimizer_states" in checkpoint else [])
         }
-        for name, optimizer in kept.items():
+        for name, optimizer in optimizers.items():
             save_sharded(folder / name, self._module, optimizer, overwrite=True)
         if self.is_global_zero:
-            for left in folder.glob("layerzero_*"):  # leftovers of an earlier save with other optimizers
-                if left.name not in kept:
-                    shutil.rmtree(left)
+            for path in folder.glob("layerzero_*"):  # leftovers of an earlier save with other optimizers
+                if path.name not in optimizers:
+                    shutil.rmtree(path)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -187,8 +187,8 @@ class LayerZeroStrategy(DDPStrategy):  # type: ignore[misc]
         folder = Path(self.broadcast(checkpoint_path))
         if not folder.is_dir():
             self._restored = False
-            whole: dict[str, Any] = super().load_checkpoint(folder, weights_only=weights_only)
-            return whole
+            contents: dict[str, Any] = super().load_checkpoint(folder, weights_only=weights_only)
+            return contents
         loaded: dict[str, Any] = super().load_checkpoint(folder / FILE, weights_only=weights_only)
         self._restored = is_sharded(self._module) and "optimizer_states" in loaded
         for i, optimizer in enumerate(self.optimizers if self._restored else []):

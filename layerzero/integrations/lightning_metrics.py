@@ -29,6 +29,6 @@ class MetricsCallback(Callback):  # type: ignore[misc]
         if step == self._logged or step % trainer.log_every_n_steps or not is_sharded(pl_module):
             return
         self._logged = step
-        found = metrics(pl_module)
+        values = metrics(pl_module)
         for logger in trainer.loggers:
-            logger.log_metrics(found, step=step)
+            logger.log_metrics(values, step=step)

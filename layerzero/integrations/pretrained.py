@@ -55,8 +55,8 @@ def from_pretrained(kind: Any, folder: str | os.PathLike[str], *, config: Any = 
         if module._non_persistent_buffers_set:  # the files do not have these buffers
             model._init_weights(module)
 
-    own = {"units": AUTO if block_classes(model) else None, "sync_module_states": False}  # all read the same files
-    shard_model(model, **own | settings, param_init_fn=init_missing_buffers)
+    defaults = {"units": AUTO if block_classes(model) else None, "sync_module_states": False}  # all read the same files
+    shard_model(model, **defaults | settings, param_init_fn=init_missing_buffers)
     checkpoint.load_safetensors(folder, model, rename=_renaming(model))
     if (Path(folder) / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -68,14 +68,14 @@ def _renaming(model: Any) -> Callable[[str], str]:
 
     The function applies transformers' renaming rules.
     """
-    held, known = model.state_dict(), get_model_conversion_mapping(model)
-    renamings = [each for each in known if isinstance(each, WeightRenaming)]
-    converters = [each for each in known if not isinstance(each, WeightRenaming)]
+    state, conversions = model.state_dict(), get_model_conversion_mapping(model)
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if not isinstance(conversion, WeightRenaming)]
 
     def rename(name: str) -> str:
-        if name in held:
+        if name in state:
             return name
-        renamed, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, held)
+        renamed, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if converted is not None:
             raise ValueError(
                 f"{name} is one of several tensors that transformers merges into {renamed}, which is not supported. "

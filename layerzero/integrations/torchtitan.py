@@ -57,19 +57,19 @@ def with_layerzero(config: trainer.Trainer.Config, **settings: Any) -> Trainer.C
         def llama3_8b_layerzero():
             return with_layerzero(llama3_8b(), accumulation="full")
     """
-    for given, known in (config, trainer.Trainer), (config.optimizer, optimizers.OptimizersContainer):
-        if type(given) is not known.Config:
+    for source, expected in (config, trainer.Trainer), (config.optimizer, optimizers.OptimizersContainer):
+        if type(source) is not expected.Config:
             raise TypeError(
-                f"{type(given)} is not the Config of torchtitan's {known.__name__}, so it cannot be converted. Set "
+                f"{type(source)} is not the Config of torchtitan's {expected.__name__}, so it cannot be converted. Set "
                 "parallelize_fn of the model_spec to layerzero's, and the optimizer to a Config of layerzero's "
                 "OptimizersContainer"
             )
     _settings_of(**settings)
-    ours = Trainer.Config(**_fields(copy.deepcopy(config)))
-    ours.model_spec = replace(ours.model_spec, parallelize_fn=partial(parallelize, **settings))
-    ours.optimizer = OptimizersContainer.Config(**_fields(ours.optimizer))
-    ours.parallelism.spmd_backend, ours.training.disable_cuda_graphs = "partial_dtensor", True
-    return ours
+    converted = Trainer.Config(**_fields(copy.deepcopy(config)))
+    converted.model_spec = replace(converted.model_spec, parallelize_fn=partial(parallelize, **settings))
+    converted.optimizer = OptimizersContainer.Config(**_fields(converted.optimizer))
+    converted.parallelism.spmd_backend, converted.training.disable_cuda_graphs = "partial_dtensor", True
+    return converted
 
 
 def _fields(config: Any) -> dict[str, Any]:
@@ -105,26 +105,26 @@ def parallelize(
             remedy.
     """
     _refuse_others(model, parallel_dims, training, parallelism)
-    given = _settings_of(**settings)
+    given_settings = _settings_of(**settings)
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         model.parallelize(parallel_dims)  # type: ignore[operator]
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
     if compile_config.enable and "model" in compile_config.components:
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
-    weights, sums = (
+    param_dtype, reduce_dtype = (
         TORCH_DTYPE_MAP[name] for name in (training.mixed_precision_param, training.mixed_precision_reduce)
     )
-    follows = {
+    derived = {
         "mesh": _mesh_of(parallel_dims),
         "units": _unit_selector(model, parallel_dims),
-        "mp_policy": MixedPrecisionPolicy(weights, sums, cast_forward_inputs=False),
+        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
         "gradient_divide_factor": 1.0,
         "reshard_after_forward": _reshards(parallelism.fsdp_reshard_after_forward, parallel_dims),
         "param_init_fn": lambda module: None,  # torchtitan initializes afterwards, with equal values on all ranks
         "sync_module_states": not any(parameter.is_meta for parameter in model.parameters()),
     }
-    return Settings({**given, **follows}).shard(model)
+    return Settings({**given_settings, **derived}).shard(model)
 
 
 _NOT_HERE = {
@@ -141,20 +141,20 @@ _NOT_HERE = {
 
 
 def _settings_of(config_file: str | None = None, **settings: Any) -> dict[str, Any]:
-    given = dict(Settings.of(config_file, **settings).given)
-    if names := sorted(_NOT_HERE.keys() & given.keys()):
+    values = dict(Settings.of(config_file, **settings).given)
+    if names := sorted(_NOT_HERE.keys() & values.keys()):
         raise ValueError(f"{names[0]} is not supported with torchtitan: {_NOT_HERE[names[0]]}. Leave it out")
-    return given
+    return values
 
 
 def _refuse_others(
     model: nn.Module, parallel_dims: ParallelDims, training: TrainingConfig, parallelism: ParallelismConfig
 ) -> None:
-    others = {name for name, child in model.named_children() if any(True for _ in child.parameters())} - _DECODERS
-    if others or not isinstance(getattr(model, "layers", None), nn.ModuleDict):
+    unknown = {name for name, child in model.named_children() if any(True for _ in child.parameters())} - _DECODERS
+    if unknown or not isinstance(getattr(model, "layers", None), nn.ModuleDict):
         raise TypeError(
             f"{type(model).__qualname__} is not a plain torchtitan decoder (other modules: "
-            f"{', '.join(sorted(others))}). Write a parallelize_fn that calls layerzero.shard_model with its units"
+            f"{', '.join(sorted(unknown))}). Write a parallelize_fn that calls layerzero.shard_model with its units"
         )
     if not training.disable_cuda_graphs:
         raise ValueError(
@@ -244,9 +244,9 @@ class OptimizersContainer(optimizers.OptimizersContainer):  # type: ignore[misc]
 
     def _shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         # Each optimizer belongs to one model part, which is sharded completely, so one parameter identifies the part.
-        held = optimizer.param_groups[0]["params"][0]
+        first_param = optimizer.param_groups[0]["params"][0]
         owner = next(
-            (m for m in self.model_parts if is_sharded(m) and get_state(m).parameters.managed_param(held)), None
+            (m for m in self.model_parts if is_sharded(m) and get_state(m).parameters.managed_param(first_param)), None
         )
         return optimizer if owner is None else shard_optimizer(optimizer, owner)
 

@@ -186,10 +186,12 @@ def _state_to_save(model: nn.Module, *, rank0_only: bool) -> dict[str, Tensor]:
     """Return the full tensors that ``save_pretrained`` needs. For a PEFT model, these are the adapters' tensors."""
     if not _is_peft(model):
         return full_state_dict(model, rank0_only=rank0_only)
-    held = model.state_dict()
-    wanted = {name for names in _adapter_names(model, held).values() for name in names.values()}
-    whole = ((name, getattr(value, "full_tensor", value.clone)()) for name, value in held.items() if name in wanted)
-    return {name: value.cpu() for name, value in whole}
+    state = model.state_dict()
+    saved_names = {name for names in _adapter_names(model, state).values() for name in names.values()}
+    full = (
+        (name, getattr(value, "full_tensor", value.clone)()) for name, value in state.items() if name in saved_names
+    )
+    return {name: value.cpu() for name, value in full}
 
 
 def _load_adapters(model: nn.Module, folder: str) -> None:
@@ -202,8 +204,10 @@ def _load_adapters(model: nn.Module, folder: str) -> None:
         path = Path(folder) / ("" if adapter == "default" else adapter) / ADAPTER_SAFE_WEIGHTS_NAME
         saved = load_file(path)
         if saved.keys() != names.keys():
-            odd = sorted(saved.keys() ^ names.keys())
-            raise ValueError(f"{path} does not match adapter {adapter!r}: {', '.join(odd)} are only in one of them")
+            differing = sorted(saved.keys() ^ names.keys())
+            raise ValueError(
+                f"{path} does not match adapter {adapter!r}: {', '.join(differing)} are only in one of them"
+            )
         state |= {names[key]: value for key, value in saved.items()}
     load_full_state_dict(model, state, strict=False)
 

@@ -61,19 +61,19 @@ def chosen_of(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
         ValueError: a flag or setting is not supported. The message names the flag, the reason and an alternative.
     """
     failure: Exception | None = None
-    chosen = ParsedArguments({}, (), None)
+    parsed = ParsedArguments({}, (), None)
     try:
         _refuse(args)
-        chosen = _translated(args, data_parallel)
+        parsed = _translated(args, data_parallel)
     except Exception as error:  # the error is sent to the other ranks, and then raised here
         failure = error
-    told: dict[str, object] = {name: repr(value) for name, value in chosen.wrap.items()}
-    told |= {"units": list(chosen.units), "--layerzero-ema-decay": chosen.ema_decay}
-    require_equal("layerzero.megatron.install", told, ranks=range(dist.get_world_size()), failure=failure)
+    fields: dict[str, object] = {name: repr(value) for name, value in parsed.wrap.items()}
+    fields |= {"units": list(parsed.units), "--layerzero-ema-decay": parsed.ema_decay}
+    require_equal("layerzero.megatron.install", fields, ranks=range(dist.get_world_size()), failure=failure)
     if dist.get_rank() == 0 and (warning := _connections_warning(args)):
         _log.warning("%s", warning)
     args.overlap_param_gather = False  # otherwise Megatron's loop calls methods of its own wrapper
-    return chosen
+    return parsed
 
 
 def _translated(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
@@ -134,14 +134,14 @@ def _connections_warning(args: Namespace) -> str | None:
 
 
 def _of_a_node(data_parallel: list[int]) -> int:
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not said.isdigit() or int(said) == 0:
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not local_world_size.isdigit() or int(local_world_size) == 0:
         raise ValueError(
             "the number of ranks per node is unknown, because LOCAL_WORLD_SIZE is not set. Start with torchrun, or set "
             "zero3_size in --layerzero-config"
         )
-    here = dist.get_rank() // int(said)
-    return sum(rank // int(said) == here for rank in data_parallel)
+    own_node = dist.get_rank() // int(local_world_size)
+    return sum(rank // int(local_world_size) == own_node for rank in data_parallel)
 
 
 def _from_mindspeed(size: int, tensor: int, data_parallel: int) -> int:
@@ -154,14 +154,14 @@ def _from_mindspeed(size: int, tensor: int, data_parallel: int) -> int:
             f"zero3_size={size} is not a multiple of the tensor-parallel size {tensor}. In a file with MindSpeed's "
             "names, zero3_size includes tensor-parallel ranks. Use a multiple"
         )
-    found = min(size // tensor, data_parallel)
-    if found != size and dist.get_rank() == 0:
+    zero3_size = min(size // tensor, data_parallel)
+    if zero3_size != size and dist.get_rank() == 0:
         _log.warning(
             "zero3_size=%d in a file with MindSpeed's names includes tensor-parallel ranks. With %d tensor-parallel "
             "and %d data-parallel ranks, layerzero uses zero3_size=%d",
-            *(size, tensor, data_parallel, found),
+            *(size, tensor, data_parallel, zero3_size),
         )
-    return found
+    return zero3_size
 
 
 def _policy(policy: Any, args: Namespace) -> MixedPrecisionPolicy | None:
@@ -290,6 +290,6 @@ _RULES: dict[str, _Rule] = {
 
 
 def _refuse(args: Namespace) -> None:
-    found = [f"{flag} {rule.why}" for flag, rule in _RULES.items() if rule.asks(args)]
-    if found:
-        raise ValueError(f"not supported with layerzero: {'; '.join(found)}")
+    refusals = [f"{flag} {rule.why}" for flag, rule in _RULES.items() if rule.asks(args)]
+    if refusals:
+        raise ValueError(f"not supported with layerzero: {'; '.join(refusals)}")

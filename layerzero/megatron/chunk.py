@@ -106,10 +106,10 @@ class ShardedChunk(nn.Module):
         keeps = dist.get_rank(self.groups.zero1) == 0
         self._shows_whole_gradients = True
         for parameter in self.parameters():
-            whole = torch.zeros(parameter.shape)
+            full = torch.zeros(parameter.shape)
             if parameter.grad is not None:
-                whole = parameter.grad.full_tensor().cpu()  # type: ignore[attr-defined]
-            parameter.main_grad = whole if keeps else None  # type: ignore[attr-defined]
+                full = parameter.grad.full_tensor().cpu()  # type: ignore[attr-defined]
+            parameter.main_grad = full if keeps else None  # type: ignore[attr-defined]
 
     # Parameters
 
@@ -180,6 +180,6 @@ class ShardedChunk(nn.Module):
         if assign:
             raise ValueError("assign=True would replace the sharded parameters of the model. Leave it False")
         if any(value is NOT_FOUND or isinstance(value, RowShardedTensor) for value in state_dict.values()):
-            found = {name: value for name, value in state_dict.items() if value is not NOT_FOUND}
-            return self.module.load_state_dict(found, strict=strict)
+            loaded = {name: value for name, value in state_dict.items() if value is not NOT_FOUND}
+            return self.module.load_state_dict(loaded, strict=strict)
         return load_full_state_dict(self, state_dict, strict=strict)

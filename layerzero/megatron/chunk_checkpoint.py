@@ -65,9 +65,9 @@ def save(
     """
     folder, groups = Path(path).absolute(), model_chunks[0].groups
     experts = _experts("save", groups, model_chunks)
-    mine = new_token()
-    token = all_gather_object(groups, mine)[0]
-    first, partial = token == mine, partial_path(folder, token)
+    own_token = new_token()
+    token = all_gather_object(groups, own_token)[0]
+    first, partial = token == own_token, partial_path(folder, token)
     _raise_together("save", groups, _make_room(folder, partial) if first else None)
     parts = [partial / _part(groups, index) for index in range(len(model_chunks))]
     scale = None if optimizer is None or optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict()
@@ -77,9 +77,9 @@ def save(
             inner = None if optimizer is None else optimizer.sharded[index]
             ema = None if optimizer is None else optimizer.emas[index]
             average = None if ema is None else _stored_average(ema.state_dict(), apart)
-            known = {"places": global_layout_of(chunk, apart), "chunks": len(model_chunks)}
-            told = {"extra": extra, "grad_scaler": scale, "ema": average, **known}
-            save_with(apart, part, chunk, inner, told)
+            layout = {"places": global_layout_of(chunk, apart), "chunks": len(model_chunks)}
+            extra_state = {"extra": extra, "grad_scaler": scale, "ema": average, **layout}
+            save_with(apart, part, chunk, inner, extra_state)
     except Exception as error:
         failure = error
     try:
@@ -128,8 +128,8 @@ def load(
     _raise_together("load", groups, failure)
     result: Any = None
     try:
-        for index, (each, apart) in enumerate(zip(prepared, experts, strict=True)):
-            result = each.commit()
+        for index, (prepared_load, apart) in enumerate(zip(prepared, experts, strict=True)):
+            result = prepared_load.commit()
             _load_average(None if optimizer is None else optimizer.emas[index], result.get("ema"), apart)
     except Exception as error:
         failure = error
@@ -141,14 +141,14 @@ def load(
 
 def _experts(call: str, groups: ProcessGroups, model_chunks: Sequence[ShardedChunk]) -> list[RankLocalNames]:
     """Return the checkpoint names of rank-local experts for each chunk. If a rank fails, all ranks raise an error."""
-    found: list[RankLocalNames] = []
+    names: list[RankLocalNames] = []
     failure: Exception | None = None
     try:
-        found = [experts_of(chunk) for chunk in model_chunks]
+        names = [experts_of(chunk) for chunk in model_chunks]
     except Exception as error:
         failure = error
     _raise_together(call, groups, failure)
-    return found
+    return names
 
 
 def _stored_average(state: Mapping[str, Any], apart: RankLocalNames) -> dict[str, Any]:
@@ -164,9 +164,11 @@ def _load_average(ema: EMA | None, saved: Any, apart: RankLocalNames) -> None:
     if ema is not None and saved is None:
         ema.n_averaged.zero_()
     elif ema is not None:
-        own = {apart.stored(name): name for name in ema.state_dict()["averages"]}
-        here = {name: rows for name, rows in saved["averages"].items() if not apart.is_elsewhere(name)}
-        ema.load_state_dict({**saved, "averages": {own.get(name, name): rows for name, rows in here.items()}})
+        current_names = {apart.stored(name): name for name in ema.state_dict()["averages"]}
+        local_rows = {name: rows for name, rows in saved["averages"].items() if not apart.is_elsewhere(name)}
+        ema.load_state_dict(
+            {**saved, "averages": {current_names.get(name, name): rows for name, rows in local_rows.items()}}
+        )
 
 
 def _make_room(folder: Path, partial: Path) -> Exception | None:
@@ -178,9 +180,9 @@ def _make_room(folder: Path, partial: Path) -> Exception | None:
                 "another name"
             )
         if os.path.lexists(folder):
-            whole = (folder / _MARKER).exists()
+            is_complete = (folder / _MARKER).exists()
             raise FileExistsError(
-                f"{PathTakenError.at(folder)}" + ("" if whole else ". (It contains no complete checkpoint.)")
+                f"{PathTakenError.at(folder)}" + ("" if is_complete else ". (It contains no complete checkpoint.)")
             )
         make_folder(folder.parent)
         partial.mkdir()

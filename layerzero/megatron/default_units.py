@@ -42,16 +42,16 @@ def default_units(module: nn.Module, *, pipeline_size: int) -> IsUnit:
     from megatron.core.ssm.mamba_layer import MambaLayer  # noqa: PLC0415
     from megatron.core.transformer.transformer_layer import BaseTransformerLayer  # noqa: PLC0415
 
-    apart = set()
+    separate_ids = set()
     language = language_model(module)
     if language is not None and (pipeline_size > 1 or not getattr(language, "share_embeddings_and_output_weights", 0)):
         embedding = getattr(getattr(language, "embedding", None), "word_embeddings", None)
         output = getattr(language, "output_layer", None)
-        apart = {id(m) for m in (embedding, output) if m is not None and getattr(m, "weight", None) is not None}
+        separate_ids = {id(m) for m in (embedding, output) if m is not None and getattr(m, "weight", None) is not None}
 
     def is_unit(name: str, module: nn.Module) -> bool:
         layer = isinstance(module, (BaseTransformerLayer, MambaLayer)) and any(True for _ in module.parameters())
-        return layer or id(module) in apart
+        return layer or id(module) in separate_ids
 
     return is_unit
 
@@ -79,10 +79,10 @@ def with_named(default: Sequence[IsUnit], names: Sequence[str]) -> IsUnit:
 def named(name: str, module: nn.Module, names: Sequence[str]) -> set[str]:
     """Return the entries of `names` that equal the module's name, class name or qualified class name."""
     kind = type(module)
-    own = {name, kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+    own_names = {name, kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
     while name.startswith("module."):  # each wrapper around Megatron's model adds this prefix
-        own.add(name := name.removeprefix("module."))
-    return own & set(names)
+        own_names.add(name := name.removeprefix("module."))
+    return own_names & set(names)
 
 
 def warn_of_layers_without_units(chunk: nn.Module, units: set[int]) -> None:
@@ -91,14 +91,14 @@ def warn_of_layers_without_units(chunk: nn.Module, units: set[int]) -> None:
     Args:
         units: ids of the modules that are units.
     """
-    lost = list(_layers_without_units(chunk, units))
-    if not lost:
+    layers = list(_layers_without_units(chunk, units))
+    if not layers:
         return
-    parameters = {id(p): p for layer in lost for p in layer.parameters()}.values()
-    kinds = ", ".join(sorted({type(layer).__name__ for layer in lost}))
+    parameters = {id(p): p for layer in layers for p in layer.parameters()}.values()
+    kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
     nbytes = sum(p.numel() * p.element_size() for p in parameters)
     warnings.warn(
-        f"layerzero.megatron.wrap: {len(lost)} layers of class {kinds} are not units. All of them "
+        f"layerzero.megatron.wrap: {len(layers)} layers of class {kinds} are not units. All of them "
         f"({nbytes / 2**20:,.1f} MiB on this rank) are gathered at once for the entire forward and backward. Add "
         "their class to units",
         stacklevel=3,

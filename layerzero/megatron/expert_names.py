@@ -32,7 +32,7 @@ def experts_of(chunk: ShardedChunk) -> RankLocalNames:
     if groups.expert_zero1 is None:
         return RankLocalNames.nothing()
     numbers = _numbers(chunk)
-    whole = getattr(chunk.config, "num_moe_experts", None) or 0
+    num_experts = getattr(chunk.config, "num_moe_experts", None) or 0
 
     def split(name: str) -> tuple[str, re.Match[str], range] | None:
         """Split the name of an expert's parameter, which may start with ``module.``.
@@ -41,22 +41,22 @@ def experts_of(chunk: ShardedChunk) -> RankLocalNames:
             The prefix before the experts' own names, a match of the rest of the name, and the indices of this rank's
             experts. None if the name does not belong to a parameter of a single expert.
         """
-        for layer, own in numbers.items():
-            before, inside, after = name.partition(layer)
-            if inside and not before.replace("module.", "") and (found := _NUMBER.match(after)):
-                return before + layer, found, own
+        for layer, local_experts in numbers.items():
+            before, matched, suffix = name.partition(layer)
+            if matched and not before.replace("module.", "") and (match := _NUMBER.match(suffix)):
+                return before + layer, match, local_experts
         return None
 
     def stored(name: str) -> str:
         name = plain_name(name)
         if (parts := split(name)) is None:
             return name
-        prefix, found, own = parts
-        return f"{prefix}{found[1]}{own[int(found[2])]}{found.string[found.end() :]}"
+        prefix, match, local_experts = parts
+        return f"{prefix}{match[1]}{local_experts[int(match[2])]}{match.string[match.end() :]}"
 
     def is_elsewhere(name: str) -> bool:
         parts = split(name)
-        return parts is not None and int(parts[1][2]) in range(whole) and int(parts[1][2]) not in parts[2]
+        return parts is not None and int(parts[1][2]) in range(num_experts) and int(parts[1][2]) not in parts[2]
 
     for member in get_state(chunk).members.values():
         if member.spec.holders < groups.zero1.size() and split(plain_name(member.name)) is None:
@@ -75,9 +75,11 @@ def _numbers(chunk: ShardedChunk) -> dict[str, range]:
 
     The prefixes do not contain the names of wrappers.
     """
-    found: dict[str, range] = {}
+    experts_by_prefix: dict[str, range] = {}
     for name, module in chunk.named_modules():
-        own: Any = getattr(module, "local_expert_indices", None)
-        if own and hasattr(module, "experts"):
-            found[f"{module_name(plain_name(name))}.experts."] = range(own[0], own[-1] + 1)
-    return found
+        local_experts: Any = getattr(module, "local_expert_indices", None)
+        if local_experts and hasattr(module, "experts"):
+            experts_by_prefix[f"{module_name(plain_name(name))}.experts."] = range(
+                local_experts[0], local_experts[-1] + 1
+            )
+    return experts_by_prefix

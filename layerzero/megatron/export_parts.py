@@ -40,13 +40,13 @@ class _Stored:
     key: str
 
     def read(self) -> Tensor:
-        found = []
+        parts = []
         for name, _, sizes in sorted(self.tensor.chunks, key=lambda chunk: chunk[1:]):
             path = self.manifest.path_of(name)
             with opened(path) as file:
                 check_entry(path, file, set(file.keys()), self.key, sizes, self.tensor.dtype)
-                found += list(pieces(file, self.key, sizes, self.tensor.dtype))
-        return torch.cat(found) if self.tensor.shape else found[0]
+                parts += list(pieces(file, self.key, sizes, self.tensor.dtype))
+        return torch.cat(parts) if self.tensor.shape else parts[0]
 
 
 @dataclass
@@ -65,7 +65,7 @@ class _FullTensor:
     pieces: dict[tuple[int, ...], tuple[_Stored, int, int]] = field(default_factory=dict)
 
     def build(self) -> Tensor:
-        whole = torch.empty(self.shape, dtype=self.dtype)
+        full = torch.empty(self.shape, dtype=self.dtype)
         if not self.shape:
             return next(iter(self.pieces.values()))[0].read().to(self.dtype)
         read: dict[int, Tensor] = {}  # by id of the stored tensor, which may supply several ranges of rows
@@ -75,11 +75,11 @@ class _FullTensor:
                 read[id(stored)] = stored.read()
             rows = read[id(stored)][first:stop]
             region = tuple(slice(start, start + size) for start, size in zip(offset, rows.shape, strict=True))
-            whole[region] = rows.to(self.dtype)
+            full[region] = rows.to(self.dtype)
             filled += rows.numel()
         if filled != math.prod(self.shape):
             raise CheckpointError(f"the parts contain only {filled} of {math.prod(self.shape)} elements of a tensor")
-        return whole
+        return full
 
 
 def export_parts(
@@ -109,15 +109,15 @@ def export_parts(
     target = Path(out).absolute()
     if os.path.lexists(target):
         raise FileExistsError(f"{target} already exists. Use another path")
-    found: dict[str, _FullTensor] = {}
+    tensors: dict[str, _FullTensor] = {}
     for part in _parts(Path(path)):
-        _add(found, part, dtype, averages=averages)
-    order = sorted(found, key=lambda name: -found[name].dtype.itemsize)
-    header = {name: (found[name].shape, found[name].dtype) for name in order}
+        _add(tensors, part, dtype, averages=averages)
+    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+    header = {name: (tensors[name].shape, tensors[name].dtype) for name in order}
     partial = partial_path(target, new_token())
     with ExitStack() as stack:
         stack.callback(remove, partial)
-        write_safetensors(partial, header, ([found[name].build()] for name in order))
+        write_safetensors(partial, header, ([tensors[name].build()] for name in order))
         publish_file(partial, target)
         stack.pop_all()
 
@@ -141,7 +141,7 @@ def _parts(folder: Path) -> Iterator[Path]:
     yield from parts
 
 
-def _add(found: dict[str, _FullTensor], part: Path, dtype: torch.dtype | None, *, averages: bool) -> None:
+def _add(tensors: dict[str, _FullTensor], part: Path, dtype: torch.dtype | None, *, averages: bool) -> None:
     manifest = Manifest.read(part)
     manifest.verify()
     contents = CheckpointContents.read(manifest)
@@ -157,24 +157,24 @@ def _add(found: dict[str, _FullTensor], part: Path, dtype: torch.dtype | None, *
     places = extra.get("places", {"because": "it was saved by an older version"})
     if "because" in places:
         raise ValueError(f"{part} lacks the positions of its parameters in the full model: {places['because']}")
-    renamed = {layer_of(name): layer_of(place["name"]) for name, place in places.items() if layer_of(name)}
+    renamed = {layer_of(name): layer_of(position["name"]) for name, position in places.items() if layer_of(name)}
     for name, key in model_keys(contents, averages=averages).items():
         tensor = contents.tensors[key]
         own = module_name(name)
         stored = _Stored(manifest, tensor, key)
         layer = layer_of(own)
         # Buffers have no entry in `places`, because they are the same on all tensor-parallel ranks.
-        place = places.get(own) or {
+        position = places.get(own) or {
             "name": renamed.get(layer, layer) + own.removeprefix(layer),
             "shape": tensor.shape,
             "pieces": [[0, tensor.shape[0] if tensor.shape else 1, [0] * len(tensor.shape)]],
         }
-        whole_name, shape, rows = (place[what] for what in ("name", "shape", "pieces"))
+        whole_name, shape, rows = (position[what] for what in ("name", "shape", "pieces"))
         cast = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
-        whole = found.setdefault(whole_name, _FullTensor(tuple(shape), cast))
-        if whole.shape != tuple(shape):
+        full = tensors.setdefault(whole_name, _FullTensor(tuple(shape), cast))
+        if full.shape != tuple(shape):
             raise CheckpointError(
-                f"{part}: {own} is a part of a tensor of shape {list(shape)}, but of {list(whole.shape)} in other parts"
+                f"{part}: {own} is a part of a tensor of shape {list(shape)}, but of {list(full.shape)} in other parts"
             )
         for first, stop, offset in rows:
-            whole.pieces.setdefault(tuple(offset), (stored, first, stop))
+            full.pieces.setdefault(tuple(offset), (stored, first, stop))

@@ -77,8 +77,8 @@ class FinalizeGradients:
                     averaged.append(_gradient_rows(parameter))
                 elif self._is_partial(name, parameter):
                     summed.append(_gradient_rows(parameter))
-        for rows, factor in ((summed, 1.0), (averaged, 1.0 / size)):
-            _all_reduce(rows, self.groups.tensor, factor)
+        for gradients, factor in ((summed, 1.0), (averaged, 1.0 / size)):
+            _all_reduce(gradients, self.groups.tensor, factor)
 
     def _is_partial(self, name: str, parameter: nn.Parameter) -> bool:
         if self.config.sequence_parallel and getattr(parameter, "sequence_parallel", False):
@@ -144,13 +144,13 @@ def _gradient_rows(parameter: nn.Parameter) -> Tensor:
     return plain(parameter.grad)
 
 
-def _all_reduce(rows: Sequence[Tensor], group: dist.ProcessGroup, factor: float) -> None:
-    rows = [part for part in rows if part.numel()]
-    if not rows:
+def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup, factor: float) -> None:
+    tensors = [part for part in tensors if part.numel()]
+    if not tensors:
         return
-    flat = torch.cat([part.reshape(-1) for part in rows])
+    flat = torch.cat([part.reshape(-1) for part in tensors])
     dist.all_reduce(flat, group=group)
     if factor != 1.0:
         flat.mul_(factor)
-    for part, total in zip(rows, torch.split(flat, [part.numel() for part in rows]), strict=True):
+    for part, total in zip(tensors, torch.split(flat, [part.numel() for part in tensors]), strict=True):
         part.copy_(total.view(part.shape))

@@ -25,17 +25,21 @@ def refuse(chunks: Iterable[Any], groups: ProcessGroups) -> None:
     """
     chunks = list(chunks)
     rank = dist.get_rank()
-    own = [f"rank {rank}: {text}" for chunk in chunks if chunk.own_gradients for text in chunk.own_gradients.bad()]
+    own_messages = [
+        f"rank {rank}: {text}" for chunk in chunks if chunk.own_gradients for text in chunk.own_gradients.bad()
+    ]
     final = []
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if parameter.grad is not None and not torch.isfinite(plain(parameter.grad)).all():
                 final.append(name)
-    told = all_gather_object(groups, (own, final))
-    if not any(final for _, final in told):
+    entries = all_gather_object(groups, (own_messages, final))
+    if not any(final for _, final in entries):
         return
-    found = nonfinite_text([text for own, _ in told for text in own], [name for _, final in told for name in final])
+    details = nonfinite_text(
+        [text for own_messages, _ in entries for text in own_messages], [name for _, final in entries for name in final]
+    )
     raise RuntimeError(
-        f"layerzero.megatron: gradients are not finite, and no parameter has been updated: {found}. To skip this "
+        f"layerzero.megatron: gradients are not finite, and no parameter has been updated: {details}. To skip this "
         "batch, call zero_grad_buffer() of all chunks. To disable the check, pass check_for_nan_in_grad=False to wrap"
     )

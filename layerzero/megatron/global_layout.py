@@ -43,29 +43,32 @@ def global_layout_of(chunk: ShardedChunk, apart: RankLocalNames) -> dict[str, An
     try:
         from layerzero.megatron.sharded_model_state import global_params  # noqa: PLC0415
 
-        _, found = global_params(chunk.module, members, metadata, of_all_ranks=True)
+        _, params = global_params(chunk.module, members, metadata, of_all_ranks=True)
     except Exception as error:  # the save continues, because only an export needs the positions
         return {"because": f"{type(error).__name__}: {error}"}
     common: dict[str, Any] = {}
-    own: dict[str, Any] = {}
+    rank_local: dict[str, Any] = {}
     for member in members:
-        if member.name not in found:
+        if member.name not in params:
             return {"because": f"its modules do not return the position of {member.name!r}"}
-        where, dims = found[member.name], len(member.spec.shape)
+        global_param, dims = params[member.name], len(member.spec.shape)
         stored = apart.stored(member.name)
         name = module_name(stored)
         # A copy of the word embeddings on the last stage has the key of the original. The keys of other parameters may
         # contain the names of other modules. Therefore only the layer number in these keys is used.
         copied = getattr(member.gathered, "shared", False)
-        (own if apart.is_rank_local(stored) else common)[name] = {
-            "name": where.key if copied else layer_of(where.key) + name.removeprefix(layer_of(name)),
-            "shape": list(where.pieces[0][1].global_shape[-dims:]),
-            "pieces": [[rows.start, rows.stop, list(piece.global_offset[-dims:])] for rows, piece in where.pieces],
+        (rank_local if apart.is_rank_local(stored) else common)[name] = {
+            "name": global_param.key if copied else layer_of(global_param.key) + name.removeprefix(layer_of(name)),
+            "shape": list(global_param.pieces[0][1].global_shape[-dims:]),
+            "pieces": [
+                [row_range.start, row_range.stop, list(piece.global_offset[-dims:])]
+                for row_range, piece in global_param.pieces
+            ],
         }
-    return MergedValue(common, own)
+    return MergedValue(common, rank_local)
 
 
 def layer_of(name: str) -> str:
     """Return the prefix of a name up to the layer number, such as ``decoder.layers.3.``; "" if there is no number."""
-    found = _LAYER.match(name)
-    return found[0] if found else ""
+    match = _LAYER.match(name)
+    return match[0] if match else ""

@@ -101,9 +101,9 @@ class _GetModel:
         wrap_with_ddp: bool = True,
         **kwargs: Any,
     ) -> list[Any]:
-        chosen = self._chosen() if wrap_with_ddp else None
+        arguments = self._chosen() if wrap_with_ddp else None
         chunks = self._build(model_provider_func, *args, wrap_with_ddp=False, **kwargs)
-        return chunks if chosen is None else self._wrap(chunks, chosen)
+        return chunks if arguments is None else self._wrap(chunks, arguments)
 
     def checking_arguments_first(self, setup: Callable[..., Any]) -> Callable[..., Any]:
         """Return a replacement for ``setup_model_and_optimizer`` that checks the flags before it builds the model."""
@@ -122,21 +122,21 @@ class _GetModel:
         """Wrap chunks with layerzero. This method replaces ``_ddp_wrap``, whose other arguments are ignored."""
         return self._wrap(model, self._chosen())
 
-    def _wrap(self, chunks: list[nn.Module], chosen: ParsedArguments) -> list[ShardedChunk]:
+    def _wrap(self, chunks: list[nn.Module], arguments: ParsedArguments) -> list[ShardedChunk]:
         from megatron.core import parallel_state  # noqa: PLC0415
         from megatron.core.utils import get_model_config  # noqa: PLC0415
 
         config = get_model_config(chunks[0])
         units: Any = None
-        if chosen.units:
+        if arguments.units:
             stages = parallel_state.get_pipeline_model_parallel_world_size()
-            default = [default_units(chunk, pipeline_size=stages) for chunk in chunks]
-            units = with_named(default, chosen.units)
-        self._ema_decay = chosen.ema_decay
-        wrapped = wrap(chunks, config, units=units, **chosen.wrap)
+            predicates = [default_units(chunk, pipeline_size=stages) for chunk in chunks]
+            units = with_named(predicates, arguments.units)
+        self._ema_decay = arguments.ema_decay
+        wrapped = wrap(chunks, config, units=units, **arguments.wrap)
         if self._release < _BUILDERS:  # later loops keep config.finalize_model_grads_func
             self._training.finalize_model_grads = config.finalize_model_grads_func
-        _require_all(chosen.units, wrapped)
+        _require_all(arguments.units, wrapped)
         return wrapped
 
     def _chosen(self) -> ParsedArguments:
@@ -161,10 +161,12 @@ class _GetModel:
 
 def _require_all(units: tuple[str, ...], chunks: list[ShardedChunk]) -> None:
     """Raise ValueError on all ranks if a name in `units` matches no module on any stage."""
-    modules = [entry for chunk in chunks for entry in chunk.named_modules()]
-    here = {found for name, module in modules for found in named(name, module, units)}
-    known = {found for told in all_gather_object(chunks[0].groups, here) for found in told}
-    if lost := sorted(set(units) - known):
+    modules = [named_module for chunk in chunks for named_module in chunk.named_modules()]
+    own_names = {matched_name for name, module in modules for matched_name in named(name, module, units)}
+    matched = {
+        matched_name for rank_names in all_gather_object(chunks[0].groups, own_names) for matched_name in rank_names
+    }
+    if lost := sorted(set(units) - matched):
         raise ValueError(
             f"units of --layerzero-config contains {', '.join(lost)}, but no module of the model has this name or class"
         )

@@ -245,14 +245,14 @@ class ShardedMegatronOptimizer:
             RuntimeError: a gradient is NaN or infinite, and ``wrap(check_for_nan_in_grad=True)`` was used. All ranks
                 raise this error.
         """
-        counted, others = [_ZERO.to(self._device)], [_ZERO.to(self._device)]
+        counted, uncounted = [_ZERO.to(self._device)], [_ZERO.to(self._device)]
         for parameter in self.get_parameters():
             if parameter.grad is not None and (rows := plain(parameter.grad)).numel():
-                (counted if self._counts(parameter) else others).append(rows)
-        squares, of_others = (
-            torch.stack([n.float() for n in torch._foreach_norm(rows)]).square().sum() for rows in (counted, others)
+                (counted if self._counts(parameter) else uncounted).append(rows)
+        squares, uncounted_squares = (
+            torch.stack([n.float() for n in torch._foreach_norm(rows)]).square().sum() for rows in (counted, uncounted)
         )
-        suspect = ~torch.isfinite(squares + of_others)
+        suspect = ~torch.isfinite(squares + uncounted_squares)
         squares, suspects = self._over_model(torch.stack([squares, suspect.float()]), dist.ReduceOp.SUM).tolist()
         if suspects and self._checks:
             refuse(self.model_chunks, self.groups)

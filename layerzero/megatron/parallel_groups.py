@@ -83,22 +83,22 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
         model, embedding = pg_collection.mp, pg_collection.embd
         experts = getattr(pg_collection, "expt_dp", None)
     ranks = sorted(dist.get_process_group_ranks(zero1))
-    alike = ranks if experts is None else sorted(dist.get_process_group_ranks(experts))
-    failure = unsupported_version() or _failure(zero3_size, ranks, alike)
-    fields = {"zero3_size": repr(zero3_size), "experts": f"on {len(alike)} ranks", "megatron-core": version()}
+    expert_ranks = ranks if experts is None else sorted(dist.get_process_group_ranks(experts))
+    failure = unsupported_version() or _failure(zero3_size, ranks, expert_ranks)
+    fields = {"zero3_size": repr(zero3_size), "experts": f"on {len(expert_ranks)} ranks", "megatron-core": version()}
     size = zero3_size if failure is None else 1
     start = ranks.index(dist.get_rank()) // size * size
     node = ranks[start : start + size]
-    made = groups_so_far(node, [rank for rank in node if rank in alike])
-    require_equal("layerzero.megatron.process_groups", fields, ranks=ranks, groups=made, failure=failure)
+    group_counts = groups_so_far(node, [rank for rank in node if rank in expert_ranks])
+    require_equal("layerzero.megatron.process_groups", fields, ranks=ranks, groups=group_counts, failure=failure)
     device_type = default_device_type()
     if f"{device_type}:" not in dist.get_backend_config(zero1):
         device_type = "cpu"
     zero3 = mesh_group(node, like=zero1, device_type=device_type)
     expert_zero3 = None
-    if len(alike) < len(ranks):
-        own = [rank for rank in node if rank in alike]
-        expert_zero3 = mesh_group(own, like=experts, device_type=device_type)
+    if len(expert_ranks) < len(ranks):
+        expert_node_ranks = [rank for rank in node if rank in expert_ranks]
+        expert_zero3 = mesh_group(expert_node_ranks, like=experts, device_type=device_type)
     if embedding is not None and dist.get_rank() not in dist.get_process_group_ranks(embedding):
         embedding = None
     expert_zero1 = None if expert_zero3 is None else experts
@@ -118,9 +118,9 @@ def raise_together(what: str, groups: ProcessGroups, failure: Exception | None) 
     """
     text = failure and f"{what} failed on rank {dist.get_rank()}: {type(failure).__name__}: {failure}"
     for group in (groups.zero1, groups.model):  # together these groups reach all ranks
-        said: list[str | None] = [None] * group.size()
-        dist.all_gather_object(said, text, group=group)
-        text = text or next((theirs for theirs in said if theirs), None)
+        messages: list[str | None] = [None] * group.size()
+        dist.all_gather_object(messages, text, group=group)
+        text = text or next((message for message in messages if message), None)
     if failure is not None:
         raise failure
     if text:
@@ -132,41 +132,41 @@ def all_gather_object(groups: ProcessGroups, fact: Any) -> list[Any]:
 
     All ranks must call this function.
     """
-    said: list[tuple[int, Any]] = [(dist.get_rank(), fact)]
+    gathered: list[tuple[int, Any]] = [(dist.get_rank(), fact)]
     for group in (groups.zero1, groups.model):  # together these groups reach all ranks
-        heard: list[Any] = [None] * group.size()
-        dist.all_gather_object(heard, said, group=group)
-        said = [each for several in heard for each in several]
-    return [fact for _, fact in sorted(said, key=lambda each: each[0])]
+        received: list[Any] = [None] * group.size()
+        dist.all_gather_object(received, gathered, group=group)
+        gathered = [entry for entries in received for entry in entries]
+    return [fact for _, fact in sorted(gathered, key=lambda entry: entry[0])]
 
 
-def _failure(zero3_size: object, ranks: Sequence[int], alike: Sequence[int]) -> Exception | None:
+def _failure(zero3_size: object, ranks: Sequence[int], expert_ranks: Sequence[int]) -> Exception | None:
     """Return the error for an invalid `zero3_size` or expert layout; None if both are valid.
 
     Args:
         zero3_size: value to check.
         ranks: data-parallel ranks.
-        alike: ranks that hold the same experts as this rank.
+        expert_ranks: ranks that hold the same experts as this rank.
     """
     if not isinstance(zero3_size, int) or isinstance(zero3_size, bool):
         return TypeError(f"zero3_size must be an int, got {zero3_size!r}")
-    if not {*alike} <= {*ranks}:
+    if not {*expert_ranks} <= {*ranks}:
         return ValueError(
-            f"the ranks {list(alike)} hold the same experts, but are not all among the data-parallel ranks "
+            f"the ranks {list(expert_ranks)} hold the same experts, but are not all among the data-parallel ranks "
             f"{list(ranks)} of this pipeline stage and tensor rank. Set expert_tensor_parallel_size to "
             "tensor_model_parallel_size"
         )
-    world, apart = len(ranks), len(ranks) // len(alike)
+    world, ep_size = len(ranks), len(ranks) // len(expert_ranks)
     divisors = [d for d in range(1, world + 1) if world % d == 0]
     if zero3_size < 1 or world % zero3_size:
         return ValueError(
             f"zero3_size={zero3_size} does not divide the {world} data-parallel ranks (including context-parallel "
             f"ranks) of this pipeline stage and tensor rank. Use one of {divisors}"
         )
-    if zero3_size % apart and apart % zero3_size:
-        fitting = [d for d in divisors if d % apart == 0 or apart % d == 0]
+    if zero3_size % ep_size and ep_size % zero3_size:
+        fitting = [d for d in divisors if d % ep_size == 0 or ep_size % d == 0]
         return ValueError(
-            f"zero3_size={zero3_size} is neither a multiple nor a divisor of expert_model_parallel_size={apart}, so "
+            f"zero3_size={zero3_size} is neither a multiple nor a divisor of expert_model_parallel_size={ep_size}, so "
             f"more ranks of a ZeRO-3 group would share some experts than others. Use one of {fitting}"
         )
     return None

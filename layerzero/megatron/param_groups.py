@@ -34,28 +34,28 @@ def param_groups(
     for name, parameter in chunk.named_parameters():
         if not parameter.requires_grad:
             continue
-        own: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         for key, override in (config_overrides or {}).items():
             if key.matches(parameter, name):
-                _merge(own, override, name)
+                _merge(settings, override, name)
         if config_overrides is None:
-            own |= _standard(name, parameter, config, no_weight_decay_cond)
+            settings |= _standard(name, parameter, config, no_weight_decay_cond)
         if scale_lr_cond is not None and scale_lr_cond(name, parameter):
-            own["lr_mult"] = lr_mult
+            settings["lr_mult"] = lr_mult
         if is_expert_parallel(parameter):
-            own["is_expert_parallel"] = True
-        if own.setdefault("optimizer", config.optimizer) != config.optimizer:
+            settings["is_expert_parallel"] = True
+        if settings.setdefault("optimizer", config.optimizer) != config.optimizer:
             raise ValueError(
-                f"config_overrides sets the optimizer of parameter {name!r} to {own['optimizer']!r}, but "
+                f"config_overrides sets the optimizer of parameter {name!r} to {settings['optimizer']!r}, but "
                 f"config.optimizer is {config.optimizer!r}. layerzero.megatron steps all parameters with one "
                 "optimizer. Remove the optimizer from config_overrides"
             )
-        del own["optimizer"]
-        identity = tuple(sorted(own.items()))
-        if identity not in groups:
-            groups[identity] = _group(config, own)
-        groups[identity]["params"].append(parameter)
-    return [groups[identity] for identity in sorted(groups, key=repr)]
+        del settings["optimizer"]
+        group_key = tuple(sorted(settings.items()))
+        if group_key not in groups:
+            groups[group_key] = _group(config, settings)
+        groups[group_key]["params"].append(parameter)
+    return [groups[group_key] for group_key in sorted(groups, key=repr)]
 
 
 def _standard(name: str, parameter: nn.Parameter, config: Any, no_decay: Condition | None) -> dict[str, Any]:
@@ -64,31 +64,31 @@ def _standard(name: str, parameter: nn.Parameter, config: Any, no_decay: Conditi
     Biases and 1-D parameters have no weight decay. The embedding and the output layer may have a separate learning
     rate.
     """
-    own: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if no_decay is not None:
-        spared = no_decay(name, parameter)
+        no_weight_decay = no_decay(name, parameter)
     else:
-        spared = name.endswith(".bias") or parameter.ndim == 1
+        no_weight_decay = name.endswith(".bias") or parameter.ndim == 1
         if getattr(config, "apply_wd_to_qk_layernorm", False) and ("q_layernorm." in name or "k_layernorm." in name):
-            spared = False
-    if spared:
-        own["wd_mult"] = 0.0
+            no_weight_decay = False
+    if no_weight_decay:
+        settings["wd_mult"] = 0.0
     if config.decoupled_lr is not None and getattr(parameter, "is_embedding_or_output_parameter", False):
-        own |= {"max_lr": config.decoupled_lr, "is_decoupled_lr": True}
+        settings |= {"max_lr": config.decoupled_lr, "is_decoupled_lr": True}
         if config.decoupled_min_lr is not None:
-            own["min_lr"] = config.decoupled_min_lr
-    return own
+            settings["min_lr"] = config.decoupled_min_lr
+    return settings
 
 
-def _merge(own: dict[str, Any], override: Mapping[str, Any], name: str) -> None:
+def _merge(settings: dict[str, Any], override: Mapping[str, Any], name: str) -> None:
     for key, value in override.items():
-        if own.setdefault(key, value) != value:
+        if settings.setdefault(key, value) != value:
             raise ValueError(
-                f"config_overrides sets {key} of parameter {name!r} to both {own[key]!r} and {value!r}. Remove one"
+                f"config_overrides sets {key} of parameter {name!r} to both {settings[key]!r} and {value!r}. Remove one"
             )
 
 
-def _group(config: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+def _group(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     group: dict[str, Any] = {
         "params": [],
         "wd_mult": 1.0,
@@ -97,8 +97,8 @@ def _group(config: Any, own: Mapping[str, Any]) -> dict[str, Any]:
         "min_lr": config.min_lr,
         "is_expert_parallel": False,
         "is_decoupled_lr": False,
-        "default_config": not any("lr" in key for key in own),
-        **own,
+        "default_config": not any("lr" in key for key in settings),
+        **settings,
     }
     # Megatron's scheduler sets these values from its first step on.
     group["lr"] = group["max_lr"] * group["lr_mult"]

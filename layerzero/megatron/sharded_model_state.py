@@ -59,20 +59,20 @@ class GlobalParam:
             # A load removes pieces that the checkpoint lacks. Because of the extra entry, the dict is never empty, and
             # merge is always called.
             built: dict[str, Any] = {"merged": LocalNonpersistentObject(True)}
-            for number, (own, piece) in enumerate(self.pieces):
-                built[str(number)] = replace(
+            for index, (row_range, piece) in enumerate(self.pieces):
+                built[str(index)] = replace(
                     piece,
                     key=key + piece.key.removeprefix(self.key),
-                    data=rows[own.start : own.stop].view(piece.local_shape),
+                    data=rows[row_range.start : row_range.stop].view(piece.local_shape),
                     dtype=rows.dtype,
                 )
             return built
 
-        def merge(found: dict[str, Any]) -> Any:
-            numbers = [str(number) for number in range(len(self.pieces))]
-            if not found.keys() >= set(numbers):
+        def merge(loaded: dict[str, Any]) -> Any:
+            numbers = [str(index) for index in range(len(self.pieces))]
+            if not loaded.keys() >= set(numbers):
                 return NOT_FOUND
-            parts = [found[number].view(-1, *spec.shape[1:]) for number in numbers]
+            parts = [loaded[index].view(-1, *spec.shape[1:]) for index in numbers]
             return sharded(parts[0] if len(parts) == 1 else torch.cat(parts), spec, MutationTracker())
 
         return ShardedTensorFactory(prefix + self.key, rows, build, merge, self.pieces[0][1].replica_id)
@@ -98,7 +98,7 @@ def global_params(
     Raises:
         NotImplementedError: a parameter is stored in pieces that are not contiguous ranges of its rows.
     """
-    found: dict[str, GlobalParam] = {}
+    params: dict[str, GlobalParam] = {}
     # See [Note: Row numbers in place of parameters].
     with _row_numbers(members) as member_at:
         state: dict[str, Any] = module.sharded_state_dict(  # type: ignore[operator]
@@ -111,18 +111,20 @@ def global_params(
             if member is None:
                 return value
             parts = list(nested_values(value.build())) if isinstance(value, ShardedTensorFactory) else [value]
-            wanted = range(member.spec.shape[0]) if of_all_ranks else member.spec.rows
-            own = [part for part in (_own_part(part, member.spec, wanted) for part in parts) if part is not None]
-            own.sort(key=lambda part: part[0].start)
+            required_rows = range(member.spec.shape[0]) if of_all_ranks else member.spec.rows
+            own_parts = [
+                part for part in (_own_part(part, member.spec, required_rows) for part in parts) if part is not None
+            ]
+            own_parts.sort(key=lambda part: part[0].start)
             if member.master.numel() or of_all_ranks:
-                starts, stops = [rows.start for rows, _ in own], [rows.stop for rows, _ in own]
-                if [*starts, len(wanted)] != [0, *stops]:
+                starts, stops = [rows.start for rows, _ in own_parts], [rows.stop for rows, _ in own_parts]
+                if [*starts, len(required_rows)] != [0, *stops]:
                     raise NotImplementedError(_odd_pieces(member.spec, value.key))
-            result = GlobalParam(member, value.key, tuple(own))
-            return found.setdefault(member.name, result)
+            result = GlobalParam(member, value.key, tuple(own_parts))
+            return params.setdefault(member.name, result)
 
         dict_list_map_inplace(described, state)
-    return state, found
+    return state, params
 
 
 def with_weights(state: dict[str, Any]) -> dict[str, Any]:
@@ -147,7 +149,7 @@ def _row_numbers(members: Iterable[ManagedParam]) -> Iterator[dict[int, ManagedP
     Yields:
         The managed parameters, by the data pointers of their replacements.
     """
-    shown: list[tuple[dict[str, Any], str, Any]] = []
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
     member_at: dict[int, ManagedParam] = {}
     try:
         for member in members:
@@ -159,16 +161,16 @@ def _row_numbers(members: Iterable[ManagedParam]) -> Iterator[dict[int, ManagedP
             vars(stand_in).update(vars(member.gathered))  # attributes that Megatron has set on the parameter
             member_at[numbers.untyped_storage().data_ptr()] = member
             for parameters, name in member.module_refs:
-                shown.append((parameters, name, parameters[name]))
+                replaced.append((parameters, name, parameters[name]))
                 parameters[name] = stand_in
         yield member_at
     finally:
-        for parameters, name, parameter in shown:
+        for parameters, name, parameter in replaced:
             parameters[name] = parameter
 
 
-def _own_part(piece: ShardedTensor, spec: RowShardSpec, wanted: range) -> tuple[range, ShardedTensor] | None:
-    """Return the overlap of a piece with the `wanted` rows of a parameter.
+def _own_part(piece: ShardedTensor, spec: RowShardSpec, required_rows: range) -> tuple[range, ShardedTensor] | None:
+    """Return the overlap of a piece with the `required_rows` rows of a parameter.
 
     Returns:
         The rows of the overlap, counted from the first wanted row, and a ShardedTensor without data that gives their
@@ -177,22 +179,22 @@ def _own_part(piece: ShardedTensor, spec: RowShardSpec, wanted: range) -> tuple[
     numbers: Tensor = piece.data
     if numbers.numel() == 0:
         return None
-    column = numbers.as_strided((len(numbers),), (numbers.stride(0),))
-    first = int(column[0])
-    if numbers.shape[1:] != spec.shape[1:] or not torch.equal(column, first + torch.arange(len(column))):
+    row_numbers = numbers.as_strided((len(numbers),), (numbers.stride(0),))
+    first = int(row_numbers[0])
+    if numbers.shape[1:] != spec.shape[1:] or not torch.equal(row_numbers, first + torch.arange(len(row_numbers))):
         raise NotImplementedError(_odd_pieces(spec, piece.key))
-    start, stop = max(first, wanted.start), min(first + len(column), wanted.stop)
+    start, stop = max(first, required_rows.start), min(first + len(row_numbers), required_rows.stop)
     if start >= stop:
         return None
     offset = list(piece.global_offset)
     offset[piece.prepend_axis_num] += start - first
-    own = range(start - wanted.start, stop - wanted.start)
-    return own, replace(
+    local_rows = range(start - required_rows.start, stop - required_rows.start)
+    return local_rows, replace(
         piece,
         data=None,
         # Layers may be stacked along prepended axes. These axes become ordinary axes of the piece, because Megatron
         # allows prepended axes only for pieces of equal size.
-        local_shape=(*[1] * piece.prepend_axis_num, len(own), *piece.local_shape[1:]),
+        local_shape=(*[1] * piece.prepend_axis_num, len(local_rows), *piece.local_shape[1:]),
         prepend_axis_num=0,
         global_offset=tuple(offset),
         axis_fragmentations=None,

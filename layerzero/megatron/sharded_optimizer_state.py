@@ -89,7 +89,7 @@ def chained_states(
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # noqa: PLC0415
 
     chain = [[pair._replace(experts=experts) for pair in pairs] for experts in (False, True)]
-    states = [sharded_states(each, metadata=metadata, **how) for each in chain]
+    states = [sharded_states(pairs_of_kind, metadata=metadata, **how) for pairs_of_kind in chain]
     if not any(pair.groups for pair in chain[1]):  # no experts on this stage
         return states[0]
     if not (metadata or {}).get("chained_optim_avoid_prefix", False):
@@ -124,8 +124,8 @@ def sharded_states(
         for index, pair in enumerate(pairs):
             tensors |= _tensors(pair, index, metadata, kind, common.steps, is_loading=is_loading)
         averaged = next((int(pair.ema.n_averaged) for pair in pairs if pair.ema is not None), None)
-        low = any(_in_16_bits(member) for pair in pairs for member in get_state(pair.chunk).members.values())
-        common = _Common(_merged([pair.groups for pair in pairs]), common.steps, low)
+        in_16_bits = any(_in_16_bits(member) for pair in pairs for member in get_state(pair.chunk).members.values())
+        common = _Common(_merged([pair.groups for pair in pairs]), common.steps, in_16_bits)
     except Exception as error:
         failure = error
     raise_together("the optimizer's sharded_state_dict", groups, failure)
@@ -149,38 +149,40 @@ def sharded_states(
 
 
 def _tensors(
-    pair: ChunkOptimizer, index: int, metadata: Any, kind: str | None, steps: set[float], *, is_loading: bool
+    chunk_optimizer: ChunkOptimizer, index: int, metadata: Any, kind: str | None, steps: set[float], *, is_loading: bool
 ) -> dict[str, Any]:
     """Return the entries for each parameter's optimizer state, EMA and master, and add step counts to `steps`.
 
     The keys combine the chunk's index and the parameter's name.
     """
-    _, described = global_params(pair.chunk.module, get_state(pair.chunk).members.values(), metadata)
-    state = pair.optimizer.state_dict_by_name()["state"]
-    averages = {} if pair.ema is None else pair.ema.state_dict()["averages"]
+    _, described = global_params(
+        chunk_optimizer.chunk.module, get_state(chunk_optimizer.chunk).members.values(), metadata
+    )
+    state = chunk_optimizer.optimizer.state_dict_by_name()["state"]
+    averages = {} if chunk_optimizer.ema is None else chunk_optimizer.ema.state_dict()["averages"]
     result: dict[str, Any] = {}
-    for group in pair.groups:
-        kept = state_after_a_step(pair.optimizer.inner, group, _device(pair))[0]
-        dtypes = {key: value.dtype for key, value in kept.items() if isinstance(value, Tensor) and value.ndim}
+    for group in chunk_optimizer.groups:
+        example_state = state_after_a_step(chunk_optimizer.optimizer.inner, group, _device(chunk_optimizer))[0]
+        dtypes = {key: value.dtype for key, value in example_state.items() if isinstance(value, Tensor) and value.ndim}
         if not is_loading and group.get("step") is not None:
             steps.add(float(group["step"]))
-        for member in pair.members(group):
+        for member in chunk_optimizer.members(group):
             if is_loading:
                 # Use separate memory, so that a failed load changes nothing.
                 rows = {key: torch.empty_like(member.master, dtype=dtype) for key, dtype in dtypes.items()}
-            elif kept and not state:  # no step yet, or all steps were skipped after overflows
+            elif example_state and not state:  # no step yet, or all steps were skipped after overflows
                 rows = {key: torch.zeros_like(member.master, dtype=dtype) for key, dtype in dtypes.items()}
                 steps.add(0.0)
             else:
                 # Some optimizers store no state, such as SGD without momentum.
-                rows = _rows_of_state(member, state.get(member.name, None if kept else {}), steps)
+                rows = _rows_of_state(member, state.get(member.name, None if example_state else {}), steps)
             if member.name in averages:
                 rows[_AVERAGE] = torch.empty_like(member.master) if is_loading else plain(averages[member.name])
             if kind is not None or _in_16_bits(member):
                 masters = "fp32_param" if kind is None else "param"
                 rows[masters] = torch.empty_like(member.master) if is_loading else member.master
-            where = described[member.name]
-            entries = {key: where.entry(value, prefix=f"optimizer.state.{key}.") for key, value in rows.items()}
+            global_param = described[member.name]
+            entries = {key: global_param.entry(value, prefix=f"optimizer.state.{key}.") for key, value in rows.items()}
             if entries:  # an empty dict would count as common state, which must not differ between ranks
                 result[_place(index, member)] = entries
     return result
@@ -214,15 +216,15 @@ def _merged(lists: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]
     Raises:
         ValueError: groups with the same identity have different settings.
     """
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    groups_by_identity: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in (group for groups in lists for group in groups):
         settings = {key: _number(value) for key, value in group.items() if key not in ("params", "step")}
-        if found.setdefault(_identity(group), settings) != settings:
+        if groups_by_identity.setdefault(_identity(group), settings) != settings:
             raise ValueError(
                 f"two parameter groups with equal {', '.join(_IDENTITY)} have different settings, but Megatron's "
                 "format identifies groups only by these values. Use layerzero.megatron.save and load"
             )
-    return list(found.values())
+    return list(groups_by_identity.values())
 
 
 def _agreed(common: _Common, group: dist.ProcessGroup) -> _Common:
@@ -231,15 +233,19 @@ def _agreed(common: _Common, group: dist.ProcessGroup) -> _Common:
     Raises:
         ValueError: parameters have different step counts.
     """
-    said: list[Any] = [None] * group.size()
-    dist.all_gather_object(said, common, group=group)
-    steps = {step for theirs in said for step in theirs.steps}
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, common, group=group)
+    steps = {step for rank_common in gathered for step in rank_common.steps}
     if len(steps) > 1:
         raise ValueError(
             f"parameters have been stepped {', '.join(f'{step:g}' for step in sorted(steps))} times, but Megatron's "
             "format has one step count for all parameters. Use layerzero.megatron.save and load"
         )
-    return _Common(_merged([theirs.groups for theirs in said]), steps, any(theirs.in_16_bits for theirs in said))
+    return _Common(
+        _merged([rank_common.groups for rank_common in gathered]),
+        steps,
+        any(rank_common.in_16_bits for rank_common in gathered),
+    )
 
 
 # Restoring loaded state
@@ -255,30 +261,35 @@ def load_states(pairs: Sequence[ChunkOptimizer], state: Mapping[Any, Any]) -> No
     inner = state.get("optimizer", state)
     saved, step = inner["param_groups"], _common_step(inner)
     plans = []
-    for index, pair in enumerate(pairs):
+    for index, chunk_optimizer in enumerate(pairs):
         tensors = state.get(_TENSORS, {})  # absent if the optimizer stores no tensors
-        values = {member.name: _found(member, tensors.get(_place(index, member), {})) for member in _all_members(pair)}
-        settings = [_settings(group, saved) for group in pair.optimizer.param_groups]
-        for group, found in zip(pair.optimizer.param_groups, settings, strict=True):
-            _refuse_lost_state(pair, group, found, values)
-        plans.append((pair, values, settings))
-    for pair, values, settings in plans:
-        _load_average(pair.ema, values, state.get(_AVERAGE, {}))
-        for member in _all_members(pair):
+        values = {
+            member.name: _found(member, tensors.get(_place(index, member), {}))
+            for member in _all_members(chunk_optimizer)
+        }
+        settings = [_settings(group, saved) for group in chunk_optimizer.optimizer.param_groups]
+        for group, saved_settings in zip(chunk_optimizer.optimizer.param_groups, settings, strict=True):
+            _refuse_lost_state(chunk_optimizer, group, saved_settings, values)
+        plans.append((chunk_optimizer, values, settings))
+    for chunk_optimizer, values, settings in plans:
+        _load_average(chunk_optimizer.ema, values, state.get(_AVERAGE, {}))
+        for member in _all_members(chunk_optimizer):
             for key in _MASTERS:
                 if (master := values[member.name].pop(key, None)) is not None:
                     member.sharded.copy_(master)
         groups = []
-        for group, found in zip(pair.optimizer.param_groups, settings, strict=True):
-            names = pair.optimizer.parameter_names(group)
-            like, counting = state_after_a_step(pair.optimizer.inner, group, _device(pair))
-            if step is not None and "step" in like:
+        for group, saved_settings in zip(chunk_optimizer.optimizer.param_groups, settings, strict=True):
+            names = chunk_optimizer.optimizer.parameter_names(group)
+            example_state, counting = state_after_a_step(
+                chunk_optimizer.optimizer.inner, group, _device(chunk_optimizer)
+            )
+            if step is not None and "step" in example_state:
                 for name in names:
-                    values[name]["step"] = _as(like["step"], step)
-            groups.append({**group, **found, "params": names})
+                    values[name]["step"] = _as(example_state["step"], step)
+            groups.append({**group, **saved_settings, "params": names})
             if step is not None and "step" in counting:
                 groups[-1]["step"] = _as(counting["step"], step)
-        pair.optimizer.adopt_state_dict({"state": values, "param_groups": groups})
+        chunk_optimizer.optimizer.adopt_state_dict({"state": values, "param_groups": groups})
 
 
 def _unchained(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
@@ -287,7 +298,7 @@ def _unchained(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
         return state
     parts = [state[index] for index in sorted(state)]
     inner = [part.get("optimizer", part) for part in parts]
-    steps = {step for each in inner if (step := _common_step(each)) is not None}
+    steps = {step for part_state in inner if (step := _common_step(part_state)) is not None}
     if len(steps) > 1:
         raise ValueError(
             f"the checkpoint has different step counts for experts and other parameters, {sorted(steps)}, but "
@@ -295,28 +306,28 @@ def _unchained(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
         )
     merged = {
         "state": {"common_step": steps.pop()} if steps else {},
-        "param_groups": [group for each in inner for group in each["param_groups"]],
+        "param_groups": [group for part_state in inner for group in part_state["param_groups"]],
     }
-    rest = {key: value for key, value in parts[0].items() if key not in ("state", "param_groups")}
-    tensors = {place: values for part in parts for place, values in part.get(_TENSORS, {}).items()}
-    return {**rest, "optimizer": merged, _TENSORS: tensors}
+    others = {key: value for key, value in parts[0].items() if key not in ("state", "param_groups")}
+    tensors = {name: values for part in parts for name, values in part.get(_TENSORS, {}).items()}
+    return {**others, "optimizer": merged, _TENSORS: tensors}
 
 
-def _load_average(ema: EMA | None, values: Mapping[str, dict[str, Any]], said: Mapping[str, Any]) -> None:
+def _load_average(ema: EMA | None, values: Mapping[str, dict[str, Any]], average_state: Mapping[str, Any]) -> None:
     """Load the EMA, and remove the averages from `values`.
 
     If the checkpoint lacks an average, reset the EMA. The next update of the EMA then copies the weights.
     """
-    found = {name: value.pop(_AVERAGE, None) for name, value in values.items()}
+    averages = {name: value.pop(_AVERAGE, None) for name, value in values.items()}
     if ema is None:
         return
     rows = {name: plain(average) for name, average in ema.state_dict()["averages"].items()}
-    if any(found[name] is None for name in rows):
+    if any(averages[name] is None for name in rows):
         ema.n_averaged.zero_()
         return
     for name, average in rows.items():
-        average.copy_(plain(found[name]))
-    ema.n_averaged.fill_(int(said.get("n_averaged", 1)))
+        average.copy_(plain(averages[name]))
+    ema.n_averaged.fill_(int(average_state.get("n_averaged", 1)))
 
 
 def _found(member: ManagedParam, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,27 +340,32 @@ def _found(member: ManagedParam, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_lost_state(
-    pair: ChunkOptimizer, group: Mapping[str, Any], found: Mapping[str, Any], values: Mapping[str, Mapping[str, Any]]
+    chunk_optimizer: ChunkOptimizer,
+    group: Mapping[str, Any],
+    saved_settings: Mapping[str, Any],
+    values: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Raise ValueError if the checkpoint's settings need state that `values` lacks, such as momentum buffers.
 
     State may be missing if the optimizer was built with settings for which it does not store this state.
     """
-    kept = state_after_a_step(pair.optimizer.inner, {**group, **found}, _device(pair))[0]
-    tensors = {key for key, value in kept.items() if isinstance(value, Tensor) and value.ndim}
-    for name in pair.optimizer.parameter_names(group):
-        if lost := sorted(tensors - values[name].keys()):
-            changed = {key: value for key, value in found.items() if group[key] != value}
+    example_state = state_after_a_step(
+        chunk_optimizer.optimizer.inner, {**group, **saved_settings}, _device(chunk_optimizer)
+    )[0]
+    tensors = {key for key, value in example_state.items() if isinstance(value, Tensor) and value.ndim}
+    for name in chunk_optimizer.optimizer.parameter_names(group):
+        if missing := sorted(tensors - values[name].keys()):
+            changed = {key: value for key, value in saved_settings.items() if group[key] != value}
             raise ValueError(
-                f"the settings of the checkpoint need {', '.join(lost)} of {name!r}, which the optimizer does not "
+                f"the settings of the checkpoint need {', '.join(missing)} of {name!r}, which the optimizer does not "
                 f"store with its current settings. Build the optimizer with the settings of the checkpoint: {changed}"
             )
 
 
 def _common_step(inner: Mapping[str, Any]) -> float | None:
     counts = {float(group["step"]) for group in inner["param_groups"] if group.get("step") is not None}
-    if (common := inner.get("state", {}).get("common_step")) is not None:
-        counts.add(float(common))
+    if (common_step := inner.get("state", {}).get("common_step")) is not None:
+        counts.add(float(common_step))
     if len(counts) > 1:
         raise ValueError(
             f"the parameter groups of the checkpoint have different step counts, {sorted(counts)}, but layerzero needs "
@@ -360,19 +376,19 @@ def _common_step(inner: Mapping[str, Any]) -> float | None:
 
 def _settings(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the saved settings for `group`, taken from the saved group with the same identity."""
-    found = [other for other in saved if _identity(other) == _identity(group)]
-    if not found:
-        wanted = ", ".join(f"{key}={group.get(key)!r}" for key in _IDENTITY)
-        raise ValueError(f"the checkpoint has no parameter group with {wanted}. Build the optimizer as for the save")
-    return {key: value for key, value in found[0].items() if key in group and key not in ("params", "step", *_HOW)}
+    matching = [other for other in saved if _identity(other) == _identity(group)]
+    if not matching:
+        identity = ", ".join(f"{key}={group.get(key)!r}" for key in _IDENTITY)
+        raise ValueError(f"the checkpoint has no parameter group with {identity}. Build the optimizer as for the save")
+    return {key: value for key, value in matching[0].items() if key in group and key not in ("params", "step", *_HOW)}
 
 
 _HOW = ("foreach", "fused", "capturable")  # settings that select an implementation; a load does not change them
 
 
-def _as(like: Any, step: float) -> Any:
-    """Return `step` converted to the type of `like`, which is a tensor or a number."""
-    return torch.full_like(like, step) if isinstance(like, Tensor) else type(like)(step)
+def _as(example: Any, step: float) -> Any:
+    """Return `step` converted to the type of `example`, which is a tensor or a number."""
+    return torch.full_like(example, step) if isinstance(example, Tensor) else type(example)(step)
 
 
 # Helpers for saving and loading

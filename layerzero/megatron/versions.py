@@ -30,12 +30,12 @@ def require_supported() -> tuple[int, int]:
 
 def unsupported_version() -> RuntimeError | None:
     """Return the error that :func:`require_supported` raises; None if the installed version is supported."""
-    found = version()
-    if any(found.startswith(f"{major}.{minor}.") for major, minor in SUPPORTED):
+    installed = version()
+    if any(installed.startswith(f"{major}.{minor}.") for major, minor in SUPPORTED):
         return None
     releases = " or ".join(f"{major}.{minor}.*" for major, minor in SUPPORTED)
     tested = " and ".join(release for release, _ in SUPPORTED.values())
     return RuntimeError(
-        f"layerzero.megatron does not support megatron-core {found}: it replaces and calls functions that differ "
+        f"layerzero.megatron does not support megatron-core {installed}: it replaces and calls functions that differ "
         f"between releases. Install megatron-core {releases}; the tests run on {tested}"
     )

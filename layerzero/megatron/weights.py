@@ -57,17 +57,17 @@ def replicas_agree(model: Sequence[ShardedChunk], cross_check: bool = False) -> 
     """
     groups, device = model[0].groups, get_state(model[0]).mesh_info.device
     digests: dict[tuple[Any, ...], Any] = {}  # by chunk index, ranks of the mesh, and ZeRO-3 rank
-    for number, chunk in enumerate(model):
+    for index, chunk in enumerate(model):
         chunk.start_param_sync()
         for handle in get_state(chunk).handles:
-            shard = (number, handle.mesh_info.ranks, handle.mesh_info.grid.zero3_rank)
+            shard = (index, handle.mesh_info.ranks, handle.mesh_info.grid.zero3_rank)
             digest = digests.setdefault(shard, hashlib.sha1(usedforsecurity=False))
             digest.update(handle.weights.read_zero3().cpu().view(torch.uint8).numpy().tobytes())
-    mine = {(shard, digest.hexdigest()) for shard, digest in digests.items()}
-    said: list[Any] = [None] * groups.zero1.size()
-    dist.all_gather_object(said, mine, group=groups.zero1)
-    found = set().union(*said)
-    alike = len(found) == len({shard for shard, _ in found})
-    verdict = torch.tensor([float(alike)], device=device)
+    own_digests = {(shard, digest.hexdigest()) for shard, digest in digests.items()}
+    gathered: list[Any] = [None] * groups.zero1.size()
+    dist.all_gather_object(gathered, own_digests, group=groups.zero1)
+    all_digests = set().union(*gathered)
+    is_equal = len(all_digests) == len({shard for shard, _ in all_digests})
+    verdict = torch.tensor([float(is_equal)], device=device)
     dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=groups.model)
     return bool(verdict.item())

@@ -93,14 +93,14 @@ def wrap(
     chunks = []
     for module in modules:
         chunk = ShardedChunk(module, config, groups)
-        chosen = units
-        if chosen is None:
-            chosen = default_units(module, pipeline_size=groups.pipeline.size())
-            warn_of_layers_without_units(chunk, {id(m) for name, m in chunk.named_modules() if chosen(name, m)})
+        unit_selection = units
+        if unit_selection is None:
+            unit_selection = default_units(module, pipeline_size=groups.pipeline.size())
+            warn_of_layers_without_units(chunk, {id(m) for name, m in chunk.named_modules() if unit_selection(name, m)})
         shard_model(
             chunk,
             mesh=mesh,
-            units=_with_experts(chosen, chunk, groups),
+            units=_with_experts(unit_selection, chunk, groups),
             mp_policy=mp_policy or _policy(config),
             accumulation=accumulation,
             gradient_divide_factor=1.0 if config.calculate_per_token_loss else None,
@@ -142,8 +142,8 @@ def _with_experts(units: Units, chunk: ShardedChunk, groups: ProcessGroups) -> U
         )
     if isinstance(units, (str, type)) or (isinstance(units, Iterable) and not callable(units)):
         return [*([units] if isinstance(units, (str, type)) else units), *experts]
-    asked: Any = units
-    return lambda name, module: name in experts or asked(name, module)
+    is_unit: Any = units
+    return lambda name, module: name in experts or is_unit(name, module)
 
 
 def _set(
@@ -168,10 +168,12 @@ def _set(
 
 
 def _policy(config: Any) -> MixedPrecisionPolicy:
-    low = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
+    compute_dtype = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
     # Megatron casts the inputs of a chunk. Some inputs, such as rotary embeddings, must stay in fp32.
     return MixedPrecisionPolicy(
-        param_dtype=low, reduce_dtype=torch.float32 if low is not None else None, cast_forward_inputs=False
+        param_dtype=compute_dtype,
+        reduce_dtype=torch.float32 if compute_dtype is not None else None,
+        cast_forward_inputs=False,
     )
 
 
@@ -239,9 +241,11 @@ def _refuse_unsupported(module: nn.Module, config: Any) -> None:
                 f"config.expert_tensor_parallel_size={size} is not supported, because experts would have other "
                 f"data-parallel ranks than the other parameters. Use {tensor_size}, as tensor_model_parallel_size"
             )
-    held = {id(parameter) for part in module.modules() if only_experts(part) for parameter in part.parameters()}
+    in_expert_modules = {
+        id(parameter) for part in module.modules() if only_experts(part) for parameter in part.parameters()
+    }
     for name, parameter in module.named_parameters():
-        if is_expert_parallel(parameter) and id(parameter) not in held:
+        if is_expert_parallel(parameter) and id(parameter) not in in_expert_modules:
             raise ValueError(
                 f"parameter {name!r} is expert parallel, but its module has parameters that are not. Put the experts "
                 "into a separate module"

@@ -147,13 +147,13 @@ class Cluster:
                 file and the field.
         """
         content = read_yaml(Path(path))
-        known = [field.name for field in fields(cls)]
-        if unknown := sorted(str(name) for name in content if name not in known):
-            raise ValueError(f"{path} has unknown fields {', '.join(unknown)}. Use {', '.join(known)}")
-        given = {**content, **others}
-        if "nodes" not in given:
+        names = [field.name for field in fields(cls)]
+        if unknown := sorted(str(name) for name in content if name not in names):
+            raise ValueError(f"{path} has unknown fields {', '.join(unknown)}. Use {', '.join(names)}")
+        values = {**content, **others}
+        if "nodes" not in values:
             raise ValueError(f"{path} has no field nodes. Add the number of nodes")
         try:
-            return cls(**given)
+            return cls(**values)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{path}: {error}") from None

@@ -48,14 +48,16 @@ class ComputeCost:
         The cost of a block is added to the block's unit. The cost of the head is added to the unit that
         contains the head.
         """
-        each = sizes.block_flops(sequence)
-        again = {plan.name: each * sum(isinstance(m, TransformerBlock) for m in plan.modules) for plan in plans}
+        block_flops = sizes.block_flops(sequence)
+        recomputed = {
+            plan.name: block_flops * sum(isinstance(m, TransformerBlock) for m in plan.modules) for plan in plans
+        }
         head = next((plan.name for plan in plans if any(name == "head" for name in plan.modules.values())), "")
-        forward = {name: flops + sizes.root_flops() * (name == head) for name, flops in again.items()}
+        forward = {name: flops + sizes.root_flops() * (name == head) for name, flops in recomputed.items()}
         # The head saves logits in compute dtype and in fp32, and their fp32 gradients.
-        kept, logits = sizes.block_activations() * element, sizes.vocab * (element + 8)
-        blocks = sizes.layers * sizes.hidden * element + kept if recompute else sizes.layers * kept
-        return cls(tokens, sequence, recompute, forward, again, float(tokens) * (blocks + logits))
+        block_bytes, logits = sizes.block_activations() * element, sizes.vocab * (element + 8)
+        blocks = sizes.layers * sizes.hidden * element + block_bytes if recompute else sizes.layers * block_bytes
+        return cls(tokens, sequence, recompute, forward, recomputed, float(tokens) * (blocks + logits))
 
     @classmethod
     def of_units(
@@ -67,16 +69,16 @@ class ComputeCost:
         """
         forward = {}
         for plan in plans:
-            looked_up = {id(module.weight) for module in plan.modules if isinstance(module, nn.Embedding)}
+            embeddings = {id(module.weight) for module in plan.modules if isinstance(module, nn.Embedding)}
             numel = sum(
-                found.parameter.numel()
-                for found in plan.parameters
-                if found.parameter.ndim > 1 and (id(found.parameter) not in looked_up or len(found.owners) > 1)
+                planned.parameter.numel()
+                for planned in plan.parameters
+                if planned.parameter.ndim > 1 and (id(planned.parameter) not in embeddings or len(planned.owners) > 1)
             )
             forward[plan.name] = 2.0 * numel
         blocks = {plan.name for plan in plans if plan.name and any(True for _ in plan.called[0].children())}
-        again = {name: flops * (name in blocks) for name, flops in forward.items()}
-        return cls(tokens, tokens, recompute, forward, again, activation_bytes)
+        recomputed = {name: flops * (name in blocks) for name, flops in forward.items()}
+        return cls(tokens, tokens, recompute, forward, recomputed, activation_bytes)
 
     def flops(self, unit: str) -> float:
         """Return the number of FLOPs in a unit's forward pass."""

@@ -61,8 +61,8 @@ class Candidate:
 
     @property
     def offload(self) -> str:
-        chosen = {"grads": self.offload_grads, "optimizer": self.offload_optimizer, "params": self.offload_params}
-        return "+".join(name for name, on in chosen.items() if on) or "-"
+        settings = {"grads": self.offload_grads, "optimizer": self.offload_optimizer, "params": self.offload_params}
+        return "+".join(name for name, is_set in settings.items() if is_set) or "-"
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,10 @@ class StepCost:
     between: float
 
     def plus(self, other: StepCost, times: float) -> StepCost:
-        def add_scaled(mine: dict[str, float], its: dict[str, float]) -> dict[str, float]:
-            return {name: mine.get(name, 0.0) + times * its.get(name, 0.0) for name in [*mine, *(its.keys() - mine)]}
+        def add_scaled(terms: dict[str, float], added: dict[str, float]) -> dict[str, float]:
+            return {
+                name: terms.get(name, 0.0) + times * added.get(name, 0.0) for name in [*terms, *(added.keys() - terms)]
+            }
 
         return StepCost(
             self.step + times * other.step,
@@ -260,10 +262,10 @@ class Estimator:
 
     def _memory_of_units(self, choice: Candidate) -> tuple[dict[str, int], int]:
         config, units = self.config(choice), self.planned(choice)
-        found = predicted_memory(units, config)
-        where = "host_optimizer" if config.offload_optimizer else "optimizer"
-        memory = {**found.kinds, where: optimizer_bytes(units, _STATE)}
-        return memory, found.peak + memory.get("optimizer", 0)
+        estimate = predicted_memory(units, config)
+        optimizer_kind = "host_optimizer" if config.offload_optimizer else "optimizer"
+        memory = {**estimate.kinds, optimizer_kind: optimizer_bytes(units, _STATE)}
+        return memory, estimate.peak + memory.get("optimizer", 0)
 
     def _memory_of_other_scheme(self, choice: Candidate) -> tuple[dict[str, int], int]:
         """Return the number of bytes by kind, and their sum, for a scheme other than layerzero.
@@ -271,20 +273,22 @@ class Estimator:
         The numbers come from formulas that ignore padding. At the peak of a sharded scheme, the root and two units are
         gathered while the gradients of the root and one unit are reduced.
         """
-        over = self._shared_over(choice)
-        states = over if choice.scheme == "HSDP" else self.cluster.ranks
+        num_shards = self._shared_over(choice)
+        states = num_shards if choice.scheme == "HSDP" else self.cluster.ranks
         numel = sum(cost.numel for cost in self.unit_costs())
         root, *others = (cost.numel for cost in self.unit_costs())
-        two = max((a + b for a, b in pairwise(others)), default=sum(others))  # the current and the prefetched unit
+        two_units = max(
+            (a + b for a, b in pairwise(others)), default=sum(others)
+        )  # the current and the prefetched unit
         largest = max(others, default=0.0)
         element, reduce = self.param_dtype.itemsize, choice.reduce_dtype.itemsize
-        memory = {"masters": 4 * numel / states, "gradients": 4 * numel / over, "optimizer": 8 * numel / states}
+        memory = {"masters": 4 * numel / states, "gradients": 4 * numel / num_shards, "optimizer": 8 * numel / states}
         if choice.scheme in ("HFSDP", "ZeRO-1"):
-            memory["weights"] = element * numel / over
-            memory["gradients"] = reduce * numel / over  # Megatron accumulates in the reduce dtype
-        memory["gathered"] = 0.0 if over == 1 else (root + two) * element + (root + largest) * reduce
-        whole = {kind: round(nbytes) for kind, nbytes in memory.items()}
-        return whole, sum(whole.values())
+            memory["weights"] = element * numel / num_shards
+            memory["gradients"] = reduce * numel / num_shards  # Megatron accumulates in the reduce dtype
+        memory["gathered"] = 0.0 if num_shards == 1 else (root + two_units) * element + (root + largest) * reduce
+        rounded = {kind: round(nbytes) for kind, nbytes in memory.items()}
+        return rounded, sum(rounded.values())
 
     def _shared_over(self, choice: Candidate) -> int:
         """Return the number of ranks over which a scheme other than layerzero shards gradients."""
@@ -293,13 +297,13 @@ class Estimator:
     def planned(self, choice: Candidate) -> list[UnitSpec]:
         key = replace(choice, micro_batches=1)
         if key not in self._units:
-            where = where_of(
+            traits = where_of(
                 self.cluster.ranks,
                 choice.zero3_size,
                 on_device=self.cluster.device != "cpu",
                 offload_params=choice.offload_params,
             )
-            self._units[key] = self.paper.units(self.config(choice), where)
+            self._units[key] = self.paper.units(self.config(choice), traits)
         return self._units[key]
 
     def unit_costs(self, units: Sequence[UnitSpec] | None = None) -> list[UnitCost]:
@@ -329,12 +333,12 @@ class Estimator:
         micro-batch takes as long as the previous one, because the simulation waits for the reductions of each
         micro-batch. A device waits only for the reductions of the last one, so the estimate is slightly too long.
         """
-        most = min(choice.micro_batches, 3)
-        simulated = self._simulated(choice, most)
-        if choice.micro_batches <= most:
+        simulated_count = min(choice.micro_batches, 3)
+        simulated = self._simulated(choice, simulated_count)
+        if choice.micro_batches <= simulated_count:
             return simulated
-        difference = simulated.plus(self._simulated(choice, most - 1), -1.0)
-        return simulated.plus(difference, choice.micro_batches - most)
+        difference = simulated.plus(self._simulated(choice, simulated_count - 1), -1.0)
+        return simulated.plus(difference, choice.micro_batches - simulated_count)
 
     def _simulated(self, choice: Candidate, micro_batches: int) -> StepCost:
         key = replace(choice, micro_batches=1), micro_batches
@@ -348,23 +352,23 @@ class Estimator:
         """Return the simulated machine, and a program with ``_STEPS`` steps that runs on this machine."""
         cluster = self.cluster
         if choice.scheme in ("FSDP2", "HSDP", "HFSDP"):
-            over = self._shared_over(choice)
+            num_shards = self._shared_over(choice)
             shards_states = choice.scheme == "HFSDP"
             settings = FSDPSettings(
-                over=over,
-                replicas=cluster.ranks // over,
+                over=num_shards,
+                replicas=cluster.ranks // num_shards,
                 micro_batches=choice.micro_batches,
                 compute=self.param_dtype.itemsize,
                 reduce=choice.reduce_dtype.itemsize,
                 shards_states=shards_states,
                 update=self._update(
-                    sum(cost.numel for cost in self.unit_costs()) / (cluster.ranks if shards_states else over),
+                    sum(cost.numel for cost in self.unit_costs()) / (cluster.ranks if shards_states else num_shards),
                     in_host=False,
                 ),
             )
-            return cluster.machine(over), list(fsdp_program(self.unit_costs(), settings, steps=_STEPS))
+            return cluster.machine(num_shards), list(fsdp_program(self.unit_costs(), settings, steps=_STEPS))
         unit_costs = self.unit_costs(self.planned(choice)) if choice.scheme == LAYERZERO else self.unit_costs()
-        own = sum(cost.numel for cost in unit_costs) / cluster.ranks
+        own_numel = sum(cost.numel for cost in unit_costs) / cluster.ranks
         sharding = ScheduleSettings(
             ranks=cluster.ranks,
             zero3_size=choice.zero3_size,
@@ -379,7 +383,7 @@ class Estimator:
             offload_params=choice.offload_params,
             ends_stay_gathered=cluster.device != "cpu",
             adds_hop1=cluster.device == "cpu",
-            update=self._update(own, in_host=choice.offload_optimizer),
+            update=self._update(own_numel, in_host=choice.offload_optimizer),
             memory_speed=cluster.memory_speed * 1e9,
         )
         return cluster.machine(choice.zero3_size), list(layerzero_program(unit_costs, sharding, steps=_STEPS))
@@ -406,16 +410,16 @@ class Estimator:
 
 def _step_cost(program: Iterable[Operation], outcome: SimResult, machine: SimMachine) -> StepCost:
     parts: defaultdict[str, float] = defaultdict(float)
-    sent = {"zero3": 0.0, "replica": 0.0}
+    sent_bytes = {"zero3": 0.0, "replica": 0.0}
     between = 0.0
     for operation in program:
         for computation in computations_in(operation):
             parts[computation.what[0] or "add"] += computation.seconds / _STEPS
         for collective in collectives_in(operation):
-            if collective.axis in sent:
-                sent[collective.axis] += collective.bytes / _STEPS
+            if collective.axis in sent_bytes:
+                sent_bytes[collective.axis] += collective.bytes / _STEPS
             between += machine.sent_between(collective) / machine.node_size / _STEPS
     for kind, seconds in outcome.waits[-1].items():
         parts[kind] += seconds
     parts["launch"] = outcome.step - sum(parts.values())
-    return StepCost(outcome.step, dict(parts), sent, between)
+    return StepCost(outcome.step, dict(parts), sent_bytes, between)

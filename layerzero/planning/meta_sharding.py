@@ -66,19 +66,19 @@ class MetaSharding:
 
     def units(self, config: LayerZeroConfig, where: RankTraits) -> list[UnitSpec]:
         """Return the specs of all units on one rank. The root is the first unit."""
-        ranks, found = where.grid.data_parallel, []
+        ranks, specs = where.grid.data_parallel, []
         for plan in self.plans:
             module = plan.called[0]
             handles = plan_handles(plan, config, where, averaged=ranks, has_model_parallel_spec=lambda parameter: False)
             reshards = config.reshards(plan.name, module, where.grid.zero3_size)
-            found.append(UnitSpec(plan.name, tuple(handles), where, reshards))
-        return found
+            specs.append(UnitSpec(plan.name, tuple(handles), where, reshards))
+        return specs
 
 
 def predicted_memory(units: Sequence[UnitSpec], config: LayerZeroConfig) -> MemoryEstimate:
     """Return the memory estimate of the rank for which `units` were planned."""
-    where = units[0].traits
-    scratch = plan_scratch([handle for unit in units for handle in unit.handles], config, where)
+    traits = units[0].traits
+    scratch = plan_scratch([handle for unit in units for handle in unit.handles], config, traits)
     return estimate_memory(units, config, scratch=scratch.nbytes)
 
 
@@ -92,7 +92,9 @@ def optimizer_bytes(units: Sequence[UnitSpec], numbers: int) -> int:
         grid = unit.traits.grid
         for handle in unit.handles:
             if handle.trainable:
-                mine = grid.range_of(handle.layout, Extent.ZERO1)
-                sizes = [len(range(max(s.offset, mine.start), min(s.end, mine.stop))) for s in handle.layout.slots]
+                own_range = grid.range_of(handle.layout, Extent.ZERO1)
+                sizes = [
+                    len(range(max(s.offset, own_range.start), min(s.end, own_range.stop))) for s in handle.layout.slots
+                ]
                 total += sum(numbers * size * handle.precision.master.itemsize + _STEP for size in sizes)
     return total

@@ -80,16 +80,16 @@ def write_report(plan: Plan, path: str | os.PathLike[str], *, nodes: Sequence[in
 def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
     """Return the HTML report of a plan as a string; see :func:`write_report`."""
     cluster = plan.cluster
-    shown = list(shown_rows(plan, _SHOWN))
-    if plan.best is not None and plan.best not in shown:
-        shown = [plan.best, *shown[:-1]]
-    row = plan.best or shown[0]
-    others = [other for other in plan.other_schemes if _is_comparable(other, row)]
+    rows = list(shown_rows(plan, _SHOWN))
+    if plan.best is not None and plan.best not in rows:
+        rows = [plan.best, *rows[:-1]]
+    row = plan.best or rows[0]
+    comparable = [scheme_row for scheme_row in plan.other_schemes if _is_comparable(scheme_row, row)]
     with matplotlib.rc_context(_MATPLOTLIB):
         memory, step, times = (
-            _plot_memory([*shown, *others], plan),
+            _plot_memory([*rows, *comparable], plan),
             _plot_step(plan, row),
-            _plot_nodes(plan, row, others, nodes),
+            _plot_nodes(plan, row, comparable, nodes),
         )
     waits = parts_text(row)
     waits = waits[0].upper() + waits[1:]
@@ -105,11 +105,11 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
     ]
     if plan.best is not None:
         price = f"<p>{plan.best.price:,.0f} per day.</p>" if plan.best.price else ""
-        pasted = f"<pre>{escape(call_text(plan))}</pre><pre>{escape(yaml_text(plan))}</pre>{price}"
-        sections.append(("To paste", pasted))
+        snippets = f"<pre>{escape(call_text(plan))}</pre><pre>{escape(yaml_text(plan))}</pre>{price}"
+        sections.append(("To paste", snippets))
     parts = [
         "<h1>Plan</h1>",
-        f'<p class="answer{"" if plan.best else " none"}">{escape(_answer(plan, others))}</p>',
+        f'<p class="answer{"" if plan.best else " none"}">{escape(_answer(plan, comparable))}</p>',
         f"<p>{rate(plan.numel)} parameters in {plan.units} units; {cluster.nodes} nodes &times; "
         f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.node_link_text}; "
         f"{speeds_text(plan)}.</p>",
@@ -118,7 +118,7 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
         *(f"<section><h2>{escape(title)}</h2>{content}</section>" for title, content in sections),
         "</div>",
         "<h2>Settings</h2>",
-        _table([*shown, *plan.other_schemes], plan.best),
+        _table([*rows, *plan.other_schemes], plan.best),
         '<p class="note">Memory equals the prediction of layerzero in a run, except for activations, which are '
         "estimated. Times are simulated, not measured. Times of FSDP2, HSDP and ZeRO-1 are simulated with models of "
         "these schemes.</p>",
@@ -137,12 +137,12 @@ def _answer(plan: Plan, others: Sequence[Estimate]) -> str:
         return plan.why
     sentence = f"Use {settings_text(best.choice)}: a simulated step takes {seconds(best.step)}"
     memory = f"{size(best.peak)} of {size(plan.cluster.room)}"
-    other = min((each for each in others if each.fits), key=lambda each: each.step, default=None)
-    if other is None:
+    fastest = min((each for each in others if each.fits), key=lambda each: each.step, default=None)
+    if fastest is None:
         return f"{sentence} and {memory}; no other scheme fits with these gradients and micro-batches."
-    change = f"{abs(best.step / other.step - 1):.1%}".replace("%", " %")
-    compared = f"{change} {'less' if best.step < other.step else 'more'} than with {_scheme_name(other.choice)}"
-    return f"{sentence}, {compared}, the fastest other scheme that fits, and {memory} instead of {size(other.peak)}."
+    change = f"{abs(best.step / fastest.step - 1):.1%}".replace("%", " %")
+    compared = f"{change} {'less' if best.step < fastest.step else 'more'} than with {_scheme_name(fastest.choice)}"
+    return f"{sentence}, {compared}, the fastest other scheme that fits, and {memory} instead of {size(fastest.peak)}."
 
 
 def _is_comparable(one: Estimate, other: Estimate) -> bool:
@@ -182,9 +182,9 @@ def _scaled(longest: float) -> tuple[str, float]:
 def _svg(figure: Figure, label: str, *, columns: int = 4) -> str:
     """Return the figure as an HTML element, without the XML prologue and the metadata of an SVG file."""
     figure.legend(loc="outside lower center", ncols=columns, frameon=False)
-    text = StringIO()
-    figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    drawing = text.getvalue()
+    buffer = StringIO()
+    figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    drawing = buffer.getvalue()
     return f'<figure role="img" aria-label="{escape(label)}">{drawing[drawing.index("<svg") :]}</figure>'
 
 
@@ -192,23 +192,23 @@ def _plot_memory(rows: Sequence[Estimate], plan: Plan) -> str:
     """Plot the peak memory of each row as a stacked bar with one part per kind, and the memory limit as a line."""
     bars = {}
     for row in rows:
-        held = {kind: nbytes for kind, nbytes in row.memory.items() if not kind.startswith("host_")}
+        kinds = {kind: nbytes for kind, nbytes in row.memory.items() if not kind.startswith("host_")}
         bars[_name(row)] = {
-            **held,
-            "gathered at the peak": max(0, row.peak - sum(held.values())),
+            **kinds,
+            "gathered at the peak": max(0, row.peak - sum(kinds.values())),
         }
     figure = _figure(1.8 + 0.32 * len(bars))
     axes = figure.subplots()
     axes.set_prop_cycle(color=matplotlib.colormaps["tab20"].colors)  # type: ignore[attr-defined]
-    left = [0.0] * len(bars)
-    for kind in dict.fromkeys(kind for held in bars.values() for kind, nbytes in held.items() if nbytes):
-        widths = [held.get(kind, 0) / 1e9 for held in bars.values()]
-        drawn = axes.barh(list(bars), widths, left=left, label=kind)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.bar_label(drawn, [size(row.peak) for row in rows], padding=3)  # at the ends of the last parts
-    room = plan.cluster.room / 1e9
-    axes.axvline(room, color="red", linestyle="--", label=f"{size(plan.cluster.room)} of {plan.cluster.memory:g} GB")
-    axes.set_xlim(0, max(1.25 * max(left), 1.05 * room))
+    bar_ends = [0.0] * len(bars)
+    for kind in dict.fromkeys(kind for kinds in bars.values() for kind, nbytes in kinds.items() if nbytes):
+        widths = [kinds.get(kind, 0) / 1e9 for kinds in bars.values()]
+        bars_of_kind = axes.barh(list(bars), widths, left=bar_ends, label=kind)
+        bar_ends = [start + width for start, width in zip(bar_ends, widths, strict=True)]
+    axes.bar_label(bars_of_kind, [size(row.peak) for row in rows], padding=3)  # at the ends of the last parts
+    limit = plan.cluster.room / 1e9
+    axes.axvline(limit, color="red", linestyle="--", label=f"{size(plan.cluster.room)} of {plan.cluster.memory:g} GB")
+    axes.set_xlim(0, max(1.25 * max(bar_ends), 1.05 * limit))
     axes.invert_yaxis()
     axes.set_xlabel("GB")
     _ticks(axes.xaxis)
@@ -228,10 +228,10 @@ def _plot_step(plan: Plan, row: Estimate) -> str:
     figure = _figure(3)
     axes = figure.subplots()
     for line, kind in dict.fromkeys(_TIMELINE.values()):
-        drawn = [(max(span.start, start), span.end) for span in spans if _TIMELINE[span.what] == (line, kind)]
-        if drawn:
-            widths = [scale * (ends - begins) for begins, ends in drawn]
-            axes.barh(line, widths, left=[scale * (begins - start) for begins, _ in drawn], label=kind)
+        intervals = [(max(span.start, start), span.end) for span in spans if _TIMELINE[span.what] == (line, kind)]
+        if intervals:
+            widths = [scale * (ends - begins) for begins, ends in intervals]
+            axes.barh(line, widths, left=[scale * (begins - start) for begins, _ in intervals], label=kind)
     axes.set_xlim(0, scale * (end - start))
     axes.invert_yaxis()
     axes.set_xlabel(unit)
@@ -244,10 +244,14 @@ def _plot_nodes(plan: Plan, row: Estimate, others: Sequence[Estimate], nodes: Se
     figure = _figure(3.5)
     axes = figure.subplots()
     lines = {}
-    for each in (row, *others):
-        choice = each.choice
-        found = [(count, at.step / choice.micro_batches) for count in nodes for at in plan.over_nodes([count], choice)]
-        lines[_scheme_name(choice)] = found
+    for estimate in (row, *others):
+        choice = estimate.choice
+        points_of_row = [
+            (count, at_nodes.step / choice.micro_batches)
+            for count in nodes
+            for at_nodes in plan.over_nodes([count], choice)
+        ]
+        lines[_scheme_name(choice)] = points_of_row
     unit, scale = _scaled(max((step for points in lines.values() for _, step in points), default=0.0))
     for name, points in lines.items():
         axes.plot([count for count, _ in points], [scale * step for _, step in points], marker="o", label=name)
@@ -265,5 +269,5 @@ def _table(rows: Sequence[Estimate], best: Estimate | None) -> str:
     lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in HEADER) + "</tr>"]
     for row in rows:
         kind = ' class="best"' if row is best else "" if row.fits else ' class="over"'
-        lines.append(f"<tr{kind}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells(row)) + "</tr>")
+        lines.append(f"<tr{kind}>" + "".join(f"<td>{escape(value)}</td>" for value in cells(row)) + "</tr>")
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'

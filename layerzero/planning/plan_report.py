@@ -65,9 +65,9 @@ class LinkComparison:
 
         The value is None if layerzero or all other schemes do not fit.
         """
-        ours, *others = self.rows.values()
+        layerzero_row, *others = self.rows.values()
         fastest = max((row.tokens for row in others if row is not None), default=0.0)
-        return None if ours is None or not fastest else ours.tokens / fastest - 1
+        return None if layerzero_row is None or not fastest else layerzero_row.tokens / fastest - 1
 
 
 @dataclass(frozen=True)
@@ -99,22 +99,22 @@ class Plan:
         best = self.best
         if best is None:
             closest = self.rows[0]
-            lacks = [size(closest.excess)] if closest.excess else []
-            lacks += [f"{size(closest.host_excess)} of host memory a node"] if closest.host_excess else []
+            excess = [size(closest.excess)] if closest.excess else []
+            excess += [f"{size(closest.host_excess)} of host memory a node"] if closest.host_excess else []
             return (
-                f"No settings fit. The closest are {settings_text(closest.choice)}, which lack {' and '.join(lacks)}. "
+                f"No settings fit. The closest are {settings_text(closest.choice)}, which lack {' and '.join(excess)}. "
                 "Shorter micro-batches, recompute, a larger zero3_size or more nodes reduce memory."
             )
         computing = best.parts.get("forward", 0.0) + best.parts.get("backward", 0.0)
-        tight = sum(not row.fits for row in self.rows)
-        left = size(max(0.0, self.cluster.room - best.peak))
+        num_too_large = sum(not row.fits for row in self.rows)
+        free = size(max(0.0, self.cluster.room - best.peak))
         sentence = (
             f"Recommended: {settings_text(best.choice)}. Of all settings that fit and are within 3 % of the fastest, "
             "these have the fewest micro-batches and offloads, then gradients in fp32 if possible, then no exchange "
             "between nodes in each micro-batch if possible, then the least memory. "
-            f"{computing / best.step:.0%} of a step is forward and backward, and {left} of an accelerator are free."
+            f"{computing / best.step:.0%} of a step is forward and backward, and {free} of an accelerator are free."
         )
-        return sentence if not tight else f"{sentence} {tight} settings do not fit."
+        return sentence if not num_too_large else f"{sentence} {num_too_large} settings do not fit."
 
     @property
     def config(self) -> LayerZeroConfig | None:
@@ -127,9 +127,9 @@ class Plan:
         A number of nodes is skipped if the ``zero3_size`` of `choice` does not divide the number of ranks.
         """
         for count in nodes:
-            shop = self.workshop.on(replace(self.cluster, nodes=count))
-            if shop.cluster.ranks % choice.zero3_size == 0:
-                yield shop.row(choice)
+            estimator = self.workshop.on(replace(self.cluster, nodes=count))
+            if estimator.cluster.ranks % choice.zero3_size == 0:
+                yield estimator.row(choice)
 
     @cached_property
     def links(self) -> tuple[LinkComparison, ...]:
@@ -137,20 +137,22 @@ class Plan:
 
         All rows have the number of micro-batches of `best`, or the smallest number if no settings fit.
         """
-        own = self.cluster.node_link
+        own_link = self.cluster.node_link
         counts = [row.choice.micro_batches for row in self.rows]
         count = min(counts) if self.best is None else self.best.choice.micro_batches
         fitting = [row for row in (*self.rows, *self.other_schemes) if row.fits and row.choice.micro_batches == count]
-        found = []
-        for between in sorted({own, *(each * self.cluster.accelerators for each in _LINKS)}):
-            shop = self.workshop if between == own else self.workshop.on(replace(self.cluster, between=between))
+        comparisons = []
+        for between in sorted({own_link, *(each * self.cluster.accelerators for each in _LINKS)}):
+            estimator = (
+                self.workshop if between == own_link else self.workshop.on(replace(self.cluster, between=between))
+            )
             schemes: dict[str, Estimate | None] = {}
             for scheme in (LAYERZERO, *OTHER_SCHEMES):
                 schemes[scheme] = simplest_fast_row(
-                    shop.row(row.choice) for row in fitting if row.choice.scheme == scheme
+                    estimator.row(row.choice) for row in fitting if row.choice.scheme == scheme
                 )
-            found.append(LinkComparison(between, schemes))
-        return tuple(found)
+            comparisons.append(LinkComparison(between, schemes))
+        return tuple(comparisons)
 
     def as_dict(self, *, every_row: bool = False) -> dict[str, Any]:
         """Return the contents of the printed plan as dicts, lists, strings and numbers, for JSON.
@@ -168,7 +170,7 @@ def cells(row: Estimate) -> tuple[str, ...]:
     choice = row.choice
     of_layerzero = choice.scheme == LAYERZERO
     room = row.room - row.peak
-    left = f"-{size(-room)}" if room < 0 else f"host -{size(row.host_excess)}" if row.host_excess else size(room)
+    room_text = f"-{size(-room)}" if room < 0 else f"host -{size(row.host_excess)}" if row.host_excess else size(room)
     return (
         choice.scheme,
         str(group_size(choice) or ""),
@@ -177,7 +179,7 @@ def cells(row: Estimate) -> tuple[str, ...]:
         reduce_text(choice),
         str(choice.micro_batches),
         size(row.peak),
-        left,
+        room_text,
         size(row.host),
         size(row.sent["zero3"]),
         size(row.sent["replica"]),
@@ -196,15 +198,15 @@ def plan_text(plan: Plan, *, every_row: bool = False) -> str:
     """
     cluster = plan.cluster
     fitting = sum(row.fits for row in plan.rows)
-    shown = plan.rows if every_row else shown_rows(plan)
+    rows = plan.rows if every_row else shown_rows(plan)
     lines = [
         f"{rate(plan.numel)} parameters in {plan.units} units, including the root; {cluster.nodes} nodes x "
         f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.node_link_text}",
         speeds_text(plan),
         f"{fitting} of {len(plan.rows)} settings fit into {size(cluster.room)}"
-        + ("" if every_row else f"; the {len(shown)} {'fastest' if fitting else 'closest'}:"),
+        + ("" if every_row else f"; the {len(rows)} {'fastest' if fitting else 'closest'}:"),
         "",
-        table(HEADER, [cells(row) for row in shown]),
+        table(HEADER, [cells(row) for row in rows]),
         "",
         "other schemes, by formulas and models:",
         table(HEADER, [cells(row) for row in plan.other_schemes]),
@@ -240,11 +242,11 @@ def plan_data(plan: Plan, *, every_row: bool = False) -> dict[str, Any]:
         "other_schemes": [_row_data(row) for row in plan.other_schemes],
         "links": [
             {
-                "between": each.between,
-                "advantage": each.advantage,
-                "schemes": {name: row and _row_data(row) for name, row in each.rows.items()},
+                "between": link.between,
+                "advantage": link.advantage,
+                "schemes": {name: row and _row_data(row) for name, row in link.rows.items()},
             }
-            for each in (plan.links if plan.cluster.nodes > 1 else ())
+            for link in (plan.links if plan.cluster.nodes > 1 else ())
         ],
         "recommended": None if best is None else _row_data(best),
         "why": plan.why,
@@ -293,15 +295,19 @@ def _links_text(plan: Plan) -> list[str]:
     def cell(row: Estimate | None) -> str:
         return "does not fit" if row is None else f"{seconds(row.step)}, {rate(row.tokens)}"
 
-    rows = [row for each in plan.links for row in each.rows.values() if row is not None]
+    rows = [row for link in plan.links for row in link.rows.values() if row is not None]
     if not rows:
         return []
     lines = []
-    for each in plan.links:
-        ours = each.rows[LAYERZERO]
-        chosen = "" if ours is None else f"{short_settings(ours.choice)} {reduce_text(ours.choice)}"
-        gained = "" if each.advantage is None else f"{each.advantage:+.1%}"
-        lines.append((f"{each.between:,.4g}", chosen, *map(cell, each.rows.values()), gained))
+    for link in plan.links:
+        layerzero_row = link.rows[LAYERZERO]
+        settings = (
+            ""
+            if layerzero_row is None
+            else f"{short_settings(layerzero_row.choice)} {reduce_text(layerzero_row.choice)}"
+        )
+        advantage = "" if link.advantage is None else f"{link.advantage:+.1%}"
+        lines.append((f"{link.between:,.4g}", settings, *map(cell, link.rows.values()), advantage))
     count = rows[0].choice.micro_batches
     return [
         "at which link does layerzero pay? Steps and tokens/s by Gbit/s per node, and layerzero against the fastest "
@@ -333,8 +339,8 @@ def speeds_text(plan: Plan) -> str:
 
 
 def _kinds_text(row: Estimate) -> str:
-    said = {"activations": "estimated", "reduce_buffer": "in backward"}
-    kinds = [(kind, size(nbytes), said.get(kind, "")) for kind, nbytes in row.memory.items() if nbytes]
+    remarks = {"activations": "estimated", "reduce_buffer": "in backward"}
+    kinds = [(kind, size(nbytes), remarks.get(kind, "")) for kind, nbytes in row.memory.items() if nbytes]
     if (gathered := row.peak - on_device(row.memory)) > 0:
         kinds.append(("gathered units", size(gathered), "at the peak"))
     return table(("kind", "between steps", ""), [*kinds, ("peak of a step", size(row.peak), "")])
@@ -366,17 +372,17 @@ def settings_text(choice: Candidate) -> str:
 def _settings(plan: Plan) -> dict[str, str]:
     assert plan.best is not None
     choice = plan.best.choice
-    found = {"zero3_size": str(choice.zero3_size)}
+    settings = {"zero3_size": str(choice.zero3_size)}
     if choice.accumulation != "sharded":
-        found["accumulation"] = choice.accumulation
+        settings["accumulation"] = choice.accumulation
     for name in OFFLOADS:
         if getattr(choice, name):
-            found[name] = "true"
+            settings[name] = "true"
     if choice.hop2_codec is not None:
-        found["hop2_codec"] = choice.hop2_codec
+        settings["hop2_codec"] = choice.hop2_codec
     if plan.cluster.device == "cpu":
-        found["shared_memory"] = '"off"'
-    return found
+        settings["shared_memory"] = '"off"'
+    return settings
 
 
 def call_text(plan: Plan) -> str:
@@ -426,12 +432,12 @@ def _units(plan: Plan, *, yaml: bool) -> str:
     if callable(units) and not isinstance(units, type):
         return "null  # the units that your callable selects" if yaml else "your_callable"
     named = [units] if isinstance(units, type) else list(cast("Iterable[Any]", units))
-    if not all(isinstance(each, (str, type)) for each in named):  # modules or lists of modules
+    if not all(isinstance(unit, (str, type)) for unit in named):  # modules or lists of modules
         return "null  # the units that you passed" if yaml else "your_units"
-    names = [each if isinstance(each, str) else called or each.__name__ for each in named]
+    names = [unit if isinstance(unit, str) else called or unit.__name__ for unit in named]
     if yaml:
-        others = " and its own embedding and head" if len(names) > 1 else ""
-        comment = f"  # the class of your model's blocks{others}" if called else ""
+        added_classes = " and its own embedding and head" if len(names) > 1 else ""
+        comment = f"  # the class of your model's blocks{added_classes}" if called else ""
         return f"[{', '.join(names)}]{comment}"
-    quoted = [f'"{name}"' if called or isinstance(each, str) else name for name, each in zip(names, named, strict=True)]
+    quoted = [f'"{name}"' if called or isinstance(unit, str) else name for name, unit in zip(names, named, strict=True)]
     return f"{{{', '.join(quoted)}}}"

@@ -107,22 +107,22 @@ def plan(
     if units is None:
         units = sizes.units if sizes is not None else "auto" if block_classes(built) else None
     called = "" if sizes is None else "Block" if isinstance(model, TransformerShape) else "auto"
-    paper = MetaSharding(built, LayerZeroConfig(units=units))
+    sharding = MetaSharding(built, LayerZeroConfig(units=units))
     if sizes is not None:
         load = ComputeCost.of_sizes(
-            sizes, paper.plans, tokens, sequence or tokens, recompute=recompute, element=dtype.itemsize
+            sizes, sharding.plans, tokens, sequence or tokens, recompute=recompute, element=dtype.itemsize
         )
         load = replace(load, activation_bytes=activation_bytes) if activation_bytes else load
     else:
-        load = ComputeCost.of_units(paper.plans, tokens, recompute=recompute, activation_bytes=activation_bytes)
-    shop = Estimator(paper, load, cluster, dtype, units, called, on_estimate or _nothing)
+        load = ComputeCost.of_units(sharding.plans, tokens, recompute=recompute, activation_bytes=activation_bytes)
+    estimator = Estimator(sharding, load, cluster, dtype, units, called, on_estimate or _nothing)
     counts = sorted(set(micro_batches))
     if not counts or counts[0] < 1:
         raise ValueError(f"micro_batches={counts} must be a non-empty list of numbers of at least 1")
     reduce = list(dict.fromkeys(dtype_named("a dtype", each) for each in reduce_dtypes))
     modes = list(dict.fromkeys(accumulations))
-    if wrong := [mode for mode in modes if mode not in ACCUMULATIONS]:
-        raise ValueError(f"accumulation={wrong[0]!r} is not supported. Use {' or '.join(ACCUMULATIONS)}")
+    if unsupported := [mode for mode in modes if mode not in ACCUMULATIONS]:
+        raise ValueError(f"accumulation={unsupported[0]!r} is not supported. Use {' or '.join(ACCUMULATIONS)}")
 
     def rows_of(size: int) -> list[Estimate]:
         rows: list[Estimate] = []
@@ -130,16 +130,16 @@ def plan(
         codecs = _codecs_to_try(hop2_codecs, replicas)
         for mode, wire, codec, count in itertools.product(_distinct(modes, size, replicas), reduce, codecs, counts):
             choice = Candidate(LAYERZERO, size, mode, reduce_dtype=wire, hop2_codec=codec, micro_batches=count)
-            rows.append(shop.row(choice))
+            rows.append(estimator.row(choice))
             if offload or (offload is None and not rows[-1].fits):
                 combined = [
                     replace(choice, offload_grads=grads, offload_optimizer=optimizer)
                     for grads, optimizer in ((True, False), (False, True), (True, True))
                 ]
-                found = [shop.row(each) for each in combined]
-                if offload or not any(row.fits for row in found):
-                    found += [shop.row(replace(each, offload_params=True)) for each in (choice, *combined)]
-                rows += found
+                estimates = [estimator.row(each) for each in combined]
+                if offload or not any(row.fits for row in estimates):
+                    estimates += [estimator.row(replace(each, offload_params=True)) for each in (choice, *combined)]
+                rows += estimates
         return rows
 
     rows = [row for size in _sizes_to_try(zero3_sizes, cluster) for row in rows_of(size)]
@@ -154,40 +154,42 @@ def plan(
     groups = {"FSDP2": [cluster.accelerators], "ZeRO-1": [1]}  # FSDP2 shards over all ranks, whatever their number
     for name in OTHER_SCHEMES:
         for size in groups.get(name, [cluster.accelerators, *_sizes_beyond_a_node(cluster)]):
-            found = [
-                shop.row(Candidate(name, size, "full", reduce_dtype=wire, micro_batches=count))
+            estimates = [
+                estimator.row(Candidate(name, size, "full", reduce_dtype=wire, micro_batches=count))
                 for count in counts
                 for wire in reduce
             ]
-            other_schemes += found
-            if any(row.fits for row in found):
+            other_schemes += estimates
+            if any(row.fits for row in estimates):
                 break
     numel = sum(parameter.numel() for parameter in built.parameters())
-    return Plan(cluster, numel, len(paper.plans), tuple(rows), tuple(other_schemes), simplest_fast_row(rows), shop)
+    return Plan(
+        cluster, numel, len(sharding.plans), tuple(rows), tuple(other_schemes), simplest_fast_row(rows), estimator
+    )
 
 
 def _nothing() -> None:
     pass
 
 
-def _sizes_to_try(asked: Iterable[int] | None, cluster: Cluster) -> list[int]:
-    if asked is None:
+def _sizes_to_try(requested: Iterable[int] | None, cluster: Cluster) -> list[int]:
+    if requested is None:
         node = cluster.accelerators
         return sorted({*(size for size in range(1, node + 1) if node % size == 0), cluster.ranks})
-    sizes = sorted(set(asked))
-    if wrong := [size for size in sizes if size < 1 or cluster.ranks % size]:
+    sizes = sorted(set(requested))
+    if invalid := [size for size in sizes if size < 1 or cluster.ranks % size]:
         raise ValueError(
-            f"zero3_size={wrong[0]} does not divide the {cluster.ranks} ranks of the cluster. Use a divisor"
+            f"zero3_size={invalid[0]} does not divide the {cluster.ranks} ranks of the cluster. Use a divisor"
         )
     return sizes
 
 
-def _codecs_to_try(asked: Sequence[str | None], replicas: int) -> list[str | None]:
+def _codecs_to_try(requested: Sequence[str | None], replicas: int) -> list[str | None]:
     """Return the codecs of hop 2 to try. With one replica, there is no hop 2."""
-    for name in asked:
+    for name in requested:
         if name is not None:
             hop2_codec_named(name)  # raises if it is unknown
-    return list(dict.fromkeys(asked)) if replicas > 1 else [None]
+    return list(dict.fromkeys(requested)) if replicas > 1 else [None]
 
 
 def _fits_with_defaults(row: Estimate, accumulation: str) -> bool:

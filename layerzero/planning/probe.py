@@ -51,9 +51,9 @@ class ProbeResult:
         """Return the fields as YAML. Fields that were not measured are written as comments."""
         lines = [f"# measured on {self.cluster.ranks} ranks; lines that start with # are defaults, to be corrected"]
         for name, value in {**asdict(self.cluster), "between": self.cluster.node_link}.items():
-            said = f"{value:.4g}" if isinstance(value, float) else str(value)
+            text = f"{value:.4g}" if isinstance(value, float) else str(value)
             unit = "  # Gbit/s per node" if name == "between" else ""
-            lines.append(f"{'' if name in self.measured else '# '}{name}: {said}{unit}")
+            lines.append(f"{'' if name in self.measured else '# '}{name}: {text}{unit}")
         return "\n".join(lines)
 
 
@@ -85,40 +85,42 @@ def probe(*, zero3_size: int | None = None, nbytes: int = 1 << 26, dtype: torch.
     """
     if nbytes < 1 << 12:
         raise ValueError(f"nbytes={nbytes} is too small to measure speeds instead of latencies. Use 4096 or more")
-    before = set(dist.distributed_c10d._world.pg_map)
+    existing = set(dist.distributed_c10d._world.pg_map)
     groups = ModelGroups()
     try:
         return _run_probe(MeshInfo.from_mesh(init_mesh(zero3_size), groups=groups), nbytes, dtype)
     finally:
         groups.release()
-        for group in [each for each in dist.distributed_c10d._world.pg_map if each not in before]:
+        for group in [each for each in dist.distributed_c10d._world.pg_map if each not in existing]:
             dist.destroy_process_group(group)
 
 
 def _run_probe(mesh_info: MeshInfo, nbytes: int, dtype: torch.dtype) -> ProbeResult:
     device = mesh_info.device
-    inside, between = mesh_info.zero3_gather_comm, mesh_info.replica_comm
-    found: dict[str, float | int | str] = {
+    inside_comm, between_comm = mesh_info.zero3_gather_comm, mesh_info.replica_comm
+    measured: dict[str, float | int | str] = {
         "nodes": mesh_info.replicas,
         "accelerators": mesh_info.zero3_size,
         "device": "cpu" if device.type == "cpu" else "cuda",
     }
-    meet = _meeting(mesh_info.control_comms)
-    if inside.size > 1:
-        latency, speed = _link(inside, nbytes, device, meet)
-        found |= {"inside_latency": 1e6 * latency, "inside": speed / 1e9}
-    if between.size > 1:
-        latency, speed = _link(between, nbytes, device, meet)
-        found |= {"between_latency": 1e6 * latency, "between": 8 * speed * mesh_info.zero3_size / 1e9}
+    synchronize = _synchronizer(mesh_info.control_comms)
+    if inside_comm.size > 1:
+        latency, speed = _link(inside_comm, nbytes, device, synchronize)
+        measured |= {"inside_latency": 1e6 * latency, "inside": speed / 1e9}
+    if between_comm.size > 1:
+        latency, speed = _link(between_comm, nbytes, device, synchronize)
+        measured |= {"between_latency": 1e6 * latency, "between": 8 * speed * mesh_info.zero3_size / 1e9}
     if device.type == "cpu":
-        found["processor_per_byte"] = 1e9 * _processor_per_byte(inside if inside.size > 1 else between, nbytes, device)
-    comm = inside if inside.size > 1 else between
+        measured["processor_per_byte"] = 1e9 * _processor_per_byte(
+            inside_comm if inside_comm.size > 1 else between_comm, nbytes, device
+        )
+    comm = inside_comm if inside_comm.size > 1 else between_comm
     if comm.size > 1:
-        found["launch"] = 1e6 * _launch(comm, device, meet)
-    found["tflops"] = _flops(device, dtype, meet) / 1e12
-    found |= _memory(device, mesh_info.zero3_size, nbytes, meet)
-    agreed = _slowest(found, mesh_info.control_comms)
-    return ProbeResult(Cluster(**agreed), tuple(agreed))  # type: ignore[arg-type]
+        measured["launch"] = 1e6 * _launch(comm, device, synchronize)
+    measured["tflops"] = _flops(device, dtype, synchronize) / 1e12
+    measured |= _memory(device, mesh_info.zero3_size, nbytes, synchronize)
+    worst = _slowest(measured, mesh_info.control_comms)
+    return ProbeResult(Cluster(**worst), tuple(worst))  # type: ignore[arg-type]
 
 
 def latency_and_bandwidth(small: float, large: float, *, ranks: int, sent: int) -> tuple[float, float]:
@@ -134,17 +136,17 @@ def latency_and_bandwidth(small: float, large: float, *, ranks: int, sent: int) 
     return small / steps, sent / max(large - small, 1e-2 * large)
 
 
-def _meeting(comms: Sequence[Communicator]) -> Callable[[], None]:
+def _synchronizer(comms: Sequence[Communicator]) -> Callable[[], None]:
     """Return a function that synchronizes all ranks."""
-    word = torch.zeros(1)
+    buffer = torch.zeros(1)
 
     def meet() -> None:
-        reduce_over(comms, word, dist.ReduceOp.SUM, Collective.METADATA)
+        reduce_over(comms, buffer, dist.ReduceOp.SUM, Collective.METADATA)
 
     return meet
 
 
-def _seconds(operation: Callable[[], object], device: torch.device, meet: Callable[[], None]) -> float:
+def _seconds(operation: Callable[[], object], device: torch.device, synchronize: Callable[[], None]) -> float:
     """Return the median duration, in seconds, of an operation that all ranks run at once.
 
     The first round is a warm-up and does not count.
@@ -152,7 +154,7 @@ def _seconds(operation: Callable[[], object], device: torch.device, meet: Callab
     times = []
     for _ in range(_ROUNDS + 1):
         finish_copies(device)
-        meet()
+        synchronize()
         began = time.perf_counter()
         operation()
         finish_copies(device)
@@ -174,10 +176,12 @@ def _numel(nbytes: int, ranks: int) -> int:
     return max(_SMALL + 1, nbytes // 4 // ranks)
 
 
-def _link(comm: Communicator, nbytes: int, device: torch.device, meet: Callable[[], None]) -> tuple[float, float]:
+def _link(
+    comm: Communicator, nbytes: int, device: torch.device, synchronize: Callable[[], None]
+) -> tuple[float, float]:
     numel = _numel(nbytes, comm.size)
-    small = _seconds(_gather(comm, _SMALL, device), device, meet)
-    large = _seconds(_gather(comm, numel, device), device, meet)
+    small = _seconds(_gather(comm, _SMALL, device), device, synchronize)
+    large = _seconds(_gather(comm, numel, device), device, synchronize)
     return latency_and_bandwidth(small, large, ranks=comm.size, sent=4 * numel * (comm.size - 1))
 
 
@@ -194,13 +198,13 @@ def _processor_per_byte(comm: Communicator, nbytes: int, device: torch.device) -
     return (time.process_time() - began) / (_ROUNDS * 4 * numel * (comm.size - 1))
 
 
-def _launch(comm: Communicator, device: torch.device, meet: Callable[[], None]) -> float:
+def _launch(comm: Communicator, device: torch.device, synchronize: Callable[[], None]) -> float:
     """Return the median time that the host needs to launch a collective, in seconds."""
     out = torch.ones(comm.size, device=device)
     shard = torch.ones(1, device=device)
     times = []
     for _ in range(_ROUNDS + 1):
-        meet()
+        synchronize()
         began = time.perf_counter()
         work = all_gather(comm, Collective.GATHER, out, shard, name="probe")
         times.append(time.perf_counter() - began)
@@ -208,7 +212,7 @@ def _launch(comm: Communicator, device: torch.device, meet: Callable[[], None]) 
     return statistics.median(times[1:])
 
 
-def _flops(device: torch.device, dtype: torch.dtype, meet: Callable[[], None]) -> float:
+def _flops(device: torch.device, dtype: torch.dtype, synchronize: Callable[[], None]) -> float:
     """Return the FLOP/s in the forward and backward passes of a unit.
 
     The forward pass counts as 2 FLOP per weight and token, and the backward pass as 4.
@@ -221,10 +225,10 @@ def _flops(device: torch.device, dtype: torch.dtype, meet: Callable[[], None]) -
         unit(batch).sum().backward()
 
     with torch.enable_grad():
-        return 6 * 8 * width * width * tokens / _seconds(step, device, meet)
+        return 6 * 8 * width * width * tokens / _seconds(step, device, synchronize)
 
 
-def _memory(device: torch.device, ranks: int, nbytes: int, meet: Callable[[], None]) -> dict[str, float]:
+def _memory(device: torch.device, ranks: int, nbytes: int, synchronize: Callable[[], None]) -> dict[str, float]:
     """Return memory sizes in GB and memory speeds in GB/s, by the names of the fields of :class:`Cluster`.
 
     Memory speeds count both the bytes read and the bytes written. The speed of copies to the host counts each copied
@@ -233,14 +237,14 @@ def _memory(device: torch.device, ranks: int, nbytes: int, meet: Callable[[], No
     host = _host_bytes() / 1e9
     source = torch.ones(nbytes // 4, device=device)
     target = torch.empty_like(source)
-    speed = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device, meet) / 1e9
+    speed = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device, synchronize) / 1e9
     if device.type == "cpu":
         speeds = {"memory_speed": speed, "host_memory_speed": speed * ranks}
         return {"memory": host / ranks, "reserve": 0.0, "host_memory": host, **speeds}
     on_host: Tensor = host_memory(len(source), source.dtype, device=device)
-    other = torch.empty_like(on_host)
-    copied = _seconds(lambda: on_host.copy_(source, non_blocking=True), device, meet)
-    in_host = 2 * other.nbytes * ranks / _seconds(lambda: other.copy_(on_host), torch.device("cpu"), meet)
+    second = torch.empty_like(on_host)
+    copied = _seconds(lambda: on_host.copy_(source, non_blocking=True), device, synchronize)
+    in_host = 2 * second.nbytes * ranks / _seconds(lambda: second.copy_(on_host), torch.device("cpu"), synchronize)
     total = torch.get_device_module(device).get_device_properties(device).total_memory
     return {
         "memory": total / 1e9,
@@ -253,21 +257,21 @@ def _memory(device: torch.device, ranks: int, nbytes: int, meet: Callable[[], No
 
 def _host_bytes(limits: Sequence[Path] = _LIMITS) -> int:
     """Return the size of host memory in bytes, or the container's memory limit if that is lower."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for limit in limits:
         with suppress(OSError, ValueError):  # the file does not exist on this system, or contains "max"
-            found.append(int(limit.read_text()))
-    return min(found)
+            sizes.append(int(limit.read_text()))
+    return min(sizes)
 
 
 _MORE_IS_WORSE = {"between_latency", "inside_latency", "launch", "processor_per_byte"}
 
 
-def _slowest(found: dict[str, float | int | str], comms: Sequence[Communicator]) -> dict[str, float | int | str]:
-    """Return `found`, with each floating-point measurement replaced by the worst value on any rank."""
+def _slowest(measured: dict[str, float | int | str], comms: Sequence[Communicator]) -> dict[str, float | int | str]:
+    """Return `measured`, with each floating-point measurement replaced by the worst value on any rank."""
     types = {field.name: field.type for field in fields(Cluster)}
-    names = [name for name in found if types[name] not in ("int", "str")]
+    names = [name for name in measured if types[name] not in ("int", "str")]
     signs = torch.tensor([1.0 if name in _MORE_IS_WORSE else -1.0 for name in names], dtype=torch.float64)
-    worst = signs * torch.tensor([float(found[name]) for name in names], dtype=torch.float64)
+    worst = signs * torch.tensor([float(measured[name]) for name in names], dtype=torch.float64)
     reduce_over(comms, worst, dist.ReduceOp.MAX, Collective.METADATA)
-    return found | dict(zip(names, (signs * worst).tolist(), strict=True))
+    return measured | dict(zip(names, (signs * worst).tolist(), strict=True))

@@ -119,12 +119,12 @@ def read_recording(path: str | PathLike[str]) -> Recording:
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))["layerzero"]
-        found = content["format"]
+        version = content["format"]
     except (KeyError, TypeError, ValueError) as error:
         raise _not_a_trace(path, error) from None
-    if found != TRACE_FORMAT:
+    if version != TRACE_FORMAT:
         raise ValueError(
-            f"{path} has trace format {found}, but this version reads format {TRACE_FORMAT}. Record the trace again"
+            f"{path} has trace format {version}, but this version reads format {TRACE_FORMAT}. Record the trace again"
         )
     try:
         events = tuple(TraceEvent(**event) for event in content["schedule"])
@@ -145,8 +145,8 @@ def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
     program: list[Operation] = []
     spans: list[tuple[str, str, int]] = []  # phase, name, number
     last = ("", "", -1)  # the span that ended last
-    begun = 0
-    owed = False  # whether reductions for which the program has not waited may be in flight
+    num_spans = 0
+    in_flight = False  # whether reductions for which the program has not waited may be in flight
     cursor = events[0].start if events else 0.0
     for event in events:
         if not event.in_background:
@@ -155,12 +155,12 @@ def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
                 program.append(SimCompute((event.start - cursor) / 1e6, (phase, name), number))
             cursor = max(cursor, event.end)
         backward = any(span[0] == "backward" for span in spans)
-        if owed and event.kind in ("wait", "begin") and not event.in_background and not backward:
+        if in_flight and event.kind in ("wait", "begin") and not event.in_background and not backward:
             program.append(WaitReductions())
-            owed = False
+            in_flight = False
         if event.kind == "begin":
-            spans.append((event.phase, event.name, begun))
-            begun += 1
+            spans.append((event.phase, event.name, num_spans))
+            num_spans += 1
         elif event.kind == "end":
             last = spans.pop()
             if last[0] == "update":
@@ -168,7 +168,7 @@ def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
         elif event.number in in_reduction:
             if event.kind == "launch" and event.number in reductions:
                 program.append(reductions[event.number])
-                owed = True
+                in_flight = True
         elif event.kind == "launch":
             program.append(SimLaunch(_exchange(event), event.number))
         elif event.number in launched and event.kind == "wait":
@@ -182,21 +182,23 @@ def _reductions(events: Sequence[TraceEvent]) -> dict[int, StartReduction]:
     A hop 2 belongs to the same reduction as the hop 1 whose addition precedes it.
     """
     additions = {event.number: (event.end - event.start) / 1e6 for event in events if event.kind == "add"}
-    found: dict[int, StartReduction] = {}
+    reductions: dict[int, StartReduction] = {}
     added = -1  # number of the last hop 1 whose addition has finished and whose hop 2 is not launched yet
     for event in events:
         if event.collective == "hop1" and event.kind == "add":
             added = event.number
         elif event.collective in ("hop1", "hop2") and event.kind == "launch":
-            collective, what = _exchange(event), ("add", f"{event.collective} {event.name}")
-            addition = SimCompute(additions.get(event.number, 0.0), what, event.number)
-            before = found.get(added)
-            if before is not None and event.collective == "hop2" and before.collectives[0].unit == event.name:
-                found[added] = StartReduction((*before.collectives, collective), (*before.additions, addition))
+            collective, compute_key = _exchange(event), ("add", f"{event.collective} {event.name}")
+            addition = SimCompute(additions.get(event.number, 0.0), compute_key, event.number)
+            preceding = reductions.get(added)
+            if preceding is not None and event.collective == "hop2" and preceding.collectives[0].unit == event.name:
+                reductions[added] = StartReduction(
+                    (*preceding.collectives, collective), (*preceding.additions, addition)
+                )
                 added = -1
             else:
-                found[event.number] = StartReduction((collective,), (addition,))
-    return found
+                reductions[event.number] = StartReduction((collective,), (addition,))
+    return reductions
 
 
 def _exchange(event: TraceEvent) -> SimCollective:
@@ -208,10 +210,10 @@ def seconds_of(program: Iterable[Operation]) -> dict[ComputeKey, float]:
     total: Counter[ComputeKey] = Counter()
     spans: defaultdict[ComputeKey, set[int]] = defaultdict(set)
     for operation in program:
-        for each in computations_in(operation):
-            total[each.what] += each.seconds  # type: ignore[assignment]
-            spans[each.what].add(each.span)
-    return {what: seconds / len(spans[what]) for what, seconds in total.items()}
+        for computation in computations_in(operation):
+            total[computation.what] += computation.seconds  # type: ignore[assignment]
+            spans[computation.what].add(computation.span)
+    return {compute_key: seconds / len(spans[compute_key]) for compute_key, seconds in total.items()}
 
 
 def retimed(
@@ -238,18 +240,18 @@ def retimed(
 
     def share(operation: SimCompute) -> float:
         key = operation.what, operation.span
-        mine, done[key] = done[key], done[key] + 1
-        where = place(operation.what)
-        if where == "spread" and sum(parts[key]) > 0:
+        index, done[key] = done[key], done[key] + 1
+        position = place(operation.what)
+        if position == "spread" and sum(parts[key]) > 0:
             return operation.seconds / sum(parts[key])
-        return float(mine == (len(parts[key]) - 1 if where == "last" else 0))
+        return float(index == (len(parts[key]) - 1 if position == "last" else 0))
 
     result: list[Operation] = []
     for operation in program:
         if isinstance(operation, SimCompute):
             result.append(replace(operation, seconds=seconds(operation.what) * share(operation)))
         elif isinstance(operation, StartReduction):
-            additions = tuple(replace(each, seconds=seconds(each.what)) for each in operation.additions)
+            additions = tuple(replace(addition, seconds=seconds(addition.what)) for addition in operation.additions)
             result.append(replace(operation, additions=additions))
         else:
             result.append(operation)
@@ -263,7 +265,9 @@ def resized(program: Iterable[Operation], bytes_of: Callable[[SimCollective], Si
         if isinstance(operation, SimLaunch):
             result.append(replace(operation, collective=bytes_of(operation.collective)))
         elif isinstance(operation, StartReduction):
-            result.append(replace(operation, collectives=tuple(bytes_of(each) for each in operation.collectives)))
+            result.append(
+                replace(operation, collectives=tuple(bytes_of(collective) for collective in operation.collectives))
+            )
         else:
             result.append(operation)
     return result

@@ -110,16 +110,16 @@ class _Rank:
         self._owes = False
 
     def step(self) -> Iterator[Operation]:
-        how = self.how
-        for index in range(how.micro_batches):
-            last = index + 1 == how.micro_batches
+        settings = self.how
+        for index in range(settings.micro_batches):
+            last = index + 1 == settings.micro_batches
             yield from self._forward()
             yield from self._backward(first=index == 0, last=last)
         yield from self._settle()
         for number in self._agreement:
             yield SimWait(number)
         self._agreement = []
-        for axis, ranks in (("zero3", how.zero3_size), ("replica", how.replicas)):
+        for axis, ranks in (("zero3", settings.zero3_size), ("replica", settings.replicas)):
             if ranks > 1:
                 self._agreement.append(self._take())
                 yield SimLaunch(
@@ -129,9 +129,9 @@ class _Rank:
         yield StepEnd()
 
     def _forward(self) -> Iterator[Operation]:
-        begun = 0
+        num_launched = 0
         for index, unit in enumerate(self.units):
-            begun = yield from self._gather_ahead(self.units, begun, index)
+            num_launched = yield from self._gather_ahead(self.units, num_launched, index)
             if not index:
                 yield from self._settle()
             yield from self._wait_for(unit)
@@ -143,9 +143,9 @@ class _Rank:
 
     def _backward(self, *, first: bool, last: bool) -> Iterator[Operation]:
         order = [self.units[0], *self.units[:0:-1]]
-        begun = 0
+        num_launched = 0
         for index, unit in enumerate(order):
-            begun = yield from self._gather_ahead(order, begun, index)
+            num_launched = yield from self._gather_ahead(order, num_launched, index)
             yield from self._wait_for(unit)
             yield self._compute("backward", unit, unit.backward)
             if index:
@@ -156,36 +156,43 @@ class _Rank:
     def _gathering(self) -> bool:
         return self.how.zero3_size > 1 or self.how.offload_params
 
-    def _gather_ahead(self, order: Sequence[UnitCost], begun: int, index: int) -> Generator[Operation, None, int]:
+    def _gather_ahead(
+        self, order: Sequence[UnitCost], num_launched: int, index: int
+    ) -> Generator[Operation, None, int]:
         """Launch the gathers of the units in `order` up to `index`, and the gathers of the units to prefetch.
 
         Args:
             order: units in the order in which they are called.
-            begun: number of units in `order` whose gather has already been launched.
+            num_launched: number of units in `order` whose gather has already been launched.
             index: index in `order` of the unit that is called next.
 
         Returns:
-            The new value of `begun`.
+            The new value of `num_launched`.
         """
-        how = self.how
-        until = min(index + 1 + (how.prefetch if self._gathering else 0), len(order))
-        for unit in order[begun:until]:
+        settings = self.how
+        until = min(index + 1 + (settings.prefetch if self._gathering else 0), len(order))
+        for unit in order[num_launched:until]:
             if unit.name in self._refreshes:
                 yield SimWait(self._refreshes.pop(unit.name))
             if self._gathering and unit.name not in self._gathers:
                 self._gathers[unit.name] = self._take()
-                if how.offload_params:  # on the gather's communicator, so that the gather follows the copy
-                    up = SimCollective(
-                        "fetch", unit.name, "host", "zero3 gather", 1, unit.numel / how.zero3_size * how.compute
+                if settings.offload_params:  # on the gather's communicator, so that the gather follows the copy
+                    fetch = SimCollective(
+                        "fetch",
+                        unit.name,
+                        "host",
+                        "zero3 gather",
+                        1,
+                        unit.numel / settings.zero3_size * settings.compute,
                     )
-                    yield SimLaunch(up, self._gathers[unit.name])
-                    if how.zero3_size == 1:
+                    yield SimLaunch(fetch, self._gathers[unit.name])
+                    if settings.zero3_size == 1:
                         continue
                     self._gathers[unit.name] = self._take()
-                sent = unit.numel * how.compute * _share(how.zero3_size)
-                collective = SimCollective("gather", unit.name, "zero3", "zero3 gather", how.zero3_size, sent)
+                nbytes = unit.numel * settings.compute * _share(settings.zero3_size)
+                collective = SimCollective("gather", unit.name, "zero3", "zero3 gather", settings.zero3_size, nbytes)
                 yield SimLaunch(collective, self._gathers[unit.name])
-        return max(begun, until)
+        return max(num_launched, until)
 
     def _wait_for(self, unit: UnitCost) -> Iterator[Operation]:
         number = self._gathers.pop(unit.name, -1)
@@ -193,20 +200,24 @@ class _Rank:
             yield SimWait(number)
 
     def _reduce(self, unit: UnitCost, *, first: bool, last: bool) -> Iterator[Operation]:
-        how = self.how
-        if last or not how.waits_whole:
-            chain, additions = self._hops(unit, last=last, crosses=last or how.accumulation == "local")
+        settings = self.how
+        if last or not settings.waits_whole:
+            chain, additions = self._hops(unit, last=last, crosses=last or settings.accumulation == "local")
             if chain:
                 yield StartReduction(tuple(chain), tuple(additions))
                 self._owes = True
-        if how.offload_grads and how.accumulation != "local" and (how.waits_whole or how.replicas > 1):
+        if (
+            settings.offload_grads
+            and settings.accumulation != "local"
+            and (settings.waits_whole or settings.replicas > 1)
+        ):
             # Accumulators are fetched before an addition and stored before the next micro-batch. At most two copies are
             # in flight, because there are two slabs.
-            waits = unit.numel / (1 if how.waits_whole else how.zero3_size) * _MASTER
+            nbytes = unit.numel / (1 if settings.waits_whole else settings.zero3_size) * _MASTER
             if not first:
-                yield from self._copy("fetch", unit, waits, "from host")
+                yield from self._copy("fetch", unit, nbytes, "from host")
             if not last:
-                yield from self._copy("store", unit, waits, "to host")
+                yield from self._copy("store", unit, nbytes, "to host")
 
     def _copy(self, kind: str, unit: UnitCost, nbytes: float, comm: str) -> Iterator[Operation]:
         if len(self._stores) == 2:
@@ -215,19 +226,22 @@ class _Rank:
         yield SimLaunch(SimCollective(kind, unit.name, "host", comm, 1, nbytes), self._stores[-1])
 
     def _hops(self, unit: UnitCost, *, last: bool, crosses: bool) -> tuple[list[SimCollective], list[SimCompute]]:
-        how = self.how
+        settings = self.how
         chain: list[SimCollective] = []
-        node = unit.numel / how.zero3_size
-        if how.zero3_size > 1:
-            sent = unit.numel * how.hop1 * _share(how.zero3_size)
-            chain.append(SimCollective("hop1", unit.name, "zero3", "zero3 reduce", how.zero3_size, sent))
-        if crosses and how.replicas > 1:
-            sent = node * how.hop2 * _share(how.replicas)
-            chain.append(SimCollective("hop2", unit.name, "replica", "replica", how.replicas, sent))
-        additions = [self._addition(each, node if each.kind == "hop1" else node / how.replicas) for each in chain]
-        if last and how.offload_optimizer and chain:
-            own = unit.numel / how.ranks
-            chain.append(SimCollective("down", unit.name, "host", "to host", 1, own * _MASTER))
+        shard_numel = unit.numel / settings.zero3_size
+        if settings.zero3_size > 1:
+            nbytes = unit.numel * settings.hop1 * _share(settings.zero3_size)
+            chain.append(SimCollective("hop1", unit.name, "zero3", "zero3 reduce", settings.zero3_size, nbytes))
+        if crosses and settings.replicas > 1:
+            nbytes = shard_numel * settings.hop2 * _share(settings.replicas)
+            chain.append(SimCollective("hop2", unit.name, "replica", "replica", settings.replicas, nbytes))
+        additions = [
+            self._addition(collective, shard_numel if collective.kind == "hop1" else shard_numel / settings.replicas)
+            for collective in chain
+        ]
+        if last and settings.offload_optimizer and chain:
+            own_numel = unit.numel / settings.ranks
+            chain.append(SimCollective("down", unit.name, "host", "to host", 1, own_numel * _MASTER))
             additions.append(SimCompute(0.0, ("add", f"down {unit.name}"), self._next_span()))
         return chain, additions
 
@@ -248,7 +262,7 @@ class _Rank:
         self._owes = False
 
     def _update(self) -> Iterator[Operation]:
-        how, units = self.how, self.units
+        settings, units = self.how, self.units
         total = sum(unit.numel for unit in units)
         span = self._next_span()
         part, waiting = 0.0, []
@@ -257,26 +271,30 @@ class _Rank:
             waiting.append(unit)
             if part < total / _PARTS and index + 1 < len(units):
                 continue
-            yield SimCompute(how.update * part / total, ("update", "optimizer"), span)
-            for each in waiting:
-                yield from self._refresh(each)
+            yield SimCompute(settings.update * part / total, ("update", "optimizer"), span)
+            for waiting_unit in waiting:
+                yield from self._refresh(waiting_unit)
             part, waiting = 0.0, []
 
     def _refresh(self, unit: UnitCost) -> Iterator[Operation]:
-        how = self.how
-        if how.offload_optimizer:  # on the refresh's communicator, so that the refresh follows the copy
+        settings = self.how
+        if settings.offload_optimizer:  # on the refresh's communicator, so that the refresh follows the copy
             self._refreshes[unit.name] = self._take()
-            up = SimCollective("up", unit.name, "host", "replica", 1, unit.numel / how.ranks * _MASTER)
-            yield SimLaunch(up, self._refreshes[unit.name])
-        if how.replicas > 1:
+            fetch = SimCollective("up", unit.name, "host", "replica", 1, unit.numel / settings.ranks * _MASTER)
+            yield SimLaunch(fetch, self._refreshes[unit.name])
+        if settings.replicas > 1:
             self._refreshes[unit.name] = self._take()
-            sent = unit.numel / how.zero3_size * how.compute * how.refresh_share * _share(how.replicas)
-            refresh = SimCollective("refresh", unit.name, "replica", "replica", how.replicas, sent)
+            nbytes = (
+                unit.numel / settings.zero3_size * settings.compute * settings.refresh_share * _share(settings.replicas)
+            )
+            refresh = SimCollective("refresh", unit.name, "replica", "replica", settings.replicas, nbytes)
             yield SimLaunch(refresh, self._refreshes[unit.name])
-        if how.offload_params:
+        if settings.offload_params:
             self._refreshes[unit.name] = self._take()
-            down = SimCollective("store", unit.name, "host", "replica", 1, unit.numel / how.zero3_size * how.compute)
-            yield SimLaunch(down, self._refreshes[unit.name])
+            store = SimCollective(
+                "store", unit.name, "host", "replica", 1, unit.numel / settings.zero3_size * settings.compute
+            )
+            yield SimLaunch(store, self._refreshes[unit.name])
 
     def _compute(self, phase: str, unit: UnitCost, seconds: float) -> SimCompute:
         return SimCompute(seconds, (phase, unit.name), self._next_span())
@@ -313,22 +331,22 @@ def fsdp_program(units: Sequence[UnitCost], settings: FSDPSettings, *, steps: in
     number = span = 0
 
     def gather(unit: UnitCost) -> SimLaunch:
-        sent = settings.compute * unit.numel * _share(settings.over)
-        return SimLaunch(SimCollective("gather", unit.name, "zero3", "gather", settings.over, sent), number)
+        nbytes = settings.compute * unit.numel * _share(settings.over)
+        return SimLaunch(SimCollective("gather", unit.name, "zero3", "gather", settings.over, nbytes), number)
 
     def outer_gather(unit: UnitCost) -> SimLaunch:
-        sent = settings.compute * unit.numel / settings.over * _share(settings.replicas)
+        nbytes = settings.compute * unit.numel / settings.over * _share(settings.replicas)
         return SimLaunch(
-            SimCollective("outer gather", unit.name, "replica", "outer gather", settings.replicas, sent), number
+            SimCollective("outer gather", unit.name, "replica", "outer gather", settings.replicas, nbytes), number
         )
 
     def reduction(unit: UnitCost, *, last: bool) -> StartReduction:
-        sent = settings.reduce * unit.numel * _share(settings.over)
-        chain = [SimCollective("reduce", unit.name, "zero3", "reduce", settings.over, sent)]
+        nbytes = settings.reduce * unit.numel * _share(settings.over)
+        chain = [SimCollective("reduce", unit.name, "zero3", "reduce", settings.over, nbytes)]
         if last and settings.replicas > 1:
             kind, passes = ("outer reduce", 1) if settings.shards_states else ("all-reduce", 2)
-            crossing = passes * settings.reduce * unit.numel / settings.over * _share(settings.replicas)
-            chain.append(SimCollective(kind, unit.name, "replica", "replica", settings.replicas, crossing))
+            outer_nbytes = passes * settings.reduce * unit.numel / settings.over * _share(settings.replicas)
+            chain.append(SimCollective(kind, unit.name, "replica", "replica", settings.replicas, outer_nbytes))
         return StartReduction(tuple(chain), tuple(SimCompute(0.0) for _ in chain))
 
     for _ in range(steps):

@@ -72,8 +72,8 @@ class SimMachine:
 
     def crosses(self, collective: SimCollective) -> bool:
         """Return whether the collective sends data to other nodes."""
-        apart = (self.zero3_size or self.node_size) if collective.axis == "replica" else 1
-        return collective.ranks * apart > self.node_size
+        stride = (self.zero3_size or self.node_size) if collective.axis == "replica" else 1
+        return collective.ranks * stride > self.node_size
 
     def sent_between(self, collective: SimCollective) -> float:
         """Return the number of bytes that a node sends to other nodes when all of its ranks run this collective."""
@@ -99,12 +99,12 @@ class SimMachine:
             return {}
         if collective.axis == "host":
             return {"host": collective.bytes / self.host} if math.isfinite(self.host) else {}
-        found = {"processor": collective.bytes * self.processor_per_byte}
-        found["between"] = self.sent_between(collective) / self.between
-        alone = collective.axis == "replica" and (self.zero3_size or self.node_size) >= self.node_size
-        if not (self.crosses(collective) and alone):  # skip if no other rank on the node is in the group
-            found["inside"] = collective.bytes / self.inside
-        return {resource: seconds for resource, seconds in found.items() if seconds > 0.0}
+        demands = {"processor": collective.bytes * self.processor_per_byte}
+        demands["between"] = self.sent_between(collective) / self.between
+        is_alone = collective.axis == "replica" and (self.zero3_size or self.node_size) >= self.node_size
+        if not (self.crosses(collective) and is_alone):  # skip if no other rank on the node is in the group
+            demands["inside"] = collective.bytes / self.inside
+        return {resource: seconds for resource, seconds in demands.items() if seconds > 0.0}
 
 
 class SimSpan(NamedTuple):
@@ -225,13 +225,13 @@ class _Simulation:
             else:
                 for resource, seconds in task.demands.items():
                     span = min(span, seconds * users[resource])
-        near = span * (1 + 1e-12)  # tasks that differ only by rounding end together
+        threshold = span * (1 + 1e-12)  # tasks that differ only by rounding end together
         for task in self._active:
             if task.latency:
-                task.latency = task.latency - span if task.latency > near else 0.0
+                task.latency = task.latency - span if task.latency > threshold else 0.0
             else:
                 for resource, seconds in list(task.demands.items()):
-                    if seconds * users[resource] <= near:
+                    if seconds * users[resource] <= threshold:
                         del task.demands[resource]
                     else:
                         task.demands[resource] = seconds - span / users[resource]
@@ -257,13 +257,15 @@ class _Simulation:
                     if task.queue:
                         self._begin(task.queue[0])
             for task in ended:
-                then, task.then = task.then, None
-                if then is not None:
-                    then()
+                callback, task.then = task.then, None
+                if callback is not None:
+                    callback()
 
 
-def _computing(seconds: float, what: ComputeKey) -> _SimTask:
-    return _SimTask(0.0, {"processor": seconds} if seconds > 0.0 else {}, *(what if any(what) else ("compute", "")))
+def _computing(seconds: float, compute_key: ComputeKey) -> _SimTask:
+    return _SimTask(
+        0.0, {"processor": seconds} if seconds > 0.0 else {}, *(compute_key if any(compute_key) else ("compute", ""))
+    )
 
 
 class _Running:
@@ -320,11 +322,11 @@ class _Host:
                 self._wait_for([each for each in self._under_way(0) if each.collectives[0].kind != "hop2"], 0)
             self.world.compute(self._machine.launch)
             self._running.append(_Running(operation, self.world, self._machine.launch))
-            for place in range(len(operation.collectives)):
-                self._make_room(place, _IN_FLIGHT.get(place, len(self._running)))
+            for index in range(len(operation.collectives)):
+                self._make_room(index, _IN_FLIGHT.get(index, len(self._running)))
         elif isinstance(operation, WaitReductions):
-            for place in range(max((len(running.collectives) for running in self._running), default=0)):
-                self._make_room(place, 0)
+            for index in range(max((len(running.collectives) for running in self._running), default=0)):
+                self._make_room(index, 0)
             self._running.clear()
         elif isinstance(operation, StepEnd):
             self.outcome.step_ends.append(self.world.now)
@@ -335,24 +337,24 @@ class _Host:
         self.outcome.computed += operation.seconds
         self.world.compute(operation.seconds, operation.what)
 
-    def _wait(self, done: Callable[[], bool], what: str) -> None:
-        before = self.world.now
+    def _wait(self, done: Callable[[], bool], kind: str) -> None:
+        start = self.world.now
         self.world.until(done)
-        self.outcome.waited += self.world.now - before
-        self._waits[what] += self.world.now - before  # type: ignore[assignment]
+        self.outcome.waited += self.world.now - start
+        self._waits[kind] += self.world.now - start  # type: ignore[assignment]
 
-    def _under_way(self, place: int) -> list[_Running]:
-        """Return the reductions, oldest first, that have not added the result of their collective at index `place`."""
-        return [each for each in self._running if each.num_added <= place < len(each.collectives)]
+    def _under_way(self, index: int) -> list[_Running]:
+        """Return the reductions, oldest first, that have not added the result of their collective at index `index`."""
+        return [running for running in self._running if running.num_added <= index < len(running.collectives)]
 
-    def _make_room(self, place: int, most: int) -> None:
-        """Wait until at most `most` reductions have not added the result of their collective at index `place`.
+    def _make_room(self, index: int, limit: int) -> None:
+        """Wait until at most `limit` reductions have not added the result of their collective at index `index`.
 
         In normal operation, the caller passes the limits `IN_FLIGHT` of engine/reduction_queue.py.
         """
-        under_way = self._under_way(place)
-        self._wait_for(under_way[: max(0, len(under_way) - most)], place)
+        under_way = self._under_way(index)
+        self._wait_for(under_way[: max(0, len(under_way) - limit)], index)
 
-    def _wait_for(self, each: Iterable[_Running], place: int) -> None:
-        for running in each:
-            self._wait(lambda running=running: running.num_added > place, running.collectives[place].kind)  # type: ignore[misc]
+    def _wait_for(self, reductions: Iterable[_Running], index: int) -> None:
+        for running in reductions:
+            self._wait(lambda running=running: running.num_added > index, running.collectives[index].kind)  # type: ignore[misc]

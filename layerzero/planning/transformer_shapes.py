@@ -103,8 +103,10 @@ class TransformerShape:
         """Return the FLOP per token in a block's forward pass, with causal attention over `sequence` tokens."""
         projections = self.hidden * (2 * self.queries + 2 * self.keys)
         layers = (3 if self.gated else 2) * self.hidden * self.inner
-        chosen = self.experts_per_token if self.experts else 1
-        return 2.0 * (projections + chosen * layers + self.hidden * self.experts) + 2.0 * sequence * self.queries
+        active_experts = self.experts_per_token if self.experts else 1
+        return (
+            2.0 * (projections + active_experts * layers + self.hidden * self.experts) + 2.0 * sequence * self.queries
+        )
 
     def root_flops(self) -> float:
         """Return the FLOP per token of the head."""
@@ -115,8 +117,10 @@ class TransformerShape:
 
         Attention is assumed to save no scores.
         """
-        chosen = self.experts_per_token if self.experts else 1
-        return 6 * self.hidden + 2 * self.queries + 2 * self.keys + (4 if self.gated else 2) * chosen * self.inner
+        active_experts = self.experts_per_token if self.experts else 1
+        return (
+            6 * self.hidden + 2 * self.queries + 2 * self.keys + (4 if self.gated else 2) * active_experts * self.inner
+        )
 
 
 def _parameter(*shape: int) -> nn.Parameter:
@@ -148,12 +152,12 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, sizes: TransformerShape) -> None:
         super().__init__()
-        hidden, inner, turned = sizes.hidden, sizes.inner, sizes.conv1d
+        hidden, inner, transposed = sizes.hidden, sizes.inner, sizes.conv1d
 
         def linear(outputs: int, inputs: int, *, bias: bool = sizes.biases) -> _Linear:
-            return _Linear(outputs, inputs, bias=bias, turned=turned)
+            return _Linear(outputs, inputs, bias=bias, turned=transposed)
 
-        if turned:
+        if transposed:
             self.norm1 = _Norm(hidden, bias=sizes.norm_biases)
             self.qkv = linear(sizes.queries + 2 * sizes.keys, hidden)
         else:
@@ -165,7 +169,7 @@ class TransformerBlock(nn.Module):
         if sizes.head_norms:
             size = sizes.queries // sizes.heads
             self.q_norm, self.k_norm = _Norm(size, bias=False), _Norm(size, bias=False)
-        if turned:
+        if transposed:
             self.norm2 = _Norm(hidden, bias=sizes.norm_biases)
         if sizes.experts:
             self.router = linear(sizes.experts, hidden)
@@ -176,7 +180,7 @@ class TransformerBlock(nn.Module):
                 self.gate = linear(inner, hidden)
             self.fc1 = linear(inner, hidden)
             self.fc2 = linear(hidden, inner)
-        if not turned:
+        if not transposed:
             self.norm1, self.norm2 = (_Norm(hidden, bias=sizes.norm_biases) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -54,11 +54,11 @@ class SilentDataCorruption(RuntimeError):
     ) -> None:
         self.corruptions, self.recoverable = corruptions, recoverable
         self._how: dict[str, Any] = {"recoverable": recoverable, "again": again, "way_out": way_out}
-        said = "; ".join(map(str, corruptions))
-        text = f"layerzero: bits have changed without a write: {said}. "
+        info = "; ".join(map(str, corruptions))
+        text = f"layerzero: bits have changed without a write: {info}. "
         if again:
             text = (
-                f"layerzero: bits are wrong again after they were recomputed, which suggests defective memory: {said}. "
+                f"layerzero: bits are wrong again after they were recomputed, which suggests defective memory: {info}. "
             )
         super().__init__(text + (way_out or (_REPEAT if recoverable else _LOAD)))
 
@@ -126,10 +126,10 @@ def _gradient_record(gradient: Tensor) -> _ExpectedBits:
 
     The version is always 0, because the mutation tracker of a gradient counts all writes.
     """
-    rows = gradient._local_tensor if isinstance(gradient, DTensor) else None
-    edits = rows.tracker.write_count if isinstance(rows, LocalShard) and rows.tracker is not None else 0
+    local = gradient._local_tensor if isinstance(gradient, DTensor) else None
+    write_count = local.tracker.write_count if isinstance(local, LocalShard) and local.tracker is not None else 0
     tensor = plain(gradient)
-    return _ExpectedBits(tensor.data_ptr(), 0, edits, sum64(tensor))
+    return _ExpectedBits(tensor.data_ptr(), 0, write_count, sum64(tensor))
 
 
 def _hook_on(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
@@ -137,8 +137,8 @@ def _hook_on(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
     return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def _place(found: Corruption) -> tuple[str, tuple[int, ...], str]:
-    return found.kind, found.ranks, found.parameter
+def _place(corruption: Corruption) -> tuple[str, tuple[int, ...], str]:
+    return corruption.kind, corruption.ranks, corruption.parameter
 
 
 class CorruptionGuard:
@@ -200,12 +200,12 @@ class CorruptionGuard:
         for member in self._runtime.members.values():
             member.sharded.grad = None
         self._runtime.refreshes.launch()
-        self._made_anew |= {_place(each) for each in refused.corruptions}
+        self._made_anew |= {_place(corruption) for corruption in refused.corruptions}
         self._refused = self._check()
         if self._refused is not None:
             raise self._refused
         if dist.get_rank() == self._runtime.ranks.ranks[0]:
-            names = ", ".join(dict.fromkeys(repr(each.parameter) for each in refused.corruptions))
+            names = ", ".join(dict.fromkeys(repr(corruption.parameter) for corruption in refused.corruptions))
             _LOG.warning("layerzero: flipped bits in %s were recomputed; repeat the step", names)
 
     def _hook_new_parameters(self) -> None:
@@ -230,36 +230,40 @@ class CorruptionGuard:
     def _before_step(self, *_: object) -> None:
         if self._is_due:
             self.looked += 1
-            found = self._check()
-            self._refused = found if self._raises else None
+            error = self._check()
+            self._refused = error if self._raises else None
             if self._refused is not None:
                 raise self._refused
             self._made_anew.clear()
-            if found is not None and dist.get_rank() == self._runtime.ranks.ranks[0]:
-                _LOG.error("%s", found)
+            if error is not None and dist.get_rank() == self._runtime.ranks.ranks[0]:
+                _LOG.error("%s", error)
         self._steps += 1
         self._resting.clear()
 
     def _check(self) -> SilentDataCorruption | None:
-        same = self._at_rest_since()
-        sound = {name: is_same for (kind, name), is_same in same.items() if kind == "masters"}
-        found = compare(self._runtime, self._changed(same), sound).corruptions
-        self.found += found
-        if not found:
+        unchanged = self._at_rest_since()
+        masters_unchanged = {name: is_same for (kind, name), is_same in unchanged.items() if kind == "masters"}
+        corruptions = compare(self._runtime, self._changed(unchanged), masters_unchanged).corruptions
+        self.found += corruptions
+        if not corruptions:
             return None
         if not self._raises:
-            return SilentDataCorruption(found, way_out=_LOGGED)
-        again = any(_place(each) in self._made_anew for each in found)
+            return SilentDataCorruption(corruptions, way_out=_LOGGED)
+        is_repeated = any(_place(corruption) in self._made_anew for corruption in corruptions)
         # Steps refresh only handles that they may update. Other weights may have been wrong before the last step.
-        kept = {handle.name for handle in self._runtime.handles if not handle.may_be_updated}
-        if self._every > 1 and any(each.kind == "compute weights" and each.handle in kept for each in found):
-            way_out = (
+        never_updated = {handle.name for handle in self._runtime.handles if not handle.may_be_updated}
+        if self._every > 1 and any(
+            corruption.kind == "compute weights" and corruption.handle in never_updated for corruption in corruptions
+        ):
+            advice = (
                 f"Steps do not write these weights, so they may have been wrong for {self._every} steps. Load an "
                 "earlier checkpoint, and check the memory of that machine"
             )
-            return SilentDataCorruption(found, way_out=way_out)
+            return SilentDataCorruption(corruptions, way_out=advice)
         return SilentDataCorruption(
-            found, recoverable=not again and all(e.kind in _MADE_ANEW for e in found), again=again
+            corruptions,
+            recoverable=not is_repeated and all(e.kind in _MADE_ANEW for e in corruptions),
+            again=is_repeated,
         )
 
     def _after_step(self, *_: object) -> None:
@@ -282,38 +286,42 @@ class CorruptionGuard:
 
     def _at_rest(self, tensor: Tensor, name: str) -> _ExpectedBits:
         handle = self._handle_of.get(name)
-        edits = 0 if handle is None else handle.tracker.write_count
-        return _ExpectedBits(tensor.data_ptr(), tensor._version, edits, sum64(tensor))
+        write_count = 0 if handle is None else handle.tracker.write_count
+        return _ExpectedBits(tensor.data_ptr(), tensor._version, write_count, sum64(tensor))
 
     def _at_rest_since(self) -> dict[tuple[str, str], bool]:
         """Return whether the bits of each recorded tensor are unchanged, by kind and parameter name.
 
         Tensors to which code has written since they were recorded are omitted.
         """
-        before = self._resting
-        now = {key: self._at_rest(tensor, key[1]) for key, tensor in self._tensors() if key in before}
-        for key in before:
+        recorded = self._resting
+        current = {key: self._at_rest(tensor, key[1]) for key, tensor in self._tensors() if key in recorded}
+        for key in recorded:
             if key[0] == "gradient" and (gradient := self._gradient(key[1])) is not None:
-                now[key] = _gradient_record(gradient)
-        same = [key for key, is_now in now.items() if is_now[:3] == before[key][:3]]
-        if not same:
+                current[key] = _gradient_record(gradient)
+        unwritten = [key for key, bits in current.items() if bits[:3] == recorded[key][:3]]
+        if not unwritten:
             return {}
-        wrong = torch.stack([(before[key].sum != now[key].sum).to("cpu", non_blocking=False) for key in same]).tolist()
+        differs = torch.stack(
+            [(recorded[key].sum != current[key].sum).to("cpu", non_blocking=False) for key in unwritten]
+        ).tolist()
         # zero_grad(set_to_none=False) sets gradients to zero, which is not a corruption.
         return {
-            key: not is_wrong or bool(key[0] == "gradient" and now[key].sum == 0)
-            for key, is_wrong in zip(same, wrong, strict=True)
+            key: not is_different or bool(key[0] == "gradient" and current[key].sum == 0)
+            for key, is_different in zip(unwritten, differs, strict=True)
         }
 
-    def _changed(self, same: Mapping[tuple[str, str], bool]) -> list[Corruption]:
+    def _changed(self, unchanged: Mapping[tuple[str, str], bool]) -> list[Corruption]:
         """Return one corruption for each tensor whose bits have changed without a write."""
-        found = []
-        for (kind, name), is_same in same.items():
-            if not is_same:
+        corruptions = []
+        for (kind, name), is_unchanged in unchanged.items():
+            if not is_unchanged:
                 handle = self._handle_of.get(name)
-                said = "the sum of its bits has changed without a write"
-                found.append(Corruption(kind, (dist.get_rank(),), handle.name if handle else "ignored", name, said))
-        return found
+                detail = "the sum of its bits has changed without a write"
+                corruptions.append(
+                    Corruption(kind, (dist.get_rank(),), handle.name if handle else "ignored", name, detail)
+                )
+        return corruptions
 
     def _gradient(self, name: str) -> Tensor | None:
         """Return the final gradient of a parameter.
@@ -321,7 +329,7 @@ class CorruptionGuard:
         The result is None if the gradient is not final, for instance after a later backward pass inside ``no_sync``.
         """
         gradient = self._runtime.members[name].sharded.grad
-        rows = gradient._local_tensor if isinstance(gradient, DTensor) else None
-        if not isinstance(rows, LocalShard) or rows.tracker is None or rows.tracker.access_error is not None:
+        local = gradient._local_tensor if isinstance(gradient, DTensor) else None
+        if not isinstance(local, LocalShard) or local.tracker is None or local.tracker.access_error is not None:
             return None
         return gradient

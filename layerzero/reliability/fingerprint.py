@@ -59,9 +59,9 @@ class Corruption:
     detail: str
 
     def __str__(self) -> str:
-        of = "one of the ranks" if self.kind == "weights" else "the ranks"
-        where = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"{of} {list(self.ranks)}"
-        return f"{self.kind} of {self.parameter!r} ({self.handle}) on {where}: {self.detail}"
+        subject = "one of the ranks" if self.kind == "weights" else "the ranks"
+        location = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"{subject} {list(self.ranks)}"
+        return f"{self.kind} of {self.parameter!r} ({self.handle}) on {location}: {self.detail}"
 
 
 @dataclass(frozen=True)
@@ -117,29 +117,29 @@ def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[s
     sums = torch.stack([_sum(handle) for handle in handles]) if handles else torch.zeros(0, dtype=torch.int64)
     suspect = torch.zeros(len(handles), dtype=torch.bool, device=sums.device)
     for mesh_info in {id(handle.mesh_info): handle.mesh_info for handle in handles}.values():
-        places = [index for index, handle in enumerate(handles) if handle.mesh_info is mesh_info]
-        own_sums = sums[places]
+        indices = [index for index, handle in enumerate(handles) if handle.mesh_info is mesh_info]
+        own_sums = sums[indices]
         copies = own_sums.expand(mesh_info.replicas, -1).contiguous()
         if mesh_info.replica_comm.size > 1:
             all_gather(mesh_info.replica_comm, Collective.METADATA, copies.view(-1), own_sums).wait()
         flags = (copies != own_sums).any(dim=0)
-        for place, handle in enumerate(handles[index] for index in places):
+        for position, handle in enumerate(handles[index] for index in indices):
             if not handle.weights.shares_master and not _has_unrefreshed_masters(handle):
-                flags[place] |= (as_integers(_cast(handle)) != as_integers(_own_part(handle))).any()
+                flags[position] |= (as_integers(_cast(handle)) != as_integers(_own_part(handle))).any()
         flags = flags.to(torch.int32)
         # Reduce over replicas only, because ranks along model-parallel axes may have different handles.
         reduce_over([mesh_info.replica_comm], flags, dist.ReduceOp.MAX)
-        suspect[places] = flags.bool()
-    wrong = (suspect.any() | bool(own)).to(torch.int32).view(1)
-    runtime.ranks.reduce(wrong, dist.ReduceOp.MAX)
+        suspect[indices] = flags.bool()
+    differs = (suspect.any() | bool(own)).to(torch.int32).view(1)
+    runtime.ranks.reduce(differs, dist.ReduceOp.MAX)
     corruptions: list[Corruption] = []
-    if wrong.item():
-        mine = list(own)
+    if differs.item():
+        own_corruptions = list(own)
         for handle, is_suspect in zip(handles, suspect.tolist(), strict=True):
             if is_suspect:
-                mine += _locate(handle, handle.mesh_info, sound)
-        told = runtime.ranks.all_gather_text(json.dumps([asdict(each) for each in mine]))
-        entries = [Corruption(**{**e, "ranks": tuple(e["ranks"])}) for text in told for e in json.loads(text)]
+                own_corruptions += _locate(handle, handle.mesh_info, sound)
+        messages = runtime.ranks.all_gather_text(json.dumps([asdict(each) for each in own_corruptions]))
+        entries = [Corruption(**{**e, "ranks": tuple(e["ranks"])}) for text in messages for e in json.loads(text)]
         corruptions = list(dict.fromkeys(entries))
     named = dict(zip((handle.name for handle in handles), sums.tolist(), strict=True))
     return Fingerprint(named, tuple(corruptions))
@@ -155,8 +155,12 @@ def _sum(handle: Handle) -> Tensor:
 
     The result is 0 if the shard shares memory with the masters, and the masters were changed but not refreshed yet.
     """
-    whole = sum64(handle.weights.read_zero3())
-    return torch.zeros_like(whole) if handle.weights.shares_master and _has_unrefreshed_masters(handle) else whole
+    sum_of_bits = sum64(handle.weights.read_zero3())
+    return (
+        torch.zeros_like(sum_of_bits)
+        if handle.weights.shares_master and _has_unrefreshed_masters(handle)
+        else sum_of_bits
+    )
 
 
 def _own_part(handle: Handle) -> Tensor:
@@ -168,7 +172,7 @@ def _cast(handle: Handle) -> Tensor:
     return handle.weights.master.to(device=handle.mesh_info.device, dtype=handle.precision.compute)
 
 
-def _locate(handle: Handle, mesh_info: MeshInfo, sound: Mapping[str, bool]) -> list[Corruption]:
+def _locate(handle: Handle, mesh_info: MeshInfo, masters_unchanged: Mapping[str, bool]) -> list[Corruption]:
     """Return the differences in one handle, between replicas or between compute weights and masters.
 
     All ranks of the replica group must call this function. The result is the same on these ranks.
@@ -176,7 +180,7 @@ def _locate(handle: Handle, mesh_info: MeshInfo, sound: Mapping[str, bool]) -> l
     zero3 = handle.weights.read_zero3()
     replicas, shard = mesh_info.replicas, as_integers(zero3).view(torch.uint8)  # many backends lack other integers
     copies_of_replicas = shard.expand(replicas, -1).contiguous()
-    truth: Tensor | None = None
+    master_bits: Tensor | None = None
     parts = mesh_info.grid.replica_part_sizes(handle.layout)
     if replicas > 1:
         all_gather(
@@ -184,60 +188,68 @@ def _locate(handle: Handle, mesh_info: MeshInfo, sound: Mapping[str, bool]) -> l
         ).wait()
     copies = copies_of_replicas.view(as_integers(zero3).dtype)
     if not handle.weights.shares_master:
-        whole = torch.empty_like(zero3)
-        own = whole[mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)].copy_(_cast(handle))
+        full = torch.empty_like(zero3)
+        own_part = full[mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)].copy_(_cast(handle))
         if replicas > 1:
-            all_gather(mesh_info.replica_comm, Collective.UNSHARD, whole, own, name=handle.label, parts=parts).wait()
-        truth = as_integers(whole)
+            all_gather(
+                mesh_info.replica_comm, Collective.UNSHARD, full, own_part, name=handle.label, parts=parts
+            ).wait()
+        master_bits = as_integers(full)
     names = {slot.name: index for index, slot in enumerate(handle.layout.slots)}
-    known = torch.tensor([_KNOWN[sound.get(name)] for name in names], dtype=torch.uint8, device=shard.device)
-    told = known.expand(replicas, -1).contiguous()  # [replicas, slots]
+    own_states = torch.tensor(
+        [_KNOWN[masters_unchanged.get(name)] for name in names], dtype=torch.uint8, device=shard.device
+    )
+    states = own_states.expand(replicas, -1).contiguous()  # [replicas, slots]
     if replicas > 1:
-        all_gather(mesh_info.replica_comm, Collective.METADATA, told.view(-1), known, name=handle.label).wait()
-    knows = told.tolist()
+        all_gather(mesh_info.replica_comm, Collective.METADATA, states.view(-1), own_states, name=handle.label).wait()
+    state_lists = states.tolist()
     differs = (copies != copies[0]).any(dim=0)
-    if truth is not None:
-        differs |= copies[0] != truth
-    places = differs.nonzero().view(-1).tolist()
+    if master_bits is not None:
+        differs |= copies[0] != master_bits
+    positions = differs.nonzero().view(-1).tolist()
     owner_of = _Owners(handle, mesh_info)
-    found: dict[tuple[str, tuple[int, ...], str], list[int]] = {}  # elements by kind, ranks and parameter
-    for place in places[: 64 * _SHOWN]:
-        values = copies[:, place].tolist()
-        (parameter, element), owner = owner_of.parameter(place), owner_of.replica(place)
-        says = knows[owner][names[parameter]] if parameter in names else _SOUND
-        kind, wrong = _verdict(values, None if truth is None else int(truth[place]), owner, says)
-        ranks = tuple(mesh_info.ranks[r * mesh_info.zero3_size + mesh_info.grid.zero3_rank] for r in wrong)
-        found.setdefault((kind, ranks, parameter), []).append(element)
+    elements: dict[tuple[str, tuple[int, ...], str], list[int]] = {}  # elements by kind, ranks and parameter
+    for position in positions[: 64 * _SHOWN]:
+        values = copies[:, position].tolist()
+        (parameter, element), owner = owner_of.parameter(position), owner_of.replica(position)
+        state = state_lists[owner][names[parameter]] if parameter in names else _SOUND
+        kind, wrong_replicas = _verdict(
+            values, None if master_bits is None else int(master_bits[position]), owner, state
+        )
+        ranks = tuple(mesh_info.ranks[r * mesh_info.zero3_size + mesh_info.grid.zero3_rank] for r in wrong_replicas)
+        elements.setdefault((kind, ranks, parameter), []).append(element)
     return [
-        Corruption(kind, ranks, handle.name, parameter, f"{_elements(at)}, {_how(kind, truth is not None)}")
-        for (kind, ranks, parameter), at in found.items()
+        Corruption(
+            kind, ranks, handle.name, parameter, f"{_elements(element_list)}, {_how(kind, master_bits is not None)}"
+        )
+        for (kind, ranks, parameter), element_list in elements.items()
     ]
 
 
-def _verdict(values: Sequence[int], truth: int | None, owner: int, says: int) -> tuple[str, list[int]]:
+def _verdict(values: Sequence[int], master: int | None, owner: int, state: int) -> tuple[str, list[int]]:
     """Return the kind of corruption of one element, and the replicas on which the element is wrong.
 
     Args:
         values: bits of the compute weight on each replica, as integers.
-        truth: bits of the master cast to the compute dtype, as an integer. If None, the owner's compute weight is the
+        master: bits of the master cast to the compute dtype, as an integer. If None, the owner's compute weight is the
             master.
         owner: replica that has the master.
-        says: what the owner knows about the bits of its master since the last step: ``_SOUND`` (unchanged),
+        state: what the owner knows about the bits of its master since the last step: ``_SOUND`` (unchanged),
             ``_CHANGED`` (changed without a write) or ``_UNKNOWN`` (not recorded, or written to).
     """
-    if truth is not None:
-        wrong = [r for r, value in enumerate(values) if value != truth]
-        if len(wrong) < len(values) or says == _SOUND:
-            return "compute weights", wrong
+    if master is not None:
+        replicas = [r for r, value in enumerate(values) if value != master]
+        if len(replicas) < len(values) or state == _SOUND:
+            return "compute weights", replicas
         # All replicas differ from the master. A single replica does not show which copy is wrong.
-        return ("masters" if len(values) > 1 or says == _CHANGED else "masters or compute weights"), [owner]
-    (most, times), *_ = Counter(values).most_common()
+        return ("masters" if len(values) > 1 or state == _CHANGED else "masters or compute weights"), [owner]
+    (majority, times), *_ = Counter(values).most_common()
     if 2 * times > len(values):
-        wrong = [r for r, value in enumerate(values) if value != most]
-        return ("masters" if owner in wrong else "compute weights"), wrong
-    if says == _SOUND:
+        replicas = [r for r, value in enumerate(values) if value != majority]
+        return ("masters" if owner in replicas else "compute weights"), replicas
+    if state == _SOUND:
         return "compute weights", [r for r, value in enumerate(values) if value != values[owner]]
-    return ("masters", [owner]) if says == _CHANGED else ("weights", list(range(len(values))))
+    return ("masters", [owner]) if state == _CHANGED else ("weights", list(range(len(values))))
 
 
 def _how(kind: str, has_truth: bool) -> str:
@@ -250,9 +262,9 @@ def _how(kind: str, has_truth: bool) -> str:
     return "differ from other replicas"
 
 
-def _elements(at: Sequence[int]) -> str:
-    more = f" and {len(at) - _SHOWN} more" if len(at) > _SHOWN else ""
-    return f"element{'s' * (len(at) > 1)} {', '.join(map(str, at[:_SHOWN]))}{more}"
+def _elements(elements: Sequence[int]) -> str:
+    more = f" and {len(elements) - _SHOWN} more" if len(elements) > _SHOWN else ""
+    return f"element{'s' * (len(elements) > 1)} {', '.join(map(str, elements[:_SHOWN]))}{more}"
 
 
 class _Owners:

@@ -50,12 +50,12 @@ class LocalGradientCheck:
         Args:
             among: names of the parameters to report. If None, all parameters are reported.
         """
-        found = []
+        messages = []
         for handle, of_handle in zip(self._handles, self._bad, strict=True):
             bad = [handle.members[slot].name for slot, is_bad in enumerate(of_handle.tolist()) if is_bad]
             if names := [name for name in bad if among is None or name in among]:
-                found.append(_format(handle, names))
-        return found
+                messages.append(_format(handle, names))
+        return messages
 
 
 def _mark_nonfinite(bad: Tensor, outgoing: Sequence[tuple[int, Tensor]]) -> None:
@@ -65,12 +65,12 @@ def _mark_nonfinite(bad: Tensor, outgoing: Sequence[tuple[int, Tensor]]) -> None
         bad: bool tensor of shape [slots] to update in place.
         outgoing: ``(slot, gradient)`` pairs.
     """
-    sent = [(slot, gradient) for slot, gradient in outgoing if gradient.numel()]
-    if not sent:
+    nonempty = [(slot, gradient) for slot, gradient in outgoing if gradient.numel()]
+    if not nonempty:
         return
-    largest = max_magnitudes([gradient for _, gradient in sent])
-    if len(sent) < len(bad):
-        by_slot = dict(zip((slot for slot, _ in sent), largest, strict=True))
+    largest = max_magnitudes([gradient for _, gradient in nonempty])
+    if len(nonempty) < len(bad):
+        by_slot = dict(zip((slot for slot, _ in nonempty), largest, strict=True))
         nothing = largest[0].new_zeros(())
         largest = [by_slot.get(slot, nothing) for slot in range(len(bad))]
     bad |= ~torch.isfinite(torch.stack(largest))

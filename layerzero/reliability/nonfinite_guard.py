@@ -182,14 +182,14 @@ class StepGuard:
         """Count a skipped step, and log a message or raise an error. All ranks of the model have the same message."""
         rank = dist.get_rank()
         final = list(dict.fromkeys(self._all_tell(not_finite(gradients))))
-        own = [] if self._own is None else [f"rank {rank}: {text}" for text in self._own.bad(set(final))]
-        told = self._all_tell(own)
+        own_messages = [] if self._own is None else [f"rank {rank}: {text}" for text in self._own.bad(set(final))]
+        messages = self._all_tell(own_messages)
         if not final:
             self.found = "in another part of the model, on ranks of extra_groups"
         elif self._own is None or self._model_ranks.size == 1:
             self.found = few_names(final)
         else:
-            self.found = nonfinite_text(told, final)
+            self.found = nonfinite_text(messages, final)
         if self._own is not None:
             self._own.forget()
         self.skipped += 1
@@ -204,4 +204,6 @@ class StepGuard:
             _LOG.warning("layerzero: a step is skipped, because gradients are not finite: %s", self.found)
 
     def _all_tell(self, texts: list[str]) -> list[str]:
-        return [text for told in self._model_ranks.all_gather_text(json.dumps(texts)) for text in json.loads(told)]
+        return [
+            text for message in self._model_ranks.all_gather_text(json.dumps(texts)) for text in json.loads(message)
+        ]

@@ -44,10 +44,10 @@ def watchdog(model: nn.Module, limit: float = 60.0) -> Watchdog:
     if not limit > 0:
         raise ValueError(f"limit must be positive, got {limit!r}")
     runtime = get_state(model)
-    before = runtime.mesh_info.counters.on_launch
-    replaced = before if isinstance(before, Watchdog) and before.is_default else None
+    previous = runtime.mesh_info.counters.on_launch
+    replaced = previous if isinstance(previous, Watchdog) and previous.is_default else None
     failure = None
-    if before is not None and replaced is None:
+    if previous is not None and replaced is None:
         failure = RuntimeError("the model already has a watchdog. Call close() of that watchdog first")
     ranks = runtime.ranks.ranks
     scope = new_scope(ranks)

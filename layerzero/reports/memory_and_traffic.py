@@ -157,11 +157,11 @@ def memory(model: nn.Module) -> MemoryReport:
 
 def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Sum `counts` by key. Keys are in the order of their first occurrence."""
-    found: dict[str, int] = {}
-    for each in counts:
-        for key, count in each.items():
-            found[key] = found.get(key, 0) + count
-    return found
+    totals: dict[str, int] = {}
+    for mapping in counts:
+        for key, count in mapping.items():
+            totals[key] = totals.get(key, 0) + count
+    return totals
 
 
 def _memory(runtime: LayerZeroState) -> MemoryReport:
@@ -206,21 +206,21 @@ def _traffic(runtime: LayerZeroState, *, reset: bool) -> TrafficReport:
     by_collective: Counter[str] = Counter()
     by_axis: Counter[str] = Counter()
     calls, nbytes = counters.sent(reset=reset)
-    for (collective, axis), sent in nbytes.items():
-        by_collective[collective] += sent
-        by_axis[axis] += sent
+    for (collective, axis), sent_bytes in nbytes.items():
+        by_collective[collective] += sent_bytes
+        by_axis[axis] += sent_bytes
     predicted = _formulas(runtime, calls)
     return TrafficReport(calls, dict(by_collective), dict(by_axis), predicted, runtime.transports[0].traits.name)
 
 
 def _formulas(runtime: LayerZeroState, calls: Mapping[str, int]) -> dict[str, int]:
     """Return the predicted number of bytes for each collective that all handles have called equally often."""
-    found: dict[str, int] = {}
-    for collective, places in predicted_traffic(specs_of(runtime.units), runtime.config).items():
-        rounds, rest = divmod(calls.get(collective, 0), len(places))
-        if rounds and not rest:
-            found[collective] = rounds * sum(places)
-    return found
+    predicted: dict[str, int] = {}
+    for collective, sent_by_handle in predicted_traffic(specs_of(runtime.units), runtime.config).items():
+        rounds, remainder = divmod(calls.get(collective, 0), len(sent_by_handle))
+        if rounds and not remainder:
+            predicted[collective] = rounds * sum(sent_by_handle)
+    return predicted
 
 
 def measure(runtime: LayerZeroState) -> dict[str, int]:
@@ -230,12 +230,12 @@ def measure(runtime: LayerZeroState) -> dict[str, int]:
         weights = handle.weights
         kind = "host_zero3_shard" if weights.host_shard is not None else "zero3_shard"
         measured[kind] += weights.zero3_shard.nbytes
-        where = "host_" if weights.to_host is not None else ""
-        measured[f"{where}zero1_shard"] += 0 if weights.shares_master else _bytes(weights.master)
+        location = "host_" if weights.to_host is not None else ""
+        measured[f"{location}zero1_shard"] += 0 if weights.shares_master else _bytes(weights.master)
         measured["full_buffer"] += handle.gathered_bytes
         if handle.gradients is not None:
             final = handle.gradients.final.storage
-            measured[f"{where}gradient_shard"] += final.host_bytes if where else final.nbytes
+            measured[f"{location}gradient_shard"] += final.host_bytes if location else final.nbytes
             measured["residual"] += 0 if handle.gradients.residual is None else handle.gradients.residual.nbytes
     measured["cached_buffer"] = buffers.full.cached_bytes
     measured["accumulator"] = buffers.accumulators.device_bytes
@@ -256,8 +256,8 @@ def measure(runtime: LayerZeroState) -> dict[str, int]:
 
 def _pools(runtime: LayerZeroState) -> list[BufferPool]:
     """Return the pool of scratch buffers and, if they are separate, the pools of the buffers that hop 1 sends."""
-    sent = (transport.send_scratch for transport in runtime.transports)
-    return list(dict.fromkeys((runtime.pools.scratch, *sent)))
+    send_pools = (transport.send_scratch for transport in runtime.transports)
+    return list(dict.fromkeys((runtime.pools.scratch, *send_pools)))
 
 
 def _bytes(tensor: Tensor | None) -> int:

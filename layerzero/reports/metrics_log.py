@@ -76,20 +76,20 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
     """
     runtime = get_state(model)
     counters = runtime.mesh_info.counters
-    sent = Counter(dict.fromkeys(("zero3", "replica", "control"), 0))
+    sent_bytes = Counter(dict.fromkeys(("zero3", "replica", "control"), 0))
     for (_, axis), nbytes in counters.sent()[1].items():
-        sent[axis] += nbytes
-    found = Metrics({f"layerzero/memory/{kind}": float(nbytes) for kind, nbytes in measure(runtime).items()})
-    found |= {f"layerzero/bytes/{axis}": float(nbytes) for axis, nbytes in sent.items()}
-    found |= {
+        sent_bytes[axis] += nbytes
+    values = Metrics({f"layerzero/memory/{kind}": float(nbytes) for kind, nbytes in measure(runtime).items()})
+    values |= {f"layerzero/bytes/{axis}": float(nbytes) for axis, nbytes in sent_bytes.items()}
+    values |= {
         f"layerzero/wait_seconds/{collective}": seconds for collective, seconds in sorted(counters.waited.items())
     }
-    found |= {f"layerzero/steps/{what}": float(counters.steps[what]) for what in ("taken", "skipped")}
+    values |= {f"layerzero/steps/{outcome}": float(counters.steps[outcome]) for outcome in ("taken", "skipped")}
     if compare:
-        found |= _compared(runtime, counters)
+        values |= _compared(runtime, counters)
     if reset:
         counters.sent(reset=True)
-    return found
+    return values
 
 
 def _compared(runtime: LayerZeroState, counters: TrafficCounters) -> dict[str, float]:
@@ -99,16 +99,20 @@ def _compared(runtime: LayerZeroState, counters: TrafficCounters) -> dict[str, f
         "zero3": dist.get_process_group_ranks(mesh_info.zero3_gather_comm.group),
         "replica": dist.get_process_group_ranks(mesh_info.replica_comm.group),
     }
-    told = [json.loads(text) for text in model_ranks.all_gather_text(json.dumps([by_axis, groups]))]
-    waited = {rank: waits for rank, (waits, _) in zip(model_ranks.ranks, told, strict=True)}
-    found = waited_for({rank: sum(waits.values()) for rank, waits in waited.items()})
+    entries = [json.loads(text) for text in model_ranks.all_gather_text(json.dumps([by_axis, groups]))]
+    waited = {rank: waits for rank, (waits, _) in zip(model_ranks.ranks, entries, strict=True)}
+    values = waited_for({rank: sum(waits.values()) for rank, waits in waited.items()})
     for axis in _ALONG:
-        least = {tuple(of[axis]): min(waited[rank][axis] for rank in of[axis]) for _, of in told if len(of[axis]) > 1}
-        if least:
-            slowest = max(least, key=lambda ranks: (least[ranks], ranks))
+        shortest = {
+            tuple(group_ranks[axis]): min(waited[rank][axis] for rank in group_ranks[axis])
+            for _, group_ranks in entries
+            if len(group_ranks[axis]) > 1
+        }
+        if shortest:
+            slowest = max(shortest, key=lambda ranks: (shortest[ranks], ranks))
             name = "_".join(map(str, slowest))
-            found[f"layerzero/transfer_seconds/{axis}/ranks_{name}"] = least[slowest]
-    return found
+            values[f"layerzero/transfer_seconds/{axis}/ranks_{name}"] = shortest[slowest]
+    return values
 
 
 def waited_for(waited: Mapping[int, float]) -> dict[str, float]:
@@ -119,10 +123,10 @@ def waited_for(waited: Mapping[int, float]) -> dict[str, float]:
     Args:
         waited: number of seconds that each rank has waited, by rank.
     """
-    late: dict[int, float] = {}
-    for rank, own in waited.items():
-        others = [waits for other, waits in waited.items() if other != rank]
-        if others and (more := median(others) - own) > 0:
-            late[rank] = more
-    most: Sequence[int] = sorted(late, key=lambda rank: (-late[rank], rank))[:_SHOWN]
-    return {f"layerzero/waited_for/rank_{rank}": late[rank] for rank in most}
+    delays: dict[int, float] = {}
+    for rank, own_wait in waited.items():
+        other_waits = [waits for other, waits in waited.items() if other != rank]
+        if other_waits and (delay := median(other_waits) - own_wait) > 0:
+            delays[rank] = delay
+    slowest: Sequence[int] = sorted(delays, key=lambda rank: (-delays[rank], rank))[:_SHOWN]
+    return {f"layerzero/waited_for/rank_{rank}": delays[rank] for rank in slowest}

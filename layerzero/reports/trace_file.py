@@ -145,7 +145,7 @@ def _events(recorder: TraceRecorder) -> tuple[TraceEvent, ...]:
     if recorder.clock.sees_other_threads:  # marks are ordered only within each thread
         marks = sorted(marks, key=lambda mark: time(mark.began))
     launched = (mark.trace for mark in marks if mark.kind == "launch" and mark.trace is not None)
-    number = {flight: place for place, flight in enumerate(launched)}
+    numbers = {flight: index for index, flight in enumerate(launched)}
     waited: dict[CollectiveTrace, float] = {}  # end of the first wait for each collective
     for mark in marks:
         if mark.kind == "wait" and mark.trace is not None:
@@ -166,7 +166,7 @@ def _events(recorder: TraceRecorder) -> tuple[TraceEvent, ...]:
                 mark.name,
                 start,
                 end,
-                number=number.get(flight, -1),
+                number=numbers.get(flight, -1),
                 collective=flight.collective,
                 axis=flight.axis,
                 communicator=flight.communicator,
@@ -192,32 +192,34 @@ def _write(result: Trace, mesh_info: MeshInfo, rank: int, epoch: float) -> None:
             "schedule": [_sparse(event) for event in result.events],
         },
     }
-    whole = result.path.with_name(f"{result.path.name}.{os.getpid()}.part")  # so that readers never see a partial file
-    whole.write_text(json.dumps(content))
-    whole.replace(result.path)
+    partial = result.path.with_name(
+        f"{result.path.name}.{os.getpid()}.part"
+    )  # so that readers never see a partial file
+    partial.write_text(json.dumps(content))
+    partial.replace(result.path)
 
 
 def _sparse(event: TraceEvent) -> dict[str, Any]:
     """Return the fields of an event that differ from their defaults."""
-    told = ((field, getattr(event, field.name)) for field in fields(event))
-    return {field.name: value for field, value in told if value != field.default}
+    values = ((field, getattr(event, field.name)) for field in fields(event))
+    return {field.name: value for field, value in values if value != field.default}
 
 
 def _chrome_events(events: Sequence[TraceEvent], mesh_info: MeshInfo, rank: int, epoch: float) -> list[dict[str, Any]]:
     comms = (mesh_info.zero3_gather_comm, mesh_info.zero3_reduce_comm, mesh_info.replica_comm, *mesh_info.control_comms)
     bars = [*_span_bars(events), *_collective_bars(events)]
     names = dict.fromkeys([_COMPUTE_ROW, *(comm.name for comm in comms), *(bar[0] for bar in bars)])
-    rows = {name: number for number, name in enumerate(names)}
+    rows = {name: index for index, name in enumerate(names)}
     node = f"replica {mesh_info.grid.replica_rank}, ZeRO-3 rank {mesh_info.grid.zero3_rank} of {mesh_info.zero3_size}"
-    shown = [_metadata("process_name", rank, 0, name=f"rank {rank} ({node})")]
-    shown.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
+    trace_events = [_metadata("process_name", rank, 0, name=f"rank {rank} ({node})")]
+    trace_events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
     for name, row in rows.items():
-        shown.append(_metadata("thread_name", rank, row, name=name))
-        shown.append(_metadata("thread_sort_index", rank, row, sort_index=row))
+        trace_events.append(_metadata("thread_name", rank, row, name=name))
+        trace_events.append(_metadata("thread_sort_index", rank, row, sort_index=row))
     for row_name, name, start, end, args in bars:
         bar = {"ph": "X", "pid": rank, "tid": rows[row_name], "name": name, "ts": epoch * 1e6 + start}
-        shown.append({**bar, "dur": max(0.0, end - start), "args": args})
-    return shown
+        trace_events.append({**bar, "dur": max(0.0, end - start), "args": args})
+    return trace_events
 
 
 _Bar = tuple[str, str, float, float, dict[str, Any]]  # (row, name, start, end, args)
@@ -232,8 +234,8 @@ def _span_bars(events: Sequence[TraceEvent]) -> Iterator[_Bar]:
             begin = opened.pop()
             yield _COMPUTE_ROW, f"{begin.phase} {begin.name}", begin.start, event.start, {"unit": begin.name}
         elif event.kind == "add":
-            what = f"add {event.collective} {event.name}"
-            yield _SUMS_ROW.format(event.axis), what, event.start, event.end, {"unit": event.name}
+            label = f"add {event.collective} {event.name}"
+            yield _SUMS_ROW.format(event.axis), label, event.start, event.end, {"unit": event.name}
 
 
 def _collective_bars(events: Sequence[TraceEvent]) -> Iterator[_Bar]:

@@ -95,10 +95,12 @@ class UnitList(tuple[UnitInfo, ...]):
             classes = ", ".join(dict.fromkeys(unit.modules.values()))
             label = f"{unit.name or 'the root'} ({classes})"
             rows.append((label, "", f"{unit.numel:,}", size(unit.gathered_bytes), f"{unit.local_numel:,} elements"))
-            for each in unit.parameters:
-                part = f"rows {each.rows.start}:{each.rows.stop}" if each.rows else "no rows"
-                kind = str(each.dtype).removeprefix("torch.") + ("" if each.requires_grad else ", frozen")
-                rows.append((f"  {each.name}", f"{list(each.shape)} {kind}", f"{each.numel:,}", "", part))
+            for parameter in unit.parameters:
+                part = f"rows {parameter.rows.start}:{parameter.rows.stop}" if parameter.rows else "no rows"
+                kind = str(parameter.dtype).removeprefix("torch.") + ("" if parameter.requires_grad else ", frozen")
+                rows.append(
+                    (f"  {parameter.name}", f"{list(parameter.shape)} {kind}", f"{parameter.numel:,}", "", part)
+                )
         rows += [(f"ignored: {name}", "", "", "", "all rows") for name in self.ignored]
         return table(("unit", "parameter", "elements", "gathered", "on this rank"), rows, left=2)
 
@@ -119,18 +121,18 @@ def units(model: nn.Module) -> UnitList:
     """
     runtime = get_state(model)
     names = {module: name for name, module in model.named_modules()}
-    order = {name: place for place, name in enumerate(runtime.members)}
-    found = UnitList(
+    order = {name: index for index, name in enumerate(runtime.members)}
+    infos = UnitList(
         UnitInfo(
             name=unit.name,
             modules={names[module]: type(module).__name__ for module in unit.modules},
             parameters=tuple(map(UnitParameter.of, sorted(unit.members(), key=lambda member: order[member.name]))),
-            gathered_bytes=sum(each.layout.numel * each.precision.compute.itemsize for each in unit.handles),
+            gathered_bytes=sum(handle.layout.numel * handle.precision.compute.itemsize for handle in unit.handles),
             zero3_size=unit.mesh_info.zero3_size,
             data_parallel=unit.mesh_info.data_parallel,
             reshard_after_forward=unit.reshard_after_forward,
         )
         for unit in runtime.units
     )
-    found.ignored = tuple(n for n, p in model.named_parameters() if runtime.parameters.is_ignored(p))
-    return found
+    infos.ignored = tuple(n for n, p in model.named_parameters() if runtime.parameters.is_ignored(p))
+    return infos

@@ -99,7 +99,7 @@ class VerifyReport:
         return self.rows[0] if self.rows else None
 
     def __str__(self) -> str:
-        wrong = list(dict.fromkeys(row.name for row in self.rows if not row.ok))
+        different = list(dict.fromkeys(row.name for row in self.rows if not row.ok))
         sizes = ", ".join(str(size) for size in sorted({row.zero3_size for row in self.rows}))
         names = len({row.name for row in self.rows})
         lines = [
@@ -111,14 +111,14 @@ class VerifyReport:
         if len(self.rows) > _SHOWN:
             lines.append(f"and {len(self.rows) - _SHOWN} more rows with smaller differences")
         lines += ["", *(f"note: {note}" for note in self.notes)]
-        if wrong and all(row.gradient <= row.tolerance for row in self.rows):
+        if different and all(row.gradient <= row.tolerance for row in self.rows):
             lines.append(
                 "note: all gradients agree. Either the sharded update of the optimizer is wrong, or the optimizer "
                 "turns rounding errors of gradients into large steps, like Adam. Try SGD"
             )
-        if wrong:
-            shown = ", ".join(wrong[:5]) + (", ..." if len(wrong) > 5 else "")
-            lines.append(f"DIFFERENT: {len(wrong)} of {names} tensors train differently when sharded: {shown}")
+        if different:
+            examples = ", ".join(different[:5]) + (", ..." if len(different) > 5 else "")
+            lines.append(f"DIFFERENT: {len(different)} of {names} tensors train differently when sharded: {examples}")
         else:
             lines.append(f"OK: all {names} tensors train alike")
         return "\n".join(lines)
@@ -142,8 +142,8 @@ class Comparison:
         largest_move = _largest(plain.weights[name] - self._start[name] for name in plain.gradients)
         for name in [*plain.weights, *(name for name in ours.weights if name not in plain.weights)]:
             if name not in plain.weights or name not in ours.weights:
-                here = "when sharded" if name in plain.weights else "in the plain run"
-                self._worse(self._weight, name, math.inf, step, f"does not exist {here}")
+                location = "when sharded" if name in plain.weights else "in the plain run"
+                self._worse(self._weight, name, math.inf, step, f"does not exist {location}")
                 continue
             self._compare_gradient(step, name, plain, ours, FLOOR * largest_gradient)
             weight, start = plain.weights[name], self._start[name]
@@ -151,20 +151,20 @@ class Comparison:
             distance = _distance(ours.weights[name], weight, slack=_ulps(weight))
             self._worse(self._weight, name, _relative(distance, scale), step)
 
-    def _compare_gradient(self, step: int, name: str, plain: StepRecord, ours: StepRecord, floor: float) -> None:
-        theirs, mine = plain.gradients.get(name), ours.gradients.get(name)
-        if theirs is None and mine is None:
+    def _compare_gradient(self, step: int, name: str, plain: StepRecord, sharded: StepRecord, floor: float) -> None:
+        plain_gradient, gradient = plain.gradients.get(name), sharded.gradients.get(name)
+        if plain_gradient is None and gradient is None:
             self._worse(self._gradient, name, 0.0, step)
-        elif theirs is None or mine is None:
-            here = "when sharded" if mine is None else "in the plain run"
-            self._worse(self._gradient, name, math.inf, step, f"no gradient {here}")
+        elif plain_gradient is None or gradient is None:
+            location = "when sharded" if gradient is None else "in the plain run"
+            self._worse(self._gradient, name, math.inf, step, f"no gradient {location}")
         else:
-            scale = max(_largest([theirs]), floor)
-            self._worse(self._gradient, name, _relative(_distance(mine, theirs), scale), step)
+            scale = max(_largest([plain_gradient]), floor)
+            self._worse(self._gradient, name, _relative(_distance(gradient, plain_gradient), scale), step)
 
-    def _worse(self, found: dict[str, tuple[float, int]], name: str, value: float, step: int, note: str = "") -> None:
-        if name not in found or value > found[name][0]:
-            found[name] = (value, step)
+    def _worse(self, largest: dict[str, tuple[float, int]], name: str, value: float, step: int, note: str = "") -> None:
+        if name not in largest or value > largest[name][0]:
+            largest[name] = (value, step)
             if note:
                 self._note[name] = note
 
@@ -199,9 +199,9 @@ def _distance(left: Tensor, right: Tensor, *, slack: Tensor | float = 0.0) -> fl
     if not left.numel():
         return 0.0
     left, right = left.double(), right.double()
-    same = (left == right) | (left.isnan() & right.isnan())
-    apart = (left - right).abs()
-    distance = torch.where(same | (apart <= slack), 0.0, apart).max().item()
+    equal = (left == right) | (left.isnan() & right.isnan())
+    difference = (left - right).abs()
+    distance = torch.where(equal | (difference <= slack), 0.0, difference).max().item()
     return math.inf if math.isnan(distance) else distance
 
 
@@ -221,8 +221,8 @@ def _ulps(values: Tensor) -> Tensor:
 
 def _largest(tensors: Iterable[Tensor]) -> float:
     """Return the largest finite magnitude among the elements of all tensors, or 0 if no tensor has elements."""
-    found = (t.abs().nan_to_num(0.0, posinf=0.0).max().item() for t in tensors if t.numel())
-    return float(max(found, default=0.0))
+    magnitudes = (t.abs().nan_to_num(0.0, posinf=0.0).max().item() for t in tensors if t.numel())
+    return float(max(magnitudes, default=0.0))
 
 
 def _relative(distance: float, scale: float) -> float:

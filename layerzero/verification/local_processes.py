@@ -83,13 +83,13 @@ def run_on_local_ranks(
         path = os.path.join(folder, "store")
         try:
             for rank in range(world_size):
-                ours, theirs = context.Pipe()
+                parent_pipe, child_pipe = context.Pipe()
                 process: BaseProcess = context.Process(
-                    target=_work, args=(theirs, fn, arguments, rank, world_size, path, timeout), daemon=True
+                    target=_work, args=(child_pipe, fn, arguments, rank, world_size, path, timeout), daemon=True
                 )
                 process.start()
-                theirs.close()
-                ranks.append((process, ours))
+                child_pipe.close()
+                ranks.append((process, parent_pipe))
             results, failures = _collect([pipe for _, pipe in ranks])
         finally:
             for process, pipe in ranks:
@@ -134,13 +134,13 @@ def _failure_message(failures: list[_Failure], exit_codes: Mapping[int, int | No
 
     The cause is a rank that died. If no rank died, the cause is the first rank that raised an error.
     """
-    first, *rest = sorted(failures, key=lambda failure: (failure.is_secondary, bool(failure.traceback), failure.when))
+    first, *others = sorted(failures, key=lambda failure: (failure.is_secondary, bool(failure.traceback), failure.when))
     lines = [f"rank {first.rank} failed: {first.summary}"]
     if first.traceback:
         lines += ["", first.traceback]
     else:
         lines[0] += f" (exit code {exit_codes[first.rank]})"
-    for failure in rest:
+    for failure in others:
         if failure.summary == first.summary:
             lines.append(f"rank {failure.rank} failed with the same error")
         elif not failure.is_secondary:
@@ -159,12 +159,12 @@ def _work(
 ) -> None:
     torch.set_num_threads(1)
     try:
-        given = pickle.loads(arguments)
+        parsed = pickle.loads(arguments)
         limit = timedelta(seconds=timeout)
         store = dist.FileStore(path, world_size)  # type: ignore[attr-defined]
         store.set_timeout(limit)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
-        result = fn(rank, given)
+        result = fn(rank, parsed)
     except BaseException as error:
         pipe.send(_Failure(rank, time.time(), f"{type(error).__name__}: {error}", traceback.format_exc()))
         _leave(1)

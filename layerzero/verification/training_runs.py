@@ -143,17 +143,17 @@ def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, ra
     run.start = _weights(masters, models[rank])
     run.dtypes = {parameter.dtype for parameter in parameters.values()}
     for step in range(task.steps):
-        sums: dict[str, Tensor] = {}
+        gradient_sums: dict[str, Tensor] = {}
         for virtual_rank, model in enumerate(models):
             for micro_batch in range(task.micro_batches):
                 run.losses.append(task.backward(model, step, micro_batch, virtual_rank, device))
-                _add_gradients(sums, model, masters)
+                _add_gradients(gradient_sums, model, masters)
         _require_finite(run.losses, step)
         if rank == 0:
-            before = run.snapshots[-1].weights if run.snapshots else run.start
-            run.edited |= {name for name, p in parameters.items() if _changed(p, before[name])}
+            previous = run.snapshots[-1].weights if run.snapshots else run.start
+            run.edited |= {name for name, p in parameters.items() if _changed(p, previous[name])}
         for name, master in masters.items():
-            master.grad = sums[name].div_(world_size) if name in sums else None
+            master.grad = gradient_sums[name].div_(world_size) if name in gradient_sums else None
             if not torch.equal(parameters[name], master.to(parameters[name].dtype)):
                 master.data.copy_(parameters[name])  # plain training keeps changes that a forward pass made to weights
         gradients = {name: None if m.grad is None else m.grad.cpu().clone() for name, m in masters.items()}
@@ -175,10 +175,10 @@ def train_sharded(
     """
     mesh = init_mesh(zero3_size, device_type)
     model = task.build()
-    given = {name: settings[name] for name in PER_MODEL if settings.get(name) is not None}
-    own = {name: value(model) if callable(value) else value for name, value in given.items()}
+    per_model = {name: settings[name] for name in PER_MODEL if settings.get(name) is not None}
+    model_settings = {name: value(model) if callable(value) else value for name, value in per_model.items()}
     # Use collectives, which detect a wrong order, unless the user sets shared memory. Real runs may use devices.
-    model = shard_model(model, mesh=mesh, **{"shared_memory": "off", **settings, **own})
+    model = shard_model(model, mesh=mesh, **{"shared_memory": "off", **settings, **model_settings})
     optimizer = shard_optimizer(task.optimizer(model.parameters()), model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     for step in range(task.steps):
@@ -194,8 +194,8 @@ def train_sharded(
 
 
 def _require_repeatable(task: TrainingTask) -> None:
-    once, again = (list(filter(torch.is_tensor, tree_leaves(task.batch(0, 0)))) for _ in range(2))
-    if len(once) != len(again) or not all(torch.equal(a, b) for a, b in zip(once, again, strict=True)):
+    first, second = (list(filter(torch.is_tensor, tree_leaves(task.batch(0, 0)))) for _ in range(2))
+    if len(first) != len(second) or not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
         raise ValueError(
             "two calls of batch_fn(0, 0) returned different batches, but equal arguments must give equal batches. Use "
             "torch's random numbers, which are seeded before each call, or select by index and rank"
@@ -210,18 +210,18 @@ def _models_of_ranks(task: TrainingTask, world_size: int, device: torch.device) 
             raise ValueError("model_fn returned the same object twice. Build a new model in each call")
         models.append(model.to(device))
         first = dict(models[0].named_parameters())
-        own = dict(model.named_parameters())
-        if {n: p.shape for n, p in own.items()} != {n: p.shape for n, p in first.items()}:
+        parameters = dict(model.named_parameters())
+        if {n: p.shape for n, p in parameters.items()} != {n: p.shape for n, p in first.items()}:
             raise ValueError(
                 "model_fn built models with different parameters from the same seed. Seed its random numbers"
             )
         if model is models[0]:
             continue
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             # Replace the storage, not the object, because a module may have other references to its parameters.
             parameter.data = first[name].data
-        for theirs, buffer in zip(models[0].buffers(), model.buffers(), strict=True):
-            buffer.copy_(theirs)
+        for first_buffer, buffer in zip(models[0].buffers(), model.buffers(), strict=True):
+            buffer.copy_(first_buffer)
     return models
 
 
@@ -235,21 +235,21 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.data.to(dtype), requires_grad=parameter.requires_grad)
 
 
-def _add_gradients(sums: dict[str, Tensor], model: nn.Module, masters: Mapping[str, Tensor]) -> None:
+def _add_gradients(gradient_sums: dict[str, Tensor], model: nn.Module, masters: Mapping[str, Tensor]) -> None:
     for name, parameter in model.named_parameters():
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             continue
         gradient = gradient.to_dense() if gradient.layout is not torch.strided else gradient
-        if name in sums:
-            sums[name].add_(gradient)
+        if name in gradient_sums:
+            gradient_sums[name].add_(gradient)
         else:
-            sums[name] = gradient.to(masters[name].dtype, copy=True)
+            gradient_sums[name] = gradient.to(masters[name].dtype, copy=True)
 
 
-def _changed(parameter: Tensor, before: Tensor) -> bool:
-    """Return whether a parameter differs from `before`. The two are compared in the parameter's dtype."""
-    return not torch.equal(parameter.detach().cpu(), before.to(parameter.dtype))
+def _changed(parameter: Tensor, previous: Tensor) -> bool:
+    """Return whether a parameter differs from `previous`. The two are compared in the parameter's dtype."""
+    return not torch.equal(parameter.detach().cpu(), previous.to(parameter.dtype))
 
 
 def _require_finite(losses: Iterable[float], step: int) -> None:
@@ -291,10 +291,10 @@ def _whole(tensor: Tensor, rank: int) -> Tensor:
 
     All ranks must call this function.
     """
-    whole = tensor.detach()
-    if isinstance(whole, DTensor):
-        whole = whole.full_tensor()
-    return whole.cpu().clone() if rank == 0 else whole.new_empty(0)
+    full = tensor.detach()
+    if isinstance(full, DTensor):
+        full = full.full_tensor()
+    return full.cpu().clone() if rank == 0 else full.new_empty(0)
 
 
 def _seed(*numbers: int) -> None:

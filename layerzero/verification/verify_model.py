@@ -160,8 +160,8 @@ def verify(
             raise TypeError(f"{name} must be callable, got {type(function).__name__}")
     own_ranks = dist.is_initialized()
     world = (dist.get_world_size() if own_ranks else 4) if world_size is None else world_size
-    numbers = {"steps": steps, "micro_batches": micro_batches, "seed": seed}
-    arguments: dict[str, Any] = {**functions, **numbers, "tolerance": tolerance, "settings": settings}
+    counts = {"steps": steps, "micro_batches": micro_batches, "seed": seed}
+    arguments: dict[str, Any] = {**functions, **counts, "tolerance": tolerance, "settings": settings}
     if not own_ranks:
         arguments["zero3_sizes"] = _sizes(zero3_sizes, world, settings.get("reshard_after_forward", True))
         way_out = "Define it at the top level of a module, or call verify under torchrun, which starts the processes"
@@ -184,10 +184,10 @@ def check_arguments(
     for name, value in {"steps": steps, "micro_batches": micro_batches}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be an int >= 1, got {value!r}")
-    for name, number in {"tolerance": tolerance, "timeout": timeout}.items():
-        if number is not None and not (number > 0 and math.isfinite(number)):
-            raise ValueError(f"{name} must be a positive number, got {number!r}")
-    known = inspect.signature(shard_model).parameters.keys() - {"model"}
+    for name, limit in {"tolerance": tolerance, "timeout": timeout}.items():
+        if limit is not None and not (limit > 0 and math.isfinite(limit)):
+            raise ValueError(f"{name} must be a positive number, got {limit!r}")
+    names = inspect.signature(shard_model).parameters.keys() - {"model"}
     for name, value in settings.items():
         if name in _REFUSED:
             raise TypeError(f"verify does not support {name}: {_REFUSED[name]}")
@@ -195,12 +195,14 @@ def check_arguments(
             raise TypeError("verify does not support a callable mp_policy. Pass one mp_policy for the full model")
         if name in PER_MODEL and not (value is None or callable(value) or value == UNSUPPORTED):
             raise TypeError(f"verify builds several models, so {name} must be a function of the model, not {value!r}")
-        if name not in known:
+        if name not in names:
             raise TypeError(
-                f"verify and shard_model have no setting {name!r}. Use one of {sorted(known - _REFUSED.keys())}"
+                f"verify and shard_model have no setting {name!r}. Use one of {sorted(names - _REFUSED.keys())}"
             )
-    chosen = {name: value for name, value in settings.items() if name not in PER_MODEL}
-    LayerZeroConfig(**{"zero3_size": 1, **chosen, "mp_policy": settings.get("mp_policy") or MixedPrecisionPolicy()})
+    config_settings = {name: value for name, value in settings.items() if name not in PER_MODEL}
+    LayerZeroConfig(
+        **{"zero3_size": 1, **config_settings, "mp_policy": settings.get("mp_policy") or MixedPrecisionPolicy()}
+    )
 
 
 def _sizes(zero3_sizes: Sequence[int] | None, world: int, reshards: Any) -> list[int]:
@@ -238,9 +240,9 @@ def _verify(arguments: Mapping[str, Any], *, device_type: str, rank: int) -> Ver
 
     All ranks must call this function, and the default process group must be initialized.
     """
-    given = dict(arguments)
-    sizes, tolerance, settings = given.pop("zero3_sizes"), given.pop("tolerance"), given.pop("settings")
-    task = TrainingTask(**given)
+    fields = dict(arguments)
+    sizes, tolerance, settings = fields.pop("zero3_sizes"), fields.pop("tolerance"), fields.pop("settings")
+    task = TrainingTask(**fields)
     world = dist.get_world_size()
     numbers = {"steps": task.steps, "micro_batches": task.micro_batches, "seed": task.seed}
     require_equal("verify", {**numbers, "zero3_sizes": sizes, "tolerance": tolerance}, ranks=range(world))
@@ -270,14 +272,18 @@ def _compare(
     comparison = Comparison(
         plain.start, zero3_size=trial.zero3_size, precision=trial.precision, tolerance=trial.tolerance
     )
-    ours = train_sharded(task, zero3_size=trial.zero3_size, rank=rank, device_type=device_type, settings=trial.settings)
+    snapshots = train_sharded(
+        task, zero3_size=trial.zero3_size, rank=rank, device_type=device_type, settings=trial.settings
+    )
     try:
-        for step, snapshot in enumerate(ours):
+        for step, snapshot in enumerate(snapshots):
             if rank == 0:
                 comparison.add(step, plain.snapshots[step], snapshot)
     except Exception as error:
-        what = f"the plain run works, but the sharded run with zero3_size={trial.zero3_size} in {trial.precision} fails"
-        raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
+        subject = (
+            f"the plain run works, but the sharded run with zero3_size={trial.zero3_size} in {trial.precision} fails"
+        )
+        raise RuntimeError(f"{subject}: {type(error).__name__}: {error}") from error
     return comparison.rows()
 
 
@@ -290,9 +296,14 @@ def _trials(
     model's precision.
     """
     policy = settings.get("mp_policy") or MixedPrecisionPolicy()
-    asked = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype, *(settings.get(name) for name in _DTYPES))
+    dtypes_of_settings = (
+        policy.param_dtype,
+        policy.reduce_dtype,
+        policy.output_dtype,
+        *(settings.get(name) for name in _DTYPES),
+    )
     as_built = _coarsest(dtypes)
-    lowest = _coarsest([*dtypes, *filter(None, asked)])
+    lowest = _coarsest([*dtypes, *filter(None, dtypes_of_settings)])
     trials = []
     for size in sizes:
         if _epsilon(lowest) > _epsilon(as_built):
@@ -308,8 +319,8 @@ def _trial(size: int, dtype: torch.dtype, tolerance: float | None, settings: Map
 
 
 def _default_tolerance(dtype: torch.dtype) -> float:
-    low = _epsilon(dtype) > _epsilon(torch.float32)
-    return math.sqrt(_epsilon(dtype)) * (4.0 if low else 1.0)
+    is_low_precision = _epsilon(dtype) > _epsilon(torch.float32)
+    return math.sqrt(_epsilon(dtype)) * (4.0 if is_low_precision else 1.0)
 
 
 def _coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
@@ -331,11 +342,11 @@ def _notes(plain: ReferenceRun, world: int) -> tuple[str, ...]:
             f"in the plain run, a forward or backward changes {', '.join(sorted(plain.edited))} in place. A sharded "
             "model loses such changes. Change weights between steps, inside layerzero.unsharded"
         )
-    everywhere: list[list[float]] = [[] for _ in range(world)]
-    dist.all_gather_object(everywhere, plain.losses)
+    losses_of_ranks: list[list[float]] = [[] for _ in range(world)]
+    dist.all_gather_object(losses_of_ranks, plain.losses)
     limit = math.sqrt(_epsilon(_coarsest(plain.dtypes)))
-    same = functools.partial(math.isclose, rel_tol=limit, abs_tol=1e-12)
-    odd = [rank for rank, losses in enumerate(everywhere) if not all(map(same, losses, everywhere[0]))]
+    is_close = functools.partial(math.isclose, rel_tol=limit, abs_tol=1e-12)
+    odd = [rank for rank, losses in enumerate(losses_of_ranks) if not all(map(is_close, losses, losses_of_ranks[0]))]
     if odd:
         ranks = ", ".join(map(str, odd))
         notes.append(
