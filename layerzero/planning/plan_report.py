@@ -300,12 +300,8 @@ def _links_text(plan: Plan) -> list[str]:
         return []
     lines = []
     for link in plan.links:
-        layerzero_row = link.rows[LAYERZERO]
-        settings = (
-            ""
-            if layerzero_row is None
-            else f"{short_settings(layerzero_row.choice)} {reduce_text(layerzero_row.choice)}"
-        )
+        row = link.rows[LAYERZERO]
+        settings = "" if row is None else f"{short_settings(row.choice)} {reduce_text(row.choice)}"
         advantage = "" if link.advantage is None else f"{link.advantage:+.1%}"
         lines.append((f"{link.between:,.4g}", settings, *map(cell, link.rows.values()), advantage))
     count = rows[0].choice.micro_batches
