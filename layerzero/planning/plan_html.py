@@ -11,11 +11,13 @@ from pathlib import Path
 
 from layerzero.planning.estimator import LAYERZERO, Candidate, Estimate
 from layerzero.planning.plan_report import (
+    COLUMNS_TEXT,
     HEADER,
     Plan,
     call_text,
     cells,
     group_size,
+    links_text,
     parts_text,
     reduce_text,
     settings_text,
@@ -62,6 +64,7 @@ section { min-width: 0 } figure { margin: 0 } svg { width: 100%; height: auto; m
 th, td { padding: .15rem .4rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884 }
 th:first-child, td:first-child { text-align: left } tr.best { font-weight: bold } tr.over { color: #b33 }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #8881; padding: .6rem; font-size: .85rem }
+pre.table { white-space: pre; overflow-x: auto }
 .note { font-size: .85rem; color: #555 }
 """
 
@@ -119,9 +122,9 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
         "</div>",
         "<h2>Settings</h2>",
         _table([*rows, *plan.other_schemes], plan.best),
-        '<p class="note">Memory equals the prediction of layerzero in a run, except for activations, which are '
-        "estimated. Times are simulated, not measured. Times of FSDP2, HSDP and ZeRO-1 are simulated with models of "
-        "these schemes.</p>",
+        f'<p class="note">{COLUMNS_TEXT} Memory equals the prediction of layerzero in a run, except for activations, '
+        "which are estimated. Times of FSDP2, HSDP, HFSDP and ZeRO-1 are simulated with models of these schemes.</p>",
+        f'<pre class="table">{escape(links_text(plan))}</pre>' if cluster.nodes > 1 else "",
     ]
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Plan</title>'

@@ -5,6 +5,7 @@ The text contains tables, the recommendation, the recommended call and the YAML 
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,12 +21,14 @@ from layerzero.planning.estimator import LAYERZERO, OTHER_SCHEMES, Candidate, Es
 from layerzero.utils.text_tables import rate, seconds, size, table
 
 __all__ = [
+    "COLUMNS_TEXT",
     "HEADER",
     "LinkComparison",
     "Plan",
     "call_text",
     "cells",
     "group_size",
+    "links_text",
     "parts_text",
     "plan_data",
     "plan_text",
@@ -43,6 +46,11 @@ HEADER = (
     "scheme", "S", "accumulation", "offload", "reduce", "A", "peak", "room", "host", "zero3", "replica", "between",
     "step", "tokens/s",
 )  # fmt: skip
+COLUMNS_TEXT = (
+    "peak: maximum in a step, including activations if known; room: free memory of the accelerator, without its "
+    "reserve; zero3, replica: bytes that a rank sends in a step on each axis; between: bytes that leave its node. "
+    "Times are simulated, not measured."
+)
 DTYPE_TEXTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -211,7 +219,7 @@ def plan_text(plan: Plan, *, every_row: bool = False) -> str:
         "other schemes, by formulas and models:",
         table(HEADER, [cells(row) for row in plan.other_schemes]),
         "",
-        *(_links_text(plan) if cluster.nodes > 1 else ()),
+        *([links_text(plan), ""] if cluster.nodes > 1 else ()),
     ]
     best = plan.best
     if best is not None:
@@ -221,12 +229,7 @@ def plan_text(plan: Plan, *, every_row: bool = False) -> str:
     lines += [plan.why]
     if best is not None:
         lines += ["", call_text(plan), "", yaml_text(plan).rstrip()]
-    lines += [
-        "",
-        "peak: maximum in a step, including activations if known; room: free memory of the accelerator, without its",
-        "reserve; zero3, replica: bytes that a rank sends in a step on each axis; between: bytes that leave its node.",
-        "Times are simulated, not measured.",
-    ]
+    lines += ["", *textwrap.wrap(COLUMNS_TEXT, 110)]
     return "\n".join(lines)
 
 
@@ -291,13 +294,15 @@ def shown_rows(plan: Plan, most: int = _SHOWN) -> Sequence[Estimate]:
     return ([row for row in plan.rows if row.fits] or plan.rows)[:most]
 
 
-def _links_text(plan: Plan) -> list[str]:
+def links_text(plan: Plan) -> str:
+    """Return a table with the steps of all schemes at several speeds of the link between nodes."""
+
     def cell(row: Estimate | None) -> str:
         return "does not fit" if row is None else f"{seconds(row.step)}, {rate(row.tokens)}"
 
     rows = [row for link in plan.links for row in link.rows.values() if row is not None]
     if not rows:
-        return []
+        return "no scheme fits at any link"
     lines = []
     for link in plan.links:
         row = link.rows[LAYERZERO]
@@ -305,12 +310,11 @@ def _links_text(plan: Plan) -> list[str]:
         advantage = "" if link.advantage is None else f"{link.advantage:+.1%}"
         lines.append((f"{link.between:,.4g}", settings, *map(cell, link.rows.values()), advantage))
     count = rows[0].choice.micro_batches
-    return [
+    title = (
         "at which link does layerzero pay? Steps and tokens/s by Gbit/s per node, and layerzero against the fastest "
-        f"other scheme,\nwith {count} micro-batch{'es' * (count > 1)} per step; differences up to 3 % are ties:",
-        table(("Gbit/s", "settings", *plan.links[0].rows, "faster by"), lines),
-        "",
-    ]
+        f"other scheme,\nwith {count} micro-batch{'es' * (count > 1)} per step; differences up to 3 % are ties:"
+    )
+    return f"{title}\n{table(('Gbit/s', 'settings', *plan.links[0].rows, 'faster by'), lines)}"
 
 
 def short_settings(choice: Candidate) -> str:
