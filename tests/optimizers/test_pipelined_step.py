@@ -44,10 +44,10 @@ def _seen_at_refreshes(model: nn.Module) -> Iterator[dict[int, list[bool]]]:
     seen: dict[int, list[bool]] = {}
     launch = Handle.launch_refresh
 
-    def spied(handle: Handle) -> None:
+    def spied(handle: Handle, *, outside_step: bool) -> None:
         updated = [not torch.equal(_masters(each), old) for each, old in zip(handles, before, strict=True)]
         seen[handles.index(handle)] = updated
-        launch(handle)
+        launch(handle, outside_step=outside_step)
 
     with mock.patch.object(Handle, "launch_refresh", spied):
         yield seen
