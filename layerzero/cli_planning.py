@@ -104,7 +104,9 @@ def _plan(
     html: Annotated[Path | None, typer.Option(help="HTML file to write a report with charts to.")] = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
-    """Recommend settings for a model on a cluster, and estimate memory and speed. Neither model nor cluster is needed.
+    """Recommend settings for a model on a cluster, and estimate memory and speed.
+
+    The command needs neither the cluster nor memory for the model.
 
     Exit status: 0 if any settings fit, 1 if none fit, 2 for wrong usage.
     """

@@ -208,7 +208,7 @@ def plan_text(plan: Plan, *, every_row: bool = False) -> str:
     fitting = sum(row.fits for row in plan.rows)
     rows = plan.rows if every_row else shown_rows(plan)
     lines = [
-        f"{rate(plan.numel)} parameters in {plan.units} units, including the root; {cluster.nodes} nodes x "
+        f"{rate(plan.numel)} parameters in {_count(plan.units, 'unit')}, including the root; {cluster.nodes} nodes x "
         f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.node_link_text}",
         speeds_text(plan),
         f"{fitting} of {len(plan.rows)} settings fit into {size(cluster.room)}"
@@ -311,8 +311,8 @@ def links_text(plan: Plan) -> str:
         lines.append((f"{link.between:,.4g}", settings, *map(cell, link.rows.values()), advantage))
     count = rows[0].choice.micro_batches
     title = (
-        "at which link does layerzero pay? Steps and tokens/s by Gbit/s per node, and layerzero against the fastest "
-        f"other scheme,\nwith {count} micro-batch{'es' * (count > 1)} per step; differences up to 3 % are ties:"
+        "at which link does layerzero pay off? Steps and tokens/s by Gbit/s per node, and layerzero against the "
+        f"fastest other scheme,\nwith {_count(count, 'micro-batch')} per step; differences up to 3 % are ties:"
     )
     return f"{title}\n{table(('Gbit/s', 'settings', *plan.links[0].rows, 'faster by'), lines)}"
 
@@ -329,12 +329,19 @@ def reduce_text(choice: Candidate) -> str:
     return dtype if choice.hop2_codec is None else f"{dtype}/{choice.hop2_codec}"
 
 
+def _count(number: int, noun: str) -> str:
+    """Return a number and a noun, in the plural if necessary."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending}"
+
+
 def speeds_text(plan: Plan) -> str:
     """Return the inputs that decide between schemes, and that users often leave at their defaults."""
     cluster = plan.cluster
     return (
         f"{cluster.tflops:.4g} TFLOP/s per accelerator, {cluster.inside:.4g} GB/s inside a node, "
         f"{plan.workshop.load.tokens:,} tokens per micro-batch and accelerator"
+        + ("" if plan.workshop.load.activation_bytes else "; activations are unknown and not counted")
     )
 
 
@@ -365,7 +372,7 @@ def settings_text(choice: Candidate) -> str:
     extras = "" if choice.offload == "-" else f", offload of {choice.offload}"
     return (
         f"zero3_size={choice.zero3_size}, accumulation={choice.accumulation!r}, "
-        f"{reduce_text(choice)} gradients, {choice.micro_batches} micro-batches{extras}"
+        f"{reduce_text(choice)} gradients, {_count(choice.micro_batches, 'micro-batch')}{extras}"
     )
 
 

@@ -163,8 +163,8 @@ def _zstd_decompressor() -> _Decompress:
         import zstandard  # noqa: PLC0415 - an optional package
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "the weights are compressed with zstd, but zstandard is not installed. Run `pip install zstandard` here, or "
-            "uninstall it where the weights are sent, which then uses zlib"
+            "the weights are compressed with zstd, but zstandard is not installed. Run `pip install zstandard` here, "
+            "or uninstall it where the weights are sent, which then uses zlib"
         ) from error
     decompressor = zstandard.ZstdDecompressor()
 
