@@ -185,14 +185,16 @@ class EncodedParts(NamedTuple):
 class _IntegerBlocks(ABC):
     """Codec that encodes blocks of 128 elements as integers with one bf16 scale per block.
 
-    An encoded shard consists of all scales, followed by the integers.
+    An encoded shard consists of all scales, followed by the integers. Operations write to tensors that `empty_like`
+    has created, instead of returning new tensors (``to``, ``+``). Encoding then runs on any stream of a device without
+    memory that another stream allocates, and a chunk needs no other temporary memory.
     """
 
     _BLOCK = 128  # elements that share a scale
     _MOST: float  # largest integer
     _LEAST_SCALE = 2.0**-120  # avoids divisions by zero and by denormal numbers
     _AT_ONCE = 2**17  # elements that are converted at once on a CPU, so that they fit into the cache of a core
-    _AT_ONCE_ON_DEVICE = 2**23  # enough to fill a device, with at most 128 MiB of temporary memory
+    _AT_ONCE_ON_DEVICE = 2**23  # enough to fill a device; temporary memory of 69 MiB or less for fp32
 
     @abstractmethod
     def _size(self, width: int) -> int:
@@ -215,7 +217,6 @@ class _IntegerBlocks(ABC):
         )
 
     def encode(self, shard: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
-        # Every operation writes to an existing tensor, so a chunk needs no other temporary memory.
         for elements, scales, packed in self._places(blocks, out):
             values = shard[elements].view(len(scales), -1)
             self._quantize(values, torch.empty_like(values), scales, packed)

@@ -65,6 +65,7 @@ __all__ = [
     "broadcast_group",
     "collective_error",
     "connect",
+    "connect_pairs",
     "encoded_buffers",
     "encoded_reduce_scatter",
     "launching",
@@ -552,7 +553,7 @@ def all_gather_small(
 
 
 def connect(comm: Communicator, device: torch.device) -> None:
-    """Connect a communicator by running the collectives of a step once, if its backend connects on first use.
+    """Connect a communicator by running a tiny gather and a tiny reduction, if its backend connects on first use.
 
     ``ncclCommInit`` allocates memory and blocks the host until all ranks have called it. Therefore it must not run in
     the first backward pass, near the peak of memory usage. All ranks of the communicator must call this function.
@@ -563,9 +564,16 @@ def connect(comm: Communicator, device: torch.device) -> None:
     full = torch.zeros(comm.size, device=device)
     _all_gather_flat(full, part, group=comm.group)
     if comm.sums_locally:
-        dist.all_to_all_single(torch.empty_like(full), full, group=comm.group)
+        connect_pairs(comm, device)
     else:
         _reduce_scatter_flat(part, full, group=comm.group)
+
+
+def connect_pairs(comm: Communicator, device: torch.device) -> None:
+    """Connect each pair of ranks by running a tiny all-to-all, as :func:`connect`. NCCL uses other channels for it."""
+    if comm.size > 1 and not comm.held_group.is_local:
+        full = torch.zeros(comm.size, device=device)
+        dist.all_to_all_single(torch.empty_like(full), full, group=comm.group)
 
 
 def all_reduce_group(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:

@@ -76,8 +76,8 @@ class PendingRefresh:
         """Wait for the refresh.
 
         Raises:
-            RuntimeError: a collective has failed, the weights of the replicas differ, or `timeout` has passed.
-            ValueError: a message is damaged.
+            RuntimeError: a collective has failed, a message is damaged, the weights of the replicas differ, or
+                `timeout` has passed.
         """
         if isinstance(threading.current_thread(), StreamThread):
             self._wait(timeout)
@@ -238,8 +238,16 @@ class EncodedRefresher:
         messages = torch.split(refresh.received[: sum(nbytes)], nbytes)
         parts = torch.split(refresh.given.shard, refresh.given.sizes)
         for rank, (message, part) in enumerate(zip(messages, parts, strict=True)):
-            if rank != self._comm.rank:
+            if rank == self._comm.rank:
+                continue
+            try:
                 self._codec.decode(message, part)
+            except ValueError as error:
+                raise RuntimeError(
+                    f"layerzero: the refresh of {refresh.given.name!r} received a damaged message from rank "
+                    f"{self._comm.held_group.ranks[rank]}: {error}. Resume from an earlier checkpoint, and test the "
+                    "memory and the network of these machines"
+                ) from error
         self._pool.release(refresh.received)
 
     def _wait(self, works: PendingCollective) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch.optim import Optimizer
 
@@ -82,6 +82,15 @@ def gather_name(collective: Collective, unit: str) -> str:
     return f"{unit} (kept)" if collective is Collective.REGATHER else unit
 
 
+class TrafficTotals(NamedTuple):
+    """Counts of :class:`TrafficCounters` at one time."""
+
+    calls: dict[str, int]
+    bytes: dict[tuple[str, str], int]
+    waited: dict[str, float]
+    steps: dict[str, int]
+
+
 @dataclass
 class TrafficCounters:
     """Traffic counters of one model on this rank.
@@ -123,10 +132,18 @@ class TrafficCounters:
                 names.pop()
         return tuple(each for each, _ in groupby([*names, name]))[-_SHOWN:]
 
-    def sent(self, *, reset: bool = False) -> tuple[dict[str, int], dict[tuple[str, str], int]]:
-        """Return copies of `calls` and `bytes`. If `reset` is True, set all counters to zero."""
+    def totals(self) -> TrafficTotals:
+        """Return copies of all counts."""
         with self._lock:
-            totals = dict(self.calls), dict(self.bytes)
-            for counted in (self.calls, self.bytes, self.waited, self.steps) if reset else ():
-                counted.clear()
+            return self._copies()
+
+    def take(self) -> TrafficTotals:
+        """Return copies of all counts, and set the counts to zero."""
+        with self._lock:
+            totals = self._copies()
+            for counts in (self.calls, self.bytes, self.waited, self.steps):
+                counts.clear()
         return totals
+
+    def _copies(self) -> TrafficTotals:
+        return TrafficTotals(dict(self.calls), dict(self.bytes), dict(self.waited), dict(self.steps))

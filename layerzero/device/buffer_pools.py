@@ -118,15 +118,11 @@ class BufferPool:
         with self._lock:
             self._idle[buffer.numel(), buffer.dtype].append(buffer)
 
-    def trim(self, *, waited: bool = False) -> None:
-        """Return unused device memory to torch's allocator.
+    def trim(self) -> None:
+        """Return the memory of released buffers to the allocator of a device.
 
-        Args:
-            waited: True if the current stream has waited for all streams that use the pool.
+        The stream that owns the memory waits for the last use of each buffer.
         """
-
-    def reclaim(self) -> None:
-        """Make the computation wait for the last uses of released buffers, and return their memory to the allocator."""
 
 
 class _Released(NamedTuple):
@@ -144,7 +140,7 @@ class DeviceBufferPool(BufferPool):
     Buffers come from torch's caching allocator and belong to the stream that was current when the pool was created,
     which is the stream of the computation. At the end of a backward pass, :meth:`trim` returns them to the allocator.
     The memory can then hold activations. After a backward pass inside no_sync, whose reductions are still in flight,
-    and after a refresh with `offload_params`, :meth:`reclaim` returns them in the middle of the next forward pass.
+    and after a refresh with `offload_params`, :meth:`trim` is called in the middle of the next forward pass.
 
     The host releases a buffer long before the buffer's last use on the device. Therefore released buffers are kept with
     an event. While the buffers take less than `predicted_bytes`, a request gets new memory and waits for nothing. After
@@ -153,8 +149,9 @@ class DeviceBufferPool(BufferPool):
     arrive.
 
     The allocator reuses memory on the stream to which the memory belongs. Therefore this stream first waits for the
-    last use. Only :meth:`trim` without `waited` defers the reuse with ``record_stream`` instead. In a loop of
-    micro-batches, this would need more memory with each micro-batch by which the host is ahead of the device.
+    last use. ``record_stream`` would defer the reuse instead. In a loop of micro-batches, this would need more memory
+    with each micro-batch by which the host is ahead of the device. It is used only if the pool is deleted while buffers
+    are in use, because a model may be deleted after a backward pass inside no_sync.
 
     If more bytes are in use at once than predicted, for example after parameters were unfrozen, the pool makes room for
     twice as many.
@@ -212,15 +209,7 @@ class DeviceBufferPool(BufferPool):
         self._in_use -= buffer.nbytes
         self._released.append(_Released(buffer, self._order.record_event(), self._order.current()))
 
-    def trim(self, *, waited: bool = False) -> None:
-        waited = waited and self._order.current() == self._home
-        while self._released:
-            released = self._released.popleft()
-            if not waited and released.stream != self._home:
-                self._order.keep_until_done(released.buffer, released.stream)
-            self._forget(released.buffer)
-
-    def reclaim(self) -> None:
+    def trim(self) -> None:
         while self._released:
             released = self._released.popleft()
             self._home.wait_event(released.mark)
@@ -228,7 +217,9 @@ class DeviceBufferPool(BufferPool):
 
     def __del__(self) -> None:
         with suppress(Exception):  # at the exit of the interpreter
-            self.trim()
+            for released in self._released:
+                if released.stream != self._home:
+                    self._order.keep_until_done(released.buffer, released.stream)
 
     def _forget(self, buffer: Tensor) -> None:
         self._made[buffer.numel(), buffer.dtype] -= 1

@@ -199,3 +199,4 @@ def _check_and_record_access(func: Any, args: Sequence[Any], kwargs: dict[str, A
         for tensor in tree_leaves(value):
             if isinstance(tensor, LocalShard) and tensor.tracker is not None:
                 tensor.tracker.record_write()
+                tensor.tracker.was_zeroed |= func._schema.name in _ZEROES

@@ -26,6 +26,7 @@ class MutationTracker:
         "lazy_grad",
         "loaded_digests",
         "uninitialized",
+        "was_zeroed",
         "write_count",
         "zero_requested",
     )
@@ -39,6 +40,7 @@ class MutationTracker:
         self.access_error: str | None = None  # if set, any use of the values raises RuntimeError with this message
         self.loaded_digests: dict[str, str] = {}  # by name: digest of the full tensor from which rows were copied
         self.zero_requested = False  # True if zero_() was called while `access_error` was set
+        self.was_zeroed = False  # True if zero_() was called since the owner of the storage has last looked
 
     def moved(self, reason: str) -> MutationTracker:
         """Return a tracker for the rows' new storage. Any use of the old storage raises RuntimeError with `reason`."""

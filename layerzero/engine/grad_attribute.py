@@ -75,6 +75,10 @@ class GradAttribute:
         for slot, member in enumerate(self.members):
             tracker, gradient = self._watches[slot], member.sharded.grad
             is_published = self._is_ours(slot, gradient)
+            if tracker.was_zeroed:
+                tracker.was_zeroed = False
+                if is_published:
+                    gradients.record_drop([slot])
             if tracker.zero_requested:
                 tracker.zero_requested = False
                 if is_published and gradients.usage[slot] == GradUsage.UNKNOWN:

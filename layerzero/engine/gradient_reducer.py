@@ -7,7 +7,7 @@ how gradients are averaged.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from layerzero.dtensor.lazy_grad import LazyGrad, plain_access, post_accumulate_
 from layerzero.engine.gathered_params import take_flag
 from layerzero.engine.grad_attribute import GradAttribute
 from layerzero.engine.handle import Handle
+from layerzero.engine.handle_gradients import HandleGradients
 from layerzero.engine.hyperparameter_check import SettingsCheck
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.reduction_queue import ReductionQueue
@@ -224,21 +225,31 @@ class GradientReducer:
         self._status = GradientStatus.FINAL
         return has_unreduced
 
-    def scale_residuals(self, factor: float | Tensor) -> None:
-        """Multiply the stored errors of encoded gradients by the factor by which the gradients were clipped.
+    # [Note: Error feedback] in handle_gradients.py explains the next three methods.
 
-        See [Note: Error feedback] in handle_gradients.py.
-        """
-        candidates = (handle.gradients.residual for handle in self._handles if handle.gradients is not None)
+    def scale_residuals(self, factor: Tensor) -> None:
+        """Multiply the stored errors of encoded gradients by the factor by which the gradients were clipped."""
+        candidates = (handle.gradients.residual_to_scale for handle in self._handles if handle.gradients is not None)
         if residuals := [each for each in candidates if each is not None]:
-            torch._foreach_mul_(residuals, factor.to(residuals[0].device) if isinstance(factor, Tensor) else factor)
+            factor = factor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+            torch._foreach_mul_(residuals, factor.to(residuals[0].device))
 
     def record_step(self, params: Sequence[ManagedParam]) -> None:
-        """Record that an optimizer has applied the gradients of `params`."""
-        stepped_ids = {id(param) for param in params}
+        """Record that an optimizer has updated `params`."""
+        for gradients, slots in self._slots_of(params):
+            gradients.record_step(slots)
+
+    def record_drop(self, params: Sequence[ManagedParam]) -> None:
+        """Record that the final gradients of `params` have been set to zero."""
+        for gradients, slots in self._slots_of(params):
+            gradients.record_drop(slots)
+
+    def _slots_of(self, params: Sequence[ManagedParam]) -> Iterator[tuple[HandleGradients, list[int]]]:
+        """Yield the gradients of each handle that can have errors, with the slots of `params` in the handle."""
+        ids = {id(param) for param in params}
         for handle in self._handles:
-            if handle.gradients is not None and any(id(member) in stepped_ids for member in handle.members):
-                handle.gradients.record_step()
+            if handle.gradients is not None and handle.gradients.residual is not None:
+                yield handle.gradients, [slot for slot, member in enumerate(handle.members) if id(member) in ids]
 
     def drop(self) -> None:
         """Drop all gradients and contributions, and clear the state of a failed backward pass."""

@@ -315,7 +315,9 @@ class Handle:
         """Launch the refresh, which copies the masters to the compute weights of all replicas.
 
         Args:
-            outside_step: True if masters were changed outside of an optimizer step. Writes by the user count, too.
+            outside_step: True if masters were changed outside of an optimizer step. An encoded refresh then sends the
+                weights, and the errors of encoded gradients are dropped. This also happens if the user has written to
+                the masters.
         """
         outside_step = outside_step or self.tracker.dirty
         if outside_step and self.gradients is not None:

@@ -3,11 +3,12 @@
 [Note: Error feedback]
 A codec of hop 2 with feedback rounds each message, and adds the rounding errors to the next message of the same handle.
 The errors of a message belong to the gradient in which the message was used. If this gradient is dropped without a step
-(a skipped step, or an exception), the errors are dropped, too. If the gradient is clipped, the errors are multiplied by
-the same coefficient. Otherwise the error of one very large gradient would enter the next steps unclipped. If masters
-change outside of a step, the errors are dropped as well. They are not stored in checkpoints. A handle that no rank has
-used in a backward pass is reduced like all others. Its message then contains the stored errors, which are lost, because
-the parameters get no gradient.
+(a skipped step, or an exception), the errors are dropped, too. The errors of a handle are kept or dropped together.
+They are kept if a step has used the gradient of at least one of its parameters. If the gradient is clipped before a
+step, the errors are multiplied by the same coefficient, or set to zero if it is not finite. Otherwise the error of one
+very large gradient would enter the next steps unclipped. If masters change outside of a step, the errors are dropped as
+well. They are not stored in checkpoints. A handle that no rank has used in a backward pass is reduced like all others.
+Its message then contains the stored errors, which are lost, because the parameters get no gradient.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class ResidualState(Enum):
     """Fate of the gradient to which the stored errors belong; see [Note: Error feedback]."""
 
     PENDING = auto()  # no step has used it yet
-    APPLIED = auto()  # the optimizer has used it
-    DROPPED = auto()  # it was dropped, or set to zero, before a step used it
+    APPLIED = auto()  # a step has used the gradient of at least one parameter
+    DROPPED = auto()  # the gradients of all parameters were dropped, or set to zero, before a step used them
 
 
 class HandleGradients:
@@ -113,6 +114,7 @@ class HandleGradients:
         self.reduction: Waitable | None = None
         self.residual: Tensor | None = None  # 1-D, bf16; see [Note: Error feedback]
         self._residual_state = ResidualState.PENDING
+        self._live_slots: set[int] = set()  # slots whose gradients were not dropped since the errors were stored
         self.inspect: Inspect | None = None  # called with incoming gradients by slot, before they are sent
 
     @property
@@ -169,17 +171,25 @@ class HandleGradients:
             self.residual = torch.zeros(numel, dtype=torch.bfloat16, device=self.pool.device)
         elif self._residual_state is ResidualState.DROPPED:
             self.residual.zero_()
-        self._residual_state = ResidualState.PENDING
+        self._residual_state, self._live_slots = ResidualState.PENDING, set(range(len(self.usage)))
         return self.residual
 
-    def record_step(self) -> None:
-        """Record that the optimizer has applied the final gradient."""
-        if self._residual_state is ResidualState.PENDING:
+    @property
+    def residual_to_scale(self) -> Tensor | None:
+        """Errors of messages whose gradient no step has used yet, or None."""
+        return self.residual if self._residual_state is ResidualState.PENDING else None
+
+    def record_step(self, slots: Iterable[int]) -> None:
+        """Record that an optimizer has updated the parameters at `slots`."""
+        if self._residual_state is ResidualState.PENDING and any(
+            self.usage[slot] for slot in self._live_slots.intersection(slots)
+        ):
             self._residual_state = ResidualState.APPLIED
 
-    def record_drop(self) -> None:
-        """Record that a final gradient has been dropped or set to zero."""
-        if self._residual_state is ResidualState.PENDING:
+    def record_drop(self, slots: Iterable[int]) -> None:
+        """Record that the final gradients at `slots` have been dropped or set to zero."""
+        self._live_slots.difference_update(slots)
+        if self._residual_state is ResidualState.PENDING and not any(self.usage[slot] for slot in self._live_slots):
             self._residual_state = ResidualState.DROPPED
 
     def clear_residual(self) -> None:
@@ -308,9 +318,9 @@ class HandleGradients:
     def drop(self, slots: Sequence[int]) -> None:
         """Drop all contributions to the parameters at `slots`. The gradients of these parameters become None."""
         self._wait_for_reduction()
-        self.record_drop()
         for slot in slots:
             self.usage[slot] = GradUsage.UNUSED
+        self.record_drop(slots)
         slots = slots if any(self.usage) else range(len(self.usage))
         for buffer in self.buffers.values():
             buffer.clear(slots)

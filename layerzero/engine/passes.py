@@ -134,11 +134,6 @@ class ForwardPass:
         self._units = units
 
     @property
-    def is_half_done(self) -> bool:
-        """True if the last called unit is the middle one of those that the last forward pass called."""
-        return len(self.called) == max(1, len(self._expected) // 2)
-
-    @property
     def uncalled_units(self) -> list[Unit]:
         """Units that this forward pass did not call, although other ranks may have called them."""
         called = set(self.called)

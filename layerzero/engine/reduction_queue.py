@@ -20,11 +20,12 @@ and hop 2 alternate, handle by handle.
 [Note: End of a backward pass inside no_sync]
 On a device, the computation does not wait for the reductions of a backward pass inside no_sync. The next reduction of a
 handle runs on the same streams, and therefore adds to the accumulator after the earlier reductions. Buffers are
-protected by the events of their pool. In the middle of the next forward pass, the computation waits for the reductions
-that use scratch memory. They have usually completed by then. The memory is returned to the allocator before the
-activations reach their maximum. `HandleGradients.reduction` remains set: code that uses the buffers on the compute
-stream waits for it. Several handles share the device slabs and the host accumulators. If a model uses either, every
-backward pass waits.
+protected by the events of their pool. In the middle of the next forward pass, the stream that owns scratch memory waits
+for the reductions that use it. They have usually completed by then. The memory is returned to the allocator before the
+activations reach their maximum. The middle is found by counting the calls of units between two backward passes, so it
+is also found if units are skipped or called directly. If a forward pass ends before the middle, the next reductions
+reuse the memory. `HandleGradients.reduction` remains set: code that uses the buffers on the compute stream waits for
+it. Several handles share the device slabs and the host accumulators. If a model uses either, every backward pass waits.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class ReductionQueue:
         lasting = all(each.accumulator.storage.lasting for each in self.order)
         self._waits_after_no_sync = not (streams.host_is_ahead and lasting)
         self._next = 0  # index in `order` of the first handle that this pass has not started
+        self._unit_calls = 0  # calls of units in forward passes since the last backward pass
+        self._expected_unit_calls = 0  # the same number before the last backward pass
         self._reducing: list[HandleGradients] = []  # handles whose reductions were started in this pass
         self._events: list[deque[Waitable]] = [
             deque() for _ in IN_FLIGHT
@@ -80,6 +83,8 @@ class ReductionQueue:
                 if gradients.reduction is not None:  # the model may be deleted before the reduction has run
                     self.streams.keep_until_done(gradients.accumulator.storage.home())
         self._next = 0
+        if self._unit_calls:
+            self._expected_unit_calls, self._unit_calls = self._unit_calls, 0
         if any(gradients.pending_slots.has_begun for gradients in self.order):
             # A reentrant checkpoint produces the gradient of a shared parameter in several parts.
             self.finish(across_replicas=across_replicas)
@@ -103,17 +108,18 @@ class ReductionQueue:
             if not any(self._events):  # otherwise an interrupt ended the wait, and reductions are still in flight
                 while self._reducing:
                     self._reducing.pop().reduction = None
-                self.trim(waited=True)
+                self.trim()
 
-    def trim(self, *, waited: bool = False) -> None:
+    def trim(self) -> None:
         """Return the memory of released buffers to a device's allocator."""
         for pool in self._pools:
-            pool.trim(waited=waited)
+            pool.trim()
 
-    def reclaim_memory(self) -> None:
-        """Make the computation wait for reductions that use scratch memory, and return it to a device's allocator."""
-        for pool in self._pools:
-            pool.reclaim()
+    def record_unit_call(self) -> None:
+        """Record a call of a unit in a forward pass, and return released memory in the middle of the calls."""
+        self._unit_calls += 1
+        if self._unit_calls == max(1, self._expected_unit_calls // 2):
+            self.trim()
 
     def wait_until_writable(self, gradients: HandleGradients) -> None:
         """Wait until gradients can be added to the buffers of `gradients`."""

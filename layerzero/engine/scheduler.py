@@ -185,8 +185,7 @@ class Scheduler(Closable):
         self._gather(unit)
         if self._forward is not None:
             self._forward.called.append(unit)
-            if self._forward.is_half_done:
-                self._gradients.queue.reclaim_memory()
+            self._gradients.queue.record_unit_call()
             self._free_kept(self._forward, unless=unit)
             recorded = self._forward.next_units(self._config.prefetch)
             for next_unit in self.prefetched_forward.get(unit, recorded):
@@ -269,7 +268,8 @@ class Scheduler(Closable):
     def _follow_user(self, what: str) -> None:
         """Check that the model may compute, and apply changes that the user has made since the last pass.
 
-        `what` names the call in messages.
+        Args:
+            what: name of the user's call, for messages.
         """
         self._refuse_streams(what)
         self.status.require_usable()

@@ -177,7 +177,7 @@ class RefreshRound:
         handles: handles to refresh, in order.
         transports: transports of all meshes of the model.
         waits: True if the round must wait for peers that may still read the weights.
-        outside_step: if True, weights are sent even if refreshes are encoded as differences.
+        outside_step: as in :meth:`WeightRefresher.launch`.
 
     Attributes:
         left: handles whose refreshes have not been launched, or None before the first launch.

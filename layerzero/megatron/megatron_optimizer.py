@@ -233,7 +233,7 @@ class ShardedMegatronOptimizer:
         if factor < 1.0 or math.isnan(factor):
             for chunk in self.model_chunks:
                 chunk.scale_gradients(factor)
-                get_state(chunk).gradients.scale_residuals(factor)
+                get_state(chunk).gradients.scale_residuals(torch.tensor(factor))
         return norm
 
     # Statistics, in which each element of the full model counts once

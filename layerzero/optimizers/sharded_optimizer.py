@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from layerzero.comm.codecs import has_feedback
 from layerzero.device.accelerator import refuse_capture
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.row_shard_spec import RowShardSpec, refuse_rank_local
@@ -203,8 +202,7 @@ class ShardedOptimizer(OptimizerProxy):
                 update(self.inner, self._owner_table, names, self._runtime, refresh, prepared(self.inner, take_step))
 
             step_without_global_hooks(self.inner, update_all)
-        if has_feedback(self._runtime.config.hop2_codec):
-            self._runtime.gradients.record_step(list(self._member_at.values()))
+        self._runtime.gradients.record_step(list(self._member_at.values()))
         self._counted.take()
         self._runtime.gradients.settings.note_step(self._settings)
         return loss
@@ -231,9 +229,7 @@ class ShardedOptimizer(OptimizerProxy):
         for parameter in parameters:
             if parameter.grad is not None:
                 (plain(parameter.grad) if id(parameter) in self._member_at else parameter.grad).zero_()
-        for handle in self._runtime.handles:
-            if handle.gradients is not None:
-                handle.gradients.record_drop()
+        self._runtime.gradients.record_drop(list(self._member_at.values()))
 
     @contextmanager
     def _groups_of_masters(self, rows_of: Callable[[Tensor], Tensor | None] = plain) -> Iterator[None]:

@@ -34,7 +34,7 @@ class MemoryReport:
       pass that begins without zero_grad copies the final gradients out of the accumulator.
     - ``reduce_buffer``: scratch buffers for gradients that come from autograd, are sent or are received, and for
       refreshes that `refresh_codec` encodes. On the CPU, they are kept. On a device, they are returned to torch's
-      allocator after each backward pass, and this is the maximum during a pass.
+      allocator between backward passes, and this is the maximum during a pass.
     - ``residual``: errors of encoded gradients that are added to the next gradients (`hop2_codec` with feedback). They
       are allocated by the first backward that reduces gradients.
     - ``optimizer``: optimizer state. This kind is measured but not predicted.
@@ -205,12 +205,12 @@ def _traffic(runtime: LayerZeroState, *, reset: bool) -> TrafficReport:
     counters = runtime.mesh_info.counters
     by_collective: Counter[str] = Counter()
     by_axis: Counter[str] = Counter()
-    calls, nbytes = counters.sent(reset=reset)
-    for (collective, axis), sent_bytes in nbytes.items():
+    totals = counters.take() if reset else counters.totals()
+    for (collective, axis), sent_bytes in totals.bytes.items():
         by_collective[collective] += sent_bytes
         by_axis[axis] += sent_bytes
-    predicted = _formulas(runtime, calls)
-    return TrafficReport(calls, dict(by_collective), dict(by_axis), predicted, runtime.transports[0].traits.name)
+    predicted = _formulas(runtime, totals.calls)
+    return TrafficReport(totals.calls, dict(by_collective), dict(by_axis), predicted, runtime.transports[0].traits.name)
 
 
 def _formulas(runtime: LayerZeroState, calls: Mapping[str, int]) -> dict[str, int]:

@@ -10,7 +10,7 @@ from statistics import median
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters
+from layerzero.comm.traffic_counters import GATHERS, Collective
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.reports.memory_and_traffic import measure
@@ -77,24 +77,21 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
     runtime = get_state(model)
     counters = runtime.mesh_info.counters
     sent_bytes = Counter(dict.fromkeys(("zero3", "replica", "control"), 0))
-    for (_, axis), nbytes in counters.sent()[1].items():
+    totals = counters.take() if reset else counters.totals()
+    for (_, axis), nbytes in totals.bytes.items():
         sent_bytes[axis] += nbytes
     values = Metrics({f"layerzero/memory/{kind}": float(nbytes) for kind, nbytes in measure(runtime).items()})
     values |= {f"layerzero/bytes/{axis}": float(nbytes) for axis, nbytes in sent_bytes.items()}
-    values |= {
-        f"layerzero/wait_seconds/{collective}": seconds for collective, seconds in sorted(counters.waited.items())
-    }
-    values |= {f"layerzero/steps/{outcome}": float(counters.steps[outcome]) for outcome in ("taken", "skipped")}
+    values |= {f"layerzero/wait_seconds/{collective}": seconds for collective, seconds in sorted(totals.waited.items())}
+    values |= {f"layerzero/steps/{outcome}": float(totals.steps.get(outcome, 0)) for outcome in ("taken", "skipped")}
     if compare:
-        values |= _compared(runtime, counters)
-    if reset:
-        counters.sent(reset=True)
+        values |= _compared(runtime, totals.waited)
     return values
 
 
-def _compared(runtime: LayerZeroState, counters: TrafficCounters) -> dict[str, float]:
+def _compared(runtime: LayerZeroState, waited_here: Mapping[str, float]) -> dict[str, float]:
     model_ranks, mesh_info = runtime.ranks, runtime.mesh_info
-    by_axis = {axis: sum(counters.waited.get(each.value, 0.0) for each in along) for axis, along in _ALONG.items()}
+    by_axis = {axis: sum(waited_here.get(each.value, 0.0) for each in along) for axis, along in _ALONG.items()}
     groups = {
         "zero3": dist.get_process_group_ranks(mesh_info.zero3_gather_comm.group),
         "replica": dist.get_process_group_ranks(mesh_info.replica_comm.group),

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from layerzero.comm.agreement import has_peers, require_equal
 from layerzero.comm.codecs import GatherCodec
 from layerzero.comm.collective_watchdog import Watchdog, default_limit, new_scope
-from layerzero.comm.collectives import timeout_of
+from layerzero.comm.collectives import connect_pairs, timeout_of
 from layerzero.comm.encoded_refresh import EncodedRefresher
 from layerzero.comm.mesh_info import AXES, MeshInfo, as_data_parallel
 from layerzero.comm.model_ranks import ModelRanks
@@ -29,6 +29,7 @@ from layerzero.comm.process_groups import (
     settle_releases,
 )
 from layerzero.comm.refresh_speed import RefreshSpeed, measure_refresh
+from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.comm.transport.base import BufferDemand, TransportTraits
 from layerzero.comm.transport.selection import process_group_traits, select_transports
 from layerzero.config import OFFLOADS, Accumulation, LayerZeroConfig, Policy, Reshards, Units
@@ -320,6 +321,8 @@ def _build(
         require_equal_encoded_sizes(
             [plans[index] for index in indices], [handles[index] for index in indices], config, site
         )
+        if config.hop2_codec is not None:
+            connect_pairs(site.mesh_info.replica_comm, site.mesh_info.device)
     pools = _model_pools(mesh_info.device, config)
 
     def demand_for(traits: TransportTraits) -> BufferDemand:
@@ -367,9 +370,9 @@ def _measured(config: LayerZeroConfig, plans: Sequence[UnitDefinition], model_ra
         return config
     chosen, comm, speed = None, model_ranks.mesh_info.replica_comm, None
     if can_encode_refreshes(plans, config, model_ranks.mesh_info.mesh) and comm.size > 1:
-        speed = torch.tensor(measure_refresh(comm, LosslessDifferences.best()), dtype=torch.float64)
+        trial_comm = replace(comm, counters=TrafficCounters())  # the trial is not traffic of the user's training
+        speed = torch.tensor(measure_refresh(trial_comm, LosslessDifferences.best()), dtype=torch.float64)
         model_ranks.reduce(speed, dist.ReduceOp.MAX)
-        comm.counters.sent(reset=True)  # the trial is not traffic of the user's training
         if RefreshSpeed(*speed.tolist()).prefers_encoding:
             chosen = "lossless"
     if model_ranks.is_first and speed is not None:

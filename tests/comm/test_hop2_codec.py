@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -280,53 +281,92 @@ def _dropped(rank: int, folder: str) -> None:
     """Errors belong to gradients that a step has used; the first gradient of a model has none."""
     model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, hop2_codec=INT4)
     optimizer = _still(model)
+    average = layerzero.EMA(model, decay=0.5)
+    average.update()
     first = _gradients(model, rank)
 
-    def after(event: str, *, clears: bool) -> None:
-        again = _gradients(model, rank)
-        assert bool(different(again, first)) != clears, (rank, event)
+    def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    optimizer.zero_grad()
-    after("a dropped gradient", clears=True)
-    after("a step", clears=False)
-    _gradients(model, rank)
-    optimizer.zero_grad()
-    optimizer.step()
-    after("a dropped gradient, and a step without gradients", clears=True)
-    _gradients(model, rank)
-    with torch.no_grad():
-        next(model.parameters()).add_(0.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    after("an edit before a step", clears=True)
-    average = layerzero.EMA(model, decay=0.5)
-    average.update()
-    with average.swapped():
-        pass
-    after("a swap of averages", clears=True)
-    _gradients(model, rank)
-    optimizer.zero_grad(set_to_none=False)
-    after("a gradient that was set to zero", clears=True)
-    with layerzero.unsharded(model, writeback=True):
-        pass
-    after("an edit of the weights", clears=True)
-    layerzero.checkpoint.save(folder, model, optimizer)
-    after("a save", clears=False)
-    layerzero.checkpoint.load(folder, model, optimizer)
-    after("a load", clears=True)
-    inputs = integer_loss(model, integer_batch(rank=rank)) * (torch.nan if rank == 2 else 1.0)
-    guard = layerzero.guard_steps(model, optimizer)
-    inputs.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    assert guard.skipped == 1
-    after("a skipped step", clears=True)
+    def edit() -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.0)
+        step()
+
+    def swap() -> None:
+        step()
+        with average.swapped():
+            pass
+
+    def write_back() -> None:
+        step()
+        with layerzero.unsharded(model, writeback=True):
+            pass
+
+    def save() -> None:
+        step()
+        layerzero.checkpoint.save(folder, model, optimizer)
+
+    def load() -> None:
+        step()
+        layerzero.checkpoint.load(folder, model, optimizer)
+
+    def skip() -> None:
+        optimizer.zero_grad()
+        guard = layerzero.guard_steps(model, optimizer)
+        (integer_loss(model, integer_batch(rank=rank)) * (torch.nan if rank == 2 else 1.0)).backward()
+        step()
+        assert guard.skipped == 1
+
+    events: list[tuple[Callable[[], object], bool]] = [
+        (optimizer.zero_grad, True),
+        (step, False),
+        (lambda: [optimizer.zero_grad(), optimizer.step()], True),
+        (edit, True),
+        (swap, True),
+        (lambda: optimizer.zero_grad(set_to_none=False), True),
+        (lambda: model.zero_grad(set_to_none=False), True),
+        (write_back, True),
+        (save, False),
+        (load, True),
+        (skip, True),
+    ]
+    for number, (event, clears) in enumerate(events):
+        optimizer.zero_grad()  # the third message has the bits of the first, so each event follows the first
+        assert not different(_gradients(model, rank), first), number
+        event()
+        assert bool(different(_gradients(model, rank), first)) != clears, (rank, number)
 
 
 def test_errors_of_a_gradient_that_no_step_has_used_are_dropped(tmp_path: Path) -> None:
     run_ranks(_dropped, str(tmp_path / "checkpoint"))
+
+
+def _of_some_parameters(rank: int) -> None:
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, hop2_codec=INT4)
+    optimizer = _still(model)
+    before = _gradients(model, rank)
+    model.get_parameter("second.bias").grad = None
+    optimizer.step()
+    optimizer.zero_grad()
+    changed = different(_gradients(model, rank), before)
+    assert "second.weight" in changed, "a step has used a gradient of the handle"
+    optimizer.step()
+    residuals = {each.name: each.gradients.residual for each in get_state(model).handles if each.gradients}
+    (of_head,) = (residual for name, residual in residuals.items() if "'head'" in name and residual is not None)
+    old = of_head.clone()
+    for parameter in model.head.parameters():
+        parameter.requires_grad_(False)
+    optimizer.zero_grad()
+    _gradients(model, rank)
+    layerzero.clip_grad_norm_(model, 1e-3)
+    assert old.any() and torch.equal(of_head, old), "errors of a gradient that a step has used are not clipped"
+
+
+def test_errors_of_a_handle_stay_if_a_step_has_used_some_of_its_gradients() -> None:
+    run_ranks(_of_some_parameters)
 
 
 def _of_another_optimizer(rank: int) -> None:
@@ -339,9 +379,17 @@ def _of_another_optimizer(rank: int) -> None:
     first.step()
     for optimizer in (first, second):
         optimizer.zero_grad()
-    after = _gradients(model, rank)
-    changed = different(after, before)
-    assert not [name for name in changed if name.split(".")[0] != min(of_units)], "no step has used these gradients"
+    changed = different(_gradients(model, rank), before)
+    assert {name.split(".")[0] for name in changed} == {min(of_units)}, "no step has used the other gradients"
+    for set_to_none in (True, False):
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        before = _gradients(model, rank)
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        changed = different(_gradients(model, rank), before)
+        assert {name.split(".")[0] for name in changed} > {min(of_units)}, (set_to_none, "both optimizers stepped")
 
 
 def test_a_step_of_another_optimizer_does_not_keep_errors() -> None:
@@ -362,6 +410,24 @@ def _clipped(rank: int) -> bool:
 
 def test_errors_are_clipped_with_their_gradient() -> None:
     assert any(run_ranks(_clipped)), "some message has an error"
+
+
+def _recovers(rank: int) -> None:
+    model = layerzero.shard_model(integer_net(), mesh=mesh_of(2), units=IntegerNet.UNITS, hop2_codec=INT4)
+    optimizer = _still(model)
+    norms = []
+    for step in range(4):
+        loss = integer_loss(model, integer_batch(rank=rank)) * (torch.nan if step == 1 and rank == 2 else 1.0)
+        loss.backward()
+        norms.append(layerzero.clip_grad_norm_(model, 1.0))
+        if norms[-1].isfinite():
+            optimizer.step()
+        model.zero_grad(set_to_none=False)
+    assert [bool(norm.isfinite()) for norm in norms] == [True, False, True, True]
+
+
+def test_a_clipped_nan_does_not_stay_in_the_errors() -> None:
+    run_ranks(_recovers)
 
 
 # --- bytes ---

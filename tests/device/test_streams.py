@@ -5,6 +5,7 @@ See tests/support/late_device.py for the simulated device.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero
 from layerzero.comm.collectives import PendingCollective, PendingSmallGather, all_gather_small
+from layerzero.device.accelerator import CurrentStream
 from layerzero.device.streams import DeviceStreams, _DeviceEvents
 from layerzero.engine.hooks import get_state
 from layerzero.engine.reduction_queue import ReductionQueue
@@ -259,28 +261,29 @@ def _waits_for_hop1(rank: int) -> None:
                 waits[-1] += stream.computes and event in recorded  # noqa: B023
                 wait(stream, event)  # noqa: B023
 
-            def reclaiming(queue: ReductionQueue) -> None:
+            def calling(queue: ReductionQueue) -> None:
                 before = waits[-1]  # noqa: B023
-                reclaim(queue)  # noqa: B023
-                reclaimed.append(waits[-1] - before)  # noqa: B023
+                call(queue)  # noqa: B023
+                for_memory[-1] += waits[-1] - before  # noqa: B023
                 waits[-1] = before  # noqa: B023
 
-            reclaim = ReductionQueue.reclaim_memory
-            reclaimed: list[int] = []
+            call = ReductionQueue.record_unit_call
+            for_memory: list[int] = []
             with (
                 mock.patch.object(Stream, "record_event", recording),
                 mock.patch.object(Stream, "wait_event", waiting),
-                mock.patch.object(ReductionQueue, "reclaim_memory", reclaiming),
+                mock.patch.object(ReductionQueue, "record_unit_call", calling),
             ):
                 for step in range(2):
                     for micro_batch in range(4):
                         waits.append(0)
+                        for_memory.append(0)
                         with layerzero.no_sync(model) if micro_batch < 3 else nullcontext():
                             integer_loss(model, integer_batch(step=step, rank=rank)).backward()
                     assert not any(waits[-4:-1]) and waits[-1], (mode, waits)
-                    # The next forward reclaims scratch memory, which would otherwise be needed for each micro-batch.
+                    # The next forward returns scratch memory, which would otherwise be needed for each micro-batch.
                     in_flight = [False] + [mode != "full"] * 3
-                    assert [each > 0 for each in reclaimed[-4:]] == in_flight, (mode, reclaimed)
+                    assert [each > 0 for each in for_memory[-4:]] == in_flight, (mode, for_memory)
                     handles = get_state(model).handles
                     assert len({tensor.data_ptr() for tensor in device.kept}) == (
                         0 if mode == "full" else len(handles)
@@ -291,6 +294,34 @@ def _waits_for_hop1(rank: int) -> None:
 
 def test_the_computation_does_not_wait_for_reductions_inside_no_sync() -> None:
     run_ranks(_waits_for_hop1)
+
+
+def _deleted(rank: int) -> None:
+    """A model that is deleted after a backward inside no_sync leaves memory to its reductions."""
+    register()
+    mesh = mesh_on(NAME, 2)
+    with Device().installed(), mock.patch.object(CurrentStream, "keep_until_done") as keep:
+        for calls_units in (False, True):
+            model = layerzero.shard_model(SideBySide(UNITS), mesh=mesh, units=[f"units.{i}" for i in range(UNITS)])
+            pools = get_state(model).gradients.queue._pools
+            for skipped in (0, 1, 2):
+                assert keep.call_count == 0
+                x = torch.ones(2, 5)
+                with layerzero.no_sync(model):
+                    called = list(model.units)[skipped:] if calls_units else [model]
+                    loss = sum(module(x).sum() for module in called)
+                    held = [pool.held_bytes for pool in pools]
+                    loss.backward()
+                assert not any(held), "the forward has returned what the last reductions used"
+                assert any(pool.held_bytes for pool in pools)
+            del model, pools, loss
+            gc.collect()
+            assert keep.call_count, "reductions may still use the memory"
+            keep.reset_mock()
+
+
+def test_scratch_memory_is_returned_in_the_next_forward_and_kept_for_reductions_of_deleted_models() -> None:
+    run_ranks(_deleted)
 
 
 def _dropped(rank: int) -> None:

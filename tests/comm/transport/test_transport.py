@@ -100,7 +100,7 @@ def _gather(rank: int, name: str) -> None:
             assert buffer.full.numel() == layout.numel and buffer.shard.numel() == layout.numel // world
             write(transport, buffer, rank, version, wait=False)
         for round_ in range(3):
-            counters.sent(reset=True)
+            counters.take()
             for version, buffer in enumerate(buffers):
                 assert torch.equal(gather(buffer), full_of(version + 10 * round_, layout, world))
             assert counters.calls == {"gather": MANY}
@@ -199,7 +199,7 @@ def _post_forward(rank: int, name: str) -> None:
         write(transport, buffer, rank, 0, wait=False)
         for again in range(2):
             gather(buffer)
-            mesh_info.counters.sent(reset=True)
+            mesh_info.counters.take()
             buffer.keep_post_forward()
             buffer.free()
             assert buffer.has_post_forward_shard is kept and buffer.nbytes == buffer.post_forward_bytes
@@ -252,7 +252,7 @@ def _reduce(rank: int, name: str) -> None:
     with transport_of(name) as (transport, mesh_info):
         assert transport.traits.sums_locally
         for number, wire in enumerate((FP32, BF16, FP32, BF16)):
-            mesh_info.counters.sent(reset=True)
+            mesh_info.counters.take()
             flat = transport.send_scratch.acquire(NUMEL, FP32).copy_(part_of(rank, number))
             pending = hop1(transport, flat, wire)
             expected = sum_of(range(world), number, wire)
