@@ -376,7 +376,7 @@ def full_state_dict(
         }
         require_equal("full_state_dict(trainable_only=True)", {"trainable": sorted(values)}, ranks=runtime.ranks.ranks)
     dtypes = original_dtypes(buffer for each in runtimes.values() for buffer in each.cast_buffers)
-    full: dict[int, Tensor] = {}
+    full_tensors: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
     for name, value in values.items():
         member = by_parameter.get(id(value))
@@ -389,12 +389,12 @@ def full_state_dict(
             elif keeps:
                 state[name] = value
             continue
-        if id(value) not in full:
+        if id(value) not in full_tensors:
             gathered = _whole(member)
-            full[id(value)] = (gathered.cpu() if cpu else gathered) if keeps else gathered.new_empty(0)
+            full_tensors[id(value)] = (gathered.cpu() if cpu else gathered) if keeps else gathered.new_empty(0)
             del gathered  # frees its memory before the next parameter is gathered
         if keeps:
-            state[name] = full[id(value)]
+            state[name] = full_tensors[id(value)]
     return state
 
 
@@ -546,8 +546,8 @@ def _grouped(
 
 def _show(parameters: Mapping[ManagedParam, nn.Parameter]) -> None:
     for member, parameter in parameters.items():
-        for attributes, attribute in member.module_refs:
-            attributes[attribute] = parameter
+        for module_parameters, attribute in member.module_refs:
+            module_parameters[attribute] = parameter
 
 
 def _edited(member: ManagedParam, unsharded_param: nn.Parameter) -> nn.Parameter:

@@ -160,11 +160,11 @@ class WeightSender:
         self.version += 1
         buckets = _buckets(changed, self._bucket_bytes) or [[]]
         base, count = None if full else self.version - 1, len(buckets)
-        trainable = {entry.names[0] for entry in entries if entry.handle is None or entry.handle.trainable}
+        names_to_keep = {entry.names[0] for entry in entries if entry.handle is None or entry.handle.trainable}
         with closing(_gather_buckets(runtime, buckets, rank0_only=True)) as gathered:
             for index, bucket in enumerate(gathered):
                 if runtime.ranks.is_first:
-                    yield self._packet(Version(self._name, self.version, base, index, count), bucket, trainable)
+                    yield self._packet(Version(self._name, self.version, base, index, count), bucket, names_to_keep)
         self._sent_versions, self._is_complete = versions, True
 
     def _agree(
@@ -178,7 +178,9 @@ class WeightSender:
         full, *changed = flags_on_device.bool().tolist()
         return full, [entry for entry, has_changed in zip(entries, changed, strict=True) if full or has_changed]
 
-    def _packet(self, version: Version, bucket: Sequence[tuple[tuple[str, ...], Tensor]], trainable: set[str]) -> bytes:
+    def _packet(
+        self, version: Version, bucket: Sequence[tuple[tuple[str, ...], Tensor]], names_to_keep: set[str]
+    ) -> bytes:
         if version.base is None and version.packet == 0:
             self._previous.clear()
         tensors = [(names, tensor.cpu().contiguous(), self._previous.get(names[0])) for names, tensor in bucket]
@@ -186,7 +188,7 @@ class WeightSender:
         for (name, *_), values, previous in tensors:
             if previous is not None:
                 previous.copy_(values)
-            elif name in trainable:
+            elif name in names_to_keep:
                 self._previous[name] = values.clone()
         return packet
 

@@ -174,7 +174,7 @@ class Buddies:
         require_equal_state(f"{_WHAT}.snapshot", runtime, state.digests, failure)
         number = max(self._number + 1, int(time.time()))  # see [Note: Snapshot numbers]
         message = json.dumps([f"{number:010d}-{new_token()}", self._newest])
-        entries = [json.loads(entry) for entry in all_gather_text(self._comm, message)]
+        entries = [json.loads(message) for message in all_gather_text(self._comm, message)]
         token = entries[0][0]
         self._number = int(token[:10])
         self._remove_all_but({token, *(newest for _, newest in entries)})
@@ -392,8 +392,8 @@ def _partners(nodes: Sequence[str], rank: int) -> tuple[int | None, int | None]:
     order = sorted(range(len(nodes)), key=lambda index: (nodes.index(nodes[index]), index))
     if len(set(nodes)) == 1:
         return None, None
-    position, node_ranks = order.index(rank), max(map(nodes.count, nodes))
-    return order[(position + node_ranks) % len(order)], order[(position - node_ranks) % len(order)]
+    position, max_ranks_per_node = order.index(rank), max(map(nodes.count, nodes))
+    return order[(position + max_ranks_per_node) % len(order)], order[(position - max_ranks_per_node) % len(order)]
 
 
 def _manifest(folder: Path, records: Sequence[FileRecord], token: str) -> bytes:

@@ -79,18 +79,19 @@ def check_tensors(tensors: Mapping[str, StoredTensor], file_sizes: Mapping[str, 
             if len(sizes) != len(shape):
                 raise ValueError(_NOT_BY_ROWS.format(key))
             column = offsets[1:], sizes[1:]
-            end_row = columns.get(column, 0)
-            if shape and (offsets[0] != end_row or sizes[0] > shape[0] - end_row):
+            num_rows = columns.get(column, 0)
+            if shape and (offsets[0] != num_rows or sizes[0] > shape[0] - num_rows):
                 raise ValueError(
-                    f"{key} has a chunk of {sizes[0]} rows at row {offsets[0]}, but row {end_row} of {shape[0]} is next"
+                    f"{key} has a chunk of {sizes[0]} rows at row {offsets[0]}, but row {num_rows} of {shape[0]} is "
+                    "next"
                 )
-            columns[column] = end_row + (sizes[0] if shape else 0)
+            columns[column] = num_rows + (sizes[0] if shape else 0)
             file_nbytes[file] += tensor.dtype.itemsize * torch.Size(sizes).numel()
         if columns and not _fill(sorted(columns), shape[1:]):
             raise ValueError(_NOT_BY_ROWS.format(key))
-        end_row = min(columns.values(), default=0)
-        if shape and end_row != shape[0] and all(shape):
-            raise ValueError(f"{key} has {shape[0]} rows, but only {end_row} rows are in files")
+        num_rows = min(columns.values(), default=0)
+        if shape and num_rows != shape[0] and all(shape):
+            raise ValueError(f"{key} has {shape[0]} rows, but only {num_rows} rows are in files")
     for file, nbytes in file_nbytes.items():
         if nbytes > file_sizes[file]:
             raise ValueError(f"{file} has {file_sizes[file]} bytes, but its tensors need {nbytes} bytes")
@@ -109,7 +110,11 @@ def _fill(columns: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], shape: tup
         return False
     (dim,), end = sharded_dims, 0
     for start, size in columns:
-        spans_dims = [(start[index], size[index]) == (0, shape[index]) for index in range(len(shape)) if index != dim]
+        spans_dims = [
+            (start[other_dim], size[other_dim]) == (0, shape[other_dim])
+            for other_dim in range(len(shape))
+            if other_dim != dim
+        ]
         if start[dim] != end or not all(spans_dims):
             return False
         end += size[dim]

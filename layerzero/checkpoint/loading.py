@@ -207,7 +207,7 @@ def _commit(
     except Exception as error:  # a module's set_extra_state may fail on this rank only
         failure = error
     agree_or_raise("checkpoint.load", runtime, {}, failure)
-    load_errors = runtime.status.load_error, optimizer.load_error if optimizer is not None else None
+    previous_errors = runtime.status.load_error, optimizer.load_error if optimizer is not None else None
     message = printable(
         f"a load of {path} has failed halfway, and the model and the optimizer are partly loaded. Load this or another "
         "checkpoint before you continue"
@@ -221,7 +221,7 @@ def _commit(
     agree_or_raise("checkpoint.load", runtime, {}, failure)
     restore.commit()
     _mark(
-        runtime, optimizer, *(load_errors if restore.problems else (None, None))
+        runtime, optimizer, *(previous_errors if restore.problems else (None, None))
     )  # skipped tensors may still be invalid
     return extra
 

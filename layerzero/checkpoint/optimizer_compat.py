@@ -111,7 +111,7 @@ class GroupCompatibility:
             return None, failure
 
     def state_problems(self, values: Mapping[str, Any], ndim: int) -> Iterator[tuple[str, str]]:
-        """Yield (entry, reason) for each incompatible entry in the state of a parameter.
+        """Yield (key, reason) for each incompatible entry in the state of a parameter.
 
         Args:
             values: entries of the state, as JSON.

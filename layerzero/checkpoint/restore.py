@@ -118,8 +118,8 @@ class RestorePlan:
         by_kind: dict[str, list[str]] = {kind: [] for kind in _KINDS}
         for problem in self.problems:
             kind, _, name = problem.partition(": ")
-            has_kind = kind in _KINDS
-            by_kind[kind if has_kind else ""].append(name if has_kind else problem)
+            is_known_kind = kind in _KINDS
+            by_kind[kind if is_known_kind else ""].append(name if is_known_kind else problem)
         lines = [f"{self._differ} of {self._count} tensors of the model do not match"]
         for kind, entries in by_kind.items():
             if entries:

@@ -132,14 +132,14 @@ class Chain:
         """Return, by name, the weighted sum of each tensor of the model and of each parameter's optimizer state."""
         runtime = self._runtime
         mesh_info, members = runtime.mesh_info, runtime.members
-        unsharded = _not_sharded(runtime)
-        names = [*members, *unsharded]
+        not_sharded = _not_sharded(runtime)
+        names = [*members, *not_sharded]
         sums = torch.zeros(2, len(names), dtype=torch.int64, device=mesh_info.device)
         index_of = {name: index for index, name in enumerate(names)}
         positions = {name: _Places.of(member.spec) for name, member in members.items()}
         for name, member in members.items():
             sums[0, index_of[name]] = positions[name].sum_of(member.master).to(mesh_info.device)
-        for name, tensor in unsharded.items() if runtime.ranks.is_first else ():
+        for name, tensor in not_sharded.items() if runtime.ranks.is_first else ():
             sums[0, index_of[name]] = weighted_sum(tensor.detach(), 0).to(mesh_info.device)
         for optimizer in self._optimizers:
             for name, values in optimizer.state_by_name().items():
@@ -194,15 +194,15 @@ class _Places(NamedTuple):
         inner_size = math.prod(shape[sharded_dim + 1 :])
         first = box[0].start * math.prod(shape[1:]) + (box[sharded_dim].start * inner_size if sharded_dim else 0)
         counts = spec.model_parallel is None or spec.model_parallel.is_primary_copy
-        is_first_shard = counts and bool(spec.rows) and not any(dim_slice.start for dim_slice in box)
+        leads = counts and bool(spec.rows) and not any(dim_slice.start for dim_slice in box)
         if not sharded_dim:
-            return cls(first, 1, 1, counts, is_first_shard)
+            return cls(first, 1, 1, counts, leads)
         return cls(
             first,
             max(1, (box[sharded_dim].stop - box[sharded_dim].start) * inner_size),
             shape[sharded_dim] * inner_size,
             counts,
-            is_first_shard,
+            leads,
         )
 
     def sum_of(self, rows: Tensor) -> Tensor:

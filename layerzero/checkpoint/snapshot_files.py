@@ -129,10 +129,10 @@ def complete_snapshots(comm: Communicator, folder: Path) -> list[str]:
     own_names: dict[str, list[str]] = {}
     for part in pieces_in(folder):
         own_names.setdefault(part.token, []).extend(os.listdir(part.folder))
-    rank_names = [json.loads(text) for text in all_gather_text(comm, json.dumps(own_names))]
+    files_by_rank = [json.loads(text) for text in all_gather_text(comm, json.dumps(own_names))]
     # A manifest proves that all files once existed. The ranks may have lost some of these files since then.
     return sorted(
-        {token for tokens in rank_names for token, names in tokens.items() if MANIFEST in names}, reverse=True
+        {token for tokens in files_by_rank for token, names in tokens.items() if MANIFEST in names}, reverse=True
     )
 
 
@@ -197,20 +197,20 @@ def fetch(comm: Communicator, view: Path, records: Mapping[str, FileRecord], wan
     """
     own_names = {name for name, record in records.items() if _size(view / name) == record.size}
     message = json.dumps([sorted(own_names), sorted(wanted - own_names)])
-    rank_names = [json.loads(text) for text in all_gather_text(comm, message)]
-    holders = {name: [rank for rank, (names, _) in enumerate(rank_names) if name in names] for name in records}
+    rank_entries = [json.loads(text) for text in all_gather_text(comm, message)]
+    holders = {name: [rank for rank, (names, _) in enumerate(rank_entries) if name in names] for name in records}
     if unavailable := sorted(
-        {f"no rank has {name}" for _, needed_names in rank_names for name in needed_names if not holders[name]}
+        {f"no rank has {name}" for _, needed_names in rank_entries for name in needed_names if not holders[name]}
     ):
         raise CheckpointError("; ".join(unavailable))
-    if not any(needed_names for _, needed_names in rank_names):
+    if not any(needed_names for _, needed_names in rank_entries):
         return
     failure = ""
-    transfers: Counter[int] = Counter()
-    for rank, (_, needed_names) in enumerate(rank_names):
+    num_transfers: Counter[int] = Counter()
+    for rank, (_, needed_names) in enumerate(rank_entries):
         for name in needed_names:
-            holder = min(holders[name], key=lambda candidate: (transfers[candidate], candidate))
-            transfers[holder] += 1
+            holder = min(holders[name], key=lambda candidate: (num_transfers[candidate], candidate))
+            num_transfers[holder] += 1
             if comm.rank == holder:
                 transfer(comm, mapped(view / name, records[name].size), to=rank)
             elif comm.rank == rank:

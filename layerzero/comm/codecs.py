@@ -26,7 +26,7 @@ __all__ = [
     "has_feedback",
     "is_encoded",
     "param_rows",
-    "replica_param_rows",
+    "replica_param_ranges",
     "residual_numel",
 ]
 
@@ -134,7 +134,7 @@ def param_rows(layout: FlatLayout, zero3_size: int) -> list[list[ParamRows]]:
     return blocks_by_rank
 
 
-def replica_param_rows(layout: FlatLayout, grid: ShardGrid) -> list[list[ParamRows]]:
+def replica_param_ranges(layout: FlatLayout, grid: ShardGrid) -> list[list[ParamRows]]:
     """Return the elements of parameters in each replica's part of this rank's ZeRO-3 gradient shard, without padding.
 
     Padding has unspecified contents. Each block is one row of adjacent elements.
@@ -173,7 +173,7 @@ class EncodedParts(NamedTuple):
         Raises:
             TypeError: ``codec.nbytes`` does not return a number of bytes.
         """
-        added_in, blocks = max(dtype, torch.float32, key=lambda each: each.itemsize), replica_param_rows(layout, grid)
+        added_in, blocks = max(dtype, torch.float32, key=lambda each: each.itemsize), replica_param_ranges(layout, grid)
         return cls(codec, added_in, blocks, [_size_of(codec, each, added_in) for each in blocks])
 
     @property

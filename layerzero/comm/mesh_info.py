@@ -215,14 +215,14 @@ def mesh_of_ranks(ranks: Sequence[int], zero3_size: int | None, device_type: str
 
 def _checked_size(zero3_size: int | None, world: int) -> int:
     if zero3_size is None:
-        node_size = os.environ.get("LOCAL_WORLD_SIZE", "")
-        if not node_size.isdigit() or int(node_size) == 0 or world % int(node_size):
+        local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+        if not local_world_size.isdigit() or int(local_world_size) == 0 or world % int(local_world_size):
             raise ValueError(
                 "neither zero3_size nor mesh is set, so zero3_size is the number of ranks of a node. torchrun sets "
-                f"this number in LOCAL_WORLD_SIZE, which is {node_size or 'not set'} here, with {world} ranks. Set "
-                f"zero3_size to one of {_divisors(world)}"
+                f"this number in LOCAL_WORLD_SIZE, which is {local_world_size or 'not set'} here, with {world} ranks. "
+                f"Set zero3_size to one of {_divisors(world)}"
             )
-        return int(node_size)
+        return int(local_world_size)
     if not isinstance(zero3_size, int) or isinstance(zero3_size, bool):
         raise TypeError(f"zero3_size must be an int, got {zero3_size!r}")
     if zero3_size < 1 or world % zero3_size:

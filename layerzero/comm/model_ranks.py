@@ -55,16 +55,16 @@ class ModelRanks:
         if further is None or further.size() == 1:
             return cls(mesh_info, mesh_info.ranks, mesh_info.control_comms, ())._known()
         like, counters = mesh_info.zero3_control_comm.group, mesh_info.counters
-        peers = sorted(further.mesh.flatten().tolist())
+        axis_ranks = sorted(further.mesh.flatten().tolist())
         control_comm = Communicator.over(
-            "further control", "control", _gloo(mesh_info.groups, peers, like), counters, "cpu"
+            "further control", "control", _gloo(mesh_info.groups, axis_ranks, like), counters, "cpu"
         )
-        replies = all_gather_text(control_comm, json.dumps(mesh_info.ranks))
-        ranks = sorted({rank for text in replies for rank in json.loads(text)})
+        rank_lists = all_gather_text(control_comm, json.dumps(mesh_info.ranks))
+        ranks = sorted({rank for text in rank_lists for rank in json.loads(text)})
         if len(ranks) != mesh_info.data_parallel * further.size():
             raise ValueError(
-                f"parameters are DTensors on the ranks {peers}, whose data-parallel ranks are {replies}. These must "
-                f"form {further.size()} disjoint groups"
+                f"parameters are DTensors on the ranks {axis_ranks}, whose data-parallel ranks are {rank_lists}. These "
+                f"must form {further.size()} disjoint groups"
             )
         comms = (*mesh_info.control_comms, control_comm)
         return cls(mesh_info, tuple(ranks), comms, _comms_along(further, mesh_info))._known()
@@ -151,10 +151,10 @@ class ModelParallelAxes:
     def of(cls, mesh_info: MeshInfo, further: DeviceMesh, model_ranks: ModelRanks) -> ModelParallelAxes:
         """Create the model-parallel axes. All ranks of the model must call this method for the same parameters."""
         flat, names = mesh_info.flat_mesh, further.mesh_dim_names
-        flat_meshes = dict(
+        flat_mesh_texts = dict(
             zip(model_ranks.ranks, model_ranks.all_gather_text(json.dumps(flat.mesh.tolist())), strict=True)
         )
-        table = torch.tensor([json.loads(flat_meshes[rank]) for rank in further.mesh.flatten().tolist()])
+        table = torch.tensor([json.loads(flat_mesh_texts[rank]) for rank in further.mesh.flatten().tolist()])
         global_mesh = DeviceMesh.from_group(
             [*further.get_all_groups(), *flat.get_all_groups()],
             mesh_info.mesh.device_type,

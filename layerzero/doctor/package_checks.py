@@ -123,7 +123,9 @@ def check_apex(path: Sequence[str]) -> list[Finding]:
 
 def check_extras(found: Sequence[Distribution]) -> list[Finding]:
     """Compare the packages of each extra of torch-layerzero with the ranges in its metadata."""
-    own = next((req for req in found if _normalized(req.metadata["Name"] or "") == _OURS), None)
+    own = next(
+        (distribution for distribution in found if _normalized(distribution.metadata["Name"] or "") == _OURS), None
+    )
     if own is None:
         return []
     try:

@@ -72,10 +72,10 @@ def not_extensible(tensor: Tensor) -> str | None:
     names = _inner_names(tensor)
     inner = getattr(tensor, names[0])
     if len(names) > 1 or (inner.shape, inner.dtype) != (tensor.shape, tensor.dtype):
-        parts = ", ".join(f"{n} {list(getattr(tensor, n).shape)} {getattr(tensor, n).dtype}" for n in names)
+        parts_text = ", ".join(f"{n} {list(getattr(tensor, n).shape)} {getattr(tensor, n).dtype}" for n in names)
         return (
-            f"a {kind}, whose values are in {parts}, but an all-gather extension needs one inner tensor with the shape "
-            "and dtype of the parameter"
+            f"a {kind}, whose values are in {parts_text}, but an all-gather extension needs one inner tensor with the "
+            "shape and dtype of the parameter"
         )
     if type(inner) not in (Tensor, nn.Parameter):
         return f"a {kind} whose inner tensor is a {type(inner).__name__}, a tensor subclass"
@@ -287,12 +287,12 @@ class ExtendedGather:
         inputs, metadata = returned
         unsupported = [each for each in inputs if type(each) not in (Tensor, nn.Parameter) or each.ndim == 0]
         if unsupported or not inputs:
-            result = (
+            returned_text = (
                 "nothing" if not inputs else f"{type(unsupported[0]).__name__} of shape {list(unsupported[0].shape)}"
             )
             raise TypeError(
-                f"{_PRE} of parameter {self._name!r} returned {result} as an input of the all-gather. Return plain "
-                "tensors with at least one dim"
+                f"{_PRE} of parameter {self._name!r} returned {returned_text} as an input of the all-gather. Return "
+                "plain tensors with at least one dim"
             )
         return inputs, metadata
 
@@ -327,10 +327,10 @@ class ExtendedGather:
                     f"smaller than the parameter. Return a tensor of shape {list(self._shape)}"
                 )
             gathered = torch.as_strided(gathered, self._shape, self._strides, 0)
-        own_storages = {storage._cdata: storage for each in inner for storage in (each.untyped_storage(),)}
+        new_storages = {storage._cdata: storage for each in inner for storage in (each.untyped_storage(),)}
         for buffer in self._buffers:
-            own_storages.pop(buffer.untyped_storage()._cdata, None)
-        return nn.Parameter(gathered, requires_grad=False), list(own_storages.values())
+            new_storages.pop(buffer.untyped_storage()._cdata, None)
+        return nn.Parameter(gathered, requires_grad=False), list(new_storages.values())
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def assign_data(target: DTensor, value: Tensor) -> None:
     rows.copy_(value_rows)
 
 
-def require_noop_move(target: DTensor, moved: Tensor) -> bool:
+def is_noop_move(target: DTensor, moved: Tensor) -> bool:
     """Return True if moving a module does not change `target`; see [Note: Module moves and conversions].
 
     Raises:
@@ -144,6 +144,6 @@ CALLS: dict[Any, Callable[..., Any]] = {  # replacement for each torch function,
     Tensor.data.__get__: lambda tensor, *_: tensor.detach(),  # type: ignore[attr-defined]
     Tensor.data.__set__: assign_data,  # type: ignore[attr-defined]
     **{access: resolve_first(access) for access in OF_GRADIENTS},
-    torch._has_compatible_shallow_copy_type: require_noop_move,
+    torch._has_compatible_shallow_copy_type: is_noop_move,
     Tensor.share_memory_: refuse_sharing,
 }

@@ -24,11 +24,11 @@ def refuse_rank_local(what: str, specs: Iterable[RowShardSpec], num_model_ranks:
         specs: sharding of each parameter.
         num_model_ranks: number of ranks that have a part of the model.
     """
-    if local := [spec.name for spec in specs if spec.holders < num_model_ranks]:
+    if rank_local_names := [spec.name for spec in specs if spec.holders < num_model_ranks]:
         raise ValueError(
-            f"{what}: parameter {local[0]!r} ({len(local)} like it) is sharded over only some ranks, and other ranks "
-            "have a different parameter of that name. One state dict cannot contain both. Make them one DTensor before "
-            "shard_model, with Shard(0) on the axis along which they differ (expert parallel)"
+            f"{what}: parameter {rank_local_names[0]!r} ({len(rank_local_names)} like it) is sharded over only some "
+            "ranks, and other ranks have a different parameter of that name. One state dict cannot contain both. Make "
+            "them one DTensor before shard_model, with Shard(0) on the axis along which they differ (expert parallel)"
         )
 
 

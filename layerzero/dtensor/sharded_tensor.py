@@ -152,8 +152,8 @@ class RowShardedTensor(DTensor):
         replicas = mesh_info.replicas
         first_shard = mesh_info.grid.zero3_rank * replicas
         inside = [bound - bounds[first_shard] for bound in bounds[first_shard : first_shard + replicas + 1]]
-        model_parallel = () if spec.model_parallel is None else spec.model_parallel.placements
-        return *model_parallel, UnevenShard(bounds[::replicas]), UnevenShard(inside)
+        model_parallel_placements = () if spec.model_parallel is None else spec.model_parallel.placements
+        return *model_parallel_placements, UnevenShard(bounds[::replicas]), UnevenShard(inside)
 
     def redistribute(
         self, device_mesh: Any = None, placements: Sequence[Any] | None = None, **kwargs: object

@@ -182,17 +182,17 @@ class Handle:
         flat_range, offers_main_grad = slice(slot.offset, slot.end), not self.reduction_spec.accumulator_is_reduced
         if isinstance(self._gathered_params, ExtendedGather):
             leaf = self._gathered_params.parameter
-            grad_node = accumulate_node(leaf)
+            accumulate_grad = accumulate_node(leaf)
         else:
             leaf = self._gathered_params.make(flat_range, original, model_parallel, offers_main_grad=offers_main_grad)
-            grad_node = get_gradient_edge(leaf).node  # keep the node, because autograd would create another one
+            accumulate_grad = get_gradient_edge(leaf).node  # keep the node, because autograd would create another one
         leaf.requires_grad_(original.requires_grad)
         parameter = nn.Parameter(sharded(master, spec, self.tracker), requires_grad=original.requires_grad)
         assert isinstance(parameter, RowShardedTensor)
         parameter.gathered = leaf
         carry_over(original, gathered=leaf, sharded=parameter)
         module_refs = tuple((owner._parameters, attribute) for owner, attribute in owners)
-        return ManagedParam(slot.name, module_refs, leaf, parameter, master, spec, local, grad_node)
+        return ManagedParam(slot.name, module_refs, leaf, parameter, master, spec, local, accumulate_grad)
 
     @torch.no_grad()
     def recut(self, layout: FlatLayout) -> None:

@@ -57,8 +57,8 @@ def register_hooks(runtime: LayerZeroState) -> None:
     for unit in runtime.units:
         # Our pre-hook runs first and our hook runs last in a forward pass, so the user's hooks see gathered parameters.
         for module in unit.modules:
-            module.register_forward_pre_hook(_BeforeForward(runtime, unit), prepend=True, with_kwargs=True)
-            module.register_forward_hook(_AfterForward(runtime, unit), always_call=True)
+            module.register_forward_pre_hook(_PreForwardHook(runtime, unit), prepend=True, with_kwargs=True)
+            module.register_forward_hook(_PostForwardHook(runtime, unit), always_call=True)
         for handle in unit.handles:
             for slot, member in enumerate(handle.members):
                 hook = _OnGradient(runtime, unit, handle, slot)
@@ -79,7 +79,7 @@ def remove_hooks(model: nn.Module) -> None:
             for key, hook in list(hooks.items()):
                 if isinstance(hook, _Hook):
                     hooks[key] = (
-                        _ClosedPreForwardHook() if isinstance(hook, _BeforeForward) else _ClosedPostForwardHook()
+                        _ClosedPreForwardHook() if isinstance(hook, _PreForwardHook) else _ClosedPostForwardHook()
                     )
 
 
@@ -141,7 +141,7 @@ def get_state(model: nn.Module) -> LayerZeroState:
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, _ClosedPreForwardHook):
             raise RuntimeError(CLOSED)
-        if isinstance(hook, _BeforeForward):
+        if isinstance(hook, _PreForwardHook):
             if not hook.is_roots:
                 raise ValueError(f"this is unit {hook.unit.name!r} of a sharded model. Pass the root model")
             return hook.runtime
@@ -170,7 +170,7 @@ def _models_in(module: nn.Module) -> dict[str, LayerZeroState]:
         path: hook.runtime
         for path, each in module.named_modules()
         for hook in each._forward_pre_hooks.values()
-        if isinstance(hook, _BeforeForward) and hook.is_roots
+        if isinstance(hook, _PreForwardHook) and hook.is_roots
     }
 
 
@@ -205,7 +205,7 @@ def managed_params_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedPar
         refuse_closed(module)
         for hook in module._forward_pre_hooks.values():
             assert (
-                not isinstance(hook, _BeforeForward) or hook.runtime
+                not isinstance(hook, _PreForwardHook) or hook.runtime
             )  # `hook.runtime` raises if the model was collected
         raise ValueError(
             f"this {type(module).__name__} has no parameter that layerzero.shard_model has sharded. Call shard_model "
@@ -214,14 +214,14 @@ def managed_params_in(module: nn.Module) -> dict[LayerZeroState, list[ManagedPar
     return members_by_state
 
 
-def forward_hooks(module: nn.Module) -> tuple[_BeforeForward, _AfterForward]:
+def forward_hooks(module: nn.Module) -> tuple[_PreForwardHook, _PostForwardHook]:
     """Return the forward pre-hook and the forward hook of `module`, a sharded model or one of its units.
 
     Raises:
         ValueError: `module` is neither a sharded model nor one of its units.
     """
-    before = next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _BeforeForward)), None)
-    after = next((hook for hook in module._forward_hooks.values() if isinstance(hook, _AfterForward)), None)
+    before = next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _PreForwardHook)), None)
+    after = next((hook for hook in module._forward_hooks.values() if isinstance(hook, _PostForwardHook)), None)
     if before is None or after is None:
         refuse_closed(module)
         raise ValueError(
@@ -343,7 +343,7 @@ class _Hook:
 # torch.compile may compile a unit's forward method, but must not trace the hooks, which run collectives and have state.
 
 
-class _BeforeForward(_Hook):
+class _PreForwardHook(_Hook):
     def __init__(self, runtime: LayerZeroState, unit: Unit) -> None:
         super().__init__(runtime, unit)
         self._run = torch.compiler.disable(Scheduler.pre_forward)  # type: ignore[no-untyped-call]
@@ -353,7 +353,7 @@ class _BeforeForward(_Hook):
         return changed
 
 
-class _AfterForward(_Hook):
+class _PostForwardHook(_Hook):
     def __init__(self, runtime: LayerZeroState, unit: Unit) -> None:
         super().__init__(runtime, unit)
         self._run = torch.compiler.disable(Scheduler.post_forward)  # type: ignore[no-untyped-call]

@@ -278,9 +278,9 @@ class Scheduler(Closable):
         self._refresher.pre_forward()
 
     def _free_kept(self, forward: ForwardPass, *, unless: Unit | None = None) -> None:
-        gathered, forward.still_gathered = forward.still_gathered, None
-        if gathered is not None and gathered is not unless and self._is_idle(gathered):
-            gathered.reshard()
+        unit, forward.still_gathered = forward.still_gathered, None
+        if unit is not None and unit is not unless and self._is_idle(unit):
+            unit.reshard()
 
     def _end_forward(self, forward: ForwardPass, *, awaits_backward: bool) -> None:
         self._forward = None
@@ -503,8 +503,8 @@ class Scheduler(Closable):
         earlier_calls = call.preceding(
             None if call.unit.has_post_forward_shard else 1
         )  # any of the forward passes may use the post-forward shard
-        begun_calls = earlier_calls if backward is None else backward.gathered_calls
-        pending_calls = [each for each in earlier_calls if each.unit is call.unit and each not in begun_calls]
+        gathered_calls = earlier_calls if backward is None else backward.gathered_calls
+        pending_calls = [each for each in earlier_calls if each.unit is call.unit and each not in gathered_calls]
         if self._is_idle(call.unit) and not set(pending_calls).intersection(earlier_calls[:1]):
             call.unit.end_backward(() if pending_calls else {call.forward} - {None})
         if backward is not None and (previous := call.previous) in backward.active_calls:

@@ -122,9 +122,9 @@ class PendingUse:
         self._heard: list[list[PendingSmallGather]] = [[] for _ in groups]  # messages, by group and axis
         self._most: list[Tensor] = []  # bytes to send next, by group, uint8 [number of parameters in the group]
         for group in groups:
-            maximum = torch.zeros(group.numel, dtype=torch.uint8, device="cpu")
-            maximum[group.places] = own[group.own]
-            self._most.append(maximum)
+            message_bytes = torch.zeros(group.numel, dtype=torch.uint8, device="cpu")
+            message_bytes[group.places] = own[group.own]
+            self._most.append(message_bytes)
         self._send_along(0)
 
     def reserve(self) -> None:

@@ -100,8 +100,8 @@ class _Stage:
             self._call(nested)
         stays = self.order_is_known and unit is self._last and unit.reshard_after_forward is True
         if not unit.stays_gathered and not stays:
-            for storages in self._kept[unit]:
-                self._lend(*storages)
+            for storage, nbytes in self._kept[unit]:
+                self._lend(storage, nbytes)
             self._free(unit)
 
     def _outermost(self) -> Iterator[UnitSpec]:
@@ -123,8 +123,8 @@ class _Stage:
         for (_, *strided), (coded, _) in zip(self._storages[unit], self._coded[unit], strict=True):
             if coded.nbytes():
                 self.pool.free(coded)
-            for storages in strided:
-                self._lend(*storages)
+            for storage, nbytes in strided:
+                self._lend(storage, nbytes)
 
     def _lend(self, storage: UntypedStorage, nbytes: int) -> None:
         if nbytes and not storage.nbytes():

@@ -103,7 +103,7 @@ def on_device(kinds: Mapping[str, int]) -> int:
 def _handle_bytes(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig) -> dict[str, int]:
     grid, precision = unit.traits.grid, handle.precision
     in_host = handle.in_host
-    host = "host_" if in_host else ""
+    prefix = "host_" if in_host else ""
     weights = "host_" if unit.traits.weights_in_host else ""
     shares_master = precision.master == precision.compute and not in_host and not weights
     own_bytes = grid.numel(handle.layout, Extent.ZERO1) * precision.master.itemsize
@@ -117,8 +117,8 @@ def _handle_bytes(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig) -
     return {
         "zero1_shard": 0,
         "gradient_shard": 0,
-        f"{host}zero1_shard": 0 if shares_master else own_bytes,
-        f"{host}gradient_shard": own_bytes if handle.trainable and not inside_zero3_shard else 0,
+        f"{prefix}zero1_shard": 0 if shares_master else own_bytes,
+        f"{prefix}gradient_shard": own_bytes if handle.trainable and not inside_zero3_shard else 0,
         "zero3_shard": 0,
         f"{weights}zero3_shard": grid.numel(handle.layout, Extent.ZERO3) * precision.compute.itemsize,
         "full_buffer": 0,

@@ -119,13 +119,13 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
     return ScratchBuffers(+plan.scratch, +plan.outgoing, bytes_of_buffers(plan.scratch))
 
 
-def _plan_on_device(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: RankTraits) -> ScratchBuffers:
+def _plan_on_device(handles: Sequence[HandleSpec], config: LayerZeroConfig, traits: RankTraits) -> ScratchBuffers:
     units: dict[str, Counter[Size]] = {}  # scratch buffers of each unit's reductions, in the order of registration
     incoming: dict[str, Counter[Size]] = {}  # of these, the ones in which gradients arrive
     for handle in handles:
         if handle.trainable:
-            units.setdefault(handle.unit, Counter()).update(_sizes_on_device(handle, config, where))
-            incoming.setdefault(handle.unit, Counter()).update(_landing_sizes(handle, config, where))
+            units.setdefault(handle.unit, Counter()).update(_sizes_on_device(handle, config, traits))
+            incoming.setdefault(handle.unit, Counter()).update(_landing_sizes(handle, config, traits))
     scratch, nbytes = Counter[Size](), 0
     # The last unit is the first one of the backward pass, and a unit that contains others comes after them.
     order = list(reversed(units))
@@ -136,8 +136,8 @@ def _plan_on_device(handles: Sequence[HandleSpec], config: LayerZeroConfig, wher
                 together += incoming[enclosing]
         scratch |= together
         nbytes = max(nbytes, bytes_of_buffers(together))
-    if where.weights_in_host:  # refreshed weights, which are gathered on the device before they are copied to the host
-        fresh = Counter(_fresh(handle, where) for handle in handles if handle.trainable)
+    if traits.weights_in_host:  # refreshed weights, which are gathered on the device before they are copied to the host
+        fresh = Counter(_fresh(handle, traits) for handle in handles if handle.trainable)
         scratch |= Counter({size: min(count, _UNREAD) for size, count in fresh.items()})
         nbytes = max(nbytes, *(bytes_of_buffers({size: 1}) for size in fresh), 0)
     return ScratchBuffers(scratch, Counter(), nbytes)

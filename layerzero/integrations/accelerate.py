@@ -270,12 +270,12 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
         )
 
         def hook(*args: Any) -> None:  # (models, weights, folder) of a save, (models, folder) of a load
-            unsharded, *_, folder = args
+            hook_models, *_, folder = args
             visible = list(models)
             for each in registered.values():
                 each(visible, *args[1:])
             # The user's hooks may have removed models.
-            unsharded[:] = [model for model in unsharded if any(model is other for other in visible)]
+            hook_models[:] = [model for model in hook_models if any(model is other for other in visible)]
             for name, model, optimizer in checkpoints:
                 act(Path(folder) / name, model, optimizer)
 

@@ -111,8 +111,8 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         if self.is_global_zero:
             folder.mkdir(parents=True, exist_ok=True)
         self.barrier()
-        unsharded = {key: value for key, value in state.items() if not isinstance(value, ShardedOptimizer)}
-        super().save_checkpoint(folder / FILE, unsharded, storage_options=storage_options, filter=filter)
+        other_entries = {key: value for key, value in state.items() if not isinstance(value, ShardedOptimizer)}
+        super().save_checkpoint(folder / FILE, other_entries, storage_options=storage_options, filter=filter)
         for name, module, optimizer in _sharded_in(state):
             checkpoint.save(folder / name, module, optimizer, overwrite=True)
 
@@ -131,12 +131,14 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
             return remainder
         parts = _sharded_in(state)
         names = {key for key, value in state.items() if isinstance(value, ShardedOptimizer) or is_sharded(value)}
-        unsharded = {key: value for key, value in state.items() if key not in names}
+        other_entries = {key: value for key, value in state.items() if key not in names}
         # Fabric loads everything if the dict is empty.
-        remainder = super().load_checkpoint(folder / FILE, unsharded or None, strict=strict, weights_only=weights_only)
+        remainder = super().load_checkpoint(
+            folder / FILE, other_entries or None, strict=strict, weights_only=weights_only
+        )
         for name, module, optimizer in parts:
             checkpoint.load(folder / name, module, optimizer, strict=strict)
-        state.update(unsharded)
+        state.update(other_entries)
         return {key: value for key, value in remainder.items() if key not in names}
 
 
@@ -150,15 +152,15 @@ class _NoSync:
 def _sharded_in(state: Mapping[str, Any]) -> list[tuple[str, nn.Module, ShardedOptimizer | None]]:
     """Return (name, module, optimizer or None) for each layerzero checkpoint that a save or load of `state`
     involves."""
-    parts: list[tuple[str, nn.Module, ShardedOptimizer | None]] = []
+    checkpoints: list[tuple[str, nn.Module, ShardedOptimizer | None]] = []
     for key, module in state.items():
         if is_sharded(module):
             optimizers = [other for other in state.values() if isinstance(other, ShardedOptimizer)]
             own_optimizers = [other for other in optimizers if other in get_state(module).optimizers]
-            parts += [
+            checkpoints += [
                 (f"layerzero_{key}_{i}", module, optimizer) for i, optimizer in enumerate(own_optimizers or [None])
             ]
-    return parts
+    return checkpoints
 
 
 STRATEGY_REGISTRY.register("layerzero", FabricStrategy, description="ZeRO-1 over all ranks, ZeRO-3 inside a node")

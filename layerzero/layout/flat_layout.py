@@ -250,13 +250,13 @@ def _join(groups: Sequence[Sequence[Slot]], num_shards: int, align: int) -> list
     effort = _EFFORT if len(groups) <= _MANY else 0
     layouts: list[FlatLayout] = []
     for group in groups:
-        joined: list[tuple[int, int, FlatLayout]] = []
+        candidates: list[tuple[int, int, FlatLayout]] = []
         for i in range(max(0, len(layouts) - _MANY), len(layouts)):
             joint = _plan_one([*layouts[i].slots, *group], num_shards, align, effort)
             if joint is not None:
-                joined.append((joint.numel - layouts[i].numel, i, joint))
-        if joined:
-            _, i, joint = min(joined, key=lambda choice: choice[:2])
+                candidates.append((joint.numel - layouts[i].numel, i, joint))
+        if candidates:
+            _, i, joint = min(candidates, key=lambda choice: choice[:2])
             layouts[i] = joint
         else:
             separate = _plan_one(group, num_shards, align, effort)

@@ -77,8 +77,8 @@ def save(
             inner = None if optimizer is None else optimizer.sharded[index]
             ema = None if optimizer is None else optimizer.emas[index]
             average = None if ema is None else _stored_average(ema.state_dict(), apart)
-            layout = {"places": global_layout_of(chunk, apart), "chunks": len(model_chunks)}
-            extra_state = {"extra": extra, "grad_scaler": scale, "ema": average, **layout}
+            chunk_fields = {"places": global_layout_of(chunk, apart), "chunks": len(model_chunks)}
+            extra_state = {"extra": extra, "grad_scaler": scale, "ema": average, **chunk_fields}
             save_with(apart, part, chunk, inner, extra_state)
     except Exception as error:
         failure = error

@@ -40,13 +40,13 @@ class _Stored:
     key: str
 
     def read(self) -> Tensor:
-        parts = []
+        tensors = []
         for name, _, sizes in sorted(self.tensor.chunks, key=lambda chunk: chunk[1:]):
             path = self.manifest.path_of(name)
             with opened(path) as file:
                 check_entry(path, file, set(file.keys()), self.key, sizes, self.tensor.dtype)
-                parts += list(pieces(file, self.key, sizes, self.tensor.dtype))
-        return torch.cat(parts) if self.tensor.shape else parts[0]
+                tensors += list(pieces(file, self.key, sizes, self.tensor.dtype))
+        return torch.cat(tensors) if self.tensor.shape else tensors[0]
 
 
 @dataclass

@@ -37,7 +37,7 @@ def refuse(chunks: Iterable[Any], groups: ProcessGroups) -> None:
     if not any(final for _, final in entries):
         return
     details = nonfinite_text(
-        [text for own_messages, _ in entries for text in own_messages], [name for _, final in entries for name in final]
+        [text for messages, _ in entries for text in messages], [name for _, final in entries for name in final]
     )
     raise RuntimeError(
         f"layerzero.megatron: gradients are not finite, and no parameter has been updated: {details}. To skip this "

@@ -101,9 +101,9 @@ class _GetModel:
         wrap_with_ddp: bool = True,
         **kwargs: Any,
     ) -> list[Any]:
-        arguments = self._chosen() if wrap_with_ddp else None
+        parsed = self._chosen() if wrap_with_ddp else None
         chunks = self._build(model_provider_func, *args, wrap_with_ddp=False, **kwargs)
-        return chunks if arguments is None else self._wrap(chunks, arguments)
+        return chunks if parsed is None else self._wrap(chunks, parsed)
 
     def checking_arguments_first(self, setup: Callable[..., Any]) -> Callable[..., Any]:
         """Return a replacement for ``setup_model_and_optimizer`` that checks the flags before it builds the model."""
@@ -122,21 +122,21 @@ class _GetModel:
         """Wrap chunks with layerzero. This method replaces ``_ddp_wrap``, whose other arguments are ignored."""
         return self._wrap(model, self._chosen())
 
-    def _wrap(self, chunks: list[nn.Module], arguments: ParsedArguments) -> list[ShardedChunk]:
+    def _wrap(self, chunks: list[nn.Module], parsed: ParsedArguments) -> list[ShardedChunk]:
         from megatron.core import parallel_state  # noqa: PLC0415
         from megatron.core.utils import get_model_config  # noqa: PLC0415
 
         config = get_model_config(chunks[0])
         units: Any = None
-        if arguments.units:
+        if parsed.units:
             stages = parallel_state.get_pipeline_model_parallel_world_size()
             predicates = [default_units(chunk, pipeline_size=stages) for chunk in chunks]
-            units = with_named(predicates, arguments.units)
-        self._ema_decay = arguments.ema_decay
-        wrapped = wrap(chunks, config, units=units, **arguments.wrap)
+            units = with_named(predicates, parsed.units)
+        self._ema_decay = parsed.ema_decay
+        wrapped = wrap(chunks, config, units=units, **parsed.wrap)
         if self._release < _BUILDERS:  # later loops keep config.finalize_model_grads_func
             self._training.finalize_model_grads = config.finalize_model_grads_func
-        _require_all(arguments.units, wrapped)
+        _require_all(parsed.units, wrapped)
         return wrapped
 
     def _chosen(self) -> ParsedArguments:

@@ -88,17 +88,17 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
     fields = {"zero3_size": repr(zero3_size), "experts": f"on {len(expert_ranks)} ranks", "megatron-core": version()}
     size = zero3_size if failure is None else 1
     start = ranks.index(dist.get_rank()) // size * size
-    node = ranks[start : start + size]
-    group_counts = groups_so_far(node, [rank for rank in node if rank in expert_ranks])
+    zero3_ranks = ranks[start : start + size]
+    group_counts = groups_so_far(zero3_ranks, [rank for rank in zero3_ranks if rank in expert_ranks])
     require_equal("layerzero.megatron.process_groups", fields, ranks=ranks, groups=group_counts, failure=failure)
     device_type = default_device_type()
     if f"{device_type}:" not in dist.get_backend_config(zero1):
         device_type = "cpu"
-    zero3 = mesh_group(node, like=zero1, device_type=device_type)
+    zero3 = mesh_group(zero3_ranks, like=zero1, device_type=device_type)
     expert_zero3 = None
     if len(expert_ranks) < len(ranks):
-        expert_node_ranks = [rank for rank in node if rank in expert_ranks]
-        expert_zero3 = mesh_group(expert_node_ranks, like=experts, device_type=device_type)
+        expert_zero3_ranks = [rank for rank in zero3_ranks if rank in expert_ranks]
+        expert_zero3 = mesh_group(expert_zero3_ranks, like=experts, device_type=device_type)
     if embedding is not None and dist.get_rank() not in dist.get_process_group_ranks(embedding):
         embedding = None
     expert_zero1 = None if expert_zero3 is None else experts

@@ -69,10 +69,10 @@ class GlobalParam:
             return built
 
         def merge(loaded: dict[str, Any]) -> Any:
-            numbers = [str(index) for index in range(len(self.pieces))]
-            if not loaded.keys() >= set(numbers):
+            keys = [str(index) for index in range(len(self.pieces))]
+            if not loaded.keys() >= set(keys):
                 return NOT_FOUND
-            parts = [loaded[index].view(-1, *spec.shape[1:]) for index in numbers]
+            parts = [loaded[key].view(-1, *spec.shape[1:]) for key in keys]
             return sharded(parts[0] if len(parts) == 1 else torch.cat(parts), spec, MutationTracker())
 
         return ShardedTensorFactory(prefix + self.key, rows, build, merge, self.pieces[0][1].replica_id)
@@ -112,15 +112,15 @@ def global_params(
                 return value
             parts = list(nested_values(value.build())) if isinstance(value, ShardedTensorFactory) else [value]
             required_rows = range(member.spec.shape[0]) if of_all_ranks else member.spec.rows
-            own_parts = [
+            overlaps = [
                 part for part in (_own_part(part, member.spec, required_rows) for part in parts) if part is not None
             ]
-            own_parts.sort(key=lambda part: part[0].start)
+            overlaps.sort(key=lambda part: part[0].start)
             if member.master.numel() or of_all_ranks:
-                starts, stops = [rows.start for rows, _ in own_parts], [rows.stop for rows, _ in own_parts]
+                starts, stops = [rows.start for rows, _ in overlaps], [rows.stop for rows, _ in overlaps]
                 if [*starts, len(required_rows)] != [0, *stops]:
                     raise NotImplementedError(_odd_pieces(member.spec, value.key))
-            result = GlobalParam(member, value.key, tuple(own_parts))
+            result = GlobalParam(member, value.key, tuple(overlaps))
             return params.setdefault(member.name, result)
 
         dict_list_map_inplace(described, state)
@@ -173,7 +173,7 @@ def _own_part(piece: ShardedTensor, spec: RowShardSpec, required_rows: range) ->
     """Return the overlap of a piece with the `required_rows` rows of a parameter.
 
     Returns:
-        The rows of the overlap, counted from the first wanted row, and a ShardedTensor without data that gives their
+        The rows of the overlap, counted from the first required row, and a ShardedTensor without data that gives their
         position in the full model. None if there is no overlap.
     """
     numbers: Tensor = piece.data

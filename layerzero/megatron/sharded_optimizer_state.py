@@ -88,9 +88,9 @@ def chained_states(
     """
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # noqa: PLC0415
 
-    chain = [[pair._replace(experts=experts) for pair in pairs] for experts in (False, True)]
+    chain = [[chunk_optimizer._replace(experts=experts) for chunk_optimizer in pairs] for experts in (False, True)]
     states = [sharded_states(pairs_of_kind, metadata=metadata, **how) for pairs_of_kind in chain]
-    if not any(pair.groups for pair in chain[1]):  # no experts on this stage
+    if not any(chunk_optimizer.groups for chunk_optimizer in chain[1]):  # no experts on this stage
         return states[0]
     if not (metadata or {}).get("chained_optim_avoid_prefix", False):
         for index, state in enumerate(states):
@@ -121,11 +121,17 @@ def sharded_states(
                 f"distrib_optim_sharding_type={kind!r} stores buffers of Megatron's distributed optimizer, which "
                 f"layerzero does not have. Use {_RESHARDABLE!r}"
             )
-        for index, pair in enumerate(pairs):
-            tensors |= _tensors(pair, index, metadata, kind, common.steps, is_loading=is_loading)
-        averaged = next((int(pair.ema.n_averaged) for pair in pairs if pair.ema is not None), None)
-        in_16_bits = any(_in_16_bits(member) for pair in pairs for member in get_state(pair.chunk).members.values())
-        common = _Common(_merged([pair.groups for pair in pairs]), common.steps, in_16_bits)
+        for index, chunk_optimizer in enumerate(pairs):
+            tensors |= _tensors(chunk_optimizer, index, metadata, kind, common.steps, is_loading=is_loading)
+        averaged = next(
+            (int(chunk_optimizer.ema.n_averaged) for chunk_optimizer in pairs if chunk_optimizer.ema is not None), None
+        )
+        in_16_bits = any(
+            _in_16_bits(member)
+            for chunk_optimizer in pairs
+            for member in get_state(chunk_optimizer.chunk).members.values()
+        )
+        common = _Common(_merged([chunk_optimizer.groups for chunk_optimizer in pairs]), common.steps, in_16_bits)
     except Exception as error:
         failure = error
     raise_together("the optimizer's sharded_state_dict", groups, failure)

@@ -118,10 +118,10 @@ def _refuse_unsharded_gradients(model: nn.Module, runtimes: Mapping[str, LayerZe
     layerzero does not average the gradients of such parameters.
     """
     sharded_ids = {id(parameter) for runtime in runtimes.values() for parameter in runtime.model.parameters()}
-    unsharded = [name for name, p in model.named_parameters() if id(p) not in sharded_ids and p.grad is not None]
-    if unsharded:
+    outside_names = [name for name, p in model.named_parameters() if id(p) not in sharded_ids and p.grad is not None]
+    if outside_names:
         raise ValueError(
-            f"clip_grad_norm_: parameter {unsharded[0]!r} ({len(unsharded)} like it) has a gradient but is not in the "
-            f"sharded models {', '.join(map(repr, runtimes))}, so its gradient is not averaged over the ranks. Shard "
-            "this parameter, or call clip_grad_norm_ for each sharded model"
+            f"clip_grad_norm_: parameter {outside_names[0]!r} ({len(outside_names)} like it) has a gradient but is not "
+            f"in the sharded models {', '.join(map(repr, runtimes))}, so its gradient is not averaged over the ranks. "
+            "Shard this parameter, or call clip_grad_norm_ for each sharded model"
         )

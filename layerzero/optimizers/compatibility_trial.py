@@ -372,12 +372,12 @@ def _numbers_in(
 
 def _compare(full: _Outcome, ranks: Sequence[_Outcome], data: _Data, owned: Sequence[bool]) -> str | None:
     has_changed = False
-    for group, parameters in enumerate(full.parameters):
+    for group_index, parameters in enumerate(full.parameters):
         for index, parameter in enumerate(parameters):
-            if owned[group]:
-                joined = ranks[_owner_of(index)].parameters[group][index]
+            if owned[group_index]:
+                joined = ranks[_owner_of(index)].parameters[group_index][index]
             else:
-                joined = torch.cat([rank.parameters[group][index] for rank in ranks])
+                joined = torch.cat([rank.parameters[group_index][index] for rank in ranks])
             if not (parameter.isfinite().all() and joined.isfinite().all()):
                 raise TrialError("stepping small parameters made them NaN or infinite")
             change = (parameter - data.start[index]).abs()
@@ -386,7 +386,7 @@ def _compare(full: _Outcome, ranks: Sequence[_Outcome], data: _Data, owned: Sequ
             allowed = 5e-4 * change + 1e-4 * change.mean() + _STEPS * 2.0**-24 * parameter.abs()
             if bool(((parameter - joined).abs() > allowed).any()):
                 kind = f"a {'matrix' if parameter.ndim == 2 else 'parameter'} of shape {list(parameter.shape)}"
-                if owned[group]:
+                if owned[group_index]:
                     return f"{kind} got different updates when it was stepped without the other parameters"
                 return f"{kind} got different updates when it was split into rows"
     noun = "parameters" if any(owned) else "rows"

@@ -45,15 +45,15 @@ def with_other_owners_state(
     text = json.dumps(
         {owner_key: _described(owned_by_key[owner_key].member.name, values) for owner_key, values in own_state.items()}
     )
-    messages: dict[str, dict[str, Any]] = {}
-    for answer in model_ranks.all_gather_text(text):
-        messages |= json.loads(answer)
-    if problems := sorted(described["wrong"] for described in messages.values() if "wrong" in described):
+    states_by_key: dict[str, dict[str, Any]] = {}
+    for message in model_ranks.all_gather_text(text):
+        states_by_key |= json.loads(message)
+    if problems := sorted(described["wrong"] for described in states_by_key.values() if "wrong" in described):
         raise TypeError(problems[0])
     complete = dict(state)
     for owner_key, param in owned_by_key.items():
-        if owner_key in messages and owner_key not in own_state:
-            entries, device = messages[owner_key].items(), model_ranks.mesh_info.device
+        if owner_key in states_by_key and owner_key not in own_state:
+            entries, device = states_by_key[owner_key].items(), model_ranks.mesh_info.device
             complete[param.member.name] = {key: _made(entry, param, device) for key, entry in entries}
     return {name: complete[name] for name in sorted(complete)}
 

@@ -181,11 +181,11 @@ def _largest(owned: Iterable[OwnedParam], owner_group: OwnerGroup) -> dict[torch
     receives the parts. The sizes take all parameters into account, with or without a gradient, so that each step uses
     the same buffers.
     """
-    remote = [param for param in owned if param.is_in_owner_group and not param.is_fully_local]
+    to_gather = [param for param in owned if param.is_in_owner_group and not param.is_fully_local]
     sizes_by_dtype = {}
-    for dtype in {param.member.master.dtype for param in remote}:
+    for dtype in {param.member.master.dtype for param in to_gather}:
         full_numel, rows = 0, dict.fromkeys(owner_group.order, 0)  # `rows` is keyed by owner
-        for param in remote:
+        for param in to_gather:
             if param.member.master.dtype == dtype:
                 full_numel = max(full_numel, param.numel if param.is_owned_here else 0)
                 rows[param.place] = max(rows[param.place], param.numel_on(owner_group.place[0]))
@@ -220,15 +220,16 @@ def step_owned(
     owner_groups = by_owner_group(owned)
     _require_gradients_alike(owner_groups, model_ranks)
     for owner_group, members in owner_groups.items():
-        remote: list[tuple[OwnedParam, Tensor]] = []  # (parameter to gather in this group, this rank's gradient rows)
+        # (parameter to gather in this group, this rank's gradient rows)
+        to_gather: list[tuple[OwnedParam, Tensor]] = []
         for param in members:
             gradient = param.master.grad
             if gradient is None or (param.is_owned_here and param.is_fully_local):
                 continue
             param.master.grad = None
             if param.is_in_owner_group and not param.is_fully_local:
-                remote.append((param, gradient))
-        turns.append(_turns(remote, _largest(members, owner_group), owner_group, pool))
+                to_gather.append((param, gradient))
+        turns.append(_turns(to_gather, _largest(members, owner_group), owner_group, pool))
     try:
         step_param_by_param(inner, take_step, chain.from_iterable(turns))
     finally:
@@ -273,8 +274,8 @@ def _unlike(own_groups: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: 
         for each in members
     ]
     with_gradient: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for answer in model_ranks.all_gather_text(json.dumps(own_flags)):
-        for ranks, name, has in json.loads(answer):
+    for message in model_ranks.all_gather_text(json.dumps(own_flags)):
+        for ranks, name, has in json.loads(message):
             with_gradient[name, tuple(ranks)] += has
     name, ranks = min(each for each, count in with_gradient.items() if count not in (0, len(each[1])))
     return (
@@ -285,15 +286,15 @@ def _unlike(own_groups: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: 
 
 
 def _turns(
-    remote: Sequence[tuple[OwnedParam, Tensor]],
+    to_gather: Sequence[tuple[OwnedParam, Tensor]],
     largest: Mapping[torch.dtype, Sequence[int]],
     owner_group: OwnerGroup,
     pool: BufferPool,
 ) -> Iterator[Turn]:
     """Run the rounds of one owner group and yield this rank's turns; see [Note: Owner rounds]."""
-    for dtype in sorted({gradient.dtype for _, gradient in remote}, key=str):
+    for dtype in sorted({gradient.dtype for _, gradient in to_gather}, key=str):
         by_owner: dict[tuple[int, int], list[tuple[OwnedParam, Tensor]]] = {place: [] for place in owner_group.order}
-        for param, gradient in sorted(remote, key=lambda one: one[0].weight):
+        for param, gradient in sorted(to_gather, key=lambda one: one[0].weight):
             if gradient.dtype == dtype:
                 by_owner[param.place].append((param, gradient))
         rounds = [_OwnerRound(chosen, owner_group) for chosen in zip_longest(*by_owner.values())]
@@ -329,7 +330,7 @@ class _OwnerRound:
         """Gather the parameter that this rank steps, yield its turn, and scatter its rows after the step.
 
         Args:
-            whole: 1-D buffer for the full parameter.
+            full: 1-D buffer for the full parameter.
             gradient: 1-D buffer for the full gradient.
             rows: 1-D buffer for the rows that this rank sends.
             received: 1-D buffer for the received rows, if their order differs from that in the full parameter.
@@ -369,10 +370,10 @@ class _OwnerRound:
     def _name(self) -> str:
         return "" if self._mine is None else self._mine.member.name
 
-    def _places(self, whole: Tensor, received: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a pair for each rank of the group: its rows in `received`, and the same rows in `whole`."""
+    def _places(self, full: Tensor, received: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield a pair for each rank of the group: its rows in `received`, and the same rows in `full`."""
         if self._mine is not None:
-            pieces = self._mine.pieces(whole)
+            pieces = self._mine.pieces(full)
             for received_rows, piece in zip(torch.split(received, self._from_each), pieces, strict=True):
                 yield received_rows.view(piece.shape), piece
 

@@ -71,9 +71,9 @@ def _step_in_parts(
     parts = _cut(handles)
     part_of = {member.name: n for n, part in enumerate(parts) for handle in part for member in handle.members}
     groups = inner.param_groups
-    original_params = [group["params"] for group in groups]
+    params_by_group = [group["params"] for group in groups]
     chosen: list[list[list[Tensor]]] = [[[] for _ in groups] for _ in parts]
-    for index, masters in enumerate(original_params):
+    for index, masters in enumerate(params_by_group):
         for master in masters:
             # Parameters that are not sharded belong to the last part.
             chosen[part_of.get(names.get(id(master), ""), -1)][index].append(master)
@@ -88,7 +88,7 @@ def _step_in_parts(
             refresh.launch(part)
     finally:
         inner.param_groups = groups
-        for group, masters in zip(groups, original_params, strict=True):
+        for group, masters in zip(groups, params_by_group, strict=True):
             group["params"] = masters
 
 

@@ -54,11 +54,12 @@ class SilentDataCorruption(RuntimeError):
     ) -> None:
         self.corruptions, self.recoverable = corruptions, recoverable
         self._how: dict[str, Any] = {"recoverable": recoverable, "again": again, "way_out": way_out}
-        info = "; ".join(map(str, corruptions))
-        text = f"layerzero: bits have changed without a write: {info}. "
+        details = "; ".join(map(str, corruptions))
+        text = f"layerzero: bits have changed without a write: {details}. "
         if again:
             text = (
-                f"layerzero: bits are wrong again after they were recomputed, which suggests defective memory: {info}. "
+                "layerzero: bits are wrong again after they were recomputed, which suggests defective memory: "
+                f"{details}. "
             )
         super().__init__(text + (way_out or (_REPEAT if recoverable else _LOAD)))
 
@@ -242,7 +243,9 @@ class CorruptionGuard:
 
     def _check(self) -> SilentDataCorruption | None:
         unchanged = self._at_rest_since()
-        masters_unchanged = {name: is_same for (kind, name), is_same in unchanged.items() if kind == "masters"}
+        masters_unchanged = {
+            name: is_unchanged for (kind, name), is_unchanged in unchanged.items() if kind == "masters"
+        }
         corruptions = compare(self._runtime, self._changed(unchanged), masters_unchanged).corruptions
         self.found += corruptions
         if not corruptions:

@@ -188,13 +188,15 @@ def _locate(handle: Handle, mesh_info: MeshInfo, masters_unchanged: Mapping[str,
         ).wait()
     copies = copies_of_replicas.view(as_integers(zero3).dtype)
     if not handle.weights.shares_master:
-        full = torch.empty_like(zero3)
-        own_part = full[mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)].copy_(_cast(handle))
+        cast_masters = torch.empty_like(zero3)
+        own_part = cast_masters[mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)].copy_(
+            _cast(handle)
+        )
         if replicas > 1:
             all_gather(
-                mesh_info.replica_comm, Collective.UNSHARD, full, own_part, name=handle.label, parts=parts
+                mesh_info.replica_comm, Collective.UNSHARD, cast_masters, own_part, name=handle.label, parts=parts
             ).wait()
-        master_bits = as_integers(full)
+        master_bits = as_integers(cast_masters)
     names = {slot.name: index for index, slot in enumerate(handle.layout.slots)}
     own_states = torch.tensor(
         [_KNOWN[masters_unchanged.get(name)] for name in names], dtype=torch.uint8, device=shard.device
@@ -238,15 +240,15 @@ def _verdict(values: Sequence[int], master: int | None, owner: int, state: int) 
             ``_CHANGED`` (changed without a write) or ``_UNKNOWN`` (not recorded, or written to).
     """
     if master is not None:
-        replicas = [r for r, value in enumerate(values) if value != master]
-        if len(replicas) < len(values) or state == _SOUND:
-            return "compute weights", replicas
+        wrong_replicas = [r for r, value in enumerate(values) if value != master]
+        if len(wrong_replicas) < len(values) or state == _SOUND:
+            return "compute weights", wrong_replicas
         # All replicas differ from the master. A single replica does not show which copy is wrong.
         return ("masters" if len(values) > 1 or state == _CHANGED else "masters or compute weights"), [owner]
     (majority, times), *_ = Counter(values).most_common()
     if 2 * times > len(values):
-        replicas = [r for r, value in enumerate(values) if value != majority]
-        return ("masters" if owner in replicas else "compute weights"), replicas
+        wrong_replicas = [r for r, value in enumerate(values) if value != majority]
+        return ("masters" if owner in wrong_replicas else "compute weights"), wrong_replicas
     if state == _SOUND:
         return "compute weights", [r for r, value in enumerate(values) if value != values[owner]]
     return ("masters", [owner]) if state == _CHANGED else ("weights", list(range(len(values))))

@@ -230,12 +230,12 @@ def measure(runtime: LayerZeroState) -> dict[str, int]:
         weights = handle.weights
         kind = "host_zero3_shard" if weights.host_shard is not None else "zero3_shard"
         measured[kind] += weights.zero3_shard.nbytes
-        location = "host_" if weights.to_host is not None else ""
-        measured[f"{location}zero1_shard"] += 0 if weights.shares_master else _bytes(weights.master)
+        prefix = "host_" if weights.to_host is not None else ""
+        measured[f"{prefix}zero1_shard"] += 0 if weights.shares_master else _bytes(weights.master)
         measured["full_buffer"] += handle.gathered_bytes
         if handle.gradients is not None:
             final = handle.gradients.final.storage
-            measured[f"{location}gradient_shard"] += final.host_bytes if location else final.nbytes
+            measured[f"{prefix}gradient_shard"] += final.host_bytes if prefix else final.nbytes
             measured["residual"] += 0 if handle.gradients.residual is None else handle.gradients.residual.nbytes
     measured["cached_buffer"] = buffers.full.cached_bytes
     measured["accumulator"] = buffers.accumulators.device_bytes

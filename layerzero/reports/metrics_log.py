@@ -101,9 +101,9 @@ def _compared(runtime: LayerZeroState, waited_here: Mapping[str, float]) -> dict
     values = waited_for({rank: sum(waits.values()) for rank, waits in waited.items()})
     for axis in _ALONG:
         shortest = {
-            tuple(group_ranks[axis]): min(waited[rank][axis] for rank in group_ranks[axis])
-            for _, group_ranks in entries
-            if len(group_ranks[axis]) > 1
+            tuple(groups[axis]): min(waited[rank][axis] for rank in groups[axis])
+            for _, groups in entries
+            if len(groups[axis]) > 1
         }
         if shortest:
             slowest = max(shortest, key=lambda ranks: (shortest[ranks], ranks))
@@ -121,9 +121,9 @@ def waited_for(waited: Mapping[int, float]) -> dict[str, float]:
         waited: number of seconds that each rank has waited, by rank.
     """
     delays: dict[int, float] = {}
-    for rank, own_wait in waited.items():
+    for rank, wait in waited.items():
         other_waits = [waits for other, waits in waited.items() if other != rank]
-        if other_waits and (delay := median(other_waits) - own_wait) > 0:
+        if other_waits and (delay := median(other_waits) - wait) > 0:
             delays[rank] = delay
     slowest: Sequence[int] = sorted(delays, key=lambda rank: (-delays[rank], rank))[:_SHOWN]
     return {f"layerzero/waited_for/rank_{rank}": delays[rank] for rank in slowest}

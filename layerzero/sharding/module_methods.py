@@ -279,11 +279,11 @@ def _listed(runtime: LayerZeroState, unit: Unit, modules: Sequence[nn.Module], d
         raise TypeError(f"{method} expects a list of units, got one {type(modules).__name__}. Pass [unit]")
     units = []
     for module in modules:
-        other_state, other_unit = _unit_of(module)
-        if other_state is not runtime or other_unit.mesh_info is not unit.mesh_info:
+        other_runtime, other_unit = _unit_of(module)
+        if other_runtime is not runtime or other_unit.mesh_info is not unit.mesh_info:
             raise ValueError(
-                f"{method}: {other_unit.label} is in another {'model' if other_state is not runtime else 'mesh'} than "
-                f"{unit.label}. Ranks that call one of them may not call the other. Pass units of one mesh"
+                f"{method}: {other_unit.label} is in another {'model' if other_runtime is not runtime else 'mesh'} "
+                f"than {unit.label}. Ranks that call one of them may not call the other. Pass units of one mesh"
             )
         units.append(other_unit)
     return units

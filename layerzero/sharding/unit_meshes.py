@@ -91,20 +91,23 @@ def _model_parallel_mesh(model: nn.Module, ranks: Sequence[int] = ()) -> DeviceM
     return next((p.device_mesh for p in dtensors if len({*ranks_in(p.device_mesh)} & {*ranks}) < 2), None)
 
 
-def _data_parallel_ranks(beside: DeviceMesh) -> list[int]:
-    """Return the sorted ranks that have this rank's coordinates on the axes of `beside`, a submesh of all ranks."""
-    full_mesh = beside._get_root_mesh()
+def _data_parallel_ranks(model_parallel: DeviceMesh) -> list[int]:
+    """Return the sorted ranks that have this rank's coordinates on the axes of `model_parallel`.
+
+    `model_parallel` is a submesh of all ranks.
+    """
+    full_mesh = model_parallel._get_root_mesh()
     if full_mesh.size() != dist.get_world_size():
         raise ValueError(
-            f"parameters are DTensors on a mesh of the ranks {beside.mesh.tolist()}, which is not a submesh of a mesh "
-            "of all ranks. Pass the mesh of the data-parallel ranks: "
+            f"parameters are DTensors on a mesh of the ranks {model_parallel.mesh.tolist()}, which is not a submesh of "
+            "a mesh of all ranks. Pass the mesh of the data-parallel ranks: "
             "mesh=init_device_mesh(..., mesh_dim_names=('dp', 'tp'))['dp']"
         )
     table, coordinate = full_mesh.mesh, full_mesh.get_coordinate()
     assert coordinate is not None
     names = full_mesh.mesh_dim_names or ()  # a mesh with submeshes has named axes
     for axis in reversed(range(full_mesh.ndim)):
-        if names[axis] in (beside.mesh_dim_names or ()):
+        if names[axis] in (model_parallel.mesh_dim_names or ()):
             table = table.select(axis, coordinate[axis])
     return sorted(table.flatten().tolist())
 
@@ -124,9 +127,9 @@ def model_parallel_axes(plans: Sequence[UnitDefinition]) -> Further:
     first_dtensors: dict[DeviceMesh, tuple[str, DeviceMesh]] = {}  # name of the first DTensor parameter, and its mesh
     for plan in plans:
         for info in plan.parameters:
-            is_plain = info.parameter.requires_grad and not isinstance(info.parameter, DTensor)
+            is_trainable_plain = info.parameter.requires_grad and not isinstance(info.parameter, DTensor)
             if (
-                is_plain
+                is_trainable_plain
                 and plan.mesh is not plans[0].mesh
                 and any(isinstance(p.parameter, DTensor) for p in plan.parameters)
             ):

@@ -385,11 +385,11 @@ def block_classes(model: nn.Module) -> set[str]:
 
 
 def _not_to_be_split(model: nn.Module) -> set[str]:
-    classes: set[str] = set()
+    listed_classes: set[str] = set()
     for module in model.modules():
         names = getattr(module, "_no_split_modules", None)
-        classes |= {str(name) for name in (names if isinstance(names, (list, tuple, set)) else ())}
-    return classes
+        listed_classes |= {str(name) for name in (names if isinstance(names, (list, tuple, set)) else ())}
+    return listed_classes
 
 
 def auto_units(model: nn.Module, ignored: Collection[int] = ()) -> list[str | nn.Module]:
@@ -428,9 +428,11 @@ def auto_units(model: nn.Module, ignored: Collection[int] = ()) -> list[str | nn
 def _blocks_or_raise(model: nn.Module) -> set[str]:
     classes = block_classes(model)
     if not classes:
-        listed = _not_to_be_split(model)
+        listed_classes = _not_to_be_split(model)
         why = (
-            f"has no module of the classes in its _no_split_modules, {sorted(listed)}" if listed else "has no such list"
+            f"has no module of the classes in its _no_split_modules, {sorted(listed_classes)}"
+            if listed_classes
+            else "has no such list"
         )
         raise ValueError(
             f"units='auto' makes units of the classes that a model lists in _no_split_modules, as most models of "

@@ -160,8 +160,8 @@ def verify(
             raise TypeError(f"{name} must be callable, got {type(function).__name__}")
     own_ranks = dist.is_initialized()
     world = (dist.get_world_size() if own_ranks else 4) if world_size is None else world_size
-    counts = {"steps": steps, "micro_batches": micro_batches, "seed": seed}
-    arguments: dict[str, Any] = {**functions, **counts, "tolerance": tolerance, "settings": settings}
+    run_arguments = {"steps": steps, "micro_batches": micro_batches, "seed": seed}
+    arguments: dict[str, Any] = {**functions, **run_arguments, "tolerance": tolerance, "settings": settings}
     if not own_ranks:
         arguments["zero3_sizes"] = _sizes(zero3_sizes, world, settings.get("reshard_after_forward", True))
         way_out = "Define it at the top level of a module, or call verify under torchrun, which starts the processes"
@@ -272,11 +272,11 @@ def _compare(
     comparison = Comparison(
         plain.start, zero3_size=trial.zero3_size, precision=trial.precision, tolerance=trial.tolerance
     )
-    snapshots = train_sharded(
+    records = train_sharded(
         task, zero3_size=trial.zero3_size, rank=rank, device_type=device_type, settings=trial.settings
     )
     try:
-        for step, snapshot in enumerate(snapshots):
+        for step, snapshot in enumerate(records):
             if rank == 0:
                 comparison.add(step, plain.snapshots[step], snapshot)
     except Exception as error:
