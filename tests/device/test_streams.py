@@ -314,7 +314,7 @@ def _deleted(rank: int) -> None:
                     loss.backward()
                 assert not any(held), "the forward has returned what the last reductions used"
                 assert any(pool.held_bytes for pool in pools)
-            del model, pools, loss
+            del model, pools, loss, called
             gc.collect()
             assert keep.call_count, "reductions may still use the memory"
             keep.reset_mock()
