@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from layerzero.comm.agreement import require_equal
+from layerzero.comm.collectives import connect_pairs
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.process_groups import groups_so_far
 from layerzero.engine.handle import Handle
@@ -218,6 +219,8 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
     for handle in moved_handles:
         handle.weights.finish_refresh()
         handle.recut(plan[handle])
+    for mesh_info in dict.fromkeys(handle.mesh_info for handle in moved_handles):
+        connect_pairs(mesh_info.replica_comm, mesh_info.device)  # unequal parts are exchanged by an all-to-all
     table.owners = owners
     scratch = _scratch_buffers(runtime)
     runtime.pools.scratch.expect(scratch.scratch, scratch.nbytes)

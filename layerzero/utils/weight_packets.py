@@ -158,7 +158,9 @@ class WeightReceiver:
         self._require_next(version)
         targets = [self._targets(entry, creates=version.base is None) for entry in entries]
         self.version, self._next = None, None  # if an error follows, tensors of two versions remain
-        pieces = [piece for target, *_ in targets for piece in _pieces(target)]
+        # Threads work on CPU memory only, because the current stream of a device belongs to the calling thread.
+        on_cpu = [target.cpu() for target, *_ in targets]  # the target itself if it is on the CPU
+        pieces = [piece for values in on_cpu for piece in _pieces(values)]
         checksums = [checksum for entry in entries for checksum in entry.checksums]
         with ThreadPoolExecutor() as pool:
             if list(pool.map(partial(_write, codec), pieces, data)) != checksums:
@@ -167,9 +169,9 @@ class WeightReceiver:
                     "a wrong checksum. The packet is damaged, or the weights were changed after the last version. "
                     f"{_SEND_ALL}"
                 )
-        for target, *copies in targets:
-            for copy in copies:
-                copy.copy_(target)
+        for values, (target, *copies) in zip(on_cpu, targets, strict=True):
+            for tensor in copies if values is target else (target, *copies):
+                tensor.copy_(values)
         self._sender = version.sender
         if version.packet + 1 == version.packets:
             self.version = version.version
@@ -257,14 +259,11 @@ def _write(codec: LosslessDifferences, piece: Tensor, data: memoryview) -> int:
         return 0
     encoded = torch.empty(len(data), dtype=torch.uint8)
     memory_of(encoded)[:] = data
-    values = piece.cpu()  # the piece itself if it is on the CPU
     try:
-        codec.decode(encoded, values)
+        codec.decode(encoded, piece)
     except (ValueError, RuntimeError) as error:
         raise WeightPacketError(f"a packet cannot be decoded: {error}. {_SEND_ALL}") from error
-    if values is not piece:
-        piece.copy_(values)
-    return zlib.crc32(memory_of(values))
+    return zlib.crc32(memory_of(piece))
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:

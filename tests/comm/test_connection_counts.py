@@ -180,7 +180,12 @@ class _Connecting(wrapped_gloo.WrappedGloo):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._is_connected = False
+        self._is_connected = self._has_pairs = False
+
+    def alltoall_base(self, *args: Any) -> Any:
+        assert self._has_pairs or not _Connecting.built, f"pairs of {self.size()} ranks connect after that"
+        self._has_pairs = True
+        return super().alltoall_base(*args)
 
     def launch(self, run: Callable[[], dist.Work], output: Tensor, given: Tensor) -> dist.Work:
         if not self._is_connected:
@@ -190,10 +195,13 @@ class _Connecting(wrapped_gloo.WrappedGloo):
         return run()
 
 
+CODED = {"hop2_codec": layerzero.Int8Blocks()}
+
+
 def _trains_on_connected_groups(rank: int, zero3_size: int) -> None:
     wrapped_gloo.register(_Connecting)
     mesh = wrapped_gloo.mesh_on(_Connecting.NAME, zero3_size)
-    for settings in ({}, {"accumulation": "full"}, {"reshard_after_forward": 1}, {"sync_module_states": False}):
+    for settings in ({}, {"accumulation": "full"}, {"reshard_after_forward": 1}, {"sync_module_states": False}, CODED):
         found = []
         for each in (mesh, mesh_of(zero3_size)):
             _Connecting.built = False
@@ -212,6 +220,20 @@ def _trains_on_connected_groups(rank: int, zero3_size: int) -> None:
             found.append(full_parameters(model))
             _Connecting.built = False
         assert not different(*found), settings
+
+
+def _muon_on_connected_groups(rank: int) -> None:
+    wrapped_gloo.register(_Connecting)
+    model = layerzero.shard_model(integer_net(), mesh=wrapped_gloo.mesh_on(_Connecting.NAME, 2))
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    layerzero.shard_optimizer(torch.optim.Muon(matrices, lr=2.0**-6), model)
+    assert any(handle.gradients.parts for handle in get_state(model).handles), "of unequal sizes"
+    _Connecting.built = True
+    integer_loss(model, integer_batch(rank=rank)).backward()
+
+
+def test_pairs_connect_when_an_optimizer_needs_full_matrices() -> None:
+    run_ranks(_muon_on_connected_groups, world_size=WORLD, pg_timeout=30)
 
 
 @pytest.mark.parametrize("zero3_size", [1, 2, 4])
