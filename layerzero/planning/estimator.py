@@ -18,7 +18,7 @@ from layerzero.estimates.memory_estimate import on_device
 from layerzero.estimates.specs import UnitSpec
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.compute_cost import ComputeCost
-from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, where_of
+from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, traits_of
 from layerzero.planning.sim_program import Operation, collectives_in, computations_in
 from layerzero.planning.sim_schedules import FSDPSettings, ScheduleSettings, UnitCost, fsdp_program, layerzero_program
 from layerzero.planning.simulator import SimMachine, SimResult, simulate
@@ -195,12 +195,12 @@ class Estimator:
     `on_estimate` is called after each estimate of memory and after each simulation.
     """
 
-    paper: MetaSharding
-    load: ComputeCost
+    sharding: MetaSharding
+    compute_cost: ComputeCost
     cluster: Cluster
     param_dtype: torch.dtype
     units: object = None
-    called: str = ""  # text for `units` in the recommended settings if the model's classes are unavailable
+    unit_text: str = ""  # text for `units` in the recommended settings if the model's classes are unavailable
     on_estimate: Callable[[], None] = lambda: None
     # Specs and memory are the same for any number of micro-batches; the number in these keys is 1.
     _units: dict[Candidate, list[UnitSpec]] = field(default_factory=dict)
@@ -233,7 +233,7 @@ class Estimator:
     def row(self, choice: Candidate) -> Estimate:
         cluster = self.cluster
         memory, peak = self._memory(replace(choice, micro_batches=1))
-        activations = round(self.load.activation_bytes)
+        activations = round(self.compute_cost.activation_bytes)
         if activations:
             memory = {**memory, "activations": activations}
         host = sum(memory.values()) - on_device(memory)
@@ -246,7 +246,7 @@ class Estimator:
             excess=max(0.0, peak + activations - cluster.room),
             host_excess=max(0.0, host * cluster.accelerators - cluster.host_memory * 1e9),
             price=24 * cluster.price * cluster.ranks,
-            tokens_per_step=self.load.tokens * choice.micro_batches * cluster.ranks,
+            tokens_per_step=self.compute_cost.tokens * choice.micro_batches * cluster.ranks,
             node_size=cluster.accelerators,
             simulated=partial(self.step_cost, choice),
         )
@@ -273,7 +273,7 @@ class Estimator:
         The numbers come from formulas that ignore padding. At the peak of a sharded scheme, the root and two units are
         gathered while the gradients of the root and one unit are reduced.
         """
-        num_shards = self._shared_over(choice)
+        num_shards = self._num_shards(choice)
         states = num_shards if choice.scheme == "HSDP" else self.cluster.ranks
         numel = sum(cost.numel for cost in self.unit_costs())
         root, *others = (cost.numel for cost in self.unit_costs())
@@ -290,20 +290,20 @@ class Estimator:
         rounded = {kind: round(nbytes) for kind, nbytes in memory.items()}
         return rounded, sum(rounded.values())
 
-    def _shared_over(self, choice: Candidate) -> int:
+    def _num_shards(self, choice: Candidate) -> int:
         """Return the number of ranks over which a scheme other than layerzero shards gradients."""
         return self.cluster.ranks if choice.scheme == "FSDP2" else choice.zero3_size
 
     def planned(self, choice: Candidate) -> list[UnitSpec]:
         key = replace(choice, micro_batches=1)
         if key not in self._units:
-            traits = where_of(
+            traits = traits_of(
                 self.cluster.ranks,
                 choice.zero3_size,
                 on_device=self.cluster.device != "cpu",
                 offload_params=choice.offload_params,
             )
-            self._units[key] = self.paper.units(self.config(choice), traits)
+            self._units[key] = self.sharding.units(self.config(choice), traits)
         return self._units[key]
 
     def unit_costs(self, units: Sequence[UnitSpec] | None = None) -> list[UnitCost]:
@@ -312,7 +312,9 @@ class Estimator:
         The numbers of elements include padding if `units` is given.
         """
         if units is None:
-            numels = {plan.name: float(sum(f.parameter.numel() for f in plan.parameters)) for plan in self.paper.plans}
+            numels = {
+                plan.name: float(sum(f.parameter.numel() for f in plan.parameters)) for plan in self.sharding.plans
+            }
         else:
             numels = {unit.name: float(sum(handle.layout.numel for handle in unit.handles)) for unit in units}
         speed = self.cluster.tflops * 1e12
@@ -320,8 +322,8 @@ class Estimator:
             UnitCost(
                 name or "the root",
                 numel,
-                self.load.flops(name) / speed,
-                self.load.backward_flops(name) / speed,
+                self.compute_cost.flops(name) / speed,
+                self.compute_cost.backward_flops(name) / speed,
             )
             for name, numel in numels.items()
         ]
@@ -352,10 +354,10 @@ class Estimator:
         """Return the simulated machine, and a program with ``_STEPS`` steps that runs on this machine."""
         cluster = self.cluster
         if choice.scheme in ("FSDP2", "HSDP", "HFSDP"):
-            num_shards = self._shared_over(choice)
+            num_shards = self._num_shards(choice)
             shards_states = choice.scheme == "HFSDP"
             settings = FSDPSettings(
-                over=num_shards,
+                num_shards=num_shards,
                 replicas=cluster.ranks // num_shards,
                 micro_batches=choice.micro_batches,
                 compute=self.param_dtype.itemsize,
@@ -369,7 +371,7 @@ class Estimator:
             return cluster.machine(num_shards), list(fsdp_program(self.unit_costs(), settings, steps=_STEPS))
         unit_costs = self.unit_costs(self.planned(choice)) if choice.scheme == LAYERZERO else self.unit_costs()
         own_numel = sum(cost.numel for cost in unit_costs) / cluster.ranks
-        sharding = ScheduleSettings(
+        schedule = ScheduleSettings(
             ranks=cluster.ranks,
             zero3_size=choice.zero3_size,
             micro_batches=choice.micro_batches,
@@ -386,7 +388,7 @@ class Estimator:
             update=self._update(own_numel, in_host=choice.offload_optimizer),
             memory_speed=cluster.memory_speed * 1e9,
         )
-        return cluster.machine(choice.zero3_size), list(layerzero_program(unit_costs, sharding, steps=_STEPS))
+        return cluster.machine(choice.zero3_size), list(layerzero_program(unit_costs, schedule, steps=_STEPS))
 
     def _hop2_width(self, choice: Candidate) -> float:
         """Return the number of bytes per element that hop 2 sends."""

@@ -223,7 +223,7 @@ def _plot_step(plan: Plan, row: Estimate) -> str:
 
     The micro-batches between these two are omitted, because they are similar to the first.
     """
-    machine, program = plan.workshop.program(replace(row.choice, micro_batches=min(row.choice.micro_batches, 2)))
+    machine, program = plan.estimator.program(replace(row.choice, micro_batches=min(row.choice.micro_batches, 2)))
     outcome = simulate(program, machine)
     start, end = outcome.step_start, outcome.step_ends[-1]
     spans = [span for span in outcome.spans if span.what in _TIMELINE and span.end > start and span.start < end]

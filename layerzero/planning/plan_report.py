@@ -90,7 +90,7 @@ class Plan:
             The others follow, the ones with the smallest :attr:`Estimate.shortfall` first.
         other_schemes: estimates for FSDP2, HSDP, HFSDP and ZeRO-1, computed by the same rules.
         best: recommended row; None if no settings fit.
-        workshop: estimator that can compute more rows.
+        estimator: estimator that can compute more rows.
     """
 
     cluster: Cluster
@@ -99,7 +99,7 @@ class Plan:
     rows: tuple[Estimate, ...]
     other_schemes: tuple[Estimate, ...]
     best: Estimate | None
-    workshop: Estimator
+    estimator: Estimator
 
     @property
     def why(self) -> str:
@@ -127,7 +127,7 @@ class Plan:
     @property
     def config(self) -> LayerZeroConfig | None:
         """Recommended settings; None if no settings fit."""
-        return None if self.best is None else self.workshop.config(self.best.choice)
+        return None if self.best is None else self.estimator.config(self.best.choice)
 
     def over_nodes(self, nodes: Sequence[int], choice: Candidate) -> Iterator[Estimate]:
         """Yield the estimate of `choice` for each number of nodes.
@@ -135,7 +135,7 @@ class Plan:
         A number of nodes is skipped if the ``zero3_size`` of `choice` does not divide the number of ranks.
         """
         for count in nodes:
-            estimator = self.workshop.on(replace(self.cluster, nodes=count))
+            estimator = self.estimator.on(replace(self.cluster, nodes=count))
             if estimator.cluster.ranks % choice.zero3_size == 0:
                 yield estimator.row(choice)
 
@@ -152,7 +152,7 @@ class Plan:
         comparisons = []
         for between in sorted({own_link, *(each * self.cluster.accelerators for each in _LINKS)}):
             estimator = (
-                self.workshop if between == own_link else self.workshop.on(replace(self.cluster, between=between))
+                self.estimator if between == own_link else self.estimator.on(replace(self.cluster, between=between))
             )
             schemes: dict[str, Estimate | None] = {}
             for scheme in (LAYERZERO, *OTHER_SCHEMES):
@@ -340,8 +340,8 @@ def speeds_text(plan: Plan) -> str:
     cluster = plan.cluster
     return (
         f"{cluster.tflops:.4g} TFLOP/s per accelerator, {cluster.inside:.4g} GB/s inside a node, "
-        f"{plan.workshop.load.tokens:,} tokens per micro-batch and accelerator"
-        + ("" if plan.workshop.load.activation_bytes else "; activations are unknown and not counted")
+        f"{plan.estimator.compute_cost.tokens:,} tokens per micro-batch and accelerator"
+        + ("" if plan.estimator.compute_cost.activation_bytes else "; activations are unknown and not counted")
     )
 
 
@@ -401,7 +401,7 @@ def call_text(plan: Plan) -> str:
         **dict.fromkeys(OFFLOADS, str.title),
     }
     settings = {name: quoted.get(name, str)(value) for name, value in _settings(plan).items()}
-    param, reduce = plan.workshop.param_dtype, plan.best.choice.reduce_dtype
+    param, reduce = plan.estimator.param_dtype, plan.best.choice.reduce_dtype
     lines = [f"    {name}={value}," for name, value in settings.items()]
     return "\n".join(
         [
@@ -418,7 +418,7 @@ def call_text(plan: Plan) -> str:
 def yaml_text(plan: Plan) -> str:
     """Return the recommended settings as YAML text for :meth:`layerzero.LayerZeroConfig.from_yaml`."""
     assert plan.best is not None
-    param, reduce = DTYPE_TEXTS[plan.workshop.param_dtype], DTYPE_TEXTS[plan.best.choice.reduce_dtype]
+    param, reduce = DTYPE_TEXTS[plan.estimator.param_dtype], DTYPE_TEXTS[plan.best.choice.reduce_dtype]
     policy = f"{{param_dtype: {param}, reduce_dtype: {reduce}}}"
     lines = [f"units: {_units(plan, yaml=True)}", f"mp_policy: {policy}"]
     lines += [f"{name}: {value}" for name, value in _settings(plan).items()]
@@ -430,21 +430,23 @@ def _units(plan: Plan, *, yaml: bool) -> str:
 
     The text contains the names of classes or modules, or a placeholder if the names are unknown.
     """
-    units, called = plan.workshop.units, plan.workshop.called
+    units, unit_text = plan.estimator.units, plan.estimator.unit_text
     if units is None:
         return "null" if yaml else "None"
-    if called == "auto" or isinstance(units, str):
-        name = called or str(units)
+    if unit_text == "auto" or isinstance(units, str):
+        name = unit_text or str(units)
         return name if yaml else f'"{name}"'
     if callable(units) and not isinstance(units, type):
         return "null  # the units that your callable selects" if yaml else "your_callable"
     named = [units] if isinstance(units, type) else list(cast("Iterable[Any]", units))
     if not all(isinstance(unit, (str, type)) for unit in named):  # modules or lists of modules
         return "null  # the units that you passed" if yaml else "your_units"
-    names = [unit if isinstance(unit, str) else called or unit.__name__ for unit in named]
+    names = [unit if isinstance(unit, str) else unit_text or unit.__name__ for unit in named]
     if yaml:
         added_classes = " and its own embedding and head" if len(names) > 1 else ""
-        comment = f"  # the class of your model's blocks{added_classes}" if called else ""
+        comment = f"  # the class of your model's blocks{added_classes}" if unit_text else ""
         return f"[{', '.join(names)}]{comment}"
-    quoted = [f'"{name}"' if called or isinstance(unit, str) else name for name, unit in zip(names, named, strict=True)]
+    quoted = [
+        f'"{name}"' if unit_text or isinstance(unit, str) else name for name, unit in zip(names, named, strict=True)
+    ]
     return f"{{{', '.join(quoted)}}}"

@@ -102,20 +102,20 @@ def plan(
             "sequence"
         )
     dtype = dtype_named("a dtype", param_dtype)
-    sizes = _sizes_of(model)
-    built = _built(model if sizes is None else sizes)
+    shape = _shape_of(model)
+    built = _built(model if shape is None else shape)
     if units is None:
-        units = sizes.units if sizes is not None else "auto" if block_classes(built) else None
-    called = "" if sizes is None else "Block" if isinstance(model, TransformerShape) else "auto"
+        units = shape.units if shape is not None else "auto" if block_classes(built) else None
+    unit_text = "" if shape is None else "Block" if isinstance(model, TransformerShape) else "auto"
     sharding = MetaSharding(built, LayerZeroConfig(units=units))
-    if sizes is not None:
-        load = ComputeCost.of_sizes(
-            sizes, sharding.plans, tokens, sequence or tokens, recompute=recompute, element=dtype.itemsize
+    if shape is not None:
+        cost = ComputeCost.of_sizes(
+            shape, sharding.plans, tokens, sequence or tokens, recompute=recompute, element=dtype.itemsize
         )
-        load = replace(load, activation_bytes=activation_bytes) if activation_bytes else load
+        cost = replace(cost, activation_bytes=activation_bytes) if activation_bytes else cost
     else:
-        load = ComputeCost.of_units(sharding.plans, tokens, recompute=recompute, activation_bytes=activation_bytes)
-    estimator = Estimator(sharding, load, cluster, dtype, units, called, on_estimate or _nothing)
+        cost = ComputeCost.of_units(sharding.plans, tokens, recompute=recompute, activation_bytes=activation_bytes)
+    estimator = Estimator(sharding, cost, cluster, dtype, units, unit_text, on_estimate or _nothing)
     counts = sorted(set(micro_batches))
     if not counts or counts[0] < 1:
         raise ValueError(f"micro_batches={counts} must be a non-empty list of numbers of at least 1")
@@ -212,7 +212,7 @@ def _distinct(modes: Sequence[str], zero3_size: int, replicas: int) -> list[str]
     return [mode for mode in modes if mode in first.values()]
 
 
-def _sizes_of(model: Model) -> TransformerShape | None:
+def _shape_of(model: Model) -> TransformerShape | None:
     if isinstance(model, TransformerShape):
         return model
     if isinstance(model, (str, os.PathLike)):

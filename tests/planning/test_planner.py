@@ -21,7 +21,7 @@ from benchmarks.simulation.record import Settings, record_blocks
 from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import FullBufferPool
 from layerzero.planning import Cluster, TransformerShape, plan, read_config
-from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, where_of
+from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, traits_of
 from layerzero.planning.plan_report import call_text, yaml_text
 from layerzero.planning.sim_program import Operation, SimCompute, SimLaunch, SimWait, StartReduction, from_events
 from layerzero.planning.sim_schedules import ScheduleSettings, UnitCost, layerzero_program
@@ -134,7 +134,7 @@ def test_a_plan_is_to_the_byte_what_real_ranks_hold() -> None:
         for settings, (held, peak, predicted_peak) in zip(SETTINGS, measured, strict=True):
             config = LayerZeroConfig(units={Block}, shared_memory="off", **settings)
             in_host = settings.get("offload_params", False)
-            where = where_of(4, settings["zero3_size"], rank=rank, on_device=False, offload_params=in_host)
+            where = traits_of(4, settings["zero3_size"], rank=rank, on_device=False, offload_params=in_host)
             units = MetaSharding(on_meta, config).units(config, where)
             found = predicted_memory(units, config)
             kind = "host_optimizer" if config.offload_optimizer else "optimizer"
@@ -271,7 +271,7 @@ def test_times_grow_by_as_much_with_each_micro_batch_from_the_third_on() -> None
 def test_a_row_of_many_micro_batches_is_what_all_of_them_would_take() -> None:
     found = plan(SMALL, Cluster(nodes=4, between=10.0), micro_batches=[1, 2, 6], offload=True)
     for row in (*found.rows, *found.other_schemes):
-        machine, program = found.workshop.program(row.choice)
+        machine, program = found.estimator.program(row.choice)
         assert row.step == pytest.approx(simulate(program, machine).step, rel=1e-6), row.choice
 
 
@@ -306,7 +306,7 @@ def test_what_is_pasted_has_every_setting_of_its_row(tmp_path: Path) -> None:
     path = tmp_path / "layerzero.yaml"
     for row in found.rows:
         path.write_text(yaml_text(replace(found, best=row)))
-        config, chosen = LayerZeroConfig.from_yaml(path), found.workshop.config(row.choice)
+        config, chosen = LayerZeroConfig.from_yaml(path), found.estimator.config(row.choice)
         for name in ("zero3_size", "mp_policy", "accumulation", "offload_grads", "offload_optimizer", "hop2_codec"):
             assert getattr(config, name) == getattr(chosen, name), (name, row.choice)
         call = call_text(replace(found, best=row))
@@ -401,7 +401,7 @@ def test_bytes_of_the_schemes_are_those_of_their_formulas() -> None:
     for row in found.rows:
         choice = row.choice
         if choice.zero3_size == node:
-            padded = sum(handle.layout.numel for unit in found.workshop.planned(choice) for handle in unit.handles)
+            padded = sum(handle.layout.numel for unit in found.estimator.planned(choice) for handle in unit.handles)
             wire = choice.reduce_dtype.itemsize
             assert numel <= padded < 1.1 * numel
             reduced = count if choice.accumulation == "local" else 1
