@@ -56,7 +56,6 @@ class ScheduleSettings:
     reduce: int = 4
     replica_reduce: float = 4
     hop2_coding: float = 0.0  # time in seconds in which a rank encodes and decodes an element of hop 2
-    refresh_share: float = 1.0  # part of the bytes of a refresh that is sent; below 1 if refreshes are encoded
     prefetch: int = 1
     offload_grads: bool = False
     offload_optimizer: bool = False
@@ -284,9 +283,7 @@ class _Rank:
             yield SimLaunch(fetch, self._refreshes[unit.name])
         if settings.replicas > 1:
             self._refreshes[unit.name] = self._take()
-            nbytes = (
-                unit.numel / settings.zero3_size * settings.compute * settings.refresh_share * _share(settings.replicas)
-            )
+            nbytes = unit.numel / settings.zero3_size * settings.compute * _share(settings.replicas)
             refresh = SimCollective("refresh", unit.name, "replica", "replica", settings.replicas, nbytes)
             yield SimLaunch(refresh, self._refreshes[unit.name])
         if settings.offload_params:

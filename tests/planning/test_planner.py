@@ -243,17 +243,6 @@ def test_the_schedule_is_the_one_that_the_engine_records(
     assert list(_without_splinters(_said(written))) == list(_without_splinters(_said(recorded)))
 
 
-def test_an_encoded_refresh_sends_a_part_of_the_bytes() -> None:
-    works = [UnitCost(name, 1e6, 0.1, 0.2) for name in ("the root", "blocks.0")]
-    machine = SimMachine(node_size=2, inside=1e8, between=1e6, launch=1e-4, zero3_size=2)
-    plain, encoded = (
-        simulate(layerzero_program(works, ScheduleSettings(4, 2, 1, refresh_share=share)), machine)
-        for share in (1.0, 0.25)
-    )
-    assert encoded.bytes == {**plain.bytes, "refresh": plain.bytes["refresh"] / 4}
-    assert encoded.step < plain.step
-
-
 def test_times_grow_by_as_much_with_each_micro_batch_from_the_third_on() -> None:
     works = [UnitCost(name, 1e6, 0.1, 0.2) for name in ("the root", *(f"blocks.{index}" for index in range(3)))]
     for (shared, mode), between in itertools.product(
