@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.codecs import ParamRows
 from layerzero.config import LayerZeroConfig
-from layerzero.config.yaml_file import hop2_codec_named
+from layerzero.config.yaml_file import HOP2_CODECS
 from layerzero.estimates.memory_estimate import on_device
 from layerzero.estimates.specs import UnitSpec
 from layerzero.planning.cluster import Cluster
@@ -226,7 +226,7 @@ class Estimator:
             offload_grads=choice.offload_grads,
             offload_optimizer=choice.offload_optimizer,
             offload_params=choice.offload_params,
-            hop2_codec=None if choice.hop2_codec is None else hop2_codec_named(choice.hop2_codec),
+            hop2_codec=None if choice.hop2_codec is None else HOP2_CODECS[choice.hop2_codec],
             shared_memory="off" if self.cluster.device == "cpu" else "auto",
         )
 
@@ -395,7 +395,7 @@ class Estimator:
         if choice.hop2_codec is None:
             return choice.reduce_dtype.itemsize
         block = ParamRows(start=0, rows=1, length=2**20)
-        return hop2_codec_named(choice.hop2_codec).nbytes([block], choice.reduce_dtype) / block.numel
+        return HOP2_CODECS[choice.hop2_codec].nbytes([block], choice.reduce_dtype) / block.numel
 
     def _hop2_coding(self, choice: Candidate) -> float:
         """Return the time in seconds in which a rank encodes and decodes an element of hop 2."""

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from layerzero.config import OFFLOADS, LayerZeroConfig
-from layerzero.config.yaml_file import hop2_codec_named
+from layerzero.config.yaml_file import HOP2_CODECS
 from layerzero.estimates.memory_estimate import on_device
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.estimator import LAYERZERO, OTHER_SCHEMES, Candidate, Estimate, Estimator, simplest_fast_row
@@ -397,7 +397,7 @@ def call_text(plan: Plan) -> str:
     assert plan.best is not None
     quoted = {
         "accumulation": lambda value: f'"{value}"',
-        "hop2_codec": lambda value: f"layerzero.{hop2_codec_named(value)!r}",
+        "hop2_codec": lambda value: f"layerzero.{HOP2_CODECS[value]!r}",
         **dict.fromkeys(OFFLOADS, str.title),
     }
     settings = {name: quoted.get(name, str)(value) for name, value in _settings(plan).items()}
