@@ -23,14 +23,26 @@ from layerzero.planning.sim_program import Operation, collectives_in, computatio
 from layerzero.planning.sim_schedules import FSDPSettings, ScheduleSettings, UnitCost, fsdp_program, layerzero_program
 from layerzero.planning.simulator import SimMachine, SimResult, simulate
 
-__all__ = ["LAYERZERO", "OTHER_SCHEMES", "Candidate", "Estimate", "Estimator", "simplest_fast_row"]
+__all__ = [
+    "ALIKE_TEXT",
+    "LAYERZERO",
+    "OTHER_SCHEMES",
+    "RULE",
+    "Candidate",
+    "Estimate",
+    "Estimator",
+    "simplest_fast_row",
+]
 
 LAYERZERO = "layerzero"
 OTHER_SCHEMES = ("FSDP2", "HSDP", "HFSDP", "ZeRO-1")
 _STATE = 2  # number of AdamW state elements per parameter element, in the dtype of the master
 _UPDATED = 7  # memory accesses of AdamW per parameter element: 4 reads (master, gradient, state) and 3 writes
 _ALIKE = 0.03  # if throughputs differ by at most this fraction, the simpler settings are chosen
-# Elements per second that one rank encodes and decodes; see docs/gpu.md and docs/slow-links.md.
+ALIKE_TEXT = f"{100 * _ALIKE:.3g} %"
+# Elements per second that one rank encodes and decodes. Rates of int4 include error feedback. The rates of "cuda" were
+# measured on one GPU (docs/gpu.md, "Codecs of gradients"), those of "cpu" on one thread (docs/slow-links.md, "Time of
+# the codecs").
 _CODING = {
     ("int8_blocks", "cuda"): (45e9, 139e9),
     ("int4_blocks", "cuda"): (23e9, 61e9),
@@ -76,9 +88,7 @@ class StepCost:
 
     def plus(self, other: StepCost, times: float) -> StepCost:
         def add_scaled(terms: dict[str, float], added: dict[str, float]) -> dict[str, float]:
-            return {
-                name: terms.get(name, 0.0) + times * added.get(name, 0.0) for name in [*terms, *(added.keys() - terms)]
-            }
+            return {name: terms.get(name, 0.0) + times * added.get(name, 0.0) for name in terms | added}
 
         return StepCost(
             self.step + times * other.step,
@@ -100,13 +110,8 @@ class Estimate:
             and, if known, the estimated ``activations``.
         peak: largest number of bytes on the device during a step, over all kinds.
         host: number of bytes in host memory.
-        room: memory of an accelerator that is available to the model, in bytes.
-        excess: number of bytes by which `peak` exceeds `room`, or 0 if `peak` does not exceed `room`.
-        host_excess: number of bytes by which the ranks on a node together exceed the node's host memory, or 0 if the
-            memory suffices.
-        price: price of the cluster per day, or 0 if the price is unknown.
         tokens_per_step: number of tokens in a step on all ranks.
-        node_size: number of accelerators per node.
+        cluster: cluster on which the model trains.
         simulated: function that simulates a step of `choice`.
     """
 
@@ -114,13 +119,29 @@ class Estimate:
     memory: dict[str, int]
     peak: int
     host: int
-    room: float
-    excess: float
-    host_excess: float
-    price: float
     tokens_per_step: int
-    node_size: int
+    cluster: Cluster
     simulated: Callable[[], StepCost] = field(repr=False, compare=False)
+
+    @property
+    def room(self) -> float:
+        """Memory of an accelerator that is available to the model, in bytes."""
+        return self.cluster.room
+
+    @property
+    def excess(self) -> float:
+        """Number of bytes by which `peak` exceeds `room`, or 0 if `peak` does not exceed `room`."""
+        return max(0.0, self.peak - self.room)
+
+    @property
+    def host_excess(self) -> float:
+        """Number of bytes that the ranks on a node together lack in host memory, or 0 if the memory suffices."""
+        return max(0.0, self.host * self.cluster.accelerators - self.cluster.host_memory * 1e9)
+
+    @property
+    def price(self) -> float:
+        """Price of the cluster per day, or 0 if the price is unknown."""
+        return 24 * self.cluster.price * self.cluster.ranks
 
     @property
     def fits(self) -> bool:
@@ -165,27 +186,31 @@ class Estimate:
         return self.tokens_per_step / self.step
 
 
-def simplest_fast_row(rows: Iterable[Estimate]) -> Estimate | None:
-    """Return the simplest row among those that fit and are within ``_ALIKE`` of the fastest row that fits.
+# Text and value of each criterion by which the simplest row is chosen, the most important first. Smaller is simpler.
+_CRITERIA: tuple[tuple[str, Callable[[Estimate], float]], ...] = (
+    ("the fewest micro-batches", lambda row: row.choice.micro_batches),
+    (
+        "the fewest offloads",
+        lambda row: row.choice.offload_optimizer + row.choice.offload_grads + row.choice.offload_params,
+    ),
+    ("no codec", lambda row: row.choice.hop2_codec is not None),
+    ("gradients in fp32", lambda row: row.choice.reduce_dtype is not torch.float32),
+    ("weights inside a node", lambda row: row.choice.zero3_size > row.cluster.accelerators),
+    ("gradients between nodes only once per step", lambda row: row.choice.accumulation == "local"),
+    ("the least memory", lambda row: row.peak),
+)
+RULE = (
+    f"Among the settings that fit and are within {ALIKE_TEXT} of the fastest, the planner prefers "
+    f"{', then '.join(text for text, _ in _CRITERIA)}."
+)
 
-    If no row fits, return None.
-    """
+
+def simplest_fast_row(rows: Iterable[Estimate]) -> Estimate | None:
+    """Return the row that ``RULE`` prefers, or None if no row fits."""
     fitting = [row for row in rows if row.fits]
     fastest = max((row.tokens for row in fitting), default=0.0)
-
-    def simplicity(row: Estimate) -> tuple[object, ...]:
-        choice = row.choice
-        return (
-            choice.micro_batches,
-            choice.offload_optimizer + choice.offload_grads + choice.offload_params,
-            choice.hop2_codec is not None,
-            choice.reduce_dtype is not torch.float32,
-            choice.zero3_size > row.node_size,
-            choice.accumulation == "local",
-            row.peak,
-        )
-
-    return min((row for row in fitting if row.tokens >= (1 - _ALIKE) * fastest), key=simplicity, default=None)
+    alike = (row for row in fitting if row.tokens >= (1 - _ALIKE) * fastest)
+    return min(alike, key=lambda row: tuple(value(row) for _, value in _CRITERIA), default=None)
 
 
 @dataclass
@@ -242,12 +267,8 @@ class Estimator:
             memory=memory,
             peak=peak + activations,
             host=host,
-            room=cluster.room,
-            excess=max(0.0, peak + activations - cluster.room),
-            host_excess=max(0.0, host * cluster.accelerators - cluster.host_memory * 1e9),
-            price=24 * cluster.price * cluster.ranks,
             tokens_per_step=self.compute_cost.tokens * choice.micro_batches * cluster.ranks,
-            node_size=cluster.accelerators,
+            cluster=cluster,
             simulated=partial(self.step_cost, choice),
         )
 

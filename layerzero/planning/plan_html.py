@@ -16,6 +16,7 @@ from layerzero.planning.plan_report import (
     Plan,
     call_text,
     cells,
+    count_text,
     group_size,
     links_text,
     parts_text,
@@ -113,8 +114,9 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
     parts = [
         "<h1>Plan</h1>",
         f'<p class="answer{"" if plan.best else " none"}">{escape(_answer(plan, comparable))}</p>',
-        f"<p>{rate(plan.numel)} parameters in {plan.units} units; {cluster.nodes} nodes &times; "
-        f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.node_link_text}; "
+        f"<p>{rate(plan.numel)} parameters in {count_text(plan.units, 'unit')}; {count_text(cluster.nodes, 'node')} "
+        f"&times; {count_text(cluster.accelerators, 'accelerator')} of {cluster.memory:.4g} GB, "
+        f"{cluster.node_link_text}; "
         f"{speeds_text(plan)}.</p>",
         f"<p>{escape(plan.why)}</p>" if plan.best else "",
         '<div class="parts">',
@@ -124,7 +126,7 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
         _table([*rows, *plan.other_schemes], plan.best),
         f'<p class="note">{COLUMNS_TEXT} Memory equals the prediction of layerzero in a run, except for activations, '
         "which are estimated. Times of FSDP2, HSDP, HFSDP and ZeRO-1 are simulated with models of these schemes.</p>",
-        f'<pre class="table">{escape(links_text(plan))}</pre>' if cluster.nodes > 1 else "",
+        f'<pre class="table">{escape(links)}</pre>' if (links := links_text(plan)) else "",
     ]
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Plan</title>'

@@ -231,10 +231,7 @@ def _check_codecs(codecs: Iterable[str | None], estimator: Estimator) -> None:
 def _fits_with_defaults(row: Estimate, accumulation: str, hop2_codec: str | None) -> bool:
     choice = row.choice
     return (
-        row.fits
-        and choice.accumulation == accumulation
-        and choice.hop2_codec == hop2_codec
-        and choice.offload == "-"
+        row.fits and choice.accumulation == accumulation and choice.hop2_codec == hop2_codec and choice.offload == "-"
     )
 
 

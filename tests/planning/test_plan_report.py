@@ -22,8 +22,11 @@ from typer.testing import CliRunner
 import layerzero
 from layerzero import cli_planning
 from layerzero.cli import app
+from layerzero.config.yaml_file import HOP2_CODECS
 from layerzero.planning import Cluster, Estimate, Plan, TransformerShape, plan
+from layerzero.planning.estimator import _CODING
 from layerzero.planning.plan_html import report_html
+from layerzero.planning.plan_report import links_text
 from layerzero.utils.text_tables import rate, seconds, size
 from tests.support.browser import Browser, open_browser
 from tests.support.models import TiedTransformer
@@ -155,7 +158,7 @@ def test_the_page_opens_with_the_answer_in_one_sentence(found: Plan) -> None:
 def test_the_answer_names_no_scheme_that_does_not_fit(found: Plan) -> None:
     best = found.best
     assert best is not None
-    full = [dataclasses.replace(each, excess=1.0) for each in found.other_schemes]
+    full = [dataclasses.replace(each, peak=int(each.room) + 1) for each in found.other_schemes]
     answer = _answer(report_html(dataclasses.replace(found, other_schemes=full), nodes=(2,)))
     assert answer.endswith(
         f"{size(best.peak)} of {size(found.cluster.room)}; no other scheme fits with these gradients and micro-batches."
@@ -245,6 +248,32 @@ def test_the_numbers_of_the_decision_table_are_those_of_its_commands() -> None:
         assert not [number for number in numbers if f" {number}" not in said[command]], (because, said[command])
         link = re.search(r"at ([\d,]+) Gbit/s", because, re.IGNORECASE)
         assert link is not None and f"\n{link[1]} " in said[command]
+
+
+def test_the_docs_have_the_rule_of_the_recommendation(found: Plan) -> None:
+    text = " ".join((ROOT / "docs" / "planning.md").read_text(encoding="utf-8").split())
+    rule = found.why[found.why.index("Among the settings") : found.why.index(" the least memory.")]
+    assert text.count(rule) == 2, "in the example and in the text"
+
+
+def test_the_assumed_times_of_codecs_are_those_that_were_measured() -> None:
+    measured = json.loads((ROOT / "benchmarks/results/gpu/gpu.json").read_text(encoding="utf-8"))["parts"]["codecs"]
+    page = (ROOT / "docs" / "slow-links.md").read_text(encoding="utf-8")
+    section = page[page.index("## Time of the codecs") : page.index("## Lossless refresh")]
+    on_cpu = re.findall(r"^\| int\d.*? \| ([\d.]+) \| ([\d.]+) \|$", section, re.MULTILINE)
+    for codec, encode, told in zip(("int8", "int4"), ("encode", "encode with feedback"), on_cpu, strict=True):
+        of_gpu = [round(measured[f"{codec}, {each}"] / 1e9) for each in (encode, "decode")]
+        assert [rate / 1e9 for rate in _CODING[f"{codec}_blocks", "cuda"]] == of_gpu
+        assert [rate / 1e9 for rate in _CODING[f"{codec}_blocks", "cpu"]] == pytest.approx([float(n) for n in told])
+    assert _CODING.keys() == set(itertools.product(HOP2_CODECS, ("cuda", "cpu")))
+
+
+def test_a_plan_for_one_node_has_no_comparison_of_links() -> None:
+    single = plan(SIZES, Cluster(nodes=1, accelerators=1, memory=8, reserve=1), micro_batches=[1])
+    assert single.links == () and links_text(single) == "" and single.as_dict()["links"] == []
+    text, page = str(single), report_html(single, nodes=(1,))
+    assert "; 1 node x 1 accelerator of 8 GB" in text and "; 1 node &times; 1 accelerator of 8 GB" in page
+    assert "at which link" not in text + page and "\n\n\n" not in text
 
 
 def test_the_times_of_encoded_gradients_are_those_of_the_command() -> None:
@@ -373,6 +402,7 @@ def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path, monkey
     (tmp_path / "old.json").write_text('{"layerzero": {"format": 1, "schedule": []}}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    small = ["--layers", "1", "--hidden", "64", "--vocab", "64", "--heads", "2", "--nodes", "2"]
     for arguments, said in (
         (["plan", "--nodes", "2"], "--layers is missing"),
         (["plan", "missing:Net", "--nodes", "2"], "module 'missing' is not on the import path"),
@@ -381,6 +411,10 @@ def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path, monkey
         (["plan", "x:y", "--layers", "2", "--nodes", "2"], "either a model or its sizes"),
         (["plan", "x:y", "--probe"], "module 'x' is not on the import path"),
         (["plan", "--probe", "--batch-tokens", "8", "--micro-batches", "2"], "exclude each other. Pass one of them"),
+        (
+            ["plan", *small, "--hop2-codec", "int2"],
+            "list of 'int8_blocks', 'int4_blocks' or None (`none` on the command line), got ['int2']",
+        ),
         (["plan", "--probe", "--cluster", "c.yaml"], "--probe and --cluster exclude each other"),
         (["trace", "trace.json"], "is not a trace file written by layerzero.trace"),
         (["trace", "old.json"], "has trace format 1, but this version reads format 2. Record the trace again"),
