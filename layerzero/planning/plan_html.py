@@ -113,7 +113,7 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
         sections.append(("To paste", snippets))
     parts = [
         "<h1>Plan</h1>",
-        f'<p class="answer{"" if plan.best else " none"}">{escape(_answer(plan, comparable))}</p>',
+        f'<p class="answer{"" if plan.best else " none"}">{escape(_answer(plan))}</p>',
         f"<p>{rate(plan.numel)} parameters in {count_text(plan.units, 'unit')}; {count_text(cluster.nodes, 'node')} "
         f"&times; {count_text(cluster.accelerators, 'accelerator')} of {cluster.memory:.4g} GB, "
         f"{cluster.node_link_text}; "
@@ -135,18 +135,24 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
     return f"{head}<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
 
 
-def _answer(plan: Plan, others: Sequence[Estimate]) -> str:
-    """Return one sentence: the recommended settings, the fastest other scheme that fits, and the memory of both."""
+def _answer(plan: Plan) -> str:
+    """Return one sentence: the recommended settings, the fastest other scheme that fits, and the memory of both.
+
+    The other scheme has the same number of micro-batches, but may reduce gradients in another dtype.
+    """
     best = plan.best
     if best is None:
         return plan.why
     sentence = f"Use {settings_text(best.choice)}: a simulated step takes {seconds(best.step)}"
     memory = f"{size(best.peak)} of {size(plan.cluster.room)}"
-    fastest = min((each for each in others if each.fits), key=lambda each: each.step, default=None)
+    count = best.choice.micro_batches
+    rivals = [each for each in plan.other_schemes if each.fits and each.choice.micro_batches == count]
+    fastest = min(rivals, key=lambda each: each.step, default=None)
     if fastest is None:
-        return f"{sentence} and {memory}; no other scheme fits with these gradients and micro-batches."
+        return f"{sentence} and {memory}; no other scheme fits with {count_text(count, 'micro-batch')}."
     change = f"{abs(best.step / fastest.step - 1):.1%}".replace("%", " %")
-    compared = f"{change} {'less' if best.step < fastest.step else 'more'} than with {_scheme_name(fastest.choice)}"
+    other = f"{_scheme_name(fastest.choice)} and {reduce_text(fastest.choice)} gradients"
+    compared = f"{change} {'less' if best.step < fastest.step else 'more'} than with {other}"
     return f"{sentence}, {compared}, the fastest other scheme that fits, and {memory} instead of {size(fastest.peak)}."
 
 

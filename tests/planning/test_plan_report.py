@@ -26,7 +26,7 @@ from layerzero.config.yaml_file import HOP2_CODECS
 from layerzero.planning import Cluster, Estimate, Plan, TransformerShape, plan
 from layerzero.planning.estimator import _CODING
 from layerzero.planning.plan_html import report_html
-from layerzero.planning.plan_report import links_text
+from layerzero.planning.plan_report import links_text, reduce_text
 from layerzero.utils.text_tables import rate, seconds, size
 from tests.support.browser import Browser, open_browser
 from tests.support.models import TiedTransformer
@@ -143,16 +143,31 @@ def test_a_page_and_a_text_name_the_same_closest_settings() -> None:
 def test_the_page_opens_with_the_answer_in_one_sentence(found: Plan) -> None:
     best = found.best
     assert best is not None
-    same = [each for each in found.other_schemes if each.choice.reduce_dtype == best.choice.reduce_dtype]
-    fits = [each for each in same if each.choice.micro_batches == best.choice.micro_batches and each.fits]
+    counts = best.choice.micro_batches
+    fits = [each for each in found.other_schemes if each.choice.micro_batches == counts and each.fits]
     other = min(fits, key=lambda each: each.step)
     answer = _answer(report_html(found, nodes=(2,)))
     start = f"Use zero3_size={best.choice.zero3_size}, accumulation='{best.choice.accumulation}', "
     assert answer.startswith(start) and answer.count(". ") == 0 and answer.endswith(".")
     percent = 100 * abs(best.step - other.step) / other.step
     word = "less" if best.step < other.step else "more"
-    assert f"{percent:.1f} % {word} than with {other.choice.scheme}, the fastest other scheme that fits" in answer
+    with_other = f"{other.choice.scheme} and {reduce_text(other.choice)} gradients"
+    assert f"{percent:.1f} % {word} than with {with_other}, the fastest other scheme that fits" in answer
     assert answer.endswith(f"and {size(best.peak)} of {size(found.cluster.room)} instead of {size(other.peak)}.")
+
+
+def test_the_answer_about_encoded_gradients_names_the_fastest_other_scheme_whatever_its_dtype() -> None:
+    codecs = ("int8_blocks",)
+    settings = {"zero3_sizes": [4], "micro_batches": [1], "reduce_dtypes": ["fp32", "bf16"], "hop2_codecs": codecs}
+    found = plan(SIZES, Cluster(nodes=8, accelerators=4, memory=8, reserve=1, between=10), **settings)
+    best = next(row for row in found.rows if row.choice.reduce_dtype is torch.float32)
+    other = min((row for row in found.other_schemes if row.fits), key=lambda row: row.step)
+    assert other.choice.reduce_dtype is torch.bfloat16
+    answer = _answer(report_html(dataclasses.replace(found, best=best), nodes=(2,)))
+    assert "fp32/int8_blocks gradients" in answer
+    assert re.search(
+        f" than with {other.choice.scheme}( S=4)? and bf16 gradients, the fastest other scheme that fits", answer
+    )
 
 
 def test_the_answer_names_no_scheme_that_does_not_fit(found: Plan) -> None:
@@ -160,9 +175,8 @@ def test_the_answer_names_no_scheme_that_does_not_fit(found: Plan) -> None:
     assert best is not None
     full = [dataclasses.replace(each, peak=int(each.room) + 1) for each in found.other_schemes]
     answer = _answer(report_html(dataclasses.replace(found, other_schemes=full), nodes=(2,)))
-    assert answer.endswith(
-        f"{size(best.peak)} of {size(found.cluster.room)}; no other scheme fits with these gradients and micro-batches."
-    )
+    counts = f"{best.choice.micro_batches} micro-batch"
+    assert f"{size(best.peak)} of {size(found.cluster.room)}; no other scheme fits with {counts}" in answer
     slow = [_with_step(each, 10 * best.step) for each in found.other_schemes]
     assert "90.0 % less than with " in _answer(report_html(dataclasses.replace(found, other_schemes=slow), nodes=(2,)))
     fast = [_with_step(each, best.step / 2) for each in found.other_schemes]
