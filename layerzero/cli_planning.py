@@ -20,7 +20,6 @@ from torch import nn
 
 from layerzero.device.accelerator import default_device_type
 from layerzero.planning.cluster import Cluster
-from layerzero.planning.plan_report import plan_text
 from layerzero.planning.planner import plan
 from layerzero.planning.probe import probe as probe_cluster
 from layerzero.planning.sim_program import read_recording
@@ -148,10 +147,12 @@ def _plan(
                 on_estimate=progress.count_estimate,
             )
             result = (
-                result_plan.as_dict(every_row=every_row) if as_json else plan_text(result_plan, every_row=every_row)
+                json.dumps(result_plan.as_dict(every_row=every_row), indent=1)
+                if as_json
+                else result_plan.as_text(every_row=every_row)
             )
             progress.clear()
-            typer.echo(json.dumps(result, indent=1) if as_json else result)
+            typer.echo(result)
             if html is not None:
                 from layerzero.planning.plan_html import write_report  # noqa: PLC0415 - needs the optional matplotlib
 

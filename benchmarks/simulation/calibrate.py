@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.simulation.measure import Block, Case, Measured, Plan, gpt
 from layerzero.config import LayerZeroConfig
-from layerzero.planning.meta_sharding import MetaSharding, where_of
+from layerzero.planning.meta_sharding import MetaSharding, traits_of
 from layerzero.planning.sim_program import ComputeKey, Operation, StartReduction, read_recording, seconds_of
 from layerzero.planning.sim_schedules import ScheduleSettings, UnitCost, layerzero_program
 from layerzero.planning.simulator import SimMachine, simulate
@@ -71,7 +71,7 @@ def _program(plan: Plan, case: Case, computations: Callable[[ComputeKey], float]
     config = LayerZeroConfig(units=Block, mp_policy=policy, accumulation=case.accumulation)
     with torch.device("meta"):
         model = gpt(plan)
-    units = MetaSharding(model, config).units(config, where_of(plan.ranks, case.zero3_size, on_device=False))
+    units = MetaSharding(model, config).units(config, traits_of(plan.ranks, case.zero3_size, on_device=False))
 
     def seconds(phase: str, name: str) -> float:
         return computations((phase, name)) + computations((f"after {phase}", name))

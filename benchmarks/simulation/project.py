@@ -141,26 +141,31 @@ def _recorded(blocks: int, inside: int, micro_batches: int) -> list[Operation]:
 def full_sharding_program(model: Model, assumed: Assumptions, nodes: int, micro_batches: int) -> list[Operation]:
     """Return the program of FSDP or ZeRO-3, with all gathers and reductions over all ranks."""
     ranks = assumed.gpus * nodes
-    return list(_fsdp(model, _Times(model, assumed, ranks), micro_batches, over=ranks, replicas=1))
+    return list(_fsdp(model, _Times(model, assumed, ranks), micro_batches, num_shards=ranks, replicas=1))
 
 
 def hsdp_program(model: Model, assumed: Assumptions, nodes: int, micro_batches: int) -> list[Operation]:
     """Return the program of HSDP or MiCS: sharding inside nodes, all-reduce between nodes in the last micro-batch."""
     times = _Times(model, assumed, assumed.gpus)
-    return list(_fsdp(model, times, micro_batches, over=assumed.gpus, replicas=nodes))
+    return list(_fsdp(model, times, micro_batches, num_shards=assumed.gpus, replicas=nodes))
 
 
 SCHEMES = {"layerzero": layerzero_program, "HSDP": hsdp_program, "full": full_sharding_program}
 
 
-def _fsdp(model: Model, times: _Times, micro_batches: int, *, over: int, replicas: int) -> Iterator[Operation]:
+def _fsdp(model: Model, times: _Times, micro_batches: int, *, num_shards: int, replicas: int) -> Iterator[Operation]:
     names = [_ROOT, *(f"blocks.{index}" for index in range(model.blocks))]
     units = [
         UnitCost(name, model.numel_of(name), times(("forward", name)), times(("backward", name))) for name in names
     ]
     update = times(("update", "optimizer"))
     settings = FSDPSettings(
-        over=over, replicas=replicas, micro_batches=micro_batches, compute=_COMPUTE, reduce=_REDUCE, update=update
+        num_shards=num_shards,
+        replicas=replicas,
+        micro_batches=micro_batches,
+        compute=_COMPUTE,
+        reduce=_REDUCE,
+        update=update,
     )
     return fsdp_program(units, settings, steps=_STEPS)
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.codecs import Float8Rows, GatherCodec, Int4Blocks, Int8Blocks
 
-__all__ = ["dtype_named", "has_names_of_mindspeed", "hop2_codec_named", "read_settings", "read_yaml", "translate"]
+__all__ = ["HOP2_CODECS", "dtype_named", "has_names_of_mindspeed", "read_settings", "read_yaml", "translate"]
 
 _log = logging.getLogger("layerzero")
 
@@ -29,9 +29,10 @@ _DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
 }
+HOP2_CODECS: dict[str, GatherCodec] = {"int8_blocks": Int8Blocks(), "int4_blocks": Int4Blocks()}  # by name in a file
 _CODECS: dict[str, dict[str, GatherCodec]] = {
     "gather_codec": {"float8_rows": Float8Rows()},
-    "hop2_codec": {"int8_blocks": Int8Blocks(), "int4_blocks": Int4Blocks()},
+    "hop2_codec": HOP2_CODECS,
 }
 _POLICY = tuple(field.name for field in fields(MixedPrecisionPolicy))
 _PREFETCH = ("forward_prefetch", "backward_prefetch")
@@ -137,15 +138,6 @@ def _policy(value: Any) -> dict[str, Any]:
 
 def _dtype(name: str, value: Any) -> torch.dtype | None:
     return None if value is None else dtype_named(name, value)
-
-
-def hop2_codec_named(name: str) -> GatherCodec:
-    """Return the codec of hop 2 with a name that settings in a YAML file can have.
-
-    Raises:
-        ValueError: no codec has this name.
-    """
-    return _codec_named("hop2_codec", name)
 
 
 def _codec_named(setting: str, name: str) -> GatherCodec:

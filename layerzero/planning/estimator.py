@@ -13,24 +13,36 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.codecs import ParamRows
 from layerzero.config import LayerZeroConfig
-from layerzero.config.yaml_file import hop2_codec_named
+from layerzero.config.yaml_file import HOP2_CODECS
 from layerzero.estimates.memory_estimate import on_device
 from layerzero.estimates.specs import UnitSpec
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.compute_cost import ComputeCost
-from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, where_of
+from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, traits_of
 from layerzero.planning.sim_program import Operation, collectives_in, computations_in
 from layerzero.planning.sim_schedules import FSDPSettings, ScheduleSettings, UnitCost, fsdp_program, layerzero_program
 from layerzero.planning.simulator import SimMachine, SimResult, simulate
 
-__all__ = ["LAYERZERO", "OTHER_SCHEMES", "Candidate", "Estimate", "Estimator", "simplest_fast_row"]
+__all__ = [
+    "ALIKE_TEXT",
+    "LAYERZERO",
+    "OTHER_SCHEMES",
+    "RULE",
+    "Candidate",
+    "Estimate",
+    "Estimator",
+    "simplest_fast_row",
+]
 
 LAYERZERO = "layerzero"
 OTHER_SCHEMES = ("FSDP2", "HSDP", "HFSDP", "ZeRO-1")
 _STATE = 2  # number of AdamW state elements per parameter element, in the dtype of the master
 _UPDATED = 7  # memory accesses of AdamW per parameter element: 4 reads (master, gradient, state) and 3 writes
 _ALIKE = 0.03  # if throughputs differ by at most this fraction, the simpler settings are chosen
-# Elements per second that one rank encodes and decodes; see docs/gpu.md and docs/slow-links.md.
+ALIKE_TEXT = f"{100 * _ALIKE:.3g} %"
+# Elements per second that one rank encodes and decodes. Rates of int4 include error feedback. The rates of "cuda" were
+# measured on one GPU (docs/gpu.md, "Codecs of gradients"), those of "cpu" on one thread (docs/slow-links.md, "Time of
+# the codecs").
 _CODING = {
     ("int8_blocks", "cuda"): (45e9, 139e9),
     ("int4_blocks", "cuda"): (23e9, 61e9),
@@ -76,9 +88,7 @@ class StepCost:
 
     def plus(self, other: StepCost, times: float) -> StepCost:
         def add_scaled(terms: dict[str, float], added: dict[str, float]) -> dict[str, float]:
-            return {
-                name: terms.get(name, 0.0) + times * added.get(name, 0.0) for name in [*terms, *(added.keys() - terms)]
-            }
+            return {name: terms.get(name, 0.0) + times * added.get(name, 0.0) for name in terms | added}
 
         return StepCost(
             self.step + times * other.step,
@@ -100,13 +110,8 @@ class Estimate:
             and, if known, the estimated ``activations``.
         peak: largest number of bytes on the device during a step, over all kinds.
         host: number of bytes in host memory.
-        room: memory of an accelerator that is available to the model, in bytes.
-        excess: number of bytes by which `peak` exceeds `room`, or 0 if `peak` does not exceed `room`.
-        host_excess: number of bytes by which the ranks on a node together exceed the node's host memory, or 0 if the
-            memory suffices.
-        price: price of the cluster per day, or 0 if the price is unknown.
         tokens_per_step: number of tokens in a step on all ranks.
-        node_size: number of accelerators per node.
+        cluster: cluster on which the model trains.
         simulated: function that simulates a step of `choice`.
     """
 
@@ -114,13 +119,29 @@ class Estimate:
     memory: dict[str, int]
     peak: int
     host: int
-    room: float
-    excess: float
-    host_excess: float
-    price: float
     tokens_per_step: int
-    node_size: int
+    cluster: Cluster
     simulated: Callable[[], StepCost] = field(repr=False, compare=False)
+
+    @property
+    def room(self) -> float:
+        """Memory of an accelerator that is available to the model, in bytes."""
+        return self.cluster.room
+
+    @property
+    def excess(self) -> float:
+        """Number of bytes by which `peak` exceeds `room`, or 0 if `peak` does not exceed `room`."""
+        return max(0.0, self.peak - self.room)
+
+    @property
+    def host_excess(self) -> float:
+        """Number of bytes that the ranks on a node together lack in host memory, or 0 if the memory suffices."""
+        return max(0.0, self.host * self.cluster.accelerators - self.cluster.host_memory * 1e9)
+
+    @property
+    def price(self) -> float:
+        """Price of the cluster per day, or 0 if the price is unknown."""
+        return 24 * self.cluster.price * self.cluster.ranks
 
     @property
     def fits(self) -> bool:
@@ -165,27 +186,31 @@ class Estimate:
         return self.tokens_per_step / self.step
 
 
-def simplest_fast_row(rows: Iterable[Estimate]) -> Estimate | None:
-    """Return the simplest row among those that fit and are within ``_ALIKE`` of the fastest row that fits.
+# Text and value of each criterion by which the simplest row is chosen, the most important first. Smaller is simpler.
+_CRITERIA: tuple[tuple[str, Callable[[Estimate], float]], ...] = (
+    ("the fewest micro-batches", lambda row: row.choice.micro_batches),
+    (
+        "the fewest offloads",
+        lambda row: row.choice.offload_optimizer + row.choice.offload_grads + row.choice.offload_params,
+    ),
+    ("no codec", lambda row: row.choice.hop2_codec is not None),
+    ("gradients in fp32", lambda row: row.choice.reduce_dtype is not torch.float32),
+    ("weights inside a node", lambda row: row.choice.zero3_size > row.cluster.accelerators),
+    ("gradients between nodes only once per step", lambda row: row.choice.accumulation == "local"),
+    ("the least memory", lambda row: row.peak),
+)
+RULE = (
+    f"Among the settings that fit and are within {ALIKE_TEXT} of the fastest, the planner prefers "
+    f"{', then '.join(text for text, _ in _CRITERIA)}."
+)
 
-    If no row fits, return None.
-    """
+
+def simplest_fast_row(rows: Iterable[Estimate]) -> Estimate | None:
+    """Return the row that ``RULE`` prefers, or None if no row fits."""
     fitting = [row for row in rows if row.fits]
     fastest = max((row.tokens for row in fitting), default=0.0)
-
-    def simplicity(row: Estimate) -> tuple[object, ...]:
-        choice = row.choice
-        return (
-            choice.micro_batches,
-            choice.offload_optimizer + choice.offload_grads + choice.offload_params,
-            choice.hop2_codec is not None,
-            choice.reduce_dtype is not torch.float32,
-            choice.zero3_size > row.node_size,
-            choice.accumulation == "local",
-            row.peak,
-        )
-
-    return min((row for row in fitting if row.tokens >= (1 - _ALIKE) * fastest), key=simplicity, default=None)
+    alike = (row for row in fitting if row.tokens >= (1 - _ALIKE) * fastest)
+    return min(alike, key=lambda row: tuple(value(row) for _, value in _CRITERIA), default=None)
 
 
 @dataclass
@@ -195,12 +220,12 @@ class Estimator:
     `on_estimate` is called after each estimate of memory and after each simulation.
     """
 
-    paper: MetaSharding
-    load: ComputeCost
+    sharding: MetaSharding
+    compute_cost: ComputeCost
     cluster: Cluster
     param_dtype: torch.dtype
     units: object = None
-    called: str = ""  # text for `units` in the recommended settings if the model's classes are unavailable
+    unit_text: str = ""  # text for `units` in the recommended settings if the model's classes are unavailable
     on_estimate: Callable[[], None] = lambda: None
     # Specs and memory are the same for any number of micro-batches; the number in these keys is 1.
     _units: dict[Candidate, list[UnitSpec]] = field(default_factory=dict)
@@ -226,14 +251,14 @@ class Estimator:
             offload_grads=choice.offload_grads,
             offload_optimizer=choice.offload_optimizer,
             offload_params=choice.offload_params,
-            hop2_codec=None if choice.hop2_codec is None else hop2_codec_named(choice.hop2_codec),
+            hop2_codec=None if choice.hop2_codec is None else HOP2_CODECS[choice.hop2_codec],
             shared_memory="off" if self.cluster.device == "cpu" else "auto",
         )
 
     def row(self, choice: Candidate) -> Estimate:
         cluster = self.cluster
         memory, peak = self._memory(replace(choice, micro_batches=1))
-        activations = round(self.load.activation_bytes)
+        activations = round(self.compute_cost.activation_bytes)
         if activations:
             memory = {**memory, "activations": activations}
         host = sum(memory.values()) - on_device(memory)
@@ -242,12 +267,8 @@ class Estimator:
             memory=memory,
             peak=peak + activations,
             host=host,
-            room=cluster.room,
-            excess=max(0.0, peak + activations - cluster.room),
-            host_excess=max(0.0, host * cluster.accelerators - cluster.host_memory * 1e9),
-            price=24 * cluster.price * cluster.ranks,
-            tokens_per_step=self.load.tokens * choice.micro_batches * cluster.ranks,
-            node_size=cluster.accelerators,
+            tokens_per_step=self.compute_cost.tokens * choice.micro_batches * cluster.ranks,
+            cluster=cluster,
             simulated=partial(self.step_cost, choice),
         )
 
@@ -273,7 +294,7 @@ class Estimator:
         The numbers come from formulas that ignore padding. At the peak of a sharded scheme, the root and two units are
         gathered while the gradients of the root and one unit are reduced.
         """
-        num_shards = self._shared_over(choice)
+        num_shards = self._num_shards(choice)
         states = num_shards if choice.scheme == "HSDP" else self.cluster.ranks
         numel = sum(cost.numel for cost in self.unit_costs())
         root, *others = (cost.numel for cost in self.unit_costs())
@@ -290,20 +311,20 @@ class Estimator:
         rounded = {kind: round(nbytes) for kind, nbytes in memory.items()}
         return rounded, sum(rounded.values())
 
-    def _shared_over(self, choice: Candidate) -> int:
+    def _num_shards(self, choice: Candidate) -> int:
         """Return the number of ranks over which a scheme other than layerzero shards gradients."""
         return self.cluster.ranks if choice.scheme == "FSDP2" else choice.zero3_size
 
     def planned(self, choice: Candidate) -> list[UnitSpec]:
         key = replace(choice, micro_batches=1)
         if key not in self._units:
-            traits = where_of(
+            traits = traits_of(
                 self.cluster.ranks,
                 choice.zero3_size,
                 on_device=self.cluster.device != "cpu",
                 offload_params=choice.offload_params,
             )
-            self._units[key] = self.paper.units(self.config(choice), traits)
+            self._units[key] = self.sharding.units(self.config(choice), traits)
         return self._units[key]
 
     def unit_costs(self, units: Sequence[UnitSpec] | None = None) -> list[UnitCost]:
@@ -312,7 +333,9 @@ class Estimator:
         The numbers of elements include padding if `units` is given.
         """
         if units is None:
-            numels = {plan.name: float(sum(f.parameter.numel() for f in plan.parameters)) for plan in self.paper.plans}
+            numels = {
+                plan.name: float(sum(f.parameter.numel() for f in plan.parameters)) for plan in self.sharding.plans
+            }
         else:
             numels = {unit.name: float(sum(handle.layout.numel for handle in unit.handles)) for unit in units}
         speed = self.cluster.tflops * 1e12
@@ -320,8 +343,8 @@ class Estimator:
             UnitCost(
                 name or "the root",
                 numel,
-                self.load.flops(name) / speed,
-                self.load.backward_flops(name) / speed,
+                self.compute_cost.flops(name) / speed,
+                self.compute_cost.backward_flops(name) / speed,
             )
             for name, numel in numels.items()
         ]
@@ -352,10 +375,10 @@ class Estimator:
         """Return the simulated machine, and a program with ``_STEPS`` steps that runs on this machine."""
         cluster = self.cluster
         if choice.scheme in ("FSDP2", "HSDP", "HFSDP"):
-            num_shards = self._shared_over(choice)
+            num_shards = self._num_shards(choice)
             shards_states = choice.scheme == "HFSDP"
             settings = FSDPSettings(
-                over=num_shards,
+                num_shards=num_shards,
                 replicas=cluster.ranks // num_shards,
                 micro_batches=choice.micro_batches,
                 compute=self.param_dtype.itemsize,
@@ -369,7 +392,7 @@ class Estimator:
             return cluster.machine(num_shards), list(fsdp_program(self.unit_costs(), settings, steps=_STEPS))
         unit_costs = self.unit_costs(self.planned(choice)) if choice.scheme == LAYERZERO else self.unit_costs()
         own_numel = sum(cost.numel for cost in unit_costs) / cluster.ranks
-        sharding = ScheduleSettings(
+        schedule = ScheduleSettings(
             ranks=cluster.ranks,
             zero3_size=choice.zero3_size,
             micro_batches=choice.micro_batches,
@@ -386,14 +409,14 @@ class Estimator:
             update=self._update(own_numel, in_host=choice.offload_optimizer),
             memory_speed=cluster.memory_speed * 1e9,
         )
-        return cluster.machine(choice.zero3_size), list(layerzero_program(unit_costs, sharding, steps=_STEPS))
+        return cluster.machine(choice.zero3_size), list(layerzero_program(unit_costs, schedule, steps=_STEPS))
 
     def _hop2_width(self, choice: Candidate) -> float:
         """Return the number of bytes per element that hop 2 sends."""
         if choice.hop2_codec is None:
             return choice.reduce_dtype.itemsize
         block = ParamRows(start=0, rows=1, length=2**20)
-        return hop2_codec_named(choice.hop2_codec).nbytes([block], choice.reduce_dtype) / block.numel
+        return HOP2_CODECS[choice.hop2_codec].nbytes([block], choice.reduce_dtype) / block.numel
 
     def _hop2_coding(self, choice: Candidate) -> float:
         """Return the time in seconds in which a rank encodes and decodes an element of hop 2."""

@@ -22,7 +22,7 @@ from layerzero.layout.shard_grid import Extent, ShardGrid
 from layerzero.sharding.build_units import plan_handles
 from layerzero.sharding.unit_selection import partition
 
-__all__ = ["MetaSharding", "optimizer_bytes", "predicted_memory", "where_of"]
+__all__ = ["MetaSharding", "optimizer_bytes", "predicted_memory", "traits_of"]
 
 _STEP = 4  # size of a step counter in bytes
 
@@ -33,7 +33,7 @@ class _OnPaper:
     mesh = torch.tensor([0])
 
 
-def where_of(
+def traits_of(
     ranks: int, zero3_size: int, *, rank: int = 0, on_device: bool = True, offload_params: bool = False
 ) -> RankTraits:
     """Return the traits of a rank.

@@ -16,6 +16,7 @@ from layerzero.planning.plan_report import (
     Plan,
     call_text,
     cells,
+    count_text,
     group_size,
     links_text,
     parts_text,
@@ -112,9 +113,10 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
         sections.append(("To paste", snippets))
     parts = [
         "<h1>Plan</h1>",
-        f'<p class="answer{"" if plan.best else " none"}">{escape(_answer(plan, comparable))}</p>',
-        f"<p>{rate(plan.numel)} parameters in {plan.units} units; {cluster.nodes} nodes &times; "
-        f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.node_link_text}; "
+        f'<p class="answer{"" if plan.best else " none"}">{escape(_answer(plan))}</p>',
+        f"<p>{rate(plan.numel)} parameters in {count_text(plan.units, 'unit')}; {count_text(cluster.nodes, 'node')} "
+        f"&times; {count_text(cluster.accelerators, 'accelerator')} of {cluster.memory:.4g} GB, "
+        f"{cluster.node_link_text}; "
         f"{speeds_text(plan)}.</p>",
         f"<p>{escape(plan.why)}</p>" if plan.best else "",
         '<div class="parts">',
@@ -124,7 +126,7 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
         _table([*rows, *plan.other_schemes], plan.best),
         f'<p class="note">{COLUMNS_TEXT} Memory equals the prediction of layerzero in a run, except for activations, '
         "which are estimated. Times of FSDP2, HSDP, HFSDP and ZeRO-1 are simulated with models of these schemes.</p>",
-        f'<pre class="table">{escape(links_text(plan))}</pre>' if cluster.nodes > 1 else "",
+        f'<pre class="table">{escape(links)}</pre>' if (links := links_text(plan)) else "",
     ]
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Plan</title>'
@@ -133,18 +135,24 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
     return f"{head}<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
 
 
-def _answer(plan: Plan, others: Sequence[Estimate]) -> str:
-    """Return one sentence: the recommended settings, the fastest other scheme that fits, and the memory of both."""
+def _answer(plan: Plan) -> str:
+    """Return one sentence: the recommended settings, the fastest other scheme that fits, and the memory of both.
+
+    The other scheme has the same number of micro-batches, but may reduce gradients in another dtype.
+    """
     best = plan.best
     if best is None:
         return plan.why
     sentence = f"Use {settings_text(best.choice)}: a simulated step takes {seconds(best.step)}"
     memory = f"{size(best.peak)} of {size(plan.cluster.room)}"
-    fastest = min((each for each in others if each.fits), key=lambda each: each.step, default=None)
+    count = best.choice.micro_batches
+    rivals = [each for each in plan.other_schemes if each.fits and each.choice.micro_batches == count]
+    fastest = min(rivals, key=lambda each: each.step, default=None)
     if fastest is None:
-        return f"{sentence} and {memory}; no other scheme fits with these gradients and micro-batches."
+        return f"{sentence} and {memory}; no other scheme fits with {count_text(count, 'micro-batch')}."
     change = f"{abs(best.step / fastest.step - 1):.1%}".replace("%", " %")
-    compared = f"{change} {'less' if best.step < fastest.step else 'more'} than with {_scheme_name(fastest.choice)}"
+    other = f"{_scheme_name(fastest.choice)} and {reduce_text(fastest.choice)} gradients"
+    compared = f"{change} {'less' if best.step < fastest.step else 'more'} than with {other}"
     return f"{sentence}, {compared}, the fastest other scheme that fits, and {memory} instead of {size(fastest.peak)}."
 
 
@@ -223,7 +231,7 @@ def _plot_step(plan: Plan, row: Estimate) -> str:
 
     The micro-batches between these two are omitted, because they are similar to the first.
     """
-    machine, program = plan.workshop.program(replace(row.choice, micro_batches=min(row.choice.micro_batches, 2)))
+    machine, program = plan.estimator.program(replace(row.choice, micro_batches=min(row.choice.micro_batches, 2)))
     outcome = simulate(program, machine)
     start, end = outcome.step_start, outcome.step_ends[-1]
     spans = [span for span in outcome.spans if span.what in _TIMELINE and span.end > start and span.start < end]

@@ -14,10 +14,19 @@ from typing import Any, cast
 import torch
 
 from layerzero.config import OFFLOADS, LayerZeroConfig
-from layerzero.config.yaml_file import hop2_codec_named
+from layerzero.config.yaml_file import HOP2_CODECS
 from layerzero.estimates.memory_estimate import on_device
 from layerzero.planning.cluster import Cluster
-from layerzero.planning.estimator import LAYERZERO, OTHER_SCHEMES, Candidate, Estimate, Estimator, simplest_fast_row
+from layerzero.planning.estimator import (
+    ALIKE_TEXT,
+    LAYERZERO,
+    OTHER_SCHEMES,
+    RULE,
+    Candidate,
+    Estimate,
+    Estimator,
+    simplest_fast_row,
+)
 from layerzero.utils.text_tables import rate, seconds, size, table
 
 __all__ = [
@@ -27,11 +36,10 @@ __all__ = [
     "Plan",
     "call_text",
     "cells",
+    "count_text",
     "group_size",
     "links_text",
     "parts_text",
-    "plan_data",
-    "plan_text",
     "reduce_text",
     "settings_text",
     "short_settings",
@@ -51,7 +59,7 @@ COLUMNS_TEXT = (
     "reserve; zero3, replica: bytes that a rank sends in a step on each axis; between: bytes that leave its node. "
     "Times are simulated, not measured."
 )
-DTYPE_TEXTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_DTYPE_TEXTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
@@ -60,8 +68,8 @@ class LinkComparison:
 
     Attributes:
         between: speed of the link in Gbit/s per node.
-        rows: the simplest row of each scheme among those that fit and are within 3 % of the scheme's fastest. The value
-            is None if no row of the scheme fits. The first key is ``"layerzero"``.
+        rows: row of each scheme, chosen by the rule in :attr:`Plan.why` from the rows of the scheme. The value is None
+            if no row of the scheme fits. The first key is ``"layerzero"``.
     """
 
     between: float
@@ -90,7 +98,7 @@ class Plan:
             The others follow, the ones with the smallest :attr:`Estimate.shortfall` first.
         other_schemes: estimates for FSDP2, HSDP, HFSDP and ZeRO-1, computed by the same rules.
         best: recommended row; None if no settings fit.
-        workshop: estimator that can compute more rows.
+        estimator: estimator that can compute more rows.
     """
 
     cluster: Cluster
@@ -99,7 +107,7 @@ class Plan:
     rows: tuple[Estimate, ...]
     other_schemes: tuple[Estimate, ...]
     best: Estimate | None
-    workshop: Estimator
+    estimator: Estimator
 
     @property
     def why(self) -> str:
@@ -117,9 +125,7 @@ class Plan:
         num_too_large = sum(not row.fits for row in self.rows)
         free = size(max(0.0, self.cluster.room - best.peak))
         sentence = (
-            f"Recommended: {settings_text(best.choice)}. Of all settings that fit and are within 3 % of the fastest, "
-            "these have the fewest micro-batches and offloads, then gradients in fp32 if possible, then no exchange "
-            "between nodes in each micro-batch if possible, then the least memory. "
+            f"Recommended: {settings_text(best.choice)}. {RULE} "
             f"{computing / best.step:.0%} of a step is forward and backward, and {free} of an accelerator are free."
         )
         return sentence if not num_too_large else f"{sentence} {num_too_large} settings do not fit."
@@ -127,7 +133,7 @@ class Plan:
     @property
     def config(self) -> LayerZeroConfig | None:
         """Recommended settings; None if no settings fit."""
-        return None if self.best is None else self.workshop.config(self.best.choice)
+        return None if self.best is None else self.estimator.config(self.best.choice)
 
     def over_nodes(self, nodes: Sequence[int], choice: Candidate) -> Iterator[Estimate]:
         """Yield the estimate of `choice` for each number of nodes.
@@ -135,7 +141,7 @@ class Plan:
         A number of nodes is skipped if the ``zero3_size`` of `choice` does not divide the number of ranks.
         """
         for count in nodes:
-            estimator = self.workshop.on(replace(self.cluster, nodes=count))
+            estimator = self.estimator.on(replace(self.cluster, nodes=count))
             if estimator.cluster.ranks % choice.zero3_size == 0:
                 yield estimator.row(choice)
 
@@ -143,8 +149,11 @@ class Plan:
     def links(self) -> tuple[LinkComparison, ...]:
         """Comparison of the schemes at 50, 200 and 400 Gbit/s per accelerator and at the cluster's own link.
 
-        All rows have the number of micro-batches of `best`, or the smallest number if no settings fit.
+        All rows have the number of micro-batches of `best`, or the smallest number if no settings fit. The tuple is
+        empty if the cluster has one node.
         """
+        if self.cluster.nodes == 1:
+            return ()
         own_link = self.cluster.node_link
         counts = [row.choice.micro_batches for row in self.rows]
         count = min(counts) if self.best is None else self.best.choice.micro_batches
@@ -152,7 +161,7 @@ class Plan:
         comparisons = []
         for between in sorted({own_link, *(each * self.cluster.accelerators for each in _LINKS)}):
             estimator = (
-                self.workshop if between == own_link else self.workshop.on(replace(self.cluster, between=between))
+                self.estimator if between == own_link else self.estimator.on(replace(self.cluster, between=between))
             )
             schemes: dict[str, Estimate | None] = {}
             for scheme in (LAYERZERO, *OTHER_SCHEMES):
@@ -167,10 +176,65 @@ class Plan:
 
         ``docs/planning.md`` lists the keys. If `every_row` is True, settings that do not fit are included.
         """
-        return plan_data(self, every_row=every_row)
+        best, fitting = self.best, [row for row in self.rows if row.fits]
+        return {
+            "parameters": self.numel,
+            "units": self.units,
+            "cluster": self.cluster.as_dict(),
+            "settings": {"tried": len(self.rows), "fit": len(fitting)},
+            "rows": [_row_data(row) for row in (self.rows if every_row else fitting or shown_rows(self))],
+            "other_schemes": [_row_data(row) for row in self.other_schemes],
+            "links": [
+                {
+                    "between": link.between,
+                    "advantage": link.advantage,
+                    "schemes": {name: row and _row_data(row) for name, row in link.rows.items()},
+                }
+                for link in self.links
+            ],
+            "recommended": None if best is None else _row_data(best),
+            "why": self.why,
+            "call": None if best is None else call_text(self),
+            "yaml": None if best is None else yaml_text(self),
+            "price_per_day": best.price if best is not None and best.price else None,
+        }
+
+    def as_text(self, *, every_row: bool = False) -> str:
+        """Return tables, the recommendation, and settings to paste into code or a YAML file.
+
+        If `every_row` is True, all rows are included, even those of settings that do not fit.
+        """
+        cluster = self.cluster
+        fitting = sum(row.fits for row in self.rows)
+        rows = self.rows if every_row else shown_rows(self)
+        lines = [
+            f"{rate(self.numel)} parameters in {count_text(self.units, 'unit')}, including the root; "
+            f"{count_text(cluster.nodes, 'node')} x {count_text(cluster.accelerators, 'accelerator')} of "
+            f"{cluster.memory:.4g} GB, {cluster.node_link_text}",
+            speeds_text(self),
+            f"{fitting} of {len(self.rows)} settings fit into {size(cluster.room)}"
+            + ("" if every_row else f"; the {len(rows)} {'fastest' if fitting else 'closest'}:"),
+            "",
+            table(HEADER, [cells(row) for row in rows]),
+            "",
+            "other schemes, by formulas and models:",
+            table(HEADER, [cells(row) for row in self.other_schemes]),
+            "",
+            *([links, ""] if (links := links_text(self)) else ()),
+        ]
+        best = self.best
+        if best is not None:
+            lines += ["memory of the recommended settings, per rank:", _kinds_text(best), "", parts_text(best), ""]
+            if best.price:
+                lines += [f"{best.price:,.0f} per day", ""]
+        lines += [self.why]
+        if best is not None:
+            lines += ["", call_text(self), "", yaml_text(self).rstrip()]
+        lines += ["", *textwrap.wrap(COLUMNS_TEXT, 110)]
+        return "\n".join(lines)
 
     def __str__(self) -> str:
-        return plan_text(self)
+        return self.as_text()
 
 
 def cells(row: Estimate) -> tuple[str, ...]:
@@ -197,68 +261,6 @@ def cells(row: Estimate) -> tuple[str, ...]:
     )
 
 
-def plan_text(plan: Plan, *, every_row: bool = False) -> str:
-    """Return a plan as text: tables, the recommendation, and settings to paste into code or a YAML file.
-
-    Args:
-        plan: result of :func:`layerzero.plan`.
-        every_row: whether to include all rows, even those of settings that do not fit.
-    """
-    cluster = plan.cluster
-    fitting = sum(row.fits for row in plan.rows)
-    rows = plan.rows if every_row else shown_rows(plan)
-    lines = [
-        f"{rate(plan.numel)} parameters in {_count(plan.units, 'unit')}, including the root; {cluster.nodes} nodes x "
-        f"{cluster.accelerators} accelerators of {cluster.memory:.4g} GB, {cluster.node_link_text}",
-        speeds_text(plan),
-        f"{fitting} of {len(plan.rows)} settings fit into {size(cluster.room)}"
-        + ("" if every_row else f"; the {len(rows)} {'fastest' if fitting else 'closest'}:"),
-        "",
-        table(HEADER, [cells(row) for row in rows]),
-        "",
-        "other schemes, by formulas and models:",
-        table(HEADER, [cells(row) for row in plan.other_schemes]),
-        "",
-        *([links_text(plan), ""] if cluster.nodes > 1 else ()),
-    ]
-    best = plan.best
-    if best is not None:
-        lines += ["memory of the recommended settings, per rank:", _kinds_text(best), "", parts_text(best), ""]
-        if best.price:
-            lines += [f"{best.price:,.0f} per day", ""]
-    lines += [plan.why]
-    if best is not None:
-        lines += ["", call_text(plan), "", yaml_text(plan).rstrip()]
-    lines += ["", *textwrap.wrap(COLUMNS_TEXT, 110)]
-    return "\n".join(lines)
-
-
-def plan_data(plan: Plan, *, every_row: bool = False) -> dict[str, Any]:
-    """Return the contents of :func:`plan_text` as data; see :meth:`Plan.as_dict`."""
-    best, fitting = plan.best, [row for row in plan.rows if row.fits]
-    return {
-        "parameters": plan.numel,
-        "units": plan.units,
-        "cluster": plan.cluster.as_dict(),
-        "settings": {"tried": len(plan.rows), "fit": len(fitting)},
-        "rows": [_row_data(row) for row in (plan.rows if every_row else fitting or shown_rows(plan))],
-        "other_schemes": [_row_data(row) for row in plan.other_schemes],
-        "links": [
-            {
-                "between": link.between,
-                "advantage": link.advantage,
-                "schemes": {name: row and _row_data(row) for name, row in link.rows.items()},
-            }
-            for link in (plan.links if plan.cluster.nodes > 1 else ())
-        ],
-        "recommended": None if best is None else _row_data(best),
-        "why": plan.why,
-        "call": None if best is None else call_text(plan),
-        "yaml": None if best is None else yaml_text(plan),
-        "price_per_day": best.price if best is not None and best.price else None,
-    }
-
-
 def _row_data(row: Estimate) -> dict[str, Any]:
     choice = row.choice
     return {
@@ -266,7 +268,7 @@ def _row_data(row: Estimate) -> dict[str, Any]:
         "zero3_size": group_size(choice),
         "accumulation": choice.accumulation if choice.scheme == LAYERZERO else None,
         "offload": [name for name in OFFLOADS if getattr(choice, name)],
-        "reduce_dtype": DTYPE_TEXTS[choice.reduce_dtype],
+        "reduce_dtype": _DTYPE_TEXTS[choice.reduce_dtype],
         "hop2_codec": choice.hop2_codec,
         "micro_batches": choice.micro_batches,
         "fits": row.fits,
@@ -295,11 +297,13 @@ def shown_rows(plan: Plan, most: int = _SHOWN) -> Sequence[Estimate]:
 
 
 def links_text(plan: Plan) -> str:
-    """Return a table with the steps of all schemes at several speeds of the link between nodes."""
+    """Return a table with the steps of all schemes at several speeds of the link, or an empty text for one node."""
 
     def cell(row: Estimate | None) -> str:
         return "does not fit" if row is None else f"{seconds(row.step)}, {rate(row.tokens)}"
 
+    if not plan.links:
+        return ""
     rows = [row for link in plan.links for row in link.rows.values() if row is not None]
     if not rows:
         return "no scheme fits at any link"
@@ -312,7 +316,8 @@ def links_text(plan: Plan) -> str:
     count = rows[0].choice.micro_batches
     title = (
         "at which link does layerzero pay off? Steps and tokens/s by Gbit/s per node, and layerzero against the "
-        f"fastest other scheme,\nwith {_count(count, 'micro-batch')} per step; differences up to 3 % are ties:"
+        f"fastest other scheme,\nwith {count_text(count, 'micro-batch')} per step; differences up to {ALIKE_TEXT} are "
+        "ties:"
     )
     return f"{title}\n{table(('Gbit/s', 'settings', *plan.links[0].rows, 'faster by'), lines)}"
 
@@ -325,11 +330,11 @@ def short_settings(choice: Candidate) -> str:
 
 def reduce_text(choice: Candidate) -> str:
     """Return the reduce dtype, and the codec of gradients between nodes if there is one, as ``fp32/int8_blocks``."""
-    dtype = DTYPE_TEXTS[choice.reduce_dtype]
+    dtype = _DTYPE_TEXTS[choice.reduce_dtype]
     return dtype if choice.hop2_codec is None else f"{dtype}/{choice.hop2_codec}"
 
 
-def _count(number: int, noun: str) -> str:
+def count_text(number: int, noun: str) -> str:
     """Return a number and a noun, in the plural if necessary."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{ending}"
@@ -340,8 +345,8 @@ def speeds_text(plan: Plan) -> str:
     cluster = plan.cluster
     return (
         f"{cluster.tflops:.4g} TFLOP/s per accelerator, {cluster.inside:.4g} GB/s inside a node, "
-        f"{plan.workshop.load.tokens:,} tokens per micro-batch and accelerator"
-        + ("" if plan.workshop.load.activation_bytes else "; activations are unknown and not counted")
+        f"{plan.estimator.compute_cost.tokens:,} tokens per micro-batch and accelerator"
+        + ("" if plan.estimator.compute_cost.activation_bytes else "; activations are unknown and not counted")
     )
 
 
@@ -372,7 +377,7 @@ def settings_text(choice: Candidate) -> str:
     extras = "" if choice.offload == "-" else f", offload of {choice.offload}"
     return (
         f"zero3_size={choice.zero3_size}, accumulation={choice.accumulation!r}, "
-        f"{reduce_text(choice)} gradients, {_count(choice.micro_batches, 'micro-batch')}{extras}"
+        f"{reduce_text(choice)} gradients, {count_text(choice.micro_batches, 'micro-batch')}{extras}"
     )
 
 
@@ -397,11 +402,11 @@ def call_text(plan: Plan) -> str:
     assert plan.best is not None
     quoted = {
         "accumulation": lambda value: f'"{value}"',
-        "hop2_codec": lambda value: f"layerzero.{hop2_codec_named(value)!r}",
+        "hop2_codec": lambda value: f"layerzero.{HOP2_CODECS[value]!r}",
         **dict.fromkeys(OFFLOADS, str.title),
     }
     settings = {name: quoted.get(name, str)(value) for name, value in _settings(plan).items()}
-    param, reduce = plan.workshop.param_dtype, plan.best.choice.reduce_dtype
+    param, reduce = plan.estimator.param_dtype, plan.best.choice.reduce_dtype
     lines = [f"    {name}={value}," for name, value in settings.items()]
     return "\n".join(
         [
@@ -418,7 +423,7 @@ def call_text(plan: Plan) -> str:
 def yaml_text(plan: Plan) -> str:
     """Return the recommended settings as YAML text for :meth:`layerzero.LayerZeroConfig.from_yaml`."""
     assert plan.best is not None
-    param, reduce = DTYPE_TEXTS[plan.workshop.param_dtype], DTYPE_TEXTS[plan.best.choice.reduce_dtype]
+    param, reduce = _DTYPE_TEXTS[plan.estimator.param_dtype], _DTYPE_TEXTS[plan.best.choice.reduce_dtype]
     policy = f"{{param_dtype: {param}, reduce_dtype: {reduce}}}"
     lines = [f"units: {_units(plan, yaml=True)}", f"mp_policy: {policy}"]
     lines += [f"{name}: {value}" for name, value in _settings(plan).items()]
@@ -430,21 +435,23 @@ def _units(plan: Plan, *, yaml: bool) -> str:
 
     The text contains the names of classes or modules, or a placeholder if the names are unknown.
     """
-    units, called = plan.workshop.units, plan.workshop.called
+    units, unit_text = plan.estimator.units, plan.estimator.unit_text
     if units is None:
         return "null" if yaml else "None"
-    if called == "auto" or isinstance(units, str):
-        name = called or str(units)
+    if unit_text == "auto" or isinstance(units, str):
+        name = unit_text or str(units)
         return name if yaml else f'"{name}"'
     if callable(units) and not isinstance(units, type):
         return "null  # the units that your callable selects" if yaml else "your_callable"
     named = [units] if isinstance(units, type) else list(cast("Iterable[Any]", units))
     if not all(isinstance(unit, (str, type)) for unit in named):  # modules or lists of modules
         return "null  # the units that you passed" if yaml else "your_units"
-    names = [unit if isinstance(unit, str) else called or unit.__name__ for unit in named]
+    names = [unit if isinstance(unit, str) else unit_text or unit.__name__ for unit in named]
     if yaml:
         added_classes = " and its own embedding and head" if len(names) > 1 else ""
-        comment = f"  # the class of your model's blocks{added_classes}" if called else ""
+        comment = f"  # the class of your model's blocks{added_classes}" if unit_text else ""
         return f"[{', '.join(names)}]{comment}"
-    quoted = [f'"{name}"' if called or isinstance(unit, str) else name for name, unit in zip(names, named, strict=True)]
+    quoted = [
+        f'"{name}"' if unit_text or isinstance(unit, str) else name for name, unit in zip(names, named, strict=True)
+    ]
     return f"{{{', '.join(quoted)}}}"

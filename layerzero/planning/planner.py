@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from layerzero.config import ACCUMULATIONS, LayerZeroConfig, Precision, Units
-from layerzero.config.yaml_file import dtype_named, hop2_codec_named
+from layerzero.config.yaml_file import HOP2_CODECS, dtype_named
 from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.layout.shard_grid import ShardGrid
 from layerzero.planning.cluster import Cluster
@@ -22,10 +22,12 @@ from layerzero.planning.estimator import LAYERZERO, OTHER_SCHEMES, Candidate, Es
 from layerzero.planning.meta_sharding import MetaSharding
 from layerzero.planning.plan_report import Plan
 from layerzero.planning.transformer_shapes import TransformerShape, read_config
+from layerzero.sharding.build_units import check_codec
 from layerzero.sharding.unit_selection import block_classes
 
 __all__ = ["plan"]
 
+T = TypeVar("T")
 Model = nn.Module | Callable[[], nn.Module] | TransformerShape | str | os.PathLike[str]
 
 
@@ -42,7 +44,7 @@ def plan(
     offload: bool | None = None,
     param_dtype: torch.dtype | str = torch.bfloat16,
     reduce_dtypes: Iterable[torch.dtype | str] = (torch.float32, torch.bfloat16),
-    hop2_codecs: Sequence[str | None] = (None,),
+    hop2_codecs: Iterable[str | None] = (None,),
     recompute: bool = True,
     activation_bytes: float = 0.0,
     on_estimate: Callable[[], None] | None = None,
@@ -66,14 +68,15 @@ def plan(
         sequence: number of tokens in one sequence. The default is `tokens`.
         micro_batches: values of A, the number of micro-batches per step, to try.
         zero3_sizes: values of S to try. By default, these are the divisors of the number of accelerators per node, and
-            the total number of ranks. If the first of `accumulations` does not fit without offload with the ranks of a
-            node, the ranks of 2, 4, ... nodes are tried as well, up to the first number with which it fits. HSDP and
-            HFSDP are also tried with more nodes, up to the first number with which they fit.
+            the total number of ranks. If the first of `accumulations` does not fit without offload and without a codec
+            with the ranks of a node, the ranks of 2, 4, ... nodes are tried as well, up to the first number with which
+            it fits. HSDP and HFSDP are also tried with more nodes, up to the first number with which they fit.
         accumulations: values of `accumulation` to try.
         param_dtype: compute dtype, or its name.
         reduce_dtypes: reduce dtypes to try, or their names. Each dtype is used for both hops.
-        hop2_codecs: values of `hop2_codec` to try if there are several replicas: ``"int8_blocks"``, ``"int4_blocks"``,
-            or None. Encoded gradients change the results of training, so none is tried by default.
+        hop2_codecs: names of codecs to try as `hop2_codec` if there are several replicas: ``"int8_blocks"``,
+            ``"int4_blocks"``, or None for no codec. Encoded gradients change the results of training, so no codec is
+            tried by default.
         offload: if True, try `offload_grads`, `offload_optimizer` and both, and then `offload_params` alone and
             combined with each of these options. If None, try the first three options if the model does not fit without
             offloading, and the others if the model still does not fit. If False, do not try offloading.
@@ -101,34 +104,40 @@ def plan(
             f"tokens={tokens} and sequence={sequence} do not match. Use at least one token, and at most `tokens` per "
             "sequence"
         )
-    dtype = dtype_named("a dtype", param_dtype)
-    sizes = _sizes_of(model)
-    built = _built(model if sizes is None else sizes)
+    dtype = dtype_named("param_dtype", param_dtype)
+    counts = sorted(_values("micro_batches", micro_batches, "numbers of at least 1", _is_count))
+    modes = _values("accumulations", accumulations, _listed(ACCUMULATIONS), lambda mode: mode in ACCUMULATIONS)
+    reduce_values = _values("reduce_dtypes", reduce_dtypes, "dtypes or their names", lambda value: True)
+    reduce = list(dict.fromkeys(dtype_named("an element of reduce_dtypes", value) for value in reduce_values))
+    codecs = _values(
+        "hop2_codecs",
+        hop2_codecs,
+        f"{_listed(HOP2_CODECS)} or None (`none` on the command line)",
+        lambda name: name is None or (isinstance(name, str) and name in HOP2_CODECS),
+    )
+    shape = _shape_of(model)
+    built = _built(model if shape is None else shape)
     if units is None:
-        units = sizes.units if sizes is not None else "auto" if block_classes(built) else None
-    called = "" if sizes is None else "Block" if isinstance(model, TransformerShape) else "auto"
+        units = shape.units if shape is not None else "auto" if block_classes(built) else None
+    unit_text = "" if shape is None else "Block" if isinstance(model, TransformerShape) else "auto"
     sharding = MetaSharding(built, LayerZeroConfig(units=units))
-    if sizes is not None:
-        load = ComputeCost.of_sizes(
-            sizes, sharding.plans, tokens, sequence or tokens, recompute=recompute, element=dtype.itemsize
+    if shape is not None:
+        cost = ComputeCost.of_sizes(
+            shape, sharding.plans, tokens, sequence or tokens, recompute=recompute, element=dtype.itemsize
         )
-        load = replace(load, activation_bytes=activation_bytes) if activation_bytes else load
+        cost = replace(cost, activation_bytes=activation_bytes) if activation_bytes else cost
     else:
-        load = ComputeCost.of_units(sharding.plans, tokens, recompute=recompute, activation_bytes=activation_bytes)
-    estimator = Estimator(sharding, load, cluster, dtype, units, called, on_estimate or _nothing)
-    counts = sorted(set(micro_batches))
-    if not counts or counts[0] < 1:
-        raise ValueError(f"micro_batches={counts} must be a non-empty list of numbers of at least 1")
-    reduce = list(dict.fromkeys(dtype_named("a dtype", each) for each in reduce_dtypes))
-    modes = list(dict.fromkeys(accumulations))
-    if unsupported := [mode for mode in modes if mode not in ACCUMULATIONS]:
-        raise ValueError(f"accumulation={unsupported[0]!r} is not supported. Use {' or '.join(ACCUMULATIONS)}")
+        cost = ComputeCost.of_units(sharding.plans, tokens, recompute=recompute, activation_bytes=activation_bytes)
+    estimator = Estimator(sharding, cost, cluster, dtype, units, unit_text, on_estimate or _nothing)
+    _check_codecs(codecs, estimator)
 
     def rows_of(size: int) -> list[Estimate]:
         rows: list[Estimate] = []
         replicas = cluster.ranks // size
-        codecs = _codecs_to_try(hop2_codecs, replicas)
-        for mode, wire, codec, count in itertools.product(_distinct(modes, size, replicas), reduce, codecs, counts):
+        distinct_codecs = codecs if replicas > 1 else [None]  # with one replica, there is no hop 2
+        for mode, wire, codec, count in itertools.product(
+            _distinct(modes, size, replicas), reduce, distinct_codecs, counts
+        ):
             choice = Candidate(LAYERZERO, size, mode, reduce_dtype=wire, hop2_codec=codec, micro_batches=count)
             rows.append(estimator.row(choice))
             if offload or (offload is None and not rows[-1].fits):
@@ -144,8 +153,9 @@ def plan(
 
     rows = [row for size in _sizes_to_try(zero3_sizes, cluster) for row in rows_of(size)]
     if zero3_sizes is None:
+        codec = None if None in codecs else codecs[0]
         for size in _sizes_beyond_a_node(cluster):
-            if any(_fits_with_defaults(row, modes[0]) for row in rows if row.choice.zero3_size < cluster.ranks):
+            if any(_fits_with_defaults(row, modes[0], codec) for row in rows if row.choice.zero3_size < cluster.ranks):
                 break
             rows += rows_of(size)
     # A setting that does not fit has a time, too, but nothing depends on it, and simulations take most of the time.
@@ -176,24 +186,53 @@ def _sizes_to_try(requested: Iterable[int] | None, cluster: Cluster) -> list[int
     if requested is None:
         node = cluster.accelerators
         return sorted({*(size for size in range(1, node + 1) if node % size == 0), cluster.ranks})
-    sizes = sorted(set(requested))
-    if invalid := [size for size in sizes if size < 1 or cluster.ranks % size]:
+    sizes = sorted(_values("zero3_sizes", requested, "numbers of at least 1", _is_count))
+    if invalid := [size for size in sizes if cluster.ranks % size]:
         raise ValueError(
             f"zero3_size={invalid[0]} does not divide the {cluster.ranks} ranks of the cluster. Use a divisor"
         )
     return sizes
 
 
-def _codecs_to_try(requested: Sequence[str | None], replicas: int) -> list[str | None]:
-    """Return the codecs of hop 2 to try. With one replica, there is no hop 2."""
-    for name in requested:
-        if name is not None:
-            hop2_codec_named(name)  # raises if it is unknown
-    return list(dict.fromkeys(requested)) if replicas > 1 else [None]
+def _values(name: str, given: Iterable[T], expected: str, is_supported: Callable[[T], bool]) -> list[T]:
+    """Return the distinct values in an argument that lists values to try.
+
+    Raises:
+        ValueError: the argument is not a list, is empty, or contains an unsupported value.
+    """
+    is_list = isinstance(given, Iterable) and not isinstance(given, str)
+    values = list(given) if is_list else []
+    if not values or not all(map(is_supported, values)):
+        raise ValueError(f"{name} must be a non-empty list of {expected}, got {values if is_list else given!r}")
+    return list(dict.fromkeys(values))
 
 
-def _fits_with_defaults(row: Estimate, accumulation: str) -> bool:
-    return row.fits and row.choice.accumulation == accumulation and row.choice.offload == "-"
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _check_codecs(codecs: Iterable[str | None], estimator: Estimator) -> None:
+    """Raise ValueError if ``shard_model`` would refuse one of the codecs for this model and compute dtype."""
+    for codec in codecs:
+        config = estimator.config(Candidate(LAYERZERO, estimator.cluster.accelerators, hop2_codec=codec))
+        try:
+            check_codec(estimator.sharding.plans, config)
+        except ValueError as error:
+            raise ValueError(
+                f"hop2_codecs contains {codec!r}, which shard_model refuses: {error}. To plan without it, "
+                "leave it out of hop2_codecs"
+            ) from None
+
+
+def _fits_with_defaults(row: Estimate, accumulation: str, hop2_codec: str | None) -> bool:
+    choice = row.choice
+    return (
+        row.fits and choice.accumulation == accumulation and choice.hop2_codec == hop2_codec and choice.offload == "-"
+    )
 
 
 def _sizes_beyond_a_node(cluster: Cluster) -> list[int]:
@@ -212,7 +251,7 @@ def _distinct(modes: Sequence[str], zero3_size: int, replicas: int) -> list[str]
     return [mode for mode in modes if mode in first.values()]
 
 
-def _sizes_of(model: Model) -> TransformerShape | None:
+def _shape_of(model: Model) -> TransformerShape | None:
     if isinstance(model, TransformerShape):
         return model
     if isinstance(model, (str, os.PathLike)):

@@ -56,7 +56,6 @@ class ScheduleSettings:
     reduce: int = 4
     replica_reduce: float = 4
     hop2_coding: float = 0.0  # time in seconds in which a rank encodes and decodes an element of hop 2
-    refresh_share: float = 1.0  # part of the bytes of a refresh that is sent; below 1 if refreshes are encoded
     prefetch: int = 1
     offload_grads: bool = False
     offload_optimizer: bool = False
@@ -73,16 +72,16 @@ class ScheduleSettings:
     @property
     def hop1(self) -> int:
         """Number of bytes per element that hop 1 sends."""
-        return min(self.compute, self.reduce) if self.adds_hop1 and not self.waits_whole else self.reduce
+        return min(self.compute, self.reduce) if self.adds_hop1 and not self.accumulates_full else self.reduce
 
     @property
     def hop2(self) -> float:
         """Number of bytes per element that hop 2 sends."""
-        sends_incoming = self.zero3_size == 1 and not self.waits_whole
+        sends_incoming = self.zero3_size == 1 and not self.accumulates_full
         return min(self.compute, self.replica_reduce) if self.adds_hop1 and sends_incoming else self.replica_reduce
 
     @property
-    def waits_whole(self) -> bool:
+    def accumulates_full(self) -> bool:
         """Whether full gradients are accumulated between micro-batches."""
         return accumulates_full_gradients(self.accumulation, self.zero3_size)
 
@@ -100,7 +99,7 @@ def layerzero_program(units: Sequence[UnitCost], sharding: ScheduleSettings, *, 
 class _Rank:
     def __init__(self, units: Sequence[UnitCost], sharding: ScheduleSettings) -> None:
         self.units = list(units)
-        self.how = sharding
+        self.settings = sharding
         self._number = 0
         self._span = 0
         self._gathers: dict[str, int] = {}
@@ -110,7 +109,7 @@ class _Rank:
         self._owes = False
 
     def step(self) -> Iterator[Operation]:
-        settings = self.how
+        settings = self.settings
         for index in range(settings.micro_batches):
             last = index + 1 == settings.micro_batches
             yield from self._forward()
@@ -138,7 +137,7 @@ class _Rank:
             if index:
                 yield self._compute("forward", unit, unit.forward)
         yield self._compute("forward", self.units[0], self.units[0].forward)
-        if self.how.ends_stay_gathered and self._gathering:
+        if self.settings.ends_stay_gathered and self._gathering:
             self._gathers |= {self.units[0].name: -1, self.units[-1].name: -1}
 
     def _backward(self, *, first: bool, last: bool) -> Iterator[Operation]:
@@ -154,7 +153,7 @@ class _Rank:
 
     @property
     def _gathering(self) -> bool:
-        return self.how.zero3_size > 1 or self.how.offload_params
+        return self.settings.zero3_size > 1 or self.settings.offload_params
 
     def _gather_ahead(
         self, order: Sequence[UnitCost], num_launched: int, index: int
@@ -169,7 +168,7 @@ class _Rank:
         Returns:
             The new value of `num_launched`.
         """
-        settings = self.how
+        settings = self.settings
         until = min(index + 1 + (settings.prefetch if self._gathering else 0), len(order))
         for unit in order[num_launched:until]:
             if unit.name in self._refreshes:
@@ -200,8 +199,8 @@ class _Rank:
             yield SimWait(number)
 
     def _reduce(self, unit: UnitCost, *, first: bool, last: bool) -> Iterator[Operation]:
-        settings = self.how
-        if last or not settings.waits_whole:
+        settings = self.settings
+        if last or not settings.accumulates_full:
             chain, additions = self._hops(unit, last=last, crosses=last or settings.accumulation == "local")
             if chain:
                 yield StartReduction(tuple(chain), tuple(additions))
@@ -209,11 +208,11 @@ class _Rank:
         if (
             settings.offload_grads
             and settings.accumulation != "local"
-            and (settings.waits_whole or settings.replicas > 1)
+            and (settings.accumulates_full or settings.replicas > 1)
         ):
             # Accumulators are fetched before an addition and stored before the next micro-batch. At most two copies are
             # in flight, because there are two slabs.
-            nbytes = unit.numel / (1 if settings.waits_whole else settings.zero3_size) * _MASTER
+            nbytes = unit.numel / (1 if settings.accumulates_full else settings.zero3_size) * _MASTER
             if not first:
                 yield from self._copy("fetch", unit, nbytes, "from host")
             if not last:
@@ -226,7 +225,7 @@ class _Rank:
         yield SimLaunch(SimCollective(kind, unit.name, "host", comm, 1, nbytes), self._stores[-1])
 
     def _hops(self, unit: UnitCost, *, last: bool, crosses: bool) -> tuple[list[SimCollective], list[SimCompute]]:
-        settings = self.how
+        settings = self.settings
         chain: list[SimCollective] = []
         shard_numel = unit.numel / settings.zero3_size
         if settings.zero3_size > 1:
@@ -251,9 +250,9 @@ class _Rank:
         The addition reads the received part and the sum, and writes the sum. The time of hop 2 contains the time in
         which its messages are encoded and decoded.
         """
-        seconds = 3 * _MASTER * numel / self.how.memory_speed
+        seconds = 3 * _MASTER * numel / self.settings.memory_speed
         if collective.kind == "hop2":
-            seconds += self.how.hop2_coding * numel * (self.how.replicas - 1)
+            seconds += self.settings.hop2_coding * numel * (self.settings.replicas - 1)
         return SimCompute(seconds, ("add", f"{collective.kind} {collective.unit}"), self._next_span())
 
     def _settle(self) -> Iterator[Operation]:
@@ -262,7 +261,7 @@ class _Rank:
         self._owes = False
 
     def _update(self) -> Iterator[Operation]:
-        settings, units = self.how, self.units
+        settings, units = self.settings, self.units
         total = sum(unit.numel for unit in units)
         span = self._next_span()
         part, waiting = 0.0, []
@@ -277,16 +276,14 @@ class _Rank:
             part, waiting = 0.0, []
 
     def _refresh(self, unit: UnitCost) -> Iterator[Operation]:
-        settings = self.how
+        settings = self.settings
         if settings.offload_optimizer:  # on the refresh's communicator, so that the refresh follows the copy
             self._refreshes[unit.name] = self._take()
             fetch = SimCollective("up", unit.name, "host", "replica", 1, unit.numel / settings.ranks * _MASTER)
             yield SimLaunch(fetch, self._refreshes[unit.name])
         if settings.replicas > 1:
             self._refreshes[unit.name] = self._take()
-            nbytes = (
-                unit.numel / settings.zero3_size * settings.compute * settings.refresh_share * _share(settings.replicas)
-            )
+            nbytes = unit.numel / settings.zero3_size * settings.compute * _share(settings.replicas)
             refresh = SimCollective("refresh", unit.name, "replica", "replica", settings.replicas, nbytes)
             yield SimLaunch(refresh, self._refreshes[unit.name])
         if settings.offload_params:
@@ -317,7 +314,7 @@ def _share(ranks: int) -> float:
 class FSDPSettings:
     """Settings of FSDP over all ranks, or of HSDP or HFSDP with sharding inside nodes."""
 
-    over: int  # number of ranks over which weights and gradients are sharded
+    num_shards: int  # number of ranks over which weights and gradients are sharded
     replicas: int
     micro_batches: int
     compute: int = 2
@@ -331,21 +328,21 @@ def fsdp_program(units: Sequence[UnitCost], settings: FSDPSettings, *, steps: in
     number = span = 0
 
     def gather(unit: UnitCost) -> SimLaunch:
-        nbytes = settings.compute * unit.numel * _share(settings.over)
-        return SimLaunch(SimCollective("gather", unit.name, "zero3", "gather", settings.over, nbytes), number)
+        nbytes = settings.compute * unit.numel * _share(settings.num_shards)
+        return SimLaunch(SimCollective("gather", unit.name, "zero3", "gather", settings.num_shards, nbytes), number)
 
     def outer_gather(unit: UnitCost) -> SimLaunch:
-        nbytes = settings.compute * unit.numel / settings.over * _share(settings.replicas)
+        nbytes = settings.compute * unit.numel / settings.num_shards * _share(settings.replicas)
         return SimLaunch(
             SimCollective("outer gather", unit.name, "replica", "outer gather", settings.replicas, nbytes), number
         )
 
     def reduction(unit: UnitCost, *, last: bool) -> StartReduction:
-        nbytes = settings.reduce * unit.numel * _share(settings.over)
-        chain = [SimCollective("reduce", unit.name, "zero3", "reduce", settings.over, nbytes)]
+        nbytes = settings.reduce * unit.numel * _share(settings.num_shards)
+        chain = [SimCollective("reduce", unit.name, "zero3", "reduce", settings.num_shards, nbytes)]
         if last and settings.replicas > 1:
             kind, passes = ("outer reduce", 1) if settings.shards_states else ("all-reduce", 2)
-            outer_nbytes = passes * settings.reduce * unit.numel / settings.over * _share(settings.replicas)
+            outer_nbytes = passes * settings.reduce * unit.numel / settings.num_shards * _share(settings.replicas)
             chain.append(SimCollective(kind, unit.name, "replica", "replica", settings.replicas, outer_nbytes))
         return StartReduction(tuple(chain), tuple(SimCompute(0.0) for _ in chain))
 

@@ -128,9 +128,9 @@ def _parameter(*shape: int) -> nn.Parameter:
 
 
 class _Linear(nn.Module):
-    def __init__(self, outputs: int, inputs: int, *, bias: bool, turned: bool) -> None:
+    def __init__(self, outputs: int, inputs: int, *, bias: bool, transposed: bool) -> None:
         super().__init__()
-        self.weight = _parameter(*((inputs, outputs) if turned else (outputs, inputs)))
+        self.weight = _parameter(*((inputs, outputs) if transposed else (outputs, inputs)))
         self.bias = _parameter(outputs) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class TransformerBlock(nn.Module):
         hidden, inner, transposed = sizes.hidden, sizes.inner, sizes.conv1d
 
         def linear(outputs: int, inputs: int, *, bias: bool = sizes.biases) -> _Linear:
-            return _Linear(outputs, inputs, bias=bias, turned=transposed)
+            return _Linear(outputs, inputs, bias=bias, transposed=transposed)
 
         if transposed:
             self.norm1 = _Norm(hidden, bias=sizes.norm_biases)
@@ -190,13 +190,13 @@ class TransformerBlock(nn.Module):
 class _Transformer(nn.Module):
     def __init__(self, sizes: TransformerShape) -> None:
         super().__init__()
-        self.embed = _Linear(sizes.vocab, sizes.hidden, bias=False, turned=False)
+        self.embed = _Linear(sizes.vocab, sizes.hidden, bias=False, transposed=False)
         if sizes.positions:
-            self.positions = _Linear(sizes.positions, sizes.hidden, bias=False, turned=False)
+            self.positions = _Linear(sizes.positions, sizes.hidden, bias=False, transposed=False)
         self.blocks = nn.ModuleList(TransformerBlock(sizes) for _ in range(sizes.layers))
         self.norm = _Norm(sizes.hidden, bias=sizes.norm_biases)
         if not sizes.tied:
-            self.head = _Linear(sizes.vocab, sizes.hidden, bias=False, turned=False)
+            self.head = _Linear(sizes.vocab, sizes.hidden, bias=False, transposed=False)
 
 
 def read_config(path: str | os.PathLike[str]) -> TransformerShape:

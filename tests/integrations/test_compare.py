@@ -23,7 +23,7 @@ from benchmarks import network
 from benchmarks.compare import COMPARED, backend_of, largest_difference, main, report, schemes_of
 from benchmarks.crossing import counted_crossings
 from layerzero.config import LayerZeroConfig
-from layerzero.planning.meta_sharding import MetaSharding, where_of
+from layerzero.planning.meta_sharding import MetaSharding, traits_of
 from layerzero.verification.training_runs import TrainingTask, loss_of_output
 from tests.support.ranks import run_ranks
 
@@ -89,7 +89,7 @@ def padded_numel(folder: Path, monkeypatch: pytest.MonkeyPatch, param_dtype: tor
         model = importlib.import_module("mine").Net()
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     config = LayerZeroConfig(zero3_size=2, units=["Block"], mp_policy=policy)
-    units = MetaSharding(model, config).units(config, where_of(4, 2, on_device=False))
+    units = MetaSharding(model, config).units(config, traits_of(4, 2, on_device=False))
     return sum(handle.layout.numel for unit in units for handle in unit.handles)
 
 

@@ -22,8 +22,11 @@ from typer.testing import CliRunner
 import layerzero
 from layerzero import cli_planning
 from layerzero.cli import app
+from layerzero.config.yaml_file import HOP2_CODECS
 from layerzero.planning import Cluster, Estimate, Plan, TransformerShape, plan
+from layerzero.planning.estimator import _CODING
 from layerzero.planning.plan_html import report_html
+from layerzero.planning.plan_report import links_text, reduce_text
 from layerzero.utils.text_tables import rate, seconds, size
 from tests.support.browser import Browser, open_browser
 from tests.support.models import TiedTransformer
@@ -140,26 +143,40 @@ def test_a_page_and_a_text_name_the_same_closest_settings() -> None:
 def test_the_page_opens_with_the_answer_in_one_sentence(found: Plan) -> None:
     best = found.best
     assert best is not None
-    same = [each for each in found.other_schemes if each.choice.reduce_dtype == best.choice.reduce_dtype]
-    fits = [each for each in same if each.choice.micro_batches == best.choice.micro_batches and each.fits]
+    counts = best.choice.micro_batches
+    fits = [each for each in found.other_schemes if each.choice.micro_batches == counts and each.fits]
     other = min(fits, key=lambda each: each.step)
     answer = _answer(report_html(found, nodes=(2,)))
     start = f"Use zero3_size={best.choice.zero3_size}, accumulation='{best.choice.accumulation}', "
     assert answer.startswith(start) and answer.count(". ") == 0 and answer.endswith(".")
     percent = 100 * abs(best.step - other.step) / other.step
     word = "less" if best.step < other.step else "more"
-    assert f"{percent:.1f} % {word} than with {other.choice.scheme}, the fastest other scheme that fits" in answer
+    with_other = f"{other.choice.scheme} and {reduce_text(other.choice)} gradients"
+    assert f"{percent:.1f} % {word} than with {with_other}, the fastest other scheme that fits" in answer
     assert answer.endswith(f"and {size(best.peak)} of {size(found.cluster.room)} instead of {size(other.peak)}.")
+
+
+def test_the_answer_about_encoded_gradients_names_the_fastest_other_scheme_whatever_its_dtype() -> None:
+    codecs = ("int8_blocks",)
+    settings = {"zero3_sizes": [4], "micro_batches": [1], "reduce_dtypes": ["fp32", "bf16"], "hop2_codecs": codecs}
+    found = plan(SIZES, Cluster(nodes=8, accelerators=4, memory=8, reserve=1, between=10), **settings)
+    best = next(row for row in found.rows if row.choice.reduce_dtype is torch.float32)
+    other = min((row for row in found.other_schemes if row.fits), key=lambda row: row.step)
+    assert other.choice.reduce_dtype is torch.bfloat16
+    answer = _answer(report_html(dataclasses.replace(found, best=best), nodes=(2,)))
+    assert "fp32/int8_blocks gradients" in answer
+    assert re.search(
+        f" than with {other.choice.scheme}( S=4)? and bf16 gradients, the fastest other scheme that fits", answer
+    )
 
 
 def test_the_answer_names_no_scheme_that_does_not_fit(found: Plan) -> None:
     best = found.best
     assert best is not None
-    full = [dataclasses.replace(each, excess=1.0) for each in found.other_schemes]
+    full = [dataclasses.replace(each, peak=int(each.room) + 1) for each in found.other_schemes]
     answer = _answer(report_html(dataclasses.replace(found, other_schemes=full), nodes=(2,)))
-    assert answer.endswith(
-        f"{size(best.peak)} of {size(found.cluster.room)}; no other scheme fits with these gradients and micro-batches."
-    )
+    counts = f"{best.choice.micro_batches} micro-batch"
+    assert f"{size(best.peak)} of {size(found.cluster.room)}; no other scheme fits with {counts}" in answer
     slow = [_with_step(each, 10 * best.step) for each in found.other_schemes]
     assert "90.0 % less than with " in _answer(report_html(dataclasses.replace(found, other_schemes=slow), nodes=(2,)))
     fast = [_with_step(each, best.step / 2) for each in found.other_schemes]
@@ -245,6 +262,32 @@ def test_the_numbers_of_the_decision_table_are_those_of_its_commands() -> None:
         assert not [number for number in numbers if f" {number}" not in said[command]], (because, said[command])
         link = re.search(r"at ([\d,]+) Gbit/s", because, re.IGNORECASE)
         assert link is not None and f"\n{link[1]} " in said[command]
+
+
+def test_the_docs_have_the_rule_of_the_recommendation(found: Plan) -> None:
+    text = " ".join((ROOT / "docs" / "planning.md").read_text(encoding="utf-8").split())
+    rule = found.why[found.why.index("Among the settings") : found.why.index(" the least memory.")]
+    assert text.count(rule) == 2, "in the example and in the text"
+
+
+def test_the_assumed_times_of_codecs_are_those_that_were_measured() -> None:
+    measured = json.loads((ROOT / "benchmarks/results/gpu/gpu.json").read_text(encoding="utf-8"))["parts"]["codecs"]
+    page = (ROOT / "docs" / "slow-links.md").read_text(encoding="utf-8")
+    section = page[page.index("## Time of the codecs") : page.index("## Lossless refresh")]
+    on_cpu = re.findall(r"^\| int\d.*? \| ([\d.]+) \| ([\d.]+) \|$", section, re.MULTILINE)
+    for codec, encode, told in zip(("int8", "int4"), ("encode", "encode with feedback"), on_cpu, strict=True):
+        of_gpu = [round(measured[f"{codec}, {each}"] / 1e9) for each in (encode, "decode")]
+        assert [rate / 1e9 for rate in _CODING[f"{codec}_blocks", "cuda"]] == of_gpu
+        assert [rate / 1e9 for rate in _CODING[f"{codec}_blocks", "cpu"]] == pytest.approx([float(n) for n in told])
+    assert _CODING.keys() == set(itertools.product(HOP2_CODECS, ("cuda", "cpu")))
+
+
+def test_a_plan_for_one_node_has_no_comparison_of_links() -> None:
+    single = plan(SIZES, Cluster(nodes=1, accelerators=1, memory=8, reserve=1), micro_batches=[1])
+    assert single.links == () and links_text(single) == "" and single.as_dict()["links"] == []
+    text, page = str(single), report_html(single, nodes=(1,))
+    assert "; 1 node x 1 accelerator of 8 GB" in text and "; 1 node &times; 1 accelerator of 8 GB" in page
+    assert "at which link" not in text + page and "\n\n\n" not in text
 
 
 def test_the_times_of_encoded_gradients_are_those_of_the_command() -> None:
@@ -373,6 +416,7 @@ def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path, monkey
     (tmp_path / "old.json").write_text('{"layerzero": {"format": 1, "schedule": []}}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    small = ["--layers", "1", "--hidden", "64", "--vocab", "64", "--heads", "2", "--nodes", "2"]
     for arguments, said in (
         (["plan", "--nodes", "2"], "--layers is missing"),
         (["plan", "missing:Net", "--nodes", "2"], "module 'missing' is not on the import path"),
@@ -381,6 +425,10 @@ def test_a_wrong_command_is_one_line_that_says_what_to_do(tmp_path: Path, monkey
         (["plan", "x:y", "--layers", "2", "--nodes", "2"], "either a model or its sizes"),
         (["plan", "x:y", "--probe"], "module 'x' is not on the import path"),
         (["plan", "--probe", "--batch-tokens", "8", "--micro-batches", "2"], "exclude each other. Pass one of them"),
+        (
+            ["plan", *small, "--hop2-codec", "int2"],
+            "list of 'int8_blocks', 'int4_blocks' or None (`none` on the command line), got ['int2']",
+        ),
         (["plan", "--probe", "--cluster", "c.yaml"], "--probe and --cluster exclude each other"),
         (["trace", "trace.json"], "is not a trace file written by layerzero.trace"),
         (["trace", "old.json"], "has trace format 1, but this version reads format 2. Record the trace again"),

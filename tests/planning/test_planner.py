@@ -20,8 +20,9 @@ from benchmarks.model_shapes import UNITS
 from benchmarks.simulation.record import Settings, record_blocks
 from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import FullBufferPool
-from layerzero.planning import Cluster, TransformerShape, plan, read_config
-from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, where_of
+from layerzero.planning import Candidate, Cluster, TransformerShape, plan, read_config
+from layerzero.planning.estimator import StepCost, simplest_fast_row
+from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, traits_of
 from layerzero.planning.plan_report import call_text, yaml_text
 from layerzero.planning.sim_program import Operation, SimCompute, SimLaunch, SimWait, StartReduction, from_events
 from layerzero.planning.sim_schedules import ScheduleSettings, UnitCost, layerzero_program
@@ -134,7 +135,7 @@ def test_a_plan_is_to_the_byte_what_real_ranks_hold() -> None:
         for settings, (held, peak, predicted_peak) in zip(SETTINGS, measured, strict=True):
             config = LayerZeroConfig(units={Block}, shared_memory="off", **settings)
             in_host = settings.get("offload_params", False)
-            where = where_of(4, settings["zero3_size"], rank=rank, on_device=False, offload_params=in_host)
+            where = traits_of(4, settings["zero3_size"], rank=rank, on_device=False, offload_params=in_host)
             units = MetaSharding(on_meta, config).units(config, where)
             found = predicted_memory(units, config)
             kind = "host_optimizer" if config.offload_optimizer else "optimizer"
@@ -243,17 +244,6 @@ def test_the_schedule_is_the_one_that_the_engine_records(
     assert list(_without_splinters(_said(written))) == list(_without_splinters(_said(recorded)))
 
 
-def test_an_encoded_refresh_sends_a_part_of_the_bytes() -> None:
-    works = [UnitCost(name, 1e6, 0.1, 0.2) for name in ("the root", "blocks.0")]
-    machine = SimMachine(node_size=2, inside=1e8, between=1e6, launch=1e-4, zero3_size=2)
-    plain, encoded = (
-        simulate(layerzero_program(works, ScheduleSettings(4, 2, 1, refresh_share=share)), machine)
-        for share in (1.0, 0.25)
-    )
-    assert encoded.bytes == {**plain.bytes, "refresh": plain.bytes["refresh"] / 4}
-    assert encoded.step < plain.step
-
-
 def test_times_grow_by_as_much_with_each_micro_batch_from_the_third_on() -> None:
     works = [UnitCost(name, 1e6, 0.1, 0.2) for name in ("the root", *(f"blocks.{index}" for index in range(3)))]
     for (shared, mode), between in itertools.product(
@@ -271,7 +261,7 @@ def test_times_grow_by_as_much_with_each_micro_batch_from_the_third_on() -> None
 def test_a_row_of_many_micro_batches_is_what_all_of_them_would_take() -> None:
     found = plan(SMALL, Cluster(nodes=4, between=10.0), micro_batches=[1, 2, 6], offload=True)
     for row in (*found.rows, *found.other_schemes):
-        machine, program = found.workshop.program(row.choice)
+        machine, program = found.estimator.program(row.choice)
         assert row.step == pytest.approx(simulate(program, machine).step, rel=1e-6), row.choice
 
 
@@ -306,7 +296,7 @@ def test_what_is_pasted_has_every_setting_of_its_row(tmp_path: Path) -> None:
     path = tmp_path / "layerzero.yaml"
     for row in found.rows:
         path.write_text(yaml_text(replace(found, best=row)))
-        config, chosen = LayerZeroConfig.from_yaml(path), found.workshop.config(row.choice)
+        config, chosen = LayerZeroConfig.from_yaml(path), found.estimator.config(row.choice)
         for name in ("zero3_size", "mp_policy", "accumulation", "offload_grads", "offload_optimizer", "hop2_codec"):
             assert getattr(config, name) == getattr(chosen, name), (name, row.choice)
         call = call_text(replace(found, best=row))
@@ -331,8 +321,50 @@ def test_encoded_gradients_are_planned_where_there_are_several_replicas() -> Non
     assert all(row.choice.hop2_codec is None for row in plan(SMALL, Cluster(nodes=4)).rows), "only if asked for"
     fast = plan(SMALL, Cluster(nodes=4, accelerators=8), accumulations=["sharded"], **{**settings, "zero3_sizes": [8]})
     assert fast.best is not None and fast.best.choice.hop2_codec is None, "exact gradients, unless encoded are faster"
-    with pytest.raises(ValueError, match="hop2_codec is 'int2'"):
-        plan(SMALL, Cluster(nodes=4), hop2_codecs=["int2"])
+
+
+def test_a_codec_that_shard_model_refuses_is_refused() -> None:
+    cluster = Cluster(nodes=4)
+    message = "hop2_codecs contains 'int4_blocks', which shard_model refuses: Int4Blocks adds errors .* fp16"
+    with pytest.raises(ValueError, match=message):
+        plan(SMALL, cluster, param_dtype="fp16", hop2_codecs=[None, "int4_blocks"])
+    for dtype, codec in (("fp16", "int8_blocks"), ("bf16", "int4_blocks")):
+        rows = plan(SMALL, cluster, param_dtype=dtype, hop2_codecs=[codec], micro_batches=[1], zero3_sizes=[8]).rows
+        assert {row.choice.hop2_codec for row in rows} == {codec}
+
+
+def test_codecs_do_not_change_which_sizes_are_tried() -> None:
+    cluster = Cluster(nodes=4, accelerators=2)
+    tried = [
+        {row.choice.zero3_size for row in plan(SMALL, cluster, micro_batches=[1], hop2_codecs=codecs).rows}
+        for codecs in ([None], ["int8_blocks"], ["int4_blocks", None])
+    ]
+    assert tried == [{1, 2, 8}] * 3
+
+
+def test_the_order_of_parts_does_not_depend_on_hashes() -> None:
+    names = [f"part {index}" for index in range(20)]
+    cost = StepCost(0.0, {"first": 1.0}, {}, 0.0).plus(StepCost(0.0, dict.fromkeys(names, 1.0), {}, 0.0), 1.0)
+    assert list(cost.parts) == ["first", *names]
+
+
+def test_the_sentence_and_the_choice_have_the_same_criteria() -> None:
+    found = plan(SMALL, Cluster(nodes=4), micro_batches=[1, 2])
+    row = next(row for row in found.rows if row.fits and row.choice.zero3_size == 8)
+    simple = replace(row, choice=Candidate("layerzero", 8), simulated=lambda: StepCost(1.0, {}, {}, 0.0))
+    values = [
+        ("the fewest micro-batches", {"micro_batches": 2}),
+        ("the fewest offloads", {"offload_grads": True}),
+        ("no codec", {"hop2_codec": "int8_blocks"}),
+        ("gradients in fp32", {"reduce_dtype": torch.bfloat16}),
+        ("weights inside a node", {"zero3_size": 16}),
+        ("gradients between nodes only once per step", {"accumulation": "local"}),
+    ]
+    worse = [replace(simple, choice=replace(simple.choice, **change)) for _, change in values]
+    assert f"prefers {', then '.join(text for text, _ in values)}, then the least memory. " in found.why
+    larger = replace(simple, peak=simple.peak + 1)
+    for row, simpler in itertools.pairwise([*worse, larger, simple]):
+        assert simplest_fast_row([row, simpler]) is simpler
 
 
 def test_a_model_that_does_not_fit_is_said_to_lack_so_much() -> None:
@@ -342,7 +374,7 @@ def test_a_model_that_does_not_fit_is_said_to_lack_so_much() -> None:
     closest = min(found.rows, key=lambda row: row.excess)
     assert closest is found.rows[0] and closest.excess == closest.peak - 4e9 > 0
     assert "No settings fit" in found.why and f"which lack {size(closest.excess)}. " in found.why
-    both = replace(found, rows=(replace(closest, host_excess=3e9), *found.rows))
+    both = replace(found, rows=(replace(closest, host=1003e9 / 2), *found.rows))
     assert f"which lack {size(closest.excess)} and 3.00 GB of host memory a node. " in both.why
     with_offload = plan(large, Cluster(nodes=1, accelerators=2, memory=12, reserve=1), micro_batches=[1])
     assert any(row.choice.offload != "-" for row in with_offload.rows), "tried where it does not fit without"
@@ -401,7 +433,7 @@ def test_bytes_of_the_schemes_are_those_of_their_formulas() -> None:
     for row in found.rows:
         choice = row.choice
         if choice.zero3_size == node:
-            padded = sum(handle.layout.numel for unit in found.workshop.planned(choice) for handle in unit.handles)
+            padded = sum(handle.layout.numel for unit in found.estimator.planned(choice) for handle in unit.handles)
             wire = choice.reduce_dtype.itemsize
             assert numel <= padded < 1.1 * numel
             reduced = count if choice.accumulation == "local" else 1
@@ -561,8 +593,16 @@ def test_what_cannot_be_planned_is_refused() -> None:
     for arguments, settings, message in (
         ((SMALL, cluster), {"zero3_sizes": [3]}, "zero3_size=3 does not divide the 4 ranks"),
         ((SMALL, cluster), {"micro_batches": [0]}, "must be a non-empty list of numbers of at least 1"),
-        ((SMALL, cluster), {"accumulations": ["half"]}, "accumulation='half'"),
-        ((SMALL, cluster), {"param_dtype": "fp4"}, "a dtype is 'fp4'"),
+        ((SMALL, cluster), {"accumulations": ["half"]}, "list of 'sharded', 'full', 'local', got .'half'."),
+        ((SMALL, cluster), {"accumulations": []}, r"accumulations must be a non-empty list of .* got \[\]"),
+        ((SMALL, cluster), {"reduce_dtypes": []}, r"reduce_dtypes must be a non-empty list of .* got \[\]"),
+        ((SMALL, cluster), {"reduce_dtypes": ["fp4"]}, "an element of reduce_dtypes is 'fp4'"),
+        ((SMALL, cluster), {"zero3_sizes": []}, r"zero3_sizes must be a non-empty list of .* got \[\]"),
+        ((SMALL, cluster), {"hop2_codecs": []}, r"hop2_codecs must be a non-empty list of .* got \[\]"),
+        ((SMALL, cluster), {"hop2_codecs": "int8_blocks"}, "hop2_codecs must be .* list .*, got 'int8_blocks'"),
+        ((SMALL, cluster), {"hop2_codecs": ["int2"]}, "'int8_blocks', 'int4_blocks' or None .*, got .'int2'."),
+        ((SMALL, cluster), {"hop2_codecs": [layerzero.Int8Blocks()]}, "or None .*, got .Int8Blocks"),
+        ((SMALL, cluster), {"param_dtype": "fp4"}, "param_dtype is 'fp4'"),
         ((SMALL, cluster), {"tokens": 0}, "tokens=0"),
         ((lambda: 3, cluster), {}, "must return a torch.nn.Module, got int"),
         ((3, cluster), {}, "model must be a module"),
