@@ -29,21 +29,21 @@ def tables(parts: dict[str, Any]) -> dict[str, str]:
             ["", "host A=1", "host A=4", "step A=1", "step A=4", "kernels A=4", "peak A=4", "reserved A=4"],
             [
                 [_NAMES[scheme], *_milliseconds(case, "host"), *_milliseconds(case, "step"), *_overhead(case["A=4"])]
-                for scheme, case in _by_scheme(parts, "overhead, 4 layers of Llama-3 8B, ")
+                for scheme, case in _by_scheme(parts, "overhead, 4 layers of Llama-3 8B, ", 5)
             ],
         ),
         "network": _table(
             ["", "without network", "with network"],
             [
                 [_NAMES[scheme], *(_median_and_least(case[which]) for which in ("without", "with"))]
-                for scheme, case in _by_scheme(parts, "modeled network, 1.3b, ")
+                for scheme, case in _by_scheme(parts, "modeled network, 1.3b, ", 5)
             ],
         ),
         "memory": _table(
             ["", "between steps", "peak in a step"],
             [
                 [_NAMES[scheme], f"{case['between_steps'] / 1e9:.1f}", f"{case['peak'] / 1e9:.1f}"]
-                for scheme, case in _by_scheme(parts, "memory, 7b, ")
+                for scheme, case in _by_scheme(parts, "memory, 7b, ", 5)
             ],
         ),
         "codecs": _table(
@@ -53,8 +53,12 @@ def tables(parts: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _by_scheme(parts: dict[str, Any], prefix: str) -> list[tuple[str, dict[str, Any]]]:
-    return [(scheme, parts[prefix + scheme]) for scheme in _NAMES if prefix + scheme in parts]
+def _by_scheme(parts: dict[str, Any], prefix: str, count: int) -> list[tuple[str, dict[str, Any]]]:
+    """Return the results of a part by scheme. The part must have results of `count` schemes."""
+    found = [(scheme, parts[prefix + scheme]) for scheme in _NAMES if prefix + scheme in parts]
+    if len(found) != count:
+        raise ValueError(f"{len(found)} schemes have results of {prefix.rstrip(', ')!r} instead of {count}")
+    return found
 
 
 def _milliseconds(case: dict[str, Any], key: str) -> list[str]:

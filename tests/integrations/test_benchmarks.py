@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import warnings
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import layerzero
 from benchmarks import checkpoint, contest, measure, network
 from benchmarks.contestants import ENTRIES, why_missing
 from benchmarks.figures import figure_of
+from benchmarks.gpu import __main__ as gpu_main
 from benchmarks.gpu import tables as gpu
 from benchmarks.launch import RanksFailed, run_job
 from benchmarks.results import FOLDER, Range, Results, published, ratio_of, summarize
@@ -422,7 +424,11 @@ def test_the_table_of_checkpoints_is_what_was_measured() -> None:
 def test_the_tables_of_gpus_are_what_was_measured() -> None:
     results = json.loads((FOLDER / "gpu" / "gpu.json").read_text())
     page = (PAGE.parent / "gpu.md").read_text()
-    assert all(part["ok"] for part in results["parts"].values()) and results["device"] in page
+    assert all(part["ok"] for part in results["parts"].values()) and results["device"] in page and not results["tiny"]
+    everything = Namespace(device="cuda", tiny=False, only="")
+    missing = {*gpu_main.checks(everything), *gpu_main.measurements(everything)} - results["parts"].keys()
+    for part in missing:  # the page names what was not run to its end
+        assert f"- {part}\n" in page
     for table in gpu.tables(results["parts"]).values():
         assert table in page
 
