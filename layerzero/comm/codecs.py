@@ -185,9 +185,9 @@ class EncodedParts(NamedTuple):
 class _IntegerBlocks(ABC):
     """Codec that encodes blocks of 128 elements as integers with one bf16 scale per block.
 
-    An encoded shard consists of all scales, followed by the integers. Operations write to tensors that `empty_like`
-    has created, instead of returning new tensors (``to``, ``+``). Encoding then runs on any stream of a device without
-    memory that another stream allocates, and a chunk needs no other temporary memory.
+    An encoded shard consists of all scales, followed by the integers. Operations write to existing tensors instead of
+    returning new ones (``to``, ``+``). A chunk then needs no other temporary memory, and the emulated device of the
+    tests, tests/support/late_device.py, can run the operations late on a stream.
     """
 
     _BLOCK = 128  # elements that share a scale
