@@ -20,6 +20,7 @@ from layerzero.config import LayerZeroConfig
 from layerzero.full_state import full_precision, full_state_dict, load_full_state_dict, unsharded
 from layerzero.optimizers.clip import clip_grad_norm_
 from layerzero.optimizers.ema import EMA
+from layerzero.optimizers.outer_steps import OuterSteps, outer
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer, shard_optimizer
 from layerzero.planning import Plan, plan
 from layerzero.reliability.corruption_guard import CorruptionGuard, SilentDataCorruption, guard_corruption
@@ -51,6 +52,7 @@ __all__ = [
     "LayerZeroConfig",
     "MemoryReport",
     "NonFiniteGradients",
+    "OuterSteps",
     "ParameterDifference",
     "Plan",
     "ShardedOptimizer",
@@ -83,6 +85,7 @@ __all__ = [
     "metrics",
     "no_sync",
     "optimizers",
+    "outer",
     "plan",
     "planning",
     "refresh",

@@ -87,7 +87,7 @@ class Communicator:
     """
 
     name: str  # for display
-    axis: str  # "zero3", "replica", "control" or "model_parallel"
+    axis: str  # "zero3", "replica", "control", "model_parallel" or "site"
     held_group: HeldGroup
     counters: TrafficCounters
     size: int

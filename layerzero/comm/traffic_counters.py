@@ -32,6 +32,8 @@ class Collective(enum.Enum):
     BROADCAST = "broadcast"  # initial weights
     OWNER_GATHER = "owner_gather"  # rows of a parameter and its gradient -> their owner, inside the ZeRO-3 group
     OWNER_SCATTER = "owner_scatter"  # updated rows of the owner -> the ranks that store them
+    SITE_GRADIENTS = "site_gradients"  # final gradients, over all sites, in synchronous steps of layerzero.outer
+    SITE_DELTAS = "site_deltas"  # changes of masters since the last outer step, over all sites
     SNAPSHOT = "snapshot"  # one rank's part of a checkpoint -> host memory of another node
 
 
@@ -49,6 +51,8 @@ _SPELLED = {  # for messages
     Collective.BROADCAST: "broadcast of initial values",
     Collective.OWNER_GATHER: "gather of full parameters on their owners",
     Collective.OWNER_SCATTER: "return of updated rows by the owners",
+    Collective.SITE_GRADIENTS: "average of gradients over sites",
+    Collective.SITE_DELTAS: "exchange of weight changes between sites",
 }
 
 

@@ -62,6 +62,8 @@ class LayerZeroState(Closable):
         self.pools = pools
         self.observer = mesh_info.counters.observer
         self._extensions: dict[type[ModelExtension], Any] = {}  # by class; see extension()
+        # Bytes that objects of other subpackages keep on this rank, by kind of memory; see layerzero.memory.
+        self.kept_bytes: dict[str, Callable[[], int]] = {}
         self.on_close: list[Callable[[], object]] = []  # idempotent callbacks that end snapshots, watchdogs, etc.
         members_by_id = {id(m.sharded): m for handle in self.handles for m in handle.members}
         # By name, in the order of the model. The order of the handles may differ between ranks.

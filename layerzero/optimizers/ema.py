@@ -20,7 +20,7 @@ from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.param_view import ParamView, viewing
 from layerzero.layout.flat_layout import FlatLayout
 
-__all__ = ["EMA"]
+__all__ = ["EMA", "own_rows"]
 
 
 class EMA:
@@ -190,24 +190,28 @@ class EMA:
                 f"the averages do not fit the model: missing {missing}, unexpected {unexpected}. Load the averages of "
                 "a model with the same parameters"
             )
-        cut = {name: _rows_of(member, loaded[name]) for name, (member, _) in self._rows.items()}
+        cut = {name: own_rows(member, loaded[name], "average") for name, (member, _) in self._rows.items()}
         for name, (_, rows) in self._rows.items():
             rows.copy_(cut[name])
         self.n_averaged.fill_(int(state_dict["n_averaged"]))
 
 
-def _rows_of(member: ManagedParam, value: Tensor) -> Tensor:
-    """Return this rank's rows of `value`, which is either a full tensor or a tensor sharded like the parameter."""
+def own_rows(member: ManagedParam, value: Tensor, what: str) -> Tensor:
+    """Return this rank's rows of `value`, which is either a full tensor or a tensor sharded like the parameter.
+
+    Args:
+        what: name of the value, for messages.
+    """
     if tuple(value.shape) != member.spec.true_shape:
         shapes = f"{list(value.shape)}, but the parameter has shape {list(member.spec.true_shape)}"
         raise ValueError(
-            f"the average of {member.name!r} has shape {shapes}. Load the averages of a model with equal shapes"
+            f"the {what} of {member.name!r} has shape {shapes}. Load the {what} of a model with equal shapes"
         )
     if not isinstance(value, DTensor):
         return rows_of(value, member.spec)
     local = value._local_tensor
     if not isinstance(local, LocalShard) or not local.spec.same_sharding(member.spec):
         raise ValueError(
-            f"the average of {member.name!r} is not sharded like the parameter. Load it through a checkpoint"
+            f"the {what} of {member.name!r} is not sharded like the parameter. Load it through a checkpoint"
         )
     return plain(value)

@@ -38,10 +38,11 @@ class MemoryReport:
     - ``residual``: errors of encoded gradients that are added to the next gradients (`hop2_codec` with feedback). They
       are allocated by the first backward that reduces gradients.
     - ``optimizer``: optimizer state. This kind is measured but not predicted.
+    - ``outer``: anchors and momentum of :func:`layerzero.outer`. This kind is measured but not predicted.
 
-    Kinds of host memory: ``host_accumulator`` with `offload_grads`; ``host_zero1_shard``, ``host_gradient_shard`` and
-    ``host_optimizer`` with `offload_optimizer`; ``host_zero3_shard`` with `offload_params`. The corresponding kinds on
-    the device are then 0.
+    Kinds of host memory: ``host_accumulator`` with `offload_grads`; ``host_zero1_shard``, ``host_gradient_shard``,
+    ``host_optimizer`` and ``host_outer`` with `offload_optimizer`; ``host_zero3_shard`` with `offload_params`. The
+    corresponding kinds on the device are then 0.
 
     If the ranks of a ZeRO-3 group share memory, each rank counts its own part, which is its ZeRO-3 shard and the
     gradients that other ranks read. These gradients are in ``reduce_buffer``, or in ``accumulator`` with
@@ -55,7 +56,7 @@ class MemoryReport:
             reduces gradients, because it is allocated on first use.
         measured: number of bytes in the storages that currently exist.
         predicted_peak: predicted maximum number of bytes on the device during a step, including the measured optimizer
-            state.
+            state and the measured state of outer steps.
         measured_peak: maximum number of bytes on the device so far, as counted by the model's own pools. Activations
             and temporary allocations by torch or the optimizer are not included.
         shared_segment: number of bytes of shared memory that the ZeRO-3 group uses, as counted by the operating system.
@@ -97,12 +98,12 @@ class TrafficReport:
             set by `reshard_after_forward`), ``hop1``, ``hop2``, ``refresh``, ``metadata`` (one byte per parameter),
             ``gather_order`` (16 bytes whenever units are called in a new order), ``scalar_reduce`` (norms),
             ``unshard``, ``broadcast``, ``owner_gather`` and ``owner_scatter`` (send full parameters to their owners and
-            back, inside the ZeRO-3 group). If ranks share memory, a ``gather`` sends no data.
+            back, inside the ZeRO-3 group), ``site_gradients`` and ``site_deltas`` (see :func:`layerzero.outer`). If ranks share memory, a ``gather`` sends no data.
         bytes: number of bytes sent, by collective. If ranks share memory, ``hop1`` counts the bytes that this rank has
             read from other ranks' memory.
         bytes_by_axis: number of bytes sent, by axis: ``zero3`` (inside the ZeRO-3 group), ``replica`` (between
             replicas), ``control`` (the bytes of ``metadata`` and ``gather_order``, on the CPU), ``model_parallel``
-            (such as the tensor-parallel axis).
+            (such as the tensor-parallel axis), ``site`` (between sites).
         predicted: predicted number of bytes that gathers, reductions and refreshes send, by collective, for the same
             number of calls. A collective is omitted if the handles have not all called it equally often. Refreshes are
             omitted if `refresh_codec` encodes them.
@@ -172,7 +173,7 @@ def _memory(runtime: LayerZeroState) -> MemoryReport:
         predicted=predicted.kinds,
         measured=measured,
         shared_segment=sum(transport.shared_bytes for transport in runtime.transports),
-        predicted_peak=predicted.peak + measured["optimizer"],
+        predicted_peak=predicted.peak + measured["optimizer"] + measured.get("outer", 0),
         measured_peak=on_device(measured)
         - measured["cached_buffer"]
         - measured["full_buffer"]
@@ -251,6 +252,8 @@ def measure(runtime: LayerZeroState) -> dict[str, int]:
     measured["host_optimizer" if runtime.config.offload_optimizer else "optimizer"] = sum(
         _bytes(tensor) for tensor in tensors
     )
+    for kind, kept in runtime.kept_bytes.items():
+        measured[kind] += kept()
     return dict(measured)
 
 

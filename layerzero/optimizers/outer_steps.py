@@ -1,0 +1,620 @@
+"""Train several sites that synchronize every few steps instead of every step (DiLoCo).
+
+[Note: Outer steps]
+Each site trains its own copy of the model for H optimizer steps. All sites remember the same weights, the anchor. A
+site then computes the difference delta = anchor - weights, and the sites exchange their deltas. With the mean of the
+deltas as a gradient, SGD with Nesterov momentum updates the anchor (the outer step). Each rank exchanges only its own
+ZeRO-1 shard, with the ranks that have the same rows in the other sites. Anchors and momentum are therefore sharded like
+the masters, and an outer step is an update of existing shards.
+
+The model may be cut into fragments of whole units. The exchanges of fragments are spread evenly over the H steps, and
+an exchange may overlap with the next `delay` steps (Streaming DiLoCo). A site keeps what it has learned in the
+meantime: after an outer step, its weights are
+
+    new anchor + (weights - (anchor - delta as the other sites have decoded it)).
+
+Without a codec, the last term is the progress since the exchange began. With a codec, it also contains the error of
+the message. The error is thus part of the next delta (error feedback), and needs no memory of its own.
+
+All sites decode the same bytes in the same order, so their anchors are bitwise equal. Each message starts with the
+number of the step, the fragment and a checksum of the anchor, which the receivers compare with their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from layerzero.comm.agreement import require_equal
+from layerzero.comm.codecs import GatherCodec, ParamRows
+from layerzero.comm.collectives import (
+    Collective,
+    Communicator,
+    PendingCollective,
+    all_gather,
+    all_reduce,
+    broadcast,
+    connect,
+)
+from layerzero.comm.process_groups import groups_so_far
+from layerzero.dtensor.local_shard import plain
+from layerzero.dtensor.mutation_tracker import MutationTracker
+from layerzero.dtensor.sharded_tensor import sharded
+from layerzero.engine.handle import Handle
+from layerzero.engine.hooks import get_state
+from layerzero.engine.managed_param import ManagedParam
+from layerzero.engine.state import LayerZeroState
+from layerzero.optimizers.ema import own_rows
+from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
+from layerzero.optimizers.wrapped_optimizer import note_edits
+from layerzero.utils.bit_sums import sum64
+
+__all__ = ["OuterSteps", "outer"]
+
+_HEADER = 4  # int64 values at the start of a message: step, fragment, checksum of the anchor, and padding
+_ALIGNED = 16  # bytes
+_KINDS = ("outer", "host_outer")  # kinds of memory
+
+
+class OuterSettings(NamedTuple):
+    """Settings of :func:`outer`, which must be equal on all ranks of all sites."""
+
+    every: int
+    warmup: int
+    fragments: int
+    delay: int
+    lr: float
+    momentum: float
+    codec: GatherCodec | None
+
+    def check(self) -> None:
+        """Raise ValueError if a setting is out of range."""
+        for name, value, least in (
+            ("every", self.every, 1),
+            ("warmup", self.warmup, 0),
+            ("fragments", self.fragments, 1),
+            ("delay", self.delay, 0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r} is not a number of steps. Pass an int of at least {least}")
+        if self.delay >= self.every:
+            raise ValueError(
+                f"delay={self.delay} is not less than every={self.every}, so two exchanges of the same weights would "
+                f"overlap. Use a delay of at most {self.every - 1}"
+            )
+        if self.fragments > self.every:
+            raise ValueError(
+                f"fragments={self.fragments} is more than every={self.every}, so a step would exchange several "
+                f"fragments. Use at most {self.every} fragments"
+            )
+        if not self.lr > 0 or not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"lr={self.lr} and momentum={self.momentum} are not valid for the outer steps. Use lr > 0 and "
+                "0 <= momentum < 1, for example lr=0.7 and momentum=0.5"
+            )
+
+
+def outer(
+    model: nn.Module,
+    *optimizers: ShardedOptimizer,
+    sites: DeviceMesh | dist.ProcessGroup,
+    every: int,
+    warmup: int,
+    fragments: int = 1,
+    delay: int = 0,
+    lr: float = 0.7,
+    momentum: float = 0.5,
+    codec: GatherCodec | None = None,
+) -> OuterSteps:
+    """Synchronize several sites every `every` steps (DiLoCo, arXiv:2311.08105; Streaming DiLoCo, arXiv:2501.18512).
+
+    A site is a set of ranks with fast links, such as a cluster. Each site has its own mesh and trains the model on its
+    own data. This is a different training from synchronous data parallelism: losses differ. Use it if the link between
+    sites is too slow for an exchange in every step. All ranks of all sites must call this function, after
+    :func:`shard_optimizer`. It copies the weights of the first site to the other sites.
+
+    During the first `warmup` steps, the sites average their gradients in each step, as in synchronous training.
+    Afterwards, call :meth:`OuterSteps.step` after each optimizer step.
+
+    Args:
+        model: model that :func:`shard_model` returned, on the mesh of this rank's site.
+        optimizers: all optimizers of the model, which :func:`shard_optimizer` returned.
+        sites: 1-D mesh or process group of the ranks with the same position in the different sites.
+        every: number H of optimizer steps between two outer steps of the same weights.
+        warmup: number of synchronous steps before the sites train separately. Training from random weights without
+            warm-up ends with a higher loss.
+        fragments: number of parts into which the units are divided. Parts are exchanged at different steps.
+        delay: number of steps during which an exchange may be in flight. It is less than `every`.
+        lr: learning rate of the outer steps.
+        momentum: Nesterov momentum of the outer steps.
+        codec: codec of the exchanged differences, such as :class:`Int4Blocks`; None sends fp32.
+
+    Returns:
+        The object whose ``step()`` performs the outer steps. Its anchors and momentum take 8 bytes per element of the
+        ZeRO-1 shard (4 without momentum).
+
+    Raises:
+        TypeError, ValueError: an argument is not valid, ranks pass different arguments, or sites have different models.
+
+    Example::
+
+        mesh = init_device_mesh("cuda", (2, 4, 8), mesh_dim_names=("site", "replica", "zero3"))
+        model = layerzero.shard_model(model, mesh=mesh["replica", "zero3"], units={Block})
+        optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+        outer = layerzero.outer(model, optimizer, sites=mesh["site"], every=32, warmup=1000)
+        for batch in batches:
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outer.step()
+    """
+    if not optimizers or not all(isinstance(optimizer, ShardedOptimizer) for optimizer in optimizers):
+        raise TypeError(
+            "layerzero.outer requires the optimizers that layerzero.shard_optimizer returned. Pass at least one"
+        )
+    runtime = get_state(model)
+    if not all(optimizer in runtime.optimizers for optimizer in optimizers):
+        raise ValueError("an optimizer belongs to another model. Create outer steps for each model")
+    if any(kind in runtime.kept_bytes for kind in _KINDS):
+        raise ValueError("the model already has outer steps. Call close() of the other outer steps first")
+    settings = OuterSettings(every, warmup, fragments, delay, lr, momentum, codec)
+    comm = _connect(runtime, sites, settings)
+    return OuterSteps(runtime, optimizers, comm, settings)
+
+
+def _connect(runtime: LayerZeroState, sites: DeviceMesh | dist.ProcessGroup, settings: OuterSettings) -> Communicator:
+    """Check that all ranks of all sites agree, and create the communicator between sites."""
+    failure: Exception | None = None
+    column: list[int] = []
+    like: dist.ProcessGroup | None = None
+    try:
+        settings.check()
+        like = _group_of(sites)
+        column = dist.get_process_group_ranks(like)
+        _require_sites(runtime, column)
+    except (TypeError, ValueError) as error:
+        failure = error
+    said = {name: repr(value) for name, value in settings._asdict().items()}
+    require_equal("layerzero.outer", said, ranks=runtime.ranks.ranks, failure=failure)
+    assert like is not None
+    described = {
+        handle.name: [handle.mesh_info.shard_index, handle.trainable, handle.weights.master.numel()]
+        + [[member.name, list(member.spec.true_shape)] for member in handle.members]
+        for handle in runtime.handles
+    }
+    try:
+        fields = {**said, "position of the rank in its site": runtime.mesh_info.shard_index, "units": described}
+        advice = "Shard the same model in the same way in each site"
+        require_equal(
+            "layerzero.outer, between sites", fields, ranks=column, groups=groups_so_far(column), advice=advice
+        )
+    except ValueError as error:
+        failure = error
+    require_equal("layerzero.outer, between sites", {}, ranks=runtime.ranks.ranks, failure=failure)
+    kind = runtime.mesh_info.mesh.device_type
+    group = runtime.mesh_info.groups.new(column, like=like, device_type=kind)
+    comm = Communicator.over("sites", "site", group, runtime.mesh_info.counters, kind)
+    connect(comm, runtime.mesh_info.device)
+    return comm
+
+
+def _group_of(sites: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
+    if isinstance(sites, DeviceMesh):
+        if sites.ndim != 1:
+            raise ValueError(
+                f'sites is a mesh with {sites.ndim} axes, but sites are connected along one axis. Pass mesh["site"], '
+                "the axis of the sites"
+            )
+        return sites.get_group()
+    if not isinstance(sites, dist.ProcessGroup):
+        raise TypeError(
+            f"sites must be a 1-D DeviceMesh or a ProcessGroup, got {type(sites).__name__}. Pass the axis of a mesh "
+            "that connects the ranks with the same position in each site"
+        )
+    return sites
+
+
+def _require_sites(runtime: LayerZeroState, column: Sequence[int]) -> None:
+    shared = sorted(set(column) & set(runtime.ranks.ranks))
+    if shared != [dist.get_rank()]:
+        raise ValueError(
+            f"sites={list(column)} contains the ranks {shared} of this rank's site {list(runtime.ranks.ranks)}, so "
+            "these ranks would average twice. Pass ranks of different sites, one of each, with this rank among them"
+        )
+
+
+class _Exchange(NamedTuple):
+    """Exchange of the deltas of one fragment."""
+
+    due: int  # number of the step after which its outer step is taken
+    messages: Tensor  # uint8 [sites, bytes], on the communicator's device
+    works: PendingCollective
+
+
+class _Deltas(NamedTuple):
+    """Decoded deltas of one fragment, 1-D [n]."""
+
+    due: int
+    mean: Tensor  # of all sites
+    own: Tensor  # of this site, as the other sites have decoded it
+
+
+@dataclass(eq=False)
+class _Fragment:
+    """Part of the model that is exchanged at once."""
+
+    index: int
+    handles: tuple[Handle, ...]
+    anchor: Tensor  # 1-D [n], fp32 (fp64 if masters are): this rank's rows of the weights after the last outer step
+    velocity: Tensor | None  # 1-D [n], momentum of the outer steps
+    exchange: _Exchange | None = None
+    deltas: _Deltas | None = None  # of the exchange in flight, once its messages are decoded
+
+    def parts(self, flat: Tensor) -> Iterator[tuple[Handle, Tensor]]:
+        """Yield each handle with its part of a tensor [n]."""
+        sizes = [handle.weights.master.numel() for handle in self.handles]
+        yield from zip(self.handles, torch.split(flat, sizes), strict=True)
+
+
+class OuterSteps:
+    """Outer steps of one model. Created by :func:`outer`; see [Note: Outer steps].
+
+    Attributes:
+        steps: number of calls to :meth:`step`.
+        settings: settings of :func:`outer`.
+    """
+
+    def __init__(
+        self,
+        runtime: LayerZeroState,
+        optimizers: Sequence[ShardedOptimizer],
+        comm: Communicator,
+        settings: OuterSettings,
+    ) -> None:
+        self.steps = 0
+        self.settings = settings
+        self._runtime = runtime
+        self._comm = comm
+        self._averaged = -1  # number of backward passes before the last average of gradients
+        self._copy_first_site()
+        self._handles = tuple(handle for handle in runtime.handles if handle.trainable)
+        self._layouts = tuple(handle.layout for handle in self._handles)
+        self._groups = _divide(self._handles, settings.fragments)
+        self._fragments: list[_Fragment] = []  # empty during the warm-up
+        self._hooks: list[Any] = [
+            optimizer.register_step_pre_hook(lambda *_: self.average_gradients()) for optimizer in optimizers
+        ]
+        runtime.kept_bytes[_KINDS[runtime.config.offload_optimizer]] = lambda: self.nbytes
+        runtime.on_close.append(self.close)
+        if not settings.warmup:
+            self._set_anchors()
+
+    @property
+    def in_warmup(self) -> bool:
+        """True if the next optimizer step is synchronous."""
+        return self.steps < self.settings.warmup
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the anchors and the momentum on this rank."""
+        kept = [tensor for each in self._fragments for tensor in (each.anchor, each.velocity) if tensor is not None]
+        return sum(tensor.nbytes for tensor in kept)
+
+    def close(self) -> None:
+        """Stop averaging gradients. Later calls of :meth:`step` raise an error."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._fragments.clear()
+        for kind in _KINDS:
+            self._runtime.kept_bytes.pop(kind, None)
+
+    # Synchronous steps
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Average the gradients over all sites during the warm-up, and do nothing afterwards.
+
+        ``optimizer.step()`` calls this method. Call it yourself before code that reads gradients, such as
+        :func:`clip_grad_norm_` or ``GradScaler.unscale_``. It may be called any number of times.
+        """
+        if not self.in_warmup:
+            return
+        self._runtime.scheduler.complete_gradients()
+        if self._averaged == self._runtime.gradients.backwards:
+            return
+        self._averaged = self._runtime.gradients.backwards
+        members = [member for handle in self._handles for member in handle.members]
+        device = self._runtime.mesh_info.device
+        flags = [member.sharded.grad is not None for member in members]
+        has_gradient = torch.tensor(flags, dtype=torch.int32, device=device)
+        all_reduce(self._comm, Collective.SITE_GRADIENTS, has_gradient, dist.ReduceOp.MAX).wait()
+        used = [member for member, flag in zip(members, has_gradient.tolist(), strict=True) if flag]
+        if absent := [member for member in used if member.sharded.grad is None]:  # only other sites have used them
+            for member in absent:
+                member.sharded.grad = torch.zeros_like(member.sharded)
+            self._runtime.scheduler.complete_gradients()
+        if not used:
+            return
+        gradients = [member.sharded.grad for member in used]
+        rows = [plain(gradient).view(-1) for gradient in gradients if gradient is not None]
+        flat = torch.cat(rows).to(device)
+        all_reduce(self._comm, Collective.SITE_GRADIENTS, flat, dist.ReduceOp.SUM).wait()
+        flat.div_(self._comm.size)
+        torch._foreach_copy_(rows, list(torch.split(flat.to(rows[0].device), [each.numel() for each in rows])))
+        note_edits(gradient for gradient in gradients if gradient is not None)
+
+    def _copy_first_site(self) -> None:
+        """Copy the weights of the first site to the other sites."""
+        self._runtime.refreshes.before_master_write()
+        with torch.no_grad():
+            for handle in self._runtime.handles:
+                master, device = handle.weights.master, self._runtime.mesh_info.device
+                on_device = master.detach().to(device)
+                if on_device.numel():
+                    broadcast(self._comm, Collective.BROADCAST, on_device)
+                if on_device.data_ptr() != master.data_ptr():
+                    master.copy_(on_device)
+        self._runtime.refreshes.launch()
+
+    # Outer steps
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Exchange differences and take outer steps, if they are due. Call this method after each optimizer step.
+
+        All ranks of all sites must call this method equally often, also if a loss scaler or a guard has skipped the
+        optimizer step in some sites.
+
+        Raises:
+            RuntimeError: the sites are at different steps, or their anchors differ.
+        """
+        if not self._hooks:
+            raise RuntimeError("step() was called after close() of the outer steps or of the model. Create new ones")
+        if any(handle.layout is not layout for handle, layout in zip(self._handles, self._layouts, strict=True)):
+            raise RuntimeError(
+                "shard_optimizer moved rows to the owners of full parameters after layerzero.outer was called. Call "
+                "layerzero.outer after shard_optimizer"
+            )
+        self.steps += 1
+        if self.steps < self.settings.warmup:
+            return
+        if self.steps == self.settings.warmup:
+            self._set_anchors()
+            return
+        for fragment in self._fragments:
+            due = fragment.exchange.due if fragment.exchange else fragment.deltas.due if fragment.deltas else None
+            if due == self.steps:
+                self._take(fragment)
+        since, every = self.steps - self.settings.warmup, self.settings.every
+        for fragment in self._fragments:
+            first = every * (fragment.index + 1) // self.settings.fragments  # in each period of `every` steps
+            if since % every == first % every:
+                self._start(fragment)
+                if not self.settings.delay:
+                    self._take(fragment)
+
+    def _set_anchors(self) -> None:
+        """Make the current weights the anchors, which must be equal in all sites."""
+        for index, handles in enumerate(self._groups):
+            anchor = _flat_master(handles)
+            velocity = torch.zeros_like(anchor) if self.settings.momentum else None
+            self._fragments.append(_Fragment(index, handles, anchor, velocity))
+        sums = torch.stack([sum64(fragment.anchor).cpu() for fragment in self._fragments])
+        gathered = torch.empty(self._comm.size, len(sums), dtype=sums.dtype, device=self._runtime.mesh_info.device)
+        own = sums.to(gathered.device)
+        all_gather(self._comm, Collective.SITE_DELTAS, gathered.view(-1), own, name="checksums").wait()
+        if not bool((gathered == own).all()):
+            raise RuntimeError(
+                f"layerzero.outer: after {self.steps} synchronous steps, the weights of the sites "
+                f"{list(self._comm.held_group.ranks)} differ, so they have no common anchor. Call step() after each "
+                "optimizer step, and change weights and learning rates equally in all sites"
+            )
+
+    def _start(self, fragment: _Fragment) -> None:
+        """Send this site's delta, and start to receive those of the other sites."""
+        delta = fragment.anchor - _flat_master(fragment.handles)
+        width = _message_bytes(self.settings.codec, delta)
+        message = torch.zeros(width, dtype=torch.uint8, device=delta.device)
+        header, payload = message[: 8 * _HEADER].view(torch.int64), message[8 * _HEADER :]
+        header[0], header[1], header[2] = self.steps, fragment.index, sum64(fragment.anchor)
+        if self.settings.codec is None:
+            payload[: delta.nbytes].view(delta.dtype).copy_(delta)
+        elif delta.numel():
+            blocks, exact = [ParamRows(0, 1, delta.numel())], delta.float()
+            self.settings.codec.encode(exact, blocks, payload[: self.settings.codec.nbytes(blocks, exact.dtype)])
+        messages = torch.empty(self._comm.size, width, dtype=torch.uint8, device=self._runtime.mesh_info.device)
+        messages[self._comm.rank].copy_(message)
+        name = f"fragment {fragment.index}"
+        works = all_gather(self._comm, Collective.SITE_DELTAS, messages.view(-1), messages[self._comm.rank], name=name)
+        fragment.exchange = _Exchange(self.steps + self.settings.delay, messages, works)
+
+    def _finish(self, fragment: _Fragment) -> _Deltas | None:
+        """Wait for the exchange in flight, if there is one, and decode its messages."""
+        exchange = fragment.exchange
+        if exchange is None:
+            return fragment.deltas
+        exchange.works.wait()
+        messages = exchange.messages.to(fragment.anchor.device)
+        self._require_same_step(fragment, messages[:, : 8 * _HEADER].contiguous().view(torch.int64))
+        mean, own = torch.zeros_like(fragment.anchor), torch.zeros_like(fragment.anchor)
+        delta = torch.empty_like(mean)
+        for site, message in enumerate(messages[:, 8 * _HEADER :]):
+            if self.settings.codec is None:
+                delta.copy_(message[: delta.nbytes].view(delta.dtype))
+            elif delta.numel():
+                blocks, exact = [ParamRows(0, 1, delta.numel())], delta.float()
+                self.settings.codec.decode(message[: self.settings.codec.nbytes(blocks, exact.dtype)], blocks, exact)
+                delta.copy_(exact)
+            mean.add_(delta)
+            if site == self._comm.rank:
+                own.copy_(delta)
+        fragment.deltas, fragment.exchange = _Deltas(exchange.due, mean.div_(self._comm.size), own), None
+        return fragment.deltas
+
+    def _require_same_step(self, fragment: _Fragment, headers: Tensor) -> None:
+        """Raise RuntimeError if the messages of the sites do not belong together."""
+        own = headers[self._comm.rank]
+        if bool((headers == own).all()):
+            return
+        sent = "; ".join(
+            f"rank {rank}: step {step}, fragment {index}, anchor {checksum & (2**64 - 1):x}"
+            for rank, (step, index, checksum, _) in zip(self._comm.held_group.ranks, headers.tolist(), strict=True)
+        )
+        raise RuntimeError(
+            f"layerzero.outer: the sites exchanged different states of {fragment.handles[0].name!r} and "
+            f"{len(fragment.handles) - 1} more handles ({sent}). Call step() equally often in all sites, and resume "
+            "all sites from checkpoints of the same step"
+        )
+
+    def _take(self, fragment: _Fragment) -> None:
+        """Take the outer step of a fragment: update its anchor, and move this site's weights to it."""
+        deltas = self._finish(fragment)
+        assert deltas is not None
+        fragment.deltas = None
+        start = fragment.anchor - deltas.own  # weights when the exchange began, as the other sites have decoded them
+        update = deltas.mean
+        if fragment.velocity is not None:
+            fragment.velocity.mul_(self.settings.momentum).add_(deltas.mean)
+            update = deltas.mean + self.settings.momentum * fragment.velocity
+        fragment.anchor.sub_(update, alpha=self.settings.lr)
+        self._runtime.refreshes.before_master_write(fragment.handles)
+        for (handle, begun), (_, anchor) in zip(fragment.parts(start), fragment.parts(fragment.anchor), strict=True):
+            master = handle.weights.master
+            master.copy_(anchor + (master - begun))
+        # Errors of encoded gradients and differences to the previous weights remain valid.
+        self._runtime.refreshes.launch(fragment.handles, outside_step=False)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the outer steps, to be saved with this site's model and optimizer.
+
+        All ranks of the site must call this method. It waits for exchanges in flight, but does not take their outer
+        steps.
+
+        Returns:
+            ``{"steps": number, "anchors": {name: tensor}, "velocities": {name: tensor}, "means": {name: tensor},
+            "own": {name: tensor}, "due": {name: number}}``. Tensors are sharded like the parameters. The last three
+            entries describe exchanges in flight. Pass the result in ``extra`` of :func:`layerzero.checkpoint.save`.
+        """
+        state: dict[str, Any] = {
+            "steps": self.steps,
+            **{key: {} for key in ("anchors", "velocities", "means", "own", "due")},
+        }
+        for fragment in self._fragments:
+            deltas = self._finish(fragment)
+            named = {"anchors": fragment.anchor, "velocities": fragment.velocity}
+            if deltas is not None:
+                named |= {"means": deltas.mean, "own": deltas.own}
+            for key, flat in named.items():
+                if flat is not None:
+                    state[key] |= {
+                        m.name: sharded(rows, m.spec, MutationTracker()) for m, rows in _rows(fragment, flat)
+                    }
+            if deltas is not None:
+                state["due"] |= {member.name: deltas.due for member, _ in _rows(fragment, fragment.anchor)}
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the result of :meth:`state_dict`. Load the model and the optimizer of this site first.
+
+        Raises:
+            ValueError: parameters are missing or unexpected, or an exchange was in flight and the fragments differ.
+        """
+        steps, anchors = int(state_dict["steps"]), state_dict["anchors"]
+        names = {member.name for handle in self._handles for member in handle.members}
+        expected = names if steps >= self.settings.warmup else set()
+        if set(anchors) != expected:
+            missing, unexpected = sorted(expected - set(anchors)), sorted(set(anchors) - expected)
+            raise ValueError(
+                f"the state of the outer steps does not fit the model after {steps} steps with "
+                f"warmup={self.settings.warmup}: missing {missing}, unexpected {unexpected}. Load a state with the "
+                "same parameters and the same warmup"
+            )
+        fragments = []
+        for index, handles in enumerate(self._groups if expected else ()):
+            anchor = torch.zeros_like(_flat_master(handles))
+            velocity = torch.zeros_like(anchor) if self.settings.momentum else None
+            fragment = _Fragment(index, handles, anchor, velocity)
+            _load_rows(fragment, anchor, anchors)
+            if velocity is not None and state_dict["velocities"]:
+                _load_rows(fragment, velocity, state_dict["velocities"])
+            fragment.deltas = _load_deltas(fragment, state_dict)
+            fragments.append(fragment)
+        self.steps, self._fragments, self._averaged = steps, fragments, -1
+
+
+def _divide(handles: Sequence[Handle], fragments: int) -> list[tuple[Handle, ...]]:
+    """Divide handles, in their order, into fragments of about equal size. The result does not depend on the ranks.
+
+    Raises:
+        ValueError: there are fewer handles than fragments.
+    """
+    if fragments > len(handles):
+        raise ValueError(
+            f"fragments={fragments} is more than the {len(handles)} trainable units. Use at most {len(handles)}"
+        )
+    sizes = [sum(math.prod(member.spec.true_shape) for member in handle.members) for handle in handles]
+    groups: list[list[Handle]] = [[]]
+    done, total = 0, sum(sizes)
+    for position, (handle, size) in enumerate(zip(handles, sizes, strict=True)):
+        left = len(handles) - position
+        wanted = len(groups) * total <= done * fragments or left <= fragments - len(groups)
+        if groups[-1] and len(groups) < fragments and wanted:
+            groups.append([])
+        groups[-1].append(handle)
+        done += size
+    return [tuple(group) for group in groups]
+
+
+def _flat_master(handles: Sequence[Handle]) -> Tensor:
+    """Return a copy of this rank's masters, 1-D [n], in fp32 or fp64."""
+    masters = [handle.weights.master.view(-1) for handle in handles]
+    dtype = torch.float64 if any(master.dtype == torch.float64 for master in masters) else torch.float32
+    return torch.cat([master.to(dtype) for master in masters])
+
+
+def _message_bytes(codec: GatherCodec | None, delta: Tensor) -> int:
+    """Return the size of the message of a delta in bytes, a multiple of 16."""
+    size = delta.nbytes
+    if codec is not None:
+        size = codec.nbytes([ParamRows(0, 1, delta.numel())], torch.float32) if delta.numel() else 0
+    return 8 * _HEADER + -(-size // _ALIGNED) * _ALIGNED
+
+
+def _rows(fragment: _Fragment, flat: Tensor) -> Iterator[tuple[ManagedParam, Tensor]]:
+    """Yield each parameter of a fragment with its rows in a tensor [n]."""
+    for handle, part in fragment.parts(flat):
+        for member in handle.members:
+            yield member, part[member.shard_slice].view(member.master.shape)
+
+
+def _load_rows(fragment: _Fragment, flat: Tensor, loaded: Mapping[str, Any]) -> None:
+    for member, rows in _rows(fragment, flat):
+        rows.copy_(own_rows(member, loaded[member.name], "outer state"))
+
+
+def _load_deltas(fragment: _Fragment, state_dict: Mapping[str, Any]) -> _Deltas | None:
+    """Return the deltas of an exchange that was in flight, or None if there was none."""
+    names = [member.name for handle in fragment.handles for member in handle.members]
+    due = {state_dict["due"].get(name) for name in names}
+    if due == {None}:
+        return None
+    if len(due) > 1:
+        raise ValueError(
+            "the state of the outer steps was saved with other fragments while an exchange was in flight. Load it with "
+            "the same units and number of fragments"
+        )
+    deltas = _Deltas(int(due.pop()), torch.zeros_like(fragment.anchor), torch.zeros_like(fragment.anchor))
+    _load_rows(fragment, deltas.mean, state_dict["means"])
+    _load_rows(fragment, deltas.own, state_dict["own"])
+    return deltas
