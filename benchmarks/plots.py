@@ -21,6 +21,7 @@ __all__ = ["IMAGES", "draw"]
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 _COLORS = {
     "ours": "#1b6ca8",
+    "sites": "#74a9cf",
     "full": "#c97b3d",
     "hybrid": "#6a9a5b",
     "hpz": "#8d6ab8",

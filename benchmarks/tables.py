@@ -186,7 +186,7 @@ def losses_agree(rows: Sequence[Row]) -> tuple[int, float]:
 
     The spread is infinite if a loss is NaN or infinite.
     """
-    trained = [row.losses for row in rows if row.runs and row.entry.family != "compute"]
+    trained = [row.losses for row in rows if row.runs and row.entry.family not in ("compute", "sites")]
     if not trained:
         return 0, 0.0
     steps = min(map(len, trained))

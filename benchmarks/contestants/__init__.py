@@ -26,9 +26,9 @@ class Entry:
 
     Attributes:
         label: plain text for tables and plots.
-        family: ``"ours"``, ``"compute"``, or the kind of sharding of a peer: ``"full"``, ``"hybrid"``, ``"hpz"``
-            (weights inside a node, gradients across nodes), ``"optimizer"`` (only optimizer state), ``"replicated"``
-            (nothing).
+        family: ``"ours"``, ``"sites"`` (ours, not synchronous), ``"compute"``, or the kind of sharding of a peer:
+            ``"full"``, ``"hybrid"``, ``"hpz"`` (weights inside a node, gradients across nodes), ``"optimizer"`` (only
+            optimizer state), ``"replicated"`` (nothing).
         target: ``module:class`` in this package.
         settings: keyword arguments of the class; the values NODE and WORLD are replaced by fields of the task.
         needs: package that must be installed.
@@ -97,6 +97,12 @@ ENTRIES: dict[str, Entry] = {
         "sharded",
         hop2="int4",
         refresh_codec="lossless",
+    ),
+    "layerzero-sites": Entry(
+        "layerzero, a site per node, H=16, 4 fragments, int4",
+        "sites",
+        "ours:Sites",
+        {"every": 16, "fragments": 4, "delay": 3},
     ),
     "layerzero-full": _ours('layerzero hybrid, "full"', NODE, "full"),
     "layerzero-exchanges": _ours('layerzero hybrid, "sharded", shared memory off', NODE, "sharded", "off"),

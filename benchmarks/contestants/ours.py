@@ -6,12 +6,13 @@ from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import layerzero
 from benchmarks.contestants.base import Contestant
 from benchmarks.task import COMPUTE_DTYPE, Task, loss_of, make_model
 
-__all__ = ["ComputeAlone", "LayerZero"]
+__all__ = ["ComputeAlone", "LayerZero", "Sites"]
 
 
 class LayerZero(Contestant):
@@ -52,6 +53,53 @@ class LayerZero(Contestant):
     def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def ledger(self) -> dict[str, int]:
+        return layerzero.traffic(self.model, reset=True).bytes_by_axis
+
+    def kinds(self) -> dict[str, int]:
+        return layerzero.memory(self.model).measured
+
+    def close(self) -> None:
+        layerzero.close(self.model)
+        super().close()
+
+
+class Sites(Contestant):
+    """layerzero with one site per node, and outer steps between sites. This is not synchronous training.
+
+    Each site trains on its own batches, so the loss differs from that of other contestants.
+    """
+
+    def __init__(self, task: Task, *, every: int, fragments: int, delay: int) -> None:
+        super().__init__(task)
+        shape = (task.ranks // task.node_size, 1, task.node_size)
+        mesh = init_device_mesh(task.device_type, shape, mesh_dim_names=("site", "replica", "zero3"))
+        self.model = layerzero.shard_model(
+            task.build(), mesh=mesh["replica", "zero3"], units=task.is_unit, mp_policy=task.policy
+        )
+        self.optimizer = layerzero.shard_optimizer(task.optimizer(self.model.parameters()), self.model)
+        self._outer = layerzero.outer(
+            self.model,
+            self.optimizer,
+            sites=mesh["site"],
+            every=every,
+            warmup=0,
+            fragments=fragments,
+            delay=delay,
+            codec=layerzero.Int4Blocks(),
+        )
+
+    def backward(self, batch: Any, *, last: bool) -> Tensor:
+        with nullcontext() if last else layerzero.no_sync(self.model):
+            loss = self.task.loss(self.model, batch)
+            (loss / self.task.micro_batches).backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._outer.step()
 
     def ledger(self) -> dict[str, int]:
         return layerzero.traffic(self.model, reset=True).bytes_by_axis

@@ -36,7 +36,7 @@ from benchmarks.worker import Job, take_step
 from tests.support.ranks import run_ranks
 
 TINY = {"layers": 2, "width": 64, "seq_len": 16}
-TRAINED = [name for name, entry in ENTRIES.items() if entry.needs is None and entry.family != "compute"]
+TRAINED = [name for name, entry in ENTRIES.items() if entry.needs is None and entry.family not in ("compute", "sites")]
 
 
 def three_steps(rank: int, name: str, reduce: str) -> tuple[list[float], dict[str, int]]:
@@ -69,6 +69,25 @@ def test_contestants_train_alike_and_hybrids_send_what_the_formula_says(reduce: 
     for name in ("layerzero", "layerzero-full", "layerzero-exchanges", "layerzero-full-exchanges"):
         sent = sum(rank[name][1]["replica"] for rank in ranks[:2])
         assert sent == pytest.approx(results.formula_bytes(reduce), rel=0.03)
+
+
+def _sites(rank: int) -> list[int]:
+    """Return the bytes that a rank of two sites sends to the other site, by step."""
+    task = Task(micro_batches=2, reduce="fp32", **{**TINY, "layers": 4})
+    contestant = ENTRIES["layerzero-sites"].load()(task)
+    sent = []
+    for step in range(9):
+        contestant.ledger()
+        take_step(contestant, make_batches(task, rank=rank, step=step))
+        ledger = contestant.ledger()
+        assert not ledger.get("replica"), ledger
+        sent.append(ledger.get("site", 0))
+    return sent
+
+
+def test_sites_exchange_a_fragment_every_four_steps() -> None:
+    for sent in run_ranks(_sites):
+        assert [step for step, each in enumerate(sent) if each] == [3, 7]
 
 
 def test_a_contest_keeps_its_results_and_goes_on_where_it_stopped(tmp_path: Path, capsys: Any) -> None:
