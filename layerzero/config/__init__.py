@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from layerzero.comm.codecs import GatherCodec
 from layerzero.utils.lossless_differences import LosslessDifferences
 
-__all__ = ["ACCUMULATIONS", "AUTO", "OFFLOADS", "UNSUPPORTED", "LayerZeroConfig", "Precision", "Units"]
+__all__ = ["ACCUMULATIONS", "AUTO", "OFFLOADS", "UNSUPPORTED", "LayerZeroConfig", "Precision", "Units", "codec_text"]
 
 ACCUMULATIONS = ("sharded", "full", "local")
 SHARED_MEMORY_MODES = ("auto", "off")
@@ -235,8 +235,8 @@ class LayerZeroConfig:
             "offload_params": self.offload_params,
             "pin_memory": self.pin_memory,
             "prefetch": self.prefetch,
-            "gather_codec": _codec_text(self.gather_codec),
-            "hop2_codec": _codec_text(self.hop2_codec),
+            "gather_codec": codec_text(self.gather_codec),
+            "hop2_codec": codec_text(self.hop2_codec),
             "refresh_codec": self.refresh_codec,
             "compression that refresh_codec uses": self.refresh_codec and LosslessDifferences.best().compression,
             "shared_memory": self.shared_memory,
@@ -254,7 +254,7 @@ class LayerZeroConfig:
         return chosen
 
 
-def _codec_text(codec: GatherCodec | None) -> str | None:
+def codec_text(codec: GatherCodec | None) -> str | None:
     """Return text that identifies a codec and is the same in all processes, or None if there is no codec.
 
     The text is the class name. For a dataclass, the text also includes the fields that are numbers, strings or dtypes.

@@ -44,6 +44,7 @@ from layerzero.comm.collectives import (
     connect,
 )
 from layerzero.comm.process_groups import groups_so_far
+from layerzero.config import codec_text
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.sharded_tensor import sharded
@@ -181,8 +182,9 @@ def _connect(runtime: LayerZeroState, sites: DeviceMesh | dist.ProcessGroup, set
         _require_sites(runtime, column)
     except (TypeError, ValueError) as error:
         failure = error
-    said = {name: repr(value) for name, value in settings._asdict().items()}
-    require_equal("layerzero.outer", said, ranks=runtime.ranks.ranks, failure=failure)
+    numbers = {key: v if isinstance(v, (int, float)) else repr(v) for key, v in settings._asdict().items()}
+    shared = {**numbers, "codec": codec_text(settings.codec)}
+    require_equal("layerzero.outer", shared, ranks=runtime.ranks.ranks, failure=failure)
     assert like is not None
     described = {
         handle.name: [handle.mesh_info.shard_index, handle.trainable, handle.weights.master.numel()]
@@ -190,7 +192,8 @@ def _connect(runtime: LayerZeroState, sites: DeviceMesh | dist.ProcessGroup, set
         for handle in runtime.handles
     }
     try:
-        fields = {**said, "position of the rank in its site": runtime.mesh_info.shard_index, "units": described}
+        position = runtime.ranks.ranks.index(dist.get_rank())
+        fields = {**shared, "position of the rank in its site": position, "units": described}
         advice = "Shard the same model in the same way in each site"
         require_equal(
             "layerzero.outer, between sites", fields, ranks=column, groups=groups_so_far(column), advice=advice
@@ -222,10 +225,10 @@ def _group_of(sites: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _require_sites(runtime: LayerZeroState, column: Sequence[int]) -> None:
-    shared = sorted(set(column) & set(runtime.ranks.ranks))
-    if shared != [dist.get_rank()]:
+    common = sorted(set(column) & set(runtime.ranks.ranks))
+    if common != [dist.get_rank()]:
         raise ValueError(
-            f"sites={list(column)} contains the ranks {shared} of this rank's site {list(runtime.ranks.ranks)}, so "
+            f"sites={list(column)} contains the ranks {common} of this rank's site {list(runtime.ranks.ranks)}, so "
             "these ranks would average twice. Pass ranks of different sites, one of each, with this rank among them"
         )
 

@@ -98,7 +98,8 @@ class TrafficReport:
             set by `reshard_after_forward`), ``hop1``, ``hop2``, ``refresh``, ``metadata`` (one byte per parameter),
             ``gather_order`` (16 bytes whenever units are called in a new order), ``scalar_reduce`` (norms),
             ``unshard``, ``broadcast``, ``owner_gather`` and ``owner_scatter`` (send full parameters to their owners and
-            back, inside the ZeRO-3 group), ``site_gradients`` and ``site_deltas`` (see :func:`layerzero.outer`). If ranks share memory, a ``gather`` sends no data.
+            back, inside the ZeRO-3 group), ``site_gradients`` and ``site_deltas`` (see :func:`layerzero.outer`).
+            If ranks share memory, a ``gather`` sends no data.
         bytes: number of bytes sent, by collective. If ranks share memory, ``hop1`` counts the bytes that this rank has
             read from other ranks' memory.
         bytes_by_axis: number of bytes sent, by axis: ``zero3`` (inside the ZeRO-3 group), ``replica`` (between

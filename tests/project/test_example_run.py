@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import pytest
 import torch
 import train_gpt
+import train_sites
 
 from layerzero.engine.hooks import get_state
 from tests.support.ranks import run_ranks
@@ -89,3 +90,16 @@ def test_a_demo_says_what_its_log_needs() -> None:
     missing = mock.patch.dict(sys.modules, {"torch.utils.tensorboard": None})
     with missing, pytest.raises(SystemExit, match="--logdir needs TensorBoard: pip install tensorboard"):
         train_gpt.main(["--logdir", "somewhere"])
+
+
+def _train_sites(rank: int, argv: list[str]) -> tuple[float, float]:
+    argv = ["--model", "tiny", "--steps", "12", "--seq-len", "16", "--device", "cpu", *argv]
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        return tuple(train_sites.main(argv))
+
+
+def test_sites_learn_and_exchange_less_than_synchronous_training() -> None:
+    sites = ["--warmup", "4", "--every", "4", "--zero3-size", "2"]
+    for (loss, sent), (alone, _) in zip(run_ranks(_train_sites, sites), run_ranks(_train_sites, ["--sites", "1"])):
+        assert abs(loss - alone) < 0.1 and loss < math.log(256) - 0.5
+        assert 0 < sent < 20_000  # 0.1 million parameters
