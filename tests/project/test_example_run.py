@@ -100,6 +100,8 @@ def _train_sites(rank: int, argv: list[str]) -> tuple[float, float]:
 
 def test_sites_learn_and_exchange_less_than_synchronous_training() -> None:
     sites = ["--warmup", "4", "--every", "4", "--zero3-size", "2"]
-    for (loss, sent), (alone, _) in zip(run_ranks(_train_sites, sites), run_ranks(_train_sites, ["--sites", "1"])):
+    for (loss, sent), (alone, _) in zip(
+        run_ranks(_train_sites, sites), run_ranks(_train_sites, ["--sites", "1"]), strict=True
+    ):
         assert abs(loss - alone) < 0.1 and loss < math.log(256) - 0.5
         assert 0 < sent < 20_000  # 0.1 million parameters
