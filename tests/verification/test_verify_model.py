@@ -350,6 +350,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "zero3_size": ({"zero3_size": 2}, "verify does not support zero3_size: pass zero3_sizes"),
     "gather_codec": ({"gather_codec": layerzero.Float8Rows()}, "verify does not support gather_codec: the plain run"),
     "hop2_codec": ({"hop2_codec": layerzero.Int8Blocks()}, "verify does not support hop2_codec: the plain run"),
+    "refresh_codec": (
+        {"refresh_codec": layerzero.Int4Difference()},
+        "verify does not support refresh_codec=Int4Difference(): the plain run uses the exact weights",
+    ),
     "typo": ({"unit": {Block}}, "no setting 'unit'. Use one of ['accumulation'"),
     "accumulation": ({"accumulation": "half"}, "accumulation='half'"),
     "ignored": ({"ignored_params": []}, "ignored_params must be a function of the model, not []"),
