@@ -43,6 +43,7 @@ API = {
         "Float8Rows",
         "Int4Blocks",
         "Int8Blocks",
+        "Int4Difference",
     ],
     "Training loop": ["no_sync", "clip_grad_norm_", "register_forward_method", "refresh", "gathered", "EMA"],
     "Full parameters": ["unsharded", "full_state_dict", "load_full_state_dict", "full_precision"],

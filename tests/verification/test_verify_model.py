@@ -286,6 +286,15 @@ def test_low_precision_is_compared_at_its_own_tolerance_and_sharding_at_full_pre
     assert {row.precision for row in strict.rows if not row.ok} == {"bfloat16"}
 
 
+def _verify_encoded_refreshes(rank: int) -> layerzero.VerifyReport:
+    return layerzero.verify(Net, make_batch, mp_policy=BF16, refresh_codec="lossless", zero3_sizes=[1], steps=2)
+
+
+def test_refreshes_are_encoded_only_in_low_precision() -> None:
+    report = run_ranks(_verify_encoded_refreshes, world_size=2)[0]
+    assert report.ok and [row.precision for row in report.rows] == ["float32", "bfloat16"], report
+
+
 def _half_model() -> nn.Module:
     return Net().bfloat16()
 
