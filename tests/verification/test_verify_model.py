@@ -292,7 +292,7 @@ def _verify_encoded_refreshes(rank: int) -> layerzero.VerifyReport:
 
 def test_refreshes_are_encoded_only_in_low_precision() -> None:
     report = run_ranks(_verify_encoded_refreshes, world_size=2)[0]
-    assert report.ok and [row.precision for row in report.rows] == ["float32", "bfloat16"], report
+    assert report.ok and {row.precision for row in report.rows} == {"float32", "bfloat16"}, report
 
 
 def _half_model() -> nn.Module:
