@@ -26,7 +26,7 @@ from tests.comm.test_encoded_refresh import BF16, FP16, WIDTH, Layer, Net
 from tests.support.bits import flip
 from tests.support.late_device import NAME, Device, register
 from tests.support.models import different, full_parameters
-from tests.support.ranks import BOTH, mesh_of, run_ranks
+from tests.support.ranks import mesh_of, run_ranks
 from tests.support.wrapped_gloo import mesh_on
 
 CODEC = layerzero.Int4Difference()
@@ -307,13 +307,13 @@ def _same_replicas(rank: int, size: int, folder: Path, muon: bool, settings: dic
 
 
 @pytest.mark.parametrize("muon", [False, True], ids=["adamw", "muon"])
-@pytest.mark.parametrize(("ranks", "size"), [(2, 1), (3, 1), (4, 2)])
-@BOTH
+@pytest.mark.parametrize(
+    ("ranks", "size", "shared_memory"),  # with S = 1, no ranks share memory
+    [(2, 1, "off"), (3, 1, "off"), (4, 2, "off"), (4, 2, None)],
+)
 def test_all_replicas_have_the_same_weights(
     ranks: int, size: int, muon: bool, shared_memory: str | None, tmp_path: Path
 ) -> None:
-    if size == 1 and shared_memory is None:
-        pytest.skip("with S = 1, no ranks share memory")
     found = run_ranks(_same_replicas, size, tmp_path, muon, {}, world_size=ranks, shared_memory=shared_memory)
     _assert_replicas_agree(found, size)
 
