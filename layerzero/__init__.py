@@ -15,6 +15,7 @@ with warnings.catch_warnings():
 from layerzero import checkpoint, optimizers, planning
 from layerzero.comm.codecs import Float8Rows, GatherCodec, Int4Blocks, Int8Blocks
 from layerzero.comm.collective_watchdog import Watchdog
+from layerzero.comm.difference_codecs import Int4Difference
 from layerzero.comm.mesh_info import init_mesh, mesh_from_groups
 from layerzero.config import LayerZeroConfig
 from layerzero.full_state import full_precision, full_state_dict, load_full_state_dict, unsharded
@@ -48,6 +49,7 @@ __all__ = [
     "Float8Rows",
     "GatherCodec",
     "Int4Blocks",
+    "Int4Difference",
     "Int8Blocks",
     "LayerZeroConfig",
     "MemoryReport",

@@ -43,6 +43,7 @@ API = {
         "Float8Rows",
         "Int4Blocks",
         "Int8Blocks",
+        "Int4Difference",
     ],
     "Training loop": [
         "no_sync",

@@ -2,15 +2,16 @@
 
 [Note: Encoded refreshes]
 All replicas have the same previous compute weights. The owner of a part therefore sends only the differences to its
-previous weights, and each receiver adds them in place. Two threads work for each mesh. The first thread casts the
+previous weights, and each receiver adds them in place. If the codec is not lossless, the owner stores the weights that
+the receivers decode, so that all replicas stay equal. Two threads work for each mesh. The first thread casts the
 masters, encodes them, exchanges the sizes of the messages, and launches the messages. The second thread waits for the
 messages and decodes them. Encoding, messages and decoding of different handles therefore overlap with each other and
 with the program. Both threads handle the refreshes in the order of their launch, which is the same on all ranks, and
 use a communicator that no other code uses.
 
 Together with the size, each rank sends whether it asks for a full refresh. If any rank does, all ranks send their
-weights without encoding. A rank asks for a full refresh at the first refresh, when replicas may have different weights.
-It also asks for one after a load, a write by the user, a change of shard boundaries or a failed step.
+cast masters without encoding. A rank asks for a full refresh at the first refresh, when replicas may have different
+weights. It also asks for one after a load, a write by the user, a change of shard boundaries or a failed step.
 
 A wrong bit in the previous weights of a replica would stay in its weights. Therefore every `COMPARE_EVERY` refreshes,
 each rank also sends a digest of its previous ZeRO-3 shard. If the digests differ, the wait for the refresh raises an
@@ -40,11 +41,11 @@ from layerzero.comm.collectives import (
     all_gather_small,
     wait_in_slices,
 )
+from layerzero.comm.difference_codecs import DifferenceCodec
 from layerzero.comm.wait_times import record_wait
 from layerzero.device.buffer_pools import BufferPool, Size
 from layerzero.device.streams import DeferredCollectiveError, StreamThread, ThreadStream
 from layerzero.utils.bit_sums import digest
-from layerzero.utils.lossless_differences import LosslessDifferences
 
 __all__ = ["COMPARE_EVERY", "IN_FLIGHT", "EncodedRefresher", "PendingRefresh", "RefreshInput", "refresh_buffers"]
 
@@ -120,7 +121,7 @@ class _Refresh:
 
 
 def refresh_buffers(own: int, zero3: int, dtype: torch.dtype) -> list[Size]:
-    """Return the sizes of the buffers of a refresh: cast masters, the message of this rank, and all messages.
+    """Return the sizes of the buffers of a refresh: new weights, the message of this rank, and all messages.
 
     Args:
         own: number of elements of this rank's part.
@@ -136,9 +137,13 @@ class EncodedRefresher:
         comm: gloo communicator along the replica axis that only this object uses.
         codec: codec of the differences.
         pool: pool of host buffers.
+
+    Attributes:
+        lossless: True if compute weights equal the masters, cast to their dtype, after each refresh.
     """
 
-    def __init__(self, comm: Communicator, codec: LosslessDifferences, pool: BufferPool) -> None:
+    def __init__(self, comm: Communicator, codec: DifferenceCodec, pool: BufferPool) -> None:
+        self.lossless = codec.lossless
         self._comm = comm
         self._codec = codec
         self._pool = pool
@@ -191,11 +196,10 @@ class EncodedRefresher:
         inputs, rank = refresh.given, self._comm.rank
         own_part = torch.split(inputs.shard, inputs.sizes)[rank]
         sizes = refresh_buffers(own_part.numel(), inputs.shard.numel(), own_part.dtype)
-        cast_master, message, refresh.received = (self._pool.acquire(*size) for size in sizes)
-        cast_master.copy_(inputs.master)
-        size = own_part.nbytes if inputs.in_full else self._codec.encode(own_part, cast_master, message)
+        new, message, refresh.received = (self._pool.acquire(*size) for size in sizes)
+        new.copy_(inputs.master)
+        size = own_part.nbytes if inputs.in_full else self._codec.encode(own_part, new, message)
         old_digest = int(digest(inputs.shard), 16) - 2**63 if inputs.compares and not inputs.in_full else 0
-        own_part.copy_(cast_master)
         header = all_gather_small(
             self._comm,
             Collective.REFRESH_SIZES,
@@ -206,14 +210,16 @@ class EncodedRefresher:
         refresh.headers = header.said.tolist()
         sends_full = any(requests_full for _, requests_full, _ in refresh.headers)
         if sends_full:
+            new.copy_(inputs.master)  # a codec that is not lossless has changed the weights
             refresh.headers = [[numel * own_part.itemsize, 1, 0] for numel in inputs.sizes]
         self._require_equal(refresh)
+        own_part.copy_(new)
         nbytes = [each[0] for each in refresh.headers]
-        sent = cast_master.view(torch.uint8) if sends_full else message[:size]
+        sent = new.view(torch.uint8) if sends_full else message[:size]
         received = refresh.received[: sum(nbytes)]
         refresh.works = all_gather(self._comm, Collective.REFRESH, received, sent, name=inputs.name, parts=nbytes)
         refresh.pending.issued.append(refresh.works.issued)
-        for buffer in (cast_master, message):  # the launch has copied the message
+        for buffer in (new, message):  # the launch has copied the message
             self._pool.release(buffer)
 
     def _require_equal(self, refresh: _Refresh) -> None:
@@ -226,7 +232,7 @@ class EncodedRefresher:
             raise RuntimeError(
                 f"layerzero: the compute weights of {refresh.given.name!r} differ between replicas: their digests are "
                 f"{digests}. A bit has changed in memory since the last comparison, at most {COMPARE_EVERY} refreshes "
-                "ago, and refresh_codec='lossless' would keep it. Resume from an earlier checkpoint, and test the "
+                "ago, and refreshes with differences would keep it. Resume from an earlier checkpoint, and test the "
                 "memory of these machines"
             )
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.codecs import GatherCodec
+from layerzero.comm.difference_codecs import Int4Difference
 from layerzero.utils.lossless_differences import LosslessDifferences
 
 __all__ = ["ACCUMULATIONS", "AUTO", "OFFLOADS", "UNSUPPORTED", "LayerZeroConfig", "Precision", "Units", "codec_text"]
@@ -77,7 +78,7 @@ class LayerZeroConfig:
     prefetch: int = 1
     gather_codec: GatherCodec | None = None
     hop2_codec: GatherCodec | None = None
-    refresh_codec: str | None = None
+    refresh_codec: str | Int4Difference | None = None
     shared_memory: str = "auto"
     ignored_modules: Iterable[nn.Module | str] | None = None
     sync_module_states: bool = True
@@ -89,7 +90,8 @@ class LayerZeroConfig:
         The names in the file are the field names of this class. Dtypes are written as ``bf16``, ``fp16``, ``fp32`` or
         with torch's names. `mp_policy` maps the fields of a MixedPrecisionPolicy to values. `units` and
         `ignored_modules` are lists with names of modules or of their classes. `gather_codec` can be ``float8_rows``,
-        `hop2_codec` can be ``int8_blocks`` or ``int4_blocks``, and `refresh_codec` can be ``lossless`` or ``auto``.
+        `hop2_codec` can be ``int8_blocks`` or ``int4_blocks``, and `refresh_codec` can be ``lossless``,
+        ``int4_difference`` or ``auto``.
         The option names of MindSpeed's LayerZeRO are also accepted: ``transformer_layers``, ``param_dtype``,
         ``reduce_dtype``, ``autocast_input``, ``autocast_output`` (casts outputs to fp32), and ``forward_prefetch``
         together with ``backward_prefetch``.
@@ -136,8 +138,11 @@ class LayerZeroConfig:
             )
         if self.shared_memory not in SHARED_MEMORY_MODES:
             raise ValueError(f"shared_memory={self.shared_memory!r} is not supported. Use one of {SHARED_MEMORY_MODES}")
-        if self.refresh_codec not in REFRESH_CODECS:
-            raise ValueError(f"refresh_codec={self.refresh_codec!r} is not supported. Use one of {REFRESH_CODECS}")
+        if self.refresh_codec not in REFRESH_CODECS and not isinstance(self.refresh_codec, Int4Difference):
+            raise ValueError(
+                f"refresh_codec={self.refresh_codec!r} is not supported. Use one of {REFRESH_CODECS} or "
+                "layerzero.Int4Difference()"
+            )
         for name in (*OFFLOADS, "reduce_scatter_with_fp32_accumulation", "pin_memory", "sync_module_states"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
@@ -158,6 +163,11 @@ class LayerZeroConfig:
                 )
         if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
             raise ValueError(f"prefetch must be an int >= 0 (number of units gathered ahead), got {self.prefetch!r}")
+
+    @property
+    def encodes_refreshes(self) -> bool:
+        """True if refreshes are sent as differences. ``"auto"`` is replaced when a model is sharded."""
+        return self.refresh_codec not in (None, "auto")
 
     def accumulation_of(self, name: str, module: nn.Module) -> str:
         """Return the accumulation mode of a unit, one of `ACCUMULATIONS`."""
@@ -216,7 +226,8 @@ class LayerZeroConfig:
 
         :meth:`of_unit` returns the settings that may differ between units.
         """
-        policy = self.mp_policy
+        policy, refresh = self.mp_policy, self.refresh_codec
+        compression = LosslessDifferences.best().compression if isinstance(refresh, str) else None
         policy_fields = (
             {} if callable(policy) else {f"mp_policy.{f.name}": str(getattr(policy, f.name)) for f in fields(policy)}
         )
@@ -237,8 +248,8 @@ class LayerZeroConfig:
             "prefetch": self.prefetch,
             "gather_codec": codec_text(self.gather_codec),
             "hop2_codec": codec_text(self.hop2_codec),
-            "refresh_codec": self.refresh_codec,
-            "compression that refresh_codec uses": self.refresh_codec and LosslessDifferences.best().compression,
+            "refresh_codec": refresh if isinstance(refresh, str) else codec_text(refresh),
+            "compression that refresh_codec uses": compression,
             "shared_memory": self.shared_memory,
             "sync_module_states": self.sync_module_states,
         }
@@ -254,7 +265,7 @@ class LayerZeroConfig:
         return chosen
 
 
-def codec_text(codec: GatherCodec | None) -> str | None:
+def codec_text(codec: object | None) -> str | None:
     """Return text that identifies a codec and is the same in all processes, or None if there is no codec.
 
     The text is the class name. For a dataclass, the text also includes the fields that are numbers, strings or dtypes.

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.codecs import Float8Rows, GatherCodec, Int4Blocks, Int8Blocks
+from layerzero.comm.difference_codecs import Int4Difference
 
 __all__ = ["HOP2_CODECS", "dtype_named", "has_names_of_mindspeed", "read_settings", "read_yaml", "translate"]
 
@@ -109,6 +110,8 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
     for name in _CODECS:
         if isinstance(codec_name := settings.get(name), str):
             settings[name] = _codec_named(name, codec_name)
+    if settings.get("refresh_codec") == "int4_difference":
+        settings["refresh_codec"] = Int4Difference()
     policy = _policy(settings.pop("mp_policy", None))
     for name, translate in _TRANSLATIONS.items():
         if name in mindspeed:

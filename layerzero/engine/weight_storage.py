@@ -133,6 +133,14 @@ class WeightStorage:
         return self.precision.master == self.precision.compute and self.to_host is None and self.host_shard is None
 
     @property
+    def follows_master(self) -> bool:
+        """True if refreshed compute weights equal the masters, cast to the compute dtype.
+
+        Otherwise, they differ by the error of a codec; see [Note: Lossy differences] in comm/difference_codecs.py.
+        """
+        return self.refresher is None or self.refresher.lossless
+
+    @property
     def peers_read_master(self) -> bool:
         """True if other ranks read the master in place. The master may then be written only in rounds.
 

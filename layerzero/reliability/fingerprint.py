@@ -8,6 +8,9 @@ is visible in the compute dtype. If a master and its compute weight share memory
 replicas counts as correct. If there is no majority, the value on the rank that has the master counts as correct if
 this rank has checked that its masters are unchanged since the last step.
 
+If `refresh_codec` is not lossless, compute weights are compared between replicas only, because they differ from the
+cast masters. The value on the majority of the replicas counts as correct.
+
 The comparison uses 64-bit sums. Only shards whose sums differ are gathered and compared element by element.
 """
 
@@ -46,7 +49,8 @@ class Corruption:
         kind: "compute weights", "masters", "optimizer state 'NAME'" or "gradient". If it is unknown which copy is
             wrong, the kind is "masters or compute weights" (the two differ on one rank) or "weights" (replicas differ).
         ranks: global ranks that have wrong bits. For "weights", these are all ranks that have a copy. At least one of
-            these copies is wrong.
+            these copies is wrong. This also holds for "compute weights" that have no majority and are refreshed with
+            :class:`layerzero.Int4Difference`.
         handle: name of the handle that stores the elements.
         parameter: name of the parameter that contains the elements.
         detail: description of the elements and of the comparison that failed.
@@ -124,7 +128,7 @@ def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[s
             all_gather(mesh_info.replica_comm, Collective.METADATA, copies.view(-1), own_sums).wait()
         flags = (copies != own_sums).any(dim=0)
         for position, handle in enumerate(handles[index] for index in indices):
-            if not handle.weights.shares_master and not _has_unrefreshed_masters(handle):
+            if _copies_master(handle) and not _has_unrefreshed_masters(handle):
                 flags[position] |= (as_integers(_cast(handle)) != as_integers(_own_part(handle))).any()
         flags = flags.to(torch.int32)
         # Reduce over replicas only, because ranks along model-parallel axes may have different handles.
@@ -143,6 +147,11 @@ def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[s
         corruptions = list(dict.fromkeys(entries))
     named = dict(zip((handle.name for handle in handles), sums.tolist(), strict=True))
     return Fingerprint(named, tuple(corruptions))
+
+
+def _copies_master(handle: Handle) -> bool:
+    """Return whether the compute weights must equal the masters, cast to their dtype, in separate memory."""
+    return handle.weights.follows_master and not handle.weights.shares_master
 
 
 def _has_unrefreshed_masters(handle: Handle) -> bool:
@@ -187,7 +196,7 @@ def _locate(handle: Handle, mesh_info: MeshInfo, masters_unchanged: Mapping[str,
             mesh_info.replica_comm, Collective.UNSHARD, copies_of_replicas.view(-1), shard, name=handle.label
         ).wait()
     copies = copies_of_replicas.view(as_integers(zero3).dtype)
-    if not handle.weights.shares_master:
+    if _copies_master(handle):
         cast_masters = torch.empty_like(zero3)
         own_part = cast_masters[mesh_info.grid.slice_within(handle.layout, Extent.ZERO1, Extent.ZERO3)].copy_(
             _cast(handle)
@@ -216,30 +225,38 @@ def _locate(handle: Handle, mesh_info: MeshInfo, masters_unchanged: Mapping[str,
         (parameter, element), owner = owner_of.parameter(position), owner_of.replica(position)
         state = state_lists[owner][names[parameter]] if parameter in names else _SOUND
         kind, wrong_replicas = _verdict(
-            values, None if master_bits is None else int(master_bits[position]), owner, state
+            values,
+            None if master_bits is None else int(master_bits[position]),
+            owner if handle.weights.follows_master else None,
+            state,
         )
         ranks = tuple(mesh_info.ranks[r * mesh_info.zero3_size + mesh_info.grid.zero3_rank] for r in wrong_replicas)
         elements.setdefault((kind, ranks, parameter), []).append(element)
     return [
         Corruption(
-            kind, ranks, handle.name, parameter, f"{_elements(element_list)}, {_how(kind, master_bits is not None)}"
+            kind,
+            ranks,
+            handle.name,
+            parameter,
+            f"{_elements(element_list)}, {_how(kind, master_bits is not None, is_known=len(ranks) < replicas)}",
         )
         for (kind, ranks, parameter), element_list in elements.items()
     ]
 
 
-def _verdict(values: Sequence[int], master: int | None, owner: int, state: int) -> tuple[str, list[int]]:
+def _verdict(values: Sequence[int], master: int | None, owner: int | None, state: int) -> tuple[str, list[int]]:
     """Return the kind of corruption of one element, and the replicas on which the element is wrong.
 
     Args:
         values: bits of the compute weight on each replica, as integers.
         master: bits of the master cast to the compute dtype, as an integer. If None, the owner's compute weight is the
             master.
-        owner: replica that has the master.
+        owner: replica that has the master. If None, no compute weight must equal the master.
         state: what the owner knows about the bits of its master since the last step: ``_SOUND`` (unchanged),
             ``_CHANGED`` (changed without a write) or ``_UNKNOWN`` (not recorded, or written to).
     """
     if master is not None:
+        assert owner is not None
         wrong_replicas = [r for r, value in enumerate(values) if value != master]
         if len(wrong_replicas) < len(values) or state == _SOUND:
             return "compute weights", wrong_replicas
@@ -249,13 +266,15 @@ def _verdict(values: Sequence[int], master: int | None, owner: int, state: int) 
     if 2 * times > len(values):
         wrong_replicas = [r for r, value in enumerate(values) if value != majority]
         return ("masters" if owner in wrong_replicas else "compute weights"), wrong_replicas
+    if owner is None:
+        return "compute weights", list(range(len(values)))
     if state == _SOUND:
         return "compute weights", [r for r, value in enumerate(values) if value != values[owner]]
     return ("masters", [owner]) if state == _CHANGED else ("weights", list(range(len(values))))
 
 
-def _how(kind: str, has_truth: bool) -> str:
-    if kind == "weights":
+def _how(kind: str, has_truth: bool, *, is_known: bool) -> str:
+    if kind == "weights" or not (has_truth or is_known):
         return "replicas differ, and the wrong replica is unknown"
     if kind == "masters or compute weights":
         return "the compute weight is not the cast master"

@@ -142,20 +142,21 @@ def can_encode_refreshes(plans: Sequence[UnitDefinition], config: LayerZeroConfi
 
 
 def check_refresh_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig, mesh: DeviceMesh) -> None:
-    """Raise ValueError if `refresh_codec` is ``"lossless"`` but refreshes of the model cannot be encoded."""
+    """Raise ValueError if `refresh_codec` encodes refreshes but refreshes of the model cannot be encoded."""
     precisions = _precisions(plans, config)
-    if config.refresh_codec != "lossless" or not precisions or can_encode_refreshes(plans, config, mesh):
+    if not config.encodes_refreshes or not precisions or can_encode_refreshes(plans, config, mesh):
         return
     if not _runs_on_gloo(mesh):
         raise ValueError(
-            f"refresh_codec='lossless' encodes weights on the CPU and sends them with gloo, but this model is on "
-            f"{mesh.device_type} and uses {backend_of(mesh.get_group(0), mesh.device_type)}. Leave refresh_codec out, "
-            "or pass refresh_codec='auto'"
+            f"refresh_codec={config.refresh_codec!r} encodes weights on the CPU and sends them with gloo, but this "
+            f"model is on {mesh.device_type} and uses {backend_of(mesh.get_group(0), mesh.device_type)}. Leave "
+            "refresh_codec out, or pass refresh_codec='auto'"
         )
     computes = sorted({str(each.compute) for each in precisions})
     raise ValueError(
-        "refresh_codec='lossless' encodes compute weights in bf16 and fp16 that have masters of higher precision, but "
-        f"the model computes in {', '.join(computes)}. Set param_dtype in mp_policy, or leave refresh_codec out"
+        f"refresh_codec={config.refresh_codec!r} encodes compute weights in bf16 and fp16 that have masters of higher "
+        f"precision, but the model computes in {', '.join(computes)}. Set param_dtype in mp_policy, or leave "
+        "refresh_codec out"
     )
 
 
@@ -340,7 +341,7 @@ def plan_handles(
 
 
 def _encodes_refresh(config: LayerZeroConfig, precision: Precision, where: RankTraits) -> bool:
-    return config.refresh_codec == "lossless" and precision.casts_to_16_bits and where.grid.replicas > 1
+    return config.encodes_refreshes and precision.casts_to_16_bits and where.grid.replicas > 1
 
 
 def build_unit(

@@ -18,6 +18,7 @@ from layerzero.comm.agreement import has_peers, require_equal
 from layerzero.comm.codecs import GatherCodec
 from layerzero.comm.collective_watchdog import Watchdog, default_limit, new_scope
 from layerzero.comm.collectives import connect_pairs, timeout_of
+from layerzero.comm.difference_codecs import Int4Difference
 from layerzero.comm.encoded_refresh import EncodedRefresher
 from layerzero.comm.mesh_info import AXES, MeshInfo, as_data_parallel
 from layerzero.comm.model_ranks import ModelRanks
@@ -99,7 +100,7 @@ def shard_model(
     prefetch: int = 1,
     gather_codec: GatherCodec | None = None,
     hop2_codec: GatherCodec | None = None,
-    refresh_codec: str | None = None,
+    refresh_codec: str | Int4Difference | None = None,
     shared_memory: str = "auto",
     ignored_params: Iterable[nn.Parameter] | str | None = None,
     ignored_modules: Iterable[nn.Module | str] | None = None,
@@ -191,9 +192,10 @@ def shard_model(
         refresh_codec: encoding of refreshed weights, which cross nodes. With ``"lossless"``, each rank sends compressed
             differences between the 16-bit patterns of its new and its previous weights. Results are bitwise identical
             to those without the setting. Compression is fastest with the package zstandard. Only models that compute
-            in bf16 or fp16 on the CPU, with gloo, are supported. ``"auto"`` measures the link and the compression and
-            chooses the faster of ``"lossless"`` and None, which is always None on devices. If there is one replica, the
-            setting has no effect.
+            in bf16 or fp16 on the CPU, with gloo, are supported. :class:`Int4Difference` sends 4-bit differences, so
+            compute weights are no longer equal to the cast masters. ``"auto"`` measures the link and the compression
+            and chooses the faster of ``"lossless"`` and None, which is always None on devices. If there is one replica,
+            the setting has no effect.
         shared_memory: ``"auto"`` or ``"off"``. With ``"auto"``, the ranks of a ZeRO-3 group share memory instead of
             sending weights and gradients to each other, if they run on one machine and compute on its CPU. If these
             ranks cannot share memory, a message is logged. With ``"off"``, ranks use collectives, as on devices. See
@@ -382,9 +384,11 @@ def _measured(config: LayerZeroConfig, plans: Sequence[UnitDefinition], model_ra
 
 
 def _refresher(mesh_info: MeshInfo, config: LayerZeroConfig, pools: ModelPools) -> EncodedRefresher | None:
-    if config.refresh_codec != "lossless" or mesh_info.replicas == 1:
+    if not config.encodes_refreshes or mesh_info.replicas == 1:
         return None
-    return EncodedRefresher(mesh_info.new_refresh_comm(), LosslessDifferences.best(), pools.scratch)
+    chosen = config.refresh_codec
+    codec = chosen if isinstance(chosen, Int4Difference) else LosslessDifferences.best()
+    return EncodedRefresher(mesh_info.new_refresh_comm(), codec, pools.scratch)
 
 
 def _agreed_root(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: int | None) -> DeviceMesh:

@@ -17,6 +17,7 @@ import ctypes
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ class LosslessDifferences:
     """
 
     compression: str
+    lossless: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.compression not in COMPRESSIONS:

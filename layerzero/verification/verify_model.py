@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from layerzero.comm.agreement import require_equal
+from layerzero.comm.difference_codecs import Int4Difference
 from layerzero.comm.texts import need_numpy
 from layerzero.config import UNSUPPORTED, LayerZeroConfig
 from layerzero.device.accelerator import compute_device, default_device_type
@@ -191,6 +192,8 @@ def check_arguments(
     for name, value in settings.items():
         if name in _REFUSED:
             raise TypeError(f"verify does not support {name}: {_REFUSED[name]}")
+        if name == "refresh_codec" and isinstance(value, Int4Difference):
+            raise TypeError(f"verify does not support refresh_codec={value!r}: {_REFUSED['gather_codec']}")
         if name == "mp_policy" and callable(value):
             raise TypeError("verify does not support a callable mp_policy. Pass one mp_policy for the full model")
         if name in PER_MODEL and not (value is None or callable(value) or value == UNSUPPORTED):
@@ -307,7 +310,7 @@ def _trials(
     trials = []
     for size in sizes:
         if _epsilon(lowest) > _epsilon(as_built):
-            strict = {**settings, "mp_policy": None, **dict.fromkeys(_DTYPES)}
+            strict = {**settings, "mp_policy": None, "refresh_codec": None, **dict.fromkeys(_DTYPES)}
             trials.append(_trial(size, as_built, None, strict))
         trials.append(_trial(size, lowest, tolerance, settings))
     return trials

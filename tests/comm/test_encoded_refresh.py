@@ -132,7 +132,7 @@ def _load(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, f
 
 
 def _write_back(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, folder: Path) -> None:
-    with layerzero.unsharded(model), torch.no_grad():
+    with layerzero.unsharded(model, writeback=True), torch.no_grad():
         model.layers[1].up.weight.mul_(0.9)
 
 

@@ -44,6 +44,14 @@ COVERED: dict[str, tuple[str, ...]] = {
     '`refresh_codec="lossless"` on devices': (
         "comm/test_encoded_refresh.py::test_devices_are_refused",
         "comm/test_encoded_refresh.py::test_settings_are_checked",
+        "comm/test_difference_codecs.py::test_devices_are_refused",
+        "comm/test_difference_codecs.py::test_settings_are_checked",
+    ),
+    "**Unnoticed:** with `refresh_codec=layerzero.Int4Difference()`": (
+        "comm/test_difference_codecs.py::test_streams_have_the_weights_of_forward_passes",
+        "comm/test_difference_codecs.py::test_a_resumed_run_begins_with_the_cast_masters",
+        "comm/test_difference_codecs.py::test_fingerprints_compare_replicas_only",
+        "comm/test_difference_codecs.py::test_all_replicas_have_the_same_weights",
     ),
     "`checkpoint.on_signal` outside of the main thread": (
         "checkpoint/test_preemption.py::test_a_thread_that_python_gives_no_signals_is_refused",

@@ -286,6 +286,15 @@ def test_low_precision_is_compared_at_its_own_tolerance_and_sharding_at_full_pre
     assert {row.precision for row in strict.rows if not row.ok} == {"bfloat16"}
 
 
+def _verify_encoded_refreshes(rank: int) -> layerzero.VerifyReport:
+    return layerzero.verify(Net, make_batch, mp_policy=BF16, refresh_codec="lossless", zero3_sizes=[1], steps=2)
+
+
+def test_refreshes_are_encoded_only_in_low_precision() -> None:
+    report = run_ranks(_verify_encoded_refreshes, world_size=2)[0]
+    assert report.ok and {row.precision for row in report.rows} == {"float32", "bfloat16"}, report
+
+
 def _half_model() -> nn.Module:
     return Net().bfloat16()
 
@@ -350,6 +359,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "zero3_size": ({"zero3_size": 2}, "verify does not support zero3_size: pass zero3_sizes"),
     "gather_codec": ({"gather_codec": layerzero.Float8Rows()}, "verify does not support gather_codec: the plain run"),
     "hop2_codec": ({"hop2_codec": layerzero.Int8Blocks()}, "verify does not support hop2_codec: the plain run"),
+    "refresh_codec": (
+        {"refresh_codec": layerzero.Int4Difference()},
+        "verify does not support refresh_codec=Int4Difference(): the plain run uses the exact weights",
+    ),
     "typo": ({"unit": {Block}}, "no setting 'unit'. Use one of ['accumulation'"),
     "accumulation": ({"accumulation": "half"}, "accumulation='half'"),
     "ignored": ({"ignored_params": []}, "ignored_params must be a function of the model, not []"),
