@@ -241,7 +241,6 @@ def _overflow(rank: int) -> None:
                 factor = float("inf") if (rank, index) == (1, 0) else 1.0
                 (scaler.scale(integer_loss(model, integer_batch(micro_batch=index, rank=rank))) * factor).backward()
         scaler.unscale_(optimizer)
-        assert not all(p.grad.to_local().isfinite().all() for p in model.parameters()) or rank != 1
         found = torch.tensor(float(any(not g.isfinite().all() for g in full_gradients(model).values())))
         assert found == 1, "the overflow of one rank reaches the final gradients"
         scaler.step(optimizer)
@@ -300,7 +299,7 @@ def _moved_bytes(rank: int) -> None:
                     with layerzero.no_sync(model) if micro_batch < 3 else nullcontext():
                         _pass(model, rank, micro_batch)
             moved.append(copy.nbytes)
-    assert 0 < 2 * moved[1] == moved[0], moved
+    assert 0 < 2 * moved[1] <= moved[0], moved
 
 
 class _Recorded:
@@ -364,7 +363,7 @@ def _no_main_grad(rank: int) -> None:
     seen = []
     for settings in ({}, {"accumulation_dtype": BF16}):
         model, _ = prepare("full", **settings)
-        hook = model.first.register_forward_hook(lambda m, a, o: seen.append(hasattr(m.weight, "main_grad")) and None)
+        hook = model.first.register_forward_pre_hook(lambda m, a: seen.append(hasattr(m.weight, "main_grad")) and None)
         backward(model, rank, 0, inside_no_sync=True)
         hook.remove()
     assert seen == [True, False]
