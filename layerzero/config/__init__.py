@@ -37,10 +37,11 @@ Reshards = bool | int | Callable[[str, nn.Module], bool | int]
 class Precision:
     """Dtypes that one handle uses."""
 
-    master: torch.dtype  # dtype of the ZeRO-1 shard, the accumulator and the final gradient
+    master: torch.dtype  # dtype of the ZeRO-1 shard and the final gradient, and of the accumulator by default
     compute: torch.dtype  # dtype of the ZeRO-3 shard and the full buffer
     reduce: torch.dtype  # most precise dtype in which hop 1 sends gradients
     replica_reduce: torch.dtype  # dtype in which hop 2 sends gradients
+    accumulator: torch.dtype | None = None  # dtype of accumulators that are not the final gradient; None: as `master`
 
     @property
     def casts_to_16_bits(self) -> bool:
@@ -70,6 +71,7 @@ class LayerZeroConfig:
     buffer_dtype: torch.dtype | None = None
     gradient_divide_factor: float | None = None
     accumulation: Accumulation = "sharded"
+    accumulation_dtype: torch.dtype | None = None
     offload_grads: bool = False
     offload_optimizer: bool = False
     offload_params: bool = False
@@ -136,6 +138,7 @@ class LayerZeroConfig:
             raise ValueError(
                 f"accumulation={self.accumulation!r} is not supported. Use one of {ACCUMULATIONS} or a callable"
             )
+        _check_accumulation_dtype(self.accumulation_dtype, self.accumulation)
         if self.shared_memory not in SHARED_MEMORY_MODES:
             raise ValueError(f"shared_memory={self.shared_memory!r} is not supported. Use one of {SHARED_MEMORY_MODES}")
         if self.refresh_codec not in REFRESH_CODECS and not isinstance(self.refresh_codec, Int4Difference):
@@ -219,7 +222,7 @@ class LayerZeroConfig:
         compute = policy.param_dtype or dtype
         master = torch.promote_types(dtype, torch.float32) if trainable else dtype
         reduce = policy.reduce_dtype or compute
-        return Precision(master, compute, reduce, self.replica_reduce_dtype or reduce)
+        return Precision(master, compute, reduce, self.replica_reduce_dtype or reduce, self.accumulation_dtype)
 
     def comparable_settings(self) -> dict[str, object]:
         """Return the settings that must be the same on all ranks, keyed by name.
@@ -241,6 +244,7 @@ class LayerZeroConfig:
             "reduce_scatter_with_fp32_accumulation": self.reduce_scatter_with_fp32_accumulation,
             "buffer_dtype": str(self.buffer_dtype),
             "gradient_divide_factor": self.gradient_divide_factor,
+            "accumulation_dtype": str(self.accumulation_dtype),
             "offload_grads": self.offload_grads,
             "offload_optimizer": self.offload_optimizer,
             "offload_params": self.offload_params,
@@ -294,6 +298,25 @@ def _check_dtypes(dtypes: dict[str, Any]) -> None:
     for name, dtype in dtypes.items():
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"{name} must be a floating-point torch.dtype or None, got {dtype!r}")
+
+
+def _check_accumulation_dtype(dtype: Any, accumulation: Accumulation) -> None:
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"accumulation_dtype must be torch.bfloat16 or None, got {dtype!r}")
+    if dtype is not torch.bfloat16:
+        reason = " The range of fp16 is too small for sums of gradients." if dtype is torch.float16 else ""
+        raise ValueError(
+            f"accumulation_dtype={dtype} is not supported.{reason} Use torch.bfloat16, or None to keep accumulators in "
+            "the dtype of the masters"
+        )
+    if accumulation == "local":
+        raise ValueError(
+            f"accumulation_dtype={dtype} has no effect with accumulation='local', because its accumulators are the "
+            "final gradients, which keep the dtype of the masters. Leave accumulation_dtype out, or use "
+            "accumulation='sharded' or 'full'"
+        )
 
 
 def _check_reshards(value: object, label: str) -> None:

@@ -102,7 +102,7 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
         raise ValueError(f"unknown settings {', '.join(unknown)}. Use only {', '.join(sorted(accepted))}")
     settings = {name: value for name, value in content.items() if name not in of_mindspeed}
     mindspeed = {name: value for name, value in content.items() if name in of_mindspeed}
-    for name in ("replica_reduce_dtype", "buffer_dtype"):
+    for name in ("replica_reduce_dtype", "buffer_dtype", "accumulation_dtype"):
         if name in settings:
             settings[name] = _dtype(name, settings[name])
     if settings.get("shared_memory") is False:  # YAML reads `off` as false

@@ -5,6 +5,11 @@ On a CPU, torch adds a tensor of another dtype by first copying the full tensor 
 chunks fit into a core's cache, the copy of each chunk stays in the cache. The same holds for the chunk of the
 accumulator to which several tensors are added. Each element is rounded as in an addition of the full tensors, so the
 results are bitwise identical. On a device, an addition is a single kernel.
+
+[Note: Accumulators in bf16]
+If the target is a bf16 accumulator, all parts are added to its value in fp32, and the sum is rounded once, to the
+nearest bf16 value. torch does so for a single part. The sum of several parts needs fp32 memory, which is limited to one
+chunk, also on a device.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from torch import Tensor
 __all__ = ["accumulate_parts"]
 
 _PIECE = 1 << 16  # elements per chunk: half a MiB in fp32, including the copy; torch uses two threads for a chunk
+_DEVICE_PIECE = 1 << 22  # elements per chunk of a sum that needs fp32 memory on a device: 16 MiB
 
 
 def accumulate_parts(
@@ -29,6 +35,8 @@ def accumulate_parts(
 ) -> None:
     """Add ``scale * sum(parts)`` to `target`, one part after the other, in the target's dtype.
 
+    If the target's dtype is bf16, the sum is computed in fp32 and rounded once; see [Note: Accumulators in bf16].
+
     Args:
         parts: tensors with the shape of the target and any floating-point dtype.
         wire: dtype to which each part is first rounded. If it is None, parts are not rounded.
@@ -36,7 +44,7 @@ def accumulate_parts(
     """
     parts = tuple(parts)
     if _is_in_pieces(target, parts):
-        numel = _PIECE * max(1, torch.get_num_threads() // 2)
+        numel = _PIECE * max(1, torch.get_num_threads() // 2) if target.device.type == "cpu" else _DEVICE_PIECE
         for piece, *of_parts in zip(*(torch.split(each.view(-1), numel) for each in (target, *parts)), strict=True):
             _add(piece, of_parts, wire, overwrite, scale)
     else:
@@ -47,13 +55,24 @@ def _is_in_pieces(target: Tensor, parts: Sequence[Tensor]) -> bool:
     tensors = (target, *parts)
     return (
         target.numel() > _PIECE
-        and target.device.type == "cpu"
+        and (target.device.type == "cpu" or _needs_fp32_sum(target, parts))
         and (len(parts) > 1 or parts[0].dtype is not target.dtype)
         and all(tensor.is_contiguous() for tensor in tensors)
     )
 
 
+def _needs_fp32_sum(target: Tensor, parts: Sequence[Tensor]) -> bool:
+    return len(parts) > 1 and target.dtype is torch.bfloat16
+
+
 def _add(target: Tensor, parts: Sequence[Tensor], wire: torch.dtype | None, overwrite: bool, scale: float) -> None:
+    if _needs_fp32_sum(target, parts):
+        total = torch.empty_like(target, dtype=torch.float32)
+        if not overwrite:
+            total.copy_(target)
+        _add(total, parts, wire, overwrite, scale)
+        target.copy_(total)
+        return
     for tensor in parts:
         part = tensor if wire is None else tensor.to(wire)
         if overwrite and scale != 1.0 and part.dtype.itemsize >= target.dtype.itemsize:

@@ -101,6 +101,12 @@ class GradientBuffer:
         pending.add_to(target, overwrite=not holds, scale=scale)
         self._states = bytearray([SlotState.WRITTEN]) * len(self._states)
 
+    def absorb(self, other: GradientBuffer) -> None:
+        """Add the contents of another buffer of the same extent to this buffer, and discard them there."""
+        for slot, part in other.filled_parts():
+            self.add(slot, part)
+        other.discard()
+
     def overwrite(self, slot: int, values: Tensor) -> None:
         """Replace the contents of one slot."""
         self.clear([slot])

@@ -109,13 +109,18 @@ class GradientReducer:
 
     # One backward pass, in which gradient recording is disabled
 
-    def begin(self) -> None:
-        """Begin a backward pass: apply the user's changes to ``.grad``, and hide ``.grad`` until the pass ends."""
+    def begin(self, *, reduces: bool) -> None:
+        """Begin a backward pass: apply the user's changes to ``.grad``, and hide ``.grad`` until the pass ends.
+
+        Args:
+            reduces: True if the pass reduces gradients over all ranks, as in :meth:`finish`.
+        """
         self.backwards += 1
         self.apply_user_grads()
         with plain_access():
             for grad_attribute in self._shown:
                 grad_attribute.hide()
+                grad_attribute.gradients.begin_pass(reduces=reduces)
 
     def main_grad(self, handle: Handle, slot: int, *, in_backward: bool) -> Tensor | None:
         """Return the memory to which a kernel may add a parameter's full gradient.

@@ -21,6 +21,11 @@ The final gradient has separate memory in three cases:
 - Full gradients are accumulated. Kernels may write to them (``main_grad``) while ``.grad`` is read.
 - No ZeRO-3 gradient shard exists between backward passes.
 
+With `accumulation_dtype`, the ZeRO-3 gradient shard that exists between backward passes is a bf16 accumulator; see
+[Note: Separate accumulators] in reduction_spec.py. The final gradient keeps its dtype, and uses the first bytes of the
+accumulator if they suffice, as they do if all ZeRO-1 shards have equal sizes. Only backward passes inside no_sync then
+set the final gradient aside, because other reductions do not write to the accumulator.
+
 [Note: Optimizer on the host]
 If `offload_optimizer` is True, masters and final gradients (``.grad``) are in pinned host memory. The optimizer runs on
 the CPU, and its state is in host memory. A final gradient is accumulated in scratch memory on the device and copied to
@@ -246,10 +251,16 @@ class AliasedStorage(GradientStorage):
     """Storage that is a part of another storage. While the other storage accumulates, the contents are set aside.
 
     See [Note: The final gradient inside the ZeRO-3 gradient shard].
+
+    Args:
+        around: the other storage.
+        part: elements of the other storage that this storage uses.
+        dtype: dtype of this storage. If it is None, both storages have the same dtype.
     """
 
-    def __init__(self, around: GradientStorage, part: slice) -> None:
-        super().__init__(part.stop - part.start, around.dtype)
+    def __init__(self, around: GradientStorage, part: slice, dtype: torch.dtype | None = None) -> None:
+        dtype = dtype or around.dtype
+        super().__init__((part.stop - part.start) * around.dtype.itemsize // dtype.itemsize, dtype)
         assert around.lasting
         self.state = AliasState.IN_PLACE
         self._around = around
@@ -261,7 +272,7 @@ class AliasedStorage(GradientStorage):
         return 0 if self._aside is None else self._aside.untyped_storage().nbytes()
 
     def home(self) -> Tensor:
-        return self._around.open(keep=True)[self._part]
+        return self._around.open(keep=True)[self._part].view(self.dtype)
 
     def open(self, *, keep: bool) -> Tensor:
         if self.state is AliasState.IN_PLACE:

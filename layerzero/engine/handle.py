@@ -179,7 +179,7 @@ class Handle:
         model_parallel: ModelParallelSpec | None,
     ) -> ManagedParam:
         master, spec, local = self._rows_of(slot, tuple(original.shape), model_parallel)
-        flat_range, offers_main_grad = slice(slot.offset, slot.end), not self.reduction_spec.accumulator_is_reduced
+        flat_range, offers_main_grad = slice(slot.offset, slot.end), self.reduction_spec.sends_accumulator
         if isinstance(self._gathered_params, ExtendedGather):
             leaf = self._gathered_params.parameter
             accumulate_grad = accumulate_node(leaf)

@@ -13,7 +13,7 @@ Its message then contains the stored errors, which are lost, because the paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
 from functools import cached_property, partial
 
@@ -75,8 +75,8 @@ class HandleGradients:
         to_host: object that copies the final gradient to the host, or None if the optimizer runs on the device.
 
     Attributes:
-        incoming: buffer to which gradients from autograd are added.
-        accumulator: buffer that stores gradients between backward passes.
+        accumulator: buffer that stores gradients between backward passes; see [Note: Separate accumulators] in
+            reduction_spec.py.
         final: buffer of the final gradient.
         reduction: event that completes with the in-flight reduction, or None if no reduction is in flight.
     """
@@ -101,13 +101,14 @@ class HandleGradients:
         self._accumulators = mesh.pools.accumulators
         self._to_host = to_host
         self._layout = layout
-        self.buffers: dict[Extent, GradientBuffer] = {}
+        self._reduces = True
+        self.buffers: dict[Extent, GradientBuffer] = {}  # without a separate accumulator
+        self._separate = None if spec.separate_dtype is None else self._separate_accumulator(spec.separate_dtype)
         targets = (stage.target for stage in spec.stages)
         for extent in sorted({spec.incoming_extent, spec.accumulator_extent, Extent.ZERO1, *targets}, reverse=True):
             dtype = spec.incoming_dtype if extent is spec.incoming_extent else master
             self.buffers[extent] = GradientBuffer(layout, mesh.mesh_info.grid, extent, self._storage(extent, dtype))
-        self.incoming = self.buffers[spec.incoming_extent]
-        self.accumulator = self.buffers[spec.accumulator_extent]
+        self.accumulator = self._separate or self.buffers[spec.accumulator_extent]
         self.final = self.buffers[Extent.ZERO1]
         self.pending_slots = PendingSlots(len(layout.slots))
         self.usage = bytearray(len(layout.slots))  # a GradUsage for each slot
@@ -138,16 +139,22 @@ class HandleGradients:
         self.__dict__.pop("encoded_parts", None)
         storage = self._final_storage(self.final.storage.dtype)
         self.final = self.buffers[Extent.ZERO1] = GradientBuffer(layout, self.mesh_info.grid, Extent.ZERO1, storage)
-        self.accumulator = self.buffers[self.spec.accumulator_extent]
+        self.accumulator = self._separate or self.buffers[self.spec.accumulator_extent]
+
+    def _separate_accumulator(self, dtype: torch.dtype) -> GradientBuffer:
+        extent, grid = self.spec.accumulator_extent, self.mesh_info.grid
+        storage = self._accumulators.make(self.label, grid.numel(self._layout, extent), dtype)
+        return GradientBuffer(self._layout, grid, extent, storage)
 
     def _storage(self, extent: Extent, dtype: torch.dtype) -> GradientStorage:
         """Return the memory for the buffer of one extent."""
         if extent is Extent.ZERO1:
             return self._final_storage(dtype)
         numel, is_sent = self.mesh_info.grid.numel(self._layout, extent), extent is Extent.FULL
-        if extent is self.spec.accumulator_extent:
+        if extent is self.spec.accumulator_extent and self._separate is None:
             send_buffer = self.transport.send_buffer if is_sent else None
             return self._accumulators.make(self.label, numel, dtype, send_buffer)
+        is_sent = is_sent and dtype is self.spec.stages[0].wire_dtype  # otherwise, a rounded copy is sent
         return PooledStorage(numel, dtype, self.transport.send_scratch if is_sent else self.pool)
 
     def _final_storage(self, dtype: torch.dtype) -> GradientStorage:
@@ -155,7 +162,11 @@ class HandleGradients:
         numel = grid.numel(self._layout, Extent.ZERO1)
         if self._to_host is not None:
             return HostStorage(numel, dtype, self._to_host, self.pool)
-        if zero3 is not None and self.spec.accumulator_extent is Extent.ZERO3 and zero3.storage.lasting:
+        if self._separate is not None:
+            around, elements = self._separate.storage, numel * dtype.itemsize // self._separate.storage.dtype.itemsize
+            if self.spec.accumulator_extent is Extent.ZERO3 and around.lasting and elements <= around.numel:
+                return AliasedStorage(around, slice(0, elements), dtype)
+        elif zero3 is not None and self.spec.accumulator_extent is Extent.ZERO3 and zero3.storage.lasting:
             return AliasedStorage(zero3.storage, grid.slice_within(self._layout, Extent.ZERO1, Extent.ZERO3))
         return PersistentStorage(SendBuffer(numel, dtype, self.pool.device))
 
@@ -199,6 +210,13 @@ class HandleGradients:
             self.residual.zero_()
 
     # State
+
+    @property
+    def incoming(self) -> GradientBuffer:
+        """Buffer to which the current backward pass adds the gradients from autograd."""
+        if self._separate is not None and not self._reduces and not self.spec.accumulator_is_reduced:
+            return self._separate
+        return self.buffers[self.spec.incoming_extent]
 
     @property
     def unreduced(self) -> bool:
@@ -247,6 +265,14 @@ class HandleGradients:
 
     # One backward pass
 
+    def begin_pass(self, *, reduces: bool) -> None:
+        """Begin a backward pass.
+
+        Args:
+            reduces: True if the pass reduces gradients over all ranks.
+        """
+        self._reduces = reduces
+
     def receive(self, slot: int, gradient: Tensor) -> None:
         """Add the full gradient of one parameter. It has the parameter's shape and any floating-point dtype."""
         self.pending_slots.mark_ready(slot)
@@ -261,12 +287,12 @@ class HandleGradients:
 
     @property
     def offers_main_grad(self) -> bool:
-        return self.incoming is self.accumulator and self.spec.incoming_scale == 1.0
+        return self.spec.sends_accumulator and self.incoming is self.accumulator and self.spec.incoming_scale == 1.0
 
     def prefetch(self) -> None:
-        """Prefetch the memory of the accumulator if the next gradients from autograd are added to it directly."""
-        if self.incoming is self.accumulator:
-            self.incoming.storage.prefetch(keep=not self.incoming.untouched)
+        """Prefetch the memory of the accumulator if it is needed when the next gradients arrive or are complete."""
+        if not self.spec.accumulator_is_reduced and (self.incoming is self.accumulator or not self.accumulator.empty):
+            self.accumulator.storage.prefetch(keep=not self.accumulator.untouched)
 
     def start_reduction(self, *, across_replicas: bool) -> HandleReduction | None:
         """Return the last reduction of this pass, or None if the pass needs no collective.
@@ -292,7 +318,9 @@ class HandleGradients:
             self.incoming.rest()
             return None
         if self.inspect is not None and stages[0].source is self.spec.incoming_extent:
-            self.inspect(self.incoming.filled_parts())
+            self.inspect(self.buffers[self.spec.incoming_extent].filled_parts())
+            if self._separate is not None and not self.spec.accumulator_is_reduced:
+                self.inspect(self._separate.filled_parts())
         return HandleReduction(self, stages)
 
     def abort(self) -> None:
@@ -301,6 +329,19 @@ class HandleGradients:
         self.incoming.withdraw(range(len(self.usage)))  # a kernel may have written to exposed slots
         if self.incoming is not self.accumulator:
             self.incoming.discard()
+
+    def target_of(self, stage: ReductionStage, *, is_last: bool) -> GradientBuffer:
+        """Return the buffer to which the result of a stage is added.
+
+        Args:
+            is_last: True if the stage is the last one of the reduction.
+        """
+        is_accumulated = is_last and stage.target is self.spec.accumulator_extent
+        return self.accumulator if is_accumulated else self.buffers[stage.target]
+
+    def separate_source(self, stage: ReductionStage) -> GradientBuffer | None:
+        """Return the accumulator that must be added to the source of a stage before the source is sent, or None."""
+        return self._separate if stage.source is self.spec.accumulator_extent else None
 
     # Gradients that are set or dropped by the user
 
@@ -322,7 +363,7 @@ class HandleGradients:
             self.usage[slot] = GradUsage.UNUSED
         self.record_drop(slots)
         slots = slots if any(self.usage) else range(len(self.usage))
-        for buffer in self.buffers.values():
+        for buffer in {self.accumulator, *self.buffers.values()}:
             buffer.clear(slots)
         if not any(self.usage):
             self.final.settle()
@@ -465,8 +506,10 @@ class HandleReduction:
         gradients = self.gradients
         if stage.collective is Collective.HOP2 and self._streams.failed:
             return  # a hop 2 was skipped, and other ranks would match this hop 2 with the skipped hop 2
-        source, target = gradients.buffers[stage.source], gradients.buffers[stage.target]
-        if stage.source is Extent.ZERO3:
+        source, separate = gradients.buffers[stage.source], gradients.separate_source(stage)
+        if separate is not None:
+            source.absorb(separate)
+        elif stage.source is Extent.ZERO3:
             gradients.final.vacate()
         source.seal()
         is_hop1 = stage.collective is Collective.HOP1
@@ -475,17 +518,29 @@ class HandleReduction:
         sent = source.storage.lend_send_buffer(
             stage.wire_dtype, pool, copies=not is_first and not source.storage.lasting
         )
-        if target.storage.lasting:
-            self._leases = (sent,)
-        else:
-            target.storage.prefetch(keep=not target.untouched)
-            self._leases = (sent, target.storage.lease())
+        leases: list[Lease] = [sent]
+        for buffer in self._used_with_result(stage):
+            if not buffer.storage.lasting:
+                buffer.storage.prefetch(keep=not buffer.untouched)
+                leases.append(buffer.storage.lease())
+        self._leases = tuple(leases)
         try:
             self._pending = self._start(stage, sent.tensor, pool)
         except BaseException:
             self._end_leases()
             raise
         self._issued.append(self._pending.work.issued)
+
+    def _is_last(self, stage: ReductionStage) -> bool:
+        return stage is self._stages[-1]
+
+    def _used_with_result(self, stage: ReductionStage) -> Iterator[GradientBuffer]:
+        """Yield the buffers that are used when the collective of a stage has ended."""
+        yield self.gradients.target_of(stage, is_last=self._is_last(stage))
+        if not self._is_last(stage):
+            separate = self.gradients.separate_source(self._stages[self._stages.index(stage) + 1])
+            if separate is not None and not separate.empty:
+                yield separate
 
     def _start(self, stage: ReductionStage, sent: Tensor, pool: BufferPool) -> PendingReduction:
         gradients, name = self.gradients, self.gradients.label
@@ -500,11 +555,12 @@ class HandleReduction:
         return reduce_scatter(comm, stage.collective, sent, pool, wire=stage.wire_dtype, name=name, parts=parts)
 
     def _add_result(self, stage: ReductionStage, pending: PendingReduction, *, is_last: bool) -> None:
-        target, final = self.gradients.buffers[stage.target], self.gradients.final
+        gradients, final = self.gradients, self.gradients.final
+        target = gradients.target_of(stage, is_last=is_last)
         try:
             if target is final:
                 final.settle()
-            elif stage.target is Extent.ZERO3:
+            elif target is gradients.accumulator:
                 final.vacate()
             target.add_reduction(pending, scale=stage.scale)
             if is_last:

@@ -21,6 +21,13 @@ Hop 1 runs on the zero3 axis, usually inside a node. Hop 2 runs on the replica a
 reduces them into the final gradient (ZERO1). A step after no_sync reduces the accumulator into the final gradient. With
 "local", the accumulator is the final gradient, so every backward pass communicates over all ranks.
 
+[Note: Separate accumulators]
+With `accumulation_dtype`, an accumulator that is not the final gradient is separate from the buffers of reductions.
+Only backward passes inside no_sync write to it. Each of them adds its gradients in fp32 and rounds the sum to the
+accumulator's dtype once. A reduction over all ranks runs in scratch buffers in the dtype of the masters. The
+accumulator is added to them before they are sent. Therefore the last micro-batch of a step is not rounded, and a step
+with one micro-batch gives the same bits as without the setting.
+
 [Note: Dtype of full gradients]
 Autograd produces gradients in the compute dtype. The full gradient keeps the compute dtype if each backward pass
 sends its gradients ("sharded" and "local") and the receiving rank adds the parts of the first hop in fp32 (on gloo, in
@@ -76,6 +83,8 @@ class ReductionSpec:
     stages: tuple[ReductionStage, ...]
     incoming_dtype: torch.dtype
     incoming_scale: float  # factor applied to incoming gradients; see [Note: Division of gradients]
+    # Dtype of an accumulator that is separate from the buffers of reductions, or None if there is none.
+    separate_dtype: torch.dtype | None = None
 
     @classmethod
     def plan(
@@ -136,12 +145,18 @@ class ReductionSpec:
             )
         if sends_each:
             accumulator = Extent.ZERO1 if accumulation == "local" else stages[0].target
-            return cls(Extent.FULL, accumulator, stages, incoming, 1.0 / incoming_divisor)
-        return cls(Extent.FULL, Extent.FULL, stages, precision.master, 1.0 / incoming_divisor)
+            separate = None if accumulator is Extent.ZERO1 else precision.accumulator
+            return cls(Extent.FULL, accumulator, stages, incoming, 1.0 / incoming_divisor, separate)
+        return cls(Extent.FULL, Extent.FULL, stages, precision.master, 1.0 / incoming_divisor, precision.accumulator)
 
     def between(self, start: Extent, stop: Extent) -> tuple[ReductionStage, ...]:
         """Return the stages that reduce the extent `start` to the smaller extent `stop`."""
         return tuple(stage for stage in self.stages if stage.source <= start and stage.target >= stop)
+
+    @property
+    def sends_accumulator(self) -> bool:
+        """True if the buffer in which gradients arrive is the accumulator, and the first stage sends it."""
+        return self.incoming_extent is self.accumulator_extent and self.separate_dtype is None
 
     @property
     def accumulator_is_reduced(self) -> bool:

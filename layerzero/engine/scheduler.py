@@ -578,8 +578,8 @@ class Scheduler(Closable):
                     "the old values. Change parameters after the backward"
                 )
             self._gradients.apply_requires_grad()
-            self._gradients.begin()
             reduces = self.requires_gradient_sync and self.requires_all_reduce
+            self._gradients.begin(reduces=reduces)
             if self.no_sync_hint.listens:
                 self.no_sync_hint.note_backward(reduces=reduces, is_first=self._gradients.empty)
             task, observer = torch._C._current_graph_task_id(), self._observer if self._observer.listens else None

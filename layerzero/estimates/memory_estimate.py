@@ -113,6 +113,7 @@ def _handle_bytes(handle: HandleSpec, unit: UnitSpec, config: LayerZeroConfig) -
         and not config.offload_grads
         and not in_host
         and not handle.set_aside
+        and own_bytes <= grid.numel(handle.layout, Extent.ZERO3) * handle.accumulator_dtype.itemsize
     )
     return {
         "zero1_shard": 0,
@@ -139,7 +140,7 @@ def _accumulators(units: Sequence[UnitSpec], config: LayerZeroConfig) -> tuple[i
     sizes = [
         [
             unit.traits.grid.numel(handle.layout, handle.reduction_spec.accumulator_extent)
-            * handle.precision.master.itemsize
+            * handle.accumulator_dtype.itemsize
             for handle in unit.handles
             if handle.trainable and handle.reduction_spec.accumulator_extent is not Extent.ZERO1
         ]

@@ -58,15 +58,17 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
     plan = ScratchBuffers(Counter(), Counter(), 0)
     outgoing = plan.outgoing if in_place else plan.scratch
     # Incoming gradients that are sent from the buffer in which they arrive.
-    incoming = [
-        handle
-        for handle in trained
-        if handle.reduction_spec.incoming_extent is not handle.reduction_spec.accumulator_extent
-    ]
+    arriving = [handle for handle in trained if not handle.reduction_spec.sends_accumulator]
+    incoming = [handle for handle in arriving if handle.incoming_numel == handle.sent_numel]
     for size, members in _by_size(incoming, lambda handle: handle.incoming_numel).items():
         in_flight = _landing_at_once(members, handles) + first - 1
         outgoing[size] += min(len(members) + 1, in_flight + _UNREAD) if in_place else min(len(members), in_flight)
-    # Copies of accumulated gradients that cannot be sent in place, and receive buffers.
+    # Incoming gradients that are rounded to the wire dtype, in buffers that are released before the copies are sent.
+    for size, members in _by_size(
+        [handle for handle in arriving if handle not in incoming], lambda handle: handle.incoming_numel
+    ).items():
+        plan.scratch[size] += _landing_at_once(members, handles)
+    # Copies of gradients that cannot be sent in place, and receive buffers.
     for size, members in _by_size(
         [handle for handle in trained if handle not in incoming], lambda handle: handle.sent_numel
     ).items():
@@ -80,7 +82,11 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
     # Hop 2.
     two_stage = [handle for handle in trained if len(handle.reduction_spec.stages) == 2]
     zero3 = {id(handle): where.grid.numel(handle.layout, Extent.ZERO3) for handle in two_stage}
-    transient = [handle for handle in two_stage if handle.reduction_spec.accumulator_extent is not Extent.ZERO3]
+    transient = [
+        handle
+        for handle in two_stage
+        if handle.reduction_spec.accumulator_extent is not Extent.ZERO3 or handle.reduction_spec.separate_dtype
+    ]
     for size, members in _by_size(transient, lambda handle: (zero3[id(handle)], handle.precision.master)).items():
         unrounded = [
             handle for handle in members if handle.reduction_spec.stages[1].wire_dtype == handle.precision.master
@@ -151,9 +157,10 @@ def _sizes_on_device(handle: HandleSpec, config: LayerZeroConfig, traits: RankTr
     for index, stage in enumerate(spec.stages):
         sent_size = traits.grid.numel(handle.layout, stage.source), stage.wire_dtype
         dtype = spec.incoming_dtype if stage.source is spec.incoming_extent else master
-        if stage.source is not spec.accumulator_extent:
+        is_scratch = stage.source is not spec.accumulator_extent or spec.separate_dtype is not None
+        if is_scratch:
             sizes.append((sent_size[0], dtype))
-        if dtype != stage.wire_dtype or (index and stage.source is spec.accumulator_extent and config.offload_grads):
+        if dtype != stage.wire_dtype or (index and not is_scratch and config.offload_grads):
             sizes.append(sent_size)
         sizes += _received(handle, index, traits)
     return sizes
@@ -163,8 +170,7 @@ def _landing_sizes(handle: HandleSpec, config: LayerZeroConfig, traits: RankTrai
     """Return the sizes of the scratch buffers in which the gradients of a handle on a device arrive."""
     if not handle.reduction_spec.stages:
         return _sizes_on_device(handle, config, traits)
-    is_accumulator = handle.reduction_spec.incoming_extent is handle.reduction_spec.accumulator_extent
-    return [] if is_accumulator else [handle.incoming_numel]
+    return [] if handle.reduction_spec.sends_accumulator else [handle.incoming_numel]
 
 
 def _fresh(handle: HandleSpec, traits: RankTraits) -> Size:

@@ -6,6 +6,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.transport.base import TransportTraits, post_forward_bytes
 from layerzero.config import LayerZeroConfig, Precision
@@ -68,9 +70,11 @@ class HandleSpec:
 
     def has_persistent_send_buffer(self, config: LayerZeroConfig) -> bool:
         """Return whether hop 1 sends from an accumulator that has permanent memory on this rank."""
-        return (
-            self.reduction_spec.incoming_extent is self.reduction_spec.accumulator_extent and not config.offload_grads
-        )
+        return self.reduction_spec.sends_accumulator and not config.offload_grads
+
+    @property
+    def accumulator_dtype(self) -> torch.dtype:
+        return self.reduction_spec.separate_dtype or self.precision.master
 
     @property
     def incoming_numel(self) -> Size:

@@ -99,6 +99,11 @@ def _translated(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
             "gradient accumulation fusion, which is on by default, adds to full gradients between micro-batches. Add "
             "--no-gradient-accumulation-fusion, or set accumulation: full in --layerzero-config"
         )
+    if args.gradient_accumulation_fusion and settings["accumulation_dtype"] is not None:
+        raise ValueError(
+            "gradient accumulation fusion, which is on by default, adds to fp32 gradients, but accumulation_dtype in "
+            "--layerzero-config is bf16. Add --no-gradient-accumulation-fusion, or remove accumulation_dtype"
+        )
     policy = _policy(settings.pop("mp_policy"), args)
     if policy is not None:
         settings["mp_policy"] = policy

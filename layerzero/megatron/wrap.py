@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ def wrap(
     if groups is None:
         assert zero3_size is not None
         groups = process_groups(zero3_size)
-    _refuse_fusion(config, groups.zero3.size(), accumulation, settings.get("offload_grads", False))
+    _refuse_fusion(config, groups.zero3.size(), accumulation, settings)
     mesh = _meshes(groups)
     chunks = []
     for module in modules:
@@ -252,7 +252,7 @@ def _refuse_unsupported(module: nn.Module, config: Any) -> None:
             )
 
 
-def _refuse_fusion(config: Any, zero3_size: int, accumulation: Accumulation, offload_grads: bool) -> None:
+def _refuse_fusion(config: Any, zero3_size: int, accumulation: Accumulation, settings: Mapping[str, Any]) -> None:
     if not getattr(config, "gradient_accumulation_fusion", False):
         return
     if not callable(accumulation) and not accumulates_full_gradients(accumulation, zero3_size):
@@ -260,7 +260,12 @@ def _refuse_fusion(config: Any, zero3_size: int, accumulation: Accumulation, off
             'gradient_accumulation_fusion adds to full gradients between micro-batches. Use accumulation="full", or '
             '"sharded" with zero3_size=1, or disable the fusion'
         )
-    if offload_grads:
+    if settings.get("accumulation_dtype") is not None:
+        raise ValueError(
+            "gradient_accumulation_fusion and accumulation_dtype exclude each other, because the fusion adds to "
+            "main_grad in fp32, and the last micro-batch is not added to the accumulator. Disable one of them"
+        )
+    if settings.get("offload_grads", False):
         raise ValueError(
             "gradient_accumulation_fusion and offload_grads=True exclude each other, because the fusion uses main_grad "
             "from the forward to the backward, and offloading may move it. Disable one of them"

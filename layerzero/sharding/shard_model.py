@@ -92,6 +92,7 @@ def shard_model(
     buffer_dtype: torch.dtype | None = None,
     gradient_divide_factor: float | None = None,
     accumulation: Accumulation = "sharded",
+    accumulation_dtype: torch.dtype | None = None,
     offload_grads: bool = False,
     offload_optimizer: bool = False,
     offload_params: bool = False,
@@ -159,6 +160,13 @@ def shard_model(
             no data until the backward that reduces gradients. ``"local"`` stores only the final gradient (N/D fp32
             elements) and reduces over all ranks in each backward, even inside :func:`no_sync`. To choose the form for
             each unit, pass ``callable(name, module)``.
+        accumulation_dtype: None or ``torch.bfloat16``. With bf16, accumulators take half the memory. Each backward
+            inside :func:`no_sync` adds its gradients in fp32 and rounds the sum to the nearest bf16 value. The backward
+            that reduces gradients adds its own gradients and the accumulator in fp32, so they are not rounded again,
+            and ``.grad`` keeps the dtype of the masters. Parameters then have no ``main_grad``. If there is one replica
+            (or one rank), ``"sharded"`` accumulates in the final gradients, and the setting has no effect.
+            ``"local"`` is refused for the same reason. If a callable selects it for a unit, this unit ignores the
+            setting.
         offload_grads: store accumulators in pinned host memory between the backward passes of a step. On the device,
             the accumulators then use at most twice the memory of the largest unit's accumulators. Copies overlap with
             the backward of the neighboring unit. If there is one replica (or one rank), ``"sharded"`` accumulates
@@ -247,6 +255,7 @@ def shard_model(
             buffer_dtype=buffer_dtype,
             gradient_divide_factor=gradient_divide_factor,
             accumulation=accumulation,
+            accumulation_dtype=accumulation_dtype,
             offload_grads=offload_grads,
             offload_optimizer=offload_optimizer,
             offload_params=offload_params,

@@ -44,7 +44,8 @@ _REFUSED = {
     "param_init_fn": "model_fn must return initialized weights, because all runs start from the same weights",
 }
 
-_DTYPES = ("replica_reduce_dtype", "buffer_dtype")  # settings that may lower the precision, in addition to mp_policy
+# Settings that may lower the precision, in addition to mp_policy.
+_DTYPES = ("replica_reduce_dtype", "buffer_dtype", "accumulation_dtype")
 
 
 def default_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:

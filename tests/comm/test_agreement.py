@@ -133,6 +133,9 @@ CASES: dict[str, Case] = {
     "fewer units": _case(lambda: _shard(units=None), "units", "first", RANK),
     "other units": _case(lambda: _shard(units=["second"]), "units", "first", "second", RANK),
     "accumulation": _case(lambda: _shard(accumulation="full"), "accumulation", "full", RANK),
+    "accumulation_dtype": _case(
+        lambda: _shard(accumulation_dtype=torch.bfloat16), "accumulation_dtype", "bfloat16", RANK
+    ),
     "accumulation of one unit": _case(
         lambda: _shard(accumulation=lambda name, _: "full" if name == "first" else "sharded"),
         "accumulation",

@@ -24,6 +24,7 @@ reduce_scatter_with_fp32_accumulation: true
 buffer_dtype: float32
 gradient_divide_factor: 2.0
 accumulation: full
+accumulation_dtype: bf16
 offload_grads: true
 offload_optimizer: true
 offload_params: true
@@ -72,6 +73,7 @@ def test_every_setting_can_be_given(tmp_path: Path) -> None:
         buffer_dtype=torch.float32,
         gradient_divide_factor=2.0,
         accumulation="full",
+        accumulation_dtype=torch.bfloat16,
         offload_grads=True,
         offload_optimizer=True,
         offload_params=True,
@@ -154,6 +156,10 @@ def test_a_file_of_mindspeed_need_not_name_its_defaults(tmp_path: Path) -> None:
         ("zero3_size: true", r"layerzero\.yaml: zero3_size must be an int or None, got True"),
         ('zero3_size: "8"', r"layerzero\.yaml: zero3_size must be an int or None, got '8'"),
         ("mp_policy: {param_dtype: int8}", "param_dtype is 'int8', which is not a supported dtype. Use one of fp32"),
+        (
+            "accumulation_dtype: fp16",
+            r"layerzero\.yaml: accumulation_dtype=torch.float16 is not supported.*Use torch.bfl",
+        ),
         ("mp_policy: {dtype: bf16}", "mp_policy must be a mapping with the names param_dtype"),
         ("mp_policy: {param_dtype: bf16}\nparam_dtype: bf16", "param_dtype is given twice"),
         ("units: [A]\ntransformer_layers: [B]", "but they mean the same"),

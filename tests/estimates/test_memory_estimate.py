@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -176,6 +177,26 @@ def test_every_kind_of_memory_is_predicted(shared_memory: str | None) -> None:
 OFFLOADED = {"offload_grads": True, "offload_optimizer": True}
 
 
+def _predicted_with_bf16_accumulators(rank: int, sizes: Sequence[int]) -> None:
+    warnings.simplefilter("ignore")  # the CPU has no device memory to free
+    modes = [(size, mode) for size, mode in _layouts(sizes) if mode != "local"]
+    for (size, mode), policy, offloads in itertools.product(modes, POLICIES, ({}, OFFLOADED)):
+        settings = {"accumulation": mode, "accumulation_dtype": torch.bfloat16, **offloads}
+        model = shard(_seeded(max(reduction_queue.IN_FLIGHT) + 2), size=size, mp_policy=policy, **settings)
+        pool, optimizer = get_state(model).pools.scratch, None
+        for wait, micro_batches in ((_slow, (1, 2)), (_fast, (3,))):
+            case = (size, policy, wait, micro_batches, settings)
+            with mock.patch.object(PendingReduction, "wait", wait), _in_use(pool) as most:
+                optimizer = _train(model, rank, micro_batches, optimizer)
+            assert all(count <= pool.expected[size] for size, count in most.items()), (case, most, pool.expected)
+            _assert_predicted(model, case)
+
+
+@BOTH
+def test_accumulators_in_bf16_are_predicted(shared_memory: str | None) -> None:
+    run_ranks(_predicted_with_bf16_accumulators, _sizes_of(shared_memory), shared_memory=shared_memory, timeout=240)
+
+
 def _predicted_on_a_device(rank: int) -> None:
     register()
     plain = [(*layout, policy, {}) for layout in _layouts((1, 2, 4)) for policy in POLICIES[:2]]
@@ -185,9 +206,14 @@ def _predicted_on_a_device(rank: int) -> None:
         OFFLOADED,
         {"reduce_scatter_with_fp32_accumulation": True},
     )
+    rounded: Any = [
+        {"accumulation_dtype": torch.bfloat16, **settings} for settings in ({}, {"offload_grads": True}, OFFLOADED)
+    ]
+    rounded.append({"accumulation_dtype": torch.bfloat16, "reduce_scatter_with_fp32_accumulation": True})
     for size, mode, policy, settings in (
         *plain,
         *((*layout, POLICIES[1], s) for layout in _layouts((2,)) for s in others),
+        *((2, mode, POLICIES[1], s) for mode in ("sharded", "full") for s in rounded),
     ):
         mesh, case = mesh_on(NAME, size), (size, mode, policy, settings)
         with Device().installed():

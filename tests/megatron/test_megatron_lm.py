@@ -197,6 +197,9 @@ def _refused_files(rank: int, folder: str) -> list[str]:
     fused = "--no-gradient-accumulation-fusion"
     with pytest.raises(ValueError, match=f"Add {fused}, or set accumulation: full in"):
         ours(rank, [], without=fused)
+    file.write_text("accumulation: full\naccumulation_dtype: bf16")
+    with pytest.raises(ValueError, match=f"Add {fused}, or remove accumulation_dtype"):
+        ours(rank, ["--layerzero-config", str(file)], without=fused)
     return texts
 
 

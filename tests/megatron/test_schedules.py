@@ -247,6 +247,14 @@ def _refuses(rank: int) -> None:
         config.gradient_accumulation_fusion = True
         with pytest.raises(ValueError, match='Use accumulation="full", or "sharded" with zero3_size=1'):
             layerzero.megatron.wrap(make_chunks(case, make_config(case)), config, zero3_size=1, accumulation="local")
+        with pytest.raises(ValueError, match=r"gradient_accumulation_fusion and accumulation_dtype exclude each other"):
+            layerzero.megatron.wrap(
+                make_chunks(case, make_config(case)),
+                config,
+                zero3_size=2,
+                accumulation="full",
+                accumulation_dtype=torch.bfloat16,
+            )
         config.gradient_accumulation_fusion = False
         with pytest.raises(ValueError, match=r"zero3_size=3 does not divide the 2 data-parallel.*Use one of \[1, 2\]"):
             layerzero.megatron.wrap(make_chunks(case, config), config, zero3_size=3)

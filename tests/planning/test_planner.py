@@ -91,6 +91,9 @@ SETTINGS: list[dict[str, object]] = [
     {"zero3_size": 4, "mp_policy": BF16, "reshard_after_forward": 2},
     {"zero3_size": 2, "mp_policy": BF16, "replica_reduce_dtype": torch.bfloat16},
     {"zero3_size": 2, "mp_policy": BF16, "hop2_codec": layerzero.Int8Blocks()},
+    {"zero3_size": 2, "mp_policy": BF16, "accumulation_dtype": torch.bfloat16},
+    {"zero3_size": 2, "mp_policy": ALL_BF16, "accumulation_dtype": torch.bfloat16, "accumulation": "full"},
+    {"zero3_size": 1, "mp_policy": BF16, "accumulation_dtype": torch.bfloat16, "offload_grads": True},
     {"zero3_size": 1, "mp_policy": BF16, "accumulation": "local", "hop2_codec": layerzero.Int4Blocks()},
 ]
 

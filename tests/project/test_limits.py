@@ -378,7 +378,14 @@ COVERED: dict[str, tuple[str, ...]] = {
         "engine/test_gradient_offload.py::test_without_a_device_there_is_one_warning",
         "project/test_limits_loops.py::test_with_one_replica_there_are_no_accumulators_to_offload",
     ),
+    "`accumulation_dtype` supports only": ("engine/test_accumulation_dtype.py::test_settings_are_checked",),
+    "`accumulation_dtype` with": (
+        "engine/test_accumulation_dtype.py::test_settings_are_checked",
+        "engine/test_accumulation_dtype.py::test_units_with_local_accumulation_keep_their_final_gradient",
+        "engine/test_accumulation_dtype.py::test_with_one_replica_the_accumulator_is_the_final_gradient",
+    ),
     "`weight.main_grad`": (
+        "engine/test_accumulation_dtype.py::test_parameters_have_no_main_grad",
         "engine/test_main_grad.py::test_what_kernels_add_counts_once_in_every_micro_batch",
         "engine/test_main_grad.py::test_what_cannot_be_counted_is_refused",
     ),

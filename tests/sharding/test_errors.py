@@ -238,6 +238,14 @@ CASES: dict[str, Case] = {
     "accumulation callable that answers something else": Case(
         partial(_shard, accumulation=lambda name, module: "half"), ValueError, ("accumulation", "half", "sharded")
     ),
+    "accumulation_dtype of fp16": Case(
+        partial(_shard, accumulation_dtype=torch.float16), ValueError, ("accumulation_dtype", "float16", "bfloat16")
+    ),
+    "accumulation_dtype with local accumulation": Case(
+        partial(_shard, accumulation_dtype=torch.bfloat16, accumulation="local"),
+        ValueError,
+        ("accumulation_dtype", "'local'", "sharded", "full"),
+    ),
     "integer parameter": Case(
         lambda: _shard(Mixed(count=_fixed(torch.zeros(3, dtype=torch.int64)))),
         ValueError,

@@ -1,0 +1,438 @@
+"""`accumulation_dtype`: accumulators in bf16, exact sums of small integers, unchanged final gradients."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import layerzero
+from layerzero.device import accumulate
+from layerzero.device.accumulate import accumulate_parts
+from layerzero.engine.gradient_offload import OffloadedStorage
+from layerzero.engine.gradient_storage import AliasedStorage
+from layerzero.engine.hooks import get_state
+from tests.support.accumulating import WORLD, alone, assert_step, backward, prepare
+from tests.support.graphs import batch, blocks, loss_of, shard
+from tests.support.late_transfers import LateTransfers, late
+from tests.support.models import (
+    IntegerNet,
+    assert_close,
+    different,
+    exact_sgd,
+    full_gradients,
+    integer_batch,
+    integer_loss,
+    integer_net,
+    union,
+)
+from tests.support.ranks import BOTH, mesh_of, run_ranks
+
+BF16 = torch.bfloat16
+MODES = ("sharded", "full")
+# Backwards of a step: True means inside no_sync.
+LOOPS = {
+    "one reduction": (True, True, True, False),
+    "reduced by step()": (True, True, True, True),
+    "one in between reduces": (True, False, True, False),
+    "each reduces": (False, False, False, False),
+}
+
+
+def _pass(model: nn.Module, rank: int, micro_batch: int) -> None:
+    loss_of(model(batch(rank, 0, micro_batch).float())).backward()
+
+
+def _accumulators(model: nn.Module) -> list[Any]:
+    return [handle.gradients.accumulator for handle in get_state(model).handles if handle.gradients is not None]
+
+
+# --- sums ---
+
+
+def _sum_of(parts: int, *, numel: int, scale: float, overwrite: bool, wire: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    start = torch.randn(numel).to(BF16)
+    addends = [torch.randn(numel) for _ in range(parts)]
+    target = start.clone()
+    accumulate_parts(target, addends, wire=wire, scale=scale, overwrite=overwrite)
+    total = torch.zeros(numel) if overwrite else start.float()
+    for addend in addends:
+        total += scale * (addend if wire is None else addend.to(wire).float())
+    assert torch.equal(target, total.to(BF16)), (parts, numel, scale, overwrite, wire)
+
+
+@pytest.mark.parametrize("numel", [1, 1000, accumulate._PIECE + 3, 3 * accumulate._PIECE])
+def test_parts_are_added_in_fp32_and_rounded_once(numel: int) -> None:
+    for parts, overwrite, wire in itertools.product((1, 2, 4), (False, True), (None, BF16)):
+        _sum_of(parts, numel=numel, scale=1.0, overwrite=overwrite, wire=wire)
+    _sum_of(4, numel=numel, scale=0.5, overwrite=False, wire=None)
+
+
+def test_a_sum_over_micro_batches_stays_within_the_bound_of_rounding_to_nearest() -> None:
+    torch.manual_seed(0)
+    for count in (4, 16, 64):
+        addends = [torch.randn(20000) for _ in range(count)]
+        target = torch.zeros(20000, dtype=BF16)
+        exact, bound = torch.zeros(20000, dtype=torch.float64), torch.zeros(20000, dtype=torch.float64)
+        for index, addend in enumerate(addends):
+            accumulate_parts(target, (addend,), overwrite=index == 0)
+            exact += addend.double()
+            bound += target.double().abs() * 2**-8  # half a unit in the last place is at most this part of a value
+        assert ((target.double() - exact).abs() <= bound).all(), count
+        relative = float((target.double() - exact).norm() / exact.norm())
+        assert relative < 0.002 * count**0.5, (count, relative)
+
+
+def test_values_that_are_not_finite_stay_so() -> None:
+    large = torch.finfo(BF16).max
+    target = torch.tensor([1.0, 1.0, float("inf"), large, 1.0]).to(BF16)
+    accumulate_parts(target, (torch.tensor([float("inf"), float("nan"), 1.0, 1.0, -float("inf")]),))
+    assert target.tolist()[0] == float("inf") and target[1].isnan() and target[2].isinf()
+    assert target[3] == large, "a small addend does not overflow a finite value"
+    assert target[4] == -float("inf")
+
+
+# --- the engine ---
+
+
+def _exact(rank: int, sizes: tuple[int, ...], offload_grads: bool) -> None:
+    (expected,) = alone([range(4)])
+    assert max(float(g.abs().max()) for g in expected.gradients.values()) * WORLD < 256, "sums are exact in bf16"
+    settings = {"accumulation_dtype": BF16, "offload_grads": offload_grads}
+    for size, (name, loop), mode in itertools.product(sizes, LOOPS.items(), MODES):
+        with late() if offload_grads else nullcontext():
+            model, optimizer = prepare(mode, zero3_size=None, mesh=mesh_of(size), **settings)
+            for index, inside_no_sync in enumerate(loop):
+                backward(model, rank, index, inside_no_sync=inside_no_sync)
+            assert_step(model, optimizer, expected, f"S={size} {mode}, {name}")
+
+
+@pytest.mark.parametrize("offload_grads", [False, True], ids=["on the device", "offloaded"])
+@pytest.mark.parametrize(("sizes", "shared_memory"), [((1, 2, 4), "off"), ((2, 4), None)], ids=["off", "default"])
+def test_exact_sums_give_the_bits_of_one_process(
+    sizes: tuple[int, ...], shared_memory: str | None, offload_grads: bool
+) -> None:
+    run_ranks(_exact, sizes, offload_grads, shared_memory=shared_memory, timeout=120)
+
+
+def _exact_with_a_mode_for_each_unit(rank: int) -> None:
+    modes = {"first": "full", "second": "local"}
+    (expected,) = alone([range(4)])
+    for loop in LOOPS.values():
+        model, optimizer = prepare(lambda name, _: modes.get(name, "sharded"), accumulation_dtype=BF16)
+        dtypes = {handle.label: handle.gradients.accumulator.storage.dtype for handle in get_state(model).handles}
+        assert sorted(map(str, dtypes.values())) == ["torch.bfloat16"] * 3 + ["torch.float32"], dtypes
+        assert dtypes["second"] == torch.float32, dtypes
+        for index, inside_no_sync in enumerate(loop):
+            backward(model, rank, index, inside_no_sync=inside_no_sync)
+        assert_step(model, optimizer, expected, f"{loop}")
+
+
+@BOTH
+def test_units_with_local_accumulation_keep_their_final_gradient(shared_memory: str | None) -> None:
+    run_ranks(_exact_with_a_mode_for_each_unit, shared_memory=shared_memory)
+
+
+POLICIES = (
+    MixedPrecisionPolicy(),
+    MixedPrecisionPolicy(param_dtype=BF16),
+    MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32),
+)
+
+
+def _random_gradients(
+    rank: int, loop: tuple[bool, ...], zero3_size: int, policy: MixedPrecisionPolicy, **settings: Any
+) -> tuple[dict[str, Tensor], nn.Module]:
+    torch.manual_seed(0)
+    model = shard(blocks(3).float(), size=zero3_size, mp_policy=policy, **settings)
+    for micro_batch, inside_no_sync in enumerate(loop):
+        with layerzero.no_sync(model) if inside_no_sync else nullcontext():
+            _pass(model, rank, micro_batch)
+    return full_gradients(model), model
+
+
+def _without_accumulation(rank: int) -> None:
+    for size, policy, mode in itertools.product((1, 2, 4), POLICIES, MODES):
+        expected, _ = _random_gradients(rank, (False,), size, policy, accumulation=mode)
+        found, model = _random_gradients(rank, (False,), size, policy, accumulation=mode, accumulation_dtype=BF16)
+        assert not different(found, expected), (size, policy, mode)
+        for parameter in model.parameters():
+            assert parameter.grad.dtype == parameter.dtype == torch.float32
+
+
+@BOTH
+def test_a_step_of_one_micro_batch_gives_the_same_bits_as_without_the_setting(shared_memory: str | None) -> None:
+    run_ranks(_without_accumulation, shared_memory=shared_memory)
+
+
+def _rounded(rank: int) -> None:
+    """Compare sums of random gradients with fp32 accumulators, and two runs with each other."""
+    loop = (True,) * 7 + (False,)
+    for size, mode in ((1, "sharded"), (2, "sharded"), (2, "full"), (4, "full")):
+        policy = POLICIES[2]
+        expected, _ = _random_gradients(rank, loop, size, policy, accumulation=mode)
+        state = torch.get_rng_state()
+        runs = [_random_gradients(rank, loop, size, policy, accumulation=mode, accumulation_dtype=BF16) for _ in "ab"]
+        (found, model), (again, _) = runs
+        assert not different(found, again), "two runs give the same bits"
+        assert torch.equal(state, _state_after_seed(rank, loop)), "sums draw no random numbers"
+        assert different(found, expected), "the accumulators are rounded"
+        for name, gradient in found.items():
+            error = float((gradient - expected[name]).norm() / expected[name].norm())
+            assert error < 0.02, (size, mode, name, error)
+        for accumulator in _accumulators(model):
+            assert accumulator.storage.dtype == BF16
+            assert accumulator.storage.open(keep=False).dtype == BF16
+
+
+def _state_after_seed(rank: int, loop: tuple[bool, ...]) -> Tensor:
+    """Return the state of the random number generator after the model has been built, as in `_random_gradients`."""
+    torch.manual_seed(0)
+    blocks(3)
+    return torch.get_rng_state()
+
+
+@BOTH
+def test_accumulators_are_rounded_in_the_same_way_in_each_run(shared_memory: str | None) -> None:
+    run_ranks(_rounded, shared_memory=shared_memory)
+
+
+def _last_micro_batch(rank: int) -> None:
+    """A value that is lost in a bf16 accumulator counts in the micro-batch that reduces gradients."""
+    for mode, last in itertools.product(MODES, (False, True)):
+        torch.manual_seed(0)
+        model = layerzero.shard_model(
+            nn.Sequential(nn.Linear(4, 4, bias=False)), mesh=mesh_of(2), accumulation=mode, accumulation_dtype=BF16
+        )
+        x = torch.ones(1, 4)
+        for inside_no_sync, factor in ((True, 1.0), (last, 2.0**-12)):
+            with layerzero.no_sync(model) if inside_no_sync else nullcontext():
+                (model(x).sum() * factor).backward()
+        (gradient,) = layerzero.shard_optimizer(exact_sgd(model.parameters()), model) and _step_gradients(model)
+        assert gradient.eq(1.0 if last else 1.0 + 2.0**-12).all(), (mode, last, gradient)
+
+
+def _step_gradients(model: nn.Module) -> list[Tensor]:
+    layerzero.clip_grad_norm_(model, float("inf"))  # reduces what backward passes inside no_sync have accumulated
+    return list(full_gradients(model).values())
+
+
+def test_the_micro_batch_that_reduces_is_not_rounded() -> None:
+    run_ranks(_last_micro_batch)
+
+
+def _overflow(rank: int) -> None:
+    for mode, offload_grads in itertools.product(MODES, (False, True)):
+        with late() if offload_grads else nullcontext():
+            model, optimizer = prepare(mode, accumulation_dtype=BF16, offload_grads=offload_grads)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        before = {name: p.to_local().clone() for name, p in model.named_parameters()}
+        for index in range(3):
+            with layerzero.no_sync(model) if index < 2 else nullcontext():
+                factor = float("inf") if (rank, index) == (1, 0) else 1.0
+                (scaler.scale(integer_loss(model, integer_batch(micro_batch=index, rank=rank))) * factor).backward()
+        scaler.unscale_(optimizer)
+        found = torch.tensor(float(any(not g.isfinite().all() for g in full_gradients(model).values())))
+        assert found == 1, "the overflow of one rank reaches the final gradients"
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0, "the step is skipped, and the scale is halved"
+        assert all(torch.equal(before[name], p.to_local()) for name, p in model.named_parameters())
+        optimizer.zero_grad()
+        for index in range(2):
+            backward(model, rank, index, inside_no_sync=index < 1)
+        assert_step(model, optimizer, alone([range(2)])[0], f"{mode}: after the overflow")
+
+
+def test_an_overflow_survives_the_accumulator_and_leaves_nothing_behind() -> None:
+    run_ranks(_overflow)
+
+
+def _stored(rank: int) -> None:
+    for mode, offload_grads in itertools.product(MODES, (False, True)):
+        case = (mode, offload_grads)
+        with late() if offload_grads else nullcontext():
+            models = [
+                shard(blocks(6).float(), accumulation=mode, offload_grads=offload_grads, **settings)
+                for settings in ({}, {"accumulation_dtype": BF16})
+            ]
+            for model, step in itertools.product(models, range(2)):
+                for micro_batch in range(2):
+                    with layerzero.no_sync(model) if micro_batch < 1 else nullcontext():
+                        _pass(model, rank, step)
+                model.zero_grad()
+        default, halved = (layerzero.memory(model) for model in models)
+        kind = "host_accumulator" if offload_grads else "accumulator"
+        assert 0 < 2 * halved.measured[kind] == default.measured[kind], case
+        assert halved.measured[kind] == halved.predicted[kind], case
+        # The fp32 final gradient still needs no memory of its own.
+        assert halved.measured["gradient_shard"] == default.measured["gradient_shard"], case
+        assert halved.predicted == {k: v for k, v in halved.measured.items() if not k.endswith("optimizer")}, case
+        for accumulator in _accumulators(models[1]):
+            assert isinstance(accumulator.storage, OffloadedStorage) == offload_grads
+            assert not offload_grads or accumulator.storage._host.dtype == BF16
+        if mode == "sharded" and not offload_grads:
+            assert all(isinstance(h.gradients.final.storage, AliasedStorage) for h in get_state(models[1]).handles)
+
+
+def test_accumulators_take_half_the_memory_on_the_device_and_in_the_host() -> None:
+    run_ranks(_stored, shared_memory="off")
+
+
+def _moved_bytes(rank: int) -> None:
+    moved = []
+    for settings in ({}, {"accumulation_dtype": BF16}):
+        with late():
+            model = shard(blocks(6).float(), accumulation="full", offload_grads=True, **settings)
+            (transfers,) = LateTransfers.made
+            with mock.patch.object(transfers, "copy", _Recorded(transfers.copy)) as copy:
+                for micro_batch in range(4):
+                    with layerzero.no_sync(model) if micro_batch < 3 else nullcontext():
+                        _pass(model, rank, micro_batch)
+            moved.append(copy.nbytes)
+    assert 0 < 2 * moved[1] <= moved[0], moved
+
+
+class _Recorded:
+    """Function that counts the bytes of the copies it makes."""
+
+    def __init__(self, copy: Callable[..., Any]) -> None:
+        self._copy = copy
+        self.nbytes = 0
+
+    def __call__(self, target: Tensor, source: Tensor, **how: Any) -> Any:
+        self.nbytes += target.nbytes
+        assert target.dtype == source.dtype
+        return self._copy(target, source, **how)
+
+
+def test_offloading_copies_half_the_bytes() -> None:
+    run_ranks(_moved_bytes)
+
+
+def _frozen_and_unfrozen(rank: int) -> None:
+    for mode in MODES:
+        model, optimizer = prepare(mode, accumulation_dtype=BF16)
+        net = integer_net()
+        for index, frozen in enumerate((True, True, False, False)):
+            for parameter in (*model.second.parameters(), *net.second.parameters()):
+                parameter.requires_grad_(not frozen)
+            integer_loss(net, union([integer_batch(micro_batch=index, rank=r) for r in range(WORLD)])).backward()
+            backward(model, rank, index, inside_no_sync=index < 3)
+        expected = {name: parameter.grad for name, parameter in net.named_parameters()}
+        optimizer.step()
+        assert not different(full_gradients(model), expected), mode
+
+
+def test_parameters_may_be_unfrozen_between_micro_batches() -> None:
+    run_ranks(_frozen_and_unfrozen)
+
+
+def _clipped(rank: int) -> None:
+    for mode, codec in itertools.product(MODES, (None, layerzero.Int4Blocks())):
+        torch.manual_seed(0)
+        model = shard(blocks(3).float(), accumulation=mode, accumulation_dtype=BF16, hop2_codec=codec)
+        optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
+        for step in range(3):
+            for micro_batch in range(3):
+                with layerzero.no_sync(model) if micro_batch < 2 else nullcontext():
+                    _pass(model, rank, 3 * step + micro_batch)
+            before = full_gradients(model)
+            norm = layerzero.clip_grad_norm_(model, 0.01)
+            expected = torch.stack([g.norm() for g in before.values()]).norm()
+            torch.testing.assert_close(torch.as_tensor(float(norm)), expected.cpu(), rtol=1e-5, atol=0)
+            assert_close(full_gradients(model), {n: g * (0.01 / (norm + 1e-6)) for n, g in before.items()}, mode)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step != 1)
+
+
+def test_gradients_can_be_clipped_and_sent_encoded() -> None:
+    run_ranks(_clipped)
+
+
+def _no_main_grad(rank: int) -> None:
+    seen = []
+    for settings in ({}, {"accumulation_dtype": BF16}):
+        model, _ = prepare("full", **settings)
+        hook = model.first.register_forward_pre_hook(lambda m, a: seen.append(hasattr(m.weight, "main_grad")) and None)
+        backward(model, rank, 0, inside_no_sync=True)
+        hook.remove()
+    assert seen == [True, False]
+
+
+def test_parameters_have_no_main_grad() -> None:
+    run_ranks(_no_main_grad)
+
+
+# --- one replica, several meshes ---
+
+
+def _one_replica(rank: int) -> None:
+    world = dist.get_world_size()
+    for size in {1, world}:
+        if size == 1 and world > 1:
+            continue
+        plain, halved = (
+            layerzero.shard_model(integer_net(), units=IntegerNet.UNITS, mesh=mesh_of(size), **settings)
+            for settings in ({}, {"accumulation_dtype": BF16})
+        )
+        for model in (plain, halved):
+            backward(model, rank, 0, inside_no_sync=True)
+            backward(model, rank, 1, inside_no_sync=False)
+        assert not different(full_gradients(halved), full_gradients(plain))
+        assert layerzero.memory(halved).measured == layerzero.memory(plain).measured
+        assert all(each.storage.dtype == torch.float32 for each in _accumulators(halved))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_with_one_replica_the_accumulator_is_the_final_gradient(world_size: int) -> None:
+    run_ranks(_one_replica, world_size=world_size, shared_memory="off")
+
+
+def _two_meshes(rank: int) -> None:
+    (expected,) = alone([range(3)])
+    root, other = layerzero.init_mesh(2), layerzero.init_mesh(1)
+    for mode in MODES:
+        model, optimizer = prepare(
+            mode,
+            zero3_size=None,
+            mesh=lambda name, module: other if name == "second" else root,
+            accumulation_dtype=BF16,
+        )
+        for index in range(3):
+            backward(model, rank, index, inside_no_sync=index < 2)
+        assert_step(model, optimizer, expected, mode)
+
+
+def test_units_on_several_meshes_accumulate_in_bf16() -> None:
+    run_ranks(_two_meshes)
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"accumulation_dtype": torch.float16}, ValueError, "float16 is not supported.*range.*Use torch.bfloat16"),
+        ({"accumulation_dtype": torch.float32}, ValueError, "float32 is not supported. Use torch.bfloat16, or None"),
+        ({"accumulation_dtype": "bf16"}, TypeError, "accumulation_dtype must be torch.bfloat16 or None, got 'bf16'"),
+        (
+            {"accumulation_dtype": BF16, "accumulation": "local"},
+            ValueError,
+            "no effect with accumulation='local'.*final gradients.*Leave accumulation_dtype out",
+        ),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        layerzero.LayerZeroConfig(**settings)
