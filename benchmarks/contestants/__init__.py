@@ -98,6 +98,9 @@ ENTRIES: dict[str, Entry] = {
         hop2="int4",
         refresh_codec="lossless",
     ),
+    "layerzero-int4-int4": _ours(
+        'layerzero hybrid, "sharded", hop 2 and refresh in int4', NODE, "sharded", hop2="int4", refresh_codec="int4"
+    ),
     "layerzero-sites": Entry(
         "layerzero, a site per node, H=16, 4 fragments, int4",
         "sites",

@@ -35,7 +35,7 @@ class LayerZero(Contestant):
             mp_policy=task.policy,
             accumulation=accumulation,
             hop2_codec=None if hop2 is None else {"int8": layerzero.Int8Blocks(), "int4": layerzero.Int4Blocks()}[hop2],
-            refresh_codec=refresh_codec,
+            refresh_codec=layerzero.Int4Difference() if refresh_codec == "int4" else refresh_codec,
             shared_memory=shared_memory,
             reshard_after_forward=not keep,
         )
