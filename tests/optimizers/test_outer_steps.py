@@ -426,6 +426,18 @@ def test_a_site_may_skip_steps() -> None:
     run_ranks(_skip)
 
 
+def _guard(rank: int) -> None:
+    trained = build(sites_of(2, 2), settings={"mp_policy": BF16}, every=2, warmup=2, fragments=2, delay=1)
+    guard = layerzero.guard_corruption(trained[0], trained[1], every=1)
+    for step in range(6):
+        advance(trained, rank, step)
+    assert guard.looked == 6 and not guard.found
+
+
+def test_averages_and_outer_steps_are_not_mistaken_for_flipped_bits() -> None:
+    run_ranks(_guard)
+
+
 def _disagree(rank: int, case: str) -> None:
     mesh = sites_of(2, 2)
     net = integer_net()
