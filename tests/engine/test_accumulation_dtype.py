@@ -20,6 +20,7 @@ from layerzero.device.accumulate import accumulate_parts
 from layerzero.engine.gradient_offload import OffloadedStorage
 from layerzero.engine.gradient_storage import AliasedStorage
 from layerzero.engine.hooks import get_state
+from layerzero.reliability.local_gradient_check import LocalGradientCheck
 from tests.support.accumulating import WORLD, alone, assert_step, backward, prepare
 from tests.support.graphs import batch, blocks, loss_of, shard
 from tests.support.late_transfers import LateTransfers, late
@@ -235,11 +236,13 @@ def _overflow(rank: int) -> None:
         with late() if offload_grads else nullcontext():
             model, optimizer = prepare(mode, accumulation_dtype=BF16, offload_grads=offload_grads)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        own = LocalGradientCheck(get_state(model).handles)
         before = {name: p.to_local().clone() for name, p in model.named_parameters()}
         for index in range(3):
             with layerzero.no_sync(model) if index < 2 else nullcontext():
                 factor = float("inf") if (rank, index) == (1, 0) else 1.0
                 (scaler.scale(integer_loss(model, integer_batch(micro_batch=index, rank=rank))) * factor).backward()
+        assert bool(own.bad()) == (rank == 1), "the check includes what the accumulator holds"
         scaler.unscale_(optimizer)
         found = torch.tensor(float(any(not g.isfinite().all() for g in full_gradients(model).values())))
         assert found == 1, "the overflow of one rank reaches the final gradients"

@@ -35,6 +35,8 @@ ODD_ORDERS = (
     *("rdr", "rdur", "rudr", "rudur", "uurdr", "rudd", "rdsur", "rdud"),
     *("rfrfr", "rfur", "rufur", "rfurfr", "rxr", "ruxur", "rxurr", "uzfew"),
 )
+# Sums of these orders are exact in bf16.
+EXACT_IN_BF16 = ("rur", "ruur", "urur", "rzur", "ruzr", "rukr", "ukur", "rdur", "rudr", "rufur", "ruxur")
 
 
 def _fail(model: nn.Module, rank: int, index: int) -> None:
@@ -96,6 +98,8 @@ def _odd_orders(rank: int, zero3_size: int, mode: str, settings: dict[str, Any],
         pytest.param(2, "sharded", {}, ODD_ORDERS[16:], id="some forgotten, frozen, failed"),
         pytest.param(2, "sharded", {"replica_reduce_dtype": torch.float64}, ODD_ORDERS[::5], id="copies are sent"),
         pytest.param(2, "full", {}, ODD_ORDERS[1::3], id="full"),
+        pytest.param(2, "sharded", {"accumulation_dtype": torch.bfloat16}, EXACT_IN_BF16, id="sharded in bf16"),
+        pytest.param(2, "full", {"accumulation_dtype": torch.bfloat16}, EXACT_IN_BF16[::2], id="full in bf16"),
         pytest.param(1, "sharded", {}, ODD_ORDERS[2::5], id="S = 1"),
         pytest.param(4, "sharded", {}, ODD_ORDERS[3::5], id="S = 4"),
     ],
