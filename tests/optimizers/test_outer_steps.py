@@ -213,6 +213,8 @@ def _warm_up(rank: int, clips: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
             outer.step()
+            calls = layerzero.traffic(model, reset=True).calls["site_gradients"]
+            assert calls == 2, "which parameters have a gradient, and the gradients"
             for each, ranks in zip(alone, ((0, 1), (2, 3)), strict=True):
                 integer_loss(each, union([integer_batch(step=step, rank=other) for other in ranks])).backward()
             for parameters in zip(*(each.parameters() for each in alone), strict=True):
@@ -243,8 +245,8 @@ def test_the_warm_up_is_synchronous_training(clips: bool) -> None:
     run_ranks(_warm_up, clips)
 
 
-def _accumulate(rank: int) -> None:
-    mesh = sites_of(2, 2)
+def _accumulate(rank: int, zero3_size: int) -> None:
+    mesh = sites_of(2, zero3_size)
     model, optimizer, outer = build(mesh, warmup=2)
     net = integer_net()
     inner = exact_sgd(net.parameters())
@@ -264,8 +266,9 @@ def _accumulate(rank: int) -> None:
         assert not (wrong := different(full_parameters(model), dict(net.named_parameters()))), f"step {step}: {wrong}"
 
 
-def test_micro_batches_of_a_synchronous_step_count_once() -> None:
-    run_ranks(_accumulate)
+@pytest.mark.parametrize("zero3_size", [1, 2])
+def test_micro_batches_of_a_synchronous_step_count_once(zero3_size: int) -> None:
+    run_ranks(_accumulate, zero3_size)
 
 
 def _gather_sites(mesh: DeviceMesh, weights: dict[str, Tensor]) -> dict[str, list[Tensor]]:
