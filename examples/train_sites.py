@@ -1,11 +1,12 @@
-"""Train a small GPT at two sites that exchange weights every few steps (DiLoCo), or synchronously for comparison.
+"""Train a small GPT at two sites that synchronize every few steps (DiLoCo), or synchronously for comparison.
 
     torchrun --nproc-per-node 4 examples/train_sites.py --sites 2 --every 16 --warmup 40
     torchrun --nproc-per-node 4 examples/train_sites.py --sites 1
 
 The program treats the ranks of this machine as `--sites` clusters with a slow link between them. It prints the
-validation loss of the first site, and the bytes that a rank sends between the sites per step. With one site, all steps
-are synchronous. The model, the batches and the optimizer are those of train_gpt.py.
+validation loss of the first site, and the bytes that a rank sends between the sites per step after the warm-up. With
+one site, all steps are synchronous, and the settings of the outer steps have no effect. The model, the
+batches and the optimizer are those of train_gpt.py.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from train_gpt import DTYPES, SIZES, make_optimizers, start_ranks, validate, war
 
 import layerzero
 
-CODECS = {"none": None, "int8": layerzero.Int8Blocks(), "int4": layerzero.Int4Blocks(feedback=False)}
+CODECS = {"none": None, "int8": layerzero.Int8Blocks(), "int4": layerzero.Int4Blocks()}
 
 
 class Result(NamedTuple):
@@ -39,23 +40,28 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--sites", type=int, default=2, help="sets of ranks with a slow link between them")
-    add("--zero3-size", type=int, default=1, help="ranks of a site that share the compute weights")
+    add("--zero3-size", type=int, default=1, help="ranks of a site over which the compute weights are sharded")
     add("--every", type=int, default=16, metavar="H", help="steps between two exchanges of the same weights")
     add("--warmup", type=int, default=40, help="synchronous steps at the start")
     add("--fragments", type=int, default=1, help="parts of the model that are exchanged at different steps")
-    add("--delay", type=int, default=0, help="steps during which an exchange may be in flight")
+    add("--delay", type=int, default=0, help="steps between the start of an exchange and its outer step")
     add("--outer-lr", type=float, default=0.7, help="learning rate of the outer steps")
     add("--outer-momentum", type=float, default=0.5, help="Nesterov momentum of the outer steps")
-    add("--codec", choices=list(CODECS), default="int4", help="of the exchanged differences")
+    add("--codec", choices=list(CODECS), default="int4", help="codec of the deltas")
     add("--model", choices=list(SIZES), default="small", help="size of the GPT")
-    add("--steps", type=int, default=232, help="optimizer steps, over which the learning rate decays")
-    add("--micro-batches", type=int, default=2, metavar="A", help="per optimizer step")
+    add("--steps", type=int, default=232, help="optimizer steps; the last one of the default is an outer step")
+    add("--micro-batches", type=int, default=2, metavar="A", help="micro-batches per optimizer step")
     add("--batch-size", type=int, default=8, help="sequences per rank and micro-batch")
     add("--seq-len", type=int, default=64, help="bytes per sequence")
     add("--lr", type=float, default=4e-3, help="peak learning rate")
-    add("--dtype", choices=list(DTYPES), default="fp32", help="to compute in")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU per rank if there is")
-    add("--seed", type=int, default=0, help="of weights and batches")
+    add("--dtype", choices=list(DTYPES), default="fp32", help="compute dtype")
+    add(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="auto: one GPU per rank if there are enough, otherwise the CPU",
+    )
+    add("--seed", type=int, default=0, help="seed of the initial weights and the batches")
     args = parser.parse_args(argv)
     args.optimizer, args.weight_decay = "adamw", 0.1
     return args
@@ -114,7 +120,7 @@ def main(argv: list[str] | None = None) -> Result:
         if outer is not None:
             outer.step()
     sent = layerzero.traffic(model).bytes_by_axis.get("site", 0) / max(1, args.steps - args.warmup)
-    if args.sites > 1:  # evaluate the weights of the first site on all ranks
+    if args.sites > 1:  # all ranks take part in the evaluation of the first site
         weights = layerzero.full_state_dict(model, rank0_only=False)
         for name in sorted(weights):
             dist.broadcast(weights[name], group=mesh.get_group("site"), group_src=0)

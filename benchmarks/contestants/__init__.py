@@ -107,6 +107,9 @@ ENTRIES: dict[str, Entry] = {
         "ours:Sites",
         {"every": 16, "fragments": 4, "delay": 3},
     ),
+    "layerzero-sites-apart": Entry(
+        "layerzero, a site per node, no exchange", "sites", "ours:Sites", {"every": 10**9, "fragments": 1, "delay": 0}
+    ),
     "layerzero-full": _ours('layerzero hybrid, "full"', NODE, "full"),
     "layerzero-exchanges": _ours('layerzero hybrid, "sharded", shared memory off', NODE, "sharded", "off"),
     "layerzero-full-exchanges": _ours('layerzero hybrid, "full", shared memory off', NODE, "full", "off"),

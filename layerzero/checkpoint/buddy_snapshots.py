@@ -137,8 +137,8 @@ class Buddies:
         self._comm = Communicator.over("snapshots", "control", group, TrafficCounters(), "cpu")
         node_entries = [json.loads(message) for message in all_gather_text(self._comm, node)]
         self._number = max(number for _, number in node_entries)  # number of the last snapshot that was started
-        self._to, self._from = _partners([node_id for node_id, _ in node_entries], self._comm.rank)
-        if self._to is None and self._comm.rank == 0:
+        self._receiver, self._sender = _partners([node_id for node_id, _ in node_entries], self._comm.rank)
+        if self._receiver is None and self._comm.rank == 0:
             _LOG.warning(
                 "%s: all ranks are on one node. Snapshots survive the end of processes, but not the loss of the node",
                 _WHAT,
@@ -147,7 +147,7 @@ class Buddies:
         self._hooks: list[Any] = []
         self._newest = ""  # token of the last snapshot that this rank has completed or loaded
         self._began = self._period = 0.0
-        self._hurries = threading.Event()  # set while a caller waits for the in-flight transfer
+        self._is_awaited = threading.Event()  # set while a caller waits for the in-flight transfer
 
     def snapshot(self, extra: object = None) -> None:
         """Take a snapshot of the current state.
@@ -186,8 +186,8 @@ class Buddies:
             failure = error
         sizes = all_gather_text(self._comm, "" if job is None else json.dumps([job.record.name, job.record.size]))
         try:
-            if failure is None and self._from is not None and sizes[self._from]:
-                name, size = json.loads(sizes[self._from])
+            if failure is None and self._sender is not None and sizes[self._sender]:
+                name, size = json.loads(sizes[self._sender])
                 allocate_file(own_part.folder / name, size)
         except OSError as error:
             failure = error
@@ -201,7 +201,7 @@ class Buddies:
         assert job is not None
         now = time.monotonic()
         self._period, self._began = (now - self._began if self._began else 0.0), now
-        self._hurries.clear()
+        self._is_awaited.clear()
         self._pending = PendingSave(partial(self._exchange, job), f"{_WHAT}.snapshot")
         self._hooks = [
             optimizer.register_step_pre_hook(self._pending.warn_if_failed) for optimizer in runtime.optimizers
@@ -209,7 +209,7 @@ class Buddies:
 
     def wait(self) -> None:
         """Wait until the last snapshot is complete on all nodes. If the snapshot failed, raise its error."""
-        self._hurries.set()
+        self._is_awaited.set()
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
@@ -225,7 +225,7 @@ class Buddies:
         shutil.rmtree(self.folder, ignore_errors=True)  # other ranks on the node remove the folder at the same time
 
     def _finish(self) -> None:
-        self._hurries.set()
+        self._is_awaited.set()
         pending, self._pending = self._pending, None
         while self._hooks:
             self._hooks.pop().remove()
@@ -262,7 +262,7 @@ class Buddies:
             records = [FileRecord(**record) for record, *_ in rank_entries]
             failure = ""
             try:
-                self._swap(folder, job.record, None if self._from is None else records[self._from])
+                self._swap(folder, job.record, None if self._sender is None else records[self._sender])
                 contents = CheckpointContents(
                     topology_entry(self._runtime), _document(rank_entries), _table(records, rank_entries)
                 )
@@ -296,11 +296,11 @@ class Buddies:
         incoming = opened_to_write(folder / partner_record.name, partner_record.size)
         for index in range(count):
             began, chunk_slice = time.monotonic(), slice(index * CHUNK, (index + 1) * CHUNK)
-            partners = {"to": self._to, "source": self._from}
+            partners = {"to": self._receiver, "source": self._sender}
             send_recv(
                 self._comm, sent=outgoing[chunk_slice], received=incoming[chunk_slice], **partners, name="a snapshot"
             ).wait()
-            self._hurries.wait(max(0.0, _SHARE * self._period / count - (time.monotonic() - began)))
+            self._is_awaited.wait(max(0.0, _SHARE * self._period / count - (time.monotonic() - began)))
         read_pieces(
             folder / partner_record.name,
             partner_record.size,

@@ -104,7 +104,7 @@ class Encoder:
     _keys: dict[tuple[str, int], str] = field(default_factory=dict)  # a tensor that occurs twice is stored once
     _key_at: dict[str, str] = field(default_factory=dict)  # keys of full tensors, by path
     _prefix: str = ""
-    _in_own: bool = False
+    _encodes_own: bool = False
 
     def encode(self, value: Any, path: str) -> Any:
         """Return the JSON of `value`.
@@ -118,7 +118,7 @@ class Encoder:
         if isinstance(value, PerRank):
             return self._per_rank(value.value, path)
         if isinstance(value, MergedValue):
-            return self._joint(value, path)
+            return self._encode_merged(value, path)
         if isinstance(value, Tensor):
             return self._tensor(value, path)
         if type(value) in (dict, OrderedDict, Counter):
@@ -186,7 +186,7 @@ class Encoder:
                 key += "'"
             self._keys[self._prefix, id(tensor)] = key
             self.tensors[key] = tensor
-            if self._in_own:
+            if self._encodes_own:
                 self.apart.add(key)
         if isinstance(tensor, DTensor):
             local = tensor._local_tensor
@@ -206,13 +206,13 @@ class Encoder:
                     f"{path} has the sharding of {local.spec.name!r} of another model and cannot be saved. Store its "
                     "full_tensor()"
                 ) from None
-            if self.is_rank_local(like) and not self._in_own:
+            if self.is_rank_local(like) and not self._encodes_own:
                 raise TypeError(
                     f"{path} has the sharding of {like}, which is a different parameter on other ranks. Remove the "
                     "tensor from extra. To save averages of such weights, use ShardedMegatronOptimizer(ema_decay=...)"
                 )
             return {"$sharded": key, "like": like}
-        if not self._prefix and not self._in_own:
+        if not self._prefix and not self._encodes_own:
             self.digests[path] = ""  # `digest_tensors` computes the digest if the ranks compare this tensor
             self._key_at[path] = key
         return {"$tensor": key}
@@ -228,18 +228,18 @@ class Encoder:
             self._prefix = ""
         return {"$per_rank": len(self.own) - 1}
 
-    def _joint(self, merged: MergedValue, path: str) -> Any:
+    def _encode_merged(self, merged: MergedValue, path: str) -> Any:
         common = self.encode(merged.common, path)
-        self._in_own = True
+        self._encodes_own = True
         try:
             own = self.encode(merged.own, path)
         finally:
-            self._in_own = False
+            self._encodes_own = False
         self.own.append(own if self.tells else type(own)())
         return {"$joint": len(self.own) - 1, "common": common}
 
     def _note(self, path: str, encoded: Any) -> None:
-        if not self._prefix and not self._in_own:
+        if not self._prefix and not self._encodes_own:
             self.digests[path] = repr(encoded)
 
     def digest_tensors(self, path: str) -> None:

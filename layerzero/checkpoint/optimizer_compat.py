@@ -64,9 +64,9 @@ class GroupCompatibility:
         what: str,
     ) -> None:
         self._inner, self._group, self._tensors, self._device = inner, group, tensors, device
-        misfits = {key: misfit for key, value in saved.items() if (misfit := self._misfit(key, value))}
-        self.problems = [f"{key} of {what}: {misfit}" for key, misfit in misfits.items()]
-        self.settings = {key: value for key, value in saved.items() if key not in misfits}
+        mismatches = {key: mismatch for key, value in saved.items() if (mismatch := self._mismatch(key, value))}
+        self.problems = [f"{key} of {what}: {mismatch}" for key, mismatch in mismatches.items()]
+        self.settings = {key: value for key, value in saved.items() if key not in mismatches}
         self._kept_by_ndim: dict[int, dict[str, Any] | None] = {}
         self._stepped_with = {**group, **self._plain(self.settings)}
         _, failure = self._trial(self._stepped_with)
@@ -75,7 +75,7 @@ class GroupCompatibility:
             self.problems.append(f"{what}: with {', '.join(changed)} from the checkpoint, a step fails with {failure}")
             self.settings, self._stepped_with = {}, dict(group)
 
-    def _misfit(self, name: str, saved: Any) -> str | None:
+    def _mismatch(self, name: str, saved: Any) -> str | None:
         current = self._group.get(name)
         if current is None or saved is None:
             return None  # the trial step decides

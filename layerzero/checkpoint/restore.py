@@ -92,8 +92,8 @@ class RestorePlan:
         self._rank = rank
         self._read_targets: list[_ReadTarget] = []
         self._uses: dict[str, list[RowShardSpec | None]] = {}  # by key: sharding of each use; None: full
-        self._homes: dict[str, Tensor] = {}  # by key: memory on this rank into which the rows are loaded
-        self._twins: list[tuple[str, str, str, str]] = []  # pairs tied here, stored apart: names and keys
+        self._destinations: dict[str, Tensor] = {}  # by key: memory on this rank into which the rows are loaded
+        self._tied_pairs: list[tuple[str, str, str, str]] = []  # pairs tied here, stored apart: names and keys
         self._parts: dict[int, tuple[str, str]] = {}  # by id of an inner tensor of a subclass: name and key
         self._states: list[tuple[nn.Module, Any]] = []  # extra states, encoded
         self._optimizer_state: dict[str, Any] = {}  # by the optimizer's own names
@@ -174,7 +174,7 @@ class RestorePlan:
         problems = {
             part: "expected a tensor"
             if key is None
-            else _misfit(self._stored[key], parts[part].shape, parts[part].dtype)
+            else _mismatch(self._stored[key], parts[part].shape, parts[part].dtype)
             for part, key in keys.items()
         }
         if mismatches := [f"{part} of {name}: {problem}" for part, problem in problems.items() if problem]:
@@ -185,7 +185,7 @@ class RestorePlan:
             self._read_targets.append(_ReadTarget(str(key), parts[part]))
             first, first_key = self._parts.setdefault(id(parts[part]), (f"{part} of {name}", str(key)))
             if first_key != key:
-                self._twins.append((first, first_key, f"{part} of {name}", str(key)))
+                self._tied_pairs.append((first, first_key, f"{part} of {name}", str(key)))
 
     def _plan_tensor(self, names: list[str], target: Tensor, stored: Mapping[str, Any]) -> None:
         member = self._names.members.get(names[0]) or self._runtime.parameters.managed_param(target)
@@ -195,7 +195,7 @@ class RestorePlan:
             key = key_of(stored[name])
             if key is None:
                 self.problems.append(f"{name}: expected a tensor")
-            elif problem := _misfit(self._stored[key], target.shape, dtype):
+            elif problem := _mismatch(self._stored[key], target.shape, dtype):
                 self.problems.append(f"{name}: {problem}")
             else:
                 keys.setdefault(key, name)
@@ -206,7 +206,7 @@ class RestorePlan:
                 self._read_targets.append(_ReadTarget(key, target if member is None else member))
                 first = (name, key)
             else:
-                self._twins.append((*first, name, key))
+                self._tied_pairs.append((*first, name, key))
 
     def _plan_optimizer(self, optimizer: ShardedOptimizer, stored: Mapping[str, Any] | None) -> None:
         if stored is None:
@@ -248,7 +248,7 @@ class RestorePlan:
                 for state_key, key in keys.items()
                 if self._stored[key].shape
                 and optimizer.owned(own_names[name]) is None  # state of an owned parameter may have any shape
-                and (problem := _misfit(self._stored[key], shape, self._stored[key].dtype))
+                and (problem := _mismatch(self._stored[key], shape, self._stored[key].dtype))
             ]
             nested_keys = {
                 state_key: [str(key_of(reference)) for reference in references(values[state_key], rank=self._rank)]
@@ -314,7 +314,7 @@ class RestorePlan:
         """
         self._uses.setdefault(key, []).append(spec)
         if spec is not None and isinstance(memory, Tensor):
-            self._homes[key] = memory
+            self._destinations[key] = memory
 
     def _can_hold(self) -> frozenset[str]:
         """Return the keys of the tensors that can be read in place.
@@ -323,7 +323,7 @@ class RestorePlan:
         conversion. The result is empty if two such tensors overlap in memory.
         """
         address_ranges: list[tuple[int, int, str]] = []  # start address, end address and key
-        for key, memory in self._homes.items():
+        for key, memory in self._destinations.items():
             (spec, *others), stored = self._uses[key], self._stored[key]
             if spec is not None and not others and _takes_bytes(memory, spec, stored):
                 address_ranges.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes, key))
@@ -337,7 +337,7 @@ class RestorePlan:
         if first is None or not all(spec is not None and spec.same_sharding(first) for spec in specs):
             return torch.empty(stored.shape, dtype=stored.dtype)
         if key in self.in_place:
-            return sharded(self._homes[key].detach(), first, MutationTracker())
+            return sharded(self._destinations[key].detach(), first, MutationTracker())
         rows = torch.empty(len(first.rows), *first.shape[1:], dtype=stored.dtype)
         return sharded(rows, first, MutationTracker())
 
@@ -359,7 +359,7 @@ class RestorePlan:
         """Return descriptions of tied parameters that are stored twice with different values."""
         return [
             f"{first} and {second} are one parameter here, but have different values in the checkpoint"
-            for first, first_key, second, second_key in self._twins
+            for first, first_key, second, second_key in self._tied_pairs
             if not _equal(plain(self.tensors[first_key]), plain(self.tensors[second_key]))
         ]
 
@@ -375,7 +375,7 @@ class RestorePlan:
     def commit(self) -> None:
         """Write all tensors that were not read in place, and the optimizer state. All ranks must call this method."""
         for key in self.in_place:
-            increment_version(self._homes[key])  # autograd graphs that saved this tensor become invalid
+            increment_version(self._destinations[key])  # autograd graphs that saved this tensor become invalid
         for read_target in self._read_targets:
             if read_target.key not in self.in_place:
                 target = (
@@ -419,7 +419,7 @@ def _equal(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first.to(dtype), second.to(dtype))
 
 
-def _misfit(stored: StoredTensor, shape: torch.Size, dtype: torch.dtype) -> str | None:
+def _mismatch(stored: StoredTensor, shape: torch.Size, dtype: torch.dtype) -> str | None:
     """Return the reason why a stored tensor cannot be converted to this shape and dtype without loss, or None."""
     if stored.shape != tuple(shape):
         return f"expected shape {list(shape)}, but the checkpoint has {list(stored.shape)}"

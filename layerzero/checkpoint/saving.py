@@ -162,7 +162,7 @@ class PendingSave:
     """A checkpoint that is being written in the background."""
 
     def __init__(self, write: Callable[[], None], what: str = "layerzero.checkpoint.save_async") -> None:
-        self._what = what  # name of the function in warnings
+        self._function_name = what  # name of the function in warnings
         self._error: BaseException | None = None
         self._is_reported = False
         self._thread = threading.Thread(target=self._run, args=(write,), name="layerzero checkpoint")
@@ -202,7 +202,9 @@ class PendingSave:
             return
         self._is_reported = True
         if self._error is not None:
-            message = f"{self._what} failed: {self._error}. Training continues, and the next save is not affected."
+            message = (
+                f"{self._function_name} failed: {self._error}. Training continues, and the next save is not affected."
+            )
             warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 

@@ -195,19 +195,19 @@ class Watchdog:
         self._store: Store = _get_default_store().clone()  # type: ignore[attr-defined]
         self._scope = scope.prefix
         self._alarms = self._reported = self._store.add(f"{self._scope}/alarms", 0)
-        self._who = ""  # text of the last report
+        self._last_report = ""  # text of the last report
         self._raised: set[tuple[str, int]] = set()  # (group, number) of the late collectives that raised an alarm
-        self._looking = threading.Lock()  # held while entries are removed from `_flying`
-        self._flying: deque[Launch] = deque()  # in launch order
+        self._removal_lock = threading.Lock()  # held while entries are removed from `_in_flight`
+        self._in_flight: deque[Launch] = deque()  # in launch order
         self._counts: Counter[str] = Counter()  # number of launches, by group
         self._last: Launch | None = None
         self._steps = 0
         self._hooks: list[Any] = []  # handles of hooks on optimizers
         self._started = time.monotonic()
         self._ended = threading.Event()
-        self._asking_since: float | None = None  # start time of the pending request to the store
+        self._request_started: float | None = None  # start time of the pending request to the store
         # (group, number) of the late collectives that were reported while the store did not answer
-        self._silences: set[tuple[str, int]] = set()
+        self._reported_silences: set[tuple[str, int]] = set()
         self._threads = [
             threading.Thread(target=target, name="layerzero watchdog", daemon=True)
             for target in (self._watch, self._monitor_store)
@@ -230,7 +230,7 @@ class Watchdog:
         while self._hooks:
             self._hooks.pop().remove()
         self._ended.set()
-        self._flying.clear()
+        self._in_flight.clear()
 
     def count_steps_of(self, optimizer: Optimizer) -> None:
         """Count the steps of `optimizer` as steps of the model."""
@@ -247,13 +247,13 @@ class Watchdog:
         group = works.issued.communicator.held_group.name
         self._counts[group] = number = self._counts[group] + 1  # one thread at a time launches on a group
         self._last = launch = Launch(works, number, self._steps, self._order)
-        self._flying.append(launch)
-        if len(self._flying) > _MOST and self._looking.acquire(blocking=False):
+        self._in_flight.append(launch)
+        if len(self._in_flight) > _MOST and self._removal_lock.acquire(blocking=False):
             try:
-                while len(self._flying) > _MOST and self._flying[0].is_waited and self._flying[0].ask():
-                    self._flying.popleft()
+                while len(self._in_flight) > _MOST and self._in_flight[0].is_waited and self._in_flight[0].ask():
+                    self._in_flight.popleft()
             finally:
-                self._looking.release()
+                self._removal_lock.release()
         return launch
 
     def _watch(self) -> None:
@@ -287,14 +287,14 @@ class Watchdog:
     def _monitor_store(self) -> None:
         """Report late collectives while the store does not answer."""
         while not self._ended.wait(self._period):
-            asking_since = self._asking_since
+            asking_since = self._request_started
             silence = 0.0 if asking_since is None else time.monotonic() - asking_since
             launch = self._late(older_than=self.limit) if silence > _SILENT else None
             if launch is None or time.monotonic() - launch.since <= self.limit:
                 continue
-            if (launch.group, launch.number) in self._silences:
+            if (launch.group, launch.number) in self._reported_silences:
                 continue
-            self._silences.add((launch.group, launch.number))
+            self._reported_silences.add((launch.group, launch.number))
             self._log_report(
                 f"{launch.doing}, step {launch.step}, is pending on rank {self._rank}: the store has not answered for "
                 f"{silence:.1f} s. The machine that serves it (of rank 0 or of the launcher) has stopped, or this "
@@ -320,11 +320,11 @@ class Watchdog:
 
     def _request(self, question: Callable[[], _T]) -> _T:
         """Send a request to the store and return the answer. Record the start time while the request is pending."""
-        self._asking_since = time.monotonic()
+        self._request_started = time.monotonic()
         try:
             return question()
         finally:
-            self._asking_since = None
+            self._request_started = None
 
     def _answer_new_alarm(self) -> bool:
         alarms: int = self._request(lambda: self._store.add(f"{self._scope}/alarms", 0))
@@ -337,13 +337,13 @@ class Watchdog:
 
     def _late(self, *, older_than: float) -> Launch | None:
         """Return the oldest launch that is not over, or None. Query only launches older than `older_than` seconds."""
-        with self._looking:
-            while self._flying:
-                oldest = self._flying[0]
+        with self._removal_lock:
+            while self._in_flight:
+                oldest = self._in_flight[0]
                 is_old = time.monotonic() - oldest.since > older_than
                 if not (oldest.ask() if is_old else oldest.is_over):
                     return oldest
-                self._flying.popleft()
+                self._in_flight.popleft()
         return None
 
     def _answer(self, launch: Launch | None) -> _Answer:
@@ -368,11 +368,11 @@ class Watchdog:
             if entry.pop("alarm") > self._reported:  # otherwise it belongs to an earlier incident
                 answers[int(key.rpartition("/")[2])] = _Answer.of(entry)
         description, longest_wait = _describe_late_ranks(answers, self.limit)
-        if description and description != self._who:
+        if description and description != self._last_report:
             self._log_report(description, longest_wait)
 
     def _log_report(self, description: str, longest_wait: float) -> None:
-        self._who = description
+        self._last_report = description
         self.reports.append(f"layerzero: late by {longest_wait:.1f} s: {description}")
         _LOG.error("%s", self.reports[-1])
 

@@ -30,7 +30,7 @@ _AT_ONCE = 2**17  # weights that are encoded at once, a multiple of the block si
 
 
 class DifferenceCodec(Protocol):
-    """Protocol for codecs of new 16-bit weights whose previous versions the receivers have.
+    """Protocol for codecs that encode 16-bit weights relative to previous weights, which all receivers have.
 
     All methods may be called from several threads at once. A message whose size is that of the weights contains the
     weights themselves.
@@ -65,9 +65,10 @@ class Int4Difference:
     """Codec that refreshes weights with 4-bit differences and one bf16 scale per block of 128 weights.
 
     Pass it as ``shard_model(refresh_codec=layerzero.Int4Difference())``. A refresh takes 4.125 bits per weight instead
-    of 16. Compute weights then differ from the masters, cast to their dtype: after a refresh, the error of a weight is
-    at most 1/13 of the largest difference in its block, plus one rounding. The error is corrected by later refreshes
-    and does not accumulate. All replicas have the same weights. Masters, optimizer state and checkpoints stay exact.
+    of 16. Compute weights then differ from the masters, cast to the compute dtype: after a refresh, the error of a
+    weight is at most 1/13 of the largest difference in its block, plus one rounding. The error is corrected by later
+    refreshes and does not accumulate. All replicas have the same weights. Masters, optimizer state and checkpoints
+    stay exact.
 
     The first refresh sends the weights themselves, and so do the refreshes after loads, writes by the user,
     :func:`layerzero.refresh`, and changes of shard boundaries. A rank also sends the weights themselves if a difference

@@ -33,7 +33,7 @@ class Collective(enum.Enum):
     OWNER_GATHER = "owner_gather"  # rows of a parameter and its gradient -> their owner, inside the ZeRO-3 group
     OWNER_SCATTER = "owner_scatter"  # updated rows of the owner -> the ranks that store them
     SITE_GRADIENTS = "site_gradients"  # final gradients, over all sites, in synchronous steps of layerzero.outer
-    SITE_DELTAS = "site_deltas"  # changes of masters since the last outer step, over all sites
+    SITE_DELTAS = "site_deltas"  # anchors minus masters, over all sites (layerzero.outer)
     SNAPSHOT = "snapshot"  # one rank's part of a checkpoint -> host memory of another node
 
 

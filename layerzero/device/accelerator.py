@@ -149,13 +149,15 @@ class HostDeviceCopies:
         self.pins = self.order is not None
         self._pin_memory = pin_memory
         self._module: Any = device_module(device)
-        self._side: Any = {to_host: self._module.Stream(device) for to_host in (False, True)} if self.pins else None
+        self._copy_streams: Any = (
+            {to_host: self._module.Stream(device) for to_host in (False, True)} if self.pins else None
+        )
 
     def device_buffer(self, nbytes: int) -> Tensor:
         """Return a 1-D uint8 tensor [nbytes] on the device. Its memory is not reused while a copy may access it."""
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        if self._side is not None:
-            for stream in self._side.values():
+        if self._copy_streams is not None:
+            for stream in self._copy_streams.values():
                 buffer.record_stream(stream)
         return buffer
 
@@ -168,7 +170,7 @@ class HostDeviceCopies:
     def beside(self, *, to_host: bool) -> AbstractContextManager[object]:
         """Return a context in which the copy stream of one direction is current."""
         stream: AbstractContextManager[object] = (
-            nullcontext() if self._side is None else self._module.stream(self._side[to_host])
+            nullcontext() if self._copy_streams is None else self._module.stream(self._copy_streams[to_host])
         )
         return stream
 
@@ -179,10 +181,10 @@ class HostDeviceCopies:
         earlier copies in the same direction. Until :meth:`wait` is called with the returned event, `target` must not be
         used and `source` must not be written.
         """
-        if self._side is None:
+        if self._copy_streams is None:
             target.copy_(source)
             return None
-        side = self._side[to_host]
+        side = self._copy_streams[to_host]
         side.wait_stream(self._module.current_stream())
         for mark in after:
             if mark is not None:

@@ -160,18 +160,18 @@ class DeviceBufferPool(BufferPool):
     def __init__(self, device: torch.device, order: CurrentStream) -> None:
         super().__init__(device)
         self._order = order
-        self._home = order.current()
+        self._main_stream = order.current()
         self._released: deque[_Released] = deque()  # oldest first
         self.held_bytes = 0  # bytes of all existing buffers
         self._in_use = 0  # bytes of buffers that were acquired and not released
-        self._most_in_use = 0  # maximum of `_in_use` so far
+        self._peak_in_use = 0  # maximum of `_in_use` so far
 
     def expect_also(self, buffers: Mapping[Size, int]) -> None:
         self.expected = Counter(self.expected) | Counter(buffers)
         self.predicted_bytes = max(self.predicted_bytes, bytes_of_buffers(buffers))
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
-        self._most_in_use = max(self._most_in_use, self._in_use + numel * dtype.itemsize)
+        self._peak_in_use = max(self._peak_in_use, self._in_use + numel * dtype.itemsize)
         buffer = self._reuse_or_make(numel, dtype)
         self._in_use += buffer.nbytes
         return buffer
@@ -184,22 +184,22 @@ class DeviceBufferPool(BufferPool):
                     del self._released[index]
                     self._order.wait_event(released.mark)
                     return released.buffer
-        exceeded = self._most_in_use > self.predicted_bytes
-        limit = 2 * self._most_in_use if exceeded else self.predicted_bytes
+        exceeded = self._peak_in_use > self.predicted_bytes
+        limit = 2 * self._peak_in_use if exceeded else self.predicted_bytes
         while self._released and self.held_bytes + numel * dtype.itemsize > limit:
             oldest = self._released.popleft()
             if (oldest.buffer.numel(), oldest.buffer.dtype) == key:
                 self._order.wait_event(oldest.mark)
                 return oldest.buffer
-            self._home.wait_event(oldest.mark)
+            self._main_stream.wait_event(oldest.mark)
             self._forget(oldest.buffer)
         return self._make(numel, dtype)
 
     def _make(self, numel: int, dtype: torch.dtype) -> Tensor:
-        with self._order.switched_to(self._home):
+        with self._order.switched_to(self._main_stream):
             buffer = torch.empty(numel, dtype=dtype, device=self.device)
-        if self._order.current() != self._home:  # earlier work of that stream may still use the memory
-            self._order.wait_event(self._home.record_event())
+        if self._order.current() != self._main_stream:  # earlier work of that stream may still use the memory
+            self._order.wait_event(self._main_stream.record_event())
         self._made[numel, dtype] += 1
         self.held_bytes += buffer.untyped_storage().nbytes()
         self.most_bytes = max(self.most_bytes, self.held_bytes)
@@ -212,13 +212,13 @@ class DeviceBufferPool(BufferPool):
     def trim(self) -> None:
         while self._released:
             released = self._released.popleft()
-            self._home.wait_event(released.mark)
+            self._main_stream.wait_event(released.mark)
             self._forget(released.buffer)
 
     def __del__(self) -> None:
         with suppress(Exception):  # at the exit of the interpreter
             for released in self._released:
-                if released.stream != self._home:
+                if released.stream != self._main_stream:
                     self._order.keep_until_done(released.buffer, released.stream)
 
     def _forget(self, buffer: Tensor) -> None:
@@ -249,9 +249,9 @@ class FullBufferPool:
         self._lent_bytes = 0
         self._device = device
         self._order = CurrentStream.of(device)
-        self._parked: dict[int, list[tuple[UntypedStorage, StreamEvent]]] = defaultdict(list)  # cached memory, by size
+        self._cached: dict[int, list[tuple[UntypedStorage, StreamEvent]]] = defaultdict(list)  # cached memory, by size
         self._empty: list[UntypedStorage] = []
-        self._homes: dict[int, int] = {}  # last address of each storage
+        self._last_addresses: dict[int, int] = {}  # last address of each storage
         self._streams: dict[int, Any] = {}  # streams that allocated the memory, by address
 
     def allocate(self, storage: UntypedStorage, nbytes: int) -> None:
@@ -261,7 +261,7 @@ class FullBufferPool:
         """
         if storage.nbytes():
             self.free(storage)
-        cached = self._parked[nbytes]
+        cached = self._cached[nbytes]
         if cached:
             source, event = cached.pop(self._choose(storage, cached))
             if self._order is not None:
@@ -276,7 +276,7 @@ class FullBufferPool:
             if self._order is not None:
                 self._streams[storage.data_ptr()] = self._order.current()
         self._lent_bytes += nbytes
-        self._homes[storage._cdata] = storage.data_ptr()
+        self._last_addresses[storage._cdata] = storage.data_ptr()
         self.most_bytes = max(self.most_bytes, self._lent_bytes + self.cached_bytes)
 
     def free(self, storage: UntypedStorage) -> None:
@@ -286,7 +286,7 @@ class FullBufferPool:
         if self.can_cache and 0 < nbytes <= self.limit - self.cached_bytes - self._lent_bytes:
             target = self._empty.pop() if self._empty else UntypedStorage(0, device=self._device)  # type: ignore[no-untyped-call]
             target._swap_data_ptr_(storage)  # type: ignore[attr-defined]
-            self._parked[nbytes].append((target, None if self._order is None else self._order.record_event()))
+            self._cached[nbytes].append((target, None if self._order is None else self._order.record_event()))
             self.cached_bytes += nbytes
         else:
             self._free(storage, None if self._order is None else self._order.record_event())
@@ -303,12 +303,12 @@ class FullBufferPool:
 
         As a result, the full buffers of units keep their addresses from step to step.
         """
-        address = self._homes.get(storage._cdata)
+        address = self._last_addresses.get(storage._cdata)
         return next((index for index, (source, _) in enumerate(cached) if source.data_ptr() == address), -1)
 
     def _keep_parked(self, most: int) -> None:
         """Free cached memory of any size until no more than `most` bytes are cached."""
-        for nbytes, cached in self._parked.items():
+        for nbytes, cached in self._cached.items():
             while cached and self.cached_bytes > max(most, 0):
                 storage, event = cached.pop()
                 self._free(storage, event)

@@ -401,14 +401,14 @@ class DeviceStreams(ReductionStreams):
 
     def __init__(self, device: torch.device) -> None:
         self._module = device_module(device)
-        self._birth = self._module.current_stream()
+        self._first_stream = self._module.current_stream()
         self.launches = _DeviceStream(self._module, device)
         self._adding = _DeviceStream(self._module, device), _DeviceStream(self._module, device)
         self.zero3, self.replica = self._adding
 
     def gradients_ready(self) -> Waitable:
         current = self._module.current_stream()
-        streams = (current,) if current == self._birth else (current, self._birth)
+        streams = (current,) if current == self._first_stream else (current, self._first_stream)
         return _DeviceEvents(self._module, tuple(stream.record_event() for stream in streams))
 
     def keep_until_done(self, tensor: torch.Tensor) -> None:

@@ -84,11 +84,11 @@ class ModelParallelSpec:
         return cls(mesh, (Replicate(),) * mesh.ndim, shape, stride, shown, is_dtensor=False)
 
     @cached_property
-    def _box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        sizes, offsets = self._box_without(None if self.owner is None else self.owner[0])
+    def _sizes_and_offsets(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        sizes, offsets = self._sizes_and_offsets_without(None if self.owner is None else self.owner[0])
         return sizes if self._holds else (0, *sizes[1:]), offsets
 
-    def _box_without(self, axis: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _sizes_and_offsets_without(self, axis: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the sizes and offsets that this rank's part would have if `axis` did not shard the parameter."""
         placements = [Replicate() if mesh_axis == axis else each for mesh_axis, each in enumerate(self.placements)]
         sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, placements)
@@ -101,7 +101,7 @@ class ModelParallelSpec:
     @property
     def global_slices(self) -> tuple[slice, ...]:
         """Slices of this rank's part in the global tensor."""
-        return tuple(slice(start, start + size) for size, start in zip(*self._box, strict=True))
+        return tuple(slice(start, start + size) for size, start in zip(*self._sizes_and_offsets, strict=True))
 
     @property
     def is_primary_copy(self) -> bool:
@@ -145,7 +145,7 @@ class ModelParallelSpec:
 
     def joined_shape(self, axis: int) -> tuple[int, ...]:
         """Return the shape of this rank's part after it is joined with the parts of the other ranks on `axis`."""
-        return self._box_without(axis)[0]
+        return self._sizes_and_offsets_without(axis)[0]
 
     def of_state(self, shape: Sequence[int], *, axis: int | None, place: int) -> ModelParallelSpec:
         """Return the spec of a tensor in the optimizer state of an owned parameter.

@@ -106,7 +106,7 @@ class OffloadedStorage(GradientStorage):
         self._slabs = slabs
         self.guard = slabs.lock
         self._tenant = slabs.tenant_of(unit)
-        self._place = self._tenant.reserve(self, numel * dtype.itemsize)  # byte range in a slab
+        self._byte_range = self._tenant.reserve(self, numel * dtype.itemsize)  # byte range in a slab
         self._host: Tensor | None = None  # [numel], allocated on the first copy to the host
         self._device: Tensor | None = None  # [numel], view of a slab while the unit has a slab
         self._newer = False  # True if the slab has contents that the host does not have
@@ -157,7 +157,7 @@ class OffloadedStorage(GradientStorage):
     def _enter(self, *, keep: bool) -> Tensor:
         slab = self._slabs.admit(self._tenant)
         if self._device is None:
-            self._device = slab.memory[self._place].view(self.dtype)
+            self._device = slab.memory[self._byte_range].view(self.dtype)
             if keep:
                 assert self._host is not None, "contents must be kept, but were never stored"
                 self._slabs.copy(slab, self._device, self._host, to_host=False, after=self._stored)

@@ -101,10 +101,10 @@ class GradientReducer:
     @property
     def empty(self) -> bool:
         """True if no parameter has a gradient or an unreduced contribution."""
-        return not any(grad_attribute.gradients.used for grad_attribute in self._shown)
+        return not any(grad_attribute.gradients.used for grad_attribute in self._grad_attributes)
 
     @property
-    def _shown(self) -> list[GradAttribute]:
+    def _grad_attributes(self) -> list[GradAttribute]:
         return [handle.grads for handle in self._handles if handle.grads is not None]
 
     # One backward pass, in which gradient recording is disabled
@@ -118,7 +118,7 @@ class GradientReducer:
         self.backwards += 1
         self.apply_user_grads()
         with plain_access():
-            for grad_attribute in self._shown:
+            for grad_attribute in self._grad_attributes:
                 grad_attribute.hide()
                 grad_attribute.gradients.begin_pass(reduces=reduces)
 
@@ -158,7 +158,7 @@ class GradientReducer:
             reduces: True if the pass reduces gradients over all ranks: outside no_sync and with `requires_all_reduce`.
         """
         with plain_access():
-            for grad_attribute in self._shown:
+            for grad_attribute in self._grad_attributes:
                 grad_attribute.collect_local_grads()
         used = self._agree_on_use() if reduces else None
         self.queue.finish(across_replicas=reduces)
@@ -166,7 +166,7 @@ class GradientReducer:
         with plain_access():
             is_lazy = isinstance(used, PendingUse) and self._order_agreed
             if is_lazy and not any(post_accumulate_grad_hooks(member.sharded) for member in self._members):
-                for grad_attribute in self._shown:
+                for grad_attribute in self._grad_attributes:
                     grad_attribute.unlock()
                 self.lazy_grad.pending = True
             else:
@@ -180,7 +180,7 @@ class GradientReducer:
         This method may be called again after an interrupt.
         """
         if self._pending_use is not None:
-            for grad_attribute in self._shown:
+            for grad_attribute in self._grad_attributes:
                 grad_attribute.collect_local_grads()  # gradients from a backward pass that ran through no unit
             self._publish(self._pending_use)
         self._updated.clear()  # no parameter has hooks; see finish()
@@ -192,7 +192,7 @@ class GradientReducer:
         """
         self._status = GradientStatus.INVALID
         self.queue.abandon()
-        for grad_attribute in self._shown:
+        for grad_attribute in self._grad_attributes:
             grad_attribute.gradients.abort()
             with plain_access():
                 grad_attribute.unhide()
@@ -258,7 +258,7 @@ class GradientReducer:
 
     def drop(self) -> None:
         """Drop all gradients and contributions, and clear the state of a failed backward pass."""
-        for grad_attribute in self._shown:
+        for grad_attribute in self._grad_attributes:
             grad_attribute.gradients.drop(range(len(grad_attribute.members)))
             for member in grad_attribute.members:
                 member.sharded.grad = None
@@ -272,7 +272,7 @@ class GradientReducer:
         """
         self.lazy_grad.resolve()
         with plain_access():
-            for grad_attribute in self._shown:
+            for grad_attribute in self._grad_attributes:
                 grad_attribute.apply_user_grads()
         if self._status is GradientStatus.INVALID:
             if names := [member.name for member in self._members if member.sharded.grad is not None]:
@@ -294,7 +294,7 @@ class GradientReducer:
         require_equal(subject, values, ranks=self._model_ranks.ranks, failure=failure, advice=advice)
         self.lazy_grad.resolve()
         self.queue.settle()  # reductions of a backward pass inside no_sync may still use the buffers
-        for grad_attribute in self._shown:
+        for grad_attribute in self._grad_attributes:
             grad_attribute.apply_user_grads()  # so that gradients dropped by zero_grad() are not reduced
         for handle in self._handles:
             handle.apply_requires_grad()

@@ -265,11 +265,11 @@ class AliasedStorage(GradientStorage):
         self.state = AliasState.IN_PLACE
         self._around = around
         self._part = part
-        self._aside: Tensor | None = None  # [numel], allocated on the first copy
+        self._copy: Tensor | None = None  # [numel], allocated on the first copy
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._aside is None else self._aside.untyped_storage().nbytes()
+        return 0 if self._copy is None else self._copy.untyped_storage().nbytes()
 
     def home(self) -> Tensor:
         return self._around.open(keep=True)[self._part].view(self.dtype)
@@ -277,10 +277,10 @@ class AliasedStorage(GradientStorage):
     def open(self, *, keep: bool) -> Tensor:
         if self.state is AliasState.IN_PLACE:
             return self.home()
-        if self._aside is None:
-            self._aside = torch.empty_like(self.home())
+        if self._copy is None:
+            self._copy = torch.empty_like(self.home())
         self.state = AliasState.SET_ASIDE
-        return self._aside
+        return self._copy
 
     def set_aside(self, *, keep: bool) -> None:
         if self.state is not AliasState.IN_PLACE:
@@ -291,8 +291,8 @@ class AliasedStorage(GradientStorage):
 
     def restore(self, *, keep: bool) -> None:
         if keep and self.state is AliasState.SET_ASIDE:
-            assert self._aside is not None
-            self.home().copy_(self._aside)
+            assert self._copy is not None
+            self.home().copy_(self._copy)
         self.state = AliasState.IN_PLACE
 
 

@@ -41,7 +41,7 @@ class SettingsCheck:
         self._last: list[Settings] = []  # settings of the last digest
         self._digest = bytes(DIGEST_BYTES)
         axes = len(model_ranks.control_comms)
-        self._late = LateMaximum(axes, DIGEST_BYTES)
+        self._max_digests = LateMaximum(axes, DIGEST_BYTES)
         self._sent: deque[list[Settings]] = deque(maxlen=max(1, axes))  # settings of the in-flight digests
         self._differ = False
         self._compared: list[Settings] = []  # this rank's settings for the digests that differed
@@ -63,7 +63,7 @@ class SettingsCheck:
         """Return one message for each axis, uint8 [DIGEST_BYTES]."""
         message = torch.tensor(list(self._digest_now()), dtype=torch.uint8, device="cpu")
         self._sent.append(self._last)
-        return self._late.outgoing(message)
+        return self._max_digests.outgoing(message)
 
     def receive(self, messages: Sequence[Tensor]) -> None:
         """Compare the digests of all ranks and record whether any of them differ.
@@ -71,7 +71,7 @@ class SettingsCheck:
         Args:
             messages: bytes received along each axis, uint8 [ranks, DIGEST_BYTES].
         """
-        largest = self._late.receive(messages).tolist()
+        largest = self._max_digests.receive(messages).tolist()
         half = DIGEST_BYTES // 2
         differ = any(byte + other > 255 for byte, other in zip(largest[:half], largest[half:], strict=True))
         if not self._differ and differ:

@@ -26,11 +26,13 @@ class StructureCheck:
     def __init__(self, model: nn.Module, members: Iterable[ManagedParam]) -> None:
         self._model = weakref.ref(model)  # see [Note: References between model and state] in hooks.py
         self._sharded = {id(member.sharded): member for member in members}
-        self._born = [module._parameters for module in model.modules()]  # kept alive, so that the ids stay unique
+        self._parameter_tables = [
+            module._parameters for module in model.modules()
+        ]  # kept alive, so that the ids stay unique
         # (dict, attribute) of the parameters that are sharded, or that are ignored and trained by the user.
-        self._places = {
+        self._parameter_refs = {
             (id(parameters), attribute)
-            for parameters in self._born
+            for parameters in self._parameter_tables
             for attribute, parameter in parameters.items()
             if parameter is not None
         }
@@ -59,20 +61,20 @@ class StructureCheck:
         # This method runs in every forward pass, so it avoids Python loops. Units check for replaced parameters.
         return (
             [*map(len, self._parameters)] != self._counts
-            or any(self._childless)
+            or any(self._leaf_tables)
             or self._parents != self._children
-            or not {*map(dict.get, self._without, self._absent)} <= {None}
+            or not {*map(dict.get, self._tables_of_absent, self._absent)} <= {None}
         )
 
     def _remember(self) -> None:
         modules = list(self._live_model.modules())
         self._parameters = [module._parameters for module in modules]
         self._counts = [*map(len, self._parameters)]
-        self._childless = [module._modules for module in modules if not module._modules]
+        self._leaf_tables = [module._modules for module in modules if not module._modules]
         self._parents = [module._modules for module in modules if module._modules]
         self._children = [dict(table) for table in self._parents]  # modules are equal only to themselves
         missing = [(table, name) for table in self._parameters for name, value in table.items() if value is None]
-        self._without = [table for table, _ in missing]
+        self._tables_of_absent = [table for table, _ in missing]
         self._absent = [name for _, name in missing]
 
     def _check(self) -> None:
@@ -87,7 +89,7 @@ class StructureCheck:
         for name, module in modules.items():
             for attribute, parameter in module._parameters.items():
                 ref = (id(module._parameters), attribute)
-                if parameter is None or ref in self._places:
+                if parameter is None or ref in self._parameter_refs:
                     continue
                 full_name = f"{name}.{attribute}" if name else attribute
                 if tied := self._sharded.get(id(parameter)):

@@ -115,29 +115,29 @@ class PendingUse:
     ) -> None:
         self._groups = groups
         self._own = own
-        self._further = further
+        self._extra_digests = further
         self._is_known = is_known
-        self._relayed: Reservation | None = None  # reservation of communicators for launches by a thread
+        self._reservation: Reservation | None = None  # reservation of communicators for launches by a thread
         self._failure: Exception | None = None
-        self._heard: list[list[PendingSmallGather]] = [[] for _ in groups]  # messages, by group and axis
-        self._most: list[Tensor] = []  # bytes to send next, by group, uint8 [number of parameters in the group]
+        self._gathers: list[list[PendingSmallGather]] = [[] for _ in groups]  # messages, by group and axis
+        self._to_send: list[Tensor] = []  # bytes to send next, by group, uint8 [number of parameters in the group]
         for group in groups:
             message_bytes = torch.zeros(group.numel, dtype=torch.uint8, device="cpu")
             message_bytes[group.places] = own[group.own]
-            self._most.append(message_bytes)
+            self._to_send.append(message_bytes)
         self._send_along(0)
 
     def reserve(self) -> None:
         """Make launches by the main thread on all axes except the first wait for :meth:`relay_in_background`."""
-        self._relayed = Reservation()
+        self._reservation = Reservation()
         for group in self._groups:
             for comm in group.comms[1:]:
-                comm.held_group.reserved = self._relayed
+                comm.held_group.reserved = self._reservation
 
     def relay_in_background(self) -> None:
         """Run :meth:`relay` in a thread. If :meth:`relay` fails, :meth:`wait` raises the error."""
-        assert self._relayed is not None
-        with self._relayed.launching():
+        assert self._reservation is not None
+        with self._reservation.launching():
             try:
                 self.relay()
             except Exception as error:
@@ -154,21 +154,21 @@ class PendingUse:
         Raises:
             RuntimeError: the message of another rank did not arrive.
         """
-        if self._relayed is not None:
+        if self._reservation is not None:
             with record_wait(self._groups[0].comms[0].counters, Collective.METADATA):
-                self._relayed.wait()
+                self._reservation.wait()
             if isinstance(self._failure, DeferredCollectiveError):
                 raise self._failure.explain(self._failure.error) from self._failure.error
             if self._failure is not None:
                 raise self._failure
-        for gathers in self._heard:
+        for gathers in self._gathers:
             for gather in gathers:
                 gather.wait()
 
     @property
     def further(self) -> list[Tensor]:
         """Additional bytes received along each control communicator, uint8 [ranks, n]; valid after :meth:`wait`."""
-        return [gather.said[:, self._groups[0].numel :] for gather in self._heard[0]]
+        return [gather.said[:, self._groups[0].numel :] for gather in self._gathers[0]]
 
     def max_over_ranks(self) -> bytes:
         """Wait for all messages. Return the maximum over the ranks of each parameter's byte, in this rank's order."""
@@ -176,21 +176,21 @@ class PendingUse:
         maximum = torch.zeros_like(self._own)
         for index, group in enumerate(self._groups):
             self._take(index)
-            maximum[group.own] = self._most[index][group.places]
+            maximum[group.own] = self._to_send[index][group.places]
         return bytes(maximum.tolist())
 
     def _send_along(self, axis: int) -> None:
-        for index, (group, gathers) in enumerate(zip(self._groups, self._heard, strict=True)):
+        for index, (group, gathers) in enumerate(zip(self._groups, self._gathers, strict=True)):
             if len(gathers) != axis or axis >= len(group.comms):
                 continue
             if not self._is_known and gathers:
                 gathers[-1].work.wait(beside=True)
                 self._take(index)
-            extra_bytes = self._further[axis : axis + 1] if index == 0 else ()
-            message = torch.cat([self._most[index], *extra_bytes])
+            extra_bytes = self._extra_digests[axis : axis + 1] if index == 0 else ()
+            message = torch.cat([self._to_send[index], *extra_bytes])
             gathers.append(all_gather_small(group.comms[axis], Collective.METADATA, message))
 
     def _take(self, index: int) -> None:
         """Store the maximum over all ranks in the last message of a group. The message must have arrived."""
-        if gathers := self._heard[index]:
-            self._most[index] = gathers[-1].said[:, : self._groups[index].numel].amax(dim=0)
+        if gathers := self._gathers[index]:
+            self._to_send[index] = gathers[-1].said[:, : self._groups[index].numel].amax(dim=0)

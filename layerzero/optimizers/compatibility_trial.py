@@ -93,7 +93,7 @@ def difference(optimizer: Optimizer, device: torch.device, kind: str | None = No
             ranks = [_run(optimizer, groups, [data.cut(rank)] * len(groups)) for rank in range(_RANKS)]
         except Exception as error:
             raise TrialError(
-                f"it stepped small parameters, but not their rows on several simulated ranks: {_said(error)}"
+                f"it stepped small parameters, but not their rows on several simulated ranks: {_error_text(error)}"
             ) from error
     return _compare(full, ranks, data, [False] * len(groups))
 
@@ -132,7 +132,7 @@ def _try_owners(
             ]
         except Exception as error:
             raise TrialError(
-                f"it stepped small parameters together, but not one after the other: {_said(error)}"
+                f"it stepped small parameters together, but not one after the other: {_error_text(error)}"
             ) from error
     return _compare(full, ranks, data, owned)
 
@@ -183,7 +183,7 @@ def _run_full(optimizer: Optimizer, groups: Sequence[dict[str, Any]], data: _Dat
     try:
         return _run(optimizer, groups, [data] * len(groups))
     except Exception as error:
-        raise TrialError(f"stepping small parameters raised {_said(error)}") from error
+        raise TrialError(f"stepping small parameters raised {_error_text(error)}") from error
 
 
 def _owner_of(index: int) -> int:
@@ -213,7 +213,7 @@ def _uncompiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 

@@ -1,15 +1,15 @@
 """Train several sites that synchronize every few steps instead of every step (DiLoCo).
 
 [Note: Outer steps]
-Each site trains its own copy of the model for H optimizer steps. All sites remember the same weights, the anchor. A
-site then computes the difference delta = anchor - weights, and the sites exchange their deltas. With the mean of the
-deltas as a gradient, SGD with Nesterov momentum updates the anchor (the outer step). Each rank exchanges only its own
-ZeRO-1 shard, with the ranks that have the same rows in the other sites. Anchors and momentum are therefore sharded like
-the masters, and an outer step is an update of existing shards.
+Each site trains its own copy of the model for H optimizer steps. All sites store the same weights, the anchor. A site
+then computes its delta = anchor - weights (the outer gradient of DiLoCo), and the sites exchange their deltas. With the
+mean of the deltas as a gradient, SGD with Nesterov momentum updates the anchor (the outer step). Each rank exchanges
+only its own ZeRO-1 shard, with the ranks that have the same rows in the other sites. Anchors and momentum are therefore
+sharded like the masters, and an outer step is an update of existing shards.
 
 The model may be cut into fragments of whole units. The exchanges of fragments are spread evenly over the H steps, and
-an exchange may overlap with the next `delay` steps (Streaming DiLoCo). A site keeps what it has learned in the
-meantime: after an outer step, its weights are
+an exchange may overlap with the next `delay` steps (Streaming DiLoCo). A site keeps the updates of these
+steps: after an outer step, its weights are
 
     new anchor + (weights - (anchor - delta as the other sites have decoded it)).
 
@@ -43,7 +43,7 @@ from layerzero.comm.collectives import (
     broadcast,
     connect,
 )
-from layerzero.comm.process_groups import groups_so_far
+from layerzero.comm.process_fragment_handles import groups_so_far
 from layerzero.config import codec_text
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.mutation_tracker import MutationTracker
@@ -59,9 +59,9 @@ from layerzero.utils.bit_sums import sum64
 
 __all__ = ["OuterSteps", "outer"]
 
-_HEADER = 4  # int64 values at the start of a message: step, fragment, checksum of the anchor, and padding
+_HEADER_NUMBERS = 4  # int64 values at the start of a message: step, fragment, checksum of the anchor, and padding
 _ALIGNED = 16  # bytes
-_KINDS = ("outer", "host_outer")  # kinds of memory
+_MEMORY_KINDS = ("outer", "host_outer")  # kinds of memory
 
 
 class OuterSettings(NamedTuple):
@@ -84,7 +84,7 @@ class OuterSettings(NamedTuple):
             ("delay", self.delay, 0),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r} is not a number of steps. Pass an int of at least {least}")
+                raise ValueError(f"{name}={value!r} is not valid. Pass an int of at least {least}")
         if self.delay >= self.every:
             raise ValueError(
                 f"delay={self.delay} is not less than every={self.every}, so two exchanges of the same weights would "
@@ -117,25 +117,26 @@ def outer(
     """Synchronize several sites every `every` steps (DiLoCo, arXiv:2311.08105; Streaming DiLoCo, arXiv:2501.18512).
 
     A site is a set of ranks with fast links, such as a cluster. Each site has its own mesh and trains the model on its
-    own data. This is a different training from synchronous data parallelism: losses differ. Use it if the link between
-    sites is too slow for an exchange in every step. All ranks of all sites must call this function, after
+    own data. Results differ from those of synchronous data parallelism; the loss is usually higher. Use it if the link
+    between sites is too slow for communication in every step. All ranks of all sites must call this function, after
     :func:`shard_optimizer`. It copies the weights of the first site to the other sites.
 
-    During the first `warmup` steps, the sites average their gradients in each step, as in synchronous training.
-    Afterwards, call :meth:`OuterSteps.step` after each optimizer step.
+    Call :meth:`OuterSteps.step` after each optimizer step, also in the warm-up. In the first `warmup` steps, the sites
+    average their gradients, as in synchronous training. After that, they train separately.
 
     Args:
         model: model that :func:`shard_model` returned, on the mesh of this rank's site.
         optimizers: all optimizers of the model, which :func:`shard_optimizer` returned.
-        sites: 1-D mesh or process group of the ranks with the same position in the different sites.
+        sites: 1-D mesh or process group of the ranks with the same position in each site, one per site.
         every: number H of optimizer steps between two outer steps of the same weights.
         warmup: number of synchronous steps before the sites train separately. Training from random weights without
             warm-up ends with a higher loss.
         fragments: number of parts into which the units are divided. Parts are exchanged at different steps.
-        delay: number of steps during which an exchange may be in flight. It is less than `every`.
+        delay: number of steps between the start of an exchange and its outer step. It must be less than `every`.
         lr: learning rate of the outer steps.
         momentum: Nesterov momentum of the outer steps.
-        codec: codec of the exchanged differences, such as :class:`Int4Blocks`; None sends fp32.
+        codec: codec of the deltas, such as :class:`Int4Blocks`; None sends fp32. The error of a message enters the next
+            delta, also with ``Int4Blocks(feedback=False)``.
 
     Returns:
         The object whose ``step()`` performs the outer steps. Its anchors and momentum take 8 bytes per element of the
@@ -162,30 +163,34 @@ def outer(
         )
     runtime = get_state(model)
     if not all(optimizer in runtime.optimizers for optimizer in optimizers):
-        raise ValueError("an optimizer belongs to another model. Create outer steps for each model")
-    if any(kind in runtime.kept_bytes for kind in _KINDS):
-        raise ValueError("the model already has outer steps. Call close() of the other outer steps first")
+        raise ValueError(
+            "an optimizer was not returned by shard_optimizer for this model. Pass this model's optimizers"
+        )
+    if any(kind in runtime.kept_bytes for kind in _MEMORY_KINDS):
+        raise ValueError("layerzero.outer was already called for this model. Call close() of its result first")
     settings = OuterSettings(every, warmup, fragments, delay, lr, momentum, codec)
-    comm = _connect(runtime, sites, settings)
+    comm = _agree_and_connect(runtime, sites, settings)
     return OuterSteps(runtime, optimizers, comm, settings)
 
 
-def _connect(runtime: LayerZeroState, sites: DeviceMesh | dist.ProcessGroup, settings: OuterSettings) -> Communicator:
+def _agree_and_connect(
+    runtime: LayerZeroState, sites: DeviceMesh | dist.ProcessGroup, settings: OuterSettings
+) -> Communicator:
     """Check that all ranks of all sites agree, and create the communicator between sites."""
     failure: Exception | None = None
-    column: list[int] = []
-    like: dist.ProcessGroup | None = None
+    site_peers: list[int] = []
+    user_group: dist.ProcessGroup | None = None
     try:
         settings.check()
-        like = _group_of(sites)
-        column = dist.get_process_group_ranks(like)
-        _require_sites(runtime, column)
+        user_group = _group_of(sites)
+        site_peers = dist.get_process_group_ranks(user_group)
+        _require_sites(runtime, site_peers)
     except (TypeError, ValueError) as error:
         failure = error
     numbers = {key: v if isinstance(v, (int, float)) else repr(v) for key, v in settings._asdict().items()}
     shared = {**numbers, "codec": codec_text(settings.codec)}
     require_equal("layerzero.outer", shared, ranks=runtime.ranks.ranks, failure=failure)
-    assert like is not None
+    assert user_group is not None
     described = {
         handle.name: [handle.mesh_info.shard_index, handle.trainable, handle.weights.master.numel()]
         + [[member.name, list(member.spec.true_shape)] for member in handle.members]
@@ -196,13 +201,13 @@ def _connect(runtime: LayerZeroState, sites: DeviceMesh | dist.ProcessGroup, set
         fields = {**shared, "position of the rank in its site": position, "units": described}
         advice = "Shard the same model in the same way in each site"
         require_equal(
-            "layerzero.outer, between sites", fields, ranks=column, groups=groups_so_far(column), advice=advice
+            "layerzero.outer, between sites", fields, ranks=site_peers, groups=groups_so_far(site_peers), advice=advice
         )
     except ValueError as error:
         failure = error
     require_equal("layerzero.outer, between sites", {}, ranks=runtime.ranks.ranks, failure=failure)
     kind = runtime.mesh_info.mesh.device_type
-    group = runtime.mesh_info.groups.new(column, like=like, device_type=kind)
+    group = runtime.mesh_info.groups.new(site_peers, like=user_group, device_type=kind)
     comm = Communicator.over("sites", "site", group, runtime.mesh_info.counters, kind)
     connect(comm, runtime.mesh_info.device)
     return comm
@@ -224,19 +229,19 @@ def _group_of(sites: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
     return sites
 
 
-def _require_sites(runtime: LayerZeroState, column: Sequence[int]) -> None:
-    common = sorted(set(column) & set(runtime.ranks.ranks))
+def _require_sites(runtime: LayerZeroState, site_peers: Sequence[int]) -> None:
+    common = sorted(set(site_peers) & set(runtime.ranks.ranks))
     if common != [dist.get_rank()]:
         raise ValueError(
-            f"sites={list(column)} contains the ranks {common} of this rank's site {list(runtime.ranks.ranks)}, so "
-            "these ranks would average twice. Pass ranks of different sites, one of each, with this rank among them"
+            f"sites={list(site_peers)} must contain one rank of this rank's site {list(runtime.ranks.ranks)}, rank "
+            f"{dist.get_rank()}, but contains {common}. Pass one rank of each site, at the same position in each"
         )
 
 
 class _Exchange(NamedTuple):
     """Exchange of the deltas of one fragment."""
 
-    due: int  # number of the step after which its outer step is taken
+    due: int  # value of OuterSteps.steps at which the outer step is taken
     messages: Tensor  # uint8 [sites, bytes], on the communicator's device
     works: PendingCollective
 
@@ -285,16 +290,16 @@ class OuterSteps:
         self.settings = settings
         self._runtime = runtime
         self._comm = comm
-        self._averaged = -1  # number of backward passes before the last average of gradients
-        self._copy_first_site()
+        self._averaged_backwards = -1  # number of backward passes before the last average of gradients
+        self._broadcast_first_site()
         self._handles = tuple(handle for handle in runtime.handles if handle.trainable)
         self._layouts = tuple(handle.layout for handle in self._handles)
-        self._groups = _divide(self._handles, settings.fragments)
+        self._fragment_handles = _divide(self._handles, settings.fragments)
         self._fragments: list[_Fragment] = []  # empty during the warm-up
         self._hooks: list[Any] = [
             optimizer.register_step_pre_hook(lambda *_: self.average_gradients()) for optimizer in optimizers
         ]
-        runtime.kept_bytes[_KINDS[runtime.config.offload_optimizer]] = lambda: self.nbytes
+        runtime.kept_bytes[_MEMORY_KINDS[runtime.config.offload_optimizer]] = lambda: self.nbytes
         runtime.on_close.append(self.close)
         if not settings.warmup:
             self._set_anchors()
@@ -311,12 +316,12 @@ class OuterSteps:
         return sum(tensor.nbytes for tensor in kept)
 
     def close(self) -> None:
-        """Stop averaging gradients. Later calls of :meth:`step` raise an error."""
+        """Stop averaging gradients, and free the anchors and the momentum. Later calls of :meth:`step` raise."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._fragments.clear()
-        for kind in _KINDS:
+        for kind in _MEMORY_KINDS:
             self._runtime.kept_bytes.pop(kind, None)
 
     # Synchronous steps
@@ -326,14 +331,14 @@ class OuterSteps:
         """Average the gradients over all sites during the warm-up, and do nothing afterwards.
 
         ``optimizer.step()`` calls this method. Call it yourself before code that reads gradients, such as
-        :func:`clip_grad_norm_` or ``GradScaler.unscale_``. It may be called any number of times.
+        :func:`clip_grad_norm_` or ``GradScaler.unscale_``. Further calls before the next backward pass have no effect.
         """
         if not self.in_warmup:
             return
         self._runtime.scheduler.complete_gradients()
-        if self._averaged == self._runtime.gradients.backwards:
+        if self._averaged_backwards == self._runtime.gradients.backwards:
             return
-        self._averaged = self._runtime.gradients.backwards
+        self._averaged_backwards = self._runtime.gradients.backwards
         members = [member for handle in self._handles for member in handle.members]
         device = self._runtime.mesh_info.device
         flags = [member.sharded.grad is not None for member in members]
@@ -354,7 +359,7 @@ class OuterSteps:
         torch._foreach_copy_(rows, list(torch.split(flat.to(rows[0].device), [each.numel() for each in rows])))
         note_edits(gradient for gradient in gradients if gradient is not None)
 
-    def _copy_first_site(self) -> None:
+    def _broadcast_first_site(self) -> None:
         """Copy the weights of the first site to the other sites."""
         self._runtime.refreshes.before_master_write()
         with torch.no_grad():
@@ -371,7 +376,7 @@ class OuterSteps:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Exchange differences and take outer steps, if they are due. Call this method after each optimizer step.
+        """Exchange deltas and take outer steps if they are due. Call this method after each optimizer step.
 
         All ranks of all sites must call this method equally often, also if a loss scaler or a guard has skipped the
         optimizer step in some sites.
@@ -380,11 +385,14 @@ class OuterSteps:
             RuntimeError: the sites are at different steps, or their anchors differ.
         """
         if not self._hooks:
-            raise RuntimeError("step() was called after close() of the outer steps or of the model. Create new ones")
+            raise RuntimeError(
+                "step() was called after the outer steps, or the model, were closed. Call layerzero.outer again on an "
+                "open model"
+            )
         if any(handle.layout is not layout for handle, layout in zip(self._handles, self._layouts, strict=True)):
             raise RuntimeError(
-                "shard_optimizer moved rows to the owners of full parameters after layerzero.outer was called. Call "
-                "layerzero.outer after shard_optimizer"
+                "shard_optimizer changed the shard boundaries of the model after layerzero.outer was called. Call "
+                "layerzero.outer after the last shard_optimizer"
             )
         self.steps += 1
         if self.steps < self.settings.warmup:
@@ -395,18 +403,18 @@ class OuterSteps:
         for fragment in self._fragments:
             due = fragment.exchange.due if fragment.exchange else fragment.deltas.due if fragment.deltas else None
             if due == self.steps:
-                self._take(fragment)
+                self._take_outer_step(fragment)
         since, every = self.steps - self.settings.warmup, self.settings.every
         for fragment in self._fragments:
             first = every * (fragment.index + 1) // self.settings.fragments  # in each period of `every` steps
             if since % every == first % every:
-                self._start(fragment)
+                self._start_exchange(fragment)
                 if not self.settings.delay:
-                    self._take(fragment)
+                    self._take_outer_step(fragment)
 
     def _set_anchors(self) -> None:
         """Make the current weights the anchors, which must be equal in all sites."""
-        for index, handles in enumerate(self._groups):
+        for index, handles in enumerate(self._fragment_handles):
             anchor = _flat_master(handles)
             velocity = torch.zeros_like(anchor) if self.settings.momentum else None
             self._fragments.append(_Fragment(index, handles, anchor, velocity))
@@ -416,17 +424,18 @@ class OuterSteps:
         all_gather(self._comm, Collective.SITE_DELTAS, gathered.view(-1), own, name="checksums").wait()
         if not bool((gathered == own).all()):
             raise RuntimeError(
-                f"layerzero.outer: after {self.steps} synchronous steps, the weights of the sites "
-                f"{list(self._comm.held_group.ranks)} differ, so they have no common anchor. Call step() after each "
-                "optimizer step, and change weights and learning rates equally in all sites"
+                f"layerzero.outer: after {self.steps} synchronous steps, the weights on the ranks "
+                f"{list(self._comm.held_group.ranks)} of different sites differ, but outer steps must begin with equal "
+                "weights. Pass all optimizers to layerzero.outer, call step() after each optimizer step, and use the "
+                "same learning rates and weight changes in all sites"
             )
 
-    def _start(self, fragment: _Fragment) -> None:
+    def _start_exchange(self, fragment: _Fragment) -> None:
         """Send this site's delta, and start to receive those of the other sites."""
         delta = fragment.anchor - _flat_master(fragment.handles)
         width = _message_bytes(self.settings.codec, delta)
         message = torch.zeros(width, dtype=torch.uint8, device=delta.device)
-        header, payload = message[: 8 * _HEADER].view(torch.int64), message[8 * _HEADER :]
+        header, payload = message[: 8 * _HEADER_NUMBERS].view(torch.int64), message[8 * _HEADER_NUMBERS :]
         header[0], header[1], header[2] = self.steps, fragment.index, sum64(fragment.anchor)
         if self.settings.codec is None:
             payload[: delta.nbytes].view(delta.dtype).copy_(delta)
@@ -439,17 +448,17 @@ class OuterSteps:
         works = all_gather(self._comm, Collective.SITE_DELTAS, messages.view(-1), messages[self._comm.rank], name=name)
         fragment.exchange = _Exchange(self.steps + self.settings.delay, messages, works)
 
-    def _finish(self, fragment: _Fragment) -> _Deltas | None:
+    def _wait_and_decode(self, fragment: _Fragment) -> _Deltas | None:
         """Wait for the exchange in flight, if there is one, and decode its messages."""
         exchange = fragment.exchange
         if exchange is None:
             return fragment.deltas
         exchange.works.wait()
         messages = exchange.messages.to(fragment.anchor.device)
-        self._require_same_step(fragment, messages[:, : 8 * _HEADER].contiguous().view(torch.int64))
+        self._require_same_step(fragment, messages[:, : 8 * _HEADER_NUMBERS].contiguous().view(torch.int64))
         mean, own = torch.zeros_like(fragment.anchor), torch.zeros_like(fragment.anchor)
         delta = torch.empty_like(mean)
-        for site, message in enumerate(messages[:, 8 * _HEADER :]):
+        for site, message in enumerate(messages[:, 8 * _HEADER_NUMBERS :]):
             if self.settings.codec is None:
                 delta.copy_(message[: delta.nbytes].view(delta.dtype))
             elif delta.numel():
@@ -472,14 +481,14 @@ class OuterSteps:
             for rank, (step, index, checksum, _) in zip(self._comm.held_group.ranks, headers.tolist(), strict=True)
         )
         raise RuntimeError(
-            f"layerzero.outer: the sites exchanged different states of {fragment.handles[0].name!r} and "
-            f"{len(fragment.handles) - 1} more handles ({sent}). Call step() equally often in all sites, and resume "
-            "all sites from checkpoints of the same step"
+            f"layerzero.outer: the sites are at different steps, or have different anchors of fragment "
+            f"{fragment.index}, which begins with {fragment.handles[0].name!r} ({sent}). Call step() equally "
+            "often in all sites, and resume all sites from checkpoints of the same step"
         )
 
-    def _take(self, fragment: _Fragment) -> None:
+    def _take_outer_step(self, fragment: _Fragment) -> None:
         """Take the outer step of a fragment: update its anchor, and move this site's weights to it."""
-        deltas = self._finish(fragment)
+        deltas = self._wait_and_decode(fragment)
         assert deltas is not None
         fragment.deltas = None
         start = fragment.anchor - deltas.own  # weights when the exchange began, as the other sites have decoded them
@@ -489,9 +498,11 @@ class OuterSteps:
             update = deltas.mean + self.settings.momentum * fragment.velocity
         fragment.anchor.sub_(update, alpha=self.settings.lr)
         self._runtime.refreshes.before_master_write(fragment.handles)
-        for (handle, begun), (_, anchor) in zip(fragment.parts(start), fragment.parts(fragment.anchor), strict=True):
+        for (handle, start_part), (_, anchor) in zip(
+            fragment.parts(start), fragment.parts(fragment.anchor), strict=True
+        ):
             master = handle.weights.master
-            master.copy_(anchor + (master - begun))
+            master.copy_(anchor + (master - start_part))
         # Errors of encoded gradients and differences to the previous weights remain valid.
         self._runtime.refreshes.launch(fragment.handles, outside_step=False)
 
@@ -513,7 +524,7 @@ class OuterSteps:
             **{key: {} for key in ("anchors", "velocities", "means", "own", "due")},
         }
         for fragment in self._fragments:
-            deltas = self._finish(fragment)
+            deltas = self._wait_and_decode(fragment)
             named = {"anchors": fragment.anchor, "velocities": fragment.velocity}
             if deltas is not None:
                 named |= {"means": deltas.mean, "own": deltas.own}
@@ -530,6 +541,8 @@ class OuterSteps:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`. Load the model and the optimizer of this site first.
 
+        If the state has no momentum, the momentum starts at zero.
+
         Raises:
             ValueError: parameters are missing or unexpected, or an exchange was in flight and the fragments differ.
         """
@@ -544,7 +557,7 @@ class OuterSteps:
                 "same parameters and the same warmup"
             )
         fragments = []
-        for index, handles in enumerate(self._groups if expected else ()):
+        for index, handles in enumerate(self._fragment_handles if expected else ()):
             anchor = torch.zeros_like(_flat_master(handles))
             velocity = torch.zeros_like(anchor) if self.settings.momentum else None
             fragment = _Fragment(index, handles, anchor, velocity)
@@ -553,7 +566,7 @@ class OuterSteps:
                 _load_rows(fragment, velocity, state_dict["velocities"])
             fragment.deltas = _load_deltas(fragment, state_dict)
             fragments.append(fragment)
-        self.steps, self._fragments, self._averaged = steps, fragments, -1
+        self.steps, self._fragments, self._averaged_backwards = steps, fragments, -1
 
 
 def _divide(handles: Sequence[Handle], fragments: int) -> list[tuple[Handle, ...]]:
@@ -591,7 +604,7 @@ def _message_bytes(codec: GatherCodec | None, delta: Tensor) -> int:
     size = delta.nbytes
     if codec is not None:
         size = codec.nbytes([ParamRows(0, 1, delta.numel())], torch.float32) if delta.numel() else 0
-    return 8 * _HEADER + -(-size // _ALIGNED) * _ALIGNED
+    return 8 * _HEADER_NUMBERS + -(-size // _ALIGNED) * _ALIGNED
 
 
 def _rows(fragment: _Fragment, flat: Tensor) -> Iterator[tuple[ManagedParam, Tensor]]:

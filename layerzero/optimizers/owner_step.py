@@ -320,10 +320,10 @@ class _OwnerRound:
         s, _ = owner_group.place
         own_pair = chosen[owner_group.communicator.rank]
         self._chosen = [each for each in chosen if each is not None]
-        self._mine = None if own_pair is None else own_pair[0]
+        self._own_param = None if own_pair is None else own_pair[0]
         self._to_each = [0 if each is None else each[0].numel_on(s) for each in chosen]
         self._from_each = [0 if own_pair is None else own_pair[0].numel_on(peer) for peer, _ in owner_group.order]
-        self._comm, self._s = owner_group.communicator, s
+        self._comm, self._zero3_rank = owner_group.communicator, s
         self.sent, self.received = sum(self._to_each), sum(self._from_each)
 
     def run(self, full: Tensor, gradient: Tensor, rows: Tensor, received: Tensor | None = None) -> Iterator[Turn]:
@@ -339,11 +339,11 @@ class _OwnerRound:
         received = None if received is None else received[: self.received]
         self._collect(full, rows, received, [param.member.master for param, _ in self._chosen])
         self._collect(gradient, rows, received, [part for _, part in self._chosen])
-        if self._mine is not None:
-            member, master = self._mine.member, self._mine.master
-            master.data, master.grad = full.view(self._mine.shape), gradient.view(self._mine.shape)
+        if self._own_param is not None:
+            member, master = self._own_param.member, self._own_param.master
+            master.data, master.grad = full.view(self._own_param.shape), gradient.view(self._own_param.shape)
             try:
-                yield self._mine.group, master
+                yield self._own_param.group, master
             finally:
                 master.grad = None
                 master.data = member.master
@@ -368,15 +368,15 @@ class _OwnerRound:
 
     @property
     def _name(self) -> str:
-        return "" if self._mine is None else self._mine.member.name
+        return "" if self._own_param is None else self._own_param.member.name
 
     def _places(self, full: Tensor, received: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield a pair for each rank of the group: its rows in `received`, and the same rows in `full`."""
-        if self._mine is not None:
-            pieces = self._mine.pieces(full)
+        if self._own_param is not None:
+            pieces = self._own_param.pieces(full)
             for received_rows, piece in zip(torch.split(received, self._from_each), pieces, strict=True):
                 yield received_rows.view(piece.shape), piece
 
     def _pieces(self, rows: Tensor) -> Sequence[Tensor]:
         """Split the buffer of this rank's rows into one piece for each parameter in the round."""
-        return torch.split(rows, [each.numel_on(self._s) for each, _ in self._chosen])
+        return torch.split(rows, [each.numel_on(self._zero3_rank) for each, _ in self._chosen])

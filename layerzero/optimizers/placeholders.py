@@ -42,7 +42,7 @@ class Placeholders:
     """Placeholders of one optimizer's parameters; see [Note: Parameters without rows]."""
 
     def __init__(self) -> None:
-        self._of: dict[Tensor, _Placeholder] = {}
+        self._by_param: dict[Tensor, _Placeholder] = {}
 
     @contextmanager
     def replacing(self, empty: Iterable[Tensor], state: Mapping[Any, Any]) -> Iterator[None]:
@@ -64,9 +64,9 @@ class Placeholders:
                 self._remove(parameter, before, state.get(parameter))
 
     def _insert(self, parameter: Tensor, values: Any) -> None:
-        if parameter not in self._of:
-            self._of[parameter] = _Placeholder(placeholder(parameter), placeholder(parameter))
-        replacement, has_gradient = self._of[parameter], parameter.grad is not None
+        if parameter not in self._by_param:
+            self._by_param[parameter] = _Placeholder(placeholder(parameter), placeholder(parameter))
+        replacement, has_gradient = self._by_param[parameter], parameter.grad is not None
         for tensor in _tensors(values, parameter.shape):
             tensor.data = replacement.state[tensor] if tensor in replacement.state else placeholder(tensor)
         parameter.grad = None
@@ -75,7 +75,7 @@ class Placeholders:
             parameter.grad = replacement.gradient
 
     def _remove(self, parameter: Tensor, rows: Tensor, values: Any) -> None:
-        replacement = self._of[parameter]
+        replacement = self._by_param[parameter]
         replacement.state = {}
         for tensor in _tensors(values, replacement.elements.shape):
             replacement.state[tensor] = tensor.data

@@ -106,7 +106,7 @@ class _Rank:
         self._refreshes: dict[str, int] = {}
         self._stores: list[int] = []  # numbers of the copies of accumulators between device and host, oldest first
         self._agreement: list[int] = []  # numbers of the collectives about used parameters, one per axis
-        self._owes = False
+        self._has_pending_reductions = False
 
     def step(self) -> Iterator[Operation]:
         settings = self.settings
@@ -204,7 +204,7 @@ class _Rank:
             chain, additions = self._hops(unit, last=last, crosses=last or settings.accumulation == "local")
             if chain:
                 yield StartReduction(tuple(chain), tuple(additions))
-                self._owes = True
+                self._has_pending_reductions = True
         if (
             settings.offload_grads
             and settings.accumulation != "local"
@@ -256,9 +256,9 @@ class _Rank:
         return SimCompute(seconds, ("add", f"{collective.kind} {collective.unit}"), self._next_span())
 
     def _settle(self) -> Iterator[Operation]:
-        if self._owes:
+        if self._has_pending_reductions:
             yield WaitReductions()
-        self._owes = False
+        self._has_pending_reductions = False
 
     def _update(self) -> Iterator[Operation]:
         settings, units = self.settings, self.units

@@ -319,7 +319,7 @@ class _Host:
             self._wait(lambda: task.done, task.what)
         elif isinstance(operation, StartReduction):
             if operation.collectives[0].kind == "hop2":  # keep the order of launches on the communicator of hop 2
-                self._wait_for([each for each in self._under_way(0) if each.collectives[0].kind != "hop2"], 0)
+                self._wait_for([each for each in self._running_at(0) if each.collectives[0].kind != "hop2"], 0)
             self.world.compute(self._machine.launch)
             self._running.append(_Running(operation, self.world, self._machine.launch))
             for index in range(len(operation.collectives)):
@@ -343,7 +343,7 @@ class _Host:
         self.outcome.waited += self.world.now - start
         self._waits[kind] += self.world.now - start  # type: ignore[assignment]
 
-    def _under_way(self, index: int) -> list[_Running]:
+    def _running_at(self, index: int) -> list[_Running]:
         """Return the reductions, oldest first, that have not added the result of their collective at index `index`."""
         return [running for running in self._running if running.num_added <= index < len(running.collectives)]
 
@@ -352,7 +352,7 @@ class _Host:
 
         In normal operation, the caller passes the limits `IN_FLIGHT` of engine/reduction_queue.py.
         """
-        under_way = self._under_way(index)
+        under_way = self._running_at(index)
         self._wait_for(under_way[: max(0, len(under_way) - limit)], index)
 
     def _wait_for(self, reductions: Iterable[_Running], index: int) -> None:

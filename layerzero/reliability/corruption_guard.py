@@ -53,7 +53,7 @@ class SilentDataCorruption(RuntimeError):
         self, corruptions: tuple[Corruption, ...], *, recoverable: bool = False, again: bool = False, way_out: str = ""
     ) -> None:
         self.corruptions, self.recoverable = corruptions, recoverable
-        self._how: dict[str, Any] = {"recoverable": recoverable, "again": again, "way_out": way_out}
+        self._init_kwargs: dict[str, Any] = {"recoverable": recoverable, "again": again, "way_out": way_out}
         details = "; ".join(map(str, corruptions))
         text = f"layerzero: bits have changed without a write: {details}. "
         if again:
@@ -64,7 +64,7 @@ class SilentDataCorruption(RuntimeError):
         super().__init__(text + (way_out or (_REPEAT if recoverable else _LOAD)))
 
     def __reduce__(self) -> Any:
-        return partial(SilentDataCorruption, **self._how), (self.corruptions,)
+        return partial(SilentDataCorruption, **self._init_kwargs), (self.corruptions,)
 
 
 def guard_corruption(
@@ -138,7 +138,7 @@ def _hook_on(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
     return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def _place(corruption: Corruption) -> tuple[str, tuple[int, ...], str]:
+def _location(corruption: Corruption) -> tuple[str, tuple[int, ...], str]:
     return corruption.kind, corruption.ranks, corruption.parameter
 
 
@@ -160,15 +160,15 @@ class CorruptionGuard:
         self._every = every
         self._raises = raises
         self._steps = 0
-        self._resting: dict[tuple[str, str], _ExpectedBits] = {}  # by kind and parameter
+        self._recorded: dict[tuple[str, str], _ExpectedBits] = {}  # by kind and parameter
         self._refused: SilentDataCorruption | None = None  # error of the last step, if it was refused
-        self._made_anew: set[tuple[str, tuple[int, ...], str]] = set()  # values recomputed for the repeated step
+        self._recomputed: set[tuple[str, tuple[int, ...], str]] = set()  # values recomputed for the repeated step
         self._handle_of = {member.name: handle for handle in runtime.handles for member in handle.members}
         self._hooks: list[Any] = [
             optimizers[0].register_step_pre_hook(self._before_step),
             optimizers[-1].register_step_post_hook(self._after_step),
         ]
-        self._listened: set[str] = set()  # names of parameters with a gradient hook
+        self._hooked_names: set[str] = set()  # names of parameters with a gradient hook
         self._hook_new_parameters()
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ class CorruptionGuard:
         for member in self._runtime.members.values():
             member.sharded.grad = None
         self._runtime.refreshes.launch()
-        self._made_anew |= {_place(corruption) for corruption in refused.corruptions}
+        self._recomputed |= {_location(corruption) for corruption in refused.corruptions}
         self._refused = self._check()
         if self._refused is not None:
             raise self._refused
@@ -212,9 +212,9 @@ class CorruptionGuard:
     def _hook_new_parameters(self) -> None:
         """Register gradient hooks on parameters that became trainable. Frozen parameters cannot have such hooks."""
         for name, member in self._runtime.members.items():
-            if member.sharded.requires_grad and name not in self._listened:
+            if member.sharded.requires_grad and name not in self._hooked_names:
                 self._hooks.append(_hook_on(member.sharded, self._on_gradient(name)))
-                self._listened.add(name)
+                self._hooked_names.add(name)
 
     @property
     def _is_due(self) -> bool:
@@ -224,7 +224,7 @@ class CorruptionGuard:
     def _on_gradient(self, name: str) -> Callable[[Tensor], None]:
         def note(parameter: Tensor) -> None:
             if self._is_due and parameter.grad is not None:
-                self._resting["gradient", name] = _gradient_record(parameter.grad)
+                self._recorded["gradient", name] = _gradient_record(parameter.grad)
 
         return note
 
@@ -235,14 +235,14 @@ class CorruptionGuard:
             self._refused = error if self._raises else None
             if self._refused is not None:
                 raise self._refused
-            self._made_anew.clear()
+            self._recomputed.clear()
             if error is not None and dist.get_rank() == self._runtime.ranks.ranks[0]:
                 _LOG.error("%s", error)
         self._steps += 1
-        self._resting.clear()
+        self._recorded.clear()
 
     def _check(self) -> SilentDataCorruption | None:
-        unchanged = self._at_rest_since()
+        unchanged = self._unchanged_tensors()
         masters_unchanged = {
             name: is_unchanged for (kind, name), is_unchanged in unchanged.items() if kind == "masters"
         }
@@ -252,7 +252,7 @@ class CorruptionGuard:
             return None
         if not self._raises:
             return SilentDataCorruption(corruptions, way_out=_LOGGED)
-        is_repeated = any(_place(corruption) in self._made_anew for corruption in corruptions)
+        is_repeated = any(_location(corruption) in self._recomputed for corruption in corruptions)
         # Steps refresh only handles that they may update. Other weights may have been wrong before the last step.
         never_updated = {handle.name for handle in self._runtime.handles if not handle.may_be_updated}
         if self._every > 1 and any(
@@ -273,7 +273,7 @@ class CorruptionGuard:
         if self._is_due:
             self._hook_new_parameters()
             for (kind, name), tensor in self._tensors():
-                self._resting[kind, name] = self._at_rest(tensor, name)
+                self._recorded[kind, name] = self._expected_bits(tensor, name)
 
     def _tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
         """Yield ``((kind, parameter name), tensor)`` for this rank's masters and optimizer state."""
@@ -287,18 +287,18 @@ class CorruptionGuard:
                     if isinstance(value, Tensor) and value.numel() and type(value) in (Tensor, nn.Parameter):
                         yield (f"optimizer state {key!r}", name), value
 
-    def _at_rest(self, tensor: Tensor, name: str) -> _ExpectedBits:
+    def _expected_bits(self, tensor: Tensor, name: str) -> _ExpectedBits:
         handle = self._handle_of.get(name)
         write_count = 0 if handle is None else handle.tracker.write_count
         return _ExpectedBits(tensor.data_ptr(), tensor._version, write_count, sum64(tensor))
 
-    def _at_rest_since(self) -> dict[tuple[str, str], bool]:
+    def _unchanged_tensors(self) -> dict[tuple[str, str], bool]:
         """Return whether the bits of each recorded tensor are unchanged, by kind and parameter name.
 
         Tensors to which code has written since they were recorded are omitted.
         """
-        recorded = self._resting
-        current = {key: self._at_rest(tensor, key[1]) for key, tensor in self._tensors() if key in recorded}
+        recorded = self._recorded
+        current = {key: self._expected_bits(tensor, key[1]) for key, tensor in self._tensors() if key in recorded}
         for key in recorded:
             if key[0] == "gradient" and (gradient := self._gradient(key[1])) is not None:
                 current[key] = _gradient_record(gradient)

@@ -107,9 +107,11 @@ class StepGuard:
         self.in_a_row = 0
         self.found = ""
         self._optimizers = optimizers
-        self._patience = patience  # number of consecutive refused steps at which an error is raised
+        self._max_refusals = patience  # number of consecutive refused steps at which an error is raised
         self._model_ranks = runtime.ranks
-        self._asked: list[ShardedOptimizer] = []  # optimizers asked in this round; each steps once per forward pass
+        self._checked_optimizers: list[
+            ShardedOptimizer
+        ] = []  # optimizers asked in this round; each steps once per forward pass
         self._refusing = False  # an optimizer has skipped its step in this round
         self._extra_groups = extra_groups
         self._own = LocalGradientCheck(runtime.handles) if locate else None
@@ -134,7 +136,7 @@ class StepGuard:
         have skipped the step without calling this guard.
         """
         if torch.is_grad_enabled():
-            self._asked.clear()
+            self._checked_optimizers.clear()
         if self._own is not None:
             self._lazy_grad.resolve()
             with plain_access():
@@ -148,9 +150,9 @@ class StepGuard:
         If one optimizer has skipped its step in a round, the remaining optimizers in the round also skip theirs,
         without another check. All ranks must call this method.
         """
-        if not self._asked or any(optimizer is other for other in self._asked):
-            self._asked, self._refusing = [], False
-        self._asked.append(optimizer)
+        if not self._checked_optimizers or any(optimizer is other for other in self._checked_optimizers):
+            self._checked_optimizers, self._refusing = [], False
+        self._checked_optimizers.append(optimizer)
         if self._refusing:
             return False
         gradients = self._gradients()
@@ -194,7 +196,7 @@ class StepGuard:
             self._own.forget()
         self.skipped += 1
         self.in_a_row += 1
-        if self.in_a_row >= self._patience:
+        if self.in_a_row >= self._max_refusals:
             times = f", {self.in_a_row} times in a row" if self.in_a_row > 1 else ""
             raise NonFiniteGradients(
                 f"layerzero: gradients are not finite{times}, and no parameter has been updated: {self.found}. Call "

@@ -143,26 +143,28 @@ class Comparison:
         for name in [*plain.weights, *(name for name in ours.weights if name not in plain.weights)]:
             if name not in plain.weights or name not in ours.weights:
                 location = "when sharded" if name in plain.weights else "in the plain run"
-                self._worse(self._weight, name, math.inf, step, f"does not exist {location}")
+                self._record_if_worse(self._weight, name, math.inf, step, f"does not exist {location}")
                 continue
             self._compare_gradient(step, name, plain, ours, FLOOR * largest_gradient)
             weight, start = plain.weights[name], self._start[name]
             scale = max(_distance(weight, start), FLOOR * largest_move, FLOOR * _largest([weight]))
             distance = _distance(ours.weights[name], weight, slack=_ulps(weight))
-            self._worse(self._weight, name, _relative(distance, scale), step)
+            self._record_if_worse(self._weight, name, _relative(distance, scale), step)
 
     def _compare_gradient(self, step: int, name: str, plain: StepRecord, sharded: StepRecord, floor: float) -> None:
         plain_gradient, gradient = plain.gradients.get(name), sharded.gradients.get(name)
         if plain_gradient is None and gradient is None:
-            self._worse(self._gradient, name, 0.0, step)
+            self._record_if_worse(self._gradient, name, 0.0, step)
         elif plain_gradient is None or gradient is None:
             location = "when sharded" if gradient is None else "in the plain run"
-            self._worse(self._gradient, name, math.inf, step, f"no gradient {location}")
+            self._record_if_worse(self._gradient, name, math.inf, step, f"no gradient {location}")
         else:
             scale = max(_largest([plain_gradient]), floor)
-            self._worse(self._gradient, name, _relative(_distance(gradient, plain_gradient), scale), step)
+            self._record_if_worse(self._gradient, name, _relative(_distance(gradient, plain_gradient), scale), step)
 
-    def _worse(self, largest: dict[str, tuple[float, int]], name: str, value: float, step: int, note: str = "") -> None:
+    def _record_if_worse(
+        self, largest: dict[str, tuple[float, int]], name: str, value: float, step: int, note: str = ""
+    ) -> None:
         if name not in largest or value > largest[name][0]:
             largest[name] = (value, step)
             if note:

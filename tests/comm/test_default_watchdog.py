@@ -215,7 +215,7 @@ def _in_time(rank: int) -> None:
             before, most = sum(watchdog._counts.values()), 0
             for _ in range(8):
                 _step(model, optimizer, rank)
-                most = max(most, len(watchdog._flying))
+                most = max(most, len(watchdog._in_flight))
             a_step = (sum(watchdog._counts.values()) - before) // 8
             assert a_step > 8 and most < 8 + 3 * a_step, (most, a_step)
 

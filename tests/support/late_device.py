@@ -265,7 +265,7 @@ class Device:
             if id(buffer) in self._poisoned:
                 self._poisoned.remove(id(buffer))
             else:
-                pool._home.use([buffer], "the next owner of freed memory")
+                pool._main_stream.use([buffer], "the next owner of freed memory")
                 _poison(buffer)
             forget(pool, buffer)
 

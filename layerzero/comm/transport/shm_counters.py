@@ -125,7 +125,7 @@ class SharedCounters:
                     break
                 if self._sleep(index, value):
                     continue
-                if not self._lives(rank) and self._is_behind(rank, counter, target):
+                if not self._is_alive(rank) and self._is_behind(rank, counter, target):
                     raise RuntimeError(f"connection closed: rank {self._ranks[rank]} has died or has ended")
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"timed out after {self._timeout:g} s for rank {self._ranks[rank]}")
@@ -154,7 +154,7 @@ class SharedCounters:
             raise _failure("FUTEX_WAIT")
         return ctypes.get_errno() != errno.ETIMEDOUT
 
-    def _lives(self, rank: int) -> bool:
+    def _is_alive(self, rank: int) -> bool:
         query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
         kind: int = struct.unpack(_FLOCK, fcntl.fcntl(self._file, fcntl.F_GETLK, query))[0]
         return kind != fcntl.F_UNLCK
