@@ -43,7 +43,7 @@ from layerzero.comm.collectives import (
     broadcast,
     connect,
 )
-from layerzero.comm.process_fragment_handles import groups_so_far
+from layerzero.comm.process_groups import groups_so_far
 from layerzero.config import codec_text
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.mutation_tracker import MutationTracker
