@@ -68,16 +68,18 @@ class WeightRefresher:
             self.require_no_active_use("changing weights")
         RefreshRound(handles, self._transports, waits=not self._precedes_forward, outside_step=outside_step).end()
 
-    def before_master_write(self, handles: Sequence[Handle] | None = None) -> None:
+    def before_master_write(self, handles: Sequence[Handle] | None = None, *, outside_step: bool = True) -> None:
         """Prepare for a write to the masters of `handles`, or of all handles if `handles` is None.
 
-        All ranks must call this method before the write, and :meth:`launch` after it.
+        All ranks must call this method before the write, and :meth:`launch` after it, with the same `outside_step`.
         """
         self.require_no_active_use("changing weights")
         for handle in self._handles if handles is None else handles:
             handle.weights.finish_refresh()  # an in-flight refresh may read the masters
-            if handle.weights.peers_read_master:
+            if handle.weights.peers_read_master and outside_step:
                 handle.tracker.record_write()
+            elif handle.weights.peers_read_master:
+                handle.tracker.prepare_write()
 
     def require_no_active_use(self, what: str) -> None:
         """Raise RuntimeError inside :func:`layerzero.gathered` and while a weight stream is active.

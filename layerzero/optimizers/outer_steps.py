@@ -22,9 +22,11 @@ number of the step, the fragment and a checksum of the anchor, which the receive
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -162,9 +164,11 @@ def outer(
             "layerzero.outer requires the optimizers that layerzero.shard_optimizer returned. Pass at least one"
         )
     runtime = get_state(model)
-    if not all(optimizer in runtime.optimizers for optimizer in optimizers):
+    gc.collect()  # `runtime.optimizers` may have optimizers that nothing else refers to
+    if len(optimizers) != len(runtime.optimizers) or not all(each in runtime.optimizers for each in optimizers):
         raise ValueError(
-            "an optimizer was not returned by shard_optimizer for this model. Pass this model's optimizers"
+            f"layerzero.outer got {len(optimizers)} optimizers, but the model has {len(runtime.optimizers)}. Pass all "
+            "optimizers that shard_optimizer has returned for this model"
         )
     if any(kind in runtime.kept_bytes for kind in _MEMORY_KINDS):
         raise ValueError("layerzero.outer was already called for this model. Call close() of its result first")
@@ -177,40 +181,45 @@ def _agree_and_connect(
     runtime: LayerZeroState, sites: DeviceMesh | dist.ProcessGroup, settings: OuterSettings
 ) -> Communicator:
     """Check that all ranks of all sites agree, and create the communicator between sites."""
+    numbers = {key: v if isinstance(v, (int, float)) else repr(v) for key, v in settings._asdict().items()}
+    fields = {**numbers, "codec": codec_text(settings.codec)}
     failure: Exception | None = None
     site_peers: list[int] = []
-    user_group: dist.ProcessGroup | None = None
     try:
-        settings.check()
         user_group = _group_of(sites)
+        _require_sites(runtime, dist.get_process_group_ranks(user_group))
         site_peers = dist.get_process_group_ranks(user_group)
-        _require_sites(runtime, site_peers)
+        settings.check()
     except (TypeError, ValueError) as error:
         failure = error
-    numbers = {key: v if isinstance(v, (int, float)) else repr(v) for key, v in settings._asdict().items()}
-    shared = {**numbers, "codec": codec_text(settings.codec)}
-    require_equal("layerzero.outer", shared, ranks=runtime.ranks.ranks, failure=failure)
-    assert user_group is not None
-    described = {
-        handle.name: [handle.mesh_info.shard_index, handle.trainable, handle.weights.master.numel()]
-        + [[member.name, list(member.spec.true_shape)] for member in handle.members]
-        for handle in runtime.handles
-    }
-    try:
+    if site_peers:
         position = runtime.ranks.ranks.index(dist.get_rank())
-        fields = {**shared, "position of the rank in its site": position, "units": described}
-        advice = "Shard the same model in the same way in each site"
-        require_equal(
-            "layerzero.outer, between sites", fields, ranks=site_peers, groups=groups_so_far(site_peers), advice=advice
-        )
-    except ValueError as error:
-        failure = error
-    require_equal("layerzero.outer, between sites", {}, ranks=runtime.ranks.ranks, failure=failure)
+        try:
+            require_equal(
+                "layerzero.outer, between sites",
+                {**fields, "position of the rank in its site": position, "units": _describe(runtime)},
+                ranks=site_peers,
+                groups=groups_so_far(site_peers),
+                failure=failure,
+                advice="Shard the same model in the same way in each site",
+            )
+        except (TypeError, ValueError, RuntimeError) as error:
+            failure = error
+    require_equal("layerzero.outer", fields, ranks=runtime.ranks.ranks, failure=failure)
     kind = runtime.mesh_info.mesh.device_type
     group = runtime.mesh_info.groups.new(site_peers, like=user_group, device_type=kind)
     comm = Communicator.over("sites", "site", group, runtime.mesh_info.counters, kind)
     connect(comm, runtime.mesh_info.device)
     return comm
+
+
+def _describe(runtime: LayerZeroState) -> list[object]:
+    """Return a description of this rank's part of the model, which ranks at the same position must have in common."""
+    return [
+        [handle.name, handle.mesh_info.shard_index, handle.trainable, str(handle.weights.master.dtype)]
+        + [[member.name, list(member.spec.true_shape), list(member.spec.bounds)] for member in handle.members]
+        for handle in runtime.handles
+    ]
 
 
 def _group_of(sites: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
@@ -265,6 +274,22 @@ class _Fragment:
     exchange: _Exchange | None = None
     deltas: _Deltas | None = None  # of the exchange in flight, once its messages are decoded
 
+    @cached_property
+    def blocks(self) -> list[ParamRows]:
+        """The elements of each parameter in a tensor [n].
+
+        Codecs use no common scale for elements of different parameters: copies of a parameter on a tensor-parallel axis
+        must be decoded equally, although their neighbors differ.
+        """
+        blocks, first = [], 0
+        for handle in self.handles:
+            spans = (member.shard_slice for member in handle.members)
+            blocks += [
+                ParamRows(first + span.start, 1, span.stop - span.start) for span in spans if span.stop > span.start
+            ]
+            first += handle.weights.master.numel()
+        return blocks
+
     def parts(self, flat: Tensor) -> Iterator[tuple[Handle, Tensor]]:
         """Yield each handle with its part of a tensor [n]."""
         sizes = [handle.weights.master.numel() for handle in self.handles]
@@ -296,9 +321,10 @@ class OuterSteps:
         self._layouts = tuple(handle.layout for handle in self._handles)
         self._fragment_handles = _divide(self._handles, settings.fragments)
         self._fragments: list[_Fragment] = []  # empty during the warm-up
-        self._hooks: list[Any] = [
-            optimizer.register_step_pre_hook(lambda *_: self.average_gradients()) for optimizer in optimizers
-        ]
+        self._is_open = True
+        self._optimizers = tuple(optimizers)
+        for optimizer in optimizers:
+            optimizer.before_update = self.average_gradients
         runtime.kept_bytes[_MEMORY_KINDS[runtime.config.offload_optimizer]] = lambda: self.nbytes
         runtime.on_close.append(self.close)
         if not settings.warmup:
@@ -317,9 +343,9 @@ class OuterSteps:
 
     def close(self) -> None:
         """Stop averaging gradients, and free the anchors and the momentum. Later calls of :meth:`step` raise."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._is_open = False
+        for optimizer in self._optimizers:
+            optimizer.before_update = None
         self._fragments.clear()
         for kind in _MEMORY_KINDS:
             self._runtime.kept_bytes.pop(kind, None)
@@ -333,8 +359,9 @@ class OuterSteps:
         ``optimizer.step()`` calls this method. Call it yourself before code that reads gradients, such as
         :func:`clip_grad_norm_` or ``GradScaler.unscale_``. Further calls before the next backward pass have no effect.
         """
-        if not self.in_warmup:
+        if not (self._is_open and self.in_warmup):
             return
+        self._require_usable()
         self._runtime.scheduler.complete_gradients()
         if self._averaged_backwards == self._runtime.gradients.backwards:
             return
@@ -342,9 +369,16 @@ class OuterSteps:
         members = [member for handle in self._handles for member in handle.members]
         device = self._runtime.mesh_info.device
         flags = [member.sharded.grad is not None for member in members]
-        has_gradient = torch.tensor(flags, dtype=torch.int32, device=device)
-        all_reduce(self._comm, Collective.SITE_GRADIENTS, has_gradient, dist.ReduceOp.MAX).wait()
-        used = [member for member, flag in zip(members, has_gradient.tolist(), strict=True) if flag]
+        numbers = torch.tensor([self.steps, -self.steps, *flags], dtype=torch.int32, device=device)
+        all_reduce(self._comm, Collective.SITE_GRADIENTS, numbers, dist.ReduceOp.MAX).wait()
+        latest, earliest, *flags = numbers.tolist()
+        if latest != -earliest:
+            raise RuntimeError(
+                f"layerzero.outer: the sites are at different steps: {self.steps} on rank {dist.get_rank()}, "
+                f"{-earliest} to {latest} on the ranks {list(self._comm.held_group.ranks)}. Call step() once per "
+                "optimizer step in all sites. With a GradScaler, also call average_gradients() before unscale_()"
+            )
+        used = [member for member, flag in zip(members, flags, strict=True) if flag]
         if absent := [member for member in used if member.sharded.grad is None]:  # only other sites have used them
             for member in absent:
                 member.sharded.grad = torch.zeros_like(member.sharded)
@@ -358,6 +392,29 @@ class OuterSteps:
         flat.div_(self._comm.size)
         torch._foreach_copy_(rows, list(torch.split(flat.to(rows[0].device), [each.numel() for each in rows])))
         note_edits(gradient for gradient in gradients if gradient is not None)
+
+    def _require_usable(self) -> None:
+        """Raise RuntimeError if the weights are not those of the training, or if they were divided differently."""
+        status = self._runtime.status
+        if status.active_views:
+            raise RuntimeError(
+                f"layerzero.outer was used inside {status.active_views[-1].value}, where the parameters are not those "
+                "of the training. Leave the context first"
+            )
+        if status.load_error:
+            raise RuntimeError(status.load_error)
+        if any(handle.layout is not layout for handle, layout in zip(self._handles, self._layouts, strict=True)):
+            raise RuntimeError(
+                "shard_optimizer changed the shard boundaries of the model after layerzero.outer was called. Call "
+                "layerzero.outer after the last shard_optimizer"
+            )
+        if added := [
+            handle.name for handle in self._runtime.handles if handle.trainable and handle not in self._handles
+        ]:
+            raise RuntimeError(
+                f"parameters of {', '.join(added)} were unfrozen after layerzero.outer was called, so the sites would "
+                "not exchange them. Call close() of the outer steps, and layerzero.outer again"
+            )
 
     def _broadcast_first_site(self) -> None:
         """Copy the weights of the first site to the other sites."""
@@ -384,16 +441,12 @@ class OuterSteps:
         Raises:
             RuntimeError: the sites are at different steps, or their anchors differ.
         """
-        if not self._hooks:
+        if not self._is_open:
             raise RuntimeError(
                 "step() was called after the outer steps, or the model, were closed. Call layerzero.outer again on an "
                 "open model"
             )
-        if any(handle.layout is not layout for handle, layout in zip(self._handles, self._layouts, strict=True)):
-            raise RuntimeError(
-                "shard_optimizer changed the shard boundaries of the model after layerzero.outer was called. Call "
-                "layerzero.outer after the last shard_optimizer"
-            )
+        self._require_usable()
         self.steps += 1
         if self.steps < self.settings.warmup:
             return
@@ -422,7 +475,9 @@ class OuterSteps:
         gathered = torch.empty(self._comm.size, len(sums), dtype=sums.dtype, device=self._runtime.mesh_info.device)
         own = sums.to(gathered.device)
         all_gather(self._comm, Collective.SITE_DELTAS, gathered.view(-1), own, name="checksums").wait()
-        if not bool((gathered == own).all()):
+        differs = (gathered != own).any().to(torch.int32)
+        self._runtime.ranks.reduce(differs, dist.ReduceOp.MAX)  # other ranks of the site may have equal rows
+        if differs.item():
             raise RuntimeError(
                 f"layerzero.outer: after {self.steps} synchronous steps, the weights on the ranks "
                 f"{list(self._comm.held_group.ranks)} of different sites differ, but outer steps must begin with equal "
@@ -433,14 +488,14 @@ class OuterSteps:
     def _start_exchange(self, fragment: _Fragment) -> None:
         """Send this site's delta, and start to receive those of the other sites."""
         delta = fragment.anchor - _flat_master(fragment.handles)
-        width = _message_bytes(self.settings.codec, delta)
+        width = _message_bytes(self.settings.codec, fragment)
         message = torch.zeros(width, dtype=torch.uint8, device=delta.device)
         header, payload = message[: 8 * _HEADER_NUMBERS].view(torch.int64), message[8 * _HEADER_NUMBERS :]
         header[0], header[1], header[2] = self.steps, fragment.index, sum64(fragment.anchor)
         if self.settings.codec is None:
             payload[: delta.nbytes].view(delta.dtype).copy_(delta)
-        elif delta.numel():
-            blocks, exact = [ParamRows(0, 1, delta.numel())], delta.float()
+        elif blocks := fragment.blocks:
+            exact = delta.float()
             self.settings.codec.encode(exact, blocks, payload[: self.settings.codec.nbytes(blocks, exact.dtype)])
         messages = torch.empty(self._comm.size, width, dtype=torch.uint8, device=self._runtime.mesh_info.device)
         messages[self._comm.rank].copy_(message)
@@ -461,10 +516,10 @@ class OuterSteps:
         for site, message in enumerate(messages[:, 8 * _HEADER_NUMBERS :]):
             if self.settings.codec is None:
                 delta.copy_(message[: delta.nbytes].view(delta.dtype))
-            elif delta.numel():
-                blocks, exact = [ParamRows(0, 1, delta.numel())], delta.float()
-                self.settings.codec.decode(message[: self.settings.codec.nbytes(blocks, exact.dtype)], blocks, exact)
-                delta.copy_(exact)
+            elif blocks := fragment.blocks:
+                values = torch.zeros_like(delta, dtype=torch.float32)  # padding is not encoded
+                self.settings.codec.decode(message[: self.settings.codec.nbytes(blocks, values.dtype)], blocks, values)
+                delta.copy_(values)
             mean.add_(delta)
             if site == self._comm.rank:
                 own.copy_(delta)
@@ -497,7 +552,7 @@ class OuterSteps:
             fragment.velocity.mul_(self.settings.momentum).add_(deltas.mean)
             update = deltas.mean + self.settings.momentum * fragment.velocity
         fragment.anchor.sub_(update, alpha=self.settings.lr)
-        self._runtime.refreshes.before_master_write(fragment.handles)
+        self._runtime.refreshes.before_master_write(fragment.handles, outside_step=False)
         for (handle, start_part), (_, anchor) in zip(
             fragment.parts(start), fragment.parts(fragment.anchor), strict=True
         ):
@@ -599,11 +654,11 @@ def _flat_master(handles: Sequence[Handle]) -> Tensor:
     return torch.cat([master.to(dtype) for master in masters])
 
 
-def _message_bytes(codec: GatherCodec | None, delta: Tensor) -> int:
-    """Return the size of the message of a delta in bytes, a multiple of 16."""
-    size = delta.nbytes
+def _message_bytes(codec: GatherCodec | None, fragment: _Fragment) -> int:
+    """Return the size of a message of a fragment in bytes, a multiple of 16."""
+    size = fragment.anchor.nbytes
     if codec is not None:
-        size = codec.nbytes([ParamRows(0, 1, delta.numel())], torch.float32) if delta.numel() else 0
+        size = codec.nbytes(fragment.blocks, torch.float32) if fragment.blocks else 0
     return 8 * _HEADER_NUMBERS + -(-size // _ALIGNED) * _ALIGNED
 
 

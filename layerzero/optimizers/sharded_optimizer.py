@@ -134,6 +134,7 @@ class ShardedOptimizer(OptimizerProxy):
         self.inner = inner
         self._counted = StepCounter(runtime.mesh_info.counters.steps)
         self.load_error: str | None = None  # error that the next step raises; set while a load is incomplete
+        self.before_update: Callable[[], None] | None = None  # called when all gradients are final
         self.guard: Callable[[ShardedOptimizer], bool] | None = None  # returns whether the step should be taken
         self._runtime = runtime
         self._model = runtime.model  # a strong reference, like those of torch optimizers to their parameters
@@ -193,6 +194,8 @@ class ShardedOptimizer(OptimizerProxy):
         self._runtime.scheduler.complete_gradients()
         self._runtime.gradients.settings.require_equal()
         self._runtime.scheduler.no_sync_hint.note_step()
+        if self.before_update is not None:
+            self.before_update()
         if self.guard is not None and not self.guard(self):
             return loss
         with self._runtime.refreshes.step() as refresh, self._groups_of_masters():

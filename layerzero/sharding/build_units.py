@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.codecs import EncodedParts, encoded_bytes, encoded_sizes, has_feedback, is_encoded
 from layerzero.comm.collectives import backend_of
+from layerzero.comm.difference_codecs import Int4Difference
 from layerzero.comm.transport.base import GatherOptions
 from layerzero.config import LayerZeroConfig, Precision
 from layerzero.device.accelerator import device_module
@@ -134,6 +135,21 @@ def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> Non
             f"{type(config.hop2_codec).__name__} adds errors of one step to the gradients of the next step, whose loss "
             "may be scaled by another factor, as the model computes in fp16. Compute in bf16, or pass feedback=False"
         )
+    codec = config.hop2_codec or (config.refresh_codec if isinstance(config.refresh_codec, Int4Difference) else None)
+    if codec is not None and _has_copies(plans):
+        raise ValueError(
+            f"{type(codec).__name__} encodes adjacent parameters with a common scale, so the copies of a parameter on "
+            "tensor-parallel ranks, which have different neighbors, would become different. Leave the codec out. "
+            "refresh_codec='lossless' is supported"
+        )
+
+
+def _has_copies(plans: Sequence[UnitDefinition]) -> bool:
+    """Return whether ranks along a model-parallel axis have copies of a parameter."""
+    on_root = [info.parameter for plan in plans if plan.mesh is plans[0].mesh for info in plan.parameters]
+    dtensors = [info.parameter for plan in plans for info in plan.parameters if isinstance(info.parameter, DTensor)]
+    are_mixed = len({isinstance(parameter, DTensor) for parameter in on_root}) == 2
+    return are_mixed or any(isinstance(each, Replicate) for dtensor in dtensors for each in dtensor.placements)
 
 
 def can_encode_refreshes(plans: Sequence[UnitDefinition], config: LayerZeroConfig, mesh: DeviceMesh) -> bool:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import Optimizer
 
 import layerzero
@@ -350,9 +351,11 @@ def _count(rank: int) -> None:
     mesh = sites_of(2, 2)
     for codec in (None, layerzero.Int4Blocks()):
         model, _, outer = trained = build(mesh, every=3, warmup=1, fragments=2, codec=codec)
-        numels = [sum(handle.weights.master.numel() for handle in handles) for handles in outer._fragment_handles]
-        assert len(numels) == 2 and min(numels) > 0
-        sizes = [4 * n if codec is None else math.ceil(n / 2) + 2 * math.ceil(n / 128) for n in numels]
+        masters = [sum(handle.weights.master.numel() for handle in handles) for handles in outer._fragment_handles]
+        assert len(masters) == 2 and min(masters) > 0
+        parameters = [[m.master.numel() for handle in each for m in handle.members] for each in outer._fragment_handles]
+        encoded = [sum(math.ceil(n / 2) + 2 * math.ceil(n / 128) for n in numels) for numels in parameters]
+        sizes = encoded if codec is not None else [4 * numel for numel in masters]
         messages = [32 + 16 * math.ceil(size / 16) for size in sizes]
         layerzero.traffic(model, reset=True)
         exchanged = {2: messages[0], 4: messages[1], 5: messages[0], 7: messages[1]}  # by step
@@ -441,6 +444,132 @@ def test_averages_and_outer_steps_are_not_mistaken_for_flipped_bits() -> None:
     run_ranks(_guard)
 
 
+def _closure(rank: int) -> None:
+    mesh = sites_of(2, 2)
+    model, optimizer, outer = build(mesh, warmup=3)
+    net = integer_net()
+    inner = exact_sgd(net.parameters())
+    for step in range(3):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = integer_loss(model, integer_batch(step=step, rank=rank))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        outer.step()
+        integer_loss(net, union([integer_batch(step=step, rank=other) for other in range(4)])).backward()
+        inner.step()
+        inner.zero_grad()
+        assert not (wrong := different(full_parameters(model), dict(net.named_parameters()))), f"step {step}: {wrong}"
+
+
+def test_gradients_of_a_closure_are_averaged() -> None:
+    run_ranks(_closure)
+
+
+def _refuse(rank: int) -> None:
+    mesh = sites_of(2, 2)
+    trained = build(mesh, warmup=1)
+    model, optimizer, outer = trained
+    advance(trained, rank, 0)
+    ema = layerzero.EMA(model)
+    ema.update()
+    with ema.swapped(), pytest.raises(RuntimeError, match="Leave the context first"):
+        outer.step()
+    other = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
+    outer.close()
+    with pytest.raises(ValueError, match="got 1 optimizers, but the model has 2"):
+        layerzero.outer(model, optimizer, sites=mesh["site"], every=2, warmup=0)
+    del other
+    net = integer_net()
+    net.second.requires_grad_(False)
+    trained = build(mesh, net=net)
+    advance(trained, rank, 0)
+    trained[0].second.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"second.* unfrozen after layerzero.outer"):
+        advance(trained, rank, 1)
+
+
+def test_uses_that_would_lose_weights_raise() -> None:
+    run_ranks(_refuse)
+
+
+def _miss_a_step(rank: int) -> None:
+    trained = build(sites_of(2, 2), warmup=6)
+    advance(trained, rank, 0)
+    if rank >= 2:
+        trained[2].steps += 1  # as if this site had called step() once more
+    with pytest.raises(RuntimeError, match=r"the sites are at different steps: [12] on rank"):
+        advance(trained, rank, 1)
+
+
+def test_a_missed_synchronous_step_raises() -> None:
+    run_ranks(_miss_a_step)
+
+
+def _keep_residuals(rank: int) -> None:
+    mesh = sites_of(1, 2)
+    trained = build(mesh, settings={"hop2_codec": layerzero.Int4Blocks()}, every=2)
+    advance(trained, rank, 0)
+
+    def stored() -> float:
+        gradients = [handle.gradients for handle in trained[2]._handles]
+        return sum(float(g.residual.abs().sum()) for g in gradients if g is not None and g.residual is not None)
+
+    integer_loss(trained[0], integer_batch(step=1, rank=rank)).backward()
+    trained[1].step()
+    trained[1].zero_grad()
+    before = stored()
+    trained[2].step()
+    trained[0](integer_batch(step=2, rank=rank)[0])
+    assert stored() == before > 0
+
+
+@BOTH
+def test_outer_steps_keep_the_errors_of_encoded_gradients(shared_memory: str | None) -> None:
+    run_ranks(_keep_residuals, shared_memory=shared_memory)
+
+
+class Split(nn.Module):
+    """Linear layer that tensor parallelism splits, beside a norm of which its ranks have copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.norm(x))
+
+
+def _copies(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("site", "dp", "tp"))
+    torch.manual_seed(0)
+    model = parallelize_module(Split(), mesh["tp"], {"up": ColwiseParallel()})
+    for codec in ({"hop2_codec": layerzero.Int8Blocks()}, {"refresh_codec": layerzero.Int4Difference()}):
+        with pytest.raises(ValueError, match="tensor-parallel"):
+            layerzero.shard_model(model, mesh=mesh["dp"], mp_policy=BF16, **codec)
+    model = layerzero.shard_model(model, mesh=mesh["dp"])
+    optimizer = layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model)
+    outer = layerzero.outer(model, optimizer, sites=mesh["site"], every=2, warmup=0, codec=layerzero.Int4Blocks())
+    for step in range(6):
+        torch.manual_seed(10 * step + mesh.get_local_rank("site"))
+        model(torch.randn(4, 8)).square().mean().backward()
+        for parameter in model.norm.parameters():  # the gradient of each rank belongs to its part of `up`
+            dist.all_reduce(plain(parameter.grad), group=mesh.get_group("tp"))
+        optimizer.step()
+        optimizer.zero_grad()
+        outer.step()
+    weights = [torch.empty_like(plain(model.norm.weight)) for _ in range(2)]
+    dist.all_gather(weights, plain(model.norm.weight).clone(), group=mesh.get_group("tp"))
+    assert torch.equal(*weights)
+
+
+def test_copies_on_tensor_parallel_ranks_stay_equal() -> None:
+    run_ranks(_copies)
+
+
 def _disagree(rank: int, case: str) -> None:
     mesh = sites_of(2, 2)
     net = integer_net()
@@ -455,7 +584,7 @@ def _disagree(rank: int, case: str) -> None:
     elif case == "mesh":
         options["sites"], text = mesh["zero3"], "must contain one rank"
     else:
-        options |= {"delay": 2}
+        options |= {"delay": 2 if rank >= 2 else 0}
         text = "delay=2 is not less than every=2"
     model = layerzero.shard_model(net, mesh=mesh["replica", "zero3"], units=IntegerNet.UNITS)
     optimizer = layerzero.shard_optimizer(exact_sgd(model.parameters()), model)
