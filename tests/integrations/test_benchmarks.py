@@ -8,6 +8,7 @@ import json
 import math
 import mmap
 import os
+import statistics
 import subprocess
 import sys
 import warnings
@@ -88,6 +89,44 @@ def _sites(rank: int) -> list[int]:
 def test_sites_exchange_a_fragment_every_four_steps() -> None:
     for sent in run_ranks(_sites):
         assert [step for step, each in enumerate(sent) if each] == [3, 7]
+
+
+LINK_ROWS = {  # row of docs/slow-links.md: key of the records
+    "fp32 gradients": "layerzero/A4/fp32",
+    "bf16 gradients": "layerzero/A4/bf16",
+    "`Int8Blocks()`": "layerzero-int8/A4/fp32",
+    "`Int4Blocks()`": "layerzero-int4/A4/fp32",
+    'fp32 gradients, `refresh_codec="lossless"`': "layerzero-lossless/A4/fp32",
+    'fp32 gradients, `refresh_codec="auto"`': "layerzero-auto/A4/fp32",
+    '`Int4Blocks()`, `"lossless"`': "layerzero-int4-lossless/A4/fp32",
+    "`Int4Blocks()`, `Int4Difference()`": "layerzero-int4-int4/A4/fp32",
+    "a [site](sites.md) per node, H = 16, 4 fragments, int4": "layerzero-sites/A4/fp32",
+    "the same without exchanges": "layerzero-sites-apart/A4/fp32",
+    "FSDP2 HSDP, fp32 gradients": "fsdp2-hsdp-no-sync/A4/fp32",
+    "FSDP2 HSDP, bf16 gradients": "fsdp2-hsdp-no-sync/A4/bf16",
+    "FSDP1 `_HYBRID_SHARD_ZERO2`, bf16 gradients": "fsdp1-hybrid-zero2/A4/bf16",
+}
+
+
+def _measured(rate: str, key: str) -> list[float]:
+    """Return the shortest and the longest median of a record, or nothing if it was not measured."""
+    runs = Results.load(FOLDER / "links" / f"{rate}.json").records.get(key, {"runs": []})["runs"]
+    medians = sorted(statistics.median(run["seconds"]) for run in runs)
+    return [medians[0], medians[-1]] if medians else []
+
+
+def test_the_page_on_slow_links_has_the_measured_times() -> None:
+    lines = (PAGE.parent / "slow-links.md").read_text(encoding="utf-8").splitlines()
+    table = lines[lines.index("| settings | 1 Gbit/s | 100 Mbit/s | 20 Mbit/s |") + 2 :]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[: table.index("")]]
+    assert [name for name, *_ in cells] == list(LINK_ROWS)
+    for name, *times in cells:
+        for rate, text in zip(("1gbit", "100mbit", "20mbit"), times, strict=True):
+            stated = [float(number) for number in text.replace(" to ", " ").split()]
+            measured = _measured(rate, LINK_ROWS[name])
+            assert bool(stated) == bool(measured), (name, rate)
+            for value, seconds in zip([stated[0], stated[-1]] if stated else [], measured, strict=True):
+                assert abs(value - seconds) < 0.006 * max(1.0, seconds), (name, rate, seconds)
 
 
 def test_a_contest_keeps_its_results_and_goes_on_where_it_stopped(tmp_path: Path, capsys: Any) -> None:
