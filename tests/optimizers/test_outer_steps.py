@@ -254,8 +254,9 @@ def _accumulate(rank: int, zero3_size: int) -> None:
     for step in range(2):
         with layerzero.no_sync(model):
             integer_loss(model, integer_batch(step=step, rank=rank)).backward()
-        if step:  # otherwise the step reduces what is left
+        if step:  # otherwise the average reduces what is left
             integer_loss(model, integer_batch(step=step, rank=rank, micro_batch=1)).backward()
+        outer.average_gradients()
         optimizer.step()
         optimizer.zero_grad()
         outer.step()
@@ -436,7 +437,11 @@ def _guard(rank: int) -> None:
     trained = build(sites_of(2, 2), settings={"mp_policy": BF16}, every=2, warmup=2, fragments=2, delay=1)
     guard = layerzero.guard_corruption(trained[0], trained[1], every=1)
     for step in range(6):
-        advance(trained, rank, step)
+        integer_loss(trained[0], integer_batch(step=step, rank=rank)).backward()
+        trained[2].average_gradients()  # before the guard compares the gradients
+        trained[1].step()
+        trained[1].zero_grad()
+        trained[2].step()
     assert guard.looked == 6 and not guard.found
 
 
