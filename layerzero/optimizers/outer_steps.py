@@ -343,6 +343,8 @@ class OuterSteps:
 
     def close(self) -> None:
         """Stop averaging gradients, and free the anchors and the momentum. Later calls of :meth:`step` raise."""
+        if not self._is_open:
+            return
         self._is_open = False
         for optimizer in self._optimizers:
             optimizer.before_update = None
