@@ -270,14 +270,17 @@ class PendingReduction:
     def wait(self, *, beside: bool = False) -> None:
         self.work.wait(beside=beside)
 
-    def add_to(self, target: Tensor, *, overwrite: bool, scale: float) -> None:
+    def add_to(self, target: Tensor, *, overwrite: bool, scale: float, rounds_once: bool = False) -> None:
         """Add ``scale * sum(parts)`` to `target`, in the target's dtype. Call this method once, after :meth:`wait`.
 
-        If `overwrite` is True, the result replaces the contents of `target`.
+        If `overwrite` is True, the result replaces the contents of `target`. If `rounds_once` is True, the sum is
+        computed in fp32.
         """
         try:
             with nullcontext() if self.work.flight is None else self.work.flight.adding():
-                accumulate_parts(target, self.parts(), wire=self.wire, overwrite=overwrite, scale=scale)
+                accumulate_parts(
+                    target, self.parts(), wire=self.wire, overwrite=overwrite, scale=scale, rounds_once=rounds_once
+                )
         finally:  # other ranks may wait for the release
             self.give_back()
 

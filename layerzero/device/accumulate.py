@@ -7,9 +7,9 @@ accumulator to which several tensors are added. Each element is rounded as in an
 results are bitwise identical. On a device, an addition is a single kernel.
 
 [Note: Accumulators in bf16]
-If the target is a bf16 accumulator, all parts are added to its value in fp32, and the sum is rounded once, to the
-nearest bf16 value. torch does so for a single part. The sum of several parts needs fp32 memory, which is limited to one
-chunk, also on a device.
+With `accumulation_dtype`, all parts are added to the value of an accumulator in fp32, and the sum is rounded once, to
+the nearest bf16 value. torch does so for a single part. The sum of several parts needs fp32 memory, which is limited to
+one chunk, also on a device.
 """
 
 from __future__ import annotations
@@ -32,47 +32,47 @@ def accumulate_parts(
     wire: torch.dtype | None = None,
     overwrite: bool = False,
     scale: float = 1.0,
+    rounds_once: bool = False,
 ) -> None:
     """Add ``scale * sum(parts)`` to `target`, one part after the other, in the target's dtype.
-
-    If the target's dtype is bf16, the sum is computed in fp32 and rounded once; see [Note: Accumulators in bf16].
 
     Args:
         parts: tensors with the shape of the target and any floating-point dtype.
         wire: dtype to which each part is first rounded. If it is None, parts are not rounded.
         overwrite: if True, replace the contents of the target instead of adding to them.
+        rounds_once: if True, compute the sum in fp32, and round it once; see [Note: Accumulators in bf16].
     """
     parts = tuple(parts)
-    if _is_in_pieces(target, parts):
+    add = _add_in_fp32 if rounds_once and len(parts) > 1 else _add
+    if _is_in_pieces(target, parts, add is _add_in_fp32):
         numel = _PIECE * max(1, torch.get_num_threads() // 2) if target.device.type == "cpu" else _DEVICE_PIECE
         for piece, *of_parts in zip(*(torch.split(each.view(-1), numel) for each in (target, *parts)), strict=True):
-            _add(piece, of_parts, wire, overwrite, scale)
+            add(piece, of_parts, wire, overwrite, scale)
     else:
-        _add(target, parts, wire, overwrite, scale)
+        add(target, parts, wire, overwrite, scale)
 
 
-def _is_in_pieces(target: Tensor, parts: Sequence[Tensor]) -> bool:
+def _is_in_pieces(target: Tensor, parts: Sequence[Tensor], needs_fp32_memory: bool) -> bool:
     tensors = (target, *parts)
     return (
         target.numel() > _PIECE
-        and (target.device.type == "cpu" or _needs_fp32_sum(target, parts))
+        and (target.device.type == "cpu" or needs_fp32_memory)
         and (len(parts) > 1 or parts[0].dtype is not target.dtype)
         and all(tensor.is_contiguous() for tensor in tensors)
     )
 
 
-def _needs_fp32_sum(target: Tensor, parts: Sequence[Tensor]) -> bool:
-    return len(parts) > 1 and target.dtype is torch.bfloat16
+def _add_in_fp32(
+    target: Tensor, parts: Sequence[Tensor], wire: torch.dtype | None, overwrite: bool, scale: float
+) -> None:
+    total = torch.empty_like(target, dtype=torch.float32)
+    if not overwrite:
+        total.copy_(target)
+    _add(total, parts, wire, overwrite, scale)
+    target.copy_(total)
 
 
 def _add(target: Tensor, parts: Sequence[Tensor], wire: torch.dtype | None, overwrite: bool, scale: float) -> None:
-    if _needs_fp32_sum(target, parts):
-        total = torch.empty_like(target, dtype=torch.float32)
-        if not overwrite:
-            total.copy_(target)
-        _add(total, parts, wire, overwrite, scale)
-        target.copy_(total)
-        return
     for tensor in parts:
         part = tensor if wire is None else tensor.to(wire)
         if overwrite and scale != 1.0 and part.dtype.itemsize >= target.dtype.itemsize:

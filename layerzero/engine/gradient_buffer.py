@@ -44,9 +44,18 @@ class GradientBuffer:
         place: memory of the buffer, with as many elements as the extent.
     """
 
-    def __init__(self, layout: FlatLayout, grid: ShardGrid, extent: Extent, place: GradientStorage) -> None:
+    def __init__(
+        self,
+        layout: FlatLayout,
+        grid: ShardGrid,
+        extent: Extent,
+        place: GradientStorage,
+        *,
+        rounds_once: bool = False,  # True if reductions are added in fp32 and rounded once, as in a bf16 accumulator
+    ) -> None:
         assert place.numel == grid.numel(layout, extent)
         self.storage = place
+        self._rounds_once = rounds_once
         flat = grid.range_of(layout, extent)
         self._names = tuple(slot.name for slot in layout.slots)
         self._ranges = tuple(overlap(slot, flat).of_range for slot in layout.slots)
@@ -98,7 +107,7 @@ class GradientBuffer:
         target, parts = self._opened or self._open()
         if holds:
             self._fill_holes(parts)
-        pending.add_to(target, overwrite=not holds, scale=scale)
+        pending.add_to(target, overwrite=not holds, scale=scale, rounds_once=self._rounds_once)
         self._states = bytearray([SlotState.WRITTEN]) * len(self._states)
 
     def absorb(self, other: GradientBuffer) -> None:

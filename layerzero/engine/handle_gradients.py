@@ -144,7 +144,7 @@ class HandleGradients:
     def _separate_accumulator(self, dtype: torch.dtype) -> GradientBuffer:
         extent, grid = self.spec.accumulator_extent, self.mesh_info.grid
         storage = self._accumulators.make(self.label, grid.numel(self._layout, extent), dtype)
-        return GradientBuffer(self._layout, grid, extent, storage)
+        return GradientBuffer(self._layout, grid, extent, storage, rounds_once=True)
 
     def _storage(self, extent: Extent, dtype: torch.dtype) -> GradientStorage:
         """Return the memory for the buffer of one extent."""

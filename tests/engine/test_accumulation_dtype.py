@@ -64,7 +64,7 @@ def _sum_of(parts: int, *, numel: int, scale: float, overwrite: bool, wire: torc
     start = torch.randn(numel).to(BF16)
     addends = [torch.randn(numel) for _ in range(parts)]
     target = start.clone()
-    accumulate_parts(target, addends, wire=wire, scale=scale, overwrite=overwrite)
+    accumulate_parts(target, addends, wire=wire, scale=scale, overwrite=overwrite, rounds_once=True)
     total = torch.zeros(numel) if overwrite else start.float()
     for addend in addends:
         total += scale * (addend if wire is None else addend.to(wire).float())
