@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import layerzero
@@ -15,7 +15,34 @@ from benchmarks.task import COMPUTE_DTYPE, Task, loss_of, make_model
 __all__ = ["ComputeAlone", "LayerZero", "Sites"]
 
 
-class LayerZero(Contestant):
+class _Ours(Contestant):
+    """Training loop of layerzero. A subclass sets `model` and `optimizer`."""
+
+    model: nn.Module
+    optimizer: layerzero.ShardedOptimizer
+
+    def backward(self, batch: Any, *, last: bool) -> Tensor:
+        with nullcontext() if last else layerzero.no_sync(self.model):
+            loss = self.task.loss(self.model, batch)
+            (loss / self.task.micro_batches).backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def ledger(self) -> dict[str, int]:
+        return layerzero.traffic(self.model, reset=True).bytes_by_axis
+
+    def kinds(self) -> dict[str, int]:
+        return layerzero.memory(self.model).measured
+
+    def close(self) -> None:
+        layerzero.close(self.model)
+        super().close()
+
+
+class LayerZero(_Ours):
     def __init__(
         self,
         task: Task,
@@ -45,27 +72,10 @@ class LayerZero(Contestant):
     def backward(self, batch: Any, *, last: bool) -> Tensor:
         if self._keep:  # gather once per step
             self.model.set_reshard_after_backward(last)
-        with nullcontext() if last else layerzero.no_sync(self.model):
-            loss = self.task.loss(self.model, batch)
-            (loss / self.task.micro_batches).backward()
-        return loss.detach()
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def ledger(self) -> dict[str, int]:
-        return layerzero.traffic(self.model, reset=True).bytes_by_axis
-
-    def kinds(self) -> dict[str, int]:
-        return layerzero.memory(self.model).measured
-
-    def close(self) -> None:
-        layerzero.close(self.model)
-        super().close()
+        return super().backward(batch, last=last)
 
 
-class Sites(Contestant):
+class Sites(_Ours):
     """layerzero with one site per node, and outer steps between sites. This is not synchronous training.
 
     Each site trains on its own batches, so the loss differs from that of other contestants.
@@ -90,26 +100,9 @@ class Sites(Contestant):
             codec=layerzero.Int4Blocks(),
         )
 
-    def backward(self, batch: Any, *, last: bool) -> Tensor:
-        with nullcontext() if last else layerzero.no_sync(self.model):
-            loss = self.task.loss(self.model, batch)
-            (loss / self.task.micro_batches).backward()
-        return loss.detach()
-
     def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        super().update()
         self._outer.step()
-
-    def ledger(self) -> dict[str, int]:
-        return layerzero.traffic(self.model, reset=True).bytes_by_axis
-
-    def kinds(self) -> dict[str, int]:
-        return layerzero.memory(self.model).measured
-
-    def close(self) -> None:
-        layerzero.close(self.model)
-        super().close()
 
 
 class ComputeAlone(Contestant):

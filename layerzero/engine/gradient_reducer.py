@@ -328,7 +328,7 @@ class GradientReducer:
         if self._pending_use is not None:
             self._pending_use.wait()
         if self._last_use is not None:
-            self.settings.receive(self._last_use.further)
+            self.settings.receive(self._last_use.extra_digests)
         is_known = min(local) == GradUsage.CONTRIBUTED
         self._pending_use = self._last_use = self._used_params.start_exchange(
             local, self.settings.digests(), is_known=is_known

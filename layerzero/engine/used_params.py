@@ -64,15 +64,15 @@ class UsedParamMap:
             by_comms.setdefault(self._comms[name], []).append(name)
         self._groups = [_ParamsOnComms(comms, names, own) for comms, names in by_comms.items()]
 
-    def start_exchange(self, own: bytearray, further: Sequence[Tensor], *, is_known: bool) -> PendingUse:
+    def start_exchange(self, own: bytearray, extra_digests: Sequence[Tensor], *, is_known: bool) -> PendingUse:
         """Start the reduction of one byte per parameter.
 
         Args:
             own: bytes of this rank, in its local order.
-            further: additional bytes to send along each control communicator of the model, uint8 [n] each.
+            extra_digests: digests to send along each control communicator of the model, uint8 [n] each.
             is_known: True if `own` is already the maximum over all ranks.
         """
-        pending = PendingUse(self._groups, torch.frombuffer(own, dtype=torch.uint8), further, is_known=is_known)
+        pending = PendingUse(self._groups, torch.frombuffer(own, dtype=torch.uint8), extra_digests, is_known=is_known)
         several_axes = any(len(group.comms) > 1 for group in self._groups)
         if several_axes:
             self._thread.start()  # even if it is not needed yet, to keep the number of threads constant
@@ -111,11 +111,11 @@ class PendingUse:
     """In-flight reduction of used parameters; see [Note: Reduction of used parameters by axis]."""
 
     def __init__(
-        self, groups: Sequence[_ParamsOnComms], own: Tensor, further: Sequence[Tensor], *, is_known: bool
+        self, groups: Sequence[_ParamsOnComms], own: Tensor, extra_digests: Sequence[Tensor], *, is_known: bool
     ) -> None:
         self._groups = groups
         self._own = own
-        self._extra_digests = further
+        self._extra_digests = extra_digests
         self._is_known = is_known
         self._reservation: Reservation | None = None  # reservation of communicators for launches by a thread
         self._failure: Exception | None = None
@@ -166,8 +166,8 @@ class PendingUse:
                 gather.wait()
 
     @property
-    def further(self) -> list[Tensor]:
-        """Additional bytes received along each control communicator, uint8 [ranks, n]; valid after :meth:`wait`."""
+    def extra_digests(self) -> list[Tensor]:
+        """Digests of all ranks received along each control communicator, uint8 [ranks, n]; valid after :meth:`wait`."""
         return [gather.said[:, self._groups[0].numel :] for gather in self._gathers[0]]
 
     def max_over_ranks(self) -> bytes:

@@ -8,8 +8,8 @@ only its own ZeRO-1 shard, with the ranks that have the same rows in the other s
 sharded like the masters, and an outer step is an update of existing shards.
 
 The model may be cut into fragments of whole units. The exchanges of fragments are spread evenly over the H steps, and
-an exchange may overlap with the next `delay` steps (Streaming DiLoCo). A site keeps the updates of these
-steps: after an outer step, its weights are
+an exchange may overlap with the next `delay` steps (Streaming DiLoCo). A site keeps the updates of these steps: after
+an outer step, its weights are
 
     new anchor + (weights - (anchor - delta as the other sites have decoded it)).
 
@@ -61,9 +61,9 @@ from layerzero.utils.bit_sums import sum64
 
 __all__ = ["OuterSteps", "outer"]
 
-_HEADER_NUMBERS = 4  # int64 values at the start of a message: step, fragment, checksum of the anchor, and padding
+_HEADER_BYTES = 32  # int64 values at the start of a message: step, fragment, checksum of the anchor, and padding
 _ALIGNED = 16  # bytes
-_MEMORY_KINDS = ("outer", "host_outer")  # kinds of memory
+_MEMORY_KINDS = ("outer", "host_outer")  # on the device, and with offload_optimizer
 
 
 class OuterSettings(NamedTuple):
@@ -77,8 +77,12 @@ class OuterSettings(NamedTuple):
     momentum: float
     codec: GatherCodec | None
 
-    def check(self) -> None:
-        """Raise ValueError if a setting is out of range."""
+    def check(self, units: int) -> None:
+        """Raise ValueError if a setting is out of range.
+
+        Args:
+            units: number of handles that the model divides into fragments.
+        """
         for name, value, least in (
             ("every", self.every, 1),
             ("warmup", self.warmup, 0),
@@ -96,6 +100,10 @@ class OuterSettings(NamedTuple):
             raise ValueError(
                 f"fragments={self.fragments} is more than every={self.every}, so a step would exchange several "
                 f"fragments. Use at most {self.every} fragments"
+            )
+        if self.fragments > units:
+            raise ValueError(
+                f"fragments={self.fragments} is more than the {units} trainable units. Use at most {units}"
             )
         if not self.lr > 0 or not 0 <= self.momentum < 1:
             raise ValueError(
@@ -189,7 +197,7 @@ def _agree_and_connect(
         user_group = _group_of(sites)
         _require_sites(runtime, dist.get_process_group_ranks(user_group))
         site_peers = dist.get_process_group_ranks(user_group)
-        settings.check()
+        settings.check(units=sum(handle.trainable for handle in runtime.handles))
     except (TypeError, ValueError) as error:
         failure = error
     if site_peers:
@@ -351,6 +359,8 @@ class OuterSteps:
         self._fragments.clear()
         for kind in _MEMORY_KINDS:
             self._runtime.kept_bytes.pop(kind, None)
+        if self.close in self._runtime.on_close:  # not while the model itself is closed
+            self._runtime.on_close.remove(self.close)
 
     # Synchronous steps
 
@@ -469,13 +479,9 @@ class OuterSteps:
 
     def _set_anchors(self) -> None:
         """Make the current weights the anchors, which must be equal in all sites."""
-        for index, handles in enumerate(self._fragment_handles):
-            anchor = _flat_master(handles)
-            velocity = torch.zeros_like(anchor) if self.settings.momentum else None
-            self._fragments.append(_Fragment(index, handles, anchor, velocity))
-        sums = torch.stack([sum64(fragment.anchor).cpu() for fragment in self._fragments])
-        gathered = torch.empty(self._comm.size, len(sums), dtype=sums.dtype, device=self._runtime.mesh_info.device)
-        own = sums.to(gathered.device)
+        self._fragments = [self._new_fragment(*each) for each in enumerate(self._fragment_handles)]
+        own = torch.stack([sum64(fragment.anchor) for fragment in self._fragments]).to(self._runtime.mesh_info.device)
+        gathered = own.new_empty(self._comm.size, len(own))
         all_gather(self._comm, Collective.SITE_DELTAS, gathered.view(-1), own, name="checksums").wait()
         differs = (gathered != own).any().to(torch.int32)
         self._runtime.ranks.reduce(differs, dist.ReduceOp.MAX)  # other ranks of the site may have equal rows
@@ -487,18 +493,19 @@ class OuterSteps:
                 "same learning rates and weight changes in all sites"
             )
 
+    def _new_fragment(self, index: int, handles: tuple[Handle, ...]) -> _Fragment:
+        """Return a fragment whose anchor is the current weights."""
+        anchor = _flat_master(handles)
+        return _Fragment(index, handles, anchor, torch.zeros_like(anchor) if self.settings.momentum else None)
+
     def _start_exchange(self, fragment: _Fragment) -> None:
         """Send this site's delta, and start to receive those of the other sites."""
-        delta = fragment.anchor - _flat_master(fragment.handles)
-        width = _message_bytes(self.settings.codec, fragment)
-        message = torch.zeros(width, dtype=torch.uint8, device=delta.device)
-        header, payload = message[: 8 * _HEADER_NUMBERS].view(torch.int64), message[8 * _HEADER_NUMBERS :]
+        payload_bytes = self._payload_bytes(fragment)
+        width = _HEADER_BYTES + -(-payload_bytes // _ALIGNED) * _ALIGNED
+        message = torch.zeros(width, dtype=torch.uint8, device=fragment.anchor.device)
+        header = message[:_HEADER_BYTES].view(torch.int64)
         header[0], header[1], header[2] = self.steps, fragment.index, sum64(fragment.anchor)
-        if self.settings.codec is None:
-            payload[: delta.nbytes].view(delta.dtype).copy_(delta)
-        elif blocks := fragment.blocks:
-            exact = delta.float()
-            self.settings.codec.encode(exact, blocks, payload[: self.settings.codec.nbytes(blocks, exact.dtype)])
+        self._encode(fragment, message[_HEADER_BYTES : _HEADER_BYTES + payload_bytes])
         messages = torch.empty(self._comm.size, width, dtype=torch.uint8, device=self._runtime.mesh_info.device)
         messages[self._comm.rank].copy_(message)
         name = f"fragment {fragment.index}"
@@ -512,21 +519,39 @@ class OuterSteps:
             return fragment.deltas
         exchange.works.wait()
         messages = exchange.messages.to(fragment.anchor.device)
-        self._require_same_step(fragment, messages[:, : 8 * _HEADER_NUMBERS].contiguous().view(torch.int64))
-        mean, own = torch.zeros_like(fragment.anchor), torch.zeros_like(fragment.anchor)
-        delta = torch.empty_like(mean)
-        for site, message in enumerate(messages[:, 8 * _HEADER_NUMBERS :]):
-            if self.settings.codec is None:
-                delta.copy_(message[: delta.nbytes].view(delta.dtype))
-            elif blocks := fragment.blocks:
-                values = torch.zeros_like(delta, dtype=torch.float32)  # padding is not encoded
-                self.settings.codec.decode(message[: self.settings.codec.nbytes(blocks, values.dtype)], blocks, values)
-                delta.copy_(values)
+        self._require_same_step(fragment, messages[:, :_HEADER_BYTES].contiguous().view(torch.int64))
+        payloads = messages[:, _HEADER_BYTES : _HEADER_BYTES + self._payload_bytes(fragment)]
+        mean, own = torch.zeros_like(fragment.anchor), torch.empty_like(fragment.anchor)
+        for site, payload in enumerate(payloads):
+            delta = self._decode(fragment, payload)
             mean.add_(delta)
             if site == self._comm.rank:
                 own.copy_(delta)
         fragment.deltas, fragment.exchange = _Deltas(exchange.due, mean.div_(self._comm.size), own), None
         return fragment.deltas
+
+    def _encode(self, fragment: _Fragment, payload: Tensor) -> None:
+        """Write this site's delta to a part of a message, 1-D uint8."""
+        delta = fragment.anchor - _flat_master(fragment.handles)
+        if self.settings.codec is None:
+            payload.view(delta.dtype).copy_(delta)
+        elif fragment.blocks:
+            self.settings.codec.encode(delta.float(), fragment.blocks, payload)
+
+    def _decode(self, fragment: _Fragment, payload: Tensor) -> Tensor:
+        """Return the delta in a part of a message. Without a codec, it is a view of the message."""
+        if self.settings.codec is None:
+            return payload.view(fragment.anchor.dtype)
+        values = torch.zeros_like(fragment.anchor, dtype=torch.float32)  # padding is not encoded
+        if fragment.blocks:
+            self.settings.codec.decode(payload, fragment.blocks, values)
+        return values.to(fragment.anchor.dtype)
+
+    def _payload_bytes(self, fragment: _Fragment) -> int:
+        """Return the number of bytes of a delta in a message."""
+        if self.settings.codec is None:
+            return fragment.anchor.nbytes
+        return self.settings.codec.nbytes(fragment.blocks, torch.float32) if fragment.blocks else 0
 
     def _require_same_step(self, fragment: _Fragment, headers: Tensor) -> None:
         """Raise RuntimeError if the messages of the sites do not belong together."""
@@ -615,27 +640,17 @@ class OuterSteps:
             )
         fragments = []
         for index, handles in enumerate(self._fragment_handles if expected else ()):
-            anchor = torch.zeros_like(_flat_master(handles))
-            velocity = torch.zeros_like(anchor) if self.settings.momentum else None
-            fragment = _Fragment(index, handles, anchor, velocity)
-            _load_rows(fragment, anchor, anchors)
-            if velocity is not None and state_dict["velocities"]:
-                _load_rows(fragment, velocity, state_dict["velocities"])
+            fragment = self._new_fragment(index, handles)
+            _load_rows(fragment, fragment.anchor, anchors)
+            if fragment.velocity is not None and state_dict["velocities"]:
+                _load_rows(fragment, fragment.velocity, state_dict["velocities"])
             fragment.deltas = _load_deltas(fragment, state_dict)
             fragments.append(fragment)
         self.steps, self._fragments, self._averaged_backwards = steps, fragments, -1
 
 
 def _divide(handles: Sequence[Handle], fragments: int) -> list[tuple[Handle, ...]]:
-    """Divide handles, in their order, into fragments of about equal size. The result does not depend on the ranks.
-
-    Raises:
-        ValueError: there are fewer handles than fragments.
-    """
-    if fragments > len(handles):
-        raise ValueError(
-            f"fragments={fragments} is more than the {len(handles)} trainable units. Use at most {len(handles)}"
-        )
+    """Divide handles, in their order, into fragments of about equal size. The result does not depend on the ranks."""
     sizes = [sum(math.prod(member.spec.true_shape) for member in handle.members) for handle in handles]
     groups: list[list[Handle]] = [[]]
     done, total = 0, sum(sizes)
@@ -654,14 +669,6 @@ def _flat_master(handles: Sequence[Handle]) -> Tensor:
     masters = [handle.weights.master.view(-1) for handle in handles]
     dtype = torch.float64 if any(master.dtype == torch.float64 for master in masters) else torch.float32
     return torch.cat([master.to(dtype) for master in masters])
-
-
-def _message_bytes(codec: GatherCodec | None, fragment: _Fragment) -> int:
-    """Return the size of a message of a fragment in bytes, a multiple of 16."""
-    size = fragment.anchor.nbytes
-    if codec is not None:
-        size = codec.nbytes(fragment.blocks, torch.float32) if fragment.blocks else 0
-    return 8 * _HEADER_NUMBERS + -(-size // _ALIGNED) * _ALIGNED
 
 
 def _rows(fragment: _Fragment, flat: Tensor) -> Iterator[tuple[ManagedParam, Tensor]]:

@@ -99,7 +99,7 @@ class StepGuard:
         self,
         runtime: LayerZeroState,
         optimizers: tuple[ShardedOptimizer, ...],
-        patience: int,
+        max_refusals: int,
         locate: bool,
         extra_groups: tuple[dist.ProcessGroup, ...],
     ) -> None:
@@ -107,11 +107,10 @@ class StepGuard:
         self.in_a_row = 0
         self.found = ""
         self._optimizers = optimizers
-        self._max_refusals = patience  # number of consecutive refused steps at which an error is raised
+        self._max_refusals = max_refusals  # number of consecutive refused steps at which an error is raised
         self._model_ranks = runtime.ranks
-        self._checked_optimizers: list[
-            ShardedOptimizer
-        ] = []  # optimizers asked in this round; each steps once per forward pass
+        # Optimizers checked in this round; each steps once per forward pass.
+        self._checked_optimizers: list[ShardedOptimizer] = []
         self._refusing = False  # an optimizer has skipped its step in this round
         self._extra_groups = extra_groups
         self._own = LocalGradientCheck(runtime.handles) if locate else None

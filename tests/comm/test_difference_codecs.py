@@ -22,11 +22,11 @@ from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from layerzero.layout.shard_grid import Extent
 from layerzero.utils.bit_sums import digest
-from tests.comm.test_encoded_refresh import BF16, FP16, WIDTH, Layer, Net
 from tests.support.bits import flip
 from tests.support.late_device import NAME, Device, register
 from tests.support.models import different, full_parameters
 from tests.support.ranks import mesh_of, run_ranks
+from tests.support.refreshes import BF16, FP16, WIDTH, Layer, Net, load, make_adamw, make_muon, refresh, update
 from tests.support.wrapped_gloo import mesh_on
 
 CODEC = layerzero.Int4Difference()
@@ -169,20 +169,6 @@ def _shard(size: int, codec: Any = CODEC, **settings: Any) -> nn.Module:
     return layerzero.shard_model(Net(), mesh=mesh_of(size), refresh_codec=codec, **settings)
 
 
-def _adam(model: nn.Module) -> list[Optimizer]:
-    return [layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=2e-3), model)]
-
-
-def _muon(model: nn.Module) -> list[Optimizer]:
-    """Muon's owners have parts of different sizes, some of them empty."""
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    rest = [p for p in model.parameters() if p.ndim != 2]
-    return [
-        layerzero.shard_optimizer(torch.optim.Muon(matrices, lr=1e-3), model),
-        layerzero.shard_optimizer(torch.optim.AdamW(rest, lr=2e-3), model),
-    ]
-
-
 def _backward(model: nn.Module, rank: int, step: int) -> float:
     x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(1000 * step + rank))
     loss = (model(x) - x[:, :7]).square().mean()
@@ -190,15 +176,9 @@ def _backward(model: nn.Module, rank: int, step: int) -> float:
     return loss.item()
 
 
-def _update(optimizers: list[Optimizer]) -> None:
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _step(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int) -> float:
     loss = _backward(model, rank, step)
-    _update(optimizers)
+    update(optimizers)
     return loss
 
 
@@ -246,11 +226,6 @@ def _edit(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, f
     _backward(model, rank, step)  # refreshes the weights
 
 
-def _load(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, folder: Path) -> None:
-    state = layerzero.full_state_dict(model)
-    layerzero.load_full_state_dict(model, {name: value * 0.5 for name, value in state.items()} if rank == 0 else {})
-
-
 def _write_back(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, folder: Path) -> None:
     with layerzero.unsharded(model, writeback=True), torch.no_grad():
         for parameter in model.parameters():
@@ -266,10 +241,6 @@ def _resume(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int,
     assert all(torch.equal(h.weights.master, before) for h, before in zip(_handles(model), masters, strict=True))
 
 
-def _refresh(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, folder: Path) -> None:
-    layerzero.refresh(model)
-
-
 def _average(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, folder: Path) -> None:
     ema = layerzero.EMA(model, decay=0.5)
     ema.update()
@@ -278,13 +249,13 @@ def _average(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int
         assert _follows_masters(model)
 
 
-EVENTS: tuple[Event, ...] = (_edit, _load, _write_back, _resume, _refresh, _average)
+EVENTS: tuple[Event, ...] = (_edit, load, _write_back, _resume, refresh, _average)
 
 
 def _same_replicas(rank: int, size: int, folder: Path, muon: bool, settings: dict[str, Any]) -> list[list[str]]:
     """Train, change the weights in between, and return the digests of the weights after each operation."""
     model = _shard(size, **settings)
-    optimizers = _muon(model) if muon else _adam(model)
+    optimizers = make_muon(model) if muon else make_adamw(model)
     digests = []
     for step, event in enumerate(EVENTS):
         _step(model, optimizers, rank, 10 * step)
@@ -338,7 +309,7 @@ def test_all_replicas_have_the_same_weights_with_other_settings(settings: dict[s
 def _without_forward(rank: int) -> list[list[str]]:
     """Steps follow each other without a forward pass, and some parameters are frozen for a while."""
     model = _shard(2)
-    optimizers = _adam(model)
+    optimizers = make_adamw(model)
     digests = []
     for step in range(6):
         model.layers[0].up.weight.requires_grad_(step >= 3)
@@ -346,7 +317,7 @@ def _without_forward(rank: int) -> list[list[str]]:
         for _ in range(2):
             for optimizer in optimizers:
                 optimizer.step()
-        _update(optimizers)
+        update(optimizers)
         digests.append(_digests(model))
     return digests
 
@@ -363,7 +334,7 @@ def test_offloading(setting: str) -> None:
 def _offloaded(rank: int, setting: str) -> list[list[str]]:
     with pytest.warns(UserWarning, match=setting):
         model = _shard(2, **{setting: True})
-    optimizers = _adam(model)
+    optimizers = make_adamw(model)
     digests = []
     for step in range(4):
         _step(model, optimizers, rank, step)
@@ -410,7 +381,7 @@ def test_training_is_bitwise_the_same_if_differences_are_exact() -> None:
 
 def _losses(rank: int, codec: Any) -> list[float]:
     model = _shard(2, codec)
-    optimizers = _adam(model)
+    optimizers = make_adamw(model)
     return [_step(model, optimizers, rank, step % 8) for step in range(48)]
 
 
@@ -425,7 +396,7 @@ def test_a_model_learns_as_well_as_without_the_codec() -> None:
 
 def _in_full(rank: int) -> None:
     model = _shard(2)
-    optimizers = _adam(model)
+    optimizers = make_adamw(model)
     handles = _handles(model)
     parts = [handle.mesh_info.grid.numel(handle.layout, Extent.ZERO1) for handle in handles]
     everything = 2 * sum(parts)
@@ -441,13 +412,13 @@ def _in_full(rank: int) -> None:
         return report.bytes.get("refresh", 0)
 
     _backward(model, rank, 0)
-    assert sent(lambda: _update(optimizers)) == everything, "the first refresh"
+    assert sent(lambda: update(optimizers)) == everything, "the first refresh"
     state = layerzero.full_state_dict(model)
     for step, operation in enumerate(
         (lambda: layerzero.refresh(model), lambda: layerzero.load_full_state_dict(model, state)), 1
     ):
         _backward(model, rank, step)
-        assert sent(lambda: _update(optimizers)) == encoded < 0.27 * everything
+        assert sent(lambda: update(optimizers)) == encoded < 0.27 * everything
         assert sent(operation) == everything
 
 
@@ -458,7 +429,7 @@ def test_which_refreshes_are_sent_in_full() -> None:
 def _asked(rank: int, folder: Path) -> None:
     """A rank that has written to its rows asks its counterparts in the other replicas for full refreshes."""
     model = _shard(2)
-    optimizers = _adam(model)
+    optimizers = make_adamw(model)
     for step in range(2):
         _step(model, optimizers, rank, step)
     _backward(model, rank, 2)
@@ -466,7 +437,7 @@ def _asked(rank: int, folder: Path) -> None:
         rows = next(p.to_local() for p in model.layers[1].parameters() if p.to_local().numel())
         with torch.no_grad():
             rows.mul_(1.0)
-    _update(optimizers)
+    update(optimizers)
     followed = {
         handle.label: torch.equal(*pair) for handle, pair in zip(_handles(model), _own_parts(model), strict=True)
     }
@@ -523,7 +494,7 @@ def test_a_nan_is_visible_on_all_ranks_and_can_be_removed() -> None:
 
 def _flipped(rank: int) -> None:
     model = _shard(2)
-    optimizers = _adam(model)
+    optimizers = make_adamw(model)
     with mock.patch.object(weight_storage, "COMPARE_EVERY", 4):
         for step in range(2):
             _step(model, optimizers, rank, step)
@@ -549,7 +520,7 @@ def test_a_wrong_bit_is_found_when_digests_are_compared() -> None:
 def _fingerprints(rank: int, size: int) -> list[Any]:
     """Flip a bit of a compute weight on rank 1, recover, and flip a bit of a master."""
     model = _shard(size)
-    optimizers = _adam(model)
+    optimizers = make_adamw(model)
     guard = layerzero.guard_corruption(model, *optimizers, every=1)
     for step in range(3):
         _step(model, optimizers, rank, step)
@@ -559,7 +530,7 @@ def _fingerprints(rank: int, size: int) -> list[Any]:
         flip(_handles(model)[1].weights.read_zero3(), 0, 9)
     found = layerzero.fingerprint(model).corruptions
     with pytest.raises(layerzero.SilentDataCorruption) as error:
-        _update(optimizers)
+        update(optimizers)
     assert error.value.recoverable
     guard.recover()
     assert _follows_masters(model) and layerzero.fingerprint(model).ok
@@ -569,7 +540,7 @@ def _fingerprints(rank: int, size: int) -> list[Any]:
         flip(_handles(model)[1].weights.master, 0, 9)
     assert layerzero.fingerprint(model).ok, "masters are not compared with compute weights"
     with pytest.raises(layerzero.SilentDataCorruption, match=r"masters of .* on rank 1"):
-        _update(optimizers)
+        update(optimizers)
     guard.close()
     return [(each.kind, each.ranks, each.detail) for each in found]
 
@@ -588,7 +559,7 @@ def test_fingerprints_compare_replicas_only(ranks: int, expected: list[Any]) -> 
 def _read(rank: int) -> None:
     """Streams yield the weights of the next forward pass; everything else that reads weights yields the masters."""
     model = _shard(2)
-    optimizers = _adam(model)
+    optimizers = make_adamw(model)
     for step in range(3):
         _step(model, optimizers, rank, step)
     masters = layerzero.full_state_dict(model, rank0_only=False)
@@ -611,7 +582,7 @@ def test_streams_have_the_weights_of_forward_passes() -> None:
 def _resumed(rank: int, folder: Path) -> list[list[str]]:
     """A resumed run begins with a full refresh, so that its weights differ by the error that the run carried."""
     models = [_shard(2), _shard(2)]
-    optimizers = [_adam(model) for model in models]
+    optimizers = [make_adamw(model) for model in models]
     for step in range(3):
         _step(models[0], optimizers[0], rank, step)
     checkpoint.save(folder / "saved", models[0], optimizers[0][0])
@@ -671,7 +642,7 @@ def test_devices_are_refused() -> None:
 
 def _one_replica(rank: int) -> None:
     model = _shard(2)
-    _step(model, _adam(model), rank, 0)
+    _step(model, make_adamw(model), rank, 0)
     assert _follows_masters(model)
     assert layerzero.traffic(model).calls.get("refresh", 0) == 0
 

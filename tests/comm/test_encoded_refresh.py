@@ -28,53 +28,15 @@ from tests.support.bits import flip
 from tests.support.late_device import NAME, Device, register
 from tests.support.models import different, full_parameters
 from tests.support.ranks import BOTH, mesh_of, run_ranks
+from tests.support.refreshes import BF16, FP16, WIDTH, Layer, Net, load, make_adamw, make_muon, refresh, update
 from tests.support.wrapped_gloo import mesh_on
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
 CODECS = (None, "lossless")
-WIDTH = 40
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 61), nn.Linear(61, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x).float()
 
 
 def _shard(size: int, codec: str | None, **settings: Any) -> nn.Module:
     settings = {"mp_policy": BF16, "units": {Layer}} | settings
     return layerzero.shard_model(Net(), mesh=mesh_of(size), refresh_codec=codec, **settings)
-
-
-def _adam(model: nn.Module) -> list[Optimizer]:
-    return [layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=2e-3), model)]
-
-
-def _muon(model: nn.Module) -> list[Optimizer]:
-    """Muon's owners have parts of different sizes, some of them empty."""
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    rest = [p for p in model.parameters() if p.ndim != 2]
-    return [
-        layerzero.shard_optimizer(torch.optim.Muon(matrices, lr=1e-3), model),
-        layerzero.shard_optimizer(torch.optim.AdamW(rest, lr=2e-3), model),
-    ]
 
 
 def _backward(model: nn.Module, rank: int, step: int, scale: float = 1.0) -> None:
@@ -85,15 +47,9 @@ def _backward(model: nn.Module, rank: int, step: int, scale: float = 1.0) -> Non
             (scale * (model(x) - x[:, :7]).square().mean()).backward()
 
 
-def _update(optimizers: list[Optimizer]) -> None:
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _step(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int) -> None:
     _backward(model, rank, step)
-    _update(optimizers)
+    update(optimizers)
 
 
 def _bits(model: nn.Module) -> list[Tensor]:
@@ -123,12 +79,7 @@ def _edit_before_the_step(model: nn.Module, optimizers: list[Optimizer], rank: i
     _backward(model, rank, step)
     with torch.no_grad():
         model.head.weight.mul_(0.75)
-    _update(optimizers)
-
-
-def _load(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, folder: Path) -> None:
-    state = layerzero.full_state_dict(model)
-    layerzero.load_full_state_dict(model, {name: value * 0.5 for name, value in state.items()} if rank == 0 else {})
+    update(optimizers)
 
 
 def _write_back(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, folder: Path) -> None:
@@ -140,10 +91,6 @@ def _skip(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, f
     _backward(model, rank, step)
     for optimizer in optimizers:
         optimizer.zero_grad()
-
-
-def _refresh(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, folder: Path) -> None:
-    layerzero.refresh(model)
 
 
 def _resume(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, folder: Path) -> None:
@@ -163,11 +110,11 @@ def _evaluate(model: nn.Module, optimizers: list[Optimizer], rank: int, step: in
 
 EVENTS: tuple[Event, ...] = (
     _edit,
-    _load,
+    load,
     _skip,
     _write_back,
     _edit_before_the_step,
-    _refresh,
+    refresh,
     _resume,
     _evaluate,
 )
@@ -175,7 +122,7 @@ EVENTS: tuple[Event, ...] = (
 
 def _same_bits(rank: int, size: int, steps: int, folder: Path, muon: bool, settings: dict[str, Any]) -> None:
     models = [_shard(size, codec, **settings) for codec in CODECS]
-    optimizers = [_muon(model) if muon else _adam(model) for model in models]
+    optimizers = [make_muon(model) if muon else make_adamw(model) for model in models]
     for step in range(steps):
         for model, own in zip(models, optimizers, strict=True):
             _step(model, own, rank, step)
@@ -238,7 +185,7 @@ def test_weights_have_the_same_bits_with_offloading(setting: str, tmp_path: Path
 def _offloaded(rank: int, setting: str, folder: Path) -> None:
     with pytest.warns(UserWarning, match=setting):
         models = [_shard(2, codec, **{setting: True}) for codec in CODECS]
-    optimizers = [_adam(model) for model in models]
+    optimizers = [make_adamw(model) for model in models]
     for step in range(8):
         for model, own in zip(models, optimizers, strict=True):
             _step(model, own, rank, step)
@@ -251,7 +198,7 @@ def _partly_frozen(rank: int) -> None:
     models = [_shard(2, codec) for codec in CODECS]
     for model in models:
         model.layers[0].up.weight.requires_grad_(False)
-    optimizers = [_adam(model) for model in models]
+    optimizers = [make_adamw(model) for model in models]
     for step in range(6):
         for model, own in zip(models, optimizers, strict=True):
             model.layers[0].up.weight.requires_grad_(step >= 3)
@@ -266,14 +213,14 @@ def test_frozen_parameters() -> None:
 def _without_forward(rank: int) -> None:
     """A refresh follows another one whose weights no pass has used."""
     models = [_shard(2, codec) for codec in CODECS]
-    optimizers = [_adam(model) for model in models]
+    optimizers = [make_adamw(model) for model in models]
     for step in range(6):
         for model, own in zip(models, optimizers, strict=True):
             _backward(model, rank, step)
             for _ in range(3):
                 for optimizer in own:
                     optimizer.step()
-            _update(own)
+            update(own)
         _assert_same(models, step)
 
 
@@ -287,7 +234,7 @@ def test_steps_without_a_forward_pass_between_them() -> None:
 def _in_full(rank: int) -> None:
     """The first refresh, and refreshes after edits and loads, send the weights and not differences."""
     model = _shard(2, "lossless")
-    optimizers = _adam(model)
+    optimizers = make_adamw(model)
     handles = get_state(model).handles
     everything = 2 * sum(handle.mesh_info.grid.numel(handle.layout, Extent.ZERO1) for handle in handles)
 
@@ -299,10 +246,10 @@ def _in_full(rank: int) -> None:
         return layerzero.traffic(model, reset=True).bytes.get("refresh", 0)
 
     _backward(model, rank, 0)
-    assert sent(lambda: _update(optimizers)) == everything, "the first refresh"
+    assert sent(lambda: update(optimizers)) == everything, "the first refresh"
     for step in (1, 2):
         _backward(model, rank, step)
-        assert 0 < sent(lambda: _update(optimizers)) < 0.9 * everything
+        assert 0 < sent(lambda: update(optimizers)) < 0.9 * everything
     assert sent(lambda: layerzero.refresh(model)) == everything
     state = layerzero.full_state_dict(model)
     assert sent(lambda: layerzero.load_full_state_dict(model, state)) == everything
@@ -315,7 +262,7 @@ def test_which_refreshes_are_sent_in_full() -> None:
 def _asked(rank: int, folder: Path) -> None:
     """A rank that has written to its rows asks its counterparts in the other replicas for full refreshes."""
     model = _shard(2, "lossless")
-    optimizers = _adam(model)
+    optimizers = make_adamw(model)
     handles = get_state(model).handles
     for step in range(2):
         _step(model, optimizers, rank, step)
@@ -325,7 +272,7 @@ def _asked(rank: int, folder: Path) -> None:
         with torch.no_grad():
             rows.mul_(1.0)
     with layerzero.trace(model, folder / "{rank}.json") as trace:
-        _update(optimizers)
+        update(optimizers)
         for handle in handles:
             handle.weights.finish_refresh()
     sent = {event.name: event.bytes for event in trace.events if event.collective == "refresh" and event.bytes}
@@ -347,7 +294,7 @@ class _Useless(LosslessDifferences):
 
 def _not_smaller(rank: int) -> None:
     models = [_shard(2, codec) for codec in CODECS]
-    optimizers = [_adam(model) for model in models]
+    optimizers = [make_adamw(model) for model in models]
     for handle in get_state(models[1]).handles:
         if rank // 2 == 0:  # one of the two replicas
             handle.weights.refresher._codec = _Useless(LosslessDifferences.best().compression)
@@ -363,7 +310,7 @@ def test_each_rank_sends_its_weights_unless_differences_are_smaller() -> None:
 
 def _flipped(rank: int) -> None:
     model = _shard(2, "lossless")
-    optimizers = _adam(model)
+    optimizers = make_adamw(model)
     _step(model, optimizers, rank, 0)
     handle = get_state(model).handles[1]
     other = 1 - handle.mesh_info.grid.replica_rank
@@ -401,7 +348,7 @@ def _threads(runtime: LayerZeroState) -> list[Any]:
 
 def _closed(rank: int) -> None:
     model = _shard(2, "lossless")
-    optimizers = _adam(model)
+    optimizers = make_adamw(model)
     _step(model, optimizers, rank, 0)
     threads = _threads(get_state(model))
     assert all(thread.is_alive() for thread in threads)
@@ -415,7 +362,7 @@ def test_close_ends_the_threads() -> None:
 
 def _lost(rank: int) -> None:
     model = _shard(1, "lossless")
-    optimizers = _adam(model)
+    optimizers = make_adamw(model)
     for step in range(2):
         _step(model, optimizers, rank, step)
     if rank == 0:
@@ -459,7 +406,7 @@ def test_settings_are_checked() -> None:
 def _one_replica(rank: int) -> None:
     model = _shard(2, "lossless")
     assert get_state(model).handles[0].weights.refresher is None
-    _step(model, _adam(model), rank, 0)
+    _step(model, make_adamw(model), rank, 0)
 
 
 def test_one_replica_encodes_nothing() -> None:
@@ -489,7 +436,7 @@ def _chosen(rank: int) -> None:
             model = _shard(2, "auto")
             assert get_state(model).config.refresh_codec == expected
             assert (get_state(model).handles[0].weights.refresher is not None) == (expected is not None)
-            optimizers = _adam(model)
+            optimizers = make_adamw(model)
             for step in range(2):
                 _step(model, optimizers, rank, step)
     finally:
@@ -511,7 +458,7 @@ def test_encoding_must_be_clearly_faster() -> None:
 def _observed(rank: int, folder: Path) -> None:
     model = _shard(2, "lossless")
     watchdog = layerzero.watchdog(model, 60.0)
-    optimizers = _adam(model)
+    optimizers = make_adamw(model)
     handles = get_state(model).handles
     _step(model, optimizers, rank, 0)
     for handle in handles:

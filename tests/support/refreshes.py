@@ -1,0 +1,69 @@
+"""Model, optimizers and changes of weights for tests of encoded refreshes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+import layerzero
+
+__all__ = ["BF16", "FP16", "WIDTH", "Layer", "Net", "load", "make_adamw", "make_muon", "refresh", "update"]
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+WIDTH = 40
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 61), nn.Linear(61, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).float()
+
+
+def make_adamw(model: nn.Module) -> list[Optimizer]:
+    return [layerzero.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=2e-3), model)]
+
+
+def make_muon(model: nn.Module) -> list[Optimizer]:
+    """Muon's owners have parts of different sizes, some of them empty."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if p.ndim != 2]
+    return [
+        layerzero.shard_optimizer(torch.optim.Muon(matrices, lr=1e-3), model),
+        layerzero.shard_optimizer(torch.optim.AdamW(rest, lr=2e-3), model),
+    ]
+
+
+def update(optimizers: list[Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def load(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, folder: Path) -> None:
+    state = layerzero.full_state_dict(model)
+    layerzero.load_full_state_dict(model, {name: value * 0.5 for name, value in state.items()} if rank == 0 else {})
+
+
+def refresh(model: nn.Module, optimizers: list[Optimizer], rank: int, step: int, folder: Path) -> None:
+    layerzero.refresh(model)
