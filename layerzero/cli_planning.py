@@ -24,6 +24,7 @@ from layerzero.planning.planner import plan
 from layerzero.planning.probe import probe as probe_cluster
 from layerzero.planning.sim_program import read_recording
 from layerzero.planning.simulator import simulate
+from layerzero.planning.site_estimate import sites_text
 from layerzero.planning.transformer_shapes import TransformerShape
 from layerzero.utils.import_path import load_named
 from layerzero.utils.text_tables import seconds, size, table
@@ -32,6 +33,7 @@ __all__ = ["add_commands"]
 
 _CLUSTER = "Cluster"
 _SIZES = "Sizes of the model"
+_SITES = "Training at several sites"
 _DEFAULTS = {field.name: field.default for field in fields(Cluster)} | {"between": "400 per accelerator, assumed"}
 _PATIENCE = 2.0  # seconds before progress is shown
 _INTERVAL = 0.2  # seconds between two updates
@@ -94,10 +96,29 @@ def _plan(
         list[str] | None,
         typer.Option(help="int8_blocks, int4_blocks or none, to try between nodes; may be repeated. Default: none."),
     ] = None,
+    refresh_codec: Annotated[
+        list[str] | None,
+        typer.Option(help="lossless, int4_difference or none, on CPUs; may be repeated. Default: none."),
+    ] = None,
+    replica_reduce_dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="bf16, fp16, fp32 or none (the reduce dtype), to try in hop 2; may be repeated."),
+    ] = None,
+    accumulation_dtype: Annotated[
+        list[str] | None, typer.Option(help="bf16 or none, to try in accumulators; may be repeated. Default: none.")
+    ] = None,
     recompute: Annotated[bool, typer.Option(help="Recompute the forward of blocks in the backward.")] = True,
     activations: Annotated[
         float, typer.Option(help="GB of activations of a micro-batch. Default: estimated from sizes.")
     ] = 0.0,
+    sites: Annotated[
+        int, typer.Option(help="Number of sites with --nodes nodes each, for layerzero.outer.", rich_help_panel=_SITES)
+    ] = 1,
+    between_sites: Annotated[
+        float | None, typer.Option(help="Gbit/s from a site to the others. Required.", rich_help_panel=_SITES)
+    ] = None,
+    every: Annotated[int, typer.Option(help="Steps between two exchanges of a fragment.", rich_help_panel=_SITES)] = 16,
+    fragments: Annotated[int, typer.Option(help="Parts in which the model is exchanged.", rich_help_panel=_SITES)] = 4,
     offload: Annotated[bool, typer.Option("--offload", help="Try offloading for all settings.")] = False,
     every_row: Annotated[bool, typer.Option("--all", help="Show all rows, even those that do not fit.")] = False,
     html: Annotated[Path | None, typer.Option(help="HTML file to write a report with charts to.")] = None,
@@ -124,6 +145,8 @@ def _plan(
             raise ValueError("--batch-tokens and --micro-batches exclude each other. Pass one of them")
         if probe and cluster is not None:
             raise ValueError("--probe and --cluster exclude each other. Pass one of them")
+        if (sites > 1) != (between_sites is not None):
+            raise ValueError("--sites and --between-sites need each other. Pass both, with at least 2 sites")
         described = None if probe else _cluster(cluster, cluster_fields)
         source = _model(model, named, optional)  # before the probe, so that a wrong argument is reported at once
         target = _probed(cluster_fields, quiet=as_json) if described is None else described
@@ -141,16 +164,25 @@ def _plan(
                 zero3_sizes=zero3_size or None,
                 offload=True if offload else None,
                 param_dtype=param_dtype,
-                hop2_codecs=[None if name == "none" else name for name in hop2_codec or ["none"]],
+                replica_reduce_dtypes=_with_none(replica_reduce_dtype),
+                accumulation_dtypes=_with_none(accumulation_dtype),
+                hop2_codecs=_with_none(hop2_codec),
+                refresh_codecs=_with_none(refresh_codec),
                 recompute=recompute,
                 activation_bytes=activations * 1e9,
                 on_estimate=progress.count_estimate,
             )
-            result = (
-                json.dumps(result_plan.as_dict(every_row=every_row), indent=1)
-                if as_json
-                else result_plan.as_text(every_row=every_row)
+            at_sites = (
+                result_plan.at_sites(sites, between=between_sites, every=every, fragments=fragments)
+                if between_sites is not None
+                else []
             )
+            if as_json:
+                data = result_plan.as_dict(every_row=every_row) | {"sites": [each.as_dict() for each in at_sites]}
+                result = json.dumps(data, indent=1)
+            else:
+                result = result_plan.as_text(every_row=every_row)
+                result += f"\n\n{sites_text(at_sites)}" if at_sites else ""
             progress.clear()
             typer.echo(result)
             if html is not None:
@@ -262,6 +294,11 @@ def add_commands(app: typer.Typer) -> None:
     app.command("plan")(_plan)
     app.command("trace")(_trace)
     app.command("simulate")(_simulate)
+
+
+def _with_none(names: list[str] | None) -> list[str | None]:
+    """Return the values of a repeated option, in which ``none`` stands for None."""
+    return [None if name == "none" else name for name in names or ["none"]]
 
 
 class _Progress:

@@ -1,8 +1,8 @@
 """Define the protocol of codecs for refreshed weights, and a codec that sends differences in 4 bits.
 
 [Note: Lossy differences]
-The owner of a part encodes the difference between its cast masters and its previous compute weights. All replicas,
-including the owner, add the decoded difference to the same previous weights in fp32 and round the sum. A decoded
+Each rank encodes the difference between the cast masters of its part and its previous compute weights. All replicas,
+including the sender, add the decoded difference to the same previous weights in fp32 and round the sum. A decoded
 difference is the product of a 4-bit integer and a bf16 scale, which fp32 represents exactly. The sum therefore has the
 same bits on all ranks, also on processors that fuse multiplications with additions.
 
@@ -32,7 +32,7 @@ _AT_ONCE = 2**17  # weights that are encoded at once, a multiple of the block si
 class DifferenceCodec(Protocol):
     """Protocol for codecs that encode 16-bit weights relative to previous weights, which all receivers have.
 
-    All methods may be called from several threads at once. A message whose size is that of the weights contains the
+    All methods may be called from several threads at once. A message that is as large as the weights contains the
     weights themselves.
 
     Attributes:
@@ -84,7 +84,7 @@ class Int4Difference:
 
     def encode(self, old: Tensor, new: Tensor, out: Tensor) -> int:
         """Encode the difference between `new` and `old`. See :class:`DifferenceCodec` for the arguments."""
-        size = self._size(len(new))
+        size = self.nbytes(len(new))
         is_encoded = size < new.nbytes
         for piece, rows, place in self._pieces(len(new)) if is_encoded else ():
             difference = new[piece].float().sub_(old[piece])
@@ -103,9 +103,9 @@ class Int4Difference:
         if encoded.numel() == weights.nbytes:
             weights.view(torch.uint8).copy_(encoded)
             return
-        if encoded.numel() != self._size(len(weights)):
+        if encoded.numel() != self.nbytes(len(weights)):
             raise ValueError(
-                f"a message of {encoded.numel()} bytes does not contain the {self._size(len(weights))} bytes of the "
+                f"a message of {encoded.numel()} bytes does not contain the {self.nbytes(len(weights))} bytes of the "
                 f"differences of {len(weights)} weights. The message is damaged, or the sender has weights of another "
                 "size"
             )
@@ -115,12 +115,12 @@ class Int4Difference:
             self._blocks.decode(encoded[place], rows, total)
             weights[piece] = total.add_(weights[piece])
 
-    def _size(self, numel: int) -> int:
+    def nbytes(self, numel: int) -> int:
         """Return the number of bytes of the differences of `numel` weights."""
         return self._blocks.nbytes([ParamRows(0, 1, numel)], torch.float32)
 
     def _pieces(self, numel: int) -> Iterator[tuple[slice, list[ParamRows], slice]]:
-        """Yield, for each piece: its weights, its rows for the codec of blocks, and its bytes in the message."""
+        """Yield the weights, the rows for the codec of blocks, and the bytes in the message of each piece."""
         for first in range(0, numel, _AT_ONCE):
             stop = min(first + _AT_ONCE, numel)
-            yield slice(first, stop), [ParamRows(0, 1, stop - first)], slice(self._size(first), self._size(stop))
+            yield slice(first, stop), [ParamRows(0, 1, stop - first)], slice(self.nbytes(first), self.nbytes(stop))

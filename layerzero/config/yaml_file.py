@@ -18,7 +18,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from layerzero.comm.codecs import Float8Rows, GatherCodec, Int4Blocks, Int8Blocks
 from layerzero.comm.difference_codecs import Int4Difference
 
-__all__ = ["HOP2_CODECS", "dtype_named", "has_names_of_mindspeed", "read_settings", "read_yaml", "translate"]
+__all__ = [
+    "HOP2_CODECS",
+    "NAMED_REFRESH_CODECS",
+    "dtype_named",
+    "has_names_of_mindspeed",
+    "read_settings",
+    "read_yaml",
+    "translate",
+]
 
 _log = logging.getLogger("layerzero")
 
@@ -31,6 +39,7 @@ _DTYPES = {
     "float16": torch.float16,
 }
 HOP2_CODECS: dict[str, GatherCodec] = {"int8_blocks": Int8Blocks(), "int4_blocks": Int4Blocks()}  # by name in a file
+NAMED_REFRESH_CODECS: dict[str, str | Int4Difference] = {"lossless": "lossless", "int4_difference": Int4Difference()}
 _CODECS: dict[str, dict[str, GatherCodec]] = {
     "gather_codec": {"float8_rows": Float8Rows()},
     "hop2_codec": HOP2_CODECS,
@@ -110,8 +119,8 @@ def translate(content: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, A
     for name in _CODECS:
         if isinstance(codec_name := settings.get(name), str):
             settings[name] = _codec_named(name, codec_name)
-    if settings.get("refresh_codec") == "int4_difference":
-        settings["refresh_codec"] = Int4Difference()
+    if isinstance(refresh_codec := settings.get("refresh_codec"), str):
+        settings["refresh_codec"] = NAMED_REFRESH_CODECS.get(refresh_codec, refresh_codec)
     policy = _policy(settings.pop("mp_policy", None))
     for name, translate in _TRANSLATIONS.items():
         if name in mindspeed:

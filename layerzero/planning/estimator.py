@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,8 +13,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from layerzero.comm.codecs import ParamRows
+from layerzero.comm.difference_codecs import Int4Difference
 from layerzero.config import LayerZeroConfig
-from layerzero.config.yaml_file import HOP2_CODECS
+from layerzero.config.yaml_file import HOP2_CODECS, NAMED_REFRESH_CODECS
 from layerzero.estimates.memory_estimate import on_device
 from layerzero.estimates.specs import UnitSpec
 from layerzero.planning.cluster import Cluster
@@ -25,6 +27,7 @@ from layerzero.planning.simulator import SimMachine, SimResult, simulate
 
 __all__ = [
     "ALIKE_TEXT",
+    "DTYPE_TEXTS",
     "LAYERZERO",
     "OTHER_SCHEMES",
     "RULE",
@@ -49,7 +52,13 @@ _CODING = {
     ("int8_blocks", "cpu"): (0.56e9, 2.7e9),
     ("int4_blocks", "cpu"): (0.22e9, 0.59e9),
 }
-_STEPS = 2  # number of simulated steps; the result is that of the last step
+# The same for refreshes, in 2 threads of a CPU. For "lossless", with zstd.
+_REFRESH_CODING = {"int4_difference": (0.2e9, 0.5e9), "lossless": (0.2e9, 0.25e9)}
+_LOSSLESS_BITS = 4.5  # per weight; measured in the middle of a training (docs/slow-links.md, "Lossless refresh")
+_STEPS = 2  # number of simulated steps; only the last step counts
+
+
+DTYPE_TEXTS = {None: "", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
@@ -63,13 +72,25 @@ class Candidate:
     offload_optimizer: bool = False
     offload_params: bool = False
     reduce_dtype: torch.dtype = torch.float32
+    replica_reduce_dtype: torch.dtype | None = None
+    accumulation_dtype: torch.dtype | None = None
     hop2_codec: str | None = None  # name, as in a YAML file
+    refresh_codec: str | None = None  # name, as in a YAML file
     micro_batches: int = 1
 
     @property
     def accumulation_text(self) -> str:
-        """Value of `accumulation`, or an empty text where ``"sharded"`` and ``"full"`` are the same."""
-        return self.accumulation if self.zero3_size > 1 or self.accumulation == "local" else ""
+        """Value of `accumulation`, or an empty text where ``"sharded"`` and ``"full"`` are the same.
+
+        If the accumulators have a dtype of their own, it follows: ``sharded bf16``.
+        """
+        mode = self.accumulation if self.zero3_size > 1 or self.accumulation == "local" else ""
+        return " ".join(filter(None, (mode, DTYPE_TEXTS[self.accumulation_dtype])))
+
+    @property
+    def gradient_dtypes(self) -> tuple[torch.dtype | None, ...]:
+        """Dtypes of hop 1, hop 2 and accumulators. The second and third are None if they are not set."""
+        return self.reduce_dtype, self.replica_reduce_dtype, self.accumulation_dtype
 
     @property
     def offload(self) -> str:
@@ -193,8 +214,11 @@ _CRITERIA: tuple[tuple[str, Callable[[Estimate], float]], ...] = (
         "the fewest offloads",
         lambda row: row.choice.offload_optimizer + row.choice.offload_grads + row.choice.offload_params,
     ),
-    ("no codec", lambda row: row.choice.hop2_codec is not None),
-    ("gradients in fp32", lambda row: row.choice.reduce_dtype is not torch.float32),
+    ("the fewest codecs", lambda row: (row.choice.hop2_codec is not None) + (row.choice.refresh_codec is not None)),
+    (
+        "gradients in fp32",
+        lambda row: sum(dtype not in (None, torch.float32) for dtype in row.choice.gradient_dtypes),
+    ),
     ("weights inside a node", lambda row: row.choice.zero3_size > row.cluster.accelerators),
     ("gradients between nodes only once per step", lambda row: row.choice.accumulation == "local"),
     ("the least memory", lambda row: row.peak),
@@ -251,7 +275,10 @@ class Estimator:
             offload_grads=choice.offload_grads,
             offload_optimizer=choice.offload_optimizer,
             offload_params=choice.offload_params,
+            replica_reduce_dtype=choice.replica_reduce_dtype,
+            accumulation_dtype=choice.accumulation_dtype,
             hop2_codec=None if choice.hop2_codec is None else HOP2_CODECS[choice.hop2_codec],
+            refresh_codec=None if choice.refresh_codec is None else NAMED_REFRESH_CODECS[choice.refresh_codec],
             shared_memory="off" if self.cluster.device == "cpu" else "auto",
         )
 
@@ -392,6 +419,7 @@ class Estimator:
             return cluster.machine(num_shards), list(fsdp_program(self.unit_costs(), settings, steps=_STEPS))
         unit_costs = self.unit_costs(self.planned(choice)) if choice.scheme == LAYERZERO else self.unit_costs()
         own_numel = sum(cost.numel for cost in unit_costs) / cluster.ranks
+        encoding, decoding = _REFRESH_CODING[choice.refresh_codec] if choice.refresh_codec else (math.inf, math.inf)
         schedule = ScheduleSettings(
             ranks=cluster.ranks,
             zero3_size=choice.zero3_size,
@@ -401,6 +429,9 @@ class Estimator:
             reduce=choice.reduce_dtype.itemsize,
             replica_reduce=self._hop2_width(choice),
             hop2_coding=self._hop2_coding(choice),
+            refreshed=self._refresh_width(choice),
+            refresh_encoding=1 / encoding,
+            refresh_decoding=1 / decoding,
             offload_grads=choice.offload_grads,
             offload_optimizer=choice.offload_optimizer,
             offload_params=choice.offload_params,
@@ -414,7 +445,7 @@ class Estimator:
     def _hop2_width(self, choice: Candidate) -> float:
         """Return the number of bytes per element that hop 2 sends."""
         if choice.hop2_codec is None:
-            return choice.reduce_dtype.itemsize
+            return (choice.replica_reduce_dtype or choice.reduce_dtype).itemsize
         block = ParamRows(start=0, rows=1, length=2**20)
         return HOP2_CODECS[choice.hop2_codec].nbytes([block], choice.reduce_dtype) / block.numel
 
@@ -424,6 +455,13 @@ class Estimator:
             return 0.0
         encoding, decoding = _CODING[choice.hop2_codec, self.cluster.device]
         return 1 / encoding + 1 / decoding
+
+    def _refresh_width(self, choice: Candidate) -> float | None:
+        """Return the number of bytes per element that an encoded refresh sends. None if it is not encoded."""
+        if choice.refresh_codec is None:
+            return None
+        codec = NAMED_REFRESH_CODECS[choice.refresh_codec]
+        return codec.nbytes(2**20) / 2**20 if isinstance(codec, Int4Difference) else _LOSSLESS_BITS / 8
 
     def _update(self, numel: float, *, in_host: bool) -> float:
         """Return the time in seconds that AdamW needs to update `numel` elements."""

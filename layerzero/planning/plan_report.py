@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
-import torch
-
 from layerzero.config import OFFLOADS, LayerZeroConfig
-from layerzero.config.yaml_file import HOP2_CODECS
+from layerzero.config.yaml_file import HOP2_CODECS, NAMED_REFRESH_CODECS, dtype_named
 from layerzero.estimates.memory_estimate import on_device
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.estimator import (
     ALIKE_TEXT,
+    DTYPE_TEXTS,
     LAYERZERO,
     OTHER_SCHEMES,
     RULE,
@@ -27,6 +26,7 @@ from layerzero.planning.estimator import (
     Estimator,
     simplest_fast_row,
 )
+from layerzero.planning.site_estimate import SiteEstimate, estimate_sites
 from layerzero.utils.text_tables import rate, seconds, size, table
 
 __all__ = [
@@ -55,11 +55,11 @@ HEADER = (
     "step", "tokens/s",
 )  # fmt: skip
 COLUMNS_TEXT = (
+    "reduce: dtype of hop 1, then the dtype or codec of hop 2 and the codec of the refresh if they differ; "
     "peak: maximum in a step, including activations if known; room: free memory of the accelerator, without its "
     "reserve; zero3, replica: bytes that a rank sends in a step on each axis; between: bytes that leave its node. "
     "Times are simulated, not measured."
 )
-_DTYPE_TEXTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,24 @@ class Plan:
     def config(self) -> LayerZeroConfig | None:
         """Recommended settings; None if no settings fit."""
         return None if self.best is None else self.estimator.config(self.best.choice)
+
+    def at_sites(self, sites: int, *, between: float, every: int = 16, fragments: int = 4) -> list[SiteEstimate]:
+        """Estimate training at several sites with :func:`layerzero.outer`, without a codec and with each codec.
+
+        Each site has the cluster of this plan and the recommended settings. The list is empty if no settings fit.
+
+        Args:
+            sites: number of sites, at least 2.
+            between: bandwidth from a site to the other sites, in Gbit/s.
+            every, fragments: as in :func:`layerzero.outer`.
+
+        Raises:
+            ValueError: an argument is out of range.
+        """
+        if self.best is None:
+            return []
+        units = self.estimator.planned(self.best.choice)
+        return list(estimate_sites(self.best, units, sites=sites, between=between, every=every, fragments=fragments))
 
     def over_nodes(self, nodes: Sequence[int], choice: Candidate) -> Iterator[Estimate]:
         """Yield the estimate of `choice` for each number of nodes.
@@ -268,8 +286,11 @@ def _row_data(row: Estimate) -> dict[str, Any]:
         "zero3_size": group_size(choice),
         "accumulation": choice.accumulation if choice.scheme == LAYERZERO else None,
         "offload": [name for name in OFFLOADS if getattr(choice, name)],
-        "reduce_dtype": _DTYPE_TEXTS[choice.reduce_dtype],
+        "reduce_dtype": DTYPE_TEXTS[choice.reduce_dtype],
+        "replica_reduce_dtype": DTYPE_TEXTS[choice.replica_reduce_dtype] or None,
+        "accumulation_dtype": DTYPE_TEXTS[choice.accumulation_dtype] or None,
         "hop2_codec": choice.hop2_codec,
+        "refresh_codec": choice.refresh_codec,
         "micro_batches": choice.micro_batches,
         "fits": row.fits,
         "peak_bytes": row.peak,
@@ -329,9 +350,20 @@ def short_settings(choice: Candidate) -> str:
 
 
 def reduce_text(choice: Candidate) -> str:
-    """Return the reduce dtype, and the codec of gradients between nodes if there is one, as ``fp32/int8_blocks``."""
-    dtype = _DTYPE_TEXTS[choice.reduce_dtype]
-    return dtype if choice.hop2_codec is None else f"{dtype}/{choice.hop2_codec}"
+    """Return the reduce dtype, the dtype or codec of hop 2 if it has its own, and the codec of the refresh.
+
+    For example: ``fp32``, ``fp32/bf16``, ``fp32/int8_blocks`` or ``fp32/int4_blocks/lossless``.
+    """
+    gradients = _gradients_text(choice)
+    if choice.refresh_codec is None:
+        return gradients
+    return f"{gradients if '/' in gradients else f'{gradients}/{gradients}'}/{choice.refresh_codec}"
+
+
+def _gradients_text(choice: Candidate) -> str:
+    hop1 = DTYPE_TEXTS[choice.reduce_dtype]
+    hop2 = choice.hop2_codec or DTYPE_TEXTS[choice.replica_reduce_dtype] or hop1
+    return hop1 if hop2 == hop1 else f"{hop1}/{hop2}"
 
 
 def count_text(number: int, noun: str) -> str:
@@ -374,11 +406,16 @@ def parts_text(row: Estimate) -> str:
 
 def settings_text(choice: Candidate) -> str:
     """Return the settings of layerzero in `choice` as part of a sentence."""
-    extras = "" if choice.offload == "-" else f", offload of {choice.offload}"
-    return (
-        f"zero3_size={choice.zero3_size}, accumulation={choice.accumulation!r}, "
-        f"{reduce_text(choice)} gradients, {count_text(choice.micro_batches, 'micro-batch')}{extras}"
-    )
+    parts = [
+        f"zero3_size={choice.zero3_size}",
+        f"accumulation={choice.accumulation!r}",
+        f"{_gradients_text(choice)} gradients",
+        "" if choice.accumulation_dtype is None else f"{DTYPE_TEXTS[choice.accumulation_dtype]} accumulators",
+        "" if choice.refresh_codec is None else f"{choice.refresh_codec} refresh",
+        count_text(choice.micro_batches, "micro-batch"),
+        "" if choice.offload == "-" else f"offload of {choice.offload}",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _settings(plan: Plan) -> dict[str, str]:
@@ -390,8 +427,12 @@ def _settings(plan: Plan) -> dict[str, str]:
     for name in OFFLOADS:
         if getattr(choice, name):
             settings[name] = "true"
-    if choice.hop2_codec is not None:
-        settings["hop2_codec"] = choice.hop2_codec
+    for name in ("replica_reduce_dtype", "accumulation_dtype"):
+        if (dtype := getattr(choice, name)) is not None:
+            settings[name] = DTYPE_TEXTS[dtype]
+    for name in ("hop2_codec", "refresh_codec"):
+        if (codec := getattr(choice, name)) is not None:
+            settings[name] = codec
     if plan.cluster.device == "cpu":
         settings["shared_memory"] = '"off"'
     return settings
@@ -400,9 +441,11 @@ def _settings(plan: Plan) -> dict[str, str]:
 def call_text(plan: Plan) -> str:
     """Return source code that calls :func:`layerzero.shard_model` with the recommended settings."""
     assert plan.best is not None
+    codecs = {**HOP2_CODECS, **NAMED_REFRESH_CODECS}
     quoted = {
         "accumulation": lambda value: f'"{value}"',
-        "hop2_codec": lambda value: f"layerzero.{HOP2_CODECS[value]!r}",
+        **dict.fromkeys(("hop2_codec", "refresh_codec"), lambda value: _codec_text(codecs[value])),
+        **dict.fromkeys(("replica_reduce_dtype", "accumulation_dtype"), lambda value: str(dtype_named("dtype", value))),
         **dict.fromkeys(OFFLOADS, str.title),
     }
     settings = {name: quoted.get(name, str)(value) for name, value in _settings(plan).items()}
@@ -420,10 +463,14 @@ def call_text(plan: Plan) -> str:
     )
 
 
+def _codec_text(codec: object) -> str:
+    return f'"{codec}"' if isinstance(codec, str) else f"layerzero.{codec!r}"
+
+
 def yaml_text(plan: Plan) -> str:
     """Return the recommended settings as YAML text for :meth:`layerzero.LayerZeroConfig.from_yaml`."""
     assert plan.best is not None
-    param, reduce = _DTYPE_TEXTS[plan.estimator.param_dtype], _DTYPE_TEXTS[plan.best.choice.reduce_dtype]
+    param, reduce = DTYPE_TEXTS[plan.estimator.param_dtype], DTYPE_TEXTS[plan.best.choice.reduce_dtype]
     policy = f"{{param_dtype: {param}, reduce_dtype: {reduce}}}"
     lines = [f"units: {_units(plan, yaml=True)}", f"mp_policy: {policy}"]
     lines += [f"{name}: {value}" for name, value in _settings(plan).items()]

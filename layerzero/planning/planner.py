@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from layerzero.config import ACCUMULATIONS, LayerZeroConfig, Precision, Units
-from layerzero.config.yaml_file import HOP2_CODECS, dtype_named
+from layerzero.config.yaml_file import HOP2_CODECS, NAMED_REFRESH_CODECS, dtype_named
 from layerzero.engine.reduction_spec import ReductionSpec
 from layerzero.layout.shard_grid import ShardGrid
 from layerzero.planning.cluster import Cluster
@@ -44,7 +44,10 @@ def plan(
     offload: bool | None = None,
     param_dtype: torch.dtype | str = torch.bfloat16,
     reduce_dtypes: Iterable[torch.dtype | str] = (torch.float32, torch.bfloat16),
+    replica_reduce_dtypes: Iterable[torch.dtype | str | None] = (None,),
+    accumulation_dtypes: Iterable[torch.dtype | str | None] = (None,),
     hop2_codecs: Iterable[str | None] = (None,),
+    refresh_codecs: Iterable[str | None] = (None,),
     recompute: bool = True,
     activation_bytes: float = 0.0,
     on_estimate: Callable[[], None] | None = None,
@@ -69,14 +72,22 @@ def plan(
         micro_batches: values of A, the number of micro-batches per step, to try.
         zero3_sizes: values of S to try. By default, these are the divisors of the number of accelerators per node, and
             the total number of ranks. If the first of `accumulations` does not fit without offload and without a codec
-            with the ranks of a node, the ranks of 2, 4, ... nodes are tried as well, up to the first number with which
-            it fits. HSDP and HFSDP are also tried with more nodes, up to the first number with which they fit.
+            with the ranks of a node, the ranks of 2, 4, ... nodes are tried as well, until it
+            fits. HSDP and HFSDP are also tried with more nodes, until they fit.
         accumulations: values of `accumulation` to try.
         param_dtype: compute dtype, or its name.
-        reduce_dtypes: reduce dtypes to try, or their names. Each dtype is used for both hops.
+        reduce_dtypes: reduce dtypes to try, or their names. Each dtype is used for both hops if `replica_reduce_dtype`
+            is None.
+        replica_reduce_dtypes: values of `replica_reduce_dtype` to try if there are several replicas: dtypes, their
+            names, or None for the reduce dtype.
+        accumulation_dtypes: values of `accumulation_dtype` to try: ``"bf16"``, or None. Only None is tried with
+            ``"local"``.
         hop2_codecs: names of codecs to try as `hop2_codec` if there are several replicas: ``"int8_blocks"``,
             ``"int4_blocks"``, or None for no codec. Encoded gradients change the results of training, so no codec is
             tried by default.
+        refresh_codecs: names of codecs to try as `refresh_codec` if there are several replicas, on a cluster of CPUs:
+            ``"lossless"``, ``"int4_difference"``, or None for no codec. A lossless refresh is assumed to send 4.5 bits
+            per weight. The number depends on the training.
         offload: if True, try `offload_grads`, `offload_optimizer` and both, and then `offload_params` alone and
             combined with each of these options. If None, try the first three options if the model does not fit without
             offloading, and the others if the model still does not fit. If False, do not try offloading.
@@ -109,11 +120,14 @@ def plan(
     modes = _values("accumulations", accumulations, _listed(ACCUMULATIONS), lambda mode: mode in ACCUMULATIONS)
     reduce_values = _values("reduce_dtypes", reduce_dtypes, "dtypes or their names", lambda value: True)
     reduce = list(dict.fromkeys(dtype_named("an element of reduce_dtypes", value) for value in reduce_values))
-    codecs = _values(
-        "hop2_codecs",
-        hop2_codecs,
-        f"{_listed(HOP2_CODECS)} or None (`none` on the command line)",
-        lambda name: name is None or (isinstance(name, str) and name in HOP2_CODECS),
+    tried = _TriedSettings(
+        modes,
+        reduce,
+        _dtypes("replica_reduce_dtypes", replica_reduce_dtypes),
+        _dtypes("accumulation_dtypes", accumulation_dtypes),
+        _codecs("hop2_codecs", hop2_codecs, HOP2_CODECS),
+        _codecs("refresh_codecs", refresh_codecs, NAMED_REFRESH_CODECS),
+        counts,
     )
     shape = _shape_of(model)
     built = _built(model if shape is None else shape)
@@ -129,16 +143,11 @@ def plan(
     else:
         cost = ComputeCost.of_units(sharding.plans, tokens, recompute=recompute, activation_bytes=activation_bytes)
     estimator = Estimator(sharding, cost, cluster, dtype, units, unit_text, on_estimate or _nothing)
-    _check_codecs(codecs, estimator)
+    tried.check(estimator)
 
     def rows_of(size: int) -> list[Estimate]:
         rows: list[Estimate] = []
-        replicas = cluster.ranks // size
-        distinct_codecs = codecs if replicas > 1 else [None]  # with one replica, there is no hop 2
-        for mode, wire, codec, count in itertools.product(
-            _distinct(modes, size, replicas), reduce, distinct_codecs, counts
-        ):
-            choice = Candidate(LAYERZERO, size, mode, reduce_dtype=wire, hop2_codec=codec, micro_batches=count)
+        for choice in tried.choices(size, cluster.ranks):
             rows.append(estimator.row(choice))
             if offload or (offload is None and not rows[-1].fits):
                 combined = [
@@ -153,9 +162,8 @@ def plan(
 
     rows = [row for size in _sizes_to_try(zero3_sizes, cluster) for row in rows_of(size)]
     if zero3_sizes is None:
-        codec = None if None in codecs else codecs[0]
         for size in _sizes_beyond_a_node(cluster):
-            if any(_fits_with_defaults(row, modes[0], codec) for row in rows if row.choice.zero3_size < cluster.ranks):
+            if any(tried.is_default(row.choice) for row in rows if row.fits and row.choice.zero3_size < cluster.ranks):
                 break
             rows += rows_of(size)
     # A setting that does not fit has a time, too, but nothing depends on it, and simulations take most of the time.
@@ -180,6 +188,79 @@ def plan(
 
 def _nothing() -> None:
     pass
+
+
+@dataclass(frozen=True)
+class _TriedSettings:
+    """Values of settings that a plan combines with each other and with each `zero3_size`."""
+
+    accumulations: list[str]
+    reduce_dtypes: list[torch.dtype]
+    replica_reduce_dtypes: list[torch.dtype | None]
+    accumulation_dtypes: list[torch.dtype | None]
+    hop2_codecs: list[str | None]
+    refresh_codecs: list[str | None]
+    micro_batches: list[int]
+
+    def choices(self, zero3_size: int, ranks: int) -> Iterable[Candidate]:
+        """Return the distinct combinations for one `zero3_size`."""
+        replicas = ranks // zero3_size
+        # With one replica, there is no hop 2, and no refresh between ranks.
+        between = list(itertools.product(self.replica_reduce_dtypes, self.hop2_codecs, self.refresh_codecs))
+        combinations = itertools.product(
+            _distinct(self.accumulations, zero3_size, replicas),
+            self.reduce_dtypes,
+            between if replicas > 1 else [(None, None, None)],
+            self.accumulation_dtypes,
+            self.micro_batches,
+        )
+        return dict.fromkeys(
+            Candidate(
+                LAYERZERO,
+                zero3_size,
+                accumulation,
+                reduce_dtype=hop1,
+                replica_reduce_dtype=None if hop2 is hop1 or hop2_codec is not None else hop2,
+                accumulation_dtype=None if accumulation == "local" else accumulation_dtype,
+                hop2_codec=hop2_codec,
+                refresh_codec=refresh_codec,
+                micro_batches=count,
+            )
+            for accumulation, hop1, (hop2, hop2_codec, refresh_codec), accumulation_dtype, count in combinations
+        )
+
+    def is_default(self, choice: Candidate) -> bool:
+        """Return whether `choice` has the first `accumulation`, no offload, and no other setting that it could omit."""
+        return (
+            choice.accumulation == self.accumulations[0]
+            and choice.offload == "-"
+            and (choice.hop2_codec is None or None not in self.hop2_codecs)
+            and (choice.accumulation_dtype is None or None not in self.accumulation_dtypes)
+        )
+
+    def check(self, estimator: Estimator) -> None:
+        """Raise ValueError if ``shard_model`` would refuse a value for this model, compute dtype or device."""
+        cluster = estimator.cluster
+        default = Candidate(LAYERZERO, cluster.accelerators)
+        choices: list[tuple[str, Any, Candidate]] = [
+            ("hop2_codecs", value, replace(default, hop2_codec=value)) for value in self.hop2_codecs
+        ]
+        choices += [("refresh_codecs", value, replace(default, refresh_codec=value)) for value in self.refresh_codecs]
+        choices += [
+            ("accumulation_dtypes", value, replace(default, accumulation_dtype=value))
+            for value in self.accumulation_dtypes
+        ]
+        for name, value, choice in choices:
+            try:
+                config = estimator.config(choice)
+                check_codec(estimator.sharding.plans, config)
+                if config.encodes_refreshes and cluster.device != "cpu":
+                    raise ValueError(f"refreshes of weights on {cluster.device} are not encoded")
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{name} contains {value!r}, which shard_model refuses: {error}. To plan without it, leave it out "
+                    f"of {name}"
+                ) from None
 
 
 def _sizes_to_try(requested: Iterable[int] | None, cluster: Cluster) -> list[int]:
@@ -215,23 +296,18 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _check_codecs(codecs: Iterable[str | None], estimator: Estimator) -> None:
-    """Raise ValueError if ``shard_model`` would refuse one of the codecs for this model and compute dtype."""
-    for codec in codecs:
-        config = estimator.config(Candidate(LAYERZERO, estimator.cluster.accelerators, hop2_codec=codec))
-        try:
-            check_codec(estimator.sharding.plans, config)
-        except ValueError as error:
-            raise ValueError(
-                f"hop2_codecs contains {codec!r}, which shard_model refuses: {error}. To plan without it, "
-                "leave it out of hop2_codecs"
-            ) from None
+def _dtypes(name: str, given: Iterable[torch.dtype | str | None]) -> list[torch.dtype | None]:
+    values = _values(name, given, "dtypes, their names or None (`none` on the command line)", lambda value: True)
+    dtypes = [None if value is None else dtype_named(f"an element of {name}", value) for value in values]
+    return list(dict.fromkeys(dtypes))
 
 
-def _fits_with_defaults(row: Estimate, accumulation: str, hop2_codec: str | None) -> bool:
-    choice = row.choice
-    return (
-        row.fits and choice.accumulation == accumulation and choice.hop2_codec == hop2_codec and choice.offload == "-"
+def _codecs(name: str, given: Iterable[str | None], known: Iterable[str]) -> list[str | None]:
+    return _values(
+        name,
+        given,
+        f"{_listed(known)} or None (`none` on the command line)",
+        lambda value: value is None or (isinstance(value, str) and value in known),
     )
 
 

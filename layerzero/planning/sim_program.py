@@ -53,6 +53,7 @@ class SimCollective:
     comm: str  # name of the communicator; its collectives run one after the other
     ranks: int
     bytes: float  # number of bytes that this rank sends
+    coding: float = 0.0  # processor time in seconds in which this rank encodes and decodes messages
 
 
 @dataclass(frozen=True)

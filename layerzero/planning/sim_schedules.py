@@ -56,6 +56,9 @@ class ScheduleSettings:
     reduce: int = 4
     replica_reduce: float = 4
     hop2_coding: float = 0.0  # time in seconds in which a rank encodes and decodes an element of hop 2
+    refreshed: float | None = None  # of an element in an encoded refresh; None if refreshes are not encoded
+    refresh_encoding: float = 0.0  # time in seconds in which a rank encodes an element of a refresh
+    refresh_decoding: float = 0.0
     prefetch: int = 1
     offload_grads: bool = False
     offload_optimizer: bool = False
@@ -82,7 +85,7 @@ class ScheduleSettings:
 
     @property
     def accumulates_full(self) -> bool:
-        """Whether full gradients are accumulated between micro-batches."""
+        """True if full gradients are accumulated between micro-batches."""
         return accumulates_full_gradients(self.accumulation, self.zero3_size)
 
 
@@ -283,8 +286,13 @@ class _Rank:
             yield SimLaunch(fetch, self._refreshes[unit.name])
         if settings.replicas > 1:
             self._refreshes[unit.name] = self._take()
-            nbytes = unit.numel / settings.zero3_size * settings.compute * _share(settings.replicas)
-            refresh = SimCollective("refresh", unit.name, "replica", "replica", settings.replicas, nbytes)
+            others = unit.numel / settings.zero3_size * _share(settings.replicas)  # elements of other owners
+            nbytes = others * (settings.compute if settings.refreshed is None else settings.refreshed)
+            coding = unit.numel / settings.ranks * settings.refresh_encoding + others * settings.refresh_decoding
+            comm = (
+                "replica" if settings.refreshed is None else "encoded refresh"
+            )  # encoded refreshes have a communicator
+            refresh = SimCollective("refresh", unit.name, "replica", comm, settings.replicas, nbytes, coding)
             yield SimLaunch(refresh, self._refreshes[unit.name])
         if settings.offload_params:
             self._refreshes[unit.name] = self._take()

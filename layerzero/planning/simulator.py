@@ -91,7 +91,7 @@ class SimMachine:
         return passes * steps * (self.between_latency if self.crosses(collective) else self.inside_latency)
 
     def demands(self, collective: SimCollective) -> dict[str, float]:
-        """Return, by resource, how long a collective uses the resource if no other task uses it, in seconds.
+        """Return the time in seconds for which a collective uses each resource if no other task uses it.
 
         See [Note: Traffic between nodes].
         """
@@ -99,7 +99,7 @@ class SimMachine:
             return {}
         if collective.axis == "host":
             return {"host": collective.bytes / self.host} if math.isfinite(self.host) else {}
-        demands = {"processor": collective.bytes * self.processor_per_byte}
+        demands = {"processor": collective.bytes * self.processor_per_byte + collective.coding}
         demands["between"] = self.sent_between(collective) / self.between
         is_alone = collective.axis == "replica" and (self.zero3_size or self.node_size) >= self.node_size
         if not (self.crosses(collective) and is_alone):  # skip if no other rank on the node is in the group

@@ -278,7 +278,7 @@ def test_the_recommended_settings_can_be_pasted(tmp_path: Path) -> None:
         found = plan(model, Cluster(nodes=4, accelerators=2, device="cpu"), units=units, micro_batches=[2])
         text = str(found)
         assert found.best is not None and found.best.fits and found.why in text
-        said = text[text.index("# layerzero.yaml") : text.index("peak: maximum")]
+        said = text[text.index("# layerzero.yaml") : text.index("reduce: dtype of hop 1")]
         path = tmp_path / "layerzero.yaml"
         path.write_text(said)
         config, chosen = LayerZeroConfig.from_yaml(path), found.config
@@ -292,21 +292,52 @@ def test_the_recommended_settings_can_be_pasted(tmp_path: Path) -> None:
         assert f"zero3_size={found.best.choice.zero3_size}" in call
 
 
+_SAME = ("zero3_size", "mp_policy", "shared_memory", "units")  # compared one by one
+
+
+class _Called:
+    """Stand-in for the package that keeps the settings of the call."""
+
+    Int8Blocks, Int4Blocks = layerzero.Int8Blocks, layerzero.Int4Blocks
+    Int4Difference = layerzero.Int4Difference
+
+    def __init__(self, settings: dict[str, object]) -> None:
+        self.settings = settings
+
+    @classmethod
+    def shard_model(cls, model: None, **settings: object) -> _Called:
+        return cls(settings)
+
+
 def test_what_is_pasted_has_every_setting_of_its_row(tmp_path: Path) -> None:
-    codecs = (None, "int8_blocks", "int4_blocks")
-    cluster = Cluster(nodes=2, accelerators=2)
-    found = plan(SMALL, cluster, zero3_sizes=[2], micro_batches=[2], offload=True, hop2_codecs=codecs)
+    tried = {
+        "hop2_codecs": (None, "int8_blocks", "int4_blocks"),
+        "refresh_codecs": (None, "lossless", "int4_difference"),
+        "replica_reduce_dtypes": (None, "bf16"),
+        "accumulation_dtypes": (None, "bf16"),
+    }
+    cluster = Cluster(nodes=2, accelerators=2, device="cpu")
+    found = plan(SMALL, cluster, zero3_sizes=[2], micro_batches=[2], offload=True, **tried)
     path = tmp_path / "layerzero.yaml"
     for row in found.rows:
         path.write_text(yaml_text(replace(found, best=row)))
         config, chosen = LayerZeroConfig.from_yaml(path), found.estimator.config(row.choice)
-        for name in ("zero3_size", "mp_policy", "accumulation", "offload_grads", "offload_optimizer", "hop2_codec"):
-            assert getattr(config, name) == getattr(chosen, name), (name, row.choice)
+        assert replace(config, units=None) == replace(chosen, units=None), row.choice
         call = call_text(replace(found, best=row))
-        compile(call, "call", "exec")
-        assert (f"    hop2_codec=layerzero.{chosen.hop2_codec!r},\n" in call) == (chosen.hop2_codec is not None)
+        names = {"layerzero": _Called, "MixedPrecisionPolicy": MixedPrecisionPolicy, "torch": torch, "model": None}
+        exec(call, names)  # text of the planner
+        called = names["model"].settings
+        for name in ("zero3_size", "mp_policy", "shared_memory"):
+            assert called.pop(name) == getattr(chosen, name), (name, row.choice)
+        called.pop("units")
+        defaults = LayerZeroConfig().arguments()
+        assert {**defaults, **called} == {**chosen.arguments(), **{n: defaults[n] for n in _SAME}}, row.choice
     assert {row.choice.accumulation for row in found.rows} == {"sharded", "full", "local"}
-    assert {row.choice.hop2_codec for row in found.rows} == {None, "int8_blocks", "int4_blocks"}
+    for name, values in tried.items():
+        assert {getattr(row.choice, name.removesuffix("s")) for row in found.rows} == {
+            torch.bfloat16 if value == "bf16" else value for value in values
+        }
+    assert len({row.choice for row in found.rows}) == len(found.rows), "no combination is planned twice"
 
 
 def test_encoded_gradients_are_planned_where_there_are_several_replicas() -> None:
@@ -324,6 +355,47 @@ def test_encoded_gradients_are_planned_where_there_are_several_replicas() -> Non
     assert all(row.choice.hop2_codec is None for row in plan(SMALL, Cluster(nodes=4)).rows), "only if asked for"
     fast = plan(SMALL, Cluster(nodes=4, accelerators=8), accumulations=["sharded"], **{**settings, "zero3_sizes": [8]})
     assert fast.best is not None and fast.best.choice.hop2_codec is None, "exact gradients, unless encoded are faster"
+
+
+def test_encoded_refreshes_are_planned_on_processors() -> None:
+    cluster = Cluster(nodes=4, accelerators=2, between=0.1, inside=2.0, tflops=0.05, device="cpu")
+    codecs = (None, "lossless", "int4_difference")
+    settings = {"zero3_sizes": [2, 8], "micro_batches": [1], "reduce_dtypes": ["fp32"], "accumulations": ["sharded"]}
+    found = plan(SMALL, cluster, refresh_codecs=codecs, **settings)
+    rows = {(row.choice.zero3_size, row.choice.refresh_codec): row for row in found.rows}
+    assert set(rows) == {(8, None), *((2, codec) for codec in codecs)}, "with one replica, nothing is refreshed"
+    exact, lossless, lossy = (rows[2, codec] for codec in codecs)
+    elements = exact.sent["replica"] / (2 + 4)
+    assert lossless.sent["replica"] == pytest.approx(elements * (4.5 / 8 + 4), rel=1e-9)
+    assert lossy.sent["replica"] == pytest.approx(elements * (4.125 / 8 + 4), rel=1e-9)
+    assert lossy.step < lossless.step < exact.step and lossless.memory["reduce_buffer"] > exact.memory["reduce_buffer"]
+    fast = plan(SMALL, replace(cluster, between=100.0), refresh_codecs=codecs, **settings)
+    times = {row.choice.refresh_codec: row.step for row in fast.rows if row.choice.zero3_size == 2}
+    assert times[None] < min(times["lossless"], times["int4_difference"]), "encoding takes longer than sending"
+
+
+def test_dtypes_of_hop_2_and_of_accumulators_are_planned() -> None:
+    cluster = Cluster(nodes=4, accelerators=2, between=10)
+    settings = {"zero3_sizes": [2], "micro_batches": [2], "offload": False}
+    found = plan(SMALL, cluster, replica_reduce_dtypes=[None, "bf16"], accumulation_dtypes=[None, "bf16"], **settings)
+    rows = {
+        (c.accumulation, c.reduce_dtype, c.replica_reduce_dtype, c.accumulation_dtype): row
+        for row in found.rows
+        if (c := row.choice)
+    }
+    fp32, bf16 = torch.float32, torch.bfloat16
+    dtypes = [(fp32, None), (fp32, bf16), (bf16, None)]
+    assert set(rows) == {
+        *((mode, *pair, dtype) for mode in ("sharded", "full") for pair in dtypes for dtype in (None, bf16)),
+        *(("local", *pair, None) for pair in dtypes),
+    }
+    exact, narrow = rows["sharded", fp32, None, None], rows["sharded", fp32, bf16, None]
+    assert narrow.sent["zero3"] == exact.sent["zero3"] and narrow.step < exact.step
+    assert narrow.sent["replica"] == pytest.approx(exact.sent["replica"] * (2 + 2) / (2 + 4), rel=1e-9)
+    halved = rows["sharded", fp32, None, bf16]
+    assert halved.memory["accumulator"] == exact.memory["accumulator"] / 2 and halved.sent == exact.sent
+    large = plan(SMALL, cluster, accumulation_dtypes=["bf16"], micro_batches=[1]).rows
+    assert {row.choice.zero3_size for row in large} == {1, 2, 8}, "it fits with the ranks of a node"
 
 
 def test_a_codec_that_shard_model_refuses_is_refused() -> None:
@@ -358,7 +430,7 @@ def test_the_sentence_and_the_choice_have_the_same_criteria() -> None:
     values = [
         ("the fewest micro-batches", {"micro_batches": 2}),
         ("the fewest offloads", {"offload_grads": True}),
-        ("no codec", {"hop2_codec": "int8_blocks"}),
+        ("the fewest codecs", {"hop2_codec": "int8_blocks"}),
         ("gradients in fp32", {"reduce_dtype": torch.bfloat16}),
         ("weights inside a node", {"zero3_size": 16}),
         ("gradients between nodes only once per step", {"accumulation": "local"}),
@@ -605,6 +677,15 @@ def test_what_cannot_be_planned_is_refused() -> None:
         ((SMALL, cluster), {"hop2_codecs": "int8_blocks"}, "hop2_codecs must be .* list .*, got 'int8_blocks'"),
         ((SMALL, cluster), {"hop2_codecs": ["int2"]}, "'int8_blocks', 'int4_blocks' or None .*, got .'int2'."),
         ((SMALL, cluster), {"hop2_codecs": [layerzero.Int8Blocks()]}, "or None .*, got .Int8Blocks"),
+        ((SMALL, cluster), {"refresh_codecs": ["auto"]}, "'lossless', 'int4_difference' or None .*, got .'auto'."),
+        ((SMALL, cluster), {"refresh_codecs": ["lossless"]}, "refresh_codecs contains 'lossless', .* on cuda are not"),
+        ((SMALL, cluster), {"replica_reduce_dtypes": ["fp4"]}, "an element of replica_reduce_dtypes is 'fp4'"),
+        ((SMALL, cluster), {"accumulation_dtypes": []}, r"accumulation_dtypes must be a non-empty list .* got \[\]"),
+        (
+            (SMALL, cluster),
+            {"accumulation_dtypes": ["fp16"]},
+            "accumulation_dtypes contains torch.float16, which shard_",
+        ),
         ((SMALL, cluster), {"param_dtype": "fp4"}, "param_dtype is 'fp4'"),
         ((SMALL, cluster), {"tokens": 0}, "tokens=0"),
         ((lambda: 3, cluster), {}, "must return a torch.nn.Module, got int"),
