@@ -155,7 +155,7 @@ class Unit:
         self.zero3_gradient: Tensor | None = None  # [N/S], fp32, summed over micro-batches and the ZeRO-3 group
 
     def parts_of(self, flat: Tensor, elements: range) -> dict[str, Tensor]:
-        """Return, by name, a ``[rows, *rest]`` view of each parameter's rows in `flat`.
+        """Return a ``[rows, *rest]`` view of each parameter's rows in `flat`, keyed by name.
 
         `flat` covers the flat positions `elements`.
         """

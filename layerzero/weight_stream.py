@@ -1,7 +1,7 @@
 """Stream the compute weights of a sharded model to inference engines, bucket by bucket.
 
 [Note: Values of a weight stream]
-A stream yields the weights with which the next forward pass computes. They are gathered from the ZeRO-3 shards, in the
+A stream yields the weights that the next forward pass uses. They are gathered from the ZeRO-3 shards, in the
 compute dtype and inside the ZeRO-3 group. The masters are not read, and nothing is sent between replicas. Before the
 first gather, a stream launches the refreshes that the next forward pass would launch, and waits for them.
 
@@ -47,8 +47,8 @@ def stream_weights(
 
     Use this function to pass weights to an inference engine. Parameters have the compute dtype. They are gathered
     inside the ZeRO-3 group, in buckets, and nothing is sent between replicas. Buffers and ignored parameters are
-    yielded as the module has them. The names are those of ``model.state_dict()``. The names of a tied parameter follow
-    each other, with the same tensor. Entries of the state dict that are not tensors are left out.
+    yielded as the module has them. The names are the same as in ``model.state_dict()``. The names of a tied
+    parameter follow each other, with the same tensor. Entries of the state dict that are not tensors are left out.
 
     A tensor is valid until the next parameter or buffer is requested. It is then emptied: its shape becomes [0].
     Therefore the stream holds at most ``max(bucket_bytes, largest tensor)`` beside the model. With `rank0_only`, a peer

@@ -151,12 +151,13 @@ class _Placeholder(Tensor):
 
 
 def reader(path: str | os.PathLike[str], *, verify: bool = True) -> StorageReader:
-    """Return a ``StorageReader`` with which ``torch.distributed.checkpoint.load`` reads a layerzero checkpoint.
+    """Return a ``StorageReader`` that lets ``torch.distributed.checkpoint.load`` read a layerzero checkpoint.
 
     The checkpoint can be loaded into FSDP2 models and plain models.
 
-    The names are those of ``{"model": model.state_dict(), "optimizer": optimizer_state, "extra": extra}``, flattened by
-    torch. The optimizer state is keyed by parameter name, as in ``torch.distributed.checkpoint.state_dict``.
+    The names are the same as in ``{"model": model.state_dict(), "optimizer": optimizer_state, "extra": extra}``,
+    flattened by torch. The optimizer state is keyed by parameter name, as in
+    ``torch.distributed.checkpoint.state_dict``.
 
     Args:
         verify: whether to verify the checksums of all files first. If True, each process that creates a reader reads

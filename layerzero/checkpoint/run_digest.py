@@ -129,7 +129,7 @@ class Chain:
 
     @torch.no_grad()
     def _weights(self) -> dict[str, int]:
-        """Return, by name, the weighted sum of each tensor of the model and of each parameter's optimizer state."""
+        """Return the weighted sum of each model tensor and of each parameter's optimizer state, keyed by name."""
         runtime = self._runtime
         mesh_info, members = runtime.mesh_info, runtime.members
         not_sharded = _not_sharded(runtime)

@@ -177,7 +177,7 @@ def encode_all(
 
 
 def trained_rows(runtime: LayerZeroState, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return, by key, this rank's rows of the `tensors` that are trained parameters or optimizer state."""
+    """Return this rank's rows of the `tensors` that are trained parameters or optimizer state, by key."""
     frozen = {id(member.sharded) for member in runtime.members.values() if not member.sharded.requires_grad}
     return {
         key: plain(tensor.detach())

@@ -133,7 +133,7 @@ def export_model(
 
 
 def model_keys(contents: CheckpointContents, *, averages: bool) -> dict[str, str]:
-    """Return, by name, the key of each tensor in the model, or of the tensor's average; see :func:`export_model`."""
+    """Return the key of each model tensor, or of its average, keyed by name; see :func:`export_model`."""
     model = contents.document["model"]
     if classes := [name for name, entry in model.items() if is_table(entry) and not name.endswith("_extra_state")]:
         raise ValueError(

@@ -55,7 +55,7 @@ def require_equal(
     """Raise an error on every rank unless all `ranks` publish the same `fields` for `subject` and no rank has failed.
 
     Args:
-        subject: subject of the agreement, with which the error message starts.
+        subject: subject of the agreement, at the start of the error message.
         fields: JSON-serializable values by name.
         ranks: global ranks that call this function together, listed in the same order on each rank. Each of these ranks
             must make its calls with the same `ranks` in the same order.

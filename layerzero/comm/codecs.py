@@ -280,8 +280,8 @@ class Int8Blocks(_IntegerBlocks):
     """Codec that encodes gradients between nodes as int8 values with one bf16 scale per block of 128 elements.
 
     Pass it as ``shard_model(hop2_codec=layerzero.Int8Blocks())``. A part of a gradient takes 1.016 bytes per element
-    instead of 4 in fp32. Each rank sends its parts with one all-to-all, and the owner of a part adds the decoded parts
-    in fp32 in rank order. The owner's own part is exact.
+    instead of 4 in fp32. Each rank sends its parts with one all-to-all, and the receiver of a part adds the decoded
+    parts in fp32 in rank order. Its own part is exact.
 
     The error of an element is at most 1/250 of the largest absolute element in its block, or 2^-121 if that is larger.
     A block with a non-finite element is decoded as NaN, so that a skipped step is skipped on all ranks.

@@ -270,7 +270,7 @@ class Watchdog:
             del self._store  # closes the connection
 
     def _has_world(self) -> bool:
-        """Return whether the default process group with which the watchdog started still exists."""
+        """Return whether the default process group from the start of the watchdog still exists."""
         world = self._world()
         return world is not None and dist.group.WORLD is world
 

@@ -408,7 +408,7 @@ def encoded_reduce_scatter(
     """Start a reduce-scatter of `flat` [size * n] with encoded messages.
 
     The encoded pieces are exchanged with an all-to-all. Each rank decodes the pieces that it receives, and adds them
-    to its own exact piece in rank order. The other arguments are those of :func:`reduce_scatter`.
+    to its own exact piece in rank order. The other arguments are the same as for :func:`reduce_scatter`.
 
     Args:
         encoded: codec, and the elements of each rank's piece that it encodes. The others are padding.

@@ -1,21 +1,21 @@
 """Refresh the compute weights of all replicas with encoded messages, in background threads.
 
 [Note: Encoded refreshes]
-All replicas have the same previous compute weights. The owner of a part therefore sends only the differences to its
-previous weights, and each receiver adds them in place. If the codec is not lossless, the owner stores the weights that
-the receivers decode, so that all replicas stay equal. Two threads work for each mesh. The first thread casts the
-masters, encodes them, exchanges the sizes of the messages, and launches the messages. The second thread waits for the
-messages and decodes them. Encoding, messages and decoding of different handles therefore overlap with each other and
-with the program. Both threads handle the refreshes in the order of their launch, which is the same on all ranks, and
-use a communicator that no other code uses.
+Before a refresh, all replicas have the same compute weights. Each rank therefore sends only the differences of its part
+to the previous weights, and the other ranks add them in place. If the codec is lossy, the sender also stores the
+weights that the receivers decode, so that all replicas stay equal. Each mesh has two threads. The first thread casts
+and encodes the masters, exchanges the message sizes, and launches the all-gather of the messages. The second thread
+waits for the all-gather and decodes the messages. Encoding, communication and decoding of different handles therefore
+overlap with each other and with the main thread. Both threads process the refreshes in launch order, which is the same
+on all ranks, and use a communicator that no other code uses.
 
-Together with the size, each rank sends whether it asks for a full refresh. If any rank does, all ranks send their
-cast masters without encoding. A rank asks for a full refresh at the first refresh, when replicas may have different
-weights. It also asks for one after a load, a write by the user, a change of shard boundaries or a failed step.
+With the message size, each rank sends a flag that requests a full refresh. If any rank sets the flag, all ranks send
+their cast masters without encoding. A rank requests a full refresh for its first refresh, when replicas may have
+different weights, and after a load, a write by the user, a change of shard boundaries or a failed step.
 
-A wrong bit in the previous weights of a replica would stay in its weights. Therefore every `COMPARE_EVERY` refreshes,
-each rank also sends a digest of its previous ZeRO-3 shard. If the digests differ, the wait for the refresh raises an
-error on all ranks that received them.
+A flipped bit in the previous weights of a replica would persist in its weights. Therefore, in every
+`COMPARE_EVERY`-th refresh of a handle, each rank also sends a digest of its previous ZeRO-3 shard. If the digests
+differ, waiting for the refresh raises an error on all ranks that received them.
 """
 
 from __future__ import annotations

@@ -282,15 +282,17 @@ def _lines_of(table: torch.Tensor) -> tuple[list[int], list[int]]:
 
 
 def as_data_parallel(mesh: DeviceMesh) -> DeviceMesh:
-    """Return `mesh` as a mesh of data-parallel ranks with the axes ``("replica", "zero3")``.
+    """Convert `mesh` to a mesh with the axes ``("replica", "zero3")``.
 
     Args:
-        mesh: result of :func:`init_mesh` or :func:`mesh_from_groups`, or a DeviceMesh with one or two axes of any
-            names. If there is a single axis, the weights are sharded over it. If there are two axes, the first is the
-            replica axis, and the weights are sharded over the second.
+        mesh: result of :func:`init_mesh` or :func:`mesh_from_groups`, or a DeviceMesh with one or two data-parallel
+            axes. With one axis, the weights are sharded over it. With two axes, the first is the replica axis, and the
+            weights are sharded over the second.
 
     Raises:
-        TypeError, ValueError: `mesh` is not one of these objects. The error is raised on this rank only.
+        TypeError: `mesh` is not a DeviceMesh. Raised on this rank only.
+        ValueError: `mesh` has other axes, does not contain this rank, or its ranks do not ascend row by row. Raised on
+            this rank only.
     """
     check_mesh(mesh)
     if mesh.mesh_dim_names == AXES:
@@ -324,7 +326,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
         blocks = sorted(ranks.tolist())
         raise ValueError(
             f"mesh has the ranks {mesh.mesh.tolist()}, which do not ascend row by row. The layout of rows requires "
-            "this order: ranks of a ZeRO-3 group must be neighbours among the data-parallel ranks. Use "
+            "this order: ranks of a ZeRO-3 group must be neighbors among the data-parallel ranks. Use "
             f"{[blocks[i : i + shape[-1]] for i in range(0, len(blocks), shape[-1])]}, as layerzero.init_mesh makes it"
         )
     if mesh.get_coordinate() is None:

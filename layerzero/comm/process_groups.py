@@ -282,7 +282,7 @@ def drop_released_groups(told: Sequence[str], ranks: Sequence[int]) -> None:
 
 
 def groups_to_release() -> str:
-    """Return, as JSON, the names of the groups that this rank keeps until their other ranks have also released them.
+    """Return JSON with the names of the groups that this rank keeps until their other ranks have also released them.
 
     See [Note: Release of groups].
     """

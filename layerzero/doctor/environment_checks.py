@@ -195,7 +195,7 @@ def check_threads(threads: int, cores: int, ranks: int, device_type: str) -> Fin
     """Check the number of CPU threads.
 
     Args:
-        threads: number of threads with which torch computes on the CPU in each rank.
+        threads: number of CPU threads that torch uses in each rank.
         cores: number of CPU cores that this process may use.
         ranks: number of ranks on this node.
     """

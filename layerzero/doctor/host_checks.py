@@ -106,7 +106,7 @@ def check_devices(kind: str, names: Sequence[str], ranks: int, *, has_nvidia: bo
         names: names of the accelerators.
         ranks: number of ranks on this node.
         has_nvidia: whether the machine has a device of NVIDIA.
-        cuda: version of CUDA with which torch was built, or None.
+        cuda: CUDA version that torch was built with, or None.
     """
     if kind == "cpu" and has_nvidia and cuda is None:
         text = "the machine has a GPU of NVIDIA, but torch was built without CUDA"

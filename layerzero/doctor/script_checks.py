@@ -199,7 +199,7 @@ def _values(node: ast.expr) -> Iterator[ast.expr]:
 
 
 def _discarded_results(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator[Mistake]:
-    """Yield calls of ``shard_optimizer`` whose result is not used, if the wrapped optimizer steps later."""
+    """Yield calls to ``shard_optimizer`` whose result is not used, if the wrapped optimizer steps later."""
     for index, statement in enumerate(block):
         call = _only_call(statement)
         if call and isinstance(statement, ast.Expr) and _full_name(call.func, names) == "layerzero.shard_optimizer":
@@ -227,7 +227,7 @@ def _unsharded_optimizers(
 
 
 def _only_steps(optimizer: str, tree: ast.Module, names: dict[str, str]) -> bool:
-    """Return whether a program uses an optimizer only through its attributes and in calls of torch."""
+    """Return whether a program uses an optimizer only through its attributes and in calls to torch."""
     allowed = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         if _full_name(call.func, names).startswith("torch."):

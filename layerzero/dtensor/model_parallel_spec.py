@@ -166,7 +166,7 @@ class ModelParallelSpec:
     # Between the local part and the global tensor
 
     def to_module_param(self, part: Tensor) -> nn.Parameter:
-        """Convert this rank's part, without a copy, to the parameter with which the module computes."""
+        """Convert this rank's part, without a copy, to the parameter that the module uses."""
         return nn.Parameter(self._as_dtensor(part) if self.is_dtensor else part)
 
     def local_grad(self, gradient: Tensor) -> Tensor:

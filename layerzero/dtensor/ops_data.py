@@ -32,7 +32,7 @@ __all__ = ["CALLS", "AbsentAttribute", "carry_over", "mark_uninitialized"]
 def carry_over(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Parameter) -> None:
     """Copy the user's attributes and hooks from a parameter to its replacements.
 
-    The handles with which users remove these hooks remain valid.
+    Handles that remove these hooks remain valid.
     """
     for target in (gathered, sharded):
         for name, value in vars(source).items():

@@ -191,7 +191,7 @@ class Unit:
 
 
 def gather_orders(units: Sequence[Unit], *, full_precision: bool = False) -> dict[MeshInfo, GatherOrderCheck]:
-    """Return, for each mesh, the object that checks the gather order on that mesh.
+    """Return the object that checks the gather order, for each mesh.
 
     Index i of the object is the full gather of ``units[i]``, and index ``len(units) + i`` is the regather of that unit.
     If `full_precision` is True, the gathers include all data-parallel ranks, otherwise only the ranks of a ZeRO-3

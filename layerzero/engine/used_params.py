@@ -57,7 +57,7 @@ class UsedParamMap:
         self.set_local_order(self._own)
 
     def set_local_order(self, own: Sequence[str]) -> None:
-        """Set the order in which this rank lists the parameters in its bytes. The order may differ between ranks."""
+        """Set the order of the parameters in this rank's usage bytes. Other ranks may use a different order."""
         self._own = own
         by_comms: dict[tuple[Communicator, ...], list[str]] = {self._model_ranks.control_comms: []}
         for name in self._names:

@@ -153,7 +153,7 @@ def _storages(sizes: Sequence[int]) -> list[tuple[UntypedStorage, int]]:
 
 
 def _nested(units: Sequence[UnitSpec]) -> dict[UnitSpec, list[UnitSpec]]:
-    """Return, for each unit, the units that are directly nested in it, in order."""
+    """Return the units that are directly nested in each unit, in order."""
     children: dict[UnitSpec, list[UnitSpec]] = {unit: [] for unit in units}
     for unit in units:
         enclosing = [other for other in units if other is not unit and _contains(other.name, unit.name)]

@@ -55,10 +55,10 @@ def held_bytes(units: Sequence[UnitSpec], config: LayerZeroConfig) -> int:
 
 
 def predicted_traffic(units: Sequence[UnitSpec], config: LayerZeroConfig) -> dict[str, list[int]]:
-    """Return, for each collective, the numbers of bytes that a rank sends in one call, with one entry per handle.
+    """Return the bytes that a rank sends per call, one entry per handle, keyed by collective.
 
     Reductions and refreshes are omitted for handles whose ZeRO-1 shards have different lengths, because their ranks
-    send different numbers of bytes. Refreshes are also omitted if any of them is encoded, because the number of bytes
+    send different amounts. Refreshes are also omitted if any of them is encoded, because the number of bytes
     then depends on the weights.
     """
     sent_bytes: dict[str, list[int]] = {}

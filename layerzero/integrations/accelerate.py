@@ -38,7 +38,7 @@ _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LayerZeroPlugin:
-    """Settings with which :class:`LayerZeroAccelerator` shards models.
+    """Settings that :class:`LayerZeroAccelerator` uses to shard models.
 
     Args:
         zero3_size: number of ranks over which the compute weights are sharded. The default is the number of ranks per

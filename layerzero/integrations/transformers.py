@@ -163,7 +163,7 @@ def _plugin(
 
 
 def _adapter_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, dict[str, str]]:
-    """Return, for each adapter, the names of the entries of `state` that PEFT saves.
+    """Return the names of the entries of `state` that PEFT saves for each adapter.
 
     Each adapter's value is ``{PEFT's name: name in state}``.
     """

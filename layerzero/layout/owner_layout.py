@@ -220,7 +220,7 @@ class _OwnerLoads:
 
 
 def _balance(chains: Sequence[_LinkedShards], replicas: int, zero3_size: int) -> list[list[int]]:
-    """Return, for each chain and each replica, the index of the point at which the run of the replica ends."""
+    """Return the index of the point at which each replica's run ends, for each chain."""
     loads = _OwnerLoads(chains, replicas, zero3_size)
     runs: list[list[int]] = [[] for _ in chains]
     order = sorted(range(len(chains)), key=lambda i: chains[i].points[0] - chains[i].points[-1])

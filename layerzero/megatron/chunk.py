@@ -79,7 +79,7 @@ class ShardedChunk(nn.Module):
             torch._foreach_mul_(gradients, scaling_factor)
 
     def gradient_rows(self) -> dict[str, Tensor]:
-        """Return, by parameter name, this rank's rows of the final gradients as plain tensors.
+        """Return this rank's rows of the final gradients as plain tensors, keyed by parameter name.
 
         Parameters without a gradient are omitted.
         """

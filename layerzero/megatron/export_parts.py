@@ -91,8 +91,8 @@ def export_parts(
 ) -> None:
     """Write the parts of all tensor-parallel ranks and pipeline stages to one safetensors file.
 
-    Names and shapes are those of Megatron's model on a single rank, with the padded vocabulary. Only one full tensor is
-    in memory at a time.
+    Names and shapes are the same as in Megatron's model on a single rank, with the padded vocabulary. Only one full
+    tensor is in memory at a time.
 
     Args:
         path: checkpoint folder that :func:`layerzero.megatron.save` wrote.

@@ -42,7 +42,7 @@ def install() -> None:
 
     Call this function in the pretraining script, before ``pretrain``.
 
-    The supported versions of ``megatron.training`` are those of Megatron-LM core_v0.16.1 and core_v0.19.0; see
+    ``megatron.training`` is supported in the versions of Megatron-LM core_v0.16.1 and core_v0.19.0; see
     [Note: Replaced names of Megatron-LM]. A second call has no effect. If a flag is unsupported, ``pretrain`` raises an
     error on all ranks before it builds the model.
 

@@ -137,12 +137,12 @@ class ShardedMegatronOptimizer:
 
     @property
     def _scale_adapts(self) -> bool:
-        """Whether the loss scale is dynamic. If it is, a step with an overflow is skipped, and no error is raised."""
+        """True if the loss scale is dynamic. A step with an overflow is then skipped, and no error is raised."""
         return self.grad_scaler is not None and not self.config.loss_scale
 
     @property
     def _checks(self) -> bool:
-        """Whether a NaN or infinite gradient raises an error."""
+        """True if a NaN or infinite gradient raises an error."""
         return any(chunk.own_gradients is not None for chunk in self.model_chunks)
 
     def get_loss_scale(self) -> Tensor:

@@ -59,7 +59,7 @@ def param_groups(
 
 
 def _standard(name: str, parameter: nn.Parameter, config: Any, no_decay: Condition | None) -> dict[str, Any]:
-    """Return the settings with which Megatron overrides the defaults for a parameter.
+    """Return the settings that override Megatron's defaults for a parameter.
 
     Biases and 1-D parameters have no weight decay. The embedding and the output layer may have a separate learning
     rate.

@@ -6,7 +6,7 @@ This module does not import Apex. It recognizes Apex optimizers by the module of
 go through the trial. Before each step, :func:`prepared` works around two defects of these classes:
 
 - FusedAdam steps only the groups and parameters that were passed to its constructor.
-- FusedSGD overwrites all momenta of a launch if the last parameter of the launch has no momentum yet.
+- FusedSGD overwrites all momentum buffers of a launch if the last parameter of the launch has none yet.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def prepared(optimizer: Optimizer, take_step: Callable[[], Any]) -> Callable[[],
 
 
 def _add_momenta(optimizer: Optimizer, group: Mapping[str, Any], launched: Iterable[Tensor]) -> None:
-    """Add missing momenta to the state of the parameters of one launch, unless all momenta are missing."""
+    """Add missing momentum buffers to the state of one launch's parameters, unless all are missing."""
     momenta_present = {parameter: "momentum_buffer" in optimizer.state.get(parameter, {}) for parameter in launched}
     if not any(momenta_present.values()):
         return

@@ -200,7 +200,7 @@ def _find_apex(
 class SGD(torch.optim.SGD):  # has the same name as torch's class, because checkpoints store the name
     """SGD that supports parameters whose first gradients arrive in different steps.
 
-    torch's fused kernel needs momenta either for all parameters or for none of them.
+    torch's fused kernel needs momentum buffers either for all parameters or for none.
     """
 
     def _init_group(

@@ -350,7 +350,8 @@ class OuterSteps:
         return sum(tensor.nbytes for tensor in kept)
 
     def close(self) -> None:
-        """Stop averaging gradients, and free the anchors and the momentum. Later calls of :meth:`step` raise."""
+        """Stop averaging gradients, and free the anchors and the momentum. Later calls to :meth:`step` raise an
+        error."""
         if not self._is_open:
             return
         self._is_open = False
@@ -531,7 +532,7 @@ class OuterSteps:
         return fragment.deltas
 
     def _encode(self, fragment: _Fragment, payload: Tensor) -> None:
-        """Write this site's delta to a part of a message, 1-D uint8."""
+        """Write this site's delta of `fragment` to `payload`, the message without its header, 1-D uint8."""
         delta = fragment.anchor - _flat_master(fragment.handles)
         if self.settings.codec is None:
             payload.view(delta.dtype).copy_(delta)

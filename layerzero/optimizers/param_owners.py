@@ -126,7 +126,7 @@ class OwnerTable:
         self._runtime.pools.scratch.expect_also(buffers_of_rounds(self.owned.values()))
 
     def step(self, take_step: Callable[[], Any]) -> None:
-        """Step all parameters of the optimizer. Owned parameters are stepped in full."""
+        """Update all parameters of the optimizer. Owned parameters are updated as full tensors by their owners."""
         if not self.owned:
             take_step()
             return

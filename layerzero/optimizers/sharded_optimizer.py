@@ -121,7 +121,7 @@ def _trained(runtime: LayerZeroState, parameters: Iterable[Tensor]) -> Iterator[
 class ShardedOptimizer(OptimizerProxy):
     """Torch ``Optimizer`` over sharded parameters. Created by :func:`shard_optimizer`.
 
-    Public attributes that are not listed here are those of the wrapped optimizer. Methods of the wrapped optimizer,
+    Other public attributes are read from the wrapped optimizer. Methods of the wrapped optimizer,
     such as ``train`` and ``eval`` of schedule-free optimizers, operate on the masters. All ranks must call these
     methods, because the changed weights are refreshed before the next forward.
 

@@ -3,7 +3,7 @@
 [Note: torch's get_state_dict]
 ``torch.distributed.checkpoint.state_dict`` reads ``optimizer.state_dict()`` and replaces the numbers of parameters with
 names. If ``optimizer.state`` is false, torch first steps the optimizer with zero gradients and a zero learning rate, to
-create tensors that a load can fill. Such a step would increment step counts and decay momenta. Therefore
+create tensors that a load can fill. Such a step would increment step counts and decay momentum buffers. Therefore
 ``optimizer.state`` is always true, and the numbered state dict contains an initial state for parameters that the
 optimizer has not stepped yet. The initial state is created for each call and is not stored.
 """

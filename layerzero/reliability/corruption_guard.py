@@ -218,7 +218,7 @@ class CorruptionGuard:
 
     @property
     def _is_due(self) -> bool:
-        """Whether the next step is checked."""
+        """True if the next step is checked."""
         return (self._steps + 1) % self._every == 0
 
     def _on_gradient(self, name: str) -> Callable[[Tensor], None]:

@@ -170,7 +170,7 @@ class StepGuard:
         return False
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Return, by parameter name, this rank's rows of the final gradients that all optimizers use."""
+        """Return this rank's rows of the final gradients of all guarded optimizers, keyed by parameter name."""
         return {
             name: plain(parameter.grad) if isinstance(parameter, RowShardedTensor) else parameter.grad
             for optimizer in self._optimizers

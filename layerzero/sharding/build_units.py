@@ -193,7 +193,7 @@ def _precisions(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> set
 def require_equal_encoded_sizes(
     plans: Sequence[UnitDefinition], handles: Sequence[Sequence[HandleSpec]], config: LayerZeroConfig, site: UnitMesh
 ) -> None:
-    """Raise ValueError on all ranks of a mesh if their codecs produce different numbers of bytes."""
+    """Raise ValueError on all ranks of a mesh if their codecs produce messages of different sizes."""
     size, data_parallel = site.mesh_info.zero3_size, site.mesh_info.grid.data_parallel
     fields: dict[str, object] = {}
     if config.gather_codec is not None:

@@ -126,14 +126,14 @@ def refresh(model: nn.Module) -> None:
 
 
 def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-    """Set whether later backward passes reduce gradients.
+    """Set whether later backward passes synchronize gradients over all ranks.
 
-    The value False has the same effect as :func:`no_sync`. The setting applies until the next call to this function.
-    The function is also a method of a sharded model, for training loops that were written for FSDP2:
-    ``model.set_requires_gradient_sync(is_last)``.
+    Passing False has the same effect as :func:`no_sync`. The setting applies until the next call, and also replaces the
+    setting of :func:`set_requires_all_reduce`. It is also a method of a sharded model, for training loops written for
+    FSDP2: ``model.set_requires_gradient_sync(is_last)``.
 
     Raises:
-        ValueError: `recurse` is False, which would select the root without the units inside it.
+        ValueError: `recurse` is False. The root cannot be set separately from the units inside it.
     """
     runtime = _whole(model, "set_requires_gradient_sync", recurse=recurse)
     runtime.scheduler.requires_gradient_sync = runtime.scheduler.requires_all_reduce = bool(requires_gradient_sync)
@@ -142,12 +142,14 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *
 def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
     """Set whether later backward passes reduce gradients across replicas. For loops written for FSDP2.
 
-    The value False has the same effect as :func:`no_sync`: with ``accumulation="full"``, nothing is reduced; with
-    ``"sharded"``, gradients are reduced inside the ZeRO-3 group only; with ``"local"``, they are still reduced over all
-    ranks.
+    Passing False has the same effect as :func:`no_sync`:
+
+    - With ``accumulation="full"``, nothing is reduced.
+    - With ``"sharded"``, gradients are reduced inside the ZeRO-3 group only.
+    - With ``"local"``, gradients are still reduced over all ranks.
 
     Raises:
-        ValueError: `recurse` is False, which would select the root without the units inside it.
+        ValueError: `recurse` is False. The root cannot be set separately from the units inside it.
     """
     _whole(model, "set_requires_all_reduce", recurse=recurse).scheduler.requires_all_reduce = bool(requires_all_reduce)
 
@@ -175,12 +177,12 @@ class UnshardHandle:
 
 
 def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
-    """Gather the weights of a unit before its next forward, without the units inside it.
+    """Gather the weights of a unit ahead of its next forward pass, but not the weights of the units inside it.
 
     The weights stay gathered until the next forward frees them (see `reshard_after_forward`), until a backward pass
     ends, or until :func:`reshard` is called. ``module.weight`` is the gathered weight only inside forward passes and
-    inside :func:`gathered`. Like a forward, this function is a collective of the ranks over which the weights are
-    sharded.
+    inside :func:`gathered`. Like a forward pass, this function is a collective of the ranks over which the weights
+    are sharded.
 
     Args:
         module: a sharded model, or one of its units. Both have this function as a method: ``unit.unshard()``.
@@ -238,7 +240,7 @@ def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, 
 
     If `recurse` is True, the setting also applies to the units inside the unit.
 
-    The value False needs more memory but avoids the gathers of the next micro-batch. ``optimizer.step()`` still frees
+    Passing False needs more memory but avoids the gathers of the next micro-batch. ``optimizer.step()`` still frees
     the weights of the units that it updates, and a forward without gradients still frees the weights of its units. All
     ranks must make the same call.
     """

@@ -445,9 +445,9 @@ def _watch(runtime: LayerZeroState) -> None:
 
 
 def _planned_traits(mesh_info: MeshInfo, config: LayerZeroConfig) -> RankTraits:
-    """Return the traits of the process-group transport, for planning handles before the transport is selected.
+    """Return this rank's traits, assuming the process-group transport, to plan handles before a transport is selected.
 
-    The plans are the same for either transport.
+    The plans are the same for both transports.
     """
     traits = process_group_traits(sums_locally=mesh_info.zero3_reduce_comm.sums_locally)
     return RankTraits.of(mesh_info, traits, offload_params=config.offload_params)

@@ -94,7 +94,8 @@ def _model_parallel_mesh(model: nn.Module, ranks: Sequence[int] = ()) -> DeviceM
 def _data_parallel_ranks(model_parallel: DeviceMesh) -> list[int]:
     """Return the sorted ranks that have this rank's coordinates on the axes of `model_parallel`.
 
-    `model_parallel` is a submesh of all ranks.
+    Raises:
+        ValueError: `model_parallel` is not a submesh of a mesh that contains all ranks.
     """
     full_mesh = model_parallel._get_root_mesh()
     if full_mesh.size() != dist.get_world_size():

@@ -420,7 +420,7 @@ def auto_units(model: nn.Module, ignored: Collection[int] = ()) -> list[str | nn
 
     embeddings: dict[nn.Module, None] = {}
     for module, kind in itertools.product(names, kinds):
-        with suppress(AttributeError, NotImplementedError):  # not all models of transformers have embeddings
+        with suppress(AttributeError, NotImplementedError):  # not all Transformers models have embeddings
             embeddings[getattr(module, kind)()] = None
     return [*sorted(classes), *filter(may_be_unit, embeddings)]
 

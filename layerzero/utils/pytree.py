@@ -16,7 +16,7 @@ _DEEPEST = 8  # maximum depth of objects with attributes
 
 
 def iter_tensors(value: Any, _depth: int = 0) -> Iterator[Tensor]:
-    """Yield, in order, each tensor nested in `value`.
+    """Yield the tensors nested in `value`, in order.
 
     Tensors are found in tuples, lists, mappings, dataclasses and the attributes of other objects.
     """

@@ -144,10 +144,11 @@ class WeightReceiver:
     def apply(self, packet: bytes | bytearray | memoryview) -> bool:
         """Write the values of a packet to the tensors. Packets must be applied in the order in which they were made.
 
-        A version that sends all weights (`full`, and the first version) may follow any version.
+        The first version, and each version from ``WeightSender.packets(full=True)``, sends all weights. It may follow
+        any version.
 
         Returns:
-            True if the packet completes a version. Otherwise the tensors belong to two versions.
+            True if the packet completes a version. If False, the tensors contain weights of two versions.
 
         Raises:
             WeightPacketError: the packet is damaged, does not fit the tensors, or does not follow the previous packet.

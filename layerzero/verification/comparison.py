@@ -74,10 +74,10 @@ class ParameterDifference:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Result of :func:`layerzero.verify`. ``str(report)`` shows the rows as a table.
+    """Result of :func:`layerzero.verify`. ``str(report)`` formats the rows as a table.
 
     Attributes:
-        rows: one row per parameter and sharded run, sorted from the largest difference to the smallest.
+        rows: one row per parameter and sharded run, in decreasing order of the difference relative to its tolerance.
         world_size, steps, micro_batches: settings of the runs.
         notes: remarks about the plain run.
     """
@@ -90,7 +90,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether, in every sharded run, all parameters differ by at most their tolerance."""
+        """True if every parameter is within its tolerance in every sharded run."""
         return all(row.ok for row in self.rows)
 
     @property

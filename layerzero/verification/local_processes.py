@@ -36,7 +36,7 @@ class _Failure:
 
     @property
     def is_secondary(self) -> bool:
-        """Whether this rank only reports that another rank failed; see :mod:`layerzero.comm.agreement`."""
+        """True if this rank only reports that another rank failed; see :mod:`layerzero.comm.agreement`."""
         return "layerzero: " in self.summary
 
 

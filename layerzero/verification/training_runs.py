@@ -84,7 +84,7 @@ class TrainingTask:
         """Run the forward and backward passes of one micro-batch. The random numbers are seeded from the indices.
 
         Returns:
-            The loss. The gradients are those of the loss divided by the number of micro-batches.
+            The loss. The gradients belong to the loss divided by the number of micro-batches.
         """
         index = step * self.micro_batches + micro_batch
         batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), self.batch(index, rank))
@@ -197,7 +197,7 @@ def _require_repeatable(task: TrainingTask) -> None:
     first, second = (list(filter(torch.is_tensor, tree_leaves(task.batch(0, 0)))) for _ in range(2))
     if len(first) != len(second) or not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
         raise ValueError(
-            "two calls of batch_fn(0, 0) returned different batches, but equal arguments must give equal batches. Use "
+            "two calls to batch_fn(0, 0) returned different batches, but equal arguments must give equal batches. Use "
             "torch's random numbers, which are seeded before each call, or select by index and rank"
         )
 
