@@ -63,6 +63,7 @@ def _ours(
     hop2: str | None = None,
     refresh_codec: str | None = None,
     keep: bool = False,
+    narrow: bool = False,
 ) -> Entry:
     settings = {
         "zero3_size": zero3_size,
@@ -71,6 +72,7 @@ def _ours(
         "hop2": hop2,
         "refresh_codec": refresh_codec,
         "keep": keep,
+        "narrow": narrow,
     }
     return Entry(label, "ours", "ours:LayerZero", settings)
 
@@ -115,6 +117,9 @@ ENTRIES: dict[str, Entry] = {
     "layerzero-full-exchanges": _ours('layerzero hybrid, "full", shared memory off', NODE, "full", "off"),
     "layerzero-full-exchanges-keep": _ours(
         'layerzero hybrid, "full", shared memory off, weights kept', NODE, "full", "off", keep=True
+    ),
+    "layerzero-full-exchanges-keep-narrow": _ours(
+        'layerzero hybrid, "full" in bf16, shared memory off, weights kept', NODE, "full", "off", keep=True, narrow=True
     ),
     "layerzero-zero1": _ours("layerzero, zero3_size=1", 1, "full"),
     # To the kernel, emulated nodes are one machine: with shared memory, their ranks would bypass the emulated link.

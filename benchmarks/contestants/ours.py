@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -53,6 +54,7 @@ class LayerZero(_Ours):
         hop2: str | None,
         refresh_codec: str | None,
         keep: bool,
+        narrow: bool,
     ) -> None:
         super().__init__(task)
         self.model = layerzero.shard_model(
@@ -64,6 +66,7 @@ class LayerZero(_Ours):
             hop2_codec=None if hop2 is None else {"int8": layerzero.Int8Blocks(), "int4": layerzero.Int4Blocks()}[hop2],
             refresh_codec=layerzero.Int4Difference() if refresh_codec == "int4" else refresh_codec,
             shared_memory=shared_memory,
+            accumulation_dtype=torch.bfloat16 if narrow else None,
             reshard_after_forward=not keep,
         )
         self._keep = keep
