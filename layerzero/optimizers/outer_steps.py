@@ -324,6 +324,7 @@ class OuterSteps:
         self._runtime = runtime
         self._comm = comm
         self._averaged_backwards = -1  # number of backward passes before the last average of gradients
+        self._has_begun = False  # True after the first optimizer step, or after a state was loaded
         self._broadcast_first_site()
         self._handles = tuple(handle for handle in runtime.handles if handle.trainable)
         self._layouts = tuple(handle.layout for handle in self._handles)
@@ -332,7 +333,7 @@ class OuterSteps:
         self._is_open = True
         self._optimizers = tuple(optimizers)
         for optimizer in optimizers:
-            optimizer.before_update = self.average_gradients
+            optimizer.before_update = self._before_update
         runtime.kept_bytes[_MEMORY_KINDS[runtime.config.offload_optimizer]] = lambda: self.nbytes
         runtime.on_close.append(self.close)
         if not settings.warmup:
@@ -345,7 +346,7 @@ class OuterSteps:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the anchors and the momentum on this rank."""
+        """Size in bytes of the anchors and the momentum on this rank."""
         kept = [tensor for each in self._fragments for tensor in (each.anchor, each.velocity) if tensor is not None]
         return sum(tensor.nbytes for tensor in kept)
 
@@ -362,6 +363,15 @@ class OuterSteps:
             self._runtime.kept_bytes.pop(kind, None)
         if self.close in self._runtime.on_close:  # not while the model itself is closed
             self._runtime.on_close.remove(self.close)
+
+    @torch.no_grad()
+    def _before_update(self) -> None:
+        """Prepare for an optimizer step. Called by ``optimizer.step()`` when all gradients are final."""
+        if not self._has_begun and not self.settings.warmup:
+            for fragment in self._fragments:  # weights may have been loaded since the anchors were set
+                fragment.anchor.copy_(_flat_master(fragment.handles))
+        self._has_begun = True
+        self.average_gradients()
 
     # Synchronous steps
 
@@ -452,7 +462,7 @@ class OuterSteps:
         optimizer step in some sites.
 
         Raises:
-            RuntimeError: the sites are at different steps, or their anchors differ.
+            RuntimeError: the sites are at different steps, or their anchors differ. All ranks of all sites raise.
         """
         if not self._is_open:
             raise RuntimeError(
@@ -555,10 +565,17 @@ class OuterSteps:
         return self.settings.codec.nbytes(fragment.blocks, torch.float32) if fragment.blocks else 0
 
     def _require_same_step(self, fragment: _Fragment, headers: Tensor) -> None:
-        """Raise RuntimeError if the messages of the sites do not belong together."""
-        own = headers[self._comm.rank]
-        if bool((headers == own).all()):
+        """Raise RuntimeError on all ranks of the site if the messages of the sites do not belong together."""
+        differs = (headers != headers[self._comm.rank]).any()
+        on_any_rank = differs.to(torch.int32)
+        self._runtime.ranks.reduce(on_any_rank, dist.ReduceOp.MAX)
+        if not on_any_rank.item():
             return
+        if not differs:
+            raise RuntimeError(
+                f"layerzero.outer: other ranks of this site have received messages for fragment {fragment.index} from "
+                "sites that are at another step or have other anchors. Their errors name the steps and the anchors"
+            )
         sent = "; ".join(
             f"rank {rank}: step {step}, fragment {index}, anchor {checksum & (2**64 - 1):x}"
             for rank, (step, index, checksum, _) in zip(self._comm.held_group.ranks, headers.tolist(), strict=True)
@@ -647,7 +664,7 @@ class OuterSteps:
                 _load_rows(fragment, fragment.velocity, state_dict["velocities"])
             fragment.deltas = _load_deltas(fragment, state_dict)
             fragments.append(fragment)
-        self.steps, self._fragments, self._averaged_backwards = steps, fragments, -1
+        self.steps, self._fragments, self._averaged_backwards, self._has_begun = steps, fragments, -1, True
 
 
 def _divide(handles: Sequence[Handle], fragments: int) -> list[tuple[Handle, ...]]:
