@@ -182,8 +182,8 @@ def truth_of(build: Build) -> Truth:
     if worst < 1e-6:
         return Truth(True, "same updates", by_itself)
     if quantized and worst < 0.5:
-        return Truth(True, f"quantizes its state in blocks: {100 * worst:.1f} % of the way apart", by_itself)
-    return Truth(False, on_rows or f"{100 * worst:.2g} % of the way apart", by_itself)
+        return Truth(True, f"quantizes its state in blocks: {100 * worst:.1f}% of the way apart", by_itself)
+    return Truth(False, on_rows or f"{100 * worst:.2g}% of the way apart", by_itself)
 
 
 def _apart(whole: list[Tensor], others: list[Tensor], start: list[Tensor]) -> float:

@@ -97,7 +97,7 @@ def main() -> None:
         least = min(seconds["nothing"])
         for name, taken in seconds.items():
             added = 100 * (min(taken) / least - 1)
-            print(f"{name:32} fastest {min(taken):.3f}  median {statistics.median(taken):.3f}  adds {added:+.1f} %")
+            print(f"{name:32} fastest {min(taken):.3f}  median {statistics.median(taken):.3f}  adds {added:+.1f}%")
     dist.destroy_process_group()
 
 

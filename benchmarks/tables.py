@@ -147,7 +147,7 @@ def _table(results: Results, micro_batches: int, reduce: str) -> str:
             f"| {results.formula_bytes(reduce) / 1e6:.1f} | | | | | |"
         )
     agree = "agree" if apart <= LOSS_TOLERANCE else "**DO NOT AGREE**"
-    lines.append(f"\nThe losses after step {common} {agree}: they differ by {100 * apart:.2f} %.\n")
+    lines.append(f"\nThe losses after step {common} {agree}: they differ by {100 * apart:.2f}%.\n")
     return "\n".join(lines)
 
 

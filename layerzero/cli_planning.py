@@ -302,9 +302,10 @@ def _with_none(names: list[str] | None) -> list[str | None]:
 
 
 class _Progress:
-    """Line on standard error with the number of estimates. It is shown after some seconds, if it is a terminal.
+    """Progress line on standard error with the number of estimates so far.
 
-    The line must be cleared before other output. Leaving the context clears it, too.
+    The line appears after a few seconds, and only if standard error is a terminal. Call :meth:`clear` before other
+    output. Exiting the context also clears the line.
     """
 
     def __init__(self) -> None:

@@ -134,7 +134,7 @@ class WeightSender:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the previous values that this rank keeps. The value is 0 on all ranks except the first one."""
+        """Size in bytes of the previous values that this rank keeps, or 0 on all ranks except the first."""
         return sum(tensor.nbytes for tensor in self._previous.values())
 
     def packets(self, *, full: bool = False) -> Generator[bytes, None, None]:

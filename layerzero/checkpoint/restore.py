@@ -109,7 +109,7 @@ class RestorePlan:
             self.tensors[key] = self._target_tensor(key, specs)
 
     def summary(self) -> str:
-        """Return a text that lists the problems.
+        """Return a message that lists the problems.
 
         The text lists all problems if there are at most 12. Otherwise it has a count and examples of each kind.
         """

@@ -244,7 +244,7 @@ def _sum_of_owned(value: Any, owned: OwnedParam) -> Tensor:
 
 
 def _odd_factor(text: str) -> int:
-    """Return an odd 62-bit number derived from a text."""
+    """Return an odd 62-bit number derived from a string."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 2 | 1
 
 
@@ -256,7 +256,7 @@ def _random_digest() -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a text that differs for different values."""
+    """Return a string that differs for different values."""
     if isinstance(value, Tensor):
         return f"{value.dtype}{tuple(value.shape)}{value.detach().cpu().reshape(-1).tolist()}"
     if hasattr(value, "dtype") and hasattr(value, "tolist"):  # a NumPy value; NumPy may not be installed

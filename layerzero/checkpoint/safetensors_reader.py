@@ -83,7 +83,7 @@ class CheckpointFiles:
         self._manifest.read_pieces(file, pieces)
 
     def _begins(self, file: str, parts: Iterable[_Part]) -> dict[str, int]:
-        """Return the byte offset of each tensor in a safetensors file.
+        """Return the byte offset, in the safetensors file, of each tensor to which one of `parts` belongs.
 
         Raises:
             CheckpointError: the header of the file is invalid or does not match ``contents.json``.

@@ -72,7 +72,7 @@ class GatherCodec(Protocol):
 
 @runtime_checkable
 class FeedbackCodec(GatherCodec, Protocol):
-    """Codec whose error can be added to the next message. This happens if its attribute `feedback` is True."""
+    """Codec with error feedback: if `feedback` is True, each message's encoding error is added to the next message."""
 
     @property
     def feedback(self) -> bool: ...

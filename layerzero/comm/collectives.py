@@ -580,12 +580,12 @@ def connect_pairs(comm: Communicator, device: torch.device) -> None:
 
 
 def all_reduce_group(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
-    """All-reduce `tensor` in place over a process group from the user, and wait. The bytes are not counted."""
+    """All-reduce `tensor` in place over a user-provided process group, synchronously. Traffic is not counted."""
     dist.all_reduce(tensor, op=op, group=group)
 
 
 def broadcast_group(tensor: Tensor, group: dist.ProcessGroup, *, from_rank: int) -> None:
-    """Broadcast `tensor` from rank `from_rank` of a process group from the user, and wait. Bytes are not counted."""
+    """Broadcast `tensor` from rank `from_rank` of a user-provided process group. Traffic is not counted."""
     dist.broadcast(tensor, group=group, group_src=from_rank)
 
 

@@ -91,7 +91,7 @@ class ModelRanks:
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
-        """Communicators in the order in which a broadcast from the first rank uses them. Reductions use the reverse."""
+        """Communicators in the order of a broadcast from the first rank. Reductions use the reverse order."""
         return *self.model_parallel, self.mesh_info.replica_comm, self.mesh_info.zero3_gather_comm
 
     def broadcast(self, tensor: Tensor) -> None:

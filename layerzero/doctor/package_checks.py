@@ -110,7 +110,7 @@ def check_folder(folder: Path, package: Path) -> list[Finding]:
 
 
 def check_apex(path: Sequence[str]) -> list[Finding]:
-    """Check that the module ``apex``, if it exists, is NVIDIA's. The index has another project of this name."""
+    """Check that the module ``apex``, if present, is NVIDIA's. PyPI has an unrelated package of the same name."""
     spec = PathFinder.find_spec("apex", list(path))
     if spec is None or spec.origin is None:  # no such module, or a folder without __init__.py
         return []

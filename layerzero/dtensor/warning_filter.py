@@ -18,9 +18,10 @@ class _AboutOurMesh(logging.Filter):
 
 
 def filter_mesh_warnings() -> None:
-    """Install the filter.
+    """Suppress torch's advice to flatten the (zero3, replica) mesh of sharded parameters.
 
-    Without the filter, ``p.norm().full_tensor()`` emits a warning once on each rank, because it reduces over two axes.
+    Otherwise, each rank would log this warning once, for example in ``p.norm().full_tensor()``, which reduces over two
+    axes.
     """
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     if not any(isinstance(found, _AboutOurMesh) for found in logger.filters):

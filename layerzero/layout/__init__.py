@@ -1,1 +1,1 @@
-"""Lay out parameters in flat storage over ranks. The code uses only integers, without torch or processes."""
+"""Lay out parameters in flat storage over ranks. The code needs neither torch nor processes."""

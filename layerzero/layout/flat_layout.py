@@ -1,4 +1,4 @@
-"""Plan the positions of a handle's parameters in flat storage. The code uses only integers, without torch or processes.
+"""Plan the positions of a handle's parameters in flat storage. The code needs neither torch nor processes.
 
 The flat order of a handle is divided into `num_shards` equal ZeRO-1 shards. Parameters are ordered and padded so that
 no shard boundary (cut) is inside a dim-0 row. The shard of a parameter on each rank is therefore always a `[rows,

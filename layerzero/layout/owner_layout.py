@@ -1,9 +1,10 @@
 """Assign owners to parameters that an optimizer needs in full, and set shard boundaries accordingly.
 
-The code uses only integers. In every ZeRO-3 shard that contains a part of an owned slot, this part belongs to the same
-replica. Therefore all ZeRO-1 rows of the slot are in one ZeRO-3 group. The owner, one rank of this group, gathers the
-rows inside the group and updates the parameter. If the parameter is split along a model-parallel axis, the parts are
-also joined along that axis. All ranks on the axis have equal layouts, with parts of equal size at the same position.
+The code needs neither torch nor processes. All parts of an owned slot, in whichever ZeRO-3 shards they lie, belong to
+one replica. Therefore all ZeRO-1 rows of the slot are in one ZeRO-3 group. The owner, one rank of this group, gathers
+the rows inside the group and updates the parameter. If the parameter is split along a model-parallel axis, the parts
+are also joined along that axis. All ranks on the axis have equal layouts, with parts of equal size at the same
+position.
 
 [Note: Shard boundaries with owners]
 The parts of a ZeRO-3 shard are in the order of the replicas. A slot that extends from one ZeRO-3 shard into the next is
@@ -169,9 +170,12 @@ class _OwnerLoads:
         self._zero3_size = zero3_size
 
     def give(self, chain: _LinkedShards, ends: Sequence[int], sign: int) -> None:
-        """Add the work and elements of the runs of `chain` to the loads (`sign` = 1), or subtract them (`sign` = -1).
+        """Add the elements and the update cost of each replica's run of `chain` to the loads.
 
-        The runs end at the points `ends`.
+        Args:
+            chain: chain that the replicas divide.
+            ends: for each replica, the index in ``chain.points`` at which its run ends.
+            sign: 1 to add the runs, or -1 to remove them.
         """
         for r, (i, j) in enumerate(pairwise((0, *ends))):
             self.work[r] += sign * (chain.work[j] - chain.work[i]) * self._per_work

@@ -14,14 +14,14 @@ __all__ = ["ComputeCost"]
 
 @dataclass(frozen=True)
 class ComputeCost:
-    """FLOP and activation memory that one rank needs for one micro-batch.
+    """FLOPs and activation memory that one rank needs for one micro-batch.
 
     Attributes:
         tokens: number of tokens in a micro-batch, over all sequences.
         sequence: number of tokens in one sequence.
         recompute: whether blocks save only their inputs and repeat their forward pass in the backward pass.
-        forward: by unit, FLOP per token in the unit's forward pass.
-        again: by unit, FLOP per token in the forward pass of the unit's blocks. `recompute` repeats this pass.
+        forward: by unit, FLOPs per token in the unit's forward pass.
+        again: by unit, FLOPs per token in the forward pass of the unit's blocks. `recompute` repeats this pass.
         activation_bytes: size of the activations of a micro-batch in bytes, or 0 if unknown.
     """
 

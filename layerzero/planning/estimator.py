@@ -42,7 +42,7 @@ OTHER_SCHEMES = ("FSDP2", "HSDP", "HFSDP", "ZeRO-1")
 _STATE = 2  # number of AdamW state elements per parameter element, in the dtype of the master
 _UPDATED = 7  # memory accesses of AdamW per parameter element: 4 reads (master, gradient, state) and 3 writes
 _ALIKE = 0.03  # if throughputs differ by at most this fraction, the simpler settings are chosen
-ALIKE_TEXT = f"{100 * _ALIKE:.3g} %"
+ALIKE_TEXT = f"{100 * _ALIKE:.3g}%"
 # Elements per second that one rank encodes and decodes. Rates of int4 include error feedback. The rates of "cuda" were
 # measured on one GPU (docs/gpu.md, "Codecs of gradients"), those of "cpu" on one thread (docs/slow-links.md, "Time of
 # the codecs").
@@ -80,9 +80,9 @@ class Candidate:
 
     @property
     def accumulation_text(self) -> str:
-        """Value of `accumulation`, or an empty text where ``"sharded"`` and ``"full"`` are the same.
+        """`accumulation`, or an empty string if ``"sharded"`` and ``"full"`` are equivalent (`zero3_size` is 1).
 
-        If the accumulators have a dtype of their own, it follows: ``sharded bf16``.
+        If `accumulation_dtype` is set, it is appended: ``sharded bf16``.
         """
         mode = self.accumulation if self.zero3_size > 1 or self.accumulation == "local" else ""
         return " ".join(filter(None, (mode, DTYPE_TEXTS[self.accumulation_dtype])))

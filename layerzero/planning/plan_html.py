@@ -105,7 +105,11 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
             "micro-batches. The refresh at the left belongs to the previous step. "
             f"{escape(waits)}.</p>",
         ),
-        ("Time of a micro-batch by number of nodes", times),
+        (
+            "Time of a micro-batch by number of nodes",
+            f'{times}<p class="note">Each rank has at least one row of each unit, so shards of small units are padded '
+            "on many ranks. The times of layerzero include this padding. The other schemes are modeled without it.</p>",
+        ),
     ]
     if plan.best is not None:
         price = f"<p>{plan.best.price:,.0f} per day.</p>" if plan.best.price else ""
@@ -150,7 +154,7 @@ def _answer(plan: Plan) -> str:
     fastest = min(rivals, key=lambda each: each.step, default=None)
     if fastest is None:
         return f"{sentence} and {memory}; no other scheme fits with {count_text(count, 'micro-batch')}."
-    change = f"{abs(best.step / fastest.step - 1):.1%}".replace("%", " %")
+    change = f"{abs(best.step / fastest.step - 1):.1%}"
     other = f"{_scheme_name(fastest.choice)} and {reduce_text(fastest.choice)} gradients"
     compared = f"{change} {'less' if best.step < fastest.step else 'more'} than with {other}"
     return f"{sentence}, {compared}, the fastest other scheme that fits, and {memory} instead of {size(fastest.peak)}."

@@ -318,7 +318,7 @@ def shown_rows(plan: Plan, most: int = _SHOWN) -> Sequence[Estimate]:
 
 
 def links_text(plan: Plan) -> str:
-    """Return a table with the steps of all schemes at several speeds of the link, or an empty text for one node."""
+    """Return a table with the steps of all schemes at several speeds of the link, or an empty string for one node."""
 
     def cell(row: Estimate | None) -> str:
         return "does not fit" if row is None else f"{seconds(row.step)}, {rate(row.tokens)}"
@@ -344,7 +344,7 @@ def links_text(plan: Plan) -> str:
 
 
 def short_settings(choice: Candidate) -> str:
-    """Return S, `accumulation` and the offloads of `choice` as a few words."""
+    """Return a short text with S, `accumulation` and the offloads of `choice`."""
     offload = "" if choice.offload == "-" else f"offload {choice.offload}"
     return " ".join(filter(None, (f"S={choice.zero3_size}", choice.accumulation_text, offload)))
 
@@ -391,7 +391,7 @@ def _kinds_text(row: Estimate) -> str:
 
 
 def parts_text(row: Estimate) -> str:
-    """Return how long a step takes, and its parts with the longest first."""
+    """Return a line of text with the step time and its components, longest first."""
     named = {
         "forward": "forward",
         "backward": "backward",

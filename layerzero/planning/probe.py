@@ -215,7 +215,7 @@ def _launch(comm: Communicator, device: torch.device, synchronize: Callable[[], 
 def _flops(device: torch.device, dtype: torch.dtype, synchronize: Callable[[], None]) -> float:
     """Return the FLOP/s in the forward and backward passes of a unit.
 
-    The forward pass counts as 2 FLOP per weight and token, and the backward pass as 4.
+    The forward pass counts as 2 FLOPs per weight and token, and the backward pass as 4.
     """
     width, tokens = _WIDTHS.get(device.type, _WIDTH)
     unit = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)).to(device, dtype)

@@ -1,4 +1,4 @@
-"""Describe the shapes of transformers for a plan, and compute their meta parameters, FLOP and activations."""
+"""Describe the shapes of transformers for a plan, and compute their meta parameters, FLOPs and activations."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class TransformerShape:
         return [TransformerBlock] if self.tied else [TransformerBlock, "embed", "head"]
 
     def block_flops(self, sequence: int) -> float:
-        """Return the FLOP per token in a block's forward pass, with causal attention over `sequence` tokens."""
+        """Return the FLOPs per token in a block's forward pass, with causal attention over `sequence` tokens."""
         projections = self.hidden * (2 * self.queries + 2 * self.keys)
         layers = (3 if self.gated else 2) * self.hidden * self.inner
         active_experts = self.experts_per_token if self.experts else 1
@@ -109,7 +109,7 @@ class TransformerShape:
         )
 
     def root_flops(self) -> float:
-        """Return the FLOP per token of the head."""
+        """Return the FLOPs per token of the head."""
         return 2.0 * self.vocab * self.hidden
 
     def block_activations(self) -> int:

@@ -237,7 +237,7 @@ def meshes_of_units(
 
 
 def _compare(model_ranks: ModelRanks, mesh: DeviceMesh, further: DeviceMesh | None) -> None:
-    """Raise an error on all ranks if the ranks' meshes of units or model-parallel meshes are inconsistent."""
+    """Raise ValueError on all ranks if the ranks disagree on the mesh of a unit or on its model-parallel mesh."""
     own_entry: dict[str, Any] = {"ranks": ranks_in(mesh), "beside": None, "place": None}
     if further is not None:
         own_entry |= {"beside": ranks_in(further), "place": further.get_coordinate()}

@@ -152,7 +152,7 @@ def test_the_page_opens_with_the_answer_in_one_sentence(found: Plan) -> None:
     percent = 100 * abs(best.step - other.step) / other.step
     word = "less" if best.step < other.step else "more"
     with_other = f"{other.choice.scheme} and {reduce_text(other.choice)} gradients"
-    assert f"{percent:.1f} % {word} than with {with_other}, the fastest other scheme that fits" in answer
+    assert f"{percent:.1f}% {word} than with {with_other}, the fastest other scheme that fits" in answer
     assert answer.endswith(f"and {size(best.peak)} of {size(found.cluster.room)} instead of {size(other.peak)}.")
 
 
@@ -178,9 +178,9 @@ def test_the_answer_names_no_scheme_that_does_not_fit(found: Plan) -> None:
     counts = f"{best.choice.micro_batches} micro-batch"
     assert f"{size(best.peak)} of {size(found.cluster.room)}; no other scheme fits with {counts}" in answer
     slow = [_with_step(each, 10 * best.step) for each in found.other_schemes]
-    assert "90.0 % less than with " in _answer(report_html(dataclasses.replace(found, other_schemes=slow), nodes=(2,)))
+    assert "90.0% less than with " in _answer(report_html(dataclasses.replace(found, other_schemes=slow), nodes=(2,)))
     fast = [_with_step(each, best.step / 2) for each in found.other_schemes]
-    assert "100.0 % more than with " in _answer(report_html(dataclasses.replace(found, other_schemes=fast), nodes=(2,)))
+    assert "100.0% more than with " in _answer(report_html(dataclasses.replace(found, other_schemes=fast), nodes=(2,)))
 
 
 def _with_step(row: Estimate, step: float) -> Estimate:
@@ -246,7 +246,7 @@ def test_the_walk_is_what_the_command_says() -> None:
     (walk,) = re.findall(r"```\n\$ layerzero (plan .*?)```", text, flags=re.DOTALL)
     command, _, told = walk.replace("\\\n", "").partition("\n")
     said = CliRunner().invoke(app, shlex.split(command)).stdout
-    assert told.strip() == said[: said.index("\n\npeak: maximum in a step")].strip()
+    assert told.strip() == said[: said.index("\n\nreduce: dtype of hop 1")].strip()
 
 
 def test_the_numbers_of_the_decision_table_are_those_of_its_commands() -> None:
@@ -292,7 +292,7 @@ def test_a_plan_for_one_node_has_no_comparison_of_links() -> None:
 
 def test_the_times_of_encoded_gradients_are_those_of_the_command() -> None:
     text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
-    section = text[text.index("### Encoded gradients") : text.index("### Progress and reports")]
+    section = text[text.index("### Settings for slow links") : text.index("### Progress and reports")]
     (command,) = re.findall(r"```bash\nlayerzero (plan .*?)```", section, flags=re.DOTALL)
     said = CliRunner().invoke(app, [*shlex.split(command.replace("\\\n", "")), "--all"]).stdout
     told = re.search(
@@ -315,6 +315,23 @@ def test_plan_of_sizes_writes_a_table_and_a_page(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
     done = run(tmp_path, "plan", *sizes, "--nodes", "1", "--accelerators", "1", "--memory", "4.001")
     assert done.returncode == 1 and "No settings fit" in done.stdout
+
+
+def test_sites_are_planned_by_the_command(tmp_path: Path) -> None:
+    sizes = ["--layers", "2", "--hidden", "64", "--vocab", "64", "--heads", "2", "--nodes", "2", "--accelerators", "2"]
+    sites = ["--sites", "3", "--between-sites", "0.001", "--every", "8", "--fragments", "2"]
+    text = run(tmp_path, "plan", *sizes, *sites).stdout
+    found = json.loads(run(tmp_path, "plan", *sizes, *sites, "--json").stdout)
+    assert [each["codec"] for each in found["sites"]] == [None, "int8_blocks", "int4_blocks"]
+    lines = text[text.index("3 sites, each with 2 x 2 accelerators") :].splitlines()
+    assert lines[1].startswith("layerzero.outer(every=8, fragments=2).")
+    for each, line in zip(found["sites"], lines[3:6], strict=True):
+        cells = line.split()
+        assert cells[:2] == [each["codec"] or "none", str(each["delay"])]
+        assert seconds(each["step_seconds"]).split()[0] in cells and size(each["outer_bytes"]).split()[0] in cells
+    for wrong in (["--sites", "2"], ["--between-sites", "1"]):
+        done = run(tmp_path, "plan", *sizes, *wrong)
+        assert done.returncode == 2 and "--sites and --between-sites need each other" in done.stderr
 
 
 def test_json_has_the_data_of_the_text_under_the_documented_keys(tmp_path: Path) -> None:
@@ -387,7 +404,8 @@ def test_the_progress_of_a_report_does_not_mix_with_other_output(tmp_path: Path)
     os.close(own)
     shown = re.sub(r"(\rlayerzero: \d+ estimates in \d+ s)+\r\x1b\[K", "<progress>", said)
     plan_text, report, rest = shown.removeprefix("<progress>").partition("<progress>\nwritten: ")
-    assert shown.startswith("<progress>") and report and "Times are simulated, not measured.\n" in plan_text
+    assert shown.startswith("<progress>") and report
+    assert " ".join(plan_text.split()).endswith("Times are simulated, not measured.")
     assert "estimates in" not in plan_text + rest and "\x1b" not in plan_text + rest
 
 

@@ -104,9 +104,9 @@ class SharedMemoryTransport(Transport):
 
     @classmethod
     def connect(cls, mesh_info: MeshInfo, demand: BufferDemand) -> SharedMemoryTransport | None:
-        """Map a segment on all ranks of the ZeRO-3 group. All of these ranks must call this method.
+        """Map a shared segment and return a transport that uses it, or None on all ranks if any rank cannot map it.
 
-        If any rank cannot map the segment, return None on all ranks.
+        All ranks of the ZeRO-3 group must call this method.
         """
         segment = map_shared_segment(mesh_info.zero3_control_comm, segment_sizes(demand))
         return None if segment is None else cls(segment, mesh_info, demand.send_scratch)
