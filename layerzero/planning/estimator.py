@@ -461,7 +461,7 @@ class Estimator:
         if choice.refresh_codec is None:
             return None
         codec = NAMED_REFRESH_CODECS[choice.refresh_codec]
-        return codec.nbytes(2**20) / 2**20 if isinstance(codec, Int4Difference) else _LOSSLESS_BITS / 8
+        return codec.message_bytes(2**20) / 2**20 if isinstance(codec, Int4Difference) else _LOSSLESS_BITS / 8
 
     def _update(self, numel: float, *, in_host: bool) -> float:
         """Return the time in seconds that AdamW needs to update `numel` elements."""
