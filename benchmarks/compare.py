@@ -46,7 +46,7 @@ from layerzero.config.yaml_file import dtype_named
 from layerzero.device.accelerator import Clock, compute_device, default_device_type
 from layerzero.sharding.unit_selection import block_classes
 from layerzero.utils.import_path import load_named
-from layerzero.utils.text_tables import seconds, size, table
+from layerzero.utils.text_tables import seconds_text, size_text, table
 from layerzero.verification.training_runs import TrainingTask, loss_of_output
 
 __all__ = ["COMPARED", "backend_of", "compare", "largest_difference", "main", "report", "schemes_of"]
@@ -229,12 +229,12 @@ def report(found: dict[str, Any]) -> str:
     rows = []
     for each in schemes:
         times, formula = each["step_seconds"], each["formula_bytes_per_node"]
-        spread = f"{seconds(times['min'])} - {seconds(times['max'])}"
-        row = [each["label"], seconds(times["median"]), spread, size(each["between_bytes_per_node"])]
-        row.append("" if formula is None else size(formula))
+        spread = f"{seconds_text(times['min'])} - {seconds_text(times['max'])}"
+        row = [each["label"], seconds_text(times["median"]), spread, size_text(each["between_bytes_per_node"])]
+        row.append("" if formula is None else size_text(formula))
         if has_wire:
-            row.append(size(each["wire_bytes_per_node"]))
-        rows.append([*row, size(max(each["peak_bytes_by_rank"]))])
+            row.append(size_text(each["wire_bytes_per_node"]))
+        rows.append([*row, size_text(max(each["peak_bytes_by_rank"]))])
     losses = [
         [str(step), *(f"{loss:.6f}" for loss in several)]
         for step, several in enumerate(zip(*(each["losses"] for each in schemes), strict=True))

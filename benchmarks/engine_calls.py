@@ -30,7 +30,7 @@ _PACKAGE = str(Path(layerzero.__file__).parent)
 _WAYS = {  # by name: the hooks, and the functions of torch.distributed that they reach
     "weight": ({"_PreForwardHook.__call__"}, {"all_gather_into_tensor", "all_gather_single"}),
     "gradient": (
-        {"_OnGradient.__call__", "Scheduler.pre_backward", "Scheduler.post_backward", "Scheduler.finalize_backward"},
+        {"_GradientHook.__call__", "Scheduler.pre_backward", "Scheduler.post_backward", "Scheduler.finalize_backward"},
         {"all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single"},
     ),
 }

@@ -69,14 +69,14 @@ def _verify(
         sys.path.insert(0, os.getcwd())
     settings: dict[str, Any] = {"accumulation": accumulation}
     if param_dtype is not None:
-        dtype = _dtype(param_dtype, "--param-dtype")
+        dtype = _parse_dtype(param_dtype, "--param-dtype")
         settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    model_fn = _load(model, "the model")
+    model_fn = _import_callable(model, "the model")
     if unit:
-        settings["units"] = [_unit(name, model.partition(":")[0]) for name in unit]
-    batch_fn = _batch_fn(model) if batches is None else _load(batches, "--batches")
-    loss_fn = None if loss is None else _load(loss, "--loss")
-    optimizer_fn = None if optimizer is None else _load(optimizer, "--optimizer")
+        settings["units"] = [_parse_unit(name, model.partition(":")[0]) for name in unit]
+    batch_fn = _batch_fn(model) if batches is None else _import_callable(batches, "--batches")
+    loss_fn = None if loss is None else _import_callable(loss, "--loss")
+    optimizer_fn = None if optimizer is None else _import_callable(optimizer, "--optimizer")
     with _process_group():
         try:
             report = verify(
@@ -93,7 +93,7 @@ def _verify(
                 **settings,
             )
         except (TypeError, ValueError) as error:
-            _refuse(str(error))
+            _exit_with_error(str(error))
         except (RuntimeError, ModuleNotFoundError) as error:
             typer.echo(f"layerzero: {error}", err=True)
             raise typer.Exit(1) from None
@@ -140,7 +140,7 @@ def _export(
     """
     with _readable_failures():
         write = export_parts if is_megatron_checkpoint(checkpoint) else whole_model_files.export_model
-        write(checkpoint, out, dtype=_dtype(dtype, "--dtype"), averages=ema)
+        write(checkpoint, out, dtype=_parse_dtype(dtype, "--dtype"), averages=ema)
 
 
 @app.command("import")
@@ -152,9 +152,11 @@ def _import(
 ) -> None:
     """Create a checkpoint from the safetensors files of a full model, in one process."""
     if len(files) < 2:
-        _refuse("import requires two arguments: a safetensors file or a folder of such files, and the new checkpoint")
+        _exit_with_error(
+            "import requires two arguments: a safetensors file or a folder of such files, and the new checkpoint"
+        )
     with _readable_failures():
-        whole_model_files.import_model(files[:-1], files[-1], dtype=_dtype(dtype, "--dtype"))
+        whole_model_files.import_model(files[:-1], files[-1], dtype=_parse_dtype(dtype, "--dtype"))
 
 
 add_commands(app)
@@ -170,13 +172,13 @@ def _readable_failures() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def _dtype(name: str | None, option: str) -> torch.dtype | None:
+def _parse_dtype(name: str | None, option: str) -> torch.dtype | None:
     if name is None:
         return None
     try:
         return dtype_named(option, name)
     except ValueError as error:
-        _refuse(str(error))
+        _exit_with_error(str(error))
 
 
 @contextmanager
@@ -197,35 +199,35 @@ def _process_group() -> Iterator[None]:
 def _batch_fn(model: str) -> Callable[..., Any]:
     module_name = model.partition(":")[0]
     if not hasattr(sys.modules[module_name], "make_batch"):
-        _refuse(
+        _exit_with_error(
             f"{module_name} has no make_batch(index, rank). Define it there, or pass a function with "
             "--batches MODULE:BATCH_FN"
         )
-    return _load(f"{module_name}:make_batch", "--batches")
+    return _import_callable(f"{module_name}:make_batch", "--batches")
 
 
-def _unit(name: str, module_name: str) -> type[nn.Module] | str:
+def _parse_unit(name: str, module_name: str) -> type[nn.Module] | str:
     """Return the module class that `name` refers to.
 
     If there is no such class and `name` has no colon, return `name` itself. `shard_model` then checks that a submodule
     has this name.
     """
-    unit = _load(name, "--unit") if ":" in name else getattr(sys.modules[module_name], name, None)
+    unit = _import_callable(name, "--unit") if ":" in name else getattr(sys.modules[module_name], name, None)
     if isinstance(unit, type) and issubclass(unit, nn.Module):
         return unit
     if ":" in name:
-        _refuse(f"--unit {name} is not a torch.nn.Module class")
+        _exit_with_error(f"--unit {name} is not a torch.nn.Module class")
     return name
 
 
-def _load(target: str, what: str) -> Callable[..., Any]:
+def _import_callable(target: str, what: str) -> Callable[..., Any]:
     """Import the callable ``package.module:name``. If that fails, exit with status 2."""
     try:
         return load_named(target, what)
     except ValueError as error:
-        _refuse(str(error))
+        _exit_with_error(str(error))
 
 
-def _refuse(message: str) -> NoReturn:
+def _exit_with_error(message: str) -> NoReturn:
     typer.echo(f"layerzero: {message}", err=True)
     raise typer.Exit(2)

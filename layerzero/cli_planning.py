@@ -27,7 +27,7 @@ from layerzero.planning.simulator import simulate
 from layerzero.planning.site_estimate import sites_text
 from layerzero.planning.transformer_shapes import TransformerShape
 from layerzero.utils.import_path import load_named
-from layerzero.utils.text_tables import seconds, size, table
+from layerzero.utils.text_tables import seconds_text, size_text, table
 
 __all__ = ["add_commands"]
 
@@ -39,14 +39,14 @@ _PATIENCE = 2.0  # seconds before progress is shown
 _INTERVAL = 0.2  # seconds between two updates
 
 
-def _of_cluster(name: str, text: str) -> Any:
+def _cluster_option(name: str, text: str) -> Any:
     return typer.Option(
         f"--{name.replace('_', '-')}", help=f"{text} Default: {_DEFAULTS[name]}.", rich_help_panel=_CLUSTER
     )
 
 
-_BETWEEN = _of_cluster("between", "Gbit/s that a node sends to other nodes, over all of its ports.")
-_INSIDE = _of_cluster("inside", "GB/s that an accelerator sends inside its node.")
+_BETWEEN = _cluster_option("between", "Gbit/s that a node sends to other nodes, over all of its ports.")
+_INSIDE = _cluster_option("inside", "GB/s that an accelerator sends inside its node.")
 _JSON = typer.Option("--json", help="Print the result as one JSON object.")
 
 
@@ -71,14 +71,18 @@ def _plan(
         typer.Option("--probe", help="Under torchrun: measure the current cluster.", rich_help_panel=_CLUSTER),
     ] = False,
     nodes: Annotated[int | None, typer.Option(help="Number of nodes.", rich_help_panel=_CLUSTER)] = None,
-    accelerators: Annotated[int | None, _of_cluster("accelerators", "Accelerators per node.")] = None,
-    memory: Annotated[float | None, _of_cluster("memory", "GB per accelerator.")] = None,
-    reserve: Annotated[float | None, _of_cluster("reserve", "GB per accelerator that the model cannot use.")] = None,
+    accelerators: Annotated[int | None, _cluster_option("accelerators", "Accelerators per node.")] = None,
+    memory: Annotated[float | None, _cluster_option("memory", "GB per accelerator.")] = None,
+    reserve: Annotated[
+        float | None, _cluster_option("reserve", "GB per accelerator that the model cannot use.")
+    ] = None,
     between: Annotated[float | None, _BETWEEN] = None,
     inside: Annotated[float | None, _INSIDE] = None,
-    tflops: Annotated[float | None, _of_cluster("tflops", "Achieved TFLOP/s per accelerator, not the peak.")] = None,
-    host_memory: Annotated[float | None, _of_cluster("host_memory", "GB of host memory per node.")] = None,
-    price: Annotated[float | None, _of_cluster("price", "Price of an accelerator per hour.")] = None,
+    tflops: Annotated[
+        float | None, _cluster_option("tflops", "Achieved TFLOP/s per accelerator, not the peak.")
+    ] = None,
+    host_memory: Annotated[float | None, _cluster_option("host_memory", "GB of host memory per node.")] = None,
+    price: Annotated[float | None, _cluster_option("price", "Price of an accelerator per hour.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens in a rank's micro-batch.")] = 4096,
     sequence: Annotated[int | None, typer.Option(help="Tokens in one sequence. Default: --tokens.")] = None,
     micro_batches: Annotated[
@@ -147,9 +151,9 @@ def _plan(
             raise ValueError("--probe and --cluster exclude each other. Pass one of them")
         if (sites > 1) != (between_sites is not None):
             raise ValueError("--sites and --between-sites need each other. Pass both, with at least 2 sites")
-        described = None if probe else _cluster(cluster, cluster_fields)
-        source = _model(model, named, optional)  # before the probe, so that a wrong argument is reported at once
-        target = _probed(cluster_fields, quiet=as_json) if described is None else described
+        described = None if probe else _read_cluster(cluster, cluster_fields)
+        source = _read_model(model, named, optional)  # before the probe, so that a wrong argument is reported at once
+        target = _probe_cluster(cluster_fields, quiet=as_json) if described is None else described
         counts = micro_batches or [1, 4, 16]
         if batch_tokens is not None:
             counts = [max(1, round(batch_tokens / (tokens * target.ranks)))]
@@ -164,10 +168,10 @@ def _plan(
                 zero3_sizes=zero3_size or None,
                 offload=True if offload else None,
                 param_dtype=param_dtype,
-                replica_reduce_dtypes=_with_none(replica_reduce_dtype),
-                accumulation_dtypes=_with_none(accumulation_dtype),
-                hop2_codecs=_with_none(hop2_codec),
-                refresh_codecs=_with_none(refresh_codec),
+                replica_reduce_dtypes=_parse_none(replica_reduce_dtype),
+                accumulation_dtypes=_parse_none(accumulation_dtype),
+                hop2_codecs=_parse_none(hop2_codec),
+                refresh_codecs=_parse_none(refresh_codec),
                 recompute=recompute,
                 activation_bytes=activations * 1e9,
                 on_estimate=progress.count_estimate,
@@ -208,7 +212,8 @@ def _trace(file: Annotated[Path, typer.Argument(help="A trace file written by la
         elif event.kind == "wait":
             row[3] += (event.end - event.start) / 1e6
     collectives = [
-        (kind, axis, f"{n:.0f}", size(b), seconds(f), seconds(w)) for (kind, axis), (n, b, f, w) in calls.items()
+        (kind, axis, f"{n:.0f}", size_text(b), seconds_text(f), seconds_text(w))
+        for (kind, axis), (n, b, f, w) in calls.items()
     ]
     typer.echo(table(("collective", "axis", "calls", "sent", "in flight", "waited"), collectives, left=2))
     spans: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
@@ -220,7 +225,9 @@ def _trace(file: Annotated[Path, typer.Argument(help="A trace file written by la
             phase, name, start = open_spans.pop()
             total = spans[phase, name]
             total[0], total[1] = total[0] + 1, total[1] + (event.end - start) / 1e6
-    computed = [(phase, name, f"{n:.0f}", seconds(t), seconds(t / n)) for (phase, name), (n, t) in spans.items()]
+    computed = [
+        (phase, name, f"{n:.0f}", seconds_text(t), seconds_text(t / n)) for (phase, name), (n, t) in spans.items()
+    ]
     typer.echo("\n" + table(("phase", "unit", "times", "in all", "each"), computed, left=2))
     typer.echo("times of a unit include the units inside it")
 
@@ -237,10 +244,10 @@ def _simulate(
     between: Annotated[float | None, _BETWEEN] = None,
     inside: Annotated[float | None, _INSIDE] = None,
     between_latency: Annotated[
-        float | None, _of_cluster("between_latency", "Microseconds of a step of a collective between nodes.")
+        float | None, _cluster_option("between_latency", "Microseconds of a step of a collective between nodes.")
     ] = None,
     inside_latency: Annotated[
-        float | None, _of_cluster("inside_latency", "Microseconds of such a step inside a node.")
+        float | None, _cluster_option("inside_latency", "Microseconds of such a step inside a node.")
     ] = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
@@ -256,7 +263,7 @@ def _simulate(
             per_node = recording.zero3_size if accelerators is None else accelerators
             ranks = recording.zero3_size * recording.replicas
             cluster_fields |= {"accelerators": per_node, "nodes": max(1, ranks // max(1, per_node))}
-        target = _cluster(cluster, cluster_fields)
+        target = _read_cluster(cluster, cluster_fields)
     outcome = simulate(recording.program(), target.machine(recording.zero3_size))
     waits: defaultdict[str, float] = defaultdict(float)
     for step in outcome.waits:
@@ -279,14 +286,14 @@ def _simulate(
         typer.echo(json.dumps(result, indent=1))
         return
     typer.echo(
-        f"simulated: {len(outcome.step_ends)} steps in {seconds(outcome.seconds)}, "
-        f"computing {seconds(outcome.computed)}, waiting {seconds(outcome.waited)}; nodes of {target.accelerators} "
-        f"accelerators, {target.node_link_text}"
+        f"simulated: {len(outcome.step_ends)} steps in {seconds_text(outcome.seconds)}, "
+        f"computing {seconds_text(outcome.computed)}, waiting {seconds_text(outcome.waited)}; nodes of "
+        f"{target.accelerators} accelerators, {target.node_link_text}"
     )
-    rows = [(kind, str(n), size(outcome.bytes[kind]), seconds(waits[kind])) for kind, n in calls]
+    rows = [(kind, str(n), size_text(outcome.bytes[kind]), seconds_text(waits[kind])) for kind, n in calls]
     typer.echo(table(("collective", "calls", "sent", "waited"), rows))
     typer.echo(
-        "links were busy: " + ", ".join(f"{name} {seconds(busy)}" for name, busy in sorted(outcome.busy.items()))
+        "links were busy: " + ", ".join(f"{name} {seconds_text(busy)}" for name, busy in sorted(outcome.busy.items()))
     )
 
 
@@ -296,7 +303,7 @@ def add_commands(app: typer.Typer) -> None:
     app.command("simulate")(_simulate)
 
 
-def _with_none(names: list[str] | None) -> list[str | None]:
+def _parse_none(names: list[str] | None) -> list[str | None]:
     """Return the values of a repeated option, in which ``none`` stands for None."""
     return [None if name == "none" else name for name in names or ["none"]]
 
@@ -332,12 +339,12 @@ class _Progress:
             self._visible = False
 
 
-def _probed(given: dict[str, Any], *, quiet: bool) -> Cluster:
+def _probe_cluster(given: dict[str, Any], *, quiet: bool) -> Cluster:
     """Return the measured cluster, with the fields that the user has given."""
     return replace(_run_probe(quiet=quiet), **{name: value for name, value in given.items() if value is not None})
 
 
-def _cluster(path: Path | None, given: dict[str, Any]) -> Cluster:
+def _read_cluster(path: Path | None, given: dict[str, Any]) -> Cluster:
     given = {name: value for name, value in given.items() if value is not None}
     if path is not None:
         return Cluster.from_yaml(path, **given)
@@ -371,7 +378,7 @@ def _run_probe(*, quiet: bool) -> Cluster:
     return result.cluster
 
 
-def _model(
+def _read_model(
     named: str | None, sizes: dict[str, Any], optional: dict[str, Any]
 ) -> Callable[[], nn.Module] | TransformerShape | str:
     by_sizes = [name for name, value in sizes.items() if value is not None]

@@ -96,7 +96,7 @@ def _unsharded(
     runtime: LayerZeroState, module: nn.Module, members: Sequence[ManagedParam], options: _Options
 ) -> Iterator[None]:
     """Implement :func:`unsharded` for the parameters `members` of one model."""
-    subject, modules = _subject(options), set(module.modules())
+    subject, modules = _format_call(options), set(module.modules())
     gradients = _agree_to_show(runtime, module, members, options)
     keeps = runtime.ranks.is_first or not options.rank0_only
     buffers = [buffer for buffer in runtime.cast_buffers if keeps and buffer.module() in modules]
@@ -109,7 +109,7 @@ def _unsharded(
             parameters[member] = parameter
         del parameter  # frees its memory before the next parameter is gathered
     if keeps:
-        _show(parameters)
+        _install_params(parameters)
     runtime.status.unsharded |= dict.fromkeys(members, keeps)
     try:
         with viewing(runtime.status.active_views, ParamView.UNSHARDED), in_original_dtype(buffers):
@@ -120,17 +120,17 @@ def _unsharded(
                     require_equal(subject, {}, ranks=runtime.ranks.ranks, failure=error)
                 raise
             if options.writeback:
-                parameters = _agreed_edits(runtime, parameters, options)
+                parameters = _agree_on_edits(runtime, parameters, options)
     finally:
         for member in members:
             del runtime.status.unsharded[member]
         if keeps:
-            _show({member: member.sharded for member in members})
+            _install_params({member: member.sharded for member in members})
     if options.writeback:
         _write_back(runtime, members, parameters, options)
 
 
-def _subject(options: _Options) -> str:
+def _format_call(options: _Options) -> str:
     return f"unsharded({', '.join(f'{name}=True' for name, value in options._asdict().items() if value)})"
 
 
@@ -142,7 +142,7 @@ def _agree_to_show(
     If `with_grads` is False, return an empty dict.
     """
     runtime.scheduler.recover_interrupted_pass()
-    subject, model_ranks, failure = _subject(options), runtime.ranks, None
+    subject, model_ranks, failure = _format_call(options), runtime.ranks, None
     gradients: dict[ManagedParam, Tensor] = {}
     groups: dict[str, dict[str, object]] = {}
     try:
@@ -163,7 +163,9 @@ def _agree_to_show(
             _refuse_dtensors(subject, members)
         if options.with_grads:
             gradients = _final_gradients(runtime, subject, members)
-            groups = _grouped(runtime, members, lambda member: "present" if member in gradients else "None", " .grad")
+            groups = _group_values(
+                runtime, members, lambda member: "present" if member in gradients else "None", " .grad"
+            )
     except (RuntimeError, ValueError) as error:
         failure = error
     path = next(
@@ -237,7 +239,7 @@ def _write_back(
     for member in members:
         parameter = parameters.get(member)
         full = None if parameter is None else parameter.detach()
-        full = _from_first(runtime, member, full) if options.rank0_only else full
+        full = _broadcast_full(runtime, member, full) if options.rank0_only else full
         assert full is not None
         _write_rows(member, full)
     runtime.refreshes.launch(handles)
@@ -253,7 +255,7 @@ def _write_back(
             member.sharded.grad = None
             continue
         gradient = parameters[member].grad if member in parameters else None
-        full = _from_first(runtime, member, gradient) if options.rank0_only else gradient
+        full = _broadcast_full(runtime, member, gradient) if options.rank0_only else gradient
         if member.sharded.grad is None:
             member.sharded.grad = torch.zeros_like(member.sharded.detach())
         assert full is not None
@@ -261,7 +263,7 @@ def _write_back(
             member.sharded.grad._local_tensor.copy_(rows_of(full.detach(), member.spec))  # type: ignore[attr-defined]
 
 
-def _from_first(runtime: LayerZeroState, member: ManagedParam, full: Tensor | None) -> Tensor:
+def _broadcast_full(runtime: LayerZeroState, member: ManagedParam, full: Tensor | None) -> Tensor:
     """Broadcast the first rank's full tensor. On the other ranks, `full` is None."""
     received = torch.empty(member.spec.true_shape, dtype=member.master.dtype, device=member.spec.mesh_info.device)
     if full is not None:
@@ -390,7 +392,7 @@ def full_state_dict(
                 state[name] = value
             continue
         if id(value) not in full_tensors:
-            gathered = _whole(member)
+            gathered = _gather_master(member)
             full_tensors[id(value)] = (gathered.cpu() if cpu else gathered) if keeps else gathered.new_empty(0)
             del gathered  # frees its memory before the next parameter is gathered
         if keeps:
@@ -437,10 +439,10 @@ def load_full_state_dict(
     missing = [n for names in names_of.values() if not state.keys() & set(names) for n in names]
     left_out = IncompatibleKeys(missing, [name for name in state if name not in targets])
     failure = None
-    if first and (problems := [*(_incompatible(left_out) if strict else ()), *_misshapen(targets, state)]):
+    if first and (problems := [*(_incompatible(left_out) if strict else ()), *_shape_problems(targets, state)]):
         failure = ValueError("load_full_state_dict: " + "; ".join(problems))
     require_equal("load_full_state_dict", {"strict": strict}, ranks=model_ranks.ranks, failure=failure)
-    left_out = IncompatibleKeys([], []) if strict else IncompatibleKeys(*_of_first_rank(left_out, model_ranks))
+    left_out = IncompatibleKeys([], []) if strict else IncompatibleKeys(*_broadcast_names(left_out, model_ranks))
     skipped = set(left_out.missing_keys)
 
     members = {id(member.sharded): member for member in runtime.members.values()}
@@ -471,7 +473,7 @@ def _incompatible(left_out: IncompatibleKeys) -> list[str]:
     return [f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds if names]
 
 
-def _misshapen(targets: Mapping[str, object], state: Mapping[str, object]) -> list[str]:
+def _shape_problems(targets: Mapping[str, object], state: Mapping[str, object]) -> list[str]:
     problems = []
     for name in sorted(targets.keys() & state.keys()):
         target, value = targets[name], state[name]
@@ -482,7 +484,7 @@ def _misshapen(targets: Mapping[str, object], state: Mapping[str, object]) -> li
     return problems
 
 
-def _of_first_rank(left_out: IncompatibleKeys, model_ranks: ModelRanks) -> list[list[str]]:
+def _broadcast_names(left_out: IncompatibleKeys, model_ranks: ModelRanks) -> list[list[str]]:
     """Broadcast the names from the first rank, which is the only rank that has the state dict."""
     if model_ranks.size == 1:
         return list(left_out)
@@ -495,12 +497,12 @@ def _of_first_rank(left_out: IncompatibleKeys, model_ranks: ModelRanks) -> list[
     return lists
 
 
-def _whole(member: ManagedParam) -> Tensor:
+def _gather_master(member: ManagedParam) -> Tensor:
     with torch.no_grad():
         return member.spec.gather_full(member.master.detach())
 
 
-def _agreed_edits(
+def _agree_on_edits(
     runtime: LayerZeroState, parameters: Mapping[ManagedParam, nn.Parameter], options: _Options
 ) -> dict[ManagedParam, nn.Parameter]:
     """Return the parameters that the model now has in place of `parameters`.
@@ -512,15 +514,15 @@ def _agreed_edits(
     failure: Exception | None = None
     groups: dict[str, dict[str, object]] = {}
     try:
-        edited = {member: _edited(member, parameter) for member, parameter in parameters.items()}
+        edited = {member: _current_param(member, parameter) for member, parameter in parameters.items()}
         if not options.rank0_only:
-            groups = _grouped(runtime, edited, lambda member: digest(local_part(edited[member])))
+            groups = _group_values(runtime, edited, lambda member: digest(local_part(edited[member])))
         if options.with_grads and not options.rank0_only:
-            for group, fields in _grouped(runtime, edited, lambda m: _digest_of(edited[m].grad), " .grad").items():
+            for group, fields in _group_values(runtime, edited, lambda m: _digest_of(edited[m].grad), " .grad").items():
                 groups[group] |= fields
     except ValueError as error:
         failure = error
-    require_equal(_subject(options), {}, ranks=runtime.ranks.ranks, failure=failure, groups=groups)
+    require_equal(_format_call(options), {}, ranks=runtime.ranks.ranks, failure=failure, groups=groups)
     return edited
 
 
@@ -528,7 +530,7 @@ def _digest_of(gradient: Tensor | None) -> str:
     return "None" if gradient is None else digest(local_part(gradient))
 
 
-def _grouped(
+def _group_values(
     runtime: LayerZeroState,
     members: Iterable[ManagedParam],
     value_of: Callable[[ManagedParam], object],
@@ -544,13 +546,13 @@ def _grouped(
     return groups
 
 
-def _show(parameters: Mapping[ManagedParam, nn.Parameter]) -> None:
+def _install_params(parameters: Mapping[ManagedParam, nn.Parameter]) -> None:
     for member, parameter in parameters.items():
         for module_parameters, attribute in member.module_refs:
             module_parameters[attribute] = parameter
 
 
-def _edited(member: ManagedParam, unsharded_param: nn.Parameter) -> nn.Parameter:
+def _current_param(member: ManagedParam, unsharded_param: nn.Parameter) -> nn.Parameter:
     """Return `unsharded_param`, or the parameter that the user has assigned in its place."""
     tied = [parameters.get(attribute) for parameters, attribute in member.module_refs]
     replacements = {id(parameter): parameter for parameter in tied if parameter is not unsharded_param}

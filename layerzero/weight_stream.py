@@ -83,13 +83,13 @@ def stream_weights(
 
 
 def _stream(runtime: LayerZeroState, bucket_bytes: int, rank0_only: bool) -> Generator[tuple[str, Tensor], None, None]:
-    entries = _begin(runtime, "stream_weights", bucket_bytes=bucket_bytes, rank0_only=rank0_only)
+    entries = _begin_stream(runtime, "stream_weights", bucket_bytes=bucket_bytes, rank0_only=rank0_only)
     with closing(_gather_buckets(runtime, _buckets(entries, bucket_bytes), rank0_only=rank0_only)) as buckets:
         for bucket in buckets:
             for names, tensor in bucket:
                 for name in names:
                     yield name, tensor
-                _empty(tensor)
+                _release_memory(tensor)
 
 
 class WeightSender:
@@ -153,9 +153,9 @@ class WeightSender:
             RuntimeError, ValueError: see :func:`stream_weights`.
         """
         runtime = get_state(self._model)
-        entries = _begin(runtime, "WeightSender.packets", check=_refuse_classes, bucket_bytes=self._bucket_bytes)
+        entries = _begin_stream(runtime, "WeightSender.packets", check=_refuse_classes, bucket_bytes=self._bucket_bytes)
         versions = {entry.names[0]: entry.handle.weights_version for entry in entries if entry.handle is not None}
-        full, changed = self._agree(runtime, entries, versions, full)
+        full, changed = self._agree_on_entries(runtime, entries, versions, full)
         self._is_complete = False
         self.version += 1
         buckets = _buckets(changed, self._bucket_bytes) or [[]]
@@ -167,7 +167,7 @@ class WeightSender:
                     yield self._packet(Version(self._name, self.version, base, index, count), bucket, names_to_keep)
         self._sent_versions, self._is_complete = versions, True
 
-    def _agree(
+    def _agree_on_entries(
         self, runtime: LayerZeroState, entries: Sequence[_Entry], versions: dict[str, int], full: bool
     ) -> tuple[bool, list[_Entry]]:
         """Return whether all values are sent, and the entries to send. Both are the same on all ranks."""
@@ -236,7 +236,7 @@ class _Entry:
             return gathered
         spec = self.param.spec
         part = gathered.resize_(spec.shape)  # a view would keep the memory when the stream empties it
-        return part if spec.model_parallel is None else spec.model_parallel.whole(part)
+        return part if spec.model_parallel is None else spec.model_parallel.gather_global(part)
 
 
 def _check_bucket(bucket_bytes: int) -> None:
@@ -254,7 +254,7 @@ def _refuse_classes(entries: Sequence[_Entry]) -> None:
             )
 
 
-def _begin(
+def _begin_stream(
     runtime: LayerZeroState, subject: str, *, check: Callable[[Sequence[_Entry]], None] | None = None, **fields: object
 ) -> list[_Entry]:
     """Prepare a stream on all ranks and return the tensors of the state dict.
@@ -333,7 +333,7 @@ def _gather_buckets(
                 gathered = _gather(runtime, bucket, rank0_only=rank0_only)
                 yield gathered
                 for _, tensor in gathered:
-                    _empty(tensor)
+                    _release_memory(tensor)
         except GeneratorExit:
             for bucket in waiting:
                 _gather(runtime, bucket, rank0_only=rank0_only)
@@ -346,13 +346,13 @@ def _gather(
     runtime.require_open()
     receives = runtime.ranks.is_first or not rank0_only
     needed = [entry for entry in bucket if receives or entry.is_needed(runtime.ranks.ranks[0])]
-    with torch.inference_mode(False), torch.no_grad():  # the tensors must allow `_empty` in every mode
+    with torch.inference_mode(False), torch.no_grad():  # the tensors must allow `_release_memory` in every mode
         launched = [(entry, *entry.launch()) for entry in needed]
         tensors = [(entry.names, entry.finish(gathered, pending)) for entry, gathered, pending in launched]
     return tensors if receives else []
 
 
-def _empty(tensor: Tensor) -> None:
+def _release_memory(tensor: Tensor) -> None:
     """Release the memory of a tensor, unless another tensor uses it."""
     if type(tensor) is Tensor:
         tensor.data = tensor.new_empty(0)

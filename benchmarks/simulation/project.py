@@ -15,7 +15,14 @@ from pathlib import Path
 
 from benchmarks.model_shapes import UNITS
 from benchmarks.simulation.record import Settings, record_blocks
-from layerzero.planning.sim_program import ComputeKey, Operation, SimCollective, from_events, resized, retimed
+from layerzero.planning.sim_program import (
+    ComputeKey,
+    Operation,
+    SimCollective,
+    program_from_events,
+    replace_collectives,
+    replace_times,
+)
 from layerzero.planning.sim_schedules import FSDPSettings, UnitCost, fsdp_program
 from layerzero.planning.simulator import SimMachine, SimResult, simulate
 
@@ -129,13 +136,13 @@ def layerzero_program(model: Model, assumed: Assumptions, nodes: int, micro_batc
         return "last" if what == ("forward", _ROOT) else "first"  # the head comes after the blocks
 
     program = _recorded(model.blocks, inside, micro_batches)
-    return resized(retimed(program, _Times(model, assumed, inside * nodes), place), bytes_of)
+    return replace_collectives(replace_times(program, _Times(model, assumed, inside * nodes), place), bytes_of)
 
 
 @lru_cache
 def _recorded(blocks: int, inside: int, micro_batches: int) -> list[Operation]:
     settings = Settings(ranks=2 * inside, zero3_size=inside, micro_batches=micro_batches)
-    return from_events(record_blocks(blocks, settings, steps=_STEPS))
+    return program_from_events(record_blocks(blocks, settings, steps=_STEPS))
 
 
 def full_sharding_program(model: Model, assumed: Assumptions, nodes: int, micro_batches: int) -> list[Operation]:

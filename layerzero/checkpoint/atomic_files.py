@@ -47,12 +47,12 @@ __all__ = [
     "Manifest",
     "PathTakenError",
     "claim_path",
+    "contiguous_on_cpu",
     "discard",
     "flush_folder",
-    "hide",
-    "host_values",
+    "hide_folder",
     "is_displaced",
-    "is_leftover",
+    "is_temporary",
     "make_folder",
     "new_token",
     "partial_path",
@@ -61,7 +61,7 @@ __all__ = [
     "read_back",
     "refuse_to_replace",
     "remove",
-    "set_aside",
+    "rename_as_damaged",
     "tensor_bytes",
     "write_file",
 ]
@@ -119,7 +119,7 @@ def read_back(folder: Path, record: FileRecord) -> None:
         ) from None
 
 
-def host_values(tensor: Tensor) -> Tensor:
+def contiguous_on_cpu(tensor: Tensor) -> Tensor:
     """Return the values of a plain tensor as a contiguous CPU tensor, copied only if necessary."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
@@ -142,7 +142,7 @@ def partial_path(path: Path, token: str) -> Path:
     return path.with_name(f".{path.name}.{token}.partial")
 
 
-def is_leftover(path: Path) -> bool:
+def is_temporary(path: Path) -> bool:
     """Return whether `path` has the name of a folder that is being written, replaced or removed."""
     return _HIDDEN.fullmatch(path.name) is not None and not is_displaced(path)
 
@@ -209,25 +209,25 @@ def claim_path(partial: Path, path: Path, is_there: Callable[[], bool], *, overw
     """
     flush_folder(partial)
     replaced: Path | None = None  # path of the old checkpoint: `partial`, if the two were swapped
-    with _held(partial) as partial_stat:
+    with _open_folder(partial) as partial_stat:
         if os.path.lexists(path):
             if not overwrite:
                 raise PathTakenError.at(path)
             refuse_to_replace(path)
-            replaced = partial if _exchange(partial, path) else hide(path, "replaced")
+            replaced = partial if _swap_paths(partial, path) else hide_folder(path, "replaced")
         try:
             if replaced != partial:
                 os.rename(partial, path)
         except OSError:
             if not is_there():  # NFS may report that a rename failed although it succeeded
                 path_exists = os.path.lexists(path)
-                _put_back(replaced, partial, path, partial_stat)
+                _restore_replaced(replaced, partial, path, partial_stat)
                 if path_exists:
                     raise PathTakenError.at(path) from None
                 raise
         else:
             if not is_there():
-                _put_back(replaced, partial, path, partial_stat)
+                _restore_replaced(replaced, partial, path, partial_stat)
                 raise CheckpointError(
                     f"{path} does not contain the new checkpoint after the rename. Either another job has removed the "
                     "checkpoint, or this file system does not rename folders atomically. keep_last counts the "
@@ -255,13 +255,13 @@ def refuse_to_replace(path: Path) -> None:
         )
 
 
-def _exchange(partial: Path, path: Path) -> bool:
+def _swap_paths(partial: Path, path: Path) -> bool:
     """Swap the two paths atomically; return False if the swap fails or is not supported."""
     names = os.fsencode(partial), os.fsencode(path)
     return _renameat2 is not None and not _renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
 
 
-def _put_back(replaced: Path | None, partial: Path, path: Path, stat: os.stat_result) -> None:
+def _restore_replaced(replaced: Path | None, partial: Path, path: Path, stat: os.stat_result) -> None:
     """Move the old checkpoint back to `path` after publishing the new one failed.
 
     Args:
@@ -272,12 +272,12 @@ def _put_back(replaced: Path | None, partial: Path, path: Path, stat: os.stat_re
         if replaced != partial:
             if replaced is not None and not os.path.lexists(path):
                 os.rename(replaced, path)
-        elif not (_is_same(path, stat) and _exchange(partial, path)):
-            hide(partial, "replaced")  # so that discarding the new checkpoint does not remove the old one
+        elif not (_is_same(path, stat) and _swap_paths(partial, path)):
+            hide_folder(partial, "replaced")  # so that discarding the new checkpoint does not remove the old one
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[os.stat_result]:
+def _open_folder(folder: Path) -> Iterator[os.stat_result]:
     """Open a folder and yield its stat result. The inode number is not reused while the folder is open."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -330,10 +330,10 @@ def discard(folder: Path) -> None:
     Raises:
         FileNotFoundError: another job has removed or published the folder.
     """
-    remove(hide(folder))
+    remove(hide_folder(folder))
 
 
-def hide(folder: Path, kind: Literal["partial", "replaced"] = "partial") -> Path:
+def hide_folder(folder: Path, kind: Literal["partial", "replaced"] = "partial") -> Path:
     """Rename a checkpoint or a leftover folder to a hidden name that no other job uses; return the new path."""
     match = _HIDDEN.fullmatch(folder.name)
     new_path = folder.with_name(f".{match[1] if match else folder.name}.{new_token()}.{kind}")
@@ -343,7 +343,7 @@ def hide(folder: Path, kind: Literal["partial", "replaced"] = "partial") -> Path
     return new_path
 
 
-def set_aside(folder: Path) -> Path:
+def rename_as_damaged(folder: Path) -> Path:
     """Rename a damaged checkpoint to a name that is never read or removed; return the new path."""
     new_path = folder.with_name(f".{folder.name}.{new_token()}.damaged")
     os.rename(folder, new_path)

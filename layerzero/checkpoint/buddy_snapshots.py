@@ -55,17 +55,17 @@ from layerzero.checkpoint.snapshot_files import (
     SnapshotSource,
     allocate_file,
     complete_snapshots,
+    create_private_folder,
     gather_view,
-    highest,
-    mapped,
-    opened_folder,
-    opened_to_write,
+    map_file,
+    map_writable_file,
+    newest_number,
     pieces_in,
     remove_views,
 )
 from layerzero.comm.collectives import Communicator, send_recv
+from layerzero.comm.gather_text import all_gather_text
 from layerzero.comm.process_groups import ModelGroups, groups_so_far
-from layerzero.comm.texts import all_gather_text
 from layerzero.comm.traffic_counters import TrafficCounters
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
@@ -126,7 +126,7 @@ class Buddies:
             check_usable(runtime, optimizer)
             if not name or Path(name).name != name:
                 raise ValueError(f"name must be a single path component, got {name!r}. Pass a name without slashes")
-            node = json.dumps([opened_folder(self.folder), highest(self.folder)])
+            node = json.dumps([create_private_folder(self.folder), newest_number(self.folder)])
         except Exception as error:
             failure = error
         (group_counts,) = groups_so_far(runtime.ranks.ranks).values()
@@ -202,7 +202,7 @@ class Buddies:
         now = time.monotonic()
         self._period, self._began = (now - self._began if self._began else 0.0), now
         self._is_awaited.clear()
-        self._pending = PendingSave(partial(self._exchange, job), f"{_WHAT}.snapshot")
+        self._pending = PendingSave(partial(self._exchange_and_publish, job), f"{_WHAT}.snapshot")
         self._hooks = [
             optimizer.register_step_pre_hook(self._pending.warn_if_failed) for optimizer in runtime.optimizers
         ]
@@ -252,7 +252,7 @@ class Buddies:
             chunks.append([item.index.fqn, dtype, list(data.size), chunk_offsets, list(data.chunk.sizes)])
         return _SnapshotJob(own_part, record, chunks, state)
 
-    def _exchange(self, job: _SnapshotJob) -> None:
+    def _exchange_and_publish(self, job: _SnapshotJob) -> None:
         """Exchange files with the partners and publish the snapshot. This method runs in a background thread."""
         comm, folder = self._comm, job.here.folder
         try:
@@ -262,12 +262,12 @@ class Buddies:
             records = [FileRecord(**record) for record, *_ in rank_entries]
             failure = ""
             try:
-                self._swap(folder, job.record, None if self._sender is None else records[self._sender])
+                self._swap_files(folder, job.record, None if self._sender is None else records[self._sender])
                 contents = CheckpointContents(
-                    topology_entry(self._runtime), _document(rank_entries), _table(records, rank_entries)
+                    topology_entry(self._runtime), _merged_document(rank_entries), _tensor_table(records, rank_entries)
                 )
                 written = contents.write(folder)
-                text = _manifest(folder, [*records, written], job.here.token)
+                text = _manifest_text(folder, [*records, written], job.here.token)
                 write_file(folder / f".{MANIFEST}", [text])
                 for file in folder.iterdir():
                     file.chmod(0o600)
@@ -282,7 +282,7 @@ class Buddies:
             raise RankLostError(f"a rank has exited or is late: {error}") from error
         self._newest = job.here.token
 
-    def _swap(self, folder: Path, own_record: FileRecord, partner_record: FileRecord | None) -> None:
+    def _swap_files(self, folder: Path, own_record: FileRecord, partner_record: FileRecord | None) -> None:
         """Send this rank's file, and receive and verify another rank's file.
 
         The files are sent in chunks, with pauses between the chunks.
@@ -290,10 +290,10 @@ class Buddies:
         if partner_record is None:
             return
         outgoing, count = (
-            mapped(folder / own_record.name, own_record.size),
+            map_file(folder / own_record.name, own_record.size),
             -(-max(own_record.size, partner_record.size) // CHUNK),
         )
-        incoming = opened_to_write(folder / partner_record.name, partner_record.size)
+        incoming = map_writable_file(folder / partner_record.name, partner_record.size)
         for index in range(count):
             began, chunk_slice = time.monotonic(), slice(index * CHUNK, (index + 1) * CHUNK)
             partners = {"to": self._receiver, "source": self._sender}
@@ -327,9 +327,9 @@ class Buddies:
         self._finish()
         view = self.folder / f"view.{self._comm.rank}"
         remove_views(self.folder, self._comm.size)
-        saved = self._saved(newer_than)
+        saved = self._last_save_time(newer_than)
 
-        def opened(runtime: LayerZeroState) -> SnapshotSource:
+        def open_snapshot(runtime: LayerZeroState) -> SnapshotSource:
             return SnapshotSource(self._comm, view)
 
         for token in complete_snapshots(self._comm, self.folder):
@@ -338,7 +338,7 @@ class Buddies:
             try:
                 gather_view(self._comm, self.folder, token, view)
                 description = f"snapshot {token} in {self.folder}"
-                extra = prepare_from(opened, description, self._model, self._optimizer, strict=strict).commit()
+                extra = prepare_from(open_snapshot, description, self._model, self._optimizer, strict=strict).commit()
             except (RankLostError, UnsupportedFormatError):
                 raise
             except CheckpointError as error:
@@ -351,7 +351,7 @@ class Buddies:
             return Resumed(self.folder, extra, ())
         return None
 
-    def _saved(self, folder: str | os.PathLike[str] | None) -> int:
+    def _last_save_time(self, folder: str | os.PathLike[str] | None) -> int:
         """Return when the save of the last complete checkpoint in `folder` started, in seconds; -1 if there is none.
 
         The first rank reads the folder and sends the result to all ranks.
@@ -396,17 +396,17 @@ def _partners(nodes: Sequence[str], rank: int) -> tuple[int | None, int | None]:
     return order[(position + max_ranks_per_node) % len(order)], order[(position - max_ranks_per_node) % len(order)]
 
 
-def _manifest(folder: Path, records: Sequence[FileRecord], token: str) -> bytes:
+def _manifest_text(folder: Path, records: Sequence[FileRecord], token: str) -> bytes:
     files = {record.name: record for record in records}
     return Manifest(folder, files, ChecksumScheme.best(), int(token[:10]), token, finite=True).text
 
 
-def _document(rank_entries: Sequence[Sequence[Any]]) -> dict[str, Any]:
+def _merged_document(rank_entries: Sequence[Sequence[Any]]) -> dict[str, Any]:
     document: dict[str, Any] = merge_ranks(rank_entries[0][3], [own_values for _, _, own_values, _ in rank_entries])
     return document
 
 
-def _table(records: Sequence[FileRecord], rank_entries: Sequence[Sequence[Any]]) -> dict[str, StoredTensor]:
+def _tensor_table(records: Sequence[FileRecord], rank_entries: Sequence[Sequence[Any]]) -> dict[str, StoredTensor]:
     """Return all tensors by key, with the file of each chunk. If a chunk has several copies, the first one is used."""
     tensors: dict[str, tuple[str, list[int], dict[tuple[int, ...], tuple[str, tuple[int, ...], tuple[int, ...]]]]] = {}
     for record, (_, chunks, *_) in zip(records, rank_entries, strict=True):

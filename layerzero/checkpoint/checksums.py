@@ -84,7 +84,7 @@ class ChecksumScheme:
         """Return the number of chunks in a file of `size` bytes. An empty file has one empty chunk."""
         return max(1, -(-size // self.chunk))
 
-    def fits(self, sums: object, size: int) -> bool:
+    def is_well_formed(self, sums: object, size: int) -> bool:
         """Return whether `sums` has the type and length of the checksums of a file of `size` bytes."""
         return type(sums) is str and len(sums) == self.count(size) * _WIDTHS[self.algorithm]
 
@@ -212,17 +212,19 @@ def _read_chunk(descriptor: int, scheme: ChecksumScheme, chunk_read: _ChunkRead)
     scratch = bytearray(min(_STEP, chunk_read.stop - chunk_read.start))
     position = chunk_read.start
     for piece in chunk_read.pieces:
-        _stream(descriptor, position, piece.start, None, scratch, hasher)
-        _stream(descriptor, piece.start, piece.stop, piece.into, scratch, hasher)
+        _read_and_hash(descriptor, position, piece.start, None, scratch, hasher)
+        _read_and_hash(descriptor, piece.start, piece.stop, piece.into, scratch, hasher)
         position = piece.stop
-    _stream(descriptor, position, chunk_read.stop, None, scratch, hasher)
+    _read_and_hash(descriptor, position, chunk_read.stop, None, scratch, hasher)
     if hasher.hexdigest() != chunk_read.sum:
         raise _Damage(
             f"bytes {chunk_read.start:,} to {chunk_read.stop:,} do not match their recorded {scheme.algorithm} checksum"
         )
 
 
-def _stream(descriptor: int, start: int, stop: int, target: Tensor | None, scratch: bytearray, hasher: Any) -> None:
+def _read_and_hash(
+    descriptor: int, start: int, stop: int, target: Tensor | None, scratch: bytearray, hasher: Any
+) -> None:
     """Read and hash bytes `start` to `stop` of a file and copy the bytes to `target` unless `target` is None."""
     direct = target is not None and target.device.type == "cpu"
     for position in range(start, stop, _STEP):
@@ -232,7 +234,7 @@ def _stream(descriptor: int, start: int, stop: int, target: Tensor | None, scrat
             part = memoryview((ctypes.c_char * length).from_address(target.data_ptr() + position - start))
         else:
             part = memoryview(scratch)[:length]
-        _fill(descriptor, part, position)
+        _read_exactly(descriptor, part, position)
         hasher.update(part)
         if target is not None and not direct:
             target[position - start : position - start + length].copy_(
@@ -240,7 +242,7 @@ def _stream(descriptor: int, start: int, stop: int, target: Tensor | None, scrat
             )
 
 
-def _fill(descriptor: int, part: memoryview, offset: int) -> None:
+def _read_exactly(descriptor: int, part: memoryview, offset: int) -> None:
     done = 0
     while done < part.nbytes:
         count = os.preadv(descriptor, [part[done:]], offset + done)

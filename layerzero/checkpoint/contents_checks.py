@@ -87,7 +87,7 @@ def check_tensors(tensors: Mapping[str, StoredTensor], file_sizes: Mapping[str, 
                 )
             columns[column] = num_rows + (sizes[0] if shape else 0)
             file_nbytes[file] += tensor.dtype.itemsize * torch.Size(sizes).numel()
-        if columns and not _fill(sorted(columns), shape[1:]):
+        if columns and not _chunks_cover(sorted(columns), shape[1:]):
             raise ValueError(_NOT_BY_ROWS.format(key))
         num_rows = min(columns.values(), default=0)
         if shape and num_rows != shape[0] and all(shape):
@@ -100,7 +100,7 @@ def check_tensors(tensors: Mapping[str, StoredTensor], file_sizes: Mapping[str, 
 _NOT_BY_ROWS = "{} is not sharded by rows and at most one more dim"
 
 
-def _fill(columns: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
+def _chunks_cover(columns: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
     """Return whether chunks, in ascending order, cover `shape` without gaps along one dim and span all other dims."""
     if len(columns) == 1:
         return columns[0] == ((0,) * len(shape), shape)

@@ -62,10 +62,10 @@ def load_dcp(
         layerzero.checkpoint.load_dcp(path, model, optimizer)                           # in the new one
     """
 
-    def opened(runtime: LayerZeroState) -> Source:
+    def open_source(runtime: LayerZeroState) -> Source:
         source = FileSystemReader(path)
         metadata = source.read_metadata()
-        tree = _tree(source, metadata, (model_key, optimizer_key))
+        tree = _read_tree(source, metadata, (model_key, optimizer_key))
         saved = tree.get(optimizer_key)
         document = {
             "model": tree.get(model_key, {}),
@@ -80,7 +80,7 @@ def load_dcp(
         names = {key: str(entry) for key, entry in metadata.state_dict_metadata.items()}
         return _DcpFiles(CheckpointContents({}, document, tensors), names, source, os.fspath(path), runtime)
 
-    prepare_from(opened, os.fspath(path), model, optimizer, strict=strict).commit()
+    prepare_from(open_source, os.fspath(path), model, optimizer, strict=strict).commit()
 
 
 class _DcpFiles:
@@ -118,7 +118,7 @@ class _DcpFiles:
         """Do nothing, because no tensor is read in place."""
 
 
-def _tree(source: FileSystemReader, metadata: Metadata, top_keys: tuple[str, str]) -> dict[str, Any]:
+def _read_tree(source: FileSystemReader, metadata: Metadata, top_keys: tuple[str, str]) -> dict[str, Any]:
     """Return the values under the `top_keys` keys, nested as in the checkpoint. Tensors are replaced by references."""
     paths = metadata.planner_data or {key: tuple(key.split(".", 1)) for key in metadata.state_dict_metadata}
     entries = {key: entry for key, entry in metadata.state_dict_metadata.items() if paths[key][0] in top_keys}

@@ -59,8 +59,8 @@ __all__ = [
     "SafetensorsReader",
     "SafetensorsWriter",
     "check_entry",
-    "opened",
-    "pieces",
+    "iter_pieces",
+    "open_safetensors",
 ]
 
 CONTENTS = "contents.json"
@@ -301,14 +301,14 @@ class SafetensorsReader(StorageReader):
         by_file: dict[str, list[Any]] = defaultdict(list)
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, _pickled(self._values[item.storage_index.fqn]))
+                planner.load_bytes(item, _pickle_to_buffer(self._values[item.storage_index.fqn]))
                 continue
             key = self._names[item.storage_index.fqn]
             file, _, sizes = self._chunk_of(key, item.storage_index)
             by_file[file].append((key, sizes, item))
         for file, items in by_file.items():
             path = self._manifest.path_of(file)
-            with opened(path) as tensors:
+            with open_safetensors(path) as tensors:
                 names = set(tensors.keys())
                 for key, sizes, item in items:
                     check_entry(path, tensors, names, key, sizes, self._contents.tensors[key].dtype)
@@ -330,7 +330,7 @@ class SafetensorsReader(StorageReader):
         return True
 
 
-def opened(path: Path) -> Any:
+def open_safetensors(path: Path) -> Any:
     """Open a safetensors file; return the context manager of ``safetensors.safe_open``."""
     try:
         from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - only loads need it
@@ -352,7 +352,7 @@ def check_entry(
         raise CheckpointError(f"{path} has {actual} as {key}, but {CONTENTS} lists {dtype} {list(shape)}")
 
 
-def pieces(
+def iter_pieces(
     tensors: Any, key: str, shape: Sequence[int], dtype: torch.dtype, *, box: Sequence[slice] = ()
 ) -> Iterator[Tensor]:
     """Yield a tensor of an opened file, or only the region `box` of the tensor, in ranges of rows.
@@ -375,7 +375,7 @@ def _read_region(tensors: Any, key: str, offsets: Sequence[int], lengths: Sequen
     return tensors.get_slice(key)[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]  # type: ignore[no-any-return]
 
 
-def _pickled(value: Any) -> io.BytesIO:
+def _pickle_to_buffer(value: Any) -> io.BytesIO:
     """Return a buffer with the pickled `value`, as DCP expects for values that are not tensors.
 
     The value was decoded from JSON.

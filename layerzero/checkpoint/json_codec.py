@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from layerzero.checkpoint.atomic_files import host_values, tensor_bytes
+from layerzero.checkpoint.atomic_files import contiguous_on_cpu, tensor_bytes
 from layerzero.dtensor.local_shard import LocalShard
 
 __all__ = [
@@ -116,7 +116,7 @@ class Encoder:
             TypeError: a value is neither plain data nor a tensor; the message names the path of the value.
         """
         if isinstance(value, PerRank):
-            return self._per_rank(value.value, path)
+            return self._encode_per_rank(value.value, path)
         if isinstance(value, MergedValue):
             return self._encode_merged(value, path)
         if isinstance(value, Tensor):
@@ -125,12 +125,12 @@ class Encoder:
             return self._mapping(value, path)
         if type(value) in (list, tuple):
             items = [self.encode(item, f"{path}.{index}") for index, item in enumerate(value)]
-            self._note(f"{path} (items)", f"{type(value).__name__} of {len(value)}")
+            self._record_digest(f"{path} (items)", f"{type(value).__name__} of {len(value)}")
             return items if type(value) is list else {"$tuple": items}
         if type(value).__module__ == "numpy":
             return self._numpy(value, path)
-        encoded = _leaf(value, path)
-        self._note(path, encoded)
+        encoded = _encode_leaf(value, path)
+        self._record_digest(path, encoded)
         return encoded
 
     def encode_tree(self, value: Any, path: str) -> Any:
@@ -154,11 +154,11 @@ class Encoder:
 
     def _mapping(self, value: Mapping[Any, Any], path: str) -> Any:
         encoded = [[key, self.encode(item, f"{path}.{key}")] for key, item in value.items()]
-        self._note(f"{path} (keys)", [repr(key) for key in value])
+        self._record_digest(f"{path} (keys)", [repr(key) for key in value])
         if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
             return dict(encoded)
         tag = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}[type(value)]
-        return {tag: [[_leaf(key, f"a key of {path}"), item] for key, item in encoded]}
+        return {tag: [[_encode_leaf(key, f"a key of {path}"), item] for key, item in encoded]}
 
     def _numpy(self, value: Any, path: str) -> Any:
         if value.ndim == 0:
@@ -217,10 +217,10 @@ class Encoder:
             self._key_at[path] = key
         return {"$tensor": key}
 
-    def _per_rank(self, value: object, path: str) -> Any:
+    def _encode_per_rank(self, value: object, path: str) -> Any:
         if self._prefix:
             raise TypeError(f"{path}: per_rank cannot be nested. Mark only the outer value")
-        self._note(path, "a value of each rank")
+        self._record_digest(path, "a value of each rank")
         self._prefix = f"rank{self.rank}."
         try:
             self.own.append(self.encode(value, path))
@@ -238,7 +238,7 @@ class Encoder:
         self.own.append(own if self.tells else type(own)())
         return {"$joint": len(self.own) - 1, "common": common}
 
-    def _note(self, path: str, encoded: Any) -> None:
+    def _record_digest(self, path: str, encoded: Any) -> None:
         if not self._prefix and not self._encodes_own:
             self.digests[path] = repr(encoded)
 
@@ -247,7 +247,7 @@ class Encoder:
         for tensor_path in [
             tensor_path for tensor_path, digest in self.digests.items() if tensor_path.startswith(path) and not digest
         ]:
-            tensor = host_values(self.tensors[self._key_at[tensor_path]])
+            tensor = contiguous_on_cpu(self.tensors[self._key_at[tensor_path]])
             description = f"{tensor.dtype} {list(tensor.shape)} "
             digest = hashlib.sha256()
             for piece in tensor_bytes(tensor):
@@ -276,9 +276,9 @@ class Decoder:
         tag = next(iter(value), "")
         if not tag.startswith("$"):
             return {key: self.decode(item) for key, item in value.items()}
-        return self._tagged(tag, value[tag])
+        return self._decode_tagged(tag, value[tag])
 
-    def _tagged(self, tag: str, content: Any) -> Any:
+    def _decode_tagged(self, tag: str, content: Any) -> Any:
         if tag in ("$tensor", "$sharded"):
             return self.tensor(content)
         if tag == "$ndarray":
@@ -361,7 +361,7 @@ def has_own_memory(tensor: Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
-def _leaf(value: Any, path: str) -> Any:
+def _encode_leaf(value: Any, path: str) -> Any:
     kind = type(value)
     if kind is float and not math.isfinite(value):
         return {"$float": repr(value)}
@@ -372,7 +372,7 @@ def _leaf(value: Any, path: str) -> Any:
     if kind is torch.dtype:
         return {"$dtype": str(value).removeprefix("torch.")}
     if kind in (tuple, torch.Size):
-        return {"$tuple": [_leaf(item, path) for item in value]}
+        return {"$tuple": [_encode_leaf(item, path) for item in value]}
     raise TypeError(
         f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be saved, because checkpoints contain no code. Store "
         "its numbers, strings and tensors, in lists, tuples and dicts"

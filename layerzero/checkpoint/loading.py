@@ -87,10 +87,10 @@ def prepare_load(
     """
     path = Path(path)
 
-    def opened(runtime: LayerZeroState) -> Source:
+    def open_source(runtime: LayerZeroState) -> Source:
         return CheckpointFiles(Manifest.read(path))
 
-    return prepare_from(opened, os.fspath(path), model, optimizer, strict=strict, apart=apart)
+    return prepare_from(open_source, os.fspath(path), model, optimizer, strict=strict, apart=apart)
 
 
 class Source(Protocol):
@@ -116,7 +116,7 @@ class Source(Protocol):
 
 
 def prepare_from(
-    opened: Callable[[LayerZeroState], Source],
+    open_source: Callable[[LayerZeroState], Source],
     path: str,
     model: nn.Module,
     optimizer: ShardedOptimizer | None,
@@ -142,7 +142,7 @@ def prepare_from(
                 "a checkpoint cannot be loaded inside EMA.swapped(), because the end of the context would overwrite "
                 "the loaded weights. Leave the context first"
             )
-        source = opened(runtime)
+        source = open_source(runtime)
         fields["files"] = source.fingerprint
         ranks = num_saving_ranks(source.contents.topology)
         rank = model_ranks.rank if ranks == model_ranks.size else None
@@ -212,7 +212,7 @@ def _commit(
         f"a load of {path} has failed halfway, and the model and the optimizer are partly loaded. Load this or another "
         "checkpoint before you continue"
     )
-    _mark(runtime, optimizer, message, message)
+    _set_load_errors(runtime, optimizer, message, message)
     try:
         source.reread()
     except Exception as error:
@@ -220,13 +220,13 @@ def _commit(
         failure.__cause__ = error
     agree_or_raise("checkpoint.load", runtime, {}, failure)
     restore.commit()
-    _mark(
+    _set_load_errors(
         runtime, optimizer, *(previous_errors if restore.problems else (None, None))
     )  # skipped tensors may still be invalid
     return extra
 
 
-def _mark(
+def _set_load_errors(
     runtime: LayerZeroState, optimizer: ShardedOptimizer | None, of_model: str | None, of_optimizer: str | None
 ) -> None:
     runtime.status.load_error = of_model

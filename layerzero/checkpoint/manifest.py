@@ -100,7 +100,9 @@ class Manifest:
             scheme.check()
         except ValueError as error:
             raise UnsupportedFormatError(f"{path} cannot be read: {error}") from None
-        if invalid := next((record for record in records.values() if not scheme.fits(record.sums, record.size)), None):
+        if invalid := next(
+            (record for record in records.values() if not scheme.is_well_formed(record.sums, record.size)), None
+        ):
             raise CheckpointError(f"{path} was not written by layerzero: its checksums of {invalid.name!r} are invalid")
         if type(finite := fields.get("finite")) not in (bool, type(None)):
             raise CheckpointError(f"{path} was not written by layerzero: finite is {finite!r}, which is not a bool")

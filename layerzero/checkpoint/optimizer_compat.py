@@ -68,10 +68,12 @@ class GroupCompatibility:
         self.problems = [f"{key} of {what}: {mismatch}" for key, mismatch in mismatches.items()]
         self.settings = {key: value for key, value in saved.items() if key not in mismatches}
         self._kept_by_ndim: dict[int, dict[str, Any] | None] = {}
-        self._stepped_with = {**group, **self._plain(self.settings)}
+        self._stepped_with = {**group, **self._decode_settings(self.settings)}
         _, failure = self._trial(self._stepped_with)
         if failure is not None and self._trial(group)[1] is None:
-            changed = [key for key, value in self._plain(self.settings).items() if _changes(group.get(key), value)]
+            changed = [
+                key for key, value in self._decode_settings(self.settings).items() if _differs(group.get(key), value)
+            ]
             self.problems.append(f"{what}: with {', '.join(changed)} from the checkpoint, a step fails with {failure}")
             self.settings, self._stepped_with = {}, dict(group)
 
@@ -79,18 +81,18 @@ class GroupCompatibility:
         current = self._group.get(name)
         if current is None or saved is None:
             return None  # the trial step decides
-        return _kind_mismatch(_shown(current), self._sorted(saved), saved)
+        return _kind_mismatch(_nested_kind(current), self._nested_kind_of_saved(saved), saved)
 
-    def _sorted(self, value: Any) -> Any:
+    def _nested_kind_of_saved(self, value: Any) -> Any:
         """Return the kind of the encoded `value`. For a list, return a list of kinds."""
         if (key := key_of(value)) is not None:
             return _NUMBER if self._tensors[key].shape in ((), (1,)) else _TENSOR
         tag = next(iter(value), "") if isinstance(value, dict) else ""
         if isinstance(value, list) or tag == "$tuple":
-            return [self._sorted(item) for item in (value if isinstance(value, list) else value[tag])]
-        return _TAGS.get(tag, f"a {tag[1:]}" if tag.startswith("$") else _sort_of(value))
+            return [self._nested_kind_of_saved(item) for item in (value if isinstance(value, list) else value[tag])]
+        return _TAGS.get(tag, f"a {tag[1:]}" if tag.startswith("$") else _kind_of_leaf(value))
 
-    def _plain(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+    def _decode_settings(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return the decoded settings that contain no tensors. Tensors have not been read yet."""
         decoder = Decoder(_refuse_tensor, rank=None)
         return {
@@ -117,11 +119,11 @@ class GroupCompatibility:
             values: entries of the state, as JSON.
             ndim: number of dims of the parameter.
         """
-        example_state = self.kept(ndim) if values else None  # a parameter without state has never been stepped
+        example_state = self.example_state(ndim) if values else None  # a parameter without state has never been stepped
         missing = {}
         for state_key, example in (example_state or {}).items():
-            expected, value = _kind(example), values.get(state_key)
-            saved_kind = self._kind_of(value)
+            expected, value = _kind_of_example(example), values.get(state_key)
+            saved_kind = self._kind_of_saved(value)
             if value is None:
                 missing[state_key] = (
                     "it is None in the checkpoint" if state_key in values else "the checkpoint does not have it"
@@ -132,16 +134,16 @@ class GroupCompatibility:
             self.settings = {}  # with settings such as amsgrad, the parameter's current state may lack them too
             yield from missing.items()
 
-    def kept(self, ndim: int) -> dict[str, Any] | None:
+    def example_state(self, ndim: int) -> dict[str, Any] | None:
         """Return an example of the state of a parameter with `ndim` dims; None if the trial step fails."""
         if ndim not in self._kept_by_ndim:
             self._kept_by_ndim[ndim] = self._trial(self._stepped_with, ndim)[0]
         return self._kept_by_ndim[ndim]
 
-    def _kind_of(self, value: Any) -> str:
+    def _kind_of_saved(self, value: Any) -> str:
         if (key := key_of(value)) is not None:
             return _ROWS if self._tensors[key].shape else _NUMBER
-        return sorted_kind if isinstance(sorted_kind := self._sorted(value), str) else _SEQUENCE
+        return sorted_kind if isinstance(sorted_kind := self._nested_kind_of_saved(value), str) else _SEQUENCE
 
     def _can_step(
         self, example_state: Mapping[str, Any], values: Mapping[str, Any], missing: Mapping[str, Any], ndim: int
@@ -170,21 +172,21 @@ def match_state_type(value: Any, example: Any) -> Any:
     return value
 
 
-def _kind(example: Any) -> str:
+def _kind_of_example(example: Any) -> str:
     """Return the kind of a state entry, such as "a number"."""
     if isinstance(example, Tensor) and example.ndim:
         return _ROWS
-    return kind if isinstance(kind := _shown(example), str) else _SEQUENCE
+    return kind if isinstance(kind := _nested_kind(example), str) else _SEQUENCE
 
 
-def _shown(value: Any) -> Any:
+def _nested_kind(value: Any) -> Any:
     """Return the kind of a value, such as "a number". For a list, return a list of kinds."""
     if isinstance(value, Tensor):
         return _NUMBER if value.numel() == 1 else _TENSOR
-    return [_shown(item) for item in value] if isinstance(value, (list, tuple)) else _sort_of(value)
+    return [_nested_kind(item) for item in value] if isinstance(value, (list, tuple)) else _kind_of_leaf(value)
 
 
-def _sort_of(value: Any) -> str:
+def _kind_of_leaf(value: Any) -> str:
     if isinstance(value, (bool, int, float)):
         return _NUMBER
     return _TABLE if isinstance(value, dict) else f"a {type(value).__name__}"
@@ -212,7 +214,7 @@ def _kind_mismatch(expected: Any, saved: Any, value: Any) -> str | None:
     return f"expected {expected}, but the checkpoint has {saved}: {value_text[:60]}{'...' * (len(value_text) > 60)}"
 
 
-def _changes(current: Any, saved: Any) -> bool:
+def _differs(current: Any, saved: Any) -> bool:
     try:
         return bool(current != saved)
     except (RuntimeError, TypeError, ValueError):  # a comparison of tensors may fail

@@ -132,7 +132,7 @@ class LeaveRequest:
         Raises SystemExit.
         """
         self._start_deadline()
-        self._settle()
+        self._wait_for_pending()
         finish_pending(self._runtime)
         sys.exit(self._exit_code)
 
@@ -140,7 +140,7 @@ class LeaveRequest:
         """Restore the previous signal handler and cancel the deadline. All ranks must call this method."""
         self._release()
         self._in_time.set()
-        self._settle()
+        self._wait_for_pending()
 
     def __enter__(self) -> LeaveRequest:
         return self
@@ -176,7 +176,7 @@ class LeaveRequest:
         """Listener of the wakeup file descriptor while this request is open; None after :meth:`close`."""
         return self._wakeups if self._handles else None
 
-    def _settle(self) -> None:
+    def _wait_for_pending(self) -> None:
         pending, self._heard = self._heard, []
         for gather in pending:
             gather.wait()

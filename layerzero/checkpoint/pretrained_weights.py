@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.atomic_files import CheckpointError
 from layerzero.checkpoint.contents_checks import StoredTensor
-from layerzero.checkpoint.dcp_storage import CheckpointContents, opened, pieces
+from layerzero.checkpoint.dcp_storage import CheckpointContents, iter_pieces, open_safetensors
 from layerzero.checkpoint.json_codec import DTYPES
 from layerzero.checkpoint.loading import prepare_from
 from layerzero.checkpoint.rank_agreement import PathLike
@@ -83,7 +83,7 @@ def find_safetensors(source: PathLike | Sequence[PathLike]) -> list[Path]:
         return [path for each in source for path in find_safetensors(each)]
     path = Path(source)
     if not path.is_dir():
-        return _of_index(path) if path.name.endswith(".json") else [path]
+        return _files_in_index(path) if path.name.endswith(".json") else [path]
     for kind in (_INDEX, ".safetensors"):
         matches = sorted(path.glob(f"*{kind}"))
         files = [each for each in matches if each.name == f"model{kind}"] or matches
@@ -98,7 +98,7 @@ def find_safetensors(source: PathLike | Sequence[PathLike]) -> list[Path]:
     raise FileNotFoundError(f"{path} has no model.safetensors and no model{_INDEX}{pickled}")
 
 
-def _of_index(path: Path) -> list[Path]:
+def _files_in_index(path: Path) -> list[Path]:
     try:
         named = parse(path, read_capped(path, CONTENTS_BYTES))["weight_map"]
         by_file: dict[str, set[str]] = defaultdict(set)
@@ -109,7 +109,7 @@ def _of_index(path: Path) -> list[Path]:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not an index of safetensors files: {error}") from None
     for file, names in by_file.items():
-        with opened(path.parent / file) as tensors:
+        with open_safetensors(path.parent / file) as tensors:
             if missing := sorted(names - set(tensors.keys())):
                 raise CheckpointError(f"{path.parent / file} lacks the tensor {missing[0]} that {path.name} lists")
     return [path.parent / file for file in sorted(by_file)]
@@ -124,7 +124,7 @@ class _FullFiles:
         self._place: dict[str, tuple[Path, str]] = {}  # by key: file, and name in that file
         stored: dict[str, StoredTensor] = {}
         for path in files:
-            with opened(path) as tensors:
+            with open_safetensors(path) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping
                     key = rename(name) if rename is not None else name
                     if key in stored:
@@ -141,7 +141,7 @@ class _FullFiles:
         document = {"model": {key: {"$tensor": key} for key in stored}, "optimizer": None, "extra": None}
         self.contents = CheckpointContents({}, document, stored)
         tensor_table = sorted((key, stored[key].shape, str(stored[key].dtype)) for key in stored)
-        samples = [_sample(path) for path in files]
+        samples = [_size_and_sample_digest(path) for path in files]
         self.fingerprint: object = hashlib.sha256(repr((tensor_table, samples)).encode()).hexdigest()
         self._reread: dict[str, Tensor] = {}
 
@@ -159,12 +159,12 @@ class _FullFiles:
             for key, tensor in tensors.items():
                 path, name = self._place[key]
                 if path not in files:
-                    files[path] = stack.enter_context(opened(path))
-                for target, values in _rows(files[path], name, tensor, self.contents.tensors[key]):
+                    files[path] = stack.enter_context(open_safetensors(path))
+                for target, values in _iter_own_rows(files[path], name, tensor, self.contents.tensors[key]):
                     target.copy_(values)
 
 
-def _sample(path: Path) -> tuple[int, str]:
+def _size_and_sample_digest(path: Path) -> tuple[int, str]:
     """Return the size of a file in bytes and a digest of samples of its contents.
 
     The samples suffice to distinguish files from two training runs of the same model.
@@ -177,7 +177,7 @@ def _sample(path: Path) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def _rows(file: Any, name: str, tensor: Tensor, stored: StoredTensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _iter_own_rows(file: Any, name: str, tensor: Tensor, stored: StoredTensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs of a slice of this rank's rows of `tensor` and the stored values for that slice."""
     memory = plain(tensor)
     local = tensor._local_tensor if isinstance(tensor, DTensor) else None
@@ -188,6 +188,6 @@ def _rows(file: Any, name: str, tensor: Tensor, stored: StoredTensor) -> Iterato
         return
     box = local.spec.global_slices if isinstance(local, LocalShard) else ()
     start = 0
-    for values in pieces(file, name, stored.shape, stored.dtype, box=box):
+    for values in iter_pieces(file, name, stored.shape, stored.dtype, box=box):
         yield memory[start : start + len(values)], values
         start += len(values)

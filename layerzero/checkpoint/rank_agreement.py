@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from layerzero.checkpoint.atomic_files import CheckpointError, PathTakenError
 from layerzero.checkpoint.manifest import UnsupportedFormatError
 from layerzero.comm.agreement import require_equal
-from layerzero.comm.texts import need_numpy
+from layerzero.comm.gather_text import need_numpy
 from layerzero.engine.param_view import ParamView
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer

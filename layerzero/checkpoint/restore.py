@@ -30,7 +30,7 @@ from layerzero.checkpoint.json_codec import Decoder, references
 from layerzero.checkpoint.optimizer_compat import GroupCompatibility, key_of, match_state_type
 from layerzero.checkpoint.safetensors_reader import same_columns
 from layerzero.checkpoint.state_names import RankLocalNames, StateNames
-from layerzero.checkpoint.subclass_tensors import flatten_subclass, has_inner_tensors, is_table
+from layerzero.checkpoint.subclass_tensors import flatten_subclass, has_inner_tensors, is_subclass_entry
 from layerzero.dtensor.full_tensor import rows_of
 from layerzero.dtensor.local_shard import plain
 from layerzero.dtensor.mutation_tracker import MutationTracker
@@ -146,7 +146,7 @@ class RestorePlan:
             else:
                 self._states.append((target, stored[stored_names[0]]))
                 for reference in references(stored[stored_names[0]], rank=self._rank):
-                    self._use(str(key_of(reference)), None)
+                    self._request_tensor(str(key_of(reference)), None)
             self._differ += len(self.problems) > num_problems
         unexpected = sorted(stored.keys() - self._names.targets.keys())
         self.problems += [f"unexpected: {name}" for name in unexpected if not self._names.apart.is_elsewhere(name)]
@@ -161,8 +161,8 @@ class RestorePlan:
             )
             return
         description, parts = flattened
-        if not is_table(entry) or entry["of"] != description or entry["tensors"].keys() != parts.keys():
-            saved_kind = entry["of"] if is_table(entry) else "another kind of entry"
+        if not is_subclass_entry(entry) or entry["of"] != description or entry["tensors"].keys() != parts.keys():
+            saved_kind = entry["of"] if is_subclass_entry(entry) else "another kind of entry"
             self.problems.append(
                 f"{name}: expected {description} of {sorted(parts)}, but the checkpoint has {saved_kind}"
             )
@@ -181,7 +181,7 @@ class RestorePlan:
             self.problems += mismatches
             return
         for part, key in keys.items():
-            self._use(str(key), None)
+            self._request_tensor(str(key), None)
             self._read_targets.append(_ReadTarget(str(key), parts[part]))
             first, first_key = self._parts.setdefault(id(parts[part]), (f"{part} of {name}", str(key)))
             if first_key != key:
@@ -201,7 +201,7 @@ class RestorePlan:
                 keys.setdefault(key, name)
         for index, (key, name) in enumerate(keys.items()):
             memory = member.master if member is not None and len(keys) == 1 else None
-            self._use(key, None if member is None else member.spec, memory)
+            self._request_tensor(key, None if member is None else member.spec, memory)
             if index == 0:
                 self._read_targets.append(_ReadTarget(key, target if member is None else member))
                 first = (name, key)
@@ -225,7 +225,7 @@ class RestorePlan:
             for group in stored.get("param_groups", ())
         ]
         for reference in references(stored.get("param_groups"), rank=self._rank):
-            self._use(str(key_of(reference)), None)
+            self._request_tensor(str(key_of(reference)), None)
         checks = [self._check_group(optimizer, number, saved_groups) for number in range(len(groups))]
         check_of = {
             name: check
@@ -267,11 +267,11 @@ class RestorePlan:
             if not mismatches:
                 for state_key, key in keys.items():
                     memory = current_state.get(own_names[name], {}).get(state_key)
-                    self._use(key, optimizer.spec_of_state(own_names[name], self._stored[key].shape), memory)
+                    self._request_tensor(key, optimizer.spec_of_state(own_names[name], self._stored[key].shape), memory)
                 for key in (key for tensor_keys in nested_keys.values() for key in tensor_keys):
-                    self._use(key, optimizer.spec_of_state(own_names[name], self._stored[key].shape))
+                    self._request_tensor(key, optimizer.spec_of_state(own_names[name], self._stored[key].shape))
                 state[own_names[name]] = values
-                self._kept[own_names[name]] = check_of[own_names[name]].kept(len(shape)) or {}
+                self._kept[own_names[name]] = check_of[own_names[name]].example_state(len(shape)) or {}
         self._group_settings = [check.settings for check in checks]
         self._optimizer_state = state
 
@@ -303,9 +303,9 @@ class RestorePlan:
         if like is not None and (member is None or member.spec.true_shape != stored.shape):
             self.problems.append(f"{key} has the sharding of {like}, which is not in the model with this shape")
         else:
-            self._use(key, None if member is None else member.spec)
+            self._request_tensor(key, None if member is None else member.spec)
 
-    def _use(self, key: str, spec: RowShardSpec | None, memory: Tensor | None = None) -> None:
+    def _request_tensor(self, key: str, spec: RowShardSpec | None, memory: Tensor | None = None) -> None:
         """Record that this rank needs the stored tensor `key`.
 
         Args:
@@ -325,7 +325,7 @@ class RestorePlan:
         address_ranges: list[tuple[int, int, str]] = []  # start address, end address and key
         for key, memory in self._destinations.items():
             (spec, *others), stored = self._uses[key], self._stored[key]
-            if spec is not None and not others and _takes_bytes(memory, spec, stored):
+            if spec is not None and not others and _can_read_into(memory, spec, stored):
                 address_ranges.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes, key))
         address_ranges.sort()
         disjoint = all(first[1] <= second[0] for first, second in pairwise(address_ranges))
@@ -345,7 +345,7 @@ class RestorePlan:
         """Return the tensor that was read for `key`; None if the tensor does not match or belongs to other ranks."""
         return self.tensors.get(key)
 
-    def _rows(self, key: str, target: Tensor | ManagedParam) -> Tensor:
+    def _own_rows(self, key: str, target: Tensor | ManagedParam) -> Tensor:
         """Return the values that were read for `target` as a plain tensor.
 
         If `target` is sharded, return this rank's rows.
@@ -381,7 +381,7 @@ class RestorePlan:
                 target = (
                     read_target.target.master if isinstance(read_target.target, ManagedParam) else read_target.target
                 )
-                target.copy_(self._rows(read_target.key, read_target.target))
+                target.copy_(self._own_rows(read_target.key, read_target.target))
         self._runtime.refreshes.launch()
         if self._optimizer is not None and self._group_settings is not None:
             self._commit_optimizer(self._optimizer, self._group_settings)
@@ -402,7 +402,7 @@ class RestorePlan:
         optimizer.adopt_state_dict({"state": state, "param_groups": groups})
 
 
-def _takes_bytes(memory: Tensor, spec: RowShardSpec, stored: StoredTensor) -> bool:
+def _can_read_into(memory: Tensor, spec: RowShardSpec, stored: StoredTensor) -> bool:
     return (
         type(memory) in (Tensor, nn.Parameter)
         and memory.layout is torch.strided

@@ -22,7 +22,7 @@ from layerzero.checkpoint.atomic_files import CheckpointError
 from layerzero.checkpoint.loading import prepare_load
 from layerzero.checkpoint.manifest import Manifest, UnsupportedFormatError
 from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, agree_or_raise
-from layerzero.checkpoint.run_folder import RunFolderScan, put_aside, scan
+from layerzero.checkpoint.run_folder import RunFolderScan, rename_if_damaged, scan
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
@@ -84,7 +84,7 @@ def load_latest(
         except (CheckpointError, OSError) as error:
             failure = error
     agree_or_raise("checkpoint.load_latest", runtime, {"folder": os.fspath(folder)}, failure)
-    names = _heard(runtime, None if seen is None else [manifest.folder.name for manifest in seen.complete])
+    names = _broadcast_texts(runtime, None if seen is None else [manifest.folder.name for manifest in seen.complete])
     damaged: dict[Path, str] = {}
     for name in names:
         path = folder / name
@@ -94,19 +94,21 @@ def load_latest(
         if reason:
             damaged[path] = reason
     else:
-        broken = _heard(runtime, None if seen is None else [f"{p}: {reason}" for p, reason in seen.broken.items()])
+        broken = _broadcast_texts(
+            runtime, None if seen is None else [f"{p}: {reason}" for p, reason in seen.broken.items()]
+        )
         if not broken and not damaged:
             return None
         reasons = "; ".join([*damaged.values(), *broken])
         raise CheckpointError(f"no checkpoint in {folder} can be loaded, and no checkpoint has been renamed: {reasons}")
-    moved = _heard(runtime, None if seen is None else _put_aside(seen, damaged, loaded=path))
+    moved = _broadcast_texts(runtime, None if seen is None else _rename_passed_over(seen, damaged, loaded=path))
     if seen is not None:
         for message in moved:
             _LOG.warning("%s. %s has been loaded instead", message, path)
     return Resumed(path, extra, tuple(moved))
 
 
-def _heard(runtime: LayerZeroState, texts: list[str] | None) -> list[str]:
+def _broadcast_texts(runtime: LayerZeroState, texts: list[str] | None) -> list[str]:
     """Return the first rank's `texts` on every rank."""
     first_rank_texts: list[str] = json.loads(runtime.ranks.all_gather_text(json.dumps(texts))[0])
     return first_rank_texts
@@ -141,7 +143,7 @@ def _try_load(
     return None, next((reason for kind, reason in outcomes if kind == "damaged"), "")
 
 
-def _put_aside(seen: RunFolderScan, damaged: dict[Path, str], *, loaded: Path) -> list[str]:
+def _rename_passed_over(seen: RunFolderScan, damaged: dict[Path, str], *, loaded: Path) -> list[str]:
     """Rename damaged checkpoints, and non-finite checkpoints that are newer than the loaded one.
 
     Returns:
@@ -156,12 +158,12 @@ def _put_aside(seen: RunFolderScan, damaged: dict[Path, str], *, loaded: Path) -
     }
     manifests |= dict.fromkeys(seen.broken)
     unusable = passed_over | {path: f"is damaged ({reason})" for path, reason in (damaged | seen.broken).items()}
-    return [_one_aside(path, manifests[path], reason) for path, reason in unusable.items()]
+    return [_rename_and_report(path, manifests[path], reason) for path, reason in unusable.items()]
 
 
-def _one_aside(path: Path, manifest: Manifest | None, reason: str) -> str:
+def _rename_and_report(path: Path, manifest: Manifest | None, reason: str) -> str:
     try:
-        new_path = put_aside(path, manifest)
+        new_path = rename_if_damaged(path, manifest)
     except OSError as error:
         return f"{path} {reason} and cannot be renamed: {error}"
     outcome = "another job has replaced it" if new_path is None else f"it has been renamed to {new_path.name}"

@@ -79,15 +79,15 @@ class Chain:
         Raises:
             TypeError: `data` contains a value of another type, because its text form may differ between processes.
         """
-        self._data.update(_text(data).encode())
+        self._data.update(_distinct_text(data).encode())
 
     def link(self, step: int) -> dict[str, Any]:
         """Return the next link, to be saved in ``extra``.
 
         All ranks must call this method. The link is the same on all ranks.
         """
-        state, random = self._weights(), self._of_ranks(_random_digest())
-        data = self._of_ranks(self._data.hexdigest())
+        state, random = self._weights(), self._gather_texts(_random_digest())
+        data = self._gather_texts(self._data.hexdigest())
         self._data = hashlib.sha256()
         message = json.dumps([self._head, step, state, random, data], sort_keys=True)
         self._head = hashlib.sha256(message.encode()).hexdigest()
@@ -115,7 +115,7 @@ class Chain:
                 f"the run does not continue from the state saved at step {link['step']}, because these tensors differ: "
                 f"{few_names(differing)}. Load the checkpoint that contains the link"
             )
-        random = self._of_ranks(_random_digest())
+        random = self._gather_texts(_random_digest())
         same_ranks = len(random) == len(link["random"])
         if same_ranks and random != link["random"]:
             ranks = [str(rank) for rank, (a, b) in enumerate(zip(random, link["random"], strict=True)) if a != b]
@@ -136,7 +136,7 @@ class Chain:
         names = [*members, *not_sharded]
         sums = torch.zeros(2, len(names), dtype=torch.int64, device=mesh_info.device)
         index_of = {name: index for index, name in enumerate(names)}
-        positions = {name: _Places.of(member.spec) for name, member in members.items()}
+        positions = {name: _RowPositions.of(member.spec) for name, member in members.items()}
         for name, member in members.items():
             sums[0, index_of[name]] = positions[name].sum_of(member.master).to(mesh_info.device)
         for name, tensor in not_sharded.items() if runtime.ranks.is_first else ():
@@ -155,7 +155,7 @@ class Chain:
             f"optimizer state of {name}": value for name, value in zip(names, state, strict=True) if value
         }
 
-    def _of_ranks(self, text: str) -> list[str]:
+    def _gather_texts(self, text: str) -> list[str]:
         return self._runtime.ranks.all_gather_text(text)
 
 
@@ -169,7 +169,7 @@ def _not_sharded(runtime: LayerZeroState) -> dict[str, Tensor]:
     }
 
 
-class _Places(NamedTuple):
+class _RowPositions(NamedTuple):
     """Positions of this rank's rows of a parameter in the flattened full tensor.
 
     Attributes:
@@ -186,7 +186,7 @@ class _Places(NamedTuple):
     leads: bool
 
     @classmethod
-    def of(cls, spec: RowShardSpec) -> _Places:
+    def of(cls, spec: RowShardSpec) -> _RowPositions:
         shape, box = spec.true_shape or (1,), spec.global_slices
         sharded_dim = next(
             (dim for dim in range(1, len(shape)) if box[dim] != slice(0, shape[dim])), 0
@@ -206,14 +206,14 @@ class _Places(NamedTuple):
         )
 
     def sum_of(self, rows: Tensor) -> Tensor:
-        return weighted_sum(rows, self.first, self.run, self.pitch) if self.counts else _nothing()
+        return weighted_sum(rows, self.first, self.run, self.pitch) if self.counts else _zero_sum()
 
 
-def _nothing() -> Tensor:
+def _zero_sum() -> Tensor:
     return torch.zeros((), dtype=torch.int64)
 
 
-def _sum_of(value: Any, positions: _Places | None) -> Tensor:
+def _sum_of(value: Any, positions: _RowPositions | None) -> Tensor:
     """Return this rank's contribution to the sum of a state entry.
 
     Only one rank adds a scalar, but each rank adds its rows.
@@ -224,23 +224,23 @@ def _sum_of(value: Any, positions: _Places | None) -> Tensor:
     if isinstance(value, Tensor) and value.ndim and positions is not None:
         return positions.sum_of(value)
     if positions is not None and not positions.leads:
-        return _nothing()
+        return _zero_sum()
     if isinstance(value, Tensor):
         return weighted_sum(value, 0)
     if isinstance(value, (list, tuple)):
         items = [_sum_of(item, None) * _odd_factor(str(index)) for index, item in enumerate(value)]
-        return torch.stack([item.cpu() for item in items] or [_nothing()]).sum()
+        return torch.stack([item.cpu() for item in items] or [_zero_sum()]).sum()
     return torch.tensor(_odd_factor(repr(value)), dtype=torch.int64)
 
 
 def _sum_of_owned(value: Any, owned: OwnedParam) -> Tensor:
     """Return this rank's contribution to the sum of a state entry of a parameter that it owns."""
     if isinstance(value, Tensor) and value.ndim:
-        return _Places.of(owned.span_of(owned.true_shape(value.shape) or value.shape)).sum_of(value)
+        return _RowPositions.of(owned.state_spec(owned.true_shape(value.shape) or value.shape)).sum_of(value)
     if isinstance(value, (list, tuple)):
         items = [_sum_of_owned(item, owned) * _odd_factor(str(index)) for index, item in enumerate(value)]
-        return torch.stack([item.cpu() for item in items] or [_nothing()]).sum()
-    return _sum_of(value, None) if owned.is_first_in_group else _nothing()
+        return torch.stack([item.cpu() for item in items] or [_zero_sum()]).sum()
+    return _sum_of(value, None) if owned.is_first_in_group else _zero_sum()
 
 
 def _odd_factor(text: str) -> int:
@@ -251,20 +251,22 @@ def _odd_factor(text: str) -> int:
 def _random_digest() -> str:
     digest = hashlib.sha256()
     states = random_states(0, 0)["states"].value
-    digest.update(_text([states[key] for key in sorted(states)]).encode())
+    digest.update(_distinct_text([states[key] for key in sorted(states)]).encode())
     return digest.hexdigest()
 
 
-def _text(value: Any) -> str:
+def _distinct_text(value: Any) -> str:
     """Return a string that differs for different values."""
     if isinstance(value, Tensor):
         return f"{value.dtype}{tuple(value.shape)}{value.detach().cpu().reshape(-1).tolist()}"
     if hasattr(value, "dtype") and hasattr(value, "tolist"):  # a NumPy value; NumPy may not be installed
-        return f"{value.dtype}{value.shape}{_text(value.tolist())}"
+        return f"{value.dtype}{value.shape}{_distinct_text(value.tolist())}"
     if isinstance(value, dict):
-        return "{" + ",".join(sorted(f"{_text(key)}:{_text(item)}" for key, item in value.items())) + "}"
+        return (
+            "{" + ",".join(sorted(f"{_distinct_text(key)}:{_distinct_text(item)}" for key, item in value.items())) + "}"
+        )
     if isinstance(value, list | tuple | range):
-        return "[" + ",".join(map(_text, value)) + "]"
+        return "[" + ",".join(map(_distinct_text, value)) + "]"
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)
     raise TypeError(

@@ -12,16 +12,25 @@ from layerzero.checkpoint.atomic_files import (
     CheckpointError,
     Manifest,
     discard,
-    hide,
+    hide_folder,
     is_displaced,
-    is_leftover,
+    is_temporary,
     refuse_to_replace,
     remove,
-    set_aside,
+    rename_as_damaged,
 )
 from layerzero.checkpoint.manifest import UnsupportedFormatError
 
-__all__ = ["RunFolderScan", "clear_leftovers", "latest", "next_sequence", "put_aside", "rotate", "scan", "tidy"]
+__all__ = [
+    "RunFolderScan",
+    "clean_up_after_save",
+    "clear_leftovers",
+    "latest",
+    "next_sequence",
+    "rename_if_damaged",
+    "rotate",
+    "scan",
+]
 
 
 _DEAD_AFTER = 24 * 3600.0  # time in seconds without a write after which a save counts as dead
@@ -33,17 +42,17 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     A checkpoint is ignored if it is still being written, if the saving process died, or if files are missing or
     truncated. Only :func:`load` verifies the contents of the files.
     """
-    manifests = _complete(Path(folder))
+    manifests = _complete_manifests(Path(folder))
     return manifests[-1].folder if manifests else None
 
 
 def next_sequence(folder: Path) -> int:
     """Return the sequence number of a new checkpoint in `folder`."""
-    manifests = _complete(folder)
+    manifests = _complete_manifests(folder)
     return manifests[-1].sequence + 1 if manifests else 0
 
 
-def tidy(path: Path, keep_last: int | None) -> None:
+def clean_up_after_save(path: Path, keep_last: int | None) -> None:
     """After a save to `path`, remove leftovers of dead saves, and remove checkpoints older than the last `keep_last`.
 
     A checkpoint that another job has saved at the same time or later is never removed.
@@ -61,7 +70,7 @@ def rotate(path: Path, keep_last: int) -> None:
 
     The function also keeps the last checkpoint that is known to be finite.
     """
-    manifests = _complete(path.parent)
+    manifests = _complete_manifests(path.parent)
     own_sequence = next((manifest.sequence for manifest in manifests if manifest.folder == path), None)
     newest_finite = next((manifest for manifest in reversed(manifests) if manifest.finite), None)
     for manifest in manifests[:-keep_last]:
@@ -81,7 +90,7 @@ def clear_leftovers(written_last: Path) -> None:
         written_last.stat().st_mtime
     )  # from the clock of the file system, like the time stamps of the leftovers
     for leftover in written_last.parent.parent.iterdir():
-        if is_leftover(leftover):
+        if is_temporary(leftover):
             with suppress(FileNotFoundError):  # the leftover has become a checkpoint, or another job has removed it
                 if (
                     file_system_time - _last_write_time(leftover) > _DEAD_AFTER
@@ -91,8 +100,8 @@ def clear_leftovers(written_last: Path) -> None:
 
 def _remove_checkpoint(manifest: Manifest) -> None:
     """Remove the checkpoint that `manifest` describes, but not a newer one that another job has saved to its path."""
-    new_path = hide(manifest.folder)
-    if _read(new_path) == replace(manifest, folder=new_path):
+    new_path = hide_folder(manifest.folder)
+    if _read_manifest(new_path) == replace(manifest, folder=new_path):
         remove(new_path)
     else:
         os.rename(new_path, manifest.folder)
@@ -118,13 +127,15 @@ def scan(folder: Path) -> RunFolderScan:
     Raises:
         UnsupportedFormatError: a newer version of layerzero wrote a checkpoint.
     """
-    broken = {path: reason for path in _shown(folder) if (reason := _damage_reason(path)) and _was_checkpoint(path)}
-    newest = _complete(folder)[::-1]
+    broken = {
+        path: reason for path in _visible_folders(folder) if (reason := _damage_reason(path)) and _was_checkpoint(path)
+    }
+    newest = _complete_manifests(folder)[::-1]
     usable = [manifest for manifest in newest if manifest.finite is not False]
     return RunFolderScan((*usable, *(manifest for manifest in newest if manifest.finite is False)), broken)
 
 
-def put_aside(path: Path, damaged: Manifest | None) -> Path | None:
+def rename_if_damaged(path: Path, damaged: Manifest | None) -> Path | None:
     """Rename a damaged checkpoint and return the new path; None if another checkpoint has replaced it.
 
     Args:
@@ -136,9 +147,9 @@ def put_aside(path: Path, damaged: Manifest | None) -> Path | None:
     """
     if damaged is None:
         refuse_to_replace(path)
-    elif _read(path) != damaged:
+    elif _read_manifest(path) != damaged:
         return None
-    return set_aside(path)
+    return rename_as_damaged(path)
 
 
 def _damage_reason(path: Path) -> str | None:
@@ -168,19 +179,19 @@ def _last_write_time(partial: Path) -> float:
     return max(path.lstat().st_mtime for path in [partial, *contents])
 
 
-def _complete(folder: Path) -> list[Manifest]:
+def _complete_manifests(folder: Path) -> list[Manifest]:
     """Return the manifests of all complete checkpoints, in the order in which they were saved."""
-    manifests = [manifest for path in _shown(folder) if (manifest := _read(path)) is not None]
+    manifests = [manifest for path in _visible_folders(folder) if (manifest := _read_manifest(path)) is not None]
     return sorted(manifests, key=lambda manifest: (manifest.sequence, manifest.folder.name))
 
 
-def _shown(folder: Path) -> list[Path]:
+def _visible_folders(folder: Path) -> list[Path]:
     entries = folder.iterdir() if folder.is_dir() else ()
     paths = [path for path in entries if not path.name.startswith(".") or is_displaced(path)]
     return [path for path in paths if not path.is_symlink() and path.is_dir()]
 
 
-def _read(path: Path) -> Manifest | None:
+def _read_manifest(path: Path) -> Manifest | None:
     try:
         return Manifest.read(path)
     except (CheckpointError, OSError):

@@ -43,7 +43,7 @@ class CheckpointFiles:
     def files_of(self, tensors: Mapping[str, Tensor]) -> set[str]:
         """Return the names of the files that contain a part of `tensors`."""
         table = self.contents.tensors
-        return {part.file for key, tensor in tensors.items() for part in _parts(key, tensor, table[key])}
+        return {part.file for key, tensor in tensors.items() for part in _iter_parts(key, tensor, table[key])}
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
         """Verify the stored bytes of all `tensors` and fill those whose keys are not in `in_place`.
@@ -53,10 +53,10 @@ class CheckpointFiles:
         """
         file_parts: dict[str, list[_Part]] = defaultdict(list)  # by file
         for key, tensor in tensors.items():
-            for part in _parts(key, tensor, self.contents.tensors[key]):
+            for part in _iter_parts(key, tensor, self.contents.tensors[key]):
                 file_parts[part.file].append(part)
         for file, parts in file_parts.items():
-            begins = self._begins(file, parts)
+            begins = self._tensor_offsets(file, parts)
             first_reads, second_reads = [], []
             for part in sorted(parts, key=lambda part: begins[part.key]):
                 start = begins[part.key] + part.offset
@@ -82,18 +82,18 @@ class CheckpointFiles:
     def _read(self, file: str, pieces: list[ByteRange]) -> None:
         self._manifest.read_pieces(file, pieces)
 
-    def _begins(self, file: str, parts: Iterable[_Part]) -> dict[str, int]:
+    def _tensor_offsets(self, file: str, parts: Iterable[_Part]) -> dict[str, int]:
         """Return the byte offset, in the safetensors file, of each tensor to which one of `parts` belongs.
 
         Raises:
             CheckpointError: the header of the file is invalid or does not match ``contents.json``.
         """
         path, size = self._manifest.path_of(file), self._manifest.files[file].size
-        length = int.from_bytes(self._bytes(file, 0, min(8, size)), "little")
+        length = int.from_bytes(self._read_bytes(file, 0, min(8, size)), "little")
         try:
             if not 0 < length <= min(size - 8, _HEADER_BYTES):
                 raise ValueError(f"the header has the invalid length of {length:,} bytes")
-            entries = parse(path, self._bytes(file, 8, 8 + length))
+            entries = parse(path, self._read_bytes(file, 8, 8 + length))
             entries.pop("__metadata__", None)
             _check_order(entries, size - 8 - length)
             for part in parts:
@@ -113,7 +113,7 @@ class CheckpointFiles:
             reason = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"{path} is not the safetensors file that {CONTENTS} describes: {reason}") from None
 
-    def _bytes(self, file: str, start: int, stop: int) -> bytes:
+    def _read_bytes(self, file: str, start: int, stop: int) -> bytes:
         if start == stop:
             return b""
         buffer = torch.empty(stop - start, dtype=torch.uint8)
@@ -161,9 +161,9 @@ class _Part(NamedTuple):
     finish: Callable[[], object] = lambda: None
 
 
-def _parts(key: str, tensor: Tensor, stored: StoredTensor) -> Iterator[_Part]:
+def _iter_parts(key: str, tensor: Tensor, stored: StoredTensor) -> Iterator[_Part]:
     """Yield the stored parts of this rank's rows of `tensor`, or of the full tensor if it is not sharded."""
-    memory, target_rows = _bytes_of(plain(tensor)), plain(tensor)
+    memory, target_rows = _byte_view(plain(tensor)), plain(tensor)
     if not stored.shape:
         file, _, sizes = stored.chunks[0]
         if memory.numel():  # only one rank stores a sharded scalar
@@ -188,10 +188,10 @@ def _parts(key: str, tensor: Tensor, stored: StoredTensor) -> Iterator[_Part]:
             stored_rows = torch.empty((stop - start, *sizes[1:]), dtype=stored.dtype)
             source = _columns(stored_rows, overlaps, offsets[1:])
             target = _columns(target_rows[start - first : stop - first], overlaps, [each.start for each in box[1:]])
-            yield _Part(file, key, sizes, offset, _bytes_of(stored_rows), partial(target.copy_, source))
+            yield _Part(file, key, sizes, offset, _byte_view(stored_rows), partial(target.copy_, source))
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def _byte_view(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor as uint8."""
     offset = tensor.storage_offset() * tensor.element_size()
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-from layerzero.checkpoint.atomic_files import CheckpointError, FileRecord, host_values, tensor_bytes, write_file
+from layerzero.checkpoint.atomic_files import CheckpointError, FileRecord, contiguous_on_cpu, tensor_bytes, write_file
 from layerzero.checkpoint.json_codec import DTYPES
 from layerzero.dtensor.local_shard import plain
 
@@ -20,11 +20,13 @@ __all__ = ["write_items", "write_safetensors"]
 
 def write_items(folder: Path, rank: int, items: Sequence[WriteItem], planner: SavePlanner) -> FileRecord:
     """Write all items of a rank's save plan into one safetensors file."""
-    items = sorted(items, key=lambda item: -_written(item)[1].itemsize)  # this order aligns each tensor in the file
+    items = sorted(
+        items, key=lambda item: -_size_and_dtype(item)[1].itemsize
+    )  # this order aligns each tensor in the file
     return write_safetensors(
         folder / f"rank-{rank:05d}.safetensors",
-        {item.index.fqn: _written(item) for item in items},
-        ((_resolved(planner, item),) for item in items),
+        {item.index.fqn: _size_and_dtype(item) for item in items},
+        ((_resolve_rows(planner, item),) for item in items),
     )
 
 
@@ -56,16 +58,16 @@ def _safetensors_bytes(header: bytes, content: Iterable[Iterable[Tensor]]) -> It
     yield header
     for pieces in content:
         for piece in pieces:
-            values = host_values(piece)
+            values = contiguous_on_cpu(piece)
             yield from tensor_bytes(values)
 
 
-def _written(item: WriteItem) -> tuple[Sequence[int], torch.dtype]:
+def _size_and_dtype(item: WriteItem) -> tuple[Sequence[int], torch.dtype]:
     assert item.tensor_data is not None
     return item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype
 
 
-def _resolved(planner: SavePlanner, item: WriteItem) -> Tensor:
+def _resolve_rows(planner: SavePlanner, item: WriteItem) -> Tensor:
     tensor = planner.resolve_data(item)
     assert isinstance(tensor, Tensor)
     return plain(tensor.detach())

@@ -23,7 +23,7 @@ from layerzero.checkpoint.collect_state import CollectedState, collect, require_
 from layerzero.checkpoint.dcp_storage import SafetensorsWriter
 from layerzero.checkpoint.json_codec import PerRank
 from layerzero.checkpoint.rank_agreement import PathLike, RankLostError, check_usable, failure_of
-from layerzero.checkpoint.run_folder import next_sequence, tidy
+from layerzero.checkpoint.run_folder import clean_up_after_save, next_sequence
 from layerzero.checkpoint.staging import Staging, finish_pending, staging_of
 from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.comm.agreement import require_equal
@@ -152,7 +152,7 @@ def save_async(
     except Exception as error:  # for instance, pinning the memory failed
         failure = error
     require_equal("checkpoint.save_async", {}, ranks=runtime.ranks.ranks, failure=failure)
-    _renew_group(runtime, staging)
+    _ensure_group(runtime, staging)
     staging.pending = pending = PendingSave(partial(_write_staged, replace(job, tensors=tensors), staging))
     staging.listeners += [each.register_step_pre_hook(pending.warn_if_failed) for each in runtime.optimizers]
     return pending
@@ -165,10 +165,10 @@ class PendingSave:
         self._function_name = what  # name of the function in warnings
         self._error: BaseException | None = None
         self._is_reported = False
-        self._thread = threading.Thread(target=self._run, args=(write,), name="layerzero checkpoint")
+        self._thread = threading.Thread(target=self._write_in_thread, args=(write,), name="layerzero checkpoint")
         self._thread.start()
 
-    def _run(self, write: Callable[[], None]) -> None:
+    def _write_in_thread(self, write: Callable[[], None]) -> None:
         try:
             write()
         except BaseException as error:
@@ -276,7 +276,7 @@ def _prepare(
     return _SaveJob(path, writer, state.tensors, options.keep_last)
 
 
-def _renew_group(runtime: LayerZeroState, staging: Staging) -> None:
+def _ensure_group(runtime: LayerZeroState, staging: Staging) -> None:
     """Create a process group for background saves on all ranks if any rank has no such group.
 
     A rank has no such group if its collectives failed during the last save. The ranks first exchange whether they have
@@ -314,7 +314,7 @@ def _write(job: _SaveJob, group: dist.ProcessGroup) -> None:
         ) from error
     if first:
         try:
-            tidy(job.path, job.keep_last)
+            clean_up_after_save(job.path, job.keep_last)
         except OSError as error:  # only warn, because the new checkpoint exists and the other ranks continue
             warnings.warn(
                 f"keep_last={job.keep_last}: an old checkpoint could not be removed: {error}. Remove it manually",

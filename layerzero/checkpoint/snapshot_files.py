@@ -21,7 +21,7 @@ from layerzero.checkpoint.dcp_storage import CONTENTS
 from layerzero.checkpoint.manifest import MANIFEST
 from layerzero.checkpoint.safetensors_reader import CheckpointFiles
 from layerzero.comm.collectives import Communicator, send_recv
-from layerzero.comm.texts import all_gather_text
+from layerzero.comm.gather_text import all_gather_text
 from layerzero.utils.machine import boot_id
 
 __all__ = [
@@ -30,11 +30,11 @@ __all__ = [
     "SnapshotSource",
     "allocate_file",
     "complete_snapshots",
+    "create_private_folder",
     "gather_view",
-    "highest",
-    "mapped",
-    "opened_folder",
-    "opened_to_write",
+    "map_file",
+    "map_writable_file",
+    "newest_number",
     "pieces_in",
     "remove_views",
 ]
@@ -61,7 +61,7 @@ def pieces_in(folder: Path) -> list[SnapshotPart]:
     return [SnapshotPart(folder / name) for name in names if _NAME.fullmatch(name)]
 
 
-def opened_folder(folder: Path) -> str:
+def create_private_folder(folder: Path) -> str:
     """Create a folder that only this user can access; return an identifier that is unique across nodes.
 
     Raises:
@@ -87,12 +87,12 @@ def remove_views(folder: Path, ranks: int) -> None:
             shutil.rmtree(view, ignore_errors=True)
 
 
-def highest(folder: Path) -> int:
+def newest_number(folder: Path) -> int:
     """Return the number of the newest snapshot, complete or not, or -1 if there is none."""
     return max((int(part.token[:10]) for part in pieces_in(folder)), default=-1)
 
 
-def mapped(path: Path, size: int) -> Tensor:
+def map_file(path: Path, size: int) -> Tensor:
     """Map an entire file as a uint8 tensor of shape [size]. The tensor must not be written to."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
@@ -111,10 +111,10 @@ def allocate_file(path: Path, size: int) -> Tensor:
             os.posix_fallocate(descriptor, 0, size)
     finally:
         os.close(descriptor)
-    return opened_to_write(path, size)
+    return map_writable_file(path, size)
 
 
-def opened_to_write(path: Path, size: int) -> Tensor:
+def map_writable_file(path: Path, size: int) -> Tensor:
     """Map a file that :func:`allocate_file` created as a writable uint8 tensor of shape [size]."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
@@ -150,8 +150,8 @@ def gather_view(comm: Communicator, folder: Path, token: str, view: Path) -> Non
         view.mkdir(mode=0o700)
         for part in pieces_in(folder):
             if part.token == token:
-                _link(part.folder, view)
-                text = text or _intact(part.folder)
+                _link_files(part.folder, view)
+                text = text or _intact_manifest_text(part.folder)
     except OSError as error:
         failure = f"rank {comm.rank}: {error}"
     manifests = all_gather_text(comm, text)
@@ -163,17 +163,17 @@ def gather_view(comm: Communicator, folder: Path, token: str, view: Path) -> Non
             (view / MANIFEST).write_text(text)
         except OSError as error:
             failure = f"rank {comm.rank}: {error}"
-    _all_succeeded(comm, failure)
-    fetch(comm, view, Manifest.read(view, parts=True).files, {CONTENTS})
+    _raise_if_any_failed(comm, failure)
+    fetch_missing_files(comm, view, Manifest.read(view, parts=True).files, {CONTENTS})
 
 
-def _link(source: Path, view: Path) -> None:
+def _link_files(source: Path, view: Path) -> None:
     for name in os.listdir(source):
         if name.removeprefix(".") != MANIFEST and not (view / name).exists():
             os.link(source / name, view / name)
 
 
-def _intact(folder: Path) -> str:
+def _intact_manifest_text(folder: Path) -> str:
     """Return the text of the manifest in `folder`, or an empty string if the manifest is missing or damaged."""
     try:
         Manifest.read(folder, parts=True)
@@ -182,20 +182,20 @@ def _intact(folder: Path) -> str:
         return ""
 
 
-def _all_succeeded(comm: Communicator, failure: str) -> None:
+def _raise_if_any_failed(comm: Communicator, failure: str) -> None:
     """Raise CheckpointError on all ranks if `failure` is not empty on any rank."""
     if failures := [text for text in all_gather_text(comm, failure) if text]:
         raise CheckpointError("; ".join(failures))
 
 
-def fetch(comm: Communicator, view: Path, records: Mapping[str, FileRecord], wanted: Set[str]) -> None:
+def fetch_missing_files(comm: Communicator, view: Path, records: Mapping[str, FileRecord], wanted: Set[str]) -> None:
     """Receive the files that this rank needs but that its node lacks. All ranks must call this function.
 
     Raises:
         CheckpointError: no rank has a needed file, or a rank has too little memory for a file. All ranks raise this
             error.
     """
-    own_names = {name for name, record in records.items() if _size(view / name) == record.size}
+    own_names = {name for name, record in records.items() if _file_size(view / name) == record.size}
     message = json.dumps([sorted(own_names), sorted(wanted - own_names)])
     rank_entries = [json.loads(text) for text in all_gather_text(comm, message)]
     holders = {name: [rank for rank, (names, _) in enumerate(rank_entries) if name in names] for name in records}
@@ -212,15 +212,15 @@ def fetch(comm: Communicator, view: Path, records: Mapping[str, FileRecord], wan
             holder = min(holders[name], key=lambda candidate: (num_transfers[candidate], candidate))
             num_transfers[holder] += 1
             if comm.rank == holder:
-                transfer(comm, mapped(view / name, records[name].size), to=rank)
+                transfer(comm, map_file(view / name, records[name].size), to=rank)
             elif comm.rank == rank:
                 (view / name).unlink(missing_ok=True)
                 try:
-                    with receiving(view / name, records[name].size) as received:
+                    with receive_buffer(view / name, records[name].size) as received:
                         transfer(comm, received, source=holder)
                 except OSError as error:
                     failure = f"rank {comm.rank}: {error}"
-    _all_succeeded(comm, failure)
+    _raise_if_any_failed(comm, failure)
 
 
 def transfer(comm: Communicator, data: Tensor, *, to: int | None = None, source: int | None = None) -> None:
@@ -232,7 +232,7 @@ def transfer(comm: Communicator, data: Tensor, *, to: int | None = None, source:
 
 
 @contextmanager
-def receiving(path: Path, size: int) -> Iterator[Tensor]:
+def receive_buffer(path: Path, size: int) -> Iterator[Tensor]:
     """Create a file and yield its memory as a uint8 tensor of shape [size].
 
     If there is too little space for the file, other memory is yielded, so that the transfer can complete. OSError is
@@ -249,7 +249,7 @@ def receiving(path: Path, size: int) -> Iterator[Tensor]:
         raise problem
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -269,5 +269,5 @@ class SnapshotSource(CheckpointFiles):
         self._comm, self._view, self._records = comm, view, manifest.files
 
     def read(self, tensors: Mapping[str, Tensor], in_place: Container[str]) -> None:
-        fetch(self._comm, self._view, self._records, self.files_of(tensors))
+        fetch_missing_files(self._comm, self._view, self._records, self.files_of(tensors))
         super().read(tensors, in_place)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.json_codec import Encoder, MergedValue
-from layerzero.checkpoint.subclass_tensors import as_table
+from layerzero.checkpoint.subclass_tensors import to_subclass_entry
 from layerzero.dtensor.local_shard import LocalShard, plain
 from layerzero.dtensor.row_shard_spec import refuse_rank_local
 from layerzero.engine.buffers import original_dtypes
@@ -162,11 +162,13 @@ def encode_all(
     encoder = Encoder(rank, names.of_rows, names.apart.is_rank_local, names.apart.tells)
     stepped: dict[str, Any] | None = None
     if optimizer is not None:
-        state, groups = _renamed(optimizer.state_dict_by_name(), names.to_stored)
+        state, groups = _rename_params(optimizer.state_dict_by_name(), names.to_stored)
         _check_state(names, state)
         groups = [{**group, "params": names.apart.joint_names(group["params"])} for group in groups]
         stepped = {"class": type(optimizer.inner).__name__, "state": names.apart.joint(state), "param_groups": groups}
-    values = {n: as_table(n, v) if isinstance(names.targets[n], Tensor) else v for n, v in names.entries.items()}
+    values = {
+        n: to_subclass_entry(n, v) if isinstance(names.targets[n], Tensor) else v for n, v in names.entries.items()
+    }
     document = {
         "model": encoder.encode(names.apart.joint(values), "model"),
         "optimizer": None if stepped is None else encoder.encode(stepped, "optimizer"),
@@ -201,15 +203,15 @@ def _check_state(names: StateNames, state: Mapping[str, Mapping[str, Any]]) -> N
                 )
 
 
-def _renamed(state_dict: Mapping[str, Any], rename: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _rename_params(state_dict: Mapping[str, Any], rename: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the state and the groups of an optimizer's state dict, with the parameters renamed."""
     state = {rename(name): values for name, values in state_dict["state"].items()}
     return state, [
-        {**{key: _number(value) for key, value in group.items()}, "params": [rename(n) for n in group["params"]]}
+        {**{key: _to_number(value) for key, value in group.items()}, "params": [rename(n) for n in group["params"]]}
         for group in state_dict["param_groups"]
     ]
 
 
-def _number(value: Any) -> Any:
+def _to_number(value: Any) -> Any:
     """Return a hyperparameter. A 0-dim tensor is converted to a number."""
     return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value

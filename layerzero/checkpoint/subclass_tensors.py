@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from layerzero.checkpoint.json_codec import has_own_memory
 from layerzero.dtensor.local_shard import LocalShard
 
-__all__ = ["as_table", "flatten_subclass", "has_inner_tensors", "is_table"]
+__all__ = ["flatten_subclass", "has_inner_tensors", "is_subclass_entry", "to_subclass_entry"]
 
 _DEVICE = re.compile(r"device\([^()]*\)")
 _NOT_IN_WORDS = (" at 0x", "tensor(", "array(", "...")  # parts of the default repr of an object, or of a truncated repr
@@ -76,12 +76,12 @@ def _can_be_filled(value: Any, second_read: Any) -> bool:
     return is_plain and value.data_ptr() == second_read.data_ptr()
 
 
-def as_table(name: str, value: Tensor) -> Any:
+def to_subclass_entry(name: str, value: Tensor) -> Any:
     """Return the checkpoint entry for a tensor: a table for a subclass tensor, otherwise the tensor itself."""
     parts = flatten_subclass(name, value)
     return value if parts is None else {"of": parts[0], "tensors": parts[1]}
 
 
-def is_table(entry: Any) -> bool:
-    """Return whether `entry`, a JSON value in a checkpoint, has the form of a table that :func:`as_table` returns."""
+def is_subclass_entry(entry: Any) -> bool:
+    """Return whether `entry`, a JSON value in a checkpoint, has the form that :func:`to_subclass_entry` returns."""
     return isinstance(entry, Mapping) and entry.keys() == {"of", "tensors"} and isinstance(entry["tensors"], Mapping)

@@ -25,12 +25,12 @@ from layerzero.checkpoint.atomic_files import (
     remove,
 )
 from layerzero.checkpoint.contents_checks import StoredTensor
-from layerzero.checkpoint.dcp_storage import CheckpointContents, check_entry, opened, pieces
+from layerzero.checkpoint.dcp_storage import CheckpointContents, check_entry, iter_pieces, open_safetensors
 from layerzero.checkpoint.json_codec import DTYPES, references
 from layerzero.checkpoint.pretrained_weights import find_safetensors
 from layerzero.checkpoint.run_folder import next_sequence
 from layerzero.checkpoint.safetensors_writer import write_safetensors
-from layerzero.checkpoint.subclass_tensors import is_table
+from layerzero.checkpoint.subclass_tensors import is_subclass_entry
 
 __all__ = ["Entry", "Inspection", "export_model", "import_model", "inspect", "model_keys"]
 
@@ -116,14 +116,16 @@ def export_model(
     partial = partial_path(target, new_token())
     with ExitStack() as stack:
         files = {
-            name: stack.enter_context(opened(manifest.path_of(name)))
+            name: stack.enter_context(open_safetensors(manifest.path_of(name)))
             for name in sorted({file for key in keys.values() for file, _, _ in contents.tensors[key].chunks})
         }
         names = {file: set(tensors.keys()) for file, tensors in files.items()}
         for key in keys.values():
             for name, _, sizes in contents.tensors[key].chunks:
                 check_entry(manifest.path_of(name), files[name], names[name], key, sizes, contents.tensors[key].dtype)
-        content = (_whole(files, keys[name], contents.tensors[keys[name]], header[name][1]) for name in order)
+        content = (
+            _iter_full_tensor(files, keys[name], contents.tensors[keys[name]], header[name][1]) for name in order
+        )
         try:
             write_safetensors(partial, {name: header[name] for name in order}, content)
             publish_file(partial, target)
@@ -135,7 +137,9 @@ def export_model(
 def model_keys(contents: CheckpointContents, *, averages: bool) -> dict[str, str]:
     """Return the key of each model tensor, or of its average, keyed by name; see :func:`export_model`."""
     model = contents.document["model"]
-    if classes := [name for name, entry in model.items() if is_table(entry) and not name.endswith("_extra_state")]:
+    if classes := [
+        name for name, entry in model.items() if is_subclass_entry(entry) and not name.endswith("_extra_state")
+    ]:
         raise ValueError(
             f"{classes[0]} is a tensor subclass (one of {len(classes)}) and cannot be stored in a file of plain "
             "tensors. Load the checkpoint into the model, and save layerzero.full_state_dict(model, "
@@ -165,7 +169,7 @@ def _keys(values: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _whole(files: Mapping[str, Any], key: str, tensor: StoredTensor, dtype: torch.dtype) -> Iterator[Tensor]:
+def _iter_full_tensor(files: Mapping[str, Any], key: str, tensor: StoredTensor, dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield the values of a tensor in pieces, in order. If the tensor was saved in columns, yield it as one piece."""
     if any(sizes[1:] != tensor.shape[1:] for _, _, sizes in tensor.chunks):
         full = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -174,7 +178,7 @@ def _whole(files: Mapping[str, Any], key: str, tensor: StoredTensor, dtype: torc
         yield full.to(dtype)
         return
     for file, _, sizes in sorted(tensor.chunks, key=lambda chunk: chunk[1:]):
-        for piece in pieces(files[file], key, sizes, tensor.dtype):
+        for piece in iter_pieces(files[file], key, sizes, tensor.dtype):
             yield piece.to(dtype)
 
 
@@ -199,7 +203,7 @@ def import_model(
     with ExitStack() as stack:
         sources: dict[str, _FileTensor] = {}
         for file in find_safetensors(files):
-            tensors = stack.enter_context(opened(file))
+            tensors = stack.enter_context(open_safetensors(file))
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 if name in sources:
                     raise ValueError(
@@ -230,7 +234,7 @@ class _FileTensor:
         return cls(tensors, tuple(entry.get_shape()), dtype, changed)
 
     def pieces(self, name: str) -> Iterator[Tensor]:
-        for piece in pieces(self.tensors, name, self.shape, self.dtype):
+        for piece in iter_pieces(self.tensors, name, self.shape, self.dtype):
             yield piece.to(self.cast)
 
 
@@ -241,7 +245,7 @@ def _write_model(target: Path, sources: Mapping[str, _FileTensor]) -> None:
     partial.mkdir()
     try:
         records, stored = [], {}
-        for number, part in enumerate(_parts(sources)):
+        for number, part in enumerate(_split_into_files(sources)):
             record = _write_part(partial / f"rank-{number:05d}.safetensors", part)
             records.append(record)
             for name, source in part.items():
@@ -257,7 +261,7 @@ def _write_model(target: Path, sources: Mapping[str, _FileTensor]) -> None:
         raise
 
 
-def _parts(sources: Mapping[str, _FileTensor]) -> Iterator[dict[str, _FileTensor]]:
+def _split_into_files(sources: Mapping[str, _FileTensor]) -> Iterator[dict[str, _FileTensor]]:
     """Split the tensors into files of about _PART bytes, so that the loading ranks can verify the files in parallel."""
     part: dict[str, _FileTensor] = {}
     nbytes = 0

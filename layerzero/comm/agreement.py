@@ -74,7 +74,7 @@ def require_equal(
             raise failure
         return
     try:
-        verdict = _exchange(subject, {**(groups or {}), _ALL: fields}, ranks, failure, timeout)
+        verdict = _exchange_fields(subject, {**(groups or {}), _ALL: fields}, ranks, failure, timeout)
     except RuntimeError as error:
         if failure is None:
             raise
@@ -88,7 +88,7 @@ def require_equal(
         raise ValueError(f"{verdict}. {advice}" if advice else verdict)
 
 
-def _exchange(
+def _exchange_fields(
     subject: str,
     groups: Mapping[str, Mapping[str, object]],
     ranks: Sequence[int],
@@ -112,19 +112,19 @@ def _exchange(
         own_digests = {name: _digest([subject, fields]) for name, fields in groups.items()}
         store.set(f"{prefix}/digest/{rank}", "failed" if failure else json.dumps(own_digests))
         if rank == ranks[0]:
-            digests = _collect(store, f"{prefix}/digest", ranks, timeout, subject)
+            digests = _collect_texts(store, f"{prefix}/digest", ranks, timeout, subject)
             store.set(f"{prefix}/first", _first_verdict(digests))
             if not isinstance(digests, str):
-                _forget(store, f"{scope}/{call_number - 1}/first")
-        verdict = _read(store, f"{prefix}/first", timeout, subject, ranks[0])
-        _forget(store, f"{prefix}/digest/{rank}")
+                _delete_key(store, f"{scope}/{call_number - 1}/first")
+        verdict = _read_verdict(store, f"{prefix}/first", timeout, subject, ranks[0])
+        _delete_key(store, f"{prefix}/digest/{rank}")
         if verdict == _COMPARE:
             store.set(f"{prefix}/full/{rank}", entry)
             if rank == ranks[0]:
-                full = _collect(store, f"{prefix}/full", ranks, timeout, subject)
+                full = _collect_texts(store, f"{prefix}/full", ranks, timeout, subject)
                 store.set(f"{prefix}/second", full if isinstance(full, str) else _describe_difference(subject, full))
-            verdict = _read(store, f"{prefix}/second", timeout, subject, ranks[0])
-            _forget(store, f"{prefix}/full/{rank}")
+            verdict = _read_verdict(store, f"{prefix}/second", timeout, subject, ranks[0])
+            _delete_key(store, f"{prefix}/full/{rank}")
     except dist.DistNetworkError as error:
         raise RuntimeError(
             f"layerzero: {subject}: the rendezvous store does not exist any more, because the process that served it "
@@ -133,7 +133,7 @@ def _exchange(
     return verdict
 
 
-def _forget(store: Store, key: str) -> None:
+def _delete_key(store: Store, key: str) -> None:
     """Delete a key that is no longer needed, if the store can delete keys."""
     try:
         store.delete_key(key)
@@ -143,7 +143,9 @@ def _forget(store: Store, key: str) -> None:
         pass
 
 
-def _collect(store: Store, prefix: str, ranks: Sequence[int], timeout: timedelta, subject: str) -> dict[int, str] | str:
+def _collect_texts(
+    store: Store, prefix: str, ranks: Sequence[int], timeout: timedelta, subject: str
+) -> dict[int, str] | str:
     """Return the text that each rank published, or an error message that names the ranks that did not publish one."""
     keys = {rank: f"{prefix}/{rank}" for rank in ranks}
     try:
@@ -177,7 +179,7 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _read(store: Store, key: str, timeout: timedelta, subject: str, first_rank: int) -> str:
+def _read_verdict(store: Store, key: str, timeout: timedelta, subject: str, first_rank: int) -> str:
     try:
         # The first rank itself may wait for the other ranks for up to the full timeout.
         store.wait([key], 2 * timeout)
@@ -196,26 +198,26 @@ def _describe_difference(subject: str, texts: Mapping[int, str]) -> str:
     failed = {rank: entry["error"] for rank, entry in entries.items() if entry["error"]}
     if failed:
         return f"layerzero: {subject}: " + "; ".join(f"rank {rank} failed with {e}" for rank, e in failed.items())
-    subjects = _by_value({rank: entry["subject"] for rank, entry in entries.items()})
+    subjects = _group_ranks({rank: entry["subject"] for rank, entry in entries.items()})
     if len(subjects) > 1:
-        return "ranks disagree on the operation: " + _format(subjects)
+        return "ranks disagree on the operation: " + _format_values(subjects)
     lines = []
     for group in sorted({group for entry in entries.values() for group in entry["groups"]}):
         fields = {rank: entry["groups"][group] for rank, entry in entries.items() if group in entry["groups"]}
         for name in sorted({name for each in fields.values() for name in each}):
-            values = _by_value({rank: each.get(name) for rank, each in fields.items()})
+            values = _group_ranks({rank: each.get(name) for rank, each in fields.items()})
             if len(values) > 1:
-                lines.append(f"{name} is {_format(values)}")
+                lines.append(f"{name} is {_format_values(values)}")
     listed = lines[:8] + ([f"and {len(lines) - 8} more fields"] if len(lines) > 8 else [])
     return f"{subject}: ranks disagree: " + "; ".join(listed)
 
 
-def _by_value(values: Mapping[int, object]) -> dict[str, list[int]]:
+def _group_ranks(values: Mapping[int, object]) -> dict[str, list[int]]:
     ranks_of: dict[str, list[int]] = defaultdict(list)
     for rank, value in values.items():
         ranks_of["absent" if value is None else json.dumps(value)].append(rank)
     return dict(ranks_of)
 
 
-def _format(ranks_of: Mapping[str, list[int]]) -> str:
+def _format_values(ranks_of: Mapping[str, list[int]]) -> str:
     return ", ".join(f"{value} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for value, r in ranks_of.items())

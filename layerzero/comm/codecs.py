@@ -99,10 +99,10 @@ def encoded_sizes(codec: GatherCodec | None, layout: FlatLayout, zero3_size: int
     """
     if codec is None or zero3_size == 1 or not is_encoded(dtype):
         return []
-    return [_size_of(codec, blocks, dtype) for blocks in param_rows(layout, zero3_size)]
+    return [_encoded_nbytes(codec, blocks, dtype) for blocks in param_rows(layout, zero3_size)]
 
 
-def _size_of(codec: GatherCodec, blocks: Sequence[ParamRows], dtype: torch.dtype) -> int:
+def _encoded_nbytes(codec: GatherCodec, blocks: Sequence[ParamRows], dtype: torch.dtype) -> int:
     size = codec.nbytes(blocks, dtype) if blocks else 0
     if not isinstance(size, int) or size < 0:
         raise TypeError(
@@ -174,7 +174,7 @@ class EncodedParts(NamedTuple):
             TypeError: ``codec.nbytes`` does not return a number of bytes.
         """
         added_in, blocks = max(dtype, torch.float32, key=lambda each: each.itemsize), replica_param_ranges(layout, grid)
-        return cls(codec, added_in, blocks, [_size_of(codec, each, added_in) for each in blocks])
+        return cls(codec, added_in, blocks, [_encoded_nbytes(codec, each, added_in) for each in blocks])
 
     @property
     def widths(self) -> list[int]:
@@ -197,7 +197,7 @@ class _IntegerBlocks(ABC):
     _AT_ONCE_ON_DEVICE = 2**23  # enough to fill a device; temporary memory of 69 MiB or less for fp32
 
     @abstractmethod
-    def _size(self, width: int) -> int:
+    def _packed_nbytes(self, width: int) -> int:
         """Return the number of bytes of the integers of a block of `width` elements."""
 
     @abstractmethod
@@ -210,14 +210,14 @@ class _IntegerBlocks(ABC):
 
     def nbytes(self, blocks: Sequence[ParamRows], dtype: torch.dtype) -> int:
         return sum(
-            (block.numel // self._BLOCK) * self._size(self._BLOCK)
-            + self._size(block.numel % self._BLOCK)
+            (block.numel // self._BLOCK) * self._packed_nbytes(self._BLOCK)
+            + self._packed_nbytes(block.numel % self._BLOCK)
             + 2 * -(-block.numel // self._BLOCK)
             for block in blocks
         )
 
     def encode(self, shard: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
-        for elements, scales, packed in self._places(blocks, out):
+        for elements, scales, packed in self._iter_chunks(blocks, out):
             values = shard[elements].view(len(scales), -1)
             self._quantize(values, torch.empty_like(values), scales, packed)
 
@@ -226,7 +226,7 @@ class _IntegerBlocks(ABC):
 
         A block with a non-finite element gets a residual of zero.
         """
-        for elements, scales, packed in self._places(blocks, out):
+        for elements, scales, packed in self._iter_chunks(blocks, out):
             errors = residual[elements].view(len(scales), -1)
             exact = torch.empty_like(errors, dtype=shard.dtype).copy_(errors)
             exact.add_(shard[elements].view(exact.shape))
@@ -236,7 +236,7 @@ class _IntegerBlocks(ABC):
             errors.copy_(exact.addcmul_(integers, rounded, value=-1).nan_to_num_())
 
     def decode(self, encoded: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
-        for elements, scales, packed in self._places(blocks, encoded):
+        for elements, scales, packed in self._iter_chunks(blocks, encoded):
             values = out[elements].view(len(scales), -1)
             self._unpack(packed, values)
             values.mul_(torch.empty_like(scales, dtype=values.dtype).copy_(scales))  # faster than with mixed dtypes
@@ -255,7 +255,7 @@ class _IntegerBlocks(ABC):
         rounded.copy_(scales).reciprocal_()
         self._pack(torch.mul(values, rounded, out=integers).round_(), packed)
 
-    def _places(self, blocks: Sequence[ParamRows], encoded: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def _iter_chunks(self, blocks: Sequence[ParamRows], encoded: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield (elements of the shard, scales ``[n, 1]``, packed integers ``[n, size]``) for chunks of n blocks."""
         at_once = self._AT_ONCE if encoded.device.type == "cpu" else self._AT_ONCE_ON_DEVICE
         scale, byte = 0, 2 * sum(-(-block.numel // self._BLOCK) for block in blocks)
@@ -266,7 +266,7 @@ class _IntegerBlocks(ABC):
                 for start, end, width in ((first, full_end, self._BLOCK), (full_end, stop, stop - full_end)):
                     if start == end:
                         continue
-                    count, size = (end - start) // width, self._size(width)
+                    count, size = (end - start) // width, self._packed_nbytes(width)
                     yield (
                         slice(start, end),
                         encoded[scale : scale + 2 * count].view(torch.bfloat16).view(count, 1),
@@ -293,7 +293,7 @@ class Int8Blocks(_IntegerBlocks):
 
     _MOST = 127.0
 
-    def _size(self, width: int) -> int:
+    def _packed_nbytes(self, width: int) -> int:
         return width
 
     def _pack(self, integers: Tensor, packed: Tensor) -> None:
@@ -329,7 +329,7 @@ class Int4Blocks(_IntegerBlocks):
 
     _MOST = 7.0
 
-    def _size(self, width: int) -> int:
+    def _packed_nbytes(self, width: int) -> int:
         return -(-width // 2)
 
     # A byte holds two integers a and b of a block, from its first and its second half, as a + 16 b.
@@ -371,7 +371,7 @@ class Float8Rows:
         return sum(b.numel * dtype.itemsize if b.length < self._SHORT else b.numel + 4 * b.rows for b in blocks)
 
     def encode(self, shard: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
-        for rows, scales, numbers in self._places(shard, blocks, out):
+        for rows, scales, numbers in self._iter_chunks(shard, blocks, out):
             if scales is None:
                 numbers.copy_(rows)
                 continue
@@ -380,12 +380,12 @@ class Float8Rows:
             numbers.copy_(rows / scales)
 
     def decode(self, encoded: Tensor, blocks: Sequence[ParamRows], out: Tensor) -> None:
-        for rows, scales, numbers in self._places(out, blocks, encoded):
+        for rows, scales, numbers in self._iter_chunks(out, blocks, encoded):
             rows.copy_(numbers)  # exact: bf16 and fp16 represent every float8_e4m3fn number
             if scales is not None:
                 rows.mul_(scales)
 
-    def _places(
+    def _iter_chunks(
         self, weights: Tensor, blocks: Sequence[ParamRows], encoded: Tensor
     ) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
         """Yield (rows, scales ``[rows, 1]``, encoded values) for each chunk of rows. Short rows have None as scales.

@@ -67,7 +67,7 @@ def default_limit(timeout: float) -> float:
     return min(timeout / 2, 300.0)
 
 
-def _period(limit: float) -> float:
+def _request_period(limit: float) -> float:
     """Return the time between two requests to the store, in seconds.
 
     One process serves the store to all ranks, so requests are less frequent if the limit is long.
@@ -139,17 +139,17 @@ class Launch:
     @property
     def is_over(self) -> bool:
         """True if the collective is known to be over. The property does not query the device."""
-        works = self._works()  # read first, because `waited` sets the mark before the works are dropped
+        works = self._works()  # read first, because `record_wait_end` sets the mark before the works are dropped
         return self._over or (works is None and self._mark is None)  # dropped without a wait
 
-    def waited(self) -> None:
+    def record_wait_end(self) -> None:
         """Record that the wait for the collective has returned or failed."""
         if self._order is None:
             self._over = True
         elif self._mark is None:
             self._mark = self._order.record_event()
 
-    def ask(self) -> bool:
+    def query_is_over(self) -> bool:
         """Return whether the collective is over; may query the device."""
         works = self._works()
         if not self._over:
@@ -187,7 +187,7 @@ class Watchdog:
     ) -> None:
         self.limit, self.is_default = limit, is_default
         self.reports: list[str] = []
-        self._period = _period(limit)
+        self._period = _request_period(limit)
         self._counters, self._order = mesh_info.counters, CurrentStream.of(mesh_info.device)
         self._rank, self._ranks = dist.get_rank(), scope.ranks
         self._world = weakref.ref(dist.group.WORLD)
@@ -250,7 +250,9 @@ class Watchdog:
         self._in_flight.append(launch)
         if len(self._in_flight) > _MOST and self._removal_lock.acquire(blocking=False):
             try:
-                while len(self._in_flight) > _MOST and self._in_flight[0].is_waited and self._in_flight[0].ask():
+                while (
+                    len(self._in_flight) > _MOST and self._in_flight[0].is_waited and self._in_flight[0].query_is_over()
+                ):
                     self._in_flight.popleft()
             finally:
                 self._removal_lock.release()
@@ -289,7 +291,7 @@ class Watchdog:
         while not self._ended.wait(self._period):
             asking_since = self._request_started
             silence = 0.0 if asking_since is None else time.monotonic() - asking_since
-            launch = self._late(older_than=self.limit) if silence > _SILENT else None
+            launch = self._oldest_pending(older_than=self.limit) if silence > _SILENT else None
             if launch is None or time.monotonic() - launch.since <= self.limit:
                 continue
             if (launch.group, launch.number) in self._reported_silences:
@@ -303,7 +305,7 @@ class Watchdog:
             )
 
     def _scan(self) -> None:
-        launch = self._late(older_than=self.limit)
+        launch = self._oldest_pending(older_than=self.limit)
         if (
             launch is not None
             and time.monotonic() - launch.since > self.limit
@@ -331,17 +333,17 @@ class Watchdog:
         is_new: bool = alarms > self._alarms
         if is_new:
             self._alarms = alarms
-            answer = {"alarm": alarms, **asdict(self._answer(self._late(older_than=0)))}
+            answer = {"alarm": alarms, **asdict(self._answer(self._oldest_pending(older_than=0)))}
             self._request(lambda: self._store.set(f"{self._scope}/{self._rank}", json.dumps(answer)))
         return is_new
 
-    def _late(self, *, older_than: float) -> Launch | None:
+    def _oldest_pending(self, *, older_than: float) -> Launch | None:
         """Return the oldest launch that is not over, or None. Query only launches older than `older_than` seconds."""
         with self._removal_lock:
             while self._in_flight:
                 oldest = self._in_flight[0]
                 is_old = time.monotonic() - oldest.since > older_than
-                if not (oldest.ask() if is_old else oldest.is_over):
+                if not (oldest.query_is_over() if is_old else oldest.is_over):
                     return oldest
                 self._in_flight.popleft()
         return None
@@ -410,16 +412,16 @@ def _describe_late_ranks(answers: Mapping[int, _Answer], limit: float) -> tuple[
     for (collective, step), waiting in waits.items():
         missing_ranks = missing[collective, step]
         cause = (
-            "; ".join(_where(rank, answers.get(rank)) for rank in missing_ranks)
+            "; ".join(_describe_rank(rank, answers.get(rank)) for rank in missing_ranks)
             or "all of its ranks have joined: the link is slow, or one of their devices"
         )
         sentences.append(
-            f"{collective}, step {step}, is pending on rank{'s' * (len(waiting) > 1)} {_format(waiting)}: {cause}"
+            f"{collective}, step {step}, is pending on rank{'s' * (len(waiting) > 1)} {_format_ranks(waiting)}: {cause}"
         )
     return " | ".join(sentences), longest_wait
 
 
-def _where(rank: int, answer: _Answer | None) -> str:
+def _describe_rank(rank: int, answer: _Answer | None) -> str:
     if answer is None:
         return f"rank {rank} has not joined and does not answer: it has stopped, has died, or cannot reach the store"
     if answer.late is not None:
@@ -430,5 +432,5 @@ def _where(rank: int, answer: _Answer | None) -> str:
     )
 
 
-def _format(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))

@@ -42,7 +42,7 @@ from torch.autograd import profiler
 
 from layerzero.comm.codecs import EncodedParts, has_feedback
 from layerzero.comm.failure_report import CollectiveError, RankStatus, diagnose
-from layerzero.comm.process_groups import HeldGroup, timeout_on
+from layerzero.comm.process_groups import HeldGroup, backend_timeout
 from layerzero.comm.trace_recorder import CollectiveTrace
 from layerzero.comm.traffic_counters import GATHERS, Collective, TrafficCounters, Watched, display_name
 from layerzero.device.accumulate import accumulate_parts
@@ -66,7 +66,7 @@ __all__ = [
     "collective_error",
     "connect",
     "connect_pairs",
-    "encoded_buffers",
+    "encoded_buffer_sizes",
     "encoded_reduce_scatter",
     "launching",
     "reduce_scatter",
@@ -148,9 +148,9 @@ class LaunchedCollective:
     name: str  # for example the name of the unit
     trace: CollectiveTrace | None  # None if neither a trace nor the profiler is active
 
-    def carried_by(self, *each: Transfer) -> PendingCollective:
+    def attach_transfers(self, *each: Transfer) -> PendingCollective:
         if self.trace is not None:
-            self.trace.follow(each)
+            self.trace.record_completions(each)
         works = PendingCollective(each, self)
         if self.communicator.held_group.is_local:
             self.communicator.held_group.track(works)
@@ -182,7 +182,7 @@ class LaunchedCollective:
 def timeout_of(group: dist.ProcessGroup) -> float:
     """Return the timeout of the group's collectives, in seconds, or torch's default if no backend reports one."""
     for entry in dist.get_backend_config(group).split(","):
-        if (timeout := timeout_on(group, entry.split(":")[0])) is not None:
+        if (timeout := backend_timeout(group, entry.split(":")[0])) is not None:
             return timeout.total_seconds()
     return dist.constants.default_pg_timeout.total_seconds()
 
@@ -202,37 +202,38 @@ class PendingCollective:
     def done(self) -> bool:
         return all(work.is_completed() for work in self.each)
 
-    def wait(self, *, beside: bool = False) -> None:
+    def wait(self, *, off_main_thread: bool = False) -> None:
         """Wait for all transfers.
 
         Args:
-            beside: True if a background thread waits in place of the program. The waiting time is then not counted.
+            off_main_thread: True if a background thread waits in place of the program. The waiting time is then not
+                counted.
 
         Raises:
             CollectiveError: a rank did not take part, or its process exited.
             RuntimeError: a previous collective of the model has failed.
-            DeferredCollectiveError: one of these errors occurred, and `beside` is True.
+            DeferredCollectiveError: one of these errors occurred, and `off_main_thread` is True.
         """
         began = time.perf_counter()
         try:
-            with nullcontext() if self.flight is None or beside else self.flight.waiting():
+            with nullcontext() if self.flight is None or off_main_thread else self.flight.waiting():
                 for work in self.each:
                     work.wait()
         except RuntimeError as error:
-            self._waited()
-            if beside:
+            self._record_wait_end()
+            if off_main_thread:
                 raise DeferredCollectiveError(error, self.issued.failed) from error
             raise self.issued.failed(error) from error
-        self._waited()
+        self._record_wait_end()
         if self.flight is not None:
-            self.flight.arrived()
-        if not beside:
+            self.flight.record_arrival()
+        if not off_main_thread:
             self.issued.communicator.counters.waited[self.issued.collective.value] += time.perf_counter() - began
 
-    def _waited(self) -> None:
+    def _record_wait_end(self) -> None:
         self.issued.communicator.held_group.in_flight.pop(id(self), None)
         for watched in self.watched:
-            watched.waited()
+            watched.record_wait_end()
 
 
 def wait_in_slices(works: Sequence[Any], may_wait: Callable[[], bool]) -> bool:
@@ -267,8 +268,8 @@ class PendingReduction:
     wire: torch.dtype | None  # if None, the summands are not rounded
     give_back: Callable[[], None]  # releases the memory of the parts; called by :meth:`add_to`
 
-    def wait(self, *, beside: bool = False) -> None:
-        self.work.wait(beside=beside)
+    def wait(self, *, off_main_thread: bool = False) -> None:
+        self.work.wait(off_main_thread=off_main_thread)
 
     def add_to(self, target: Tensor, *, overwrite: bool, scale: float, rounds_once: bool = False) -> None:
         """Add ``scale * sum(parts)`` to `target`, in the target's dtype. Call this method once, after :meth:`wait`.
@@ -341,9 +342,9 @@ def all_gather(
         pieces = out.chunk(comm.size) if parts is None else torch.split(out, list(parts))
         if parts is None and (not comm.is_gloo or (comm.size > 2 and not only_reads_shard)):
             # see [Note: In-place gathers]
-            return issued.carried_by(_all_gather_flat(out, shard, group=comm.group, async_op=True))
+            return issued.attach_transfers(_all_gather_flat(out, shard, group=comm.group, async_op=True))
         if not comm.is_gloo:  # see [Note: Unequal parts]
-            return issued.carried_by(
+            return issued.attach_transfers(
                 dist.all_to_all(list(pieces), [shard] * comm.size, group=comm.group, async_op=True)
             )
         if pieces[comm.rank].data_ptr() != shard.data_ptr():
@@ -353,7 +354,7 @@ def all_gather(
             for rank, piece in enumerate(pieces)
             if piece.numel()
         ]
-        return issued.carried_by(*works)
+        return issued.attach_transfers(*works)
 
 
 def reduce_scatter(
@@ -391,7 +392,9 @@ def reduce_scatter(
             summands = received.view(comm.size, numel).unbind()
         else:
             work = _reduce_scatter_flat(received, flat, group=comm.group, async_op=True)
-        return PendingReduction(issued.carried_by(work), flat, lambda: summands, wire, partial(pool.release, received))
+        return PendingReduction(
+            issued.attach_transfers(work), flat, lambda: summands, wire, partial(pool.release, received)
+        )
 
 
 def encoded_reduce_scatter(
@@ -423,10 +426,10 @@ def encoded_reduce_scatter(
     errors = torch.split(residual, error_numels) if residual is not None else None
     from_each = [0 if index == rank else widths[rank] for index in range(comm.size)]
     with launching(comm, collective, name, sum(to_each)) as issued:
-        sent, received, sums = (pool.acquire(*size) for size in encoded_buffers(encoded, numels, rank))
+        sent, received, sums = (pool.acquire(*size) for size in encoded_buffer_sizes(encoded, numels, rank))
         summands = sums.view(comm.size, numels[rank]).unbind()
 
-        def give_back() -> None:
+        def release_buffers() -> None:
             for buffer in (sent, received, sums):
                 pool.release(buffer)
 
@@ -445,19 +448,19 @@ def encoded_reduce_scatter(
                         codec.encode(exact, blocks[index], message)
             work = dist.all_to_all_single(received, sent, from_each, to_each, group=comm.group, async_op=True)
         except BaseException:
-            give_back()
+            release_buffers()
             raise
 
-    def decoded() -> Sequence[Tensor]:
+    def decode_parts() -> Sequence[Tensor]:
         for index, (part, out) in enumerate(zip(torch.split(received, from_each), summands, strict=True)):
             if index != rank and blocks[rank]:
                 codec.decode(part[: sizes[rank]], blocks[rank], out)
         return summands
 
-    return PendingReduction(issued.carried_by(work), flat, decoded, None, give_back)
+    return PendingReduction(issued.attach_transfers(work), flat, decode_parts, None, release_buffers)
 
 
-def encoded_buffers(encoded: EncodedParts, numels: Sequence[int], rank: int) -> list[Size]:
+def encoded_buffer_sizes(encoded: EncodedParts, numels: Sequence[int], rank: int) -> list[Size]:
     """Return the sizes of the buffers that :func:`encoded_reduce_scatter` acquires: to send, to receive, and to add.
 
     Args:
@@ -494,7 +497,7 @@ def all_to_all(
     with launching(comm, collective, name, sent_numel * sent.element_size()) as issued:
         splits = {"output_split_sizes": list(from_each), "input_split_sizes": list(to_each)}
         work = dist.all_to_all_single(received, sent, **splits, group=comm.group, async_op=True)
-        return issued.carried_by(work)
+        return issued.attach_transfers(work)
 
 
 def send_recv(
@@ -510,7 +513,7 @@ def send_recv(
             works.append(dist.irecv(received, group=comm.group, group_src=source))
         if to is not None and sent.numel():
             works.append(dist.isend(sent, group=comm.group, group_dst=to))
-        return issued.carried_by(*(work for work in works if work is not None))
+        return issued.attach_transfers(*(work for work in works if work is not None))
 
 
 def collective_error(comm: Communicator, collective: Collective, name: str, error: Exception) -> RuntimeError:
@@ -524,7 +527,7 @@ def all_reduce(
     """Start an in-place all-reduce of a small tensor. The bytes that a ring algorithm would send are counted."""
     sent = 2 * (comm.size - 1) * tensor.numel() * tensor.element_size() // comm.size
     with launching(comm, collective, "", sent) as issued:
-        return issued.carried_by(dist.all_reduce(tensor, op=op, group=comm.group, async_op=True))
+        return issued.attach_transfers(dist.all_reduce(tensor, op=op, group=comm.group, async_op=True))
 
 
 @dataclass(frozen=True)
@@ -552,7 +555,7 @@ def all_gather_small(
         sent = tensor.repeat(comm.size)
         received = sent.new_empty(sent.shape)
         work = dist.all_to_all_single(received, sent, group=comm.group, async_op=True)
-        return PendingSmallGather(issued.carried_by(work), received.view(comm.size, -1), sent)
+        return PendingSmallGather(issued.attach_transfers(work), received.view(comm.size, -1), sent)
 
 
 def connect(comm: Communicator, device: torch.device) -> None:
@@ -594,5 +597,5 @@ def broadcast(comm: Communicator, collective: Collective, tensor: Tensor, *, fro
     sent = tensor.numel() * tensor.element_size() if comm.rank == from_rank else 0
     with launching(comm, collective, "", sent) as issued:
         work = dist.broadcast(tensor, group_src=from_rank, group=comm.group, async_op=True)
-        works = issued.carried_by(work)
+        works = issued.attach_transfers(work)
     works.wait()

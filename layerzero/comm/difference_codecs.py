@@ -86,7 +86,7 @@ class Int4Difference:
         """Encode the difference between `new` and `old`. See :class:`DifferenceCodec` for the arguments."""
         size = self.message_bytes(len(new))
         is_encoded = size < new.nbytes
-        for piece, rows, place in self._pieces(len(new)) if is_encoded else ():
+        for piece, rows, place in self._iter_pieces(len(new)) if is_encoded else ():
             difference = new[piece].float().sub_(old[piece].float())  # faster than with mixed dtypes
             if not difference.abs().amax().isfinite():
                 is_encoded = False
@@ -110,7 +110,7 @@ class Int4Difference:
                 "size"
             )
         encoded = encoded.clone()  # a clone is aligned
-        for piece, rows, place in self._pieces(len(weights)):
+        for piece, rows, place in self._iter_pieces(len(weights)):
             total = torch.empty(len(weights[piece]), dtype=torch.float32)
             self._blocks.decode(encoded[place], rows, total)
             weights[piece] = total.add_(weights[piece].float())
@@ -119,7 +119,7 @@ class Int4Difference:
         """Return the number of bytes of the differences of `numel` weights."""
         return self._blocks.nbytes([ParamRows(0, 1, numel)], torch.float32)
 
-    def _pieces(self, numel: int) -> Iterator[tuple[slice, list[ParamRows], slice]]:
+    def _iter_pieces(self, numel: int) -> Iterator[tuple[slice, list[ParamRows], slice]]:
         """Yield the weights, the rows for the codec of blocks, and the bytes in the message of each piece."""
         for first in range(0, numel, _AT_ONCE):
             stop = min(first + _AT_ONCE, numel)

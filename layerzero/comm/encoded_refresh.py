@@ -47,7 +47,7 @@ from layerzero.device.buffer_pools import BufferPool, Size
 from layerzero.device.streams import DeferredCollectiveError, StreamThread, ThreadStream
 from layerzero.utils.bit_sums import digest
 
-__all__ = ["COMPARE_EVERY", "IN_FLIGHT", "EncodedRefresher", "PendingRefresh", "RefreshInput", "refresh_buffers"]
+__all__ = ["COMPARE_EVERY", "IN_FLIGHT", "EncodedRefresher", "PendingRefresh", "RefreshInput", "refresh_buffer_sizes"]
 
 COMPARE_EVERY = 50  # refreshes of a handle between two comparisons of digests
 IN_FLIGHT = 2  # refreshes that have buffers at the same time: one is encoded while the other is sent and decoded
@@ -120,7 +120,7 @@ class _Refresh:
     works: PendingCollective | None = None
 
 
-def refresh_buffers(own: int, zero3: int, dtype: torch.dtype) -> list[Size]:
+def refresh_buffer_sizes(own: int, zero3: int, dtype: torch.dtype) -> list[Size]:
     """Return the sizes of the buffers of a refresh: new weights, the message of this rank, and all messages.
 
     Args:
@@ -169,17 +169,17 @@ class EncodedRefresher:
 
     def _start(self, refresh: _Refresh) -> None:
         self._free.acquire()
-        if self._succeeds(refresh, self._send):
+        if self._try_operation(refresh, self._send):
             self._decoding.run(partial(self._finish, refresh))
         else:
             self._free.release()
 
     def _finish(self, refresh: _Refresh) -> None:
-        if self._succeeds(refresh, self._receive):
+        if self._try_operation(refresh, self._receive):
             refresh.pending.finished.set_result(None)
         self._free.release()
 
-    def _succeeds(self, refresh: _Refresh, operation: Callable[[_Refresh], None]) -> bool:
+    def _try_operation(self, refresh: _Refresh, operation: Callable[[_Refresh], None]) -> bool:
         """Run an operation and return whether it succeeded. The program raises the error when it waits."""
         try:
             if self._failure is not None:
@@ -195,7 +195,7 @@ class EncodedRefresher:
         """Encode this rank's part, exchange the sizes of the messages, and launch the messages."""
         inputs, rank = refresh.given, self._comm.rank
         own_part = torch.split(inputs.shard, inputs.sizes)[rank]
-        sizes = refresh_buffers(own_part.numel(), inputs.shard.numel(), own_part.dtype)
+        sizes = refresh_buffer_sizes(own_part.numel(), inputs.shard.numel(), own_part.dtype)
         new, message, refresh.received = (self._pool.acquire(*size) for size in sizes)
         new.copy_(inputs.master)
         size = own_part.nbytes if inputs.in_full else self._codec.encode(own_part, new, message)
@@ -259,7 +259,7 @@ class EncodedRefresher:
     def _wait(self, works: PendingCollective) -> None:
         if not wait_in_slices(works.each, self._may_wait):
             raise RuntimeError("the process ends before the refresh has completed")
-        works.wait(beside=True)
+        works.wait(off_main_thread=True)
 
     def _may_wait(self) -> bool:
         if threading.main_thread().is_alive():

@@ -72,7 +72,7 @@ class CollectiveError(RuntimeError):
 
 def publish_status(status: RankStatus) -> None:
     """Publish the status of this rank in the store. Do not wait for an answer."""
-    _get_default_store().set(_key(dist.get_rank()), json.dumps(asdict(status)))
+    _get_default_store().set(_status_key(dist.get_rank()), json.dumps(asdict(status)))
 
 
 def read_statuses(ranks: Sequence[int], found: dict[int, RankStatus] | None = None) -> dict[int, RankStatus]:
@@ -83,8 +83,8 @@ def read_statuses(ranks: Sequence[int], found: dict[int, RankStatus] | None = No
     store = _get_default_store()
     found = {} if found is None else found
     for rank in ranks:
-        if store.check([_key(rank)]):
-            entry = json.loads(store.get(_key(rank)))
+        if store.check([_status_key(rank)]):
+            entry = json.loads(store.get(_status_key(rank)))
             status = RankStatus(**entry | {"gathers": tuple(entry["gathers"])})
             found[rank] = replace(status, passed=True) if status.answer and store.check([status.answer]) else status
     return found
@@ -99,45 +99,45 @@ def diagnose(status: RankStatus, error: Exception, *, ranks: Sequence[int], time
         ranks: global ranks of the collective.
         timeout: timeout of the collective in seconds.
     """
-    kind = _kind(str(error))
+    kind = _failure_kind(str(error))
     status = replace(status, failed=kind or f"failed: {error}")
     others = [rank for rank in ranks if rank != dist.get_rank()]
-    statuses, no_store = _asked(status, others, seconds=min(5.0, max(1.0, timeout / 10)))
+    statuses, no_store = _query_store(status, others, seconds=min(5.0, max(1.0, timeout / 10)))
     sentences, elsewhere = _describe_statuses(status, others, statuses, timeout)
     sentences += [text for text in (no_store, "" if kind else str(error)) if text]
     why = "; ".join(sentences) or "all ranks joined the collective"
     # Publish without `why`. Otherwise another rank would report it as the cause of its failure.
-    if not no_store and not _within(_TO_ANSWER, lambda: _leave_if_there(status)):
+    if not no_store and not _completes_within(_TO_ANSWER, lambda: _publish_if_store_exists(status)):
         why += f"; {_SILENT}"  # the store stopped answering in the meantime
     message = f"layerzero: {status.doing} failed on rank {dist.get_rank()}: {why}. {_HINT}"
     return CollectiveError(message, status, elsewhere)
 
 
-def _kind(text: str) -> str:
+def _failure_kind(text: str) -> str:
     """Return the kind of failure that a backend's message describes, or "" if the message is not recognized."""
     if re.search(r"time[ds]?[ -]?out", text, re.IGNORECASE):
         return _TIMED_OUT
     return _LOST if re.search(r"connection|broken pipe|closed", text, re.IGNORECASE) else ""
 
 
-def _within(seconds: float, do: Callable[[], None]) -> bool:
+def _completes_within(seconds: float, do: Callable[[], None]) -> bool:
     """Run a request to the store in a thread; return whether the request completed within `seconds`.
 
     A store on an unreachable machine never answers, and a pending request cannot be canceled. A pending request also
     blocks the store's client, so even requests that expect no answer have to wait.
     """
-    thread = threading.Thread(target=do, name="layerzero whereabouts", daemon=True)
+    thread = threading.Thread(target=do, name="layerzero publish status", daemon=True)
     thread.start()
     thread.join(seconds)
     return not thread.is_alive()
 
 
-def _leave_if_there(status: RankStatus) -> None:
+def _publish_if_store_exists(status: RankStatus) -> None:
     with suppress(RuntimeError):  # the store is gone
         publish_status(status)
 
 
-def _asked(status: RankStatus, others: Sequence[int], *, seconds: float) -> tuple[dict[int, RankStatus], str]:
+def _query_store(status: RankStatus, others: Sequence[int], *, seconds: float) -> tuple[dict[int, RankStatus], str]:
     """Publish `status`; return the statuses of the other ranks, and an error message about the store.
 
     The error message is empty if the store answers.
@@ -145,10 +145,10 @@ def _asked(status: RankStatus, others: Sequence[int], *, seconds: float) -> tupl
     statuses: dict[int, RankStatus] = {}
     store_error = [_SILENT]
 
-    def ask() -> None:
+    def query() -> None:
         try:
             publish_status(status)
-            _get_default_store().check([_key(dist.get_rank())])
+            _get_default_store().check([_status_key(dist.get_rank())])
             store_error[0] = ""  # the store answers
             _receive_statuses(others, statuses, seconds=seconds)
         except Exception:
@@ -156,7 +156,7 @@ def _asked(status: RankStatus, others: Sequence[int], *, seconds: float) -> tupl
                 "the rendezvous store does not exist any more, because the process that served it has ended"
             )
 
-    _within(seconds + _TO_ANSWER, ask)
+    _completes_within(seconds + _TO_ANSWER, query)
     return dict(statuses), store_error[0]
 
 
@@ -210,5 +210,5 @@ def _describe_statuses(
     return sentences, {} if missing else elsewhere
 
 
-def _key(rank: int) -> str:
+def _status_key(rank: int) -> str:
     return f"layerzero/word/{rank}"

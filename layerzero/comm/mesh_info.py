@@ -149,7 +149,7 @@ class MeshInfo:
         )
         mesh_info = cls(
             mesh=mesh,
-            flat_mesh=_transposed(mesh, zero3, replica),
+            flat_mesh=_transpose_mesh(mesh, zero3, replica),
             ranks=tuple(ranks),
             grid=ShardGrid.of_rank(ranks.index(dist.get_rank()), data_parallel=len(ranks), zero3_size=mesh.size(1)),
             device=compute_device(mesh.device_type),
@@ -200,12 +200,12 @@ def mesh_of_ranks(ranks: Sequence[int], zero3_size: int | None, device_type: str
     world = len(ranks)
     failure: Exception | None = None
     try:
-        size = _checked_size(zero3_size, world)
+        size = _resolve_zero3_size(zero3_size, world)
     except (TypeError, ValueError) as error:
         size, failure = 1, error
     requested_size = zero3_size if failure is not None else size
     table = torch.tensor(ranks).view(world // size, size)
-    row, column = _lines_of(table)
+    row, column = _row_and_column_ranks(table)
     fields = {"zero3_size": repr(requested_size), "device_type": device_type}
     require_equal("init_mesh", fields, ranks=ranks, groups=groups_so_far(row, column), failure=failure)
     world_group = dist.group.WORLD
@@ -213,7 +213,7 @@ def mesh_of_ranks(ranks: Sequence[int], zero3_size: int | None, device_type: str
     return _mesh_over(table, mesh_group(row, like=world_group, device_type=device_type), device_type)
 
 
-def _checked_size(zero3_size: int | None, world: int) -> int:
+def _resolve_zero3_size(zero3_size: int | None, world: int) -> int:
     if zero3_size is None:
         local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
         if not local_world_size.isdigit() or int(local_world_size) == 0 or world % int(local_world_size):
@@ -226,7 +226,7 @@ def _checked_size(zero3_size: int | None, world: int) -> int:
     if not isinstance(zero3_size, int) or isinstance(zero3_size, bool):
         raise TypeError(f"zero3_size must be an int, got {zero3_size!r}")
     if zero3_size < 1 or world % zero3_size:
-        raise ValueError(_indivisible(zero3_size, world))
+        raise ValueError(_indivisible_message(zero3_size, world))
     return zero3_size
 
 
@@ -260,7 +260,9 @@ def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGr
         failure = ValueError(f"zero3_group {block} is not one of the blocks of consecutive ranks {starts}")
     fields = {"zero1_group": ranks, "size of zero3_group": size}
     table = torch.tensor(ranks).view(-1, size if failure is None else 1)
-    require_equal("mesh_from_groups", fields, ranks=ranks, groups=groups_so_far(_lines_of(table)[1]), failure=failure)
+    require_equal(
+        "mesh_from_groups", fields, ranks=ranks, groups=groups_so_far(_row_and_column_ranks(table)[1]), failure=failure
+    )
 
     device_type = default_device_type()
     if f"{device_type}:" not in dist.get_backend_config(zero3_group):
@@ -270,12 +272,12 @@ def mesh_from_groups(zero1_group: dist.ProcessGroup, zero3_group: dist.ProcessGr
 
 def _mesh_over(table: torch.Tensor, zero3_group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     """Create the mesh of the ranks in `table` [R, S], with a process group for this rank's column."""
-    _, column = _lines_of(table)
+    _, column = _row_and_column_ranks(table)
     replica_group = mesh_group(column, like=zero3_group, device_type=device_type)
     return DeviceMesh.from_group([replica_group, zero3_group], device_type, mesh=table, mesh_dim_names=AXES)
 
 
-def _lines_of(table: torch.Tensor) -> tuple[list[int], list[int]]:
+def _row_and_column_ranks(table: torch.Tensor) -> tuple[list[int], list[int]]:
     """Return the ranks in this rank's row and the ranks in this rank's column of `table`, [R, S]."""
     ((r, s),) = (table == dist.get_rank()).nonzero().tolist()
     return table[r].tolist(), table[:, s].tolist()
@@ -336,13 +338,13 @@ def check_mesh(mesh: DeviceMesh) -> None:
         )
 
 
-def _transposed(mesh: DeviceMesh, zero3: dist.ProcessGroup, replica: dist.ProcessGroup) -> DeviceMesh:
+def _transpose_mesh(mesh: DeviceMesh, zero3: dist.ProcessGroup, replica: dist.ProcessGroup) -> DeviceMesh:
     table = mesh.mesh.t()
     table = table.reshape(-1).view(table.shape)  # contiguous() might keep odd strides of size-1 axes, which torch reads
     return DeviceMesh.from_group([zero3, replica], mesh.device_type, mesh=table, mesh_dim_names=("zero3", "replica"))
 
 
-def _indivisible(size: int, world: int) -> str:
+def _indivisible_message(size: int, world: int) -> str:
     return f"zero3_size={size} does not divide the {world} data-parallel ranks; use one of {_divisors(world)}"
 
 

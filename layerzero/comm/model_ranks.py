@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.collectives import Collective, Communicator, all_reduce, broadcast, connect
+from layerzero.comm.gather_text import all_gather_text
 from layerzero.comm.mesh_info import MeshInfo
 from layerzero.comm.process_groups import HeldGroup, ModelGroups, groups_so_far
-from layerzero.comm.texts import all_gather_text
 
 __all__ = ["LateMaximum", "ModelParallelAxes", "ModelRanks", "broadcast_over", "reduce_over"]
 
@@ -57,7 +57,7 @@ class ModelRanks:
         like, counters = mesh_info.zero3_control_comm.group, mesh_info.counters
         axis_ranks = sorted(further.mesh.flatten().tolist())
         control_comm = Communicator.over(
-            "further control", "control", _gloo(mesh_info.groups, axis_ranks, like), counters, "cpu"
+            "further control", "control", _new_gloo_group(mesh_info.groups, axis_ranks, like), counters, "cpu"
         )
         rank_lists = all_gather_text(control_comm, json.dumps(mesh_info.ranks))
         ranks = sorted({rank for text in rank_lists for rank in json.loads(text)})
@@ -109,7 +109,7 @@ class ModelRanks:
             texts = {
                 int(rank): peer_text
                 for message in all_gather_text(comm, json.dumps(texts))
-                for rank, peer_text in _items(message)
+                for rank, peer_text in _parse_items(message)
             }
         return [texts[rank] for rank in self.ranks]
 
@@ -134,7 +134,9 @@ class ModelRanks:
         Args:
             groups: owner of the new group. If it is None, the model owns the group.
         """
-        return _gloo(groups or self.mesh_info.groups, list(self.ranks), self.mesh_info.zero3_control_comm.group)
+        return _new_gloo_group(
+            groups or self.mesh_info.groups, list(self.ranks), self.mesh_info.zero3_control_comm.group
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,11 +224,11 @@ def _comms_along(further: DeviceMesh, mesh_info: MeshInfo) -> tuple[Communicator
     return comms
 
 
-def _items(text: str) -> Iterable[tuple[str, str]]:
+def _parse_items(text: str) -> Iterable[tuple[str, str]]:
     table: dict[str, str] = json.loads(text)
     return table.items()
 
 
-def _gloo(groups: ModelGroups, ranks: list[int], like: dist.ProcessGroup) -> HeldGroup:
+def _new_gloo_group(groups: ModelGroups, ranks: list[int], like: dist.ProcessGroup) -> HeldGroup:
     backend = dist.get_backend_config(like).split(",")[0].split(":")[1]
     return groups.new(ranks, like=like, device_type="cpu", backend=backend)

@@ -68,14 +68,14 @@ __all__ = [
     "HeldGroup",
     "ModelGroups",
     "Reservation",
+    "backend_timeout",
     "drop_released_groups",
     "groups_so_far",
     "groups_to_release",
     "known_to_torch",
     "mesh_group",
     "new_group_like",
-    "settle_releases",
-    "timeout_on",
+    "wait_for_releases",
 ]
 
 CLOSED = (
@@ -87,7 +87,7 @@ _PERIOD = 0.02  # seconds between two checks for in-flight work
 _LOCAL = {"gloo", "fake"}  # backends whose groups can be released without other ranks
 
 
-class Ending(Protocol):
+class InFlightWork(Protocol):
     """In-flight work on a group."""
 
     def done(self) -> bool: ...
@@ -131,7 +131,7 @@ class HeldGroup:
         self._store = store  # the group's part of the rendezvous store; None for groups that torch keeps
         self._world = weakref.ref(dist.group.WORLD)
         self._closed = False
-        self.in_flight: dict[int, Ending] = {}
+        self.in_flight: dict[int, InFlightWork] = {}
         self.reserved: Reservation | None = None
         self.name: str = group.group_name
         self.ranks = tuple(dist.get_process_group_ranks(group))
@@ -153,7 +153,7 @@ class HeldGroup:
     def is_idle(self) -> bool:
         return all(each.done() for each in list(self.in_flight.values()))
 
-    def track(self, ending: Ending) -> None:
+    def track(self, ending: InFlightWork) -> None:
         """Keep the group until `ending` is done."""
         if len(self.in_flight) >= 8:
             self.forget_done()
@@ -198,7 +198,7 @@ class ModelGroups:
 
     def __init__(self) -> None:
         self._held: list[HeldGroup] = []
-        _RELEASES.expect()
+        _RELEASES.add_owner()
         self._finalizer = weakref.finalize(self, _enqueue_release, self._held)
         self._finalizer.atexit = False  # the end of the process releases all groups
 
@@ -207,11 +207,11 @@ class ModelGroups:
 
         All members of the group must call this method, in the same order relative to other groups.
         """
-        group, store = _make(ranks, like=like, device_type=device_type, backend=backend)
+        group, store = _create_group(ranks, like=like, device_type=device_type, backend=backend)
         held = HeldGroup(group, store=store)
         self._held.append(held)
         if held.is_local:
-            _leave_tables(group)
+            _remove_from_torch_tables(group)
         return held
 
     def abandon(self) -> None:
@@ -231,12 +231,12 @@ class ModelGroups:
             if not held.is_local:
                 held.drop()
         self._finalizer()
-        settle_releases()
+        wait_for_releases()
 
 
 def mesh_group(ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
     """Return the group of these ranks for meshes; the first call creates it. See [Note: Groups of meshes]."""
-    key = (tuple(sorted(ranks)), dist.get_backend_config(like), timeout_on(like, device_type))
+    key = (tuple(sorted(ranks)), dist.get_backend_config(like), backend_timeout(like, device_type))
     group = _MESH_GROUPS.get(key)
     if group is None or group not in dist.distributed_c10d._world.pg_map:
         group = _MESH_GROUPS[key] = new_group_like(ranks, like=like, device_type=device_type)
@@ -251,7 +251,7 @@ def new_group_like(
     Only the members of the group call this function. Each rank must make such calls in the same order.
     See [Note: Group creation by members only].
     """
-    return _make(ranks, like=like, device_type=device_type, backend=backend)[0]
+    return _create_group(ranks, like=like, device_type=device_type, backend=backend)[0]
 
 
 def groups_so_far(*members: Sequence[int]) -> dict[str, dict[str, object]]:
@@ -262,7 +262,7 @@ def groups_so_far(*members: Sequence[int]) -> dict[str, dict[str, object]]:
     Args:
         members: for each group, the ranks that are its members.
     """
-    names = _names()
+    names = _name_counts()
     return {
         f"groups of the ranks {list(ranks)}": {"number of process groups created so far": names[tuple(sorted(ranks))]}
         for ranks in members
@@ -293,9 +293,9 @@ def groups_to_release() -> str:
     return json.dumps(sorted(_KEPT))
 
 
-def settle_releases() -> None:
+def wait_for_releases() -> None:
     """Wait, for at most a few seconds, until released groups without in-flight work have been dropped."""
-    _RELEASES.settle()
+    _RELEASES.wait_until_dropped()
 
 
 @contextmanager
@@ -315,22 +315,22 @@ def known_to_torch(group: dist.ProcessGroup) -> Iterator[None]:
             groups.pop(group, None)
 
 
-def _names() -> Counter[tuple[int, ...]]:
+def _name_counts() -> Counter[tuple[int, ...]]:
     world = dist.group.WORLD
     assert world is not None
     return _NAMES.setdefault(world, Counter())
 
 
-def _make(
+def _create_group(
     ranks: Sequence[int], *, like: dist.ProcessGroup, device_type: str, backend: str
 ) -> tuple[dist.ProcessGroup, Store]:
     """Create a group of `ranks` and return it with its part of the store."""
     members = sorted(ranks)
-    names = _names()
+    names = _name_counts()
     names[tuple(members)] += 1
     digest = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
     chosen = Backend(backend or dist.get_backend_config(like))
-    with _nothing_to_split():
+    with _without_group_split():
         group, store = _new_process_group_helper(
             len(members),
             members.index(dist.get_rank()),
@@ -338,14 +338,14 @@ def _make(
             chosen,
             _get_default_store(),
             f"layerzero/{digest}/{names[tuple(members)]}",  # type: ignore[arg-type]
-            timeout=timeout_on(like, device_type) or _get_default_timeout(chosen),
+            timeout=backend_timeout(like, device_type) or _get_default_timeout(chosen),
         )
     assert isinstance(group, dist.ProcessGroup) and store is not None
     dist.distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
     return group, store
 
 
-def _leave_tables(group: dist.ProcessGroup) -> None:
+def _remove_from_torch_tables(group: dist.ProcessGroup) -> None:
     """Remove a group from the tables that ``destroy_process_group()`` and compiled collectives use."""
     world = dist.distributed_c10d._world
     world.pg_map.pop(group, None)
@@ -360,7 +360,7 @@ def _leave_tables(group: dist.ProcessGroup) -> None:
 
 
 @contextmanager
-def _nothing_to_split() -> Iterator[None]:
+def _without_group_split() -> Iterator[None]:
     world = dist.group.WORLD
     assert world is not None
     device = world.bound_device_id
@@ -374,7 +374,7 @@ def _nothing_to_split() -> Iterator[None]:
         world.bound_device_id = device
 
 
-def timeout_on(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
+def backend_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
     """Return the timeout of the group's collectives on a device type, or None if the backend does not report one."""
     try:
         timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
@@ -406,7 +406,7 @@ class _Releases:
         self._owners = 0  # number of owners that are alive or whose groups have not been dropped yet
         self._thread: threading.Thread | None = None
 
-    def expect(self) -> None:
+    def add_owner(self) -> None:
         """Count an owner whose groups will be passed to :meth:`put`.
 
         Finalizers must not call this method, because it takes a lock.
@@ -420,7 +420,7 @@ class _Releases:
     def put(self, groups: list[HeldGroup]) -> None:
         self._queue.put(groups)
 
-    def settle(self) -> None:
+    def wait_until_dropped(self) -> None:
         """Wait until the groups passed to :meth:`put` so far have been dropped, except those with in-flight work."""
         thread = self._thread
         if thread is None or not thread.is_alive() or thread is threading.current_thread():
@@ -454,13 +454,13 @@ class _Releases:
                 waiting.append(item)
             ended = sum(not _drop_idle(groups) for groups in waiting)
             waiting = [groups for groups in waiting if groups]
-            is_over = self._is_over(ended)
+            is_over = self._end_if_unused(ended)
             if isinstance(item, threading.Event):
                 item.set()
             if is_over:
                 return
 
-    def _is_over(self, ended: int) -> bool:
+    def _end_if_unused(self, ended: int) -> bool:
         with self._lock:
             self._owners -= ended
             if self._owners or not self._queue.empty():

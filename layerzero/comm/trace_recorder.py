@@ -100,15 +100,15 @@ class CollectiveTrace:
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        with self._seen("launch", "layerzero."):
+        with self._record_span("launch", "layerzero."):
             yield
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        with self._seen("wait", "layerzero.wait "):
+        with self._record_span("wait", "layerzero.wait "):
             yield
 
-    def arrived(self) -> None:
+    def record_arrival(self) -> None:
         """Record the current time as the completion time, unless the backend reports completion times."""
         if self._recorder is not None and not self._works:
             self._works = 1
@@ -117,7 +117,7 @@ class CollectiveTrace:
     @contextmanager
     def adding(self) -> Iterator[None]:
         """Context manager that records the addition of the received parts."""
-        with self._seen("add", "layerzero.add "):
+        with self._record_span("add", "layerzero.add "):
             yield
 
     def was_awaited(self, began: Any) -> None:
@@ -125,7 +125,7 @@ class CollectiveTrace:
         if self._recorder is not None:
             self._recorder.mark("wait", self.name, began, flight=self)
 
-    def follow(self, works: Sequence[Any]) -> None:
+    def record_completions(self, works: Sequence[Any]) -> None:
         """Record the completion times of `works`, if the clock and the backend support this."""
         if self._recorder is None or not self._recorder.clock.sees_other_threads:
             return
@@ -140,11 +140,11 @@ class CollectiveTrace:
             future.add_done_callback(lambda _: completions.append(now()))  # in threads of the backend
 
     @contextmanager
-    def _seen(self, kind: str, prefix: str) -> Iterator[None]:
+    def _record_span(self, kind: str, prefix: str) -> Iterator[None]:
         recorder = self._recorder
         began = None if recorder is None else recorder.clock.now()
         try:
-            with _profiled(f"{prefix}{self.collective} {self.name}".rstrip()):
+            with _profiler_range(f"{prefix}{self.collective} {self.name}".rstrip()):
                 yield
         finally:
             if recorder is not None:
@@ -171,24 +171,24 @@ class TraceDispatcher:
         self._open: list[_OpenSpan] = []  # see [Note: Nesting of spans]
 
     @property
-    def listens(self) -> bool:
+    def is_recording(self) -> bool:
         return self.recorder is not None or profiler._is_profiler_enabled
 
     def flight(
         self, *, collective: str, comm: str, axis: str, ranks: int, name: str, sent: int
     ) -> CollectiveTrace | None:
-        if not self.listens:
+        if not self.is_recording:
             return None
         return CollectiveTrace(self, collective=collective, comm=comm, axis=axis, ranks=ranks, name=name, sent=sent)
 
     def begin(self, phase: str, name: str, key: object) -> None:
         """Begin a span nested in the open spans, unless the span of `key` is already open."""
-        if not self.listens or any(span.key is key for span in self._open):
+        if not self.is_recording or any(span.key is key for span in self._open):
             return
-        profiled = _profiled(f"layerzero.{phase} {name}")
+        profiled = _profiler_range(f"layerzero.{phase} {name}")
         profiled.__enter__()
         self._open.append(_OpenSpan(phase, name, key, torch._C._current_graph_task_id(), profiled))
-        self._mark("begin", phase, name)
+        self._append_mark("begin", phase, name)
 
     def reach(self, key: object, around: Sequence[object]) -> None:
         """End the spans of other units when the current backward pass reaches the call `key`.
@@ -237,7 +237,7 @@ class TraceDispatcher:
         """
         recorder = self.recorder
         began = None if recorder is None else recorder.clock.now()
-        with _profiled(f"layerzero.wait {collective} {name}".rstrip()):
+        with _profiler_range(f"layerzero.wait {collective} {name}".rstrip()):
             yield
         if began is not None and (trace := flight()) is not None:
             trace.was_awaited(began)
@@ -245,14 +245,14 @@ class TraceDispatcher:
     def _close(self) -> object:
         span = self._open.pop()
         span.range.__exit__(None, None, None)
-        self._mark("end", span.phase, span.name)
+        self._append_mark("end", span.phase, span.name)
         return span.key
 
-    def _mark(self, kind: str, phase: str, name: str) -> None:
+    def _append_mark(self, kind: str, phase: str, name: str) -> None:
         if self.recorder is not None:
             now = self.recorder.clock.now()
             self.recorder.marks.append(TraceMark(kind, name, now, now, phase=phase))
 
 
-def _profiled(name: str) -> AbstractContextManager[Any]:
+def _profiler_range(name: str) -> AbstractContextManager[Any]:
     return torch.profiler.record_function(name) if profiler._is_profiler_enabled else _QUIET

@@ -64,7 +64,7 @@ def display_name(collective: Collective, name: str) -> str:
 class Watched(Protocol):
     """Launch that a watchdog has recorded."""
 
-    def waited(self) -> None:
+    def record_wait_end(self) -> None:
         """Record that the wait for the collective has returned or failed."""
 
 

@@ -16,7 +16,7 @@ __all__ = [
     "DeviceClock",
     "HostDeviceCopies",
     "StreamEvent",
-    "TouchedBy",
+    "StreamUses",
     "compute_device",
     "default_device_type",
     "device_module",
@@ -109,7 +109,7 @@ class CurrentStream:
             self._module.current_stream().wait_event(mark)
 
 
-class TouchedBy:
+class StreamUses:
     """Record of the streams that have read or written a buffer since it was last copied.
 
     Gradients of leaf tensors arrive on the stream that was current when their AccumulateGrad nodes were created. This
@@ -120,12 +120,12 @@ class TouchedBy:
         self._order = order
         self._streams: list[Any] = []
 
-    def note(self) -> None:
+    def record_use(self) -> None:
         """Record that the current stream is about to use the buffer."""
         if self._order is not None and (stream := self._order.current()) not in self._streams:
             self._streams.append(stream)
 
-    def marks(self) -> list[StreamEvent]:
+    def record_events(self) -> list[StreamEvent]:
         """Record one event per stream, after the stream's uses of the buffer so far, and return the events.
 
         The list of streams is cleared.
@@ -167,7 +167,7 @@ class HostDeviceCopies:
             return torch.empty(numel, dtype=dtype)
         return host_memory(numel, dtype, device=self.device)
 
-    def beside(self, *, to_host: bool) -> AbstractContextManager[object]:
+    def on_copy_stream(self, *, to_host: bool) -> AbstractContextManager[object]:
         """Return a context in which the copy stream of one direction is current."""
         stream: AbstractContextManager[object] = (
             nullcontext() if self._copy_streams is None else self._module.stream(self._copy_streams[to_host])

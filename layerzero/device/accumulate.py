@@ -43,8 +43,8 @@ def accumulate_parts(
         rounds_once: if True, compute the sum in fp32, and round it once; see [Note: Accumulators in bf16].
     """
     parts = tuple(parts)
-    add = _add_in_fp32 if rounds_once and len(parts) > 1 else _add
-    if _is_in_pieces(target, parts, add is _add_in_fp32):
+    add = _add_in_fp32 if rounds_once and len(parts) > 1 else _add_parts
+    if _needs_pieces(target, parts, add is _add_in_fp32):
         numel = _PIECE * max(1, torch.get_num_threads() // 2) if target.device.type == "cpu" else _DEVICE_PIECE
         for piece, *of_parts in zip(*(torch.split(each.view(-1), numel) for each in (target, *parts)), strict=True):
             add(piece, of_parts, wire, overwrite, scale)
@@ -52,7 +52,7 @@ def accumulate_parts(
         add(target, parts, wire, overwrite, scale)
 
 
-def _is_in_pieces(target: Tensor, parts: Sequence[Tensor], needs_fp32_memory: bool) -> bool:
+def _needs_pieces(target: Tensor, parts: Sequence[Tensor], needs_fp32_memory: bool) -> bool:
     tensors = (target, *parts)
     return (
         target.numel() > _PIECE
@@ -68,11 +68,13 @@ def _add_in_fp32(
     total = torch.empty_like(target, dtype=torch.float32)
     if not overwrite:
         total.copy_(target)
-    _add(total, parts, wire, overwrite, scale)
+    _add_parts(total, parts, wire, overwrite, scale)
     target.copy_(total)
 
 
-def _add(target: Tensor, parts: Sequence[Tensor], wire: torch.dtype | None, overwrite: bool, scale: float) -> None:
+def _add_parts(
+    target: Tensor, parts: Sequence[Tensor], wire: torch.dtype | None, overwrite: bool, scale: float
+) -> None:
     for tensor in parts:
         part = tensor if wire is None else tensor.to(wire)
         if overwrite and scale != 1.0 and part.dtype.itemsize >= target.dtype.itemsize:

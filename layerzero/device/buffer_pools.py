@@ -87,12 +87,12 @@ class BufferPool:
         order = CurrentStream.of(device)
         return BufferPool(device) if order is None else DeviceBufferPool(device, order)
 
-    def expect(self, buffers: Mapping[Size, int], nbytes: int) -> None:
+    def set_expected(self, buffers: Mapping[Size, int], nbytes: int) -> None:
         """Set the predicted number of buffers by size, and their bytes. Call this before the first buffer is used."""
         self.expected = dict(buffers)
         self.predicted_bytes = nbytes
 
-    def expect_also(self, buffers: Mapping[Size, int]) -> None:
+    def add_expected(self, buffers: Mapping[Size, int]) -> None:
         """Add buffers that will be in use while none of the buffers predicted so far is in use."""
         self.expected = Counter(self.expected) | Counter(buffers)
         self.predicted_bytes = bytes_of_buffers(self.expected)
@@ -104,10 +104,10 @@ class BufferPool:
             idle = self._idle[key]
             if not idle:
                 count = max(1, self.expected.get(key, 0) - self._made[key])
-                idle.extend(self._make(numel, dtype) for _ in range(count))
+                idle.extend(self._allocate(numel, dtype) for _ in range(count))
             return idle.pop()
 
-    def _make(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         buffer = torch.empty(numel, dtype=dtype, device=self.device)
         self._made[numel, dtype] += 1
         self.most_bytes += buffer.untyped_storage().nbytes()
@@ -166,17 +166,17 @@ class DeviceBufferPool(BufferPool):
         self._in_use = 0  # bytes of buffers that were acquired and not released
         self._peak_in_use = 0  # maximum of `_in_use` so far
 
-    def expect_also(self, buffers: Mapping[Size, int]) -> None:
+    def add_expected(self, buffers: Mapping[Size, int]) -> None:
         self.expected = Counter(self.expected) | Counter(buffers)
         self.predicted_bytes = max(self.predicted_bytes, bytes_of_buffers(buffers))
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
         self._peak_in_use = max(self._peak_in_use, self._in_use + numel * dtype.itemsize)
-        buffer = self._reuse_or_make(numel, dtype)
+        buffer = self._reuse_or_allocate(numel, dtype)
         self._in_use += buffer.nbytes
         return buffer
 
-    def _reuse_or_make(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def _reuse_or_allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         key = numel, dtype
         if self._made[key] >= self.expected.get(key, _USUAL):
             for index, released in enumerate(self._released):
@@ -192,10 +192,10 @@ class DeviceBufferPool(BufferPool):
                 self._order.wait_event(oldest.mark)
                 return oldest.buffer
             self._main_stream.wait_event(oldest.mark)
-            self._forget(oldest.buffer)
-        return self._make(numel, dtype)
+            self._subtract(oldest.buffer)
+        return self._allocate(numel, dtype)
 
-    def _make(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         with self._order.switched_to(self._main_stream):
             buffer = torch.empty(numel, dtype=dtype, device=self.device)
         if self._order.current() != self._main_stream:  # earlier work of that stream may still use the memory
@@ -213,7 +213,7 @@ class DeviceBufferPool(BufferPool):
         while self._released:
             released = self._released.popleft()
             self._main_stream.wait_event(released.mark)
-            self._forget(released.buffer)
+            self._subtract(released.buffer)
 
     def __del__(self) -> None:
         with suppress(Exception):  # at the exit of the interpreter
@@ -221,7 +221,7 @@ class DeviceBufferPool(BufferPool):
                 if released.stream != self._main_stream:
                     self._order.keep_until_done(released.buffer, released.stream)
 
-    def _forget(self, buffer: Tensor) -> None:
+    def _subtract(self, buffer: Tensor) -> None:
         self._made[buffer.numel(), buffer.dtype] -= 1
         self.held_bytes -= buffer.untyped_storage().nbytes()
 
@@ -263,7 +263,7 @@ class FullBufferPool:
             self.free(storage)
         cached = self._cached[nbytes]
         if cached:
-            source, event = cached.pop(self._choose(storage, cached))
+            source, event = cached.pop(self._previous_index(storage, cached))
             if self._order is not None:
                 self._order.wait_event(event)
             storage._swap_data_ptr_(source)  # type: ignore[attr-defined]
@@ -298,7 +298,7 @@ class FullBufferPool:
             stream.wait_event(used)
         storage.resize_(0)
 
-    def _choose(self, storage: UntypedStorage, cached: Sequence[tuple[UntypedStorage, StreamEvent]]) -> int:
+    def _previous_index(self, storage: UntypedStorage, cached: Sequence[tuple[UntypedStorage, StreamEvent]]) -> int:
         """Return the index of the storage's previous memory if that memory is cached, otherwise -1.
 
         As a result, the full buffers of units keep their addresses from step to step.

@@ -50,17 +50,17 @@ class HostShard:
         self._fetched: StreamEvent = None  # event of the last copy to the device
 
     @contextmanager
-    def fetched(self, target: Tensor, *, beside: bool) -> Iterator[None]:
+    def fetch_into(self, target: Tensor, *, on_copy_stream: bool) -> Iterator[None]:
         """Context manager that copies the shard to `target` [numel] on the device.
 
         Work that is launched inside the context runs after the copy.
 
         Args:
-            beside: if True, make the copy stream current inside the context, so that the computation does not wait for
-                the copy.
+            on_copy_stream: if True, make the copy stream current inside the context, so that the computation does not
+                wait for the copy.
         """
         fetch = self.start_fetch(target)
-        with self._transfers.beside(to_host=False) if beside else nullcontext():
+        with self._transfers.on_copy_stream(to_host=False) if on_copy_stream else nullcontext():
             fetch.wait()
             yield
 

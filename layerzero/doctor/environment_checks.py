@@ -150,7 +150,7 @@ def check_interfaces(
         fix = f"Set GLOO_SOCKET_IFNAME to the interface that connects the nodes. {listed}"
         findings.append(Finding(_GROUP, "problem", text, fix))
     nccl = environment.get("NCCL_SOCKET_IFNAME", "")
-    if nccl and not any(_selected(nccl, name) for name in interfaces):
+    if nccl and not any(_is_selected(nccl, name) for name in interfaces):
         level: Level = "problem" if device_type == "cuda" else "note"
         text = f"NCCL_SOCKET_IFNAME={nccl} selects no interface, so NCCL fails"
         findings.append(Finding(_GROUP, level, text, f"{listed}. Set NCCL_SOCKET_IFNAME to one of them"))
@@ -159,7 +159,7 @@ def check_interfaces(
     return findings
 
 
-def _selected(pattern: str, interface: str) -> bool:
+def _is_selected(pattern: str, interface: str) -> bool:
     """Return whether NCCL_SOCKET_IFNAME selects an interface: prefixes, ``=`` for full names, ``^`` to exclude."""
     excludes, names_text = pattern.startswith("^"), pattern.removeprefix("^")
     exact, names = names_text.startswith("="), names_text.removeprefix("=").split(",")

@@ -27,7 +27,7 @@ from layerzero.doctor.environment_checks import (
 )
 from layerzero.doctor.findings import Finding, Level
 from layerzero.utils.machine import available_memory
-from layerzero.utils.text_tables import size
+from layerzero.utils.text_tables import size_text
 
 __all__ = [
     "TESTED_PYTHON",
@@ -55,9 +55,9 @@ def check_host(environment: Mapping[str, str] = os.environ) -> list[Finding]:
     kind = default_device_type()
     names, world = device_names(kind), whole_number(environment, "WORLD_SIZE") or 1
     ranks = whole_number(environment, "LOCAL_WORLD_SIZE") or 1
-    rdma = [path.name for path in _children(Path("/sys/class/infiniband"))]
+    rdma = [path.name for path in _list_folder(Path("/sys/class/infiniband"))]
     interfaces = [name for _, name in socket.if_nameindex()]
-    loopback = world > ranks and not _reachable(socket.gethostname())
+    loopback = world > ranks and not _is_reachable(socket.gethostname())
     shm = shutil.disk_usage(_SHM) if _SHM.is_dir() else None
     files, locked = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     return [
@@ -65,9 +65,9 @@ def check_host(environment: Mapping[str, str] = os.environ) -> list[Finding]:
         check_version("torch", torch.__version__, TESTED_TORCH),
         *check_devices(kind, names, ranks, has_nvidia=Path("/dev/nvidia0").exists(), cuda=torch.version.cuda),
         *check_backends(kind, dist.is_backend_available),
-        *_nccl(kind),
+        *_check_nccl(kind),
         *check_launch(environment),
-        check_threads(torch.get_num_threads(), _cores(), ranks, kind),
+        check_threads(torch.get_num_threads(), _num_cores(), ranks, kind),
         *check_variables(environment, kind, rdma=rdma),
         *check_interfaces(environment, interfaces, kind, loopback=loopback),
         *check_shared_memory(None if shm is None else (shm.total, shm.free), available_memory(), kind),
@@ -138,7 +138,7 @@ def check_backends(kind: str, is_available: Callable[[str], bool]) -> list[Findi
     return findings
 
 
-def _nccl(kind: str) -> list[Finding]:
+def _check_nccl(kind: str) -> list[Finding]:
     if kind != "cuda" or not dist.is_nccl_available():
         return []
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
@@ -158,15 +158,15 @@ def check_shared_memory(shm: tuple[int, int] | None, available: float, kind: str
         findings = [Finding(_MEMORY, "note", f"/dev/shm does not exist: {users} need it")]
     elif shm[0] < _SMALL_SHM:
         level: Level = "note" if kind == "cpu" else "problem"
-        text = f"/dev/shm has only {size(shm[0])}, which {users} share"
+        text = f"/dev/shm has only {size_text(shm[0])}, which {users} share"
         findings = [Finding(_MEMORY, level, text, "Start the container with --shm-size=1g or more, or --ipc=host")]
     else:
-        findings = [Finding(_MEMORY, "ok", f"/dev/shm: {size(shm[0])}, {size(shm[1])} free, for {users}")]
+        findings = [Finding(_MEMORY, "ok", f"/dev/shm: {size_text(shm[0])}, {size_text(shm[1])} free, for {users}")]
     if kind != "cpu" or math.isinf(available):
         return findings
     text = (
-        f"{size(available)} of memory available: shared weights take 2 bytes per parameter and node in bf16, outside "
-        f"of /dev/shm, so a model may have at most {available / 2e9:.3g}e9 parameters"
+        f"{size_text(available)} of memory available: shared weights take 2 bytes per parameter and node in bf16, "
+        f"outside of /dev/shm, so a model may have at most {available / 2e9:.3g}e9 parameters"
     )
     return [*findings, Finding(_MEMORY, "ok", text)]
 
@@ -198,7 +198,7 @@ def check_locked_memory(limit: int, rdma: Sequence[str]) -> Finding:
         limit: number of bytes that this process may lock, or a negative number if there is no limit.
         rdma: names of the machine's InfiniBand or RoCE adapters.
     """
-    limit_text = "unlimited" if limit < 0 else size(limit)
+    limit_text = "unlimited" if limit < 0 else size_text(limit)
     if rdma and limit >= 0:
         text = f"a process may lock only {limit_text} of memory, which NCCL needs for the adapters {', '.join(rdma)}"
         fix = "Run ulimit -l unlimited, or start the container with --ulimit memlock=-1"
@@ -206,17 +206,17 @@ def check_locked_memory(limit: int, rdma: Sequence[str]) -> Finding:
     return Finding(_MEMORY, "ok", f"locked memory per process: {limit_text}")
 
 
-def _children(folder: Path) -> list[Path]:
+def _list_folder(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-def _reachable(host: str) -> bool:
+def _is_reachable(host: str) -> bool:
     """Return whether a host name resolves to an address other than the loopback."""
     with suppress(OSError):
         return any(not ip_address(entry[4][0]).is_loopback for entry in socket.getaddrinfo(host, None))
     return False
 
 
-def _cores() -> int:
+def _num_cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -22,7 +22,7 @@ from layerzero.planning.probe import ProbeResult, probe
 from layerzero.reports.memory_and_traffic import traffic
 from layerzero.sharding.closing import close
 from layerzero.sharding.shard_model import shard_model
-from layerzero.utils.text_tables import seconds, size
+from layerzero.utils.text_tables import seconds_text, size_text
 
 __all__ = ["Job", "check_speeds", "first_line"]
 
@@ -133,12 +133,12 @@ def check_speeds(result: ProbeResult) -> list[Finding]:
     """Return the measured speeds of links, and compare links inside a node with links between nodes."""
     findings, cluster = [], result.cluster
     if "inside" in result.measured:
-        latency = seconds(1e-6 * cluster.inside_latency)
-        text = f"inside a node: {size(1e9 * cluster.inside)}/s per rank, {latency} per step of a collective"
+        latency = seconds_text(1e-6 * cluster.inside_latency)
+        text = f"inside a node: {size_text(1e9 * cluster.inside)}/s per rank, {latency} per step of a collective"
         findings.append(Finding(_GROUP, "ok", text))
     if "between" in result.measured:
-        latency = seconds(1e-6 * cluster.between_latency)
-        text = f"between nodes: {size(1e9 * cluster.node_link / 8)}/s per node, {latency} per step of a collective"
+        latency = seconds_text(1e-6 * cluster.between_latency)
+        text = f"between nodes: {size_text(1e9 * cluster.node_link / 8)}/s per node, {latency} per step of a collective"
         findings.append(Finding(_GROUP, "ok", text))
     if {"inside", "between"} <= set(result.measured) and cluster.node_link / 8 / cluster.accelerators > cluster.inside:
         text = "a rank sends faster between nodes than inside its node, so sharing weights inside a node saves no time"

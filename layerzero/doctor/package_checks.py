@@ -56,18 +56,18 @@ def installed_versions(found: Iterable[Distribution]) -> dict[str, str]:
     """Return the versions of distributions by normalized name. The first distribution on the path counts."""
     versions: dict[str, str] = {}
     for distribution in found:
-        versions.setdefault(_normalized(distribution.metadata["Name"] or ""), distribution.version)
+        versions.setdefault(_normalize_name(distribution.metadata["Name"] or ""), distribution.version)
     return versions
 
 
-def _normalized(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def check_layerzero(version: str, package: Path, found: Sequence[Distribution]) -> list[Finding]:
     """Check which distributions provide the module ``layerzero``."""
     findings = []
-    own = [distribution for distribution in found if _normalized(distribution.metadata["Name"] or "") == _OURS]
+    own = [distribution for distribution in found if _normalize_name(distribution.metadata["Name"] or "") == _OURS]
     other_versions = sorted({distribution.version for distribution in own} - {version})
     if other_versions:
         text = (
@@ -84,7 +84,7 @@ def check_layerzero(version: str, package: Path, found: Sequence[Distribution]) 
             )
         )
     for distribution in found:
-        if _normalized(distribution.metadata["Name"] or "") != "layerzero":
+        if _normalize_name(distribution.metadata["Name"] or "") != "layerzero":
             continue
         modules = {file.parts[0] for file in distribution.files or () if file.suffix == ".py"}
         name = f"{distribution.metadata['Name']} {distribution.version} in {distribution.locate_file('')}"
@@ -124,7 +124,7 @@ def check_apex(path: Sequence[str]) -> list[Finding]:
 def check_extras(found: Sequence[Distribution]) -> list[Finding]:
     """Compare the packages of each extra of torch-layerzero with the ranges in its metadata."""
     own = next(
-        (distribution for distribution in found if _normalized(distribution.metadata["Name"] or "") == _OURS), None
+        (distribution for distribution in found if _normalize_name(distribution.metadata["Name"] or "") == _OURS), None
     )
     if own is None:
         return []
@@ -139,7 +139,7 @@ def check_extras(found: Sequence[Distribution]) -> list[Finding]:
         if extra in _FOR_DEVELOPERS:
             continue
         needed = [req for req in requirements if req.marker and req.marker.evaluate({"extra": extra})]
-        installed = {req.name: versions.get(_normalized(req.name)) for req in needed}
+        installed = {req.name: versions.get(_normalize_name(req.name)) for req in needed}
         missing = [name for name, version in installed.items() if version is None]
         unsupported = [
             req for req in needed if (version := installed[req.name]) and not req.specifier.contains(version, True)

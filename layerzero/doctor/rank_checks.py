@@ -72,7 +72,7 @@ class RankReport:
         return cls(
             f"{socket.gethostname()} {boot_id()}",
             whole_number(environment, "LOCAL_WORLD_SIZE"),
-            _device(kind, local_rank),
+            _device_uuid(kind, local_rank),
             facts,
             tuple(findings),
         )
@@ -86,7 +86,7 @@ class RankReport:
         return cls(**{**fields, "findings": tuple(Finding(**each) for each in fields["findings"])})
 
 
-def _device(kind: str, local_rank: int) -> str:
+def _device_uuid(kind: str, local_rank: int) -> str:
     if kind == "cpu":
         return ""
     index = local_rank % torch.accelerator.device_count()
@@ -110,7 +110,7 @@ def check_ranks(reports: Mapping[int, RankReport]) -> list[Finding]:
     """Compare versions and environment variables of all ranks."""
     findings = []
     for name in dict.fromkeys(name for report in reports.values() for name in report.facts):
-        ranks_of = _by_value({rank: report.facts.get(name, "not set") for rank, report in reports.items()})
+        ranks_of = _group_ranks({rank: report.facts.get(name, "not set") for rank, report in reports.items()})
         if len(ranks_of) > 1:
             level: Level = "note" if name == _MAY_DIFFER else "problem"
             values = ", ".join(f"{value} on {rank_names(ranks)}" for value, ranks in ranks_of.items())
@@ -119,7 +119,7 @@ def check_ranks(reports: Mapping[int, RankReport]) -> list[Finding]:
     return findings or [Finding(_GROUP, "ok", "versions and environment variables are the same on all ranks")]
 
 
-def _by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
+def _group_ranks(values: Mapping[int, Any]) -> dict[Any, list[int]]:
     ranks_of = defaultdict(list)
     for rank, value in sorted(values.items()):
         ranks_of[value].append(rank)
@@ -128,7 +128,7 @@ def _by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
 
 def node_size(reports: Mapping[int, RankReport]) -> int | None:
     """Return the number of ranks on each node, or None if nodes differ or their ranks are not neighbors."""
-    nodes = list(_by_value({rank: report.host for rank, report in reports.items()}).values())
+    nodes = list(_group_ranks({rank: report.host for rank, report in reports.items()}).values())
     size = len(nodes[0])
     is_regular = all(len(ranks) == size and ranks[-1] - ranks[0] == size - 1 for ranks in nodes)
     return size if is_regular else None
@@ -136,11 +136,11 @@ def node_size(reports: Mapping[int, RankReport]) -> int | None:
 
 def check_nodes(reports: Mapping[int, RankReport]) -> list[Finding]:
     """Check which ranks run on which node, and compare this with LOCAL_WORLD_SIZE and with the devices."""
-    nodes = _by_value({rank: report.host for rank, report in reports.items()})
+    nodes = _group_ranks({rank: report.host for rank, report in reports.items()})
     placements = [f"{rank_names(ranks)} on {host.split()[0]}" for host, ranks in list(nodes.items())[:_SHOWN]]
     placements += [f"and {len(nodes) - _SHOWN} more nodes"] if len(nodes) > _SHOWN else []
     findings = [Finding(_GROUP, "ok", f"{len(nodes)} node{'s' * (len(nodes) > 1)}: {'; '.join(placements)}")]
-    sizes = _by_value({rank: report.local_world_size for rank, report in reports.items()})
+    sizes = _group_ranks({rank: report.local_world_size for rank, report in reports.items()})
     if len(sizes) > 1:
         sizes_text = ", ".join(f"{size or 'not set'} on {rank_names(ranks)}" for size, ranks in sizes.items())
         fix = "Start the same number of ranks on each node, or pass one zero3_size on all ranks"
@@ -155,7 +155,7 @@ def check_nodes(reports: Mapping[int, RankReport]) -> list[Finding]:
         if ranks[-1] - ranks[0] != len(ranks) - 1:
             text = f"{name} has {rank_names(ranks)}, but neighboring ranks share weights, so gathers cross nodes"
             findings.append(Finding(_GROUP, "problem", text, "Number the ranks node by node, as torchrun does"))
-        devices = _by_value({rank: reports[rank].device for rank in ranks if reports[rank].device})
+        devices = _group_ranks({rank: reports[rank].device for rank in ranks if reports[rank].device})
         for shared in (sharing for sharing in devices.values() if len(sharing) > 1):
             text = f"{rank_names(shared)} use the same device of {name}"
             fix = "Start one rank per device, and call torch.accelerator.set_device_index(LOCAL_RANK)"

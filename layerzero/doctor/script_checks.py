@@ -66,7 +66,7 @@ def mistakes(tree: ast.Module) -> list[Mistake]:
     for block in () if assigns_elsewhere else _blocks(tree):
         all_mistakes += _wrapped_twice(block, names)
         all_mistakes += _discarded_results(block, names)
-        for name, later in _sharded(block, names):
+        for name, later in _sharded_models(block, names):
             all_mistakes += _refused_uses(name, later, names, saves=not has_full_parameters)
             all_mistakes += [] if shards_optimizer else _unsharded_optimizers(name, later, tree, names)
     return sorted(set(all_mistakes))
@@ -115,12 +115,12 @@ def _calls(node: ast.AST) -> Iterator[ast.Call]:
     return (each for each in _walk(node) if isinstance(each, ast.Call))
 
 
-def _assigned(statement: ast.stmt) -> set[str]:
+def _assigned_names(statement: ast.stmt) -> set[str]:
     """Return the names that a statement may assign."""
     return {each.id for each in _walk(statement) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
 
 
-def _argument(call: ast.Call, *keywords: str) -> str:
+def _first_argument(call: ast.Call, *keywords: str) -> str:
     """Return the variable that is the first argument of a call, or an empty string."""
     candidates = [*call.args[:1], *(each.value for each in call.keywords if each.arg in keywords)]
     return candidates[0].id if candidates and isinstance(candidates[0], ast.Name) else ""
@@ -132,15 +132,15 @@ def _only_call(statement: ast.stmt) -> ast.Call | None:
     return value if isinstance(value, ast.Call) else None
 
 
-def _sharded(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator[tuple[str, Sequence[ast.stmt]]]:
+def _sharded_models(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator[tuple[str, Sequence[ast.stmt]]]:
     """Yield each variable that holds a sharded model, and the statements that follow while it does."""
     for index, statement in enumerate(block):
         call = _only_call(statement)
         if call is not None and _full_name(call.func, names) == "layerzero.shard_model":
-            for name in (_assigned(statement) | {_argument(call, "module", "model")}) - {""}:
+            for name in (_assigned_names(statement) | {_first_argument(call, "module", "model")}) - {""}:
                 following = block[index + 1 :]
                 end = next(
-                    (i for i, later_statement in enumerate(following) if name in _assigned(later_statement)),
+                    (i for i, later_statement in enumerate(following) if name in _assigned_names(later_statement)),
                     len(following),
                 )
                 yield name, following[:end]
@@ -153,10 +153,10 @@ def _wrapped_twice(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator
         call = _only_call(statement)
         full = "" if call is None else _full_name(call.func, names)
         kind = full.rpartition(".")[2]
-        targets = _assigned(statement)
+        targets = _assigned_names(statement)
         is_wrapper = full.startswith("torch.") and kind in _WRAPPERS
         if call is not None and (is_wrapper or full == "layerzero.shard_model"):
-            model = _argument(call, "module", "model")
+            model = _first_argument(call, "module", "model")
             earlier = wrapped.get(model)
             ignores = any(each.arg == "ignored_modules" for each in call.keywords)
             if earlier and (earlier == "shard_model") is not (kind == "shard_model") and not ignores:
@@ -174,28 +174,30 @@ def _refused_uses(name: str, following: Sequence[ast.stmt], names: dict[str, str
     """Yield saves (if `saves` is True), copies and assigning loads of a sharded model."""
     for call in (call for statement in following for call in _calls(statement)):
         full = _full_name(call.func, names)
-        values = [each for argument in call.args[:1] for each in _values(argument) if isinstance(each, ast.Call)]
-        if saves and full == "torch.save" and any(_method(each) == (name, "state_dict") for each in values):
+        values = [
+            each for argument in call.args[:1] for each in _literal_values(argument) if isinstance(each, ast.Call)
+        ]
+        if saves and full == "torch.save" and any(_method_call(each) == (name, "state_dict") for each in values):
             text = f"torch.save of {name}.state_dict(): a rank has only some rows of each parameter"
             fix = f"Call layerzero.full_state_dict({name}) on all ranks, or use layerzero.checkpoint.save"
             yield Mistake(call.lineno, text, fix)
-        if full == "copy.deepcopy" and _argument(call, "x") == name:
+        if full == "copy.deepcopy" and _first_argument(call, "x") == name:
             yield Mistake(call.lineno, f"copy.deepcopy of {name}, which is sharded", "Copy it before shard_model")
         assigns = any(each.arg == "assign" and ast.unparse(each.value) == "True" for each in call.keywords)
-        if assigns and _method(call) == (name, "load_state_dict"):
+        if assigns and _method_call(call) == (name, "load_state_dict"):
             text = f"{name}.load_state_dict(assign=True) would replace sharded parameters"
             fix = f"Remove assign=True, or call layerzero.load_full_state_dict({name}, state)"
             yield Mistake(call.lineno, text, fix)
 
 
-def _values(node: ast.expr) -> Iterator[ast.expr]:
+def _literal_values(node: ast.expr) -> Iterator[ast.expr]:
     """Yield an expression, or the values inside a literal of a dict, list or tuple."""
     elements = node.values if isinstance(node, ast.Dict) else getattr(node, "elts", None)
     if elements is None:
         yield node
     else:
         for element in elements:
-            yield from _values(element)
+            yield from _literal_values(element)
 
 
 def _discarded_results(block: Sequence[ast.stmt], names: dict[str, str]) -> Iterator[Mistake]:
@@ -203,8 +205,8 @@ def _discarded_results(block: Sequence[ast.stmt], names: dict[str, str]) -> Iter
     for index, statement in enumerate(block):
         call = _only_call(statement)
         if call and isinstance(statement, ast.Expr) and _full_name(call.func, names) == "layerzero.shard_optimizer":
-            optimizer = _argument(call, "optimizer")
-            if optimizer and _steps(optimizer, block[index + 1 :]):
+            optimizer = _first_argument(call, "optimizer")
+            if optimizer and _calls_step(optimizer, block[index + 1 :]):
                 text = f"the result of shard_optimizer is not used, and {optimizer}.step() steps the wrapped optimizer"
                 yield Mistake(call.lineno, text, f"Write {optimizer} = layerzero.shard_optimizer({optimizer}, ...)")
 
@@ -217,10 +219,10 @@ def _unsharded_optimizers(
         call = _only_call(statement)
         if call is None or not _full_name(call.func, names).startswith("torch.optim."):
             continue
-        if all(_method(inner_call) != (name, "parameters") for inner_call in _calls(call)):
+        if all(_method_call(inner_call) != (name, "parameters") for inner_call in _calls(call)):
             continue
-        for optimizer in _assigned(statement):
-            if _only_steps(optimizer, tree, names) and _steps(optimizer, following[index + 1 :]):
+        for optimizer in _assigned_names(statement):
+            if _only_steps(optimizer, tree, names) and _calls_step(optimizer, following[index + 1 :]):
                 text = f"{optimizer}.step() steps parameters of {name}, which is sharded"
                 fix = f"Write {optimizer} = layerzero.shard_optimizer({optimizer}, {name})"
                 yield Mistake(call.lineno, text, fix)
@@ -236,12 +238,12 @@ def _only_steps(optimizer: str, tree: ast.Module, names: dict[str, str]) -> bool
     return all(id(node) in allowed for node in uses if isinstance(node.ctx, ast.Load))
 
 
-def _steps(optimizer: str, following: Sequence[ast.stmt]) -> bool:
+def _calls_step(optimizer: str, following: Sequence[ast.stmt]) -> bool:
     """Return whether statements call ``step`` of an optimizer before they assign the variable again."""
     for statement in following:
-        if optimizer in _assigned(statement):
+        if optimizer in _assigned_names(statement):
             return False
-        if any(_method(call) == (optimizer, "step") for call in _calls(statement)):
+        if any(_method_call(call) == (optimizer, "step") for call in _calls(statement)):
             return True
     return False
 
@@ -292,7 +294,7 @@ def _reads_rank(node: ast.expr, names: dict[str, str]) -> bool:
     return ast.unparse(node) in texts
 
 
-def _method(call: ast.Call) -> tuple[str, str]:
+def _method_call(call: ast.Call) -> tuple[str, str]:
     """Return the variable and the method of a call such as ``model.state_dict()``."""
     func = call.func
     return (

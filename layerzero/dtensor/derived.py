@@ -62,9 +62,9 @@ def _with_origin(origin: RowShardSpec, result: DTensor) -> DTensor:
         result.__class__ = Derived
         result.origin = origin  # type: ignore[attr-defined]
         if result.ndim == 0 and origin.shape and not origin.is_fully_local:
-            result.register_hook(partial(_refuse, origin))  # type: ignore[no-untyped-call]
+            result.register_hook(partial(_raise_penalty_error, origin))  # type: ignore[no-untyped-call]
     return result
 
 
-def _refuse(origin: RowShardSpec, gradient: Tensor) -> None:
+def _raise_penalty_error(origin: RowShardSpec, gradient: Tensor) -> None:
     raise RuntimeError(penalty_message(origin))

@@ -47,7 +47,7 @@ __all__ = [
     "accumulate_node",
     "has_extension",
     "inner_tensor",
-    "not_extensible",
+    "reason_not_extensible",
 ]
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -58,14 +58,14 @@ def has_extension(tensor: Tensor) -> bool:
     return hasattr(tensor, _PRE) or hasattr(tensor, _POST)
 
 
-def not_extensible(tensor: Tensor) -> str | None:
+def reason_not_extensible(tensor: Tensor) -> str | None:
     """Return why the all-gather extension of a parameter's class is not supported, or None if it is supported."""
     kind = type(tensor).__name__
     if not (hasattr(tensor, _PRE) and hasattr(tensor, _POST)):
         return f"a {kind}, which has only one of {_PRE} and {_POST}"
     if not (hasattr(tensor, "__tensor_flatten__") and hasattr(tensor, "__tensor_unflatten__")):
         return f"a {kind}, whose all-gather extension also needs __tensor_flatten__ and __tensor_unflatten__"
-    if (parameters := _arguments(tensor)) not in (1, 5):
+    if (parameters := _num_arguments(tensor)) not in (1, 5):
         return f"a {kind}, whose {_PRE} has {parameters} arguments instead of (mesh) or FSDP2's five"
     if tensor.ndim == 0 or tensor.numel() == 0:
         return f"a {kind} with an all-gather extension and no rows to shard (shape {list(tensor.shape)})"
@@ -85,7 +85,10 @@ def not_extensible(tensor: Tensor) -> str | None:
 
 
 def inner_tensor(tensor: Tensor) -> Tensor:
-    """Return the inner tensor that has the values of `tensor`. :func:`not_extensible` must return None for `tensor`."""
+    """Return the inner tensor that has the values of `tensor`.
+
+    :func:`reason_not_extensible` must return None for `tensor`.
+    """
     inner: Tensor = getattr(tensor, _inner_names(tensor)[0])
     return inner
 
@@ -95,7 +98,7 @@ def _inner_names(tensor: Any) -> list[str]:
     return names
 
 
-def _arguments(tensor: Any) -> int:
+def _num_arguments(tensor: Any) -> int:
     """Return how many arguments ``fsdp_pre_all_gather`` accepts: 1 (the mesh) or 5 if the class is supported."""
     return len(inspect.signature(tensor.fsdp_pre_all_gather).parameters)
 
@@ -106,8 +109,8 @@ class Extension:
 
     Example::
 
-        plain, extension = Extension.take(parameter, module, policy)
-        local = extension.around(rows)  # tensor of the class that wraps `rows`
+        plain, extension = Extension.split_parameter(parameter, module, policy)
+        local = extension.wrap_rows(rows)  # tensor of the class that wraps `rows`
     """
 
     kind: type[Tensor]
@@ -117,7 +120,7 @@ class Extension:
     policy: MixedPrecisionPolicy
 
     @classmethod
-    def take(
+    def split_parameter(
         cls, parameter: nn.Parameter, module: nn.Module, policy: MixedPrecisionPolicy
     ) -> tuple[nn.Parameter, Extension]:
         """Split a parameter into its extension and a plain parameter that uses the same memory."""
@@ -126,7 +129,7 @@ class Extension:
         values = inner_tensor(parameter)
         plain = nn.Parameter(values.detach(), requires_grad=parameter.requires_grad)
         extension = cls(type(parameter), inner, context, weakref.ref(module), policy)
-        own_attributes = vars(extension.around(plain.detach())).keys()
+        own_attributes = vars(extension.wrap_rows(plain.detach())).keys()
         for name, value in vars(parameter).items():  # attributes that the user has set on the parameter
             if name not in own_attributes:
                 setattr(plain, name, value)
@@ -136,7 +139,7 @@ class Extension:
         values.data = torch.empty(0, dtype=values.dtype, device=values.device)
         return plain, extension
 
-    def around(self, rows: Tensor) -> Any:
+    def wrap_rows(self, rows: Tensor) -> Any:
         """Return a tensor of the parameter's class that wraps `rows` without a copy."""
         kind: Any = self.kind
         return kind.__tensor_unflatten__({self.inner: rows}, self.context, rows.shape, rows.stride())
@@ -183,7 +186,7 @@ class ExtendedGather:
         self._comm = mesh_info.zero3_gather_comm
         self._mesh: DeviceMesh = mesh_info.mesh["zero3"]
         self._storages = storages
-        self._local = extension.around(shard.view(-1, *shape[1:]))
+        self._local = extension.wrap_rows(shard.view(-1, *shape[1:]))
         self._metadata: Any = None
         self._sent: list[Tensor] = []
         self._param_dtype = extension.policy.param_dtype or shard.dtype
@@ -192,7 +195,7 @@ class ExtendedGather:
         inputs: Sequence[Tensor] = ()
         with _without_autograd():
             try:
-                inputs, self._metadata = self._inputs()
+                inputs, self._metadata = self._gather_inputs()
             except Exception as error:  # reported to the other ranks, then raised here
                 failure = error
             self._kinds = [(tuple(each.shape), each.dtype) for each in inputs]
@@ -207,7 +210,7 @@ class ExtendedGather:
                 for buffer, (part, dtype) in zip(self._buffers, self._kinds, strict=True)
             )
             self._launch(inputs, label, Collective.UNSHARD).wait()
-            self.parameter, self._made = self._first()
+            self.parameter, self._made = self._build_parameter()
         self._received_bytes = tuple(buffer.nbytes for buffer in self._buffers)
         self._made_bytes = tuple(storage.nbytes() for storage in self._made)
 
@@ -223,7 +226,7 @@ class ExtendedGather:
     @property
     def nbytes(self) -> int:
         """Number of bytes currently allocated."""
-        return sum(storage.nbytes() for storage in self._all())
+        return sum(storage.nbytes() for storage in self._all_storages())
 
     @property
     def version(self) -> int:
@@ -240,7 +243,7 @@ class ExtendedGather:
         That method may call collectives on the mesh of the ZeRO-3 group.
         """
         with _without_autograd():
-            inputs, self._metadata = self._inputs()
+            inputs, self._metadata = self._gather_inputs()
             kinds = [(tuple(each.shape), each.dtype) for each in inputs]
             if kinds != self._kinds:
                 raise RuntimeError(
@@ -260,7 +263,7 @@ class ExtendedGather:
 
     def free(self, storages: FullBufferPool) -> None:
         """Free the memory of the received tensors and the gathered parameter. The next gather reuses the storages."""
-        for storage in self._all():
+        for storage in self._all_storages():
             if storage.nbytes():
                 storages.free(storage)
 
@@ -268,16 +271,16 @@ class ExtendedGather:
         """Release the inputs of a gather that has finished."""
         self._sent = []
 
-    def _all(self) -> list[UntypedStorage]:
+    def _all_storages(self) -> list[UntypedStorage]:
         return [*(buffer.untyped_storage() for buffer in self._buffers), *self._made]
 
     def _rows_of(self, output: Tensor, each: int) -> Tensor:
         """Return the received rows, without padding, of an input that has `each` rows per rank."""
         return output[: self._shape[0]] if each == self._local.shape[0] else output
 
-    def _inputs(self) -> tuple[Sequence[Tensor], Any]:
+    def _gather_inputs(self) -> tuple[Sequence[Tensor], Any]:
         extension, arguments = self._extension, (self._mesh,)
-        if _arguments(self._local) == 5:
+        if _num_arguments(self._local) == 5:
             arguments = (self._mesh, self._shape, self._strides, extension.module(), extension.policy)  # type: ignore[assignment]
         returned = self._local.fsdp_pre_all_gather(*arguments)
         if not isinstance(returned, tuple) or len(returned) != 2:
@@ -306,7 +309,7 @@ class ExtendedGather:
                 works.append(all_gather(self._comm, collective, buffer, sent, name=name))
         return PendingExtension(works, self)
 
-    def _first(self) -> tuple[nn.Parameter, list[UntypedStorage]]:
+    def _build_parameter(self) -> tuple[nn.Parameter, list[UntypedStorage]]:
         """Build the gathered parameter. Return the parameter and the storages that the class has allocated for it."""
         returned = self._local.fsdp_post_all_gather(self._outputs, self._metadata, self._param_dtype)
         if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], Tensor):

@@ -70,14 +70,14 @@ def rows_of(value: Tensor, spec: RowShardSpec) -> Tensor:
         )
     if spec.model_parallel is not None:
         part = spec.model_parallel.part_of(value)
-    elif isinstance(value, DTensor) and _is_cut_by_others(value, spec):
-        return _rows_as_cut(value, spec)
+    elif isinstance(value, DTensor) and _is_foreign_row_sharding(value, spec):
+        return _rows_of_foreign(value, spec)
     else:
         part = value.full_tensor() if isinstance(value, DTensor) else value
-    return part.reshape(spec.stored)[spec.rows.start : spec.rows.stop]
+    return part.reshape(spec.stored_shape)[spec.rows.start : spec.rows.stop]
 
 
-def _is_cut_by_others(value: DTensor, spec: RowShardSpec) -> bool:
+def _is_foreign_row_sharding(value: DTensor, spec: RowShardSpec) -> bool:
     """Return whether `value` is a DTensor that is sharded by rows on our mesh but was not created by layerzero."""
     is_row_sharded = value.device_mesh == spec.mesh_info.flat_mesh and all(
         each == Shard(0) for each in value._spec.placements
@@ -85,8 +85,8 @@ def _is_cut_by_others(value: DTensor, spec: RowShardSpec) -> bool:
     return is_row_sharded and not hasattr(value._local_tensor, "spec")
 
 
-def _rows_as_cut(value: DTensor, spec: RowShardSpec) -> Tensor:
-    """Return this rank's rows of a DTensor for which :func:`_is_cut_by_others` is true.
+def _rows_of_foreign(value: DTensor, spec: RowShardSpec) -> Tensor:
+    """Return this rank's rows of a DTensor for which :func:`_is_foreign_row_sharding` is true.
 
     See [Note: Row bounds of other libraries]. Every data-parallel rank must call this function.
 
@@ -104,7 +104,9 @@ def _rows_as_cut(value: DTensor, spec: RowShardSpec) -> Tensor:
     if sizes == [stop - start for start, stop in zip(spec.bounds, spec.bounds[1:], strict=False)]:
         return local
     lengths = [
-        each for rows in _chunks(spec.num_rows, mesh_info.zero3_size) for each in _chunks(rows, mesh_info.replicas)
+        each
+        for rows in _chunk_sizes(spec.num_rows, mesh_info.zero3_size)
+        for each in _chunk_sizes(rows, mesh_info.replicas)
     ]
     if sizes != lengths:
         raise ValueError(
@@ -113,10 +115,10 @@ def _rows_as_cut(value: DTensor, spec: RowShardSpec) -> Tensor:
             "layerzero.load_full_state_dict"
         )
     full = replace(spec, bounds=tuple(accumulate(lengths, initial=0))).gather(local)
-    return full.view(spec.stored)[spec.rows.start : spec.rows.stop]
+    return full.view(spec.stored_shape)[spec.rows.start : spec.rows.stop]
 
 
-def _chunks(rows: int, pieces: int) -> list[int]:
+def _chunk_sizes(rows: int, pieces: int) -> list[int]:
     """Return the number of rows in each piece that `torch.chunk` would return."""
     max_rows = -(-rows // pieces)
     return [max(0, min(max_rows, rows - i * max_rows)) for i in range(pieces)]

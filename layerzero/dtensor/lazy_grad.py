@@ -73,10 +73,10 @@ class LazyGrad:
 def resolve_first(access: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an accessor in OF_GRADIENTS so that it first resolves pending gradients; see [Note: Lazy .grad]."""
 
-    def wait_for_it(parameter: Any, *value: Tensor | None) -> Any:
+    def resolve_and_access(parameter: Any, *value: Tensor | None) -> Any:
         tracker = parameter._local_tensor.tracker
         if tracker is not None and tracker.lazy_grad is not None and tracker.lazy_grad.pending:
             tracker.lazy_grad.resolve()
         return access(parameter, *value)
 
-    return wait_for_it
+    return resolve_and_access

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.dtensor.mutation_tracker import MutationTracker
-from layerzero.dtensor.ops_random import draw_full, draws
+from layerzero.dtensor.ops_random import draw_full, is_drawing_operator
 from layerzero.dtensor.ops_reduction import COLLECTIVES, PartialScalar, neutral_result, refuse_collective
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
@@ -48,12 +48,12 @@ class LocalShard(torch.Tensor):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         shard = next(tensor for tensor in tensors if isinstance(tensor, cls))
         if func.namespace in COLLECTIVES:
-            _checked_rows(shard)  # an access error takes precedence
+            _accessible_rows(shard)  # an access error takes precedence
             refuse_collective(func, args, shard.spec)
         _refuse_misaligned(func, shard, tensors)
         _check_and_record_access(func, args, kwargs, tensors)
         with torch._C._DisableTorchDispatch():
-            if draws(func, shard.spec):
+            if is_drawing_operator(func, shard.spec):
                 return draw_full(func, args, kwargs)
             output = neutral_result(func, args)
             if output is None:
@@ -62,9 +62,11 @@ class LocalShard(torch.Tensor):
             return output
         aliases = any(result.alias_info is not None for result in func._schema.returns)
         tracker = shard.tracker if aliases else None
-        return tree_map_only(Tensor, lambda t: t if isinstance(t, cls) else shard._made(func, t, tracker), output)
+        return tree_map_only(
+            Tensor, lambda t: t if isinstance(t, cls) else shard._wrap_result(func, t, tracker), output
+        )
 
-    def _made(self, func: Any, result: Tensor, tracker: MutationTracker | None) -> Tensor:
+    def _wrap_result(self, func: Any, result: Tensor, tracker: MutationTracker | None) -> Tensor:
         """Wrap a result that `func` has computed from these rows; see [Note: Partial scalars]."""
         if result.ndim:
             return LocalShard(result, self.spec, tracker)
@@ -77,7 +79,7 @@ class LocalShard(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, object]) -> LocalShard:
         """Return a copy without a tracker."""
-        copied = memo[id(self)] = LocalShard(_checked_rows(self).clone(), self.spec, None)
+        copied = memo[id(self)] = LocalShard(_accessible_rows(self).clone(), self.spec, None)
         return copied
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -85,12 +87,12 @@ class LocalShard(torch.Tensor):
 
         The array shares memory with the rows, unless `force` is True and torch has to copy the rows.
         """
-        array = _checked_rows(self).detach().numpy(force=force)
+        array = _accessible_rows(self).detach().numpy(force=force)
         array.flags.writeable = False  # the tracker cannot detect writes through the array
         return array
 
     def tolist(self) -> Any:
-        return _checked_rows(self).tolist()  # type: ignore[no-untyped-call]
+        return _accessible_rows(self).tolist()  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Checkpoint writers serialize only the rows. The offsets are in the checkpoint's metadata.
@@ -148,7 +150,7 @@ def plain(tensor: Tensor) -> Tensor:
         return local.as_subclass(torch.Tensor)
 
 
-def _checked_rows(rows: LocalShard) -> Tensor:
+def _accessible_rows(rows: LocalShard) -> Tensor:
     """Return the rows like :func:`plain`, or raise RuntimeError if there is an access error."""
     if rows.tracker is not None and rows.tracker.access_error is not None:
         raise RuntimeError(rows.tracker.access_error)

@@ -32,10 +32,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from layerzero.comm.collectives import broadcast_group
 
-__all__ = ["ModelParallelSpec", "local_part", "misplaced"]
+__all__ = ["ModelParallelSpec", "local_part", "reason_not_shardable"]
 
 
-def misplaced(placements: Sequence[Placement], ndim: int) -> str | None:
+def reason_not_shardable(placements: Sequence[Placement], ndim: int) -> str | None:
     """Return why a DTensor with these placements cannot be sharded further, or None if it can be."""
     if unsupported := [each for each in placements if type(each) not in (Shard, Replicate)]:
         return f"a DTensor with placement {unsupported[0]!r}, but only Shard and Replicate can be sharded further"
@@ -47,10 +47,10 @@ def misplaced(placements: Sequence[Placement], ndim: int) -> str | None:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor that may be a DTensor, without a copy."""
-    return _arrived(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
+    return _wait_if_async(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def _arrived(tensor: Tensor) -> Tensor:
+def _wait_if_async(tensor: Tensor) -> Tensor:
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
@@ -86,7 +86,7 @@ class ModelParallelSpec:
     @cached_property
     def _sizes_and_offsets(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         sizes, offsets = self._sizes_and_offsets_without(None if self.owner is None else self.owner[0])
-        return sizes if self._holds else (0, *sizes[1:]), offsets
+        return sizes if self._is_holder else (0, *sizes[1:]), offsets
 
     def _sizes_and_offsets_without(self, axis: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the sizes and offsets that this rank's part would have if `axis` did not shard the parameter."""
@@ -95,7 +95,7 @@ class ModelParallelSpec:
         return tuple(sizes), tuple(offsets)
 
     @property
-    def _holds(self) -> bool:
+    def _is_holder(self) -> bool:
         return self.owner is None or self._coordinate[self.owner[0]] == self.owner[1]
 
     @property
@@ -189,7 +189,7 @@ class ModelParallelSpec:
             value = value.full_tensor()
         return value[self.global_slices] if self.shape else value
 
-    def whole(self, part: Tensor) -> Tensor:
+    def gather_global(self, part: Tensor) -> Tensor:
         """Gather the global tensor from all parts. All ranks on the model-parallel axes must call this method."""
         if self.owner is not None:
             return self._from_holder(part)
@@ -199,12 +199,12 @@ class ModelParallelSpec:
         assert self.owner is not None
         axis, holder = self.owner
         joined = part.detach().clone(memory_format=torch.contiguous_format)
-        if not self._holds:
+        if not self._is_holder:
             joined = part.new_empty(self.joined_shape(axis))
         if joined.numel():  # sent as bytes, because backends do not support all dtypes
             broadcast_group(joined.view(-1).view(torch.uint8), self.mesh.get_group(axis), from_rank=holder)
         placements = tuple(Replicate() if mesh_axis == axis else each for mesh_axis, each in enumerate(self.placements))
-        return replace(self, placements=placements, owner=None).whole(joined)
+        return replace(self, placements=placements, owner=None).gather_global(joined)
 
     def _as_dtensor(self, part: Tensor) -> DTensor:
         meta = TensorMeta(torch.Size(self.shape), self.stride, part.dtype)

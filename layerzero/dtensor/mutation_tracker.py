@@ -42,7 +42,7 @@ class MutationTracker:
         self.zero_requested = False  # True if zero_() was called while `access_error` was set
         self.was_zeroed = False  # True if zero_() was called since the owner of the storage has last looked
 
-    def moved(self, reason: str) -> MutationTracker:
+    def replace_for_new_storage(self, reason: str) -> MutationTracker:
         """Return a tracker for the rows' new storage. Any use of the old storage raises RuntimeError with `reason`."""
         self.access_error = reason
         new = MutationTracker()

@@ -39,7 +39,7 @@ def penalty_message(spec: RowShardSpec) -> str:
     )
 
 
-def _not_gathered(func: Any, spec: RowShardSpec) -> str:
+def _not_gathered_message(func: Any, spec: RowShardSpec) -> str:
     return (
         f"{getattr(func, '__name__', func)} mixes a plain tensor with parameter {spec.name!r}, of which this rank has "
         f"{len(spec.rows)} of {spec.num_rows} rows. A parameter is gathered only while the forward of its unit runs. "
@@ -61,7 +61,7 @@ def row_cut_error(func: Any, spec: RowShardSpec) -> str:
 
 
 _EXPLAINED = {  # keyed by a substring of torch's error message
-    "mixed torch.Tensor and DTensor": _not_gathered,
+    "mixed torch.Tensor and DTensor": _not_gathered_message,
     "is invalid for input of size": row_cut_error,
     "must match the existing size": row_cut_error,
 }

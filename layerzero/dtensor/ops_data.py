@@ -26,10 +26,10 @@ from layerzero.dtensor.lazy_grad import OF_GRADIENTS, resolve_first
 from layerzero.dtensor.local_shard import local_shard
 from layerzero.dtensor.mutation_tracker import MutationTracker
 
-__all__ = ["CALLS", "AbsentAttribute", "carry_over", "mark_uninitialized"]
+__all__ = ["CALLS", "AbsentAttribute", "copy_attributes_and_hooks", "mark_uninitialized"]
 
 
-def carry_over(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Parameter) -> None:
+def copy_attributes_and_hooks(source: nn.Parameter, *, gathered: nn.Parameter, sharded: nn.Parameter) -> None:
     """Copy the user's attributes and hooks from a parameter to its replacements.
 
     Handles that remove these hooks remain valid.
@@ -77,8 +77,8 @@ def assign_data(target: DTensor, value: Tensor) -> None:
     ):
         raise ValueError(
             f".data of parameter {spec.name!r} ({list(spec.shape)}, {rows.dtype} on {rows.device}), of which this rank "
-            f"has rows {spec.rows}, was assigned {_described(value)}. Assign a sharded tensor that was created from "
-            "the parameter, or assign full tensors inside layerzero.unsharded(model, writeback=True), where "
+            f"has rows {spec.rows}, was assigned {_describe_tensor(value)}. Assign a sharded tensor that was created "
+            "from the parameter, or assign full tensors inside layerzero.unsharded(model, writeback=True), where "
             "vector_to_parameters is also supported"
         )
     rows.copy_(value_rows)
@@ -133,7 +133,7 @@ def refuse_sharing(target: DTensor) -> NoReturn:
     )
 
 
-def _described(value: Any) -> str:
+def _describe_tensor(value: Any) -> str:
     kind = "a parameter" if isinstance(value, nn.Parameter) else "a tensor"
     local = getattr(value, "_local_tensor", None)
     rows = "" if local is None else f", with local shape {list(local.shape)}"

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
-__all__ = ["call_on_full", "draw_full", "draws", "is_drawing", "is_empty_like", "is_truncating"]
+__all__ = ["call_on_full", "draw_full", "is_drawing_function", "is_drawing_operator", "is_empty_like", "is_truncating"]
 
 _FILLS = ("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_")
 _MAKES = ("rand_like", "randn_like", "randint_like", "bernoulli", "normal", "native_dropout", "_fused_dropout")
@@ -51,7 +51,7 @@ _ALIKE = {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like}
 _TRUNC_NORMAL = nn.init._no_grad_trunc_normal_
 
 
-def is_drawing(func: Any, args: Any, kwargs: Any) -> bool:
+def is_drawing_function(func: Any, args: Any, kwargs: Any) -> bool:
     """Return whether a call to the torch function `func` draws random numbers and must therefore run on full tensors.
 
     Calls that autograd records are excluded, unless they fill a tensor in place.
@@ -64,7 +64,7 @@ def is_empty_like(func: Any) -> bool:
     return func in _ALIKE
 
 
-def draws(func: Any, spec: RowShardSpec) -> bool:
+def is_drawing_operator(func: Any, spec: RowShardSpec) -> bool:
     """Return whether an operator draws one random number for each element.
 
     Raises:
@@ -74,7 +74,7 @@ def draws(func: Any, spec: RowShardSpec) -> bool:
     if name in _DRAWING:
         return True
     if name in _REFUSED:
-        raise NotImplementedError(_not_by_rows(func.__name__, spec))
+        raise NotImplementedError(_not_by_rows_message(func.__name__, spec))
     return False
 
 
@@ -122,7 +122,7 @@ def draw_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
         if spec is None:
             return argument
         if tuple(rows.shape) != (len(spec.rows), *spec.shape[1:]) or not rows.is_contiguous():  # for example transposed
-            raise NotImplementedError(_not_by_rows(getattr(func, "__name__", str(func)), spec))
+            raise NotImplementedError(_not_by_rows_message(getattr(func, "__name__", str(func)), spec))
         full = torch.zeros(spec.true_shape or (1,), dtype=rows.dtype, device=rows.device)
         with torch.no_grad():
             full[spec.global_slices] = rows.as_subclass(torch.Tensor)
@@ -157,7 +157,7 @@ def _needs_gradient(args: Any, kwargs: Any) -> bool:
     )
 
 
-def _not_by_rows(what: str, spec: RowShardSpec) -> str:
+def _not_by_rows_message(what: str, spec: RowShardSpec) -> str:
     return (
         f"{what} on a tensor derived from parameter {spec.name!r} is not supported: each rank would draw the same "
         "random numbers for different rows. Fill the parameter itself or a tensor like it (p.normal_(), "

@@ -56,7 +56,7 @@ class PartialScalar(torch.Tensor):
         kwargs = kwargs or {}
         part = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         if func._schema.name == "aten::_local_scalar_dense" and not is_truncating(sys._getframe(1)):
-            raise RuntimeError(_only_a_part(part))
+            raise RuntimeError(_partial_value_message(part))
         if func.namespace in COLLECTIVES:
             refuse_collective(func, args, part.spec)
         with torch._C._DisableTorchDispatch():
@@ -113,7 +113,7 @@ def _unscale(gradients: Sequence[Any], found: Tensor, inverse_scale: Tensor) -> 
     rows = [local_part(gradient) for gradient in gradients]
     specs = [each.spec for each in rows if hasattr(each, "spec")]
     comms, device = specs[0].mesh_info.over_model, specs[0].mesh_info.device
-    if all(spec.holders < math.prod(comm.size for comm in comms) for spec in specs):
+    if all(spec.num_holders < math.prod(comm.size for comm in comms) for spec in specs):
         raise NotImplementedError(
             f"GradScaler is not supported for an optimizer whose gradients are all shared by only some ranks, such as "
             f"that of {specs[0].name!r}: a rank whose experts got no tokens has none of them and would not take part "
@@ -184,7 +184,7 @@ def refuse_collective(func: Any, args: Sequence[Any], spec: RowShardSpec) -> Non
         )
 
 
-def _only_a_part(part: PartialScalar) -> str:
+def _partial_value_message(part: PartialScalar) -> str:
     spec = part.spec
     return (
         f"the value of {part.made_by} over parameter {spec.name!r}, or over a tensor derived from it, cannot be read: "

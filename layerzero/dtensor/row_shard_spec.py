@@ -24,7 +24,7 @@ def refuse_rank_local(what: str, specs: Iterable[RowShardSpec], num_model_ranks:
         specs: sharding of each parameter.
         num_model_ranks: number of ranks that have a part of the model.
     """
-    if rank_local_names := [spec.name for spec in specs if spec.holders < num_model_ranks]:
+    if rank_local_names := [spec.name for spec in specs if spec.num_holders < num_model_ranks]:
         raise ValueError(
             f"{what}: parameter {rank_local_names[0]!r} ({len(rank_local_names)} like it) is sharded over only some "
             "ranks, and other ranks have a different parameter of that name. One state dict cannot contain both. Make "
@@ -53,7 +53,7 @@ class RowShardSpec:
         return self.mesh_info.data_parallel == 1 and (self.model_parallel is None or not self.model_parallel.is_sharded)
 
     @property
-    def holders(self) -> int:
+    def num_holders(self) -> int:
         """Number of ranks that have this parameter or a part of it."""
         return self.mesh_info.data_parallel * (1 if self.model_parallel is None else self.model_parallel.mesh.size())
 
@@ -71,7 +71,7 @@ class RowShardSpec:
         return slice(inner[0].start + rows.start, inner[0].start + rows.stop), *inner[1:]
 
     @property
-    def stored(self) -> tuple[int, ...]:
+    def stored_shape(self) -> tuple[int, ...]:
         """Shape in which the parameter is stored by rows: `shape`, or (1,) for a 0-dim parameter."""
         return self.shape or (1,)
 
@@ -107,7 +107,7 @@ class RowShardSpec:
     def gather_full(self, local: Tensor) -> Tensor:
         """Gather the full parameter. Every rank that has a part of the parameter must call this method."""
         part = self.gather(local)
-        return part if self.model_parallel is None else self.model_parallel.whole(part)
+        return part if self.model_parallel is None else self.model_parallel.gather_global(part)
 
     def gather(self, local: Tensor) -> Tensor:
         """Gather all rows on the device, given this rank's rows. Every data-parallel rank must call this method."""
@@ -118,7 +118,7 @@ class RowShardSpec:
         return full.view(self.shape)
 
     def _gather_padded(self, local: Tensor, max_rows: int) -> Tensor:
-        mesh_info, row_shape = self.mesh_info, self.stored[1:]
+        mesh_info, row_shape = self.mesh_info, self.stored_shape[1:]
         pieces = local.new_zeros(1, max_rows, *row_shape)
         pieces[0, : local.shape[0]] = local
         for comm in (
@@ -133,7 +133,7 @@ class RowShardSpec:
                 pieces = pieces.new_zeros(comm.size * pieces.shape[0], max_rows, *row_shape)
         row_counts = [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
         if all(rows == max_rows for rows in row_counts):
-            return pieces.view(self.stored)
+            return pieces.view(self.stored_shape)
         return torch.cat([piece[:rows] for piece, rows in zip(pieces, row_counts, strict=True)])
 
     def _gather_from_holders(self, local: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class RowShardSpec:
         For such parameters, an all-gather would send mostly padding.
         """
         mesh_info = self.mesh_info
-        full = local.new_empty(self.stored)
+        full = local.new_empty(self.stored_shape)
         full[self.rows.start : self.rows.stop] = local
         for k in range(mesh_info.data_parallel):
             piece = full[self.bounds[k] : self.bounds[k + 1]]

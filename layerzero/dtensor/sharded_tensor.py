@@ -31,7 +31,7 @@ from layerzero.dtensor.local_shard import LocalShard, plain
 from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.op_errors import named_error, penalty_message, row_cut_error, row_move_message
 from layerzero.dtensor.ops_data import CALLS, AbsentAttribute, mark_uninitialized
-from layerzero.dtensor.ops_random import call_on_full, is_drawing, is_empty_like
+from layerzero.dtensor.ops_random import call_on_full, is_drawing_function, is_empty_like
 from layerzero.dtensor.ops_reduction import REDUCTIONS
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.dtensor.sharded_scalar import is_in_place, is_metadata_access, refuse_for_number
@@ -40,10 +40,10 @@ from layerzero.utils.bit_sums import digest
 __all__ = ["RowShardedTensor", "sharded"]
 
 
-def _new(name: str) -> Callable[..., Tensor]:
+def _creation_method(name: str) -> Callable[..., Tensor]:
     method = getattr(Tensor, name)
 
-    def make(self: RowShardedTensor, *args: Any, **kwargs: Any) -> Any:
+    def create_like(self: RowShardedTensor, *args: Any, **kwargs: Any) -> Any:
         """Create a tensor as torch does.
 
         If the new tensor has the shape of this tensor, it is sharded like this tensor. Otherwise it is plain and full.
@@ -53,7 +53,7 @@ def _new(name: str) -> Callable[..., Tensor]:
         template = self if shape == self.shape else torch.empty(0, dtype=self.dtype, device=self.device)
         return method(template, *args, **kwargs)
 
-    return make
+    return create_like
 
 
 class RowShardedTensor(DTensor):
@@ -62,8 +62,8 @@ class RowShardedTensor(DTensor):
     _local_tensor: LocalShard
     gathered: Tensor | None = None  # gathered parameter, if this tensor is a sharded parameter
     __tensor_flatten__ = AbsentAttribute()  # see [Note: Module moves and conversions]
-    new_empty, new_zeros = _new("new_empty"), _new("new_zeros")
-    new_ones, new_full = _new("new_ones"), _new("new_full")
+    new_empty, new_zeros = _creation_method("new_empty"), _creation_method("new_zeros")
+    new_ones, new_full = _creation_method("new_ones"), _creation_method("new_full")
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Register a backward hook, as :meth:`torch.Tensor.register_hook` does.
@@ -86,11 +86,15 @@ class RowShardedTensor(DTensor):
                 if func in CALLS and isinstance(args[0], cls):
                     return CALLS[func](*args)
                 if func in REDUCTIONS and args and isinstance(args[0], (cls, list)):
-                    return _derived(REDUCTIONS[func](*args, **kwargs), args)
-                if is_drawing(func, args, kwargs):
+                    return _mark_derived(REDUCTIONS[func](*args, **kwargs), args)
+                if is_drawing_function(func, args, kwargs):
                     return call_on_full(func, args, kwargs)
                 output = func(*args, **kwargs)
-                return mark_uninitialized(func, _alike(output)) if is_empty_like(func) else _derived(output, args)
+                return (
+                    mark_uninitialized(func, _as_row_sharded(output))
+                    if is_empty_like(func)
+                    else _mark_derived(output, args)
+                )
         except RuntimeError as error:
             parameter = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)), None)
             if parameter is None or (explained := named_error(error, func, parameter._local_tensor.spec)) is error:
@@ -138,7 +142,7 @@ class RowShardedTensor(DTensor):
                 "torch.no_grad()"
             )
         rows = rows_of(other.detach(), local.spec)
-        if local.tracker is not None and local.spec.holders > 1 and not isinstance(other, DTensor):
+        if local.tracker is not None and local.spec.num_holders > 1 and not isinstance(other, DTensor):
             local.tracker.loaded_digests[local.spec.name] = digest(other)
         with torch.no_grad():
             local.copy_(rows, non_blocking)
@@ -210,21 +214,21 @@ class RowShardedTensor(DTensor):
 
     def untyped_storage(self) -> NoReturn:
         raise TypeError(
-            f"{_not_here(self)} to save the full tensor. torch.export and make_fx of the root or of a unit are not "
-            "supported either. Pass an unsharded copy to them"
+            f"{_not_local_message(self)} to save the full tensor. torch.export and make_fx of the root or of a unit "
+            "are not supported either. Pass an unsharded copy to them"
         )
 
     def storage(self) -> NoReturn:
         self.untyped_storage()
 
     def numpy(self, *, force: bool = False) -> NoReturn:
-        raise TypeError(f"{_not_here(self)} to read the full tensor")
+        raise TypeError(f"{_not_local_message(self)} to read the full tensor")
 
     def tolist(self) -> NoReturn:
-        raise TypeError(f"{_not_here(self)} to read the full tensor")
+        raise TypeError(f"{_not_local_message(self)} to read the full tensor")
 
 
-def _not_here(tensor: RowShardedTensor) -> str:
+def _not_local_message(tensor: RowShardedTensor) -> str:
     spec = tensor._local_tensor.spec
     return (
         f"this rank has {len(spec.rows)} of {spec.num_rows} rows of {spec.name!r}. Use p.to_local() for these rows "
@@ -268,7 +272,7 @@ class ShardedScalar(RowShardedTensor):
         def row_of(number: ShardedScalar) -> Tensor:
             if number.requires_grad and torch.is_grad_enabled() and not is_in_place(func):
                 return _ZeroDimToRow.apply(number)  # type: ignore[no-untyped-call, no-any-return]
-            row = _of_rows(number._local_tensor, (1,)).requires_grad_(number.requires_grad)
+            row = _from_local_shard(number._local_tensor, (1,)).requires_grad_(number.requires_grad)
             rows.append(row)  # keeps the row alive, so that no other tensor gets its id
             numbers[id(row)] = number
             return row
@@ -281,7 +285,7 @@ class ShardedScalar(RowShardedTensor):
                 return made
             if tuple(made.shape) != (1,):
                 raise NotImplementedError(row_move_message(func.__name__, spec))
-            return _RowToZeroDim.apply(made) if made.requires_grad else _of_rows(local, ())  # type: ignore[no-untyped-call]
+            return _RowToZeroDim.apply(made) if made.requires_grad else _from_local_shard(local, ())  # type: ignore[no-untyped-call]
 
         args, kwargs = tree_map_only(cls, row_of, (args, kwargs))
         return tree_map_only(DTensor, zero_dim_of, RowShardedTensor.__torch_function__(func, types, args, kwargs))
@@ -296,7 +300,7 @@ class _ZeroDimToRow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, number: ShardedScalar) -> Tensor:
         ctx.spec = number._local_tensor.spec
-        return _of_rows(number._local_tensor, (1,))
+        return _from_local_shard(number._local_tensor, (1,))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -308,11 +312,11 @@ class _ZeroDimToRow(torch.autograd.Function):
 class _RowToZeroDim(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, row: DTensor) -> Tensor:
-        return _of_rows(row._local_tensor, ())  # type: ignore[arg-type]
+        return _from_local_shard(row._local_tensor, ())  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _of_rows(gradients[0]._local_tensor, (1,))
+        return _from_local_shard(gradients[0]._local_tensor, (1,))
 
 
 class _WithoutGradient(torch.autograd.Function):
@@ -334,10 +338,10 @@ class _WithoutGradient(torch.autograd.Function):
 
 def sharded(local: Tensor, spec: RowShardSpec, watch: MutationTracker) -> RowShardedTensor:
     """Return a DTensor of shape ``spec.true_shape`` whose rows on this rank are the plain tensor `local`."""
-    return _of_rows(LocalShard(local, spec, watch), spec.true_shape)
+    return _from_local_shard(LocalShard(local, spec, watch), spec.true_shape)
 
 
-def _of_rows(local: LocalShard, shape: tuple[int, ...]) -> RowShardedTensor:
+def _from_local_shard(local: LocalShard, shape: tuple[int, ...]) -> RowShardedTensor:
     stride = tuple(torch.empty(shape, device="meta").stride())
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
     model_parallel_placements = () if local.spec.model_parallel is None else local.spec.model_parallel.placements
@@ -346,7 +350,7 @@ def _of_rows(local: LocalShard, shape: tuple[int, ...]) -> RowShardedTensor:
     return kind(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def _alike(made: Tensor) -> Tensor:
+def _as_row_sharded(made: Tensor) -> Tensor:
     """Convert `made` to a RowShardedTensor if its rows and shape allow it and `made` needs no gradient.
 
     Otherwise return `made` unchanged.
@@ -357,7 +361,7 @@ def _alike(made: Tensor) -> Tensor:
     return RowShardedTensor(local, made._spec, requires_grad=False)  # type: ignore[attr-defined, no-untyped-call]
 
 
-def _derived(result: Any, args: Sequence[Any]) -> Any:
+def _mark_derived(result: Any, args: Sequence[Any]) -> Any:
     """Mark results that autograd derives from a parameter; see [Note: No gradient through a sharded tensor]."""
     if type(result) not in (DTensor, tuple, list) or not torch.is_grad_enabled():
         return result

@@ -7,7 +7,7 @@ import logging
 __all__ = ["filter_mesh_warnings"]
 
 
-class _AboutOurMesh(logging.Filter):
+class _MeshAdviceFilter(logging.Filter):
     """Filter for torch's advice to flatten the mesh of sharded parameters.
 
     A flattened mesh would need another process group, which would only reduce scalars.
@@ -24,5 +24,5 @@ def filter_mesh_warnings() -> None:
     axes.
     """
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
-    if not any(isinstance(found, _AboutOurMesh) for found in logger.filters):
-        logger.addFilter(_AboutOurMesh())
+    if not any(isinstance(found, _MeshAdviceFilter) for found in logger.filters):
+        logger.addFilter(_MeshAdviceFilter())

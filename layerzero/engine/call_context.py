@@ -105,10 +105,10 @@ def explain_dtype_error(
         name for name, buffer in module.named_buffers() if buffer.is_floating_point() and buffer.dtype != param_dtype
     ]
     if mismatched:
-        error.args = (f"{message}\n{_mixed(label, mismatched, param_dtype)}", *error.args[1:])
+        error.args = (f"{message}\n{_mixed_dtypes_message(label, mismatched, param_dtype)}", *error.args[1:])
 
 
-def _mixed(label: str, buffer_names: Sequence[str], param_dtype: torch.dtype) -> str:
+def _mixed_dtypes_message(label: str, buffer_names: Sequence[str], param_dtype: torch.dtype) -> str:
     listed = ", ".join(repr(name) for name in buffer_names[:_SHOWN]) + (", ..." if len(buffer_names) > _SHOWN else "")
     return (
         f"(layerzero: {label} computes in mp_policy.param_dtype={param_dtype}, but its buffers {listed} have another "

@@ -77,7 +77,7 @@ class GatherOrderCheck:
         if predicted:
             self._repeats += 1
             if len(self._history) >= 2 * _REMEMBERED:
-                self._forget()
+                self._drop_old_history()
         else:
             self._repeats = self._predicted_place()
 
@@ -97,17 +97,17 @@ class GatherOrderCheck:
     def _compare(self, unit: int) -> None:
         message = gathered = torch.tensor([self._count, unit])
         for comm in self._comms:
-            gathered = self._gather(comm, gathered, self._names[unit])
+            gathered = self._gather_positions(comm, gathered, self._names[unit])
         if gathered.view(-1, 2).ne(message).any():
             counts, units = gathered.view(-1, 2).unbind(1)
             orders = {
-                rank: self._format([*self._history[-_SHOWN + 1 :], peer_unit])
+                rank: self._format_units([*self._history[-_SHOWN + 1 :], peer_unit])
                 + ("" if count == self._count else ", later")
                 for rank, count, peer_unit in zip(self._ranks, counts.tolist(), units.tolist(), strict=True)
             }
             raise RuntimeError(_difference_message(orders) + self._note)
 
-    def _gather(self, comm: Communicator, sent: Tensor, name: str) -> Tensor:
+    def _gather_positions(self, comm: Communicator, sent: Tensor, name: str) -> Tensor:
         gathered = torch.empty(comm.size * sent.numel(), dtype=torch.int64)
         comparison = all_gather(comm, Collective.GATHER_ORDER, gathered, sent, name=name)
         status = comparison.issued.status if self._repeats >= 0 else None  # without a prediction, all ranks compare
@@ -121,7 +121,7 @@ class GatherOrderCheck:
             publish_status(replace(status, passed=True))
         return gathered
 
-    def _format(self, units: Sequence[int]) -> str:
+    def _format_units(self, units: Sequence[int]) -> str:
         return " -> ".join(repr(self._names[unit]) for unit in units)
 
     def _predicted_place(self) -> int:
@@ -142,7 +142,7 @@ class GatherOrderCheck:
                     break
         return best
 
-    def _forget(self) -> None:
+    def _drop_old_history(self) -> None:
         num_dropped = len(self._history) - _REMEMBERED
         del self._history[:num_dropped]
         self._repeats = self._repeats - num_dropped if self._repeats >= num_dropped else self._predicted_place()

@@ -30,7 +30,7 @@ class MainGradParameter(nn.Parameter):
     grad_added_to_main_grad: bool
     open_main_grad: Callable[[], Tensor | None] | None
 
-    def offer(self, open_main_grad: Callable[[], Tensor | None]) -> None:
+    def offer_main_grad(self, open_main_grad: Callable[[], Tensor | None]) -> None:
         """Register the function that opens ``main_grad``. It returns None while the parameter has no ``main_grad``."""
         self.open_main_grad = open_main_grad
         self.grad_added_to_main_grad = False

@@ -96,7 +96,7 @@ class GradAttribute:
             if gradients.usage[slot] and gradients.unreduced:
                 raise RuntimeError(f".grad of {member.name!r} was replaced, but {_UNREDUCED}")
             if gradients.is_used(slot):
-                gradients.replace(slot, plain(gradient))
+                gradients.replace_rows(slot, plain(gradient))
             else:
                 gradients.add_rows(slot, plain(gradient))
             member.sharded.grad = self._gradient_of(slot)

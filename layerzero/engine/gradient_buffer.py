@@ -81,13 +81,13 @@ class GradientBuffer:
 
     def part(self, slot: int) -> Tensor:
         """Return a view ``[rows, *rest]`` of the rows of one slot, in the memory that stores them between passes."""
-        return self._parts_of(self.storage.home())[slot]
+        return self._parts_of(self.storage.resident_tensor())[slot]
 
     def filled_parts(self) -> list[tuple[int, Tensor]]:
         """Return a (slot, view) pair for each written slot. The caller must not modify the views."""
         if self.empty:
             return []
-        _, parts = self._opened or self._open()
+        _, parts = self._opened or self._open_storage()
         return [(slot, parts[slot]) for slot, state in enumerate(self._states) if state == SlotState.WRITTEN]
 
     # Writes
@@ -97,20 +97,20 @@ class GradientBuffer:
 
         `values` has the shape ``[rows, *rest]`` and any floating-point dtype.
         """
-        target = (self._opened or self._open())[1][slot]
+        target = (self._opened or self._open_storage())[1][slot]
         accumulate_parts(target, (values,), overwrite=self._states[slot] != SlotState.WRITTEN, scale=scale)
         self._states[slot] = SlotState.WRITTEN
 
     def add_reduction(self, pending: PendingReduction, *, scale: float) -> None:
         """Add `scale` times the result of a finished reduce-scatter to all slots."""
         holds = not self.empty
-        target, parts = self._opened or self._open()
+        target, parts = self._opened or self._open_storage()
         if holds:
             self._fill_holes(parts)
         pending.add_to(target, overwrite=not holds, scale=scale, rounds_once=self._rounds_once)
         self._states = bytearray([SlotState.WRITTEN]) * len(self._states)
 
-    def absorb(self, other: GradientBuffer) -> None:
+    def add_buffer(self, other: GradientBuffer) -> None:
         """Add the contents of another buffer of the same extent to this buffer, and discard them there."""
         for slot, part in other.filled_parts():
             self.add(slot, part)
@@ -123,7 +123,7 @@ class GradientBuffer:
 
     def zero(self, slot: int) -> None:
         """Fill one slot with zeros and mark it as written."""
-        self._open()[1][slot].zero_()
+        self._open_storage()[1][slot].zero_()
         self._states[slot] = SlotState.WRITTEN
 
     def clear(self, slots: Iterable[int] | None = None) -> None:
@@ -138,7 +138,7 @@ class GradientBuffer:
 
         Call :meth:`mark_written` after the kernel has added its gradient.
         """
-        part = self._open()[1][slot]
+        part = self._open_storage()[1][slot]
         if self._states[slot] == SlotState.EMPTY:
             part.zero_()
             self._states[slot] = SlotState.EXPOSED
@@ -171,7 +171,7 @@ class GradientBuffer:
         Raises:
             RuntimeError: a kernel wrote to an exposed slot without reporting it.
         """
-        _, parts = self._opened or self._open()
+        _, parts = self._opened or self._open_storage()
         if SlotState.EXPOSED in self._states:
             self._refuse_unclaimed(parts)
         self._fill_holes(parts)
@@ -179,7 +179,7 @@ class GradientBuffer:
         if not self.storage.fixed:
             self._forget_views()
 
-    def rest(self) -> None:
+    def close_until_write(self) -> None:
         """Close the memory until the next write. Keep the contents if any slot is written or exposed."""
         if not self.storage.fixed:
             self.storage.close(keep=not self.untouched)
@@ -193,13 +193,13 @@ class GradientBuffer:
 
     # Buffers whose memory is a part of another buffer; see gradient_storage.py
 
-    def vacate(self) -> None:
+    def set_aside(self) -> None:
         """Move the contents to separate memory before the aliased memory is reused."""
         if not self.storage.fixed:
             self.storage.set_aside(keep=not self.empty)
             self._opened = None
 
-    def settle(self) -> None:
+    def restore(self) -> None:
         """Move the contents back to the aliased memory."""
         if not self.storage.fixed:
             self.storage.restore(keep=not self.empty)
@@ -224,7 +224,7 @@ class GradientBuffer:
                 if state != SlotState.WRITTEN:
                     parts[slot].zero_()
 
-    def _open(self) -> tuple[Tensor, list[Tensor]]:
+    def _open_storage(self) -> tuple[Tensor, list[Tensor]]:
         tensor = self.storage.open(keep=not self.untouched)
         opened = tensor, self._parts_of(tensor)
         if self.storage.lasting:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from layerzero.comm.transport.base import SendBuffer
-from layerzero.device.accelerator import HostDeviceCopies, StreamEvent, TouchedBy
+from layerzero.device.accelerator import HostDeviceCopies, StreamEvent, StreamUses
 from layerzero.engine.gradient_storage import GradientStorage, PersistentStorage
 
 __all__ = ["AccumulatorAllocator", "OffloadedStorage", "accumulator_bytes"]
@@ -87,11 +87,11 @@ def accumulator_bytes(sizes: Sequence[Sequence[int]], *, offloaded: bool) -> tup
     total = sum(map(sum, sizes))
     if not offloaded:
         return total, 0
-    units = sorted(sum(map(_aligned, unit)) for unit in sizes if any(unit))
+    units = sorted(sum(map(_align_nbytes, unit)) for unit in sizes if any(unit))
     return (min(_SLABS, len(units)) * units[-1] if units else 0), total
 
 
-def _aligned(nbytes: int) -> int:
+def _align_nbytes(nbytes: int) -> int:
     """Return `nbytes` rounded up to 16, the alignment of accumulators of any dtype in a slab."""
     return -(-nbytes // 16) * 16
 
@@ -123,17 +123,17 @@ class OffloadedStorage(GradientStorage):
 
     def open(self, *, keep: bool) -> Tensor:
         with self.guard:
-            device = self._enter(keep=keep)
+            device = self._enter_slab(keep=keep)
             assert self._tenant.slab is not None
             self._slabs.wait(self._tenant.slab)
-            self._tenant.slab.touched.note()
+            self._tenant.slab.stream_uses.record_use()
             self._newer = True
             return device
 
     def prefetch(self, *, keep: bool) -> None:
         with self.guard:
             if not self.blocked:
-                self._enter(keep=keep)
+                self._enter_slab(keep=keep)
 
     def close(self, *, keep: bool) -> None:
         with self.guard:
@@ -149,13 +149,13 @@ class OffloadedStorage(GradientStorage):
             self._tenant.slab.end_uses()
         self._newer = False
 
-    def leave(self) -> None:
+    def leave_slab(self) -> None:
         """Copy the contents to the host before the slab is assigned to another unit."""
         self._close(keep=True)
         self._device = None
 
-    def _enter(self, *, keep: bool) -> Tensor:
-        slab = self._slabs.admit(self._tenant)
+    def _enter_slab(self, *, keep: bool) -> Tensor:
+        slab = self._slabs.assign_slab(self._tenant)
         if self._device is None:
             self._device = slab.memory[self._byte_range].view(self.dtype)
             if keep:
@@ -181,27 +181,27 @@ class _Tenant:
         assert self.slab is None, "an accumulator is added to a unit that has a slab"
         self._places.append(storage)
         byte_range = slice(self.nbytes, self.nbytes + nbytes)
-        self.nbytes += _aligned(nbytes)
+        self.nbytes += _align_nbytes(nbytes)
         return byte_range
 
-    def leave(self) -> None:
+    def leave_slab(self) -> None:
         for storage in self._places:
-            storage.leave()
+            storage.leave_slab()
         self.slab = None
 
 
 class _Slab:
-    def __init__(self, touched: TouchedBy) -> None:
+    def __init__(self, stream_uses: StreamUses) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.tenant: _Tenant | None = None
         self.copied: StreamEvent = None  # event of the last copy to or from the slab
-        self.touched = touched  # streams that have opened the slab since that copy and have not closed it yet
+        self.stream_uses = stream_uses  # streams that have used the slab since that copy
         self.used: list[StreamEvent] = []  # events after the uses of the slab since that copy
 
     def end_uses(self) -> None:
         """Make the next copy wait for work that is already on the current stream and on streams that use the slab."""
-        self.touched.note()  # a collective that reads the slab ends on a different stream than it was launched on
-        self.used += self.touched.marks()
+        self.stream_uses.record_use()  # a collective that reads the slab may end on another stream than its launch
+        self.used += self.stream_uses.record_events()
 
 
 class _Slabs:
@@ -210,7 +210,7 @@ class _Slabs:
     def __init__(self, transfers: HostDeviceCopies) -> None:
         self.transfers = transfers
         self.lock = threading.RLock()
-        self._slabs = [_Slab(TouchedBy(transfers.order)) for _ in range(_SLABS)]  # least recently used first
+        self._slabs = [_Slab(StreamUses(transfers.order)) for _ in range(_SLABS)]  # least recently used first
         self._tenants: dict[Hashable, _Tenant] = {}
 
     @property
@@ -221,7 +221,7 @@ class _Slabs:
         tenant = self._tenants.setdefault(unit, _Tenant())
         if tenant.slab is not None:  # another accumulator will be added to the unit
             tenant.slab.tenant = None
-            tenant.leave()
+            tenant.leave_slab()
         return tenant
 
     def free_slab(self) -> _Slab | None:
@@ -231,13 +231,13 @@ class _Slabs:
                 return slab
         return None
 
-    def admit(self, tenant: _Tenant) -> _Slab:
+    def assign_slab(self, tenant: _Tenant) -> _Slab:
         """Return the slab of a unit. If the unit has no slab, first assign one to it."""
         slab = tenant.slab or self.free_slab()
         assert slab is not None, "collectives read both slabs"
         if slab.tenant is not tenant:
             if slab.tenant is not None:
-                slab.tenant.leave()
+                slab.tenant.leave_slab()
             slab.tenant, tenant.slab = tenant, slab
             largest = max(each.nbytes for each in self._tenants.values())
             if slab.memory.numel() < largest:

@@ -64,21 +64,21 @@ class GradientReducer:
         self._streams = make_reduction_streams(model_ranks.mesh_info.device, on_gloo=model_ranks.mesh_info.on_gloo)
         self.queue = ReductionQueue([], self._streams)
         self._order: list[Handle] = []  # handles in the order of the queue
-        self._requeue()
+        self._rebuild_queue()
         self.settings = SettingsCheck(model_ranks)
         self._last_use: PendingUse | None = None  # the latest reduction of used parameters
         self._pending_use: PendingUse | None = None  # the same reduction, until it has been waited for
         self._updated: list[ManagedParam] = []  # parameters with a new final gradient whose hooks have not run yet
         self._members = tuple(member for handle in handles for member in handle.members)
-        self.lazy_grad = LazyGrad(self._show)
+        self.lazy_grad = LazyGrad(self._publish_when_agreed)
         for handle in handles:
             handle.tracker.lazy_grad = self.lazy_grad
 
-    def _requeue(self) -> None:
+    def _rebuild_queue(self) -> None:
         """Rebuild the queue in backward order, which begins with the last unit. The order is the same on all ranks."""
         # After no_sync, this rank does not know which parameters other ranks have used, so all handles must take part.
         has_unreduced = self._status is not GradientStatus.FINAL
-        self._follow(
+        self._set_order(
             [
                 handle
                 for handle in reversed(self._handles)
@@ -86,7 +86,7 @@ class GradientReducer:
             ]
         )
 
-    def _follow(self, order: list[Handle]) -> None:
+    def _set_order(self, order: list[Handle]) -> None:
         self._order = order
         self._used_params.set_local_order([member.name for handle in order for member in handle.members])
         self.queue = ReductionQueue(
@@ -170,11 +170,11 @@ class GradientReducer:
                     grad_attribute.unlock()
                 self.lazy_grad.pending = True
             else:
-                self._publish(used)
+                self._publish_grads(used)
         if reduces and not self._order_agreed:
             self._agree_on_order(arrived)
 
-    def _show(self) -> None:
+    def _publish_when_agreed(self) -> None:
         """Wait until the ranks have agreed on the used parameters, and then publish each ``.grad``.
 
         This method may be called again after an interrupt.
@@ -182,7 +182,7 @@ class GradientReducer:
         if self._pending_use is not None:
             for grad_attribute in self._grad_attributes:
                 grad_attribute.collect_local_grads()  # gradients from a backward pass that ran through no unit
-            self._publish(self._pending_use)
+            self._publish_grads(self._pending_use)
         self._updated.clear()  # no parameter has hooks; see finish()
 
     def abandon(self) -> None:
@@ -226,7 +226,7 @@ class GradientReducer:
             with torch.no_grad():
                 used = self._agree_on_use()
                 self.queue.finish_accumulated()
-                self._publish(used)
+                self._publish_grads(used)
         self._status = GradientStatus.FINAL
         return has_unreduced
 
@@ -293,13 +293,13 @@ class GradientReducer:
         values = {m.name: m.sharded.requires_grad for m in changed}
         require_equal(subject, values, ranks=self._model_ranks.ranks, failure=failure, advice=advice)
         self.lazy_grad.resolve()
-        self.queue.settle()  # reductions of a backward pass inside no_sync may still use the buffers
+        self.queue.wait_in_flight()  # reductions of a backward pass inside no_sync may still use the buffers
         for grad_attribute in self._grad_attributes:
             grad_attribute.apply_user_grads()  # so that gradients dropped by zero_grad() are not reduced
         for handle in self._handles:
             handle.apply_requires_grad()
         self._used_params.add_names(m.name for m in changed)
-        self._requeue()
+        self._rebuild_queue()
         self._order_agreed = False
 
     def run_hooks(self) -> None:
@@ -335,7 +335,7 @@ class GradientReducer:
         )
         return bytes(local) if is_known else self._pending_use
 
-    def _publish(self, agreement: bytes | PendingUse | None) -> None:
+    def _publish_grads(self, agreement: bytes | PendingUse | None) -> None:
         if agreement is not None:
             self._take_agreed(agreement)
         agreed = agreement is not None or self._model_ranks.size == 1
@@ -366,5 +366,5 @@ class GradientReducer:
         positions = self._used_params.from_first_rank(
             {m.name: position for position, each in enumerate(arrival_order) for m in each.members}
         )
-        self._follow(sorted(self._order, key=lambda each: max(positions.get(m.name, -1) for m in each.members)))
+        self._set_order(sorted(self._order, key=lambda each: max(positions.get(m.name, -1) for m in each.members)))
         self._order_agreed = True

@@ -47,7 +47,7 @@ import torch
 from torch import Tensor
 
 from layerzero.comm.transport.base import SendBuffer
-from layerzero.device.accelerator import HostDeviceCopies, StreamEvent, TouchedBy
+from layerzero.device.accelerator import HostDeviceCopies, StreamEvent, StreamUses
 from layerzero.device.buffer_pools import BufferPool, DeviceBufferPool
 
 __all__ = [
@@ -131,7 +131,7 @@ class GradientStorage(ABC):
         If `keep` is False, the contents are unspecified.
         """
 
-    def home(self) -> Tensor:
+    def resident_tensor(self) -> Tensor:
         """Return the memory that stores the contents between passes."""
         return self.open(keep=True)
 
@@ -271,14 +271,14 @@ class AliasedStorage(GradientStorage):
     def nbytes(self) -> int:
         return 0 if self._copy is None else self._copy.untyped_storage().nbytes()
 
-    def home(self) -> Tensor:
+    def resident_tensor(self) -> Tensor:
         return self._around.open(keep=True)[self._part].view(self.dtype)
 
     def open(self, *, keep: bool) -> Tensor:
         if self.state is AliasState.IN_PLACE:
-            return self.home()
+            return self.resident_tensor()
         if self._copy is None:
-            self._copy = torch.empty_like(self.home())
+            self._copy = torch.empty_like(self.resident_tensor())
         self.state = AliasState.SET_ASIDE
         return self._copy
 
@@ -287,12 +287,12 @@ class AliasedStorage(GradientStorage):
             return
         self.state = AliasState.VACATED
         if keep:
-            self.open(keep=False).copy_(self.home())
+            self.open(keep=False).copy_(self.resident_tensor())
 
     def restore(self, *, keep: bool) -> None:
         if keep and self.state is AliasState.SET_ASIDE:
             assert self._copy is not None
-            self.home().copy_(self._copy)
+            self.resident_tensor().copy_(self._copy)
         self.state = AliasState.IN_PLACE
 
 
@@ -309,13 +309,13 @@ class HostStorage(GradientStorage):
         self._host: Tensor | None = None
         self._stored: StreamEvent = None  # event of the last copy to the host
         self._device: Tensor | None = None  # scratch buffer while the storage is open
-        self._touched = TouchedBy(transfers.order)
+        self._stream_uses = StreamUses(transfers.order)
 
     @property
     def host_bytes(self) -> int:
         return 0 if self._host is None else self._host.untyped_storage().nbytes()
 
-    def home(self) -> Tensor:
+    def resident_tensor(self) -> Tensor:
         if self._host is None:
             self._host = self._transfers.host_buffer(self.numel, self.dtype)
         return self._host
@@ -324,18 +324,20 @@ class HostStorage(GradientStorage):
         if self._device is None:
             self._device = self._pool.acquire(self.numel, self.dtype)
             if keep:
-                fetched = self._transfers.copy(self._device, self.home(), to_host=False, after=(self._stored,))
+                fetched = self._transfers.copy(
+                    self._device, self.resident_tensor(), to_host=False, after=(self._stored,)
+                )
                 self._transfers.wait(fetched)
-        self._touched.note()
+        self._stream_uses.record_use()
         return self._device
 
     def close(self, *, keep: bool) -> None:
         if self._device is None:
             return
         device, self._device = self._device, None
-        uses = self._touched.marks()
+        uses = self._stream_uses.record_events()
         if keep:
-            self._stored = self._transfers.copy(self.home(), device, to_host=True, after=uses)
+            self._stored = self._transfers.copy(self.resident_tensor(), device, to_host=True, after=uses)
             self._transfers.wait(self._stored)  # the scratch buffer is reused only after the copy
         else:
             for mark in uses:

@@ -16,7 +16,7 @@ from layerzero.dtensor.extensions import ExtendedGather, Extension, GatheredByte
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec
 from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.op_errors import MOVED, TOO_COARSE
-from layerzero.dtensor.ops_data import carry_over
+from layerzero.dtensor.ops_data import copy_attributes_and_hooks
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.dtensor.sharded_tensor import RowShardedTensor, sharded
 from layerzero.engine.full_precision import FullPrecision
@@ -136,7 +136,7 @@ class Handle:
         return self.mesh_info.control_comms if self._is_rank_local(model_ranks) else model_ranks.control_comms
 
     def _is_rank_local(self, model_ranks: ModelRanks) -> bool:
-        return any(member.spec.holders < model_ranks.size for member in self.members)
+        return any(member.spec.num_holders < model_ranks.size for member in self.members)
 
     @property
     def may_be_updated(self) -> bool:
@@ -150,7 +150,7 @@ class Handle:
         for member in self.members:
             # A view would keep alive the memory that peers map.
             master = member.master.clone() if self.weights.peers_read_master else member.master
-            member.recut(master, member.spec, member.shard_slice, MutationTracker())
+            member.change_rows(master, member.spec, member.shard_slice, MutationTracker())
             member.close()
         self.__dict__.clear()  # an EMA, a guard or an autograd graph may keep this object
 
@@ -190,24 +190,24 @@ class Handle:
         parameter = nn.Parameter(sharded(master, spec, self.tracker), requires_grad=original.requires_grad)
         assert isinstance(parameter, RowShardedTensor)
         parameter.gathered = leaf
-        carry_over(original, gathered=leaf, sharded=parameter)
+        copy_attributes_and_hooks(original, gathered=leaf, sharded=parameter)
         module_refs = tuple((owner._parameters, attribute) for owner, attribute in owners)
         return ManagedParam(slot.name, module_refs, leaf, parameter, master, spec, local, accumulate_grad)
 
     @torch.no_grad()
-    def recut(self, layout: FlatLayout) -> None:
+    def change_layout(self, layout: FlatLayout) -> None:
         """Change to the ZeRO-1 shards of `layout`, which has the same flat order but different shard boundaries.
 
         All ranks must call this method between passes, without gradients. The sharded parameters remain the same
         objects, but their rows on this rank change.
         """
         self.layout = layout
-        self.weights.recut(layout)
-        self.tracker = self.tracker.moved(MOVED)
+        self.weights.change_layout(layout)
+        self.tracker = self.tracker.replace_for_new_storage(MOVED)
         for slot, member in zip(layout.slots, self.members, strict=True):
-            member.recut(*self._rows_of(slot, member.spec.shape, member.spec.model_parallel), self.tracker)
+            member.change_rows(*self._rows_of(slot, member.spec.shape, member.spec.model_parallel), self.tracker)
         if self.gradients is not None:
-            self.gradients.recut(layout)
+            self.gradients.change_layout(layout)
             self.grads = GradAttribute(self.members, self.gradients)
 
     # Gather and reshard

@@ -92,8 +92,8 @@ class HandleGradients:
         to_host: HostDeviceCopies | None = None,
     ) -> None:
         self.spec = spec
-        self._accumulating = spec.between(spec.incoming_extent, spec.accumulator_extent)
-        self._rest = spec.between(spec.accumulator_extent, Extent.ZERO1)
+        self._accumulating = spec.stages_between(spec.incoming_extent, spec.accumulator_extent)
+        self._rest = spec.stages_between(spec.accumulator_extent, Extent.ZERO1)
         self.label = label
         self.mesh_info = mesh.mesh_info
         self.transport = mesh.transport
@@ -131,7 +131,7 @@ class HandleGradients:
                 return EncodedParts.of(stage.codec, self._layout, self.mesh_info.grid, stage.wire_dtype)
         return None
 
-    def recut(self, layout: FlatLayout) -> None:
+    def change_layout(self, layout: FlatLayout) -> None:
         """Change to the ZeRO-1 shards of `layout`. The model must have several replicas, and no gradients."""
         assert layout.slots == self._layout.slots and self.mesh_info.grid.replicas > 1
         self._layout = layout
@@ -279,7 +279,7 @@ class HandleGradients:
         self.usage[slot] = GradUsage.CONTRIBUTED
         self.incoming.add(slot, gradient, self.spec.incoming_scale)
 
-    def take(self, slot: int) -> None:
+    def take_main_grad(self, slot: int) -> None:
         """Record that a kernel has added a parameter's gradient to the memory that was exposed for this parameter."""
         self.incoming.mark_written(slot)
         self.pending_slots.mark_ready(slot)
@@ -315,7 +315,7 @@ class HandleGradients:
 
     def _new_reduction(self, stages: Sequence[ReductionStage]) -> HandleReduction | None:
         if not stages:
-            self.incoming.rest()
+            self.incoming.close_until_write()
             return None
         if self.inspect is not None and stages[0].source is self.spec.incoming_extent:
             self.inspect(self.buffers[self.spec.incoming_extent].filled_parts())
@@ -330,7 +330,7 @@ class HandleGradients:
         if self.incoming is not self.accumulator:
             self.incoming.discard()
 
-    def target_of(self, stage: ReductionStage, *, is_last: bool) -> GradientBuffer:
+    def target_buffer(self, stage: ReductionStage, *, is_last: bool) -> GradientBuffer:
         """Return the buffer to which the result of a stage is added.
 
         Args:
@@ -339,7 +339,7 @@ class HandleGradients:
         is_accumulated = is_last and stage.target is self.spec.accumulator_extent
         return self.accumulator if is_accumulated else self.buffers[stage.target]
 
-    def separate_source(self, stage: ReductionStage) -> GradientBuffer | None:
+    def accumulator_to_add(self, stage: ReductionStage) -> GradientBuffer | None:
         """Return the accumulator that must be added to the source of a stage before the source is sent, or None."""
         return self._separate if stage.source is self.spec.accumulator_extent else None
 
@@ -349,7 +349,7 @@ class HandleGradients:
         """Add this rank's rows of a gradient without reducing them. `rows` has the shape of the master."""
         self._wait_for_reduction()
         self.final.add(slot, rows)
-        self.final.rest()
+        self.final.close_until_write()
         self.usage[slot] = GradUsage.CONTRIBUTED
 
     def _wait_for_reduction(self) -> None:
@@ -366,7 +366,7 @@ class HandleGradients:
         for buffer in {self.accumulator, *self.buffers.values()}:
             buffer.clear(slots)
         if not any(self.usage):
-            self.final.settle()
+            self.final.restore()
 
     def zero(self, slot: int) -> None:
         """Drop all contributions to one parameter and set its gradient to zero."""
@@ -375,7 +375,7 @@ class HandleGradients:
         self._restore_aliased()
         self.usage[slot] = GradUsage.PUBLISHED
 
-    def replace(self, slot: int, rows: Tensor) -> None:
+    def replace_rows(self, slot: int, rows: Tensor) -> None:
         """Replace this rank's rows of a final gradient."""
         self._wait_for_reduction()
         self.final.overwrite(slot, rows)
@@ -383,7 +383,7 @@ class HandleGradients:
 
     def _restore_aliased(self) -> None:
         """Make the final gradient readable by the user."""
-        self.final.rest()
+        self.final.close_until_write()
         self.final.storage.wait_for_host()
 
 
@@ -419,7 +419,7 @@ class PendingSlots:
         """
         self._closed = True
         if self._missing:
-            expected = _set(map(is_coming, range(self._trained.bit_length())))
+            expected = _bit_mask(map(is_coming, range(self._trained.bit_length())))
             self._missing &= expected
 
     def end(self) -> None:
@@ -430,11 +430,11 @@ class PendingSlots:
 
     def set_trainable(self, trained: Sequence[bool]) -> None:
         """Set which slots are expected to receive gradients, and reset the state. `trained` has one bool per slot."""
-        self._trained = _set(trained)
+        self._trained = _bit_mask(trained)
         self.end()
 
 
-def _set(members: Iterable[bool]) -> int:
+def _bit_mask(members: Iterable[bool]) -> int:
     return sum(1 << index for index, member in enumerate(members) if member)
 
 
@@ -487,7 +487,7 @@ class HandleReduction:
         """Wait for the in-flight collective. If it fails, the remaining stages do nothing."""
         if self._pending is not None:
             try:
-                self._pending.wait(beside=self._streams.off_main_thread)
+                self._pending.wait(off_main_thread=self._streams.off_main_thread)
             except BaseException:
                 self._pending = None
                 self._end_leases()
@@ -506,11 +506,11 @@ class HandleReduction:
         gradients = self.gradients
         if stage.collective is Collective.HOP2 and self._streams.failed:
             return  # a hop 2 was skipped, and other ranks would match this hop 2 with the skipped hop 2
-        source, separate = gradients.buffers[stage.source], gradients.separate_source(stage)
+        source, separate = gradients.buffers[stage.source], gradients.accumulator_to_add(stage)
         if separate is not None:
-            source.absorb(separate)
+            source.add_buffer(separate)
         elif stage.source is Extent.ZERO3:
-            gradients.final.vacate()
+            gradients.final.set_aside()
         source.seal()
         is_hop1 = stage.collective is Collective.HOP1
         pool = gradients.transport.send_scratch if is_hop1 else gradients.pool
@@ -519,7 +519,7 @@ class HandleReduction:
             stage.wire_dtype, pool, copies=not is_first and not source.storage.lasting
         )
         leases: list[Lease] = [sent]
-        for buffer in self._used_with_result(stage):
+        for buffer in self._buffers_used_with_result(stage):
             if not buffer.storage.lasting:
                 buffer.storage.prefetch(keep=not buffer.untouched)
                 leases.append(buffer.storage.lease())
@@ -534,11 +534,11 @@ class HandleReduction:
     def _is_last(self, stage: ReductionStage) -> bool:
         return stage is self._stages[-1]
 
-    def _used_with_result(self, stage: ReductionStage) -> Iterator[GradientBuffer]:
+    def _buffers_used_with_result(self, stage: ReductionStage) -> Iterator[GradientBuffer]:
         """Yield the buffers that are used when the collective of a stage has ended."""
-        yield self.gradients.target_of(stage, is_last=self._is_last(stage))
+        yield self.gradients.target_buffer(stage, is_last=self._is_last(stage))
         if not self._is_last(stage):
-            separate = self.gradients.separate_source(self._stages[self._stages.index(stage) + 1])
+            separate = self.gradients.accumulator_to_add(self._stages[self._stages.index(stage) + 1])
             if separate is not None and not separate.empty:
                 yield separate
 
@@ -556,15 +556,15 @@ class HandleReduction:
 
     def _add_result(self, stage: ReductionStage, pending: PendingReduction, *, is_last: bool) -> None:
         gradients, final = self.gradients, self.gradients.final
-        target = gradients.target_of(stage, is_last=is_last)
+        target = gradients.target_buffer(stage, is_last=is_last)
         try:
             if target is final:
-                final.settle()
+                final.restore()
             elif target is gradients.accumulator:
-                final.vacate()
+                final.set_aside()
             target.add_reduction(pending, scale=stage.scale)
             if is_last:
-                target.rest()
+                target.close_until_write()
         finally:
             self._end_leases()
 

@@ -61,7 +61,7 @@ def register_hooks(runtime: LayerZeroState) -> None:
             module.register_forward_hook(_PostForwardHook(runtime, unit), always_call=True)
         for handle in unit.handles:
             for slot, member in enumerate(handle.members):
-                hook = _OnGradient(runtime, unit, handle, slot)
+                hook = _GradientHook(runtime, unit, handle, slot)
                 requires_grad = member.gathered.requires_grad
                 member.gathered.requires_grad_(
                     True
@@ -69,7 +69,7 @@ def register_hooks(runtime: LayerZeroState) -> None:
                 member.gathered.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 member.gathered.requires_grad_(requires_grad)
                 if isinstance(member.gathered, MainGradParameter):
-                    member.gathered.offer(_main_grad(runtime, handle, slot))
+                    member.gathered.offer_main_grad(_main_grad(runtime, handle, slot))
 
 
 def remove_hooks(model: nn.Module) -> None:
@@ -142,7 +142,7 @@ def get_state(model: nn.Module) -> LayerZeroState:
         if isinstance(hook, _ClosedPreForwardHook):
             raise RuntimeError(CLOSED)
         if isinstance(hook, _PreForwardHook):
-            if not hook.is_roots:
+            if not hook.is_on_root:
                 raise ValueError(f"this is unit {hook.unit.name!r} of a sharded model. Pass the root model")
             return hook.runtime
     refuse_closed(model)
@@ -170,7 +170,7 @@ def _models_in(module: nn.Module) -> dict[str, LayerZeroState]:
         path: hook.runtime
         for path, each in module.named_modules()
         for hook in each._forward_pre_hooks.values()
-        if isinstance(hook, _PreForwardHook) and hook.is_roots
+        if isinstance(hook, _PreForwardHook) and hook.is_on_root
     }
 
 
@@ -249,7 +249,7 @@ def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
             has_own_params |= parameter is not None
             leaf = getattr(parameter, "gathered", parameter)  # in a forward pass, `parameter` is already gathered
             for hook in () if leaf is None else post_accumulate_grad_hooks(leaf):
-                if isinstance(hook, _OnGradient) and (runtime := hook.runtime()) is not None:
+                if isinstance(hook, _GradientHook) and (runtime := hook.runtime()) is not None:
                     units_by_state.setdefault(runtime, set()).add(hook.unit)
         for child in submodule._modules.values():
             is_unit = child is not None and any(isinstance(hook, _Hook) for hook in child._forward_pre_hooks.values())
@@ -263,7 +263,7 @@ def units_within(module: nn.Module) -> dict[LayerZeroState, list[Unit]]:
     return {runtime: [unit for unit in runtime.units if unit in units] for runtime, units in units_by_state.items()}
 
 
-class _OnGradient:
+class _GradientHook:
     """Post-accumulate-grad hook of a gathered parameter, which passes the gradient to the state.
 
     References are weak, because Python's garbage collector does not visit the hooks of a tensor and therefore cannot
@@ -309,7 +309,7 @@ class _Hook:
         self._kept = runtime if unit is runtime.units[0] else None  # see [Note: References between model and state]
 
     @property
-    def is_roots(self) -> bool:
+    def is_on_root(self) -> bool:
         """True if this is a hook of the root module."""
         return self._kept is not None
 

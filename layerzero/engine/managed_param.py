@@ -33,7 +33,7 @@ class ManagedParam:
     accumulate_grad: Node  # autograd node that accumulates the gradient of `gathered`
     evaluated: nn.Parameter | None = None  # replaces `gathered` inside layerzero.full_precision
 
-    def recut(self, master: Tensor, spec: RowShardSpec, local: slice, watch: MutationTracker) -> None:
+    def change_rows(self, master: Tensor, spec: RowShardSpec, local: slice, watch: MutationTracker) -> None:
         """Change the rows that this rank stores. The sharded parameter remains the same object."""
         self.master, self.spec, self.shard_slice = master, spec, local
         assert isinstance(self.sharded, RowShardedTensor)

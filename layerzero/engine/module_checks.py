@@ -14,7 +14,7 @@ from torch import nn
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.managed_param import ManagedParam
 
-__all__ = ["StructureCheck", "replaced"]
+__all__ = ["StructureCheck", "replaced_param_error"]
 
 
 class StructureCheck:
@@ -37,7 +37,7 @@ class StructureCheck:
             if parameter is not None
         }
         self._added_frozen_params: list[nn.Parameter] = []  # these need no reduction and no step while they are frozen
-        self._remember()
+        self._record_structure()
 
     @property
     def _live_model(self) -> nn.Module:
@@ -54,8 +54,8 @@ class StructureCheck:
             RuntimeError: a parameter was replaced, or a trainable parameter was added.
         """
         if self._has_changed() or any(parameter.requires_grad for parameter in self._added_frozen_params):
-            self._check()
-            self._remember()
+            self._check_structure()
+            self._record_structure()
 
     def _has_changed(self) -> bool:
         # This method runs in every forward pass, so it avoids Python loops. Units check for replaced parameters.
@@ -66,7 +66,7 @@ class StructureCheck:
             or not {*map(dict.get, self._tables_of_absent, self._absent)} <= {None}
         )
 
-    def _remember(self) -> None:
+    def _record_structure(self) -> None:
         modules = list(self._live_model.modules())
         self._parameters = [module._parameters for module in modules]
         self._counts = [*map(len, self._parameters)]
@@ -77,7 +77,7 @@ class StructureCheck:
         self._tables_of_absent = [table for table, _ in missing]
         self._absent = [name for _, name in missing]
 
-    def _check(self) -> None:
+    def _check_structure(self) -> None:
         added, frozen = [], []
         modules = dict(self._live_model.named_modules())
         ids = {id(module._parameters) for module in modules.values()}
@@ -85,7 +85,7 @@ class StructureCheck:
             for parameters, attribute in member.module_refs:
                 current = parameters.get(attribute)
                 if id(parameters) in ids and current is not member.sharded and current is not member.gathered:
-                    raise replaced(member)
+                    raise replaced_param_error(member)
         for name, module in modules.items():
             for attribute, parameter in module._parameters.items():
                 ref = (id(module._parameters), attribute)
@@ -105,15 +105,15 @@ class StructureCheck:
                     frozen.append(parameter)
         if added:
             raise RuntimeError(
-                f"{_listed(added)} joined the model after shard_model. Gradients would not be averaged over the ranks, "
-                "and no sharded optimizer would update the parameters. Add modules and parameters before shard_model "
-                "(in ignored_modules or ignored_params, to keep them unsharded), or freeze them with "
+                f"{_list_names(added)} joined the model after shard_model. Gradients would not be averaged over the "
+                "ranks, and no sharded optimizer would update the parameters. Add modules and parameters before "
+                "shard_model (in ignored_modules or ignored_params, to keep them unsharded), or freeze them with "
                 "requires_grad_(False)"
             )
         self._added_frozen_params = frozen
 
 
-def replaced(member: ManagedParam) -> RuntimeError:
+def replaced_param_error(member: ManagedParam) -> RuntimeError:
     """Return the error for a managed parameter that was replaced in its module."""
     return RuntimeError(
         f"parameter {member.name!r} was replaced in the sharded model, by an assignment, "
@@ -122,6 +122,6 @@ def replaced(member: ManagedParam) -> RuntimeError:
     )
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     listed = ", ".join(repr(name) for name in names[:4]) + (", ..." if len(names) > 4 else "")
     return f"parameters {listed}" if len(names) > 1 else f"parameter {listed}"

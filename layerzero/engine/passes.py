@@ -40,7 +40,7 @@ class UnitCall:
         forward.first.setdefault(self.unit, self._position)
 
     @property
-    def _order(self) -> list[weakref.ref[UnitCall]]:
+    def _returned_calls(self) -> list[weakref.ref[UnitCall]]:
         """All calls in the forward pass, in the order in which they returned. The graph keeps the calls alive."""
         return self.forward.returned if self.forward is not None else []
 
@@ -50,7 +50,7 @@ class UnitCall:
 
         The backward pass of the next call runs before the backward pass of this call.
         """
-        later = (self._order[index]() for index in range(self._position + 1, len(self._order)))
+        later = (self._returned_calls[index]() for index in range(self._position + 1, len(self._returned_calls)))
         return next((call for call in later if call is not None), None)
 
     def is_before(self, use: GatheredUse) -> bool:
@@ -85,21 +85,23 @@ class UnitCall:
         assert self.forward is not None
         return not self.forward.is_still_needed(self.unit, calls=self._position, uses=self._position)
 
-    def preceding(self, count: int | None) -> Sequence[UnitCall]:
+    def preceding_calls(self, count: int | None) -> Sequence[UnitCall]:
         """Return the last `count` calls on the same mesh before this call, latest first. If `count` is None, return all
         of them."""
-        return list(islice((each for each in self._earlier() if each.unit.mesh_info is self.unit.mesh_info), count))
+        return list(
+            islice((each for each in self._earlier_calls() if each.unit.mesh_info is self.unit.mesh_info), count)
+        )
 
     @property
-    def previous(self) -> UnitCall | None:
+    def previous_call(self) -> UnitCall | None:
         """Last call before this one, in order of return, that an autograd graph still contains; None if there is none.
 
         The call may be to a unit on any mesh.
         """
-        return next(self._earlier(), None)
+        return next(self._earlier_calls(), None)
 
-    def _earlier(self) -> Iterator[UnitCall]:
-        calls = (self._order[index]() for index in range(self._position - 1, -1, -1))
+    def _earlier_calls(self) -> Iterator[UnitCall]:
+        calls = (self._returned_calls[index]() for index in range(self._position - 1, -1, -1))
         return (call for call in calls if call is not None)
 
 

@@ -67,7 +67,7 @@ class ReductionQueue:
         """Start the reductions of the next handles in order, up to the first handle that is not ready."""
         order = self.order
         while self._next < len(order) and order[self._next].pending_slots.all_ready:
-            self._start(self._next_reduction(across_replicas=across_replicas))
+            self._start_reduction(self._next_reduction(across_replicas=across_replicas))
 
     def finish(self, *, across_replicas: bool) -> None:
         """Start the reductions of the remaining handles, and end the pass.
@@ -75,13 +75,13 @@ class ReductionQueue:
         Wait for all reductions, unless [Note: End of a backward pass inside no_sync] applies.
         """
         while self._next < len(self.order):
-            self._start(self._next_reduction(across_replicas=across_replicas))
+            self._start_reduction(self._next_reduction(across_replicas=across_replicas))
         if across_replicas or self._waits_after_no_sync:
-            self.settle()
+            self.wait_in_flight()
         else:
             for gradients in self.order:
                 if gradients.reduction is not None:  # the model may be deleted before the reduction has run
-                    self.streams.keep_until_done(gradients.accumulator.storage.home())
+                    self.streams.keep_until_done(gradients.accumulator.storage.resident_tensor())
         self._next = 0
         if self._unit_calls:
             self._expected_unit_calls, self._unit_calls = self._unit_calls, 0
@@ -97,10 +97,10 @@ class ReductionQueue:
         for gradients in self.order:
             self.wait_until_writable(gradients)
             self._reducing.append(gradients)
-            self._start(gradients.reduce_accumulated())
-        self.settle()
+            self._start_reduction(gradients.reduce_accumulated())
+        self.wait_in_flight()
 
-    def settle(self) -> None:
+    def wait_in_flight(self) -> None:
         """Make later work wait for all in-flight reductions."""
         try:
             self.streams.synchronize(self._events)
@@ -138,7 +138,7 @@ class ReductionQueue:
         next collective.
         """
         with suppress(Exception):
-            self.settle()
+            self.wait_in_flight()
         self.streams.gradients_ready().wait()
         self._next = 0
 
@@ -151,7 +151,7 @@ class ReductionQueue:
         self._reducing.append(gradients)
         return gradients.start_reduction(across_replicas=across_replicas)
 
-    def _start(self, reduction: HandleReduction | None) -> None:
+    def _start_reduction(self, reduction: HandleReduction | None) -> None:
         if reduction is not None:
             self.streams.check()
             reduction.submit(self.streams)

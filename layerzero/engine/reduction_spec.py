@@ -117,8 +117,8 @@ class ReductionSpec:
         incoming, adds = (precision.reduce, adds_hop1) if has_hop1 else (precision.replica_reduce, adds_hop2)
         if sends_each and adds and precision.compute.itemsize < incoming.itemsize:
             incoming = precision.compute  # see [Note: Dtype of full gradients]
-        factor1, factor2 = _factors(grid, divide_factor)
-        incoming_divisor = _before(factor1 if has_hop1 else factor2, incoming, adds=adds)
+        factor1, factor2 = _divide_factors(grid, divide_factor)
+        incoming_divisor = _predivide_factor(factor1 if has_hop1 else factor2, incoming, adds=adds)
         if not has_hop1 or grid.replicas == 1:
             collective = Collective.HOP1 if has_hop1 else Collective.HOP2
             stages: tuple[ReductionStage, ...] = (
@@ -132,7 +132,7 @@ class ReductionSpec:
                 ),
             )
         else:
-            hop2_divisor = _before(factor2, precision.replica_reduce, adds=adds_hop2)
+            hop2_divisor = _predivide_factor(factor2, precision.replica_reduce, adds=adds_hop2)
             hop1_scale = 1.0
             if precision.replica_reduce is torch.float16:
                 hop1_scale = 1.0 / _power_of_two(factor1 * hop2_divisor / incoming_divisor)
@@ -149,7 +149,7 @@ class ReductionSpec:
             return cls(Extent.FULL, accumulator, stages, incoming, 1.0 / incoming_divisor, separate)
         return cls(Extent.FULL, Extent.FULL, stages, precision.master, 1.0 / incoming_divisor, precision.accumulator)
 
-    def between(self, start: Extent, stop: Extent) -> tuple[ReductionStage, ...]:
+    def stages_between(self, start: Extent, stop: Extent) -> tuple[ReductionStage, ...]:
         """Return the stages that reduce the extent `start` to the smaller extent `stop`."""
         return tuple(stage for stage in self.stages if stage.source <= start and stage.target >= stop)
 
@@ -169,7 +169,7 @@ def accumulates_full_gradients(accumulation: str, zero3_size: int) -> bool:
     return accumulation == "full" or (accumulation == "sharded" and zero3_size == 1)
 
 
-def _factors(grid: ShardGrid, divide_factor: float) -> tuple[float, float]:
+def _divide_factors(grid: ShardGrid, divide_factor: float) -> tuple[float, float]:
     """Return the divisors of hop 1 and hop 2, which are the factors by which the hops are expected to increase sums."""
     if grid.replicas == 1:
         return divide_factor, 1.0
@@ -177,7 +177,7 @@ def _factors(grid: ShardGrid, divide_factor: float) -> tuple[float, float]:
     return factor1, divide_factor / factor1
 
 
-def _before(factor: float, wire_dtype: torch.dtype, *, adds: bool) -> float:
+def _predivide_factor(factor: float, wire_dtype: torch.dtype, *, adds: bool) -> float:
     """Return the part of a hop's factor by which gradients are divided before the hop.
 
     See [Note: Division of gradients].

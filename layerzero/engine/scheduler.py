@@ -186,7 +186,7 @@ class Scheduler(Closable):
         if self._forward is not None:
             self._forward.called.append(unit)
             self._gradients.queue.record_unit_call()
-            self._free_kept(self._forward, unless=unit)
+            self._free_still_gathered(self._forward, unless=unit)
             recorded = self._forward.next_units(self._config.prefetch)
             for next_unit in self.prefetched_forward.get(unit, recorded):
                 self._forward.prefetched.add(next_unit)
@@ -253,7 +253,7 @@ class Scheduler(Closable):
 
     def _begin_forward(self, entry: Unit) -> None:
         refuse_capture(self._mesh_info.device, f"the forward of {entry.label}")
-        self._follow_user("a forward")
+        self._apply_user_changes("a forward")
         units = self._units if len(self._orders) > 1 else ()
         self._forward = ForwardPass(entry, units, expected=self._last_calls.get(entry, []))
         self._last_forward = weakref.ref(self._forward)
@@ -263,9 +263,9 @@ class Scheduler(Closable):
         if self._forward is None and not in_backward():
             refuse_capture(self._mesh_info.device, "a gather outside of forwards")
             self.recover_interrupted_pass()
-            self._follow_user("a gather outside of forwards")
+            self._apply_user_changes("a gather outside of forwards")
 
-    def _follow_user(self, what: str) -> None:
+    def _apply_user_changes(self, what: str) -> None:
         """Check that the model may compute, and apply changes that the user has made since the last pass.
 
         Args:
@@ -277,7 +277,7 @@ class Scheduler(Closable):
             self._gradients.apply_requires_grad()
         self._refresher.pre_forward()
 
-    def _free_kept(self, forward: ForwardPass, *, unless: Unit | None = None) -> None:
+    def _free_still_gathered(self, forward: ForwardPass, *, unless: Unit | None = None) -> None:
         unit, forward.still_gathered = forward.still_gathered, None
         if unit is not None and unit is not unless and self._is_idle(unit):
             unit.reshard()
@@ -285,7 +285,7 @@ class Scheduler(Closable):
     def _end_forward(self, forward: ForwardPass, *, awaits_backward: bool) -> None:
         self._forward = None
         self._last_calls[forward.entry_unit] = forward.called
-        self._free_kept(forward)
+        self._free_still_gathered(forward)
         # Without a graph (or if the forward pass raised), no backward pass will free the units that stayed gathered.
         for unit in forward.prefetched.difference(forward.called) if awaits_backward else self._units:
             if self._is_idle(unit) and unit not in self._ahead:
@@ -332,7 +332,7 @@ class Scheduler(Closable):
             for unit in units:
                 self._wait(unit)
                 unit.show_gathered()
-            with self._saving_for(use):
+            with self._saved_tensors_hooks(use):
                 yield
         except BaseException:
             use.awaits_backward = False
@@ -367,7 +367,7 @@ class Scheduler(Closable):
         if stream := next((use for use in self._uses if isinstance(use, StreamUse)), None):
             raise RuntimeError(f"{operation} is not possible {stream.obstacle}")
 
-    def _saving_for(self, use: GatheredUse) -> saved_tensors_hooks:
+    def _saved_tensors_hooks(self, use: GatheredUse) -> saved_tensors_hooks:
         outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
 
         def pack(tensor: Tensor) -> Any:
@@ -476,7 +476,7 @@ class Scheduler(Closable):
                     backward.completed_handles[handle] = None
         self._gradients.queue.start_ready(across_replicas=backward.requires_gradient_sync)
 
-    def _reduce_rest(self, backward: BackwardPass) -> None:
+    def _reduce_remaining(self, backward: BackwardPass) -> None:
         """Launch the remaining reductions at the end of a backward pass, when no more gradients will arrive."""
         for handle in reversed(self._handles):  # the root's last
             if handle.gradients is not None and handle.trainable:
@@ -486,7 +486,7 @@ class Scheduler(Closable):
         self._gradients.queue.start_ready(across_replicas=backward.requires_gradient_sync)
 
     def _prefetch_before(self, call: UnitCall) -> None:
-        recorded = call.preceding(self._config.prefetch)
+        recorded = call.preceding_calls(self._config.prefetch)
         for unit in self.prefetched_backward.get(call.unit, [preceding_call.unit for preceding_call in recorded]):
             self._gather(unit)
         if recorded and self._config.offload_grads:  # there are two slabs
@@ -500,14 +500,14 @@ class Scheduler(Closable):
                 backward.observer.end(call)
             if call.forward is not None and call.ends_with_input_grad and call.is_last_in_backward:
                 self._reduce_ended(backward, call.unit.handles, called=True)
-        earlier_calls = call.preceding(
+        earlier_calls = call.preceding_calls(
             None if call.unit.has_post_forward_shard else 1
         )  # any of the forward passes may use the post-forward shard
         gathered_calls = earlier_calls if backward is None else backward.gathered_calls
         pending_calls = [each for each in earlier_calls if each.unit is call.unit and each not in gathered_calls]
         if self._is_idle(call.unit) and not set(pending_calls).intersection(earlier_calls[:1]):
             call.unit.end_backward(() if pending_calls else {call.forward} - {None})
-        if backward is not None and (previous := call.previous) in backward.active_calls:
+        if backward is not None and (previous := call.previous_call) in backward.active_calls:
             self._prefetch_before(previous)
 
     def _end_with_nested_backward(self, backward: BackwardPass, call: UnitCall) -> None:
@@ -546,7 +546,7 @@ class Scheduler(Closable):
         if gradients.incoming_is_blocked:
             self._gradients.queue.wait_until_writable(gradients)
         if wrote_main_grad:
-            gradients.take(slot)
+            gradients.take_main_grad(slot)
         if not wrote_main_grad or getattr(leaf, "zero_out_wgrad", False):
             gradients.receive(slot, gradient)
         if gradients.pending_slots.all_ready:
@@ -582,7 +582,7 @@ class Scheduler(Closable):
             self._gradients.begin(reduces=reduces)
             if self.no_sync_hint.listens:
                 self.no_sync_hint.note_backward(reduces=reduces, is_first=self._gradients.empty)
-            task, observer = torch._C._current_graph_task_id(), self._observer if self._observer.listens else None
+            task, observer = torch._C._current_graph_task_id(), self._observer if self._observer.is_recording else None
             self._backward = BackwardPass(reduces=reduces, task=task, observer=observer)
             torch.autograd.Variable._execution_engine.queue_callback(self.finalize_backward)
         return self._backward
@@ -590,7 +590,7 @@ class Scheduler(Closable):
     def finalize_backward(self) -> None:
         backward = self._backward
         assert backward is not None
-        self._reduce_rest(backward)
+        self._reduce_remaining(backward)
         self._observer.end_backward()
         backward.active_calls.clear()
         backward.uses.clear()

@@ -18,7 +18,7 @@ from layerzero.engine.buffers import CastBuffer
 from layerzero.engine.gather_order import GatherOrderCheck
 from layerzero.engine.handle import Handle
 from layerzero.engine.managed_param import ManagedParam
-from layerzero.engine.module_checks import replaced
+from layerzero.engine.module_checks import replaced_param_error
 from layerzero.engine.resources import MeshResources
 from layerzero.engine.weight_storage import GatherState
 from layerzero.utils.pytree import cast_floating
@@ -182,7 +182,7 @@ class Unit:
                 and current is not member.gathered
                 and (current is None or current is not member.evaluated)
             ):
-                raise replaced(member)
+                raise replaced_param_error(member)
             parameters[attribute] = member.gathered if member.evaluated is None else member.evaluated
 
     def show_sharded(self) -> None:

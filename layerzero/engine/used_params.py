@@ -125,7 +125,7 @@ class PendingUse:
             message_bytes = torch.zeros(group.numel, dtype=torch.uint8, device="cpu")
             message_bytes[group.places] = own[group.own]
             self._to_send.append(message_bytes)
-        self._send_along(0)
+        self._send_along_axis(0)
 
     def reserve(self) -> None:
         """Make launches by the main thread on all axes except the first wait for :meth:`relay_in_background`."""
@@ -146,7 +146,7 @@ class PendingUse:
     def relay(self) -> None:
         """Send along the remaining axes. Before each send, wait for the messages of earlier axes if they are needed."""
         for axis in range(1, max(len(group.comms) for group in self._groups)):
-            self._send_along(axis)
+            self._send_along_axis(axis)
 
     def wait(self) -> None:
         """Wait for all messages.
@@ -175,22 +175,22 @@ class PendingUse:
         self.wait()
         maximum = torch.zeros_like(self._own)
         for index, group in enumerate(self._groups):
-            self._take(index)
+            self._store_maximum(index)
             maximum[group.own] = self._to_send[index][group.places]
         return bytes(maximum.tolist())
 
-    def _send_along(self, axis: int) -> None:
+    def _send_along_axis(self, axis: int) -> None:
         for index, (group, gathers) in enumerate(zip(self._groups, self._gathers, strict=True)):
             if len(gathers) != axis or axis >= len(group.comms):
                 continue
             if not self._is_known and gathers:
-                gathers[-1].work.wait(beside=True)
-                self._take(index)
+                gathers[-1].work.wait(off_main_thread=True)
+                self._store_maximum(index)
             extra_bytes = self._extra_digests[axis : axis + 1] if index == 0 else ()
             message = torch.cat([self._to_send[index], *extra_bytes])
             gathers.append(all_gather_small(group.comms[axis], Collective.METADATA, message))
 
-    def _take(self, index: int) -> None:
+    def _store_maximum(self, index: int) -> None:
         """Store the maximum over all ranks in the last message of a group. The message must have arrived."""
         if gathers := self._gathers[index]:
             self._to_send[index] = gathers[-1].said[:, : self._groups[index].numel].amax(dim=0)

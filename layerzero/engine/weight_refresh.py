@@ -130,11 +130,11 @@ class WeightRefresher:
         """Launch the refreshes that steps have deferred."""
         self.launch([handle for handle in self._handles if handle.refresh_due], outside_step=False)
 
-    def launch_edited(self) -> None:
+    def refresh_edited(self) -> None:
         """Launch the refreshes of masters that were changed outside of a step. Raise if the changes differ by rank."""
         edited = [handle for handle in self._handles if handle.tracker.dirty]
         if edited:
-            self._agree("refresh of parameters that were changed outside optimizer.step()", edited)
+            self._require_equal_edits("refresh of parameters that were changed outside optimizer.step()", edited)
             self.launch(edited)
 
     def pre_forward(self) -> None:
@@ -143,14 +143,14 @@ class WeightRefresher:
         self.launch_deferred()
         if self._precedes_forward:
             edited = [handle for handle in self._handles if handle.tracker.dirty]
-            self._agree("first forward, after changes of parameters if there are any", edited)
+            self._require_equal_edits("first forward, after changes of parameters if there are any", edited)
             self.launch(edited)
             self._precedes_forward = False
             for handle in self._handles:
                 handle.guard_master_writes()
-        self.launch_edited()
+        self.refresh_edited()
 
-    def _agree(self, subject: str, edited: Sequence[Handle]) -> None:
+    def _require_equal_edits(self, subject: str, edited: Sequence[Handle]) -> None:
         groups: dict[str, dict[str, object]] = {}
         for handle in edited:
             holders, handle_ranks = (

@@ -133,7 +133,7 @@ class WeightStorage:
         return self.precision.master == self.precision.compute and self.to_host is None and self.host_shard is None
 
     @property
-    def follows_master(self) -> bool:
+    def equals_cast_master(self) -> bool:
         """True if refreshed compute weights equal the masters, cast to the compute dtype.
 
         Otherwise, they differ by the error of a codec; see [Note: Lossy differences] in comm/difference_codecs.py.
@@ -176,7 +176,7 @@ class WeightStorage:
         self.buffer.publish(None)
 
     @torch.no_grad()
-    def recut(self, layout: FlatLayout) -> None:
+    def change_layout(self, layout: FlatLayout) -> None:
         """Change to the ZeRO-1 shards of `layout`, which has the same flat order but different shard boundaries.
 
         All ranks must call this method between passes.
@@ -245,7 +245,7 @@ class WeightStorage:
 
     def start_gather(self, pending: Waitable | None) -> None:
         """Record that `pending` fills the full buffer, or other memory from which the unit computes."""
-        self._move_to(GatherState.GATHERING)
+        self._set_state(GatherState.GATHERING)
         self._gathering = pending
 
     def wait_gather(self) -> None:
@@ -256,17 +256,17 @@ class WeightStorage:
 
     def end_gather(self) -> None:
         """Record that the gathered parameters contain the gathered values."""
-        self._move_to(GatherState.GATHERED)
+        self._set_state(GatherState.GATHERED)
 
     def end_use(self) -> None:
         """Record that the unit no longer uses the gathered parameters and that their memory was freed."""
-        self._move_to(GatherState.SHARDED)
+        self._set_state(GatherState.SHARDED)
 
     def free_full(self) -> None:
         """Free the full buffer. The next gather refills the storage of views that autograd has saved."""
         self.buffer.free()
 
-    def _move_to(self, state: GatherState) -> None:
+    def _set_state(self, state: GatherState) -> None:
         assert _NEXT[self.state] is state, f"{self.label}: {self.state} -> {state}"
         self.state = state
 

@@ -34,7 +34,7 @@ def simulate_full_buffers(units: Sequence[UnitSpec], prefetch: int) -> FullBuffe
 
     The root must be the first of `units`.
     """
-    stage = _Stage(units, prefetch)
+    stage = _StepSimulation(units, prefetch)
     for step in range(_STEPS):
         stage.prefetch = prefetch if step else 0
         stage.order_is_known = step > 0
@@ -44,14 +44,14 @@ def simulate_full_buffers(units: Sequence[UnitSpec], prefetch: int) -> FullBuffe
     return FullBufferEstimate(stage.pool.cached_bytes, stage.pool.most_bytes)
 
 
-class _Stage:
+class _StepSimulation:
     def __init__(self, units: Sequence[UnitSpec], prefetch: int) -> None:
         self.pool = FullBufferPool(torch.device("meta"))
         self.pool.limit = max_gathered_bytes([unit.gathered_memory for unit in units], prefetch)
         self.prefetch = 0
         self.order_is_known = False
-        self._inner = _nested(units)
-        self._returned = {unit: self._by_return(unit) for unit in units}  # nested units first, then the unit
+        self._inner = _nested_units(units)
+        self._returned = {unit: self._in_return_order(unit) for unit in units}  # nested units first, then the unit
         self._order = [unit for unit in units if unit.name == ""] + [unit for unit in units if unit.name]
         on_one_mesh = len({unit.over for unit in units}) == 1
         self._last = self._order[-1] if on_one_mesh and units[0].traits.on_device else None  # called last
@@ -59,15 +59,17 @@ class _Stage:
         self._storages = {
             unit: [_storages(handle.gathered_sizes(unit.traits)) for handle in unit.handles] for unit in units
         }
-        self._coded = {unit: _storages([unit.coded_of(handle) for handle in unit.handles]) for unit in units}
-        self._kept = {unit: _storages([unit.kept_of(handle) for handle in unit.handles]) for unit in units}
+        self._coded = {unit: _storages([unit.encoded_bytes_of(handle) for handle in unit.handles]) for unit in units}
+        self._kept = {
+            unit: _storages([unit.post_forward_bytes_of(handle) for handle in unit.handles]) for unit in units
+        }
 
     def forward(self) -> None:
-        for unit in self._outermost():
-            self._call(unit)
+        for unit in self._outermost_units():
+            self._call_unit(unit)
 
     def backward(self) -> None:
-        returned = [unit for outermost in self._outermost() for unit in self._returned[outermost]]
+        returned = [unit for outermost in self._outermost_units() for unit in self._returned[outermost]]
         for index in reversed(range(len(returned))):
             unit = returned[index]
             for enclosing in reversed(returned[index + 1 :]):
@@ -90,43 +92,43 @@ class _Stage:
         for unit in islice(earlier, self.prefetch):
             self._gather(unit)
 
-    def _call(self, unit: UnitSpec) -> None:
+    def _call_unit(self, unit: UnitSpec) -> None:
         self._gather(unit)
         next_index = self._place[unit] + 1
         for upcoming in islice(_on_mesh_of(unit, self._order[next_index:]), self.prefetch):
             self._gather(upcoming)
         self._wait(unit)
         for nested in self._inner[unit]:
-            self._call(nested)
+            self._call_unit(nested)
         stays = self.order_is_known and unit is self._last and unit.reshard_after_forward is True
         if not unit.stays_gathered and not stays:
             for storage, nbytes in self._kept[unit]:
-                self._lend(storage, nbytes)
+                self._allocate(storage, nbytes)
             self._free(unit)
 
-    def _outermost(self) -> Iterator[UnitSpec]:
+    def _outermost_units(self) -> Iterator[UnitSpec]:
         nested = {child for children in self._inner.values() for child in children}
         return (unit for unit in self._order if unit not in nested)
 
-    def _by_return(self, unit: UnitSpec) -> list[UnitSpec]:
-        return [descendant for child in self._inner[unit] for descendant in self._by_return(child)] + [unit]
+    def _in_return_order(self, unit: UnitSpec) -> list[UnitSpec]:
+        return [descendant for child in self._inner[unit] for descendant in self._in_return_order(child)] + [unit]
 
     def _gather(self, unit: UnitSpec) -> None:
         storages = zip(self._storages[unit], self._coded[unit], self._kept[unit], strict=True)
         for (full, *_), coded, (post_forward, _) in storages:
             decodes = not full[0].nbytes() and not post_forward.nbytes()
-            self._lend(*full)
+            self._allocate(*full)
             if decodes:
-                self._lend(*coded)
+                self._allocate(*coded)
 
     def _wait(self, unit: UnitSpec) -> None:
         for (_, *strided), (coded, _) in zip(self._storages[unit], self._coded[unit], strict=True):
             if coded.nbytes():
                 self.pool.free(coded)
             for storage, nbytes in strided:
-                self._lend(storage, nbytes)
+                self._allocate(storage, nbytes)
 
-    def _lend(self, storage: UntypedStorage, nbytes: int) -> None:
+    def _allocate(self, storage: UntypedStorage, nbytes: int) -> None:
         if nbytes and not storage.nbytes():
             self.pool.allocate(storage, nbytes)
 
@@ -152,7 +154,7 @@ def _storages(sizes: Sequence[int]) -> list[tuple[UntypedStorage, int]]:
     return [(torch.empty(0, device="meta").untyped_storage(), size) for size in sizes]
 
 
-def _nested(units: Sequence[UnitSpec]) -> dict[UnitSpec, list[UnitSpec]]:
+def _nested_units(units: Sequence[UnitSpec]) -> dict[UnitSpec, list[UnitSpec]]:
     """Return the units that are directly nested in each unit, in order."""
     children: dict[UnitSpec, list[UnitSpec]] = {unit: [] for unit in units}
     for unit in units:

@@ -19,7 +19,7 @@ from layerzero.estimates.full_buffers import simulate_full_buffers
 from layerzero.estimates.specs import HandleSpec, UnitSpec
 from layerzero.layout.shard_grid import Extent, ShardGrid
 
-__all__ = ["MemoryEstimate", "estimate_memory", "held_bytes", "on_device", "predicted_traffic"]
+__all__ = ["MemoryEstimate", "device_bytes", "estimate_memory", "held_bytes", "predicted_traffic"]
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ def estimate_memory(units: Sequence[UnitSpec], config: LayerZeroConfig, *, scrat
     for unit in units:
         for handle in unit.handles:
             kinds.update(_handle_bytes(handle, unit, config))
-    kinds["accumulator"], kinds["host_accumulator"] = _accumulators(units, config)
+    kinds["accumulator"], kinds["host_accumulator"] = _accumulator_bytes(units, config)
     kinds["reduce_buffer"] = scratch
     full = simulate_full_buffers(units, config.prefetch)
     kinds["cached_buffer"] = full.idle
-    return MemoryEstimate(dict(kinds), on_device(kinds) - full.idle + full.peak)
+    return MemoryEstimate(dict(kinds), device_bytes(kinds) - full.idle + full.peak)
 
 
 def held_bytes(units: Sequence[UnitSpec], config: LayerZeroConfig) -> int:
     """Return the number of bytes used on the device between two steps, without scratch buffers or optimizer state."""
-    of_handles = sum(on_device(_handle_bytes(handle, unit, config)) for unit in units for handle in unit.handles)
-    return of_handles + _accumulators(units, config)[0]
+    of_handles = sum(device_bytes(_handle_bytes(handle, unit, config)) for unit in units for handle in unit.handles)
+    return of_handles + _accumulator_bytes(units, config)[0]
 
 
 def predicted_traffic(units: Sequence[UnitSpec], config: LayerZeroConfig) -> dict[str, list[int]]:
@@ -76,7 +76,7 @@ def predicted_traffic(units: Sequence[UnitSpec], config: LayerZeroConfig) -> dic
                 part_bytes = handle.coded // grid.zero3_size or zero3_numel * compute.itemsize
                 sent = 0 if transport.full_buffer_resident else (grid.zero3_size - 1) * part_bytes
                 sent_bytes.setdefault(Collective.GATHER.value, []).append(sent)
-            if kept_bytes := unit.kept_of(handle):
+            if kept_bytes := unit.post_forward_bytes_of(handle):
                 sent_bytes.setdefault(Collective.REGATHER.value, []).append(
                     (unit.reshard_after_forward - 1) * kept_bytes
                 )
@@ -96,7 +96,7 @@ def predicted_traffic(units: Sequence[UnitSpec], config: LayerZeroConfig) -> dic
     return sent_bytes
 
 
-def on_device(kinds: Mapping[str, int]) -> int:
+def device_bytes(kinds: Mapping[str, int]) -> int:
     return sum(size for kind, size in kinds.items() if not kind.startswith("host_"))
 
 
@@ -135,7 +135,7 @@ def _residual_bytes(handle: HandleSpec, grid: ShardGrid) -> int:
     return residual_numel(handle.layout, grid) * torch.bfloat16.itemsize
 
 
-def _accumulators(units: Sequence[UnitSpec], config: LayerZeroConfig) -> tuple[int, int]:
+def _accumulator_bytes(units: Sequence[UnitSpec], config: LayerZeroConfig) -> tuple[int, int]:
     """Return the sizes in bytes of the accumulators on the device and in host memory."""
     sizes = [
         [

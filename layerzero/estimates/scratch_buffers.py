@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from layerzero.comm.codecs import EncodedParts
-from layerzero.comm.collectives import Collective, encoded_buffers
+from layerzero.comm.collectives import Collective, encoded_buffer_sizes
 from layerzero.comm.encoded_refresh import IN_FLIGHT as REFRESHES_IN_FLIGHT
-from layerzero.comm.encoded_refresh import refresh_buffers
+from layerzero.comm.encoded_refresh import refresh_buffer_sizes
 from layerzero.comm.transport.base import BufferDemand
 from layerzero.config import LayerZeroConfig
 from layerzero.device.buffer_pools import Size, bytes_of_buffers
@@ -60,25 +60,25 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
     # Incoming gradients that are sent from the buffer in which they arrive.
     arriving = [handle for handle in trained if not handle.reduction_spec.sends_accumulator]
     incoming = [handle for handle in arriving if handle.incoming_numel == handle.sent_numel]
-    for size, members in _by_size(incoming, lambda handle: handle.incoming_numel).items():
-        in_flight = _landing_at_once(members, handles) + first - 1
+    for size, members in _group_by_size(incoming, lambda handle: handle.incoming_numel).items():
+        in_flight = _max_receiving_at_once(members, handles) + first - 1
         outgoing[size] += min(len(members) + 1, in_flight + _UNREAD) if in_place else min(len(members), in_flight)
     # Incoming gradients that are rounded to the wire dtype, in buffers that are released before the copies are sent.
-    for size, members in _by_size(
+    for size, members in _group_by_size(
         [handle for handle in arriving if handle not in incoming], lambda handle: handle.incoming_numel
     ).items():
-        plan.scratch[size] += _landing_at_once(members, handles)
+        plan.scratch[size] += _max_receiving_at_once(members, handles)
     # Copies of gradients that cannot be sent in place, and receive buffers.
-    for size, members in _by_size(
+    for size, members in _group_by_size(
         [handle for handle in trained if handle not in incoming], lambda handle: handle.sent_numel
     ).items():
-        copied = [handle for handle in members if not _lent_in_place(handle, config, where, is_hop1=handle in hop1)]
+        copied = [handle for handle in members if not _is_sent_in_place(handle, config, where, is_hop1=handle in hop1)]
         if in_place and members[0] in hop1:
             outgoing[size] += min(len(copied) + 1, first + _UNREAD) if copied else 0
         else:
             plan.scratch[size] += min(len(copied), first)
     received = [handle for handle in trained if not (in_place and handle in hop1)]
-    plan.scratch.update(_most_at_once([_received(handle, 0, where) for handle in received], first))
+    plan.scratch.update(_max_buffers_in_use([_receive_sizes(handle, 0, where) for handle in received], first))
     # Hop 2.
     two_stage = [handle for handle in trained if len(handle.reduction_spec.stages) == 2]
     zero3 = {id(handle): where.grid.numel(handle.layout, Extent.ZERO3) for handle in two_stage}
@@ -87,7 +87,7 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
         for handle in two_stage
         if handle.reduction_spec.accumulator_extent is not Extent.ZERO3 or handle.reduction_spec.separate_dtype
     ]
-    for size, members in _by_size(transient, lambda handle: (zero3[id(handle)], handle.precision.master)).items():
+    for size, members in _group_by_size(transient, lambda handle: (zero3[id(handle)], handle.precision.master)).items():
         unrounded = [
             handle for handle in members if handle.reduction_spec.stages[1].wire_dtype == handle.precision.master
         ]
@@ -98,13 +98,13 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
         if handle.reduction_spec.stages[1].wire_dtype != handle.precision.master
         or (handle not in transient and config.offload_grads)
     ]
-    for size, members in _by_size(
+    for size, members in _group_by_size(
         rounded, lambda handle: (zero3[id(handle)], handle.reduction_spec.stages[1].wire_dtype)
     ).items():
         plan.scratch[size] += min(len(members), second)
-    plan.scratch.update(_most_at_once([_received(handle, 1, where) for handle in two_stage], second))
+    plan.scratch.update(_max_buffers_in_use([_receive_sizes(handle, 1, where) for handle in two_stage], second))
     encoded = [
-        refresh_buffers(
+        refresh_buffer_sizes(
             where.grid.numel(handle.layout, Extent.ZERO1),
             where.grid.numel(handle.layout, Extent.ZERO3),
             handle.precision.compute,
@@ -112,15 +112,15 @@ def plan_scratch(handles: Sequence[HandleSpec], config: LayerZeroConfig, where: 
         for handle in handles
         if handle.encodes_refresh
     ]
-    plan.scratch.update(_most_at_once(encoded, REFRESHES_IN_FLIGHT))
+    plan.scratch.update(_max_buffers_in_use(encoded, REFRESHES_IN_FLIGHT))
     if config.offload_optimizer:  # final gradients, which are summed before they are copied
         final = [handle for handle in handles if handle.trainable]
         rank = {id(handle): where.grid.numel(handle.layout, Extent.ZERO1) for handle in final}
-        for size, members in _by_size(final, lambda handle: (rank[id(handle)], handle.precision.master)).items():
-            plan.scratch[size] += 1 if members[0].reduction_spec.stages else _landing_at_once(members, handles)
+        for size, members in _group_by_size(final, lambda handle: (rank[id(handle)], handle.precision.master)).items():
+            plan.scratch[size] += 1 if members[0].reduction_spec.stages else _max_receiving_at_once(members, handles)
     if where.weights_in_host:  # refreshed weights, which are gathered before they are copied
         fresh = [handle for handle in handles if handle.trainable and not handle.encodes_refresh]
-        for size in _by_size(fresh, lambda handle: _fresh(handle, where)):
+        for size in _group_by_size(fresh, lambda handle: _new_weights_size(handle, where)):
             plan.scratch[size] += 1
     return ScratchBuffers(+plan.scratch, +plan.outgoing, bytes_of_buffers(plan.scratch))
 
@@ -131,7 +131,7 @@ def _plan_on_device(handles: Sequence[HandleSpec], config: LayerZeroConfig, trai
     for handle in handles:
         if handle.trainable:
             units.setdefault(handle.unit, Counter()).update(_sizes_on_device(handle, config, traits))
-            incoming.setdefault(handle.unit, Counter()).update(_landing_sizes(handle, config, traits))
+            incoming.setdefault(handle.unit, Counter()).update(_incoming_sizes(handle, config, traits))
     scratch, nbytes = Counter[Size](), 0
     # The last unit is the first one of the backward pass, and a unit that contains others comes after them.
     order = list(reversed(units))
@@ -143,7 +143,7 @@ def _plan_on_device(handles: Sequence[HandleSpec], config: LayerZeroConfig, trai
         scratch |= together
         nbytes = max(nbytes, bytes_of_buffers(together))
     if traits.weights_in_host:  # refreshed weights, which are gathered on the device before they are copied to the host
-        fresh = Counter(_fresh(handle, traits) for handle in handles if handle.trainable)
+        fresh = Counter(_new_weights_size(handle, traits) for handle in handles if handle.trainable)
         scratch |= Counter({size: min(count, _UNREAD) for size, count in fresh.items()})
         nbytes = max(nbytes, *(bytes_of_buffers({size: 1}) for size in fresh), 0)
     return ScratchBuffers(scratch, Counter(), nbytes)
@@ -162,18 +162,18 @@ def _sizes_on_device(handle: HandleSpec, config: LayerZeroConfig, traits: RankTr
             sizes.append((sent_size[0], dtype))
         if dtype != stage.wire_dtype or (index and not is_scratch and config.offload_grads):
             sizes.append(sent_size)
-        sizes += _received(handle, index, traits)
+        sizes += _receive_sizes(handle, index, traits)
     return sizes
 
 
-def _landing_sizes(handle: HandleSpec, config: LayerZeroConfig, traits: RankTraits) -> list[Size]:
+def _incoming_sizes(handle: HandleSpec, config: LayerZeroConfig, traits: RankTraits) -> list[Size]:
     """Return the sizes of the scratch buffers in which the gradients of a handle on a device arrive."""
     if not handle.reduction_spec.stages:
         return _sizes_on_device(handle, config, traits)
     return [] if handle.reduction_spec.sends_accumulator else [handle.incoming_numel]
 
 
-def _fresh(handle: HandleSpec, traits: RankTraits) -> Size:
+def _new_weights_size(handle: HandleSpec, traits: RankTraits) -> Size:
     return traits.grid.numel(handle.layout, Extent.ZERO3), handle.precision.compute
 
 
@@ -194,14 +194,14 @@ def buffer_demand(handles: Sequence[HandleSpec], config: LayerZeroConfig, where:
     )
 
 
-def _lent_in_place(handle: HandleSpec, config: LayerZeroConfig, traits: RankTraits, *, is_hop1: bool) -> bool:
+def _is_sent_in_place(handle: HandleSpec, config: LayerZeroConfig, traits: RankTraits, *, is_hop1: bool) -> bool:
     """Return whether the first stage sends the accumulator in place, without copying it to the wire dtype."""
     if is_hop1 and traits.transport.rounds_on_read:
         return handle.has_persistent_send_buffer(config)
     return handle.reduction_spec.stages[0].wire_dtype == handle.reduction_spec.incoming_dtype
 
 
-def _landing_at_once(members: Sequence[HandleSpec], handles: Sequence[HandleSpec]) -> int:
+def _max_receiving_at_once(members: Sequence[HandleSpec], handles: Sequence[HandleSpec]) -> int:
     """Return the number of `members` that receive gradients at the same time.
 
     These are the handles of one unit and of the units that contain it.
@@ -217,7 +217,7 @@ def _contains(outer: str, inner: str) -> bool:
     return outer != inner and (not outer or inner.startswith(f"{outer}."))
 
 
-def _received(handle: HandleSpec, stage: int, traits: RankTraits) -> list[Size]:
+def _receive_sizes(handle: HandleSpec, stage: int, traits: RankTraits) -> list[Size]:
     """Return the size of a stage's receive buffer, or of all buffers that encoded messages need.
 
     If this rank adds the parts of all ranks, the receive buffer holds all of these parts. Otherwise it holds their sum.
@@ -229,13 +229,13 @@ def _received(handle: HandleSpec, stage: int, traits: RankTraits) -> list[Size]:
     parts = grid.replica_part_sizes(handle.layout) or (numel // grid.replicas,) * grid.replicas
     if reduction_stage.codec is not None:
         encoded = EncodedParts.of(reduction_stage.codec, handle.layout, grid, reduction_stage.wire_dtype)
-        return encoded_buffers(encoded, parts, grid.replica_rank)
+        return encoded_buffer_sizes(encoded, parts, grid.replica_rank)
     own_numel = parts[grid.replica_rank]
     sums_locally = traits.adds_hop2 or grid.replica_part_sizes(handle.layout) is not None
     return [(grid.replicas * own_numel if sums_locally else own_numel, reduction_stage.wire_dtype)]
 
 
-def _most_at_once(buffers: Sequence[Sequence[Size]], at_once: int) -> Counter[Size]:
+def _max_buffers_in_use(buffers: Sequence[Sequence[Size]], at_once: int) -> Counter[Size]:
     """Return the largest number of buffers, by size, that any `at_once` of the reductions use.
 
     Args:
@@ -248,7 +248,9 @@ def _most_at_once(buffers: Sequence[Sequence[Size]], at_once: int) -> Counter[Si
     return Counter({size: sum(sorted(counts)[-at_once:]) for size, counts in counts_by_size.items()})
 
 
-def _by_size(handles: Sequence[HandleSpec], size_of: Callable[[HandleSpec], Size]) -> dict[Size, list[HandleSpec]]:
+def _group_by_size(
+    handles: Sequence[HandleSpec], size_of: Callable[[HandleSpec], Size]
+) -> dict[Size, list[HandleSpec]]:
     handles_by_size: dict[Size, list[HandleSpec]] = {}
     for handle in handles:
         handles_by_size.setdefault(size_of(handle), []).append(handle)

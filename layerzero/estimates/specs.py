@@ -116,14 +116,14 @@ class UnitSpec:
         """
         return not self.reshard_after_forward or (self.traits.on_device and not self.name)
 
-    def coded_of(self, handle: HandleSpec) -> int:
+    def encoded_bytes_of(self, handle: HandleSpec) -> int:
         """Return the number of bytes that a handle needs for encoded weights during a gather.
 
         The full buffer is not included.
         """
         return handle.coded if self.traits.needs_gather else 0
 
-    def kept_of(self, handle: HandleSpec) -> int:
+    def post_forward_bytes_of(self, handle: HandleSpec) -> int:
         """Return the size in bytes of a handle's post-forward shard."""
         if (
             isinstance(self.reshard_after_forward, bool)
@@ -137,8 +137,10 @@ class UnitSpec:
     @cached_property
     def gathered_memory(self) -> UnitFootprint:
         nbytes = sum(size for handle in self.handles for size in handle.gathered_sizes(self.traits))
-        nbytes += sum(map(self.coded_of, self.handles))
-        return UnitFootprint(nbytes, self.reshard_after_forward, self.over, sum(map(self.kept_of, self.handles)))
+        nbytes += sum(map(self.encoded_bytes_of, self.handles))
+        return UnitFootprint(
+            nbytes, self.reshard_after_forward, self.over, sum(map(self.post_forward_bytes_of, self.handles))
+        )
 
 
 def specs_of(units: Iterable[Unit]) -> list[UnitSpec]:

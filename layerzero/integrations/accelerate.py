@@ -157,7 +157,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
             if isinstance(prepared.optimizer, ShardedOptimizer):
                 continue
             first_param = next((p for group in prepared.param_groups for p in group["params"]), None)
-            model = next((model for model in self._sharded if _owns(model, first_param)), None)
+            model = next((model for model in self._sharded_models if _is_managed_by(model, first_param)), None)
             if model is not None:
                 sharded = shard_optimizer(prepared.optimizer, model)
                 prepared.__init__(
@@ -165,7 +165,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
                 )  # in place, because the user may already have a reference to it
 
     @property
-    def _sharded(self) -> list[nn.Module]:
+    def _sharded_models(self) -> list[nn.Module]:
         return [model for model in self._models if is_sharded(model)]
 
     # The loop
@@ -197,9 +197,9 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
         :func:`layerzero.clip_grad_norm_`.
         """
         clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for model in self._sharded:
+        for model in self._sharded_models:
             clipped = current_parameters(model, clipped)
-        for model in self._sharded:
+        for model in self._sharded_models:
             if {id(p) for p in clipped} == {id(member.sharded) for member in get_state(model).members.values()}:
                 self.unscale_gradients()
                 return clip_grad_norm_(model, max_norm, norm_type)
@@ -235,10 +235,10 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
         with self._all_but_sharded("_load_model_state_pre_hook", checkpoint.load):
             super().load_state(input_dir, load_kwargs, **kwargs)
 
-    def _pairs(self) -> list[tuple[str, nn.Module, ShardedOptimizer | None]]:
+    def _own_checkpoints(self) -> list[tuple[str, nn.Module, ShardedOptimizer | None]]:
         """Return the folder name, the model and the optimizer, if any, of each layerzero checkpoint."""
         checkpoints: list[tuple[str, nn.Module, ShardedOptimizer | None]] = []
-        for i, model in enumerate(self._sharded):
+        for i, model in enumerate(self._sharded_models):
             own = [
                 wrapped.optimizer for wrapped in self._optimizers if wrapped.optimizer in get_state(model).optimizers
             ]
@@ -266,7 +266,7 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
             self._models,
             self._optimizers,
             getattr(self, hooks),
-            self._pairs(),
+            self._own_checkpoints(),
         )
 
         def hook(*args: Any) -> None:  # (models, weights, folder) of a save, (models, folder) of a load
@@ -289,5 +289,5 @@ class LayerZeroAccelerator(Accelerator):  # type: ignore[misc]
             setattr(self, hooks, registered)
 
 
-def _owns(model: nn.Module, parameter: Tensor | None) -> bool:
+def _is_managed_by(model: nn.Module, parameter: Tensor | None) -> bool:
     return parameter is not None and get_state(model).parameters.managed_param(parameter) is not None

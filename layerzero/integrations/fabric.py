@@ -106,14 +106,14 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
             ValueError: `filter` is given and `state` has sharded modules.
         """
         folder = Path(self.broadcast(path))
-        if filter is not None and _sharded_in(state):
+        if filter is not None and _checkpoints_in(state):
             raise ValueError("filter does not support sharded modules, which are saved completely. Leave filter out")
         if self.is_global_zero:
             folder.mkdir(parents=True, exist_ok=True)
         self.barrier()
         other_entries = {key: value for key, value in state.items() if not isinstance(value, ShardedOptimizer)}
         super().save_checkpoint(folder / FILE, other_entries, storage_options=storage_options, filter=filter)
-        for name, module, optimizer in _sharded_in(state):
+        for name, module, optimizer in _checkpoints_in(state):
             checkpoint.save(folder / name, module, optimizer, overwrite=True)
 
     def load_checkpoint(
@@ -129,7 +129,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
             file = folder / FILE if folder.is_dir() else folder
             remainder: dict[str, Any] = super().load_checkpoint(file, state, strict=strict, weights_only=weights_only)
             return remainder
-        parts = _sharded_in(state)
+        parts = _checkpoints_in(state)
         names = {key for key, value in state.items() if isinstance(value, ShardedOptimizer) or is_sharded(value)}
         other_entries = {key: value for key, value in state.items() if key not in names}
         # Fabric loads everything if the dict is empty.
@@ -149,7 +149,7 @@ class _NoSync:
         return no_sync(module) if enabled else nullcontext()
 
 
-def _sharded_in(state: Mapping[str, Any]) -> list[tuple[str, nn.Module, ShardedOptimizer | None]]:
+def _checkpoints_in(state: Mapping[str, Any]) -> list[tuple[str, nn.Module, ShardedOptimizer | None]]:
     """Return (name, module, optimizer or None) for each layerzero checkpoint that a save or load of `state`
     involves."""
     checkpoints: list[tuple[str, nn.Module, ShardedOptimizer | None]] = []

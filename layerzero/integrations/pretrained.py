@@ -57,13 +57,13 @@ def from_pretrained(kind: Any, folder: str | os.PathLike[str], *, config: Any = 
 
     defaults = {"units": AUTO if block_classes(model) else None, "sync_module_states": False}  # all read the same files
     shard_model(model, **defaults | settings, param_init_fn=init_missing_buffers)
-    checkpoint.load_safetensors(folder, model, rename=_renaming(model))
+    checkpoint.load_safetensors(folder, model, rename=_rename_function(model))
     if (Path(folder) / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return let_generate(model).eval()
 
 
-def _renaming(model: Any) -> Callable[[str], str]:
+def _rename_function(model: Any) -> Callable[[str], str]:
     """Return a function that maps a tensor name in the files to the tensor's name in the model.
 
     The function applies transformers' renaming rules.

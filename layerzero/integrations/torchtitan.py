@@ -64,15 +64,15 @@ def with_layerzero(config: trainer.Trainer.Config, **settings: Any) -> Trainer.C
                 "parallelize_fn of the model_spec to layerzero's, and the optimizer to a Config of layerzero's "
                 "OptimizersContainer"
             )
-    _settings_of(**settings)
-    converted = Trainer.Config(**_fields(copy.deepcopy(config)))
+    _read_settings(**settings)
+    converted = Trainer.Config(**_field_values(copy.deepcopy(config)))
     converted.model_spec = replace(converted.model_spec, parallelize_fn=partial(parallelize, **settings))
-    converted.optimizer = OptimizersContainer.Config(**_fields(converted.optimizer))
+    converted.optimizer = OptimizersContainer.Config(**_field_values(converted.optimizer))
     converted.parallelism.spmd_backend, converted.training.disable_cuda_graphs = "partial_dtensor", True
     return converted
 
 
-def _fields(config: Any) -> dict[str, Any]:
+def _field_values(config: Any) -> dict[str, Any]:
     return {each.name: getattr(config, each.name) for each in fields(config)}
 
 
@@ -105,7 +105,7 @@ def parallelize(
             remedy.
     """
     _refuse_others(model, parallel_dims, training, parallelism)
-    given_settings = _settings_of(**settings)
+    given_settings = _read_settings(**settings)
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         model.parallelize(parallel_dims)  # type: ignore[operator]
     if ac_config is not None:
@@ -120,7 +120,7 @@ def parallelize(
         "units": _unit_selector(model, parallel_dims),
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
         "gradient_divide_factor": 1.0,
-        "reshard_after_forward": _reshards(parallelism.fsdp_reshard_after_forward, parallel_dims),
+        "reshard_after_forward": _reshard_setting(parallelism.fsdp_reshard_after_forward, parallel_dims),
         "param_init_fn": lambda module: None,  # torchtitan initializes afterwards, with equal values on all ranks
         "sync_module_states": not any(parameter.is_meta for parameter in model.parameters()),
     }
@@ -140,7 +140,7 @@ _NOT_HERE = {
 }
 
 
-def _settings_of(config_file: str | None = None, **settings: Any) -> dict[str, Any]:
+def _read_settings(config_file: str | None = None, **settings: Any) -> dict[str, Any]:
     values = dict(Settings.of(config_file, **settings).given)
     if names := sorted(_NOT_HERE.keys() & values.keys()):
         raise ValueError(f"{names[0]} is not supported with torchtitan: {_NOT_HERE[names[0]]}. Leave it out")
@@ -200,7 +200,9 @@ def _unit_selector(model: nn.Module, parallel_dims: ParallelDims) -> Callable[[s
     return unit_of
 
 
-def _reshards(when: str | int, parallel_dims: ParallelDims) -> bool | int | Callable[[str, nn.Module], bool | int]:
+def _reshard_setting(
+    when: str | int, parallel_dims: ParallelDims
+) -> bool | int | Callable[[str, nn.Module], bool | int]:
     """Translate torchtitan's `fsdp_reshard_after_forward` into layerzero's `reshard_after_forward`.
 
     ``"default"`` reshards all units except the head, which the backward needs first. If the value is a number of ranks,

@@ -23,9 +23,9 @@ multiple of `align`, as is usual, the rounding in n adds nothing. Two facts foll
   row.
 - The bound can always be met. For one row length r, let  L = r * ceil(n / (r * D)),  the first multiple of r for which
   D shards contain n elements. Then L - r < n / D, so L <= floor(n / D) + r. Every cut is a multiple of r, so a slot may
-  start at any multiple of lcm(r, align). Adjacent slots, each rounded up, need n <= D * L elements. `_pack` places each
-  slot at the earliest legal offset, which is never later. Therefore a layout of a single row length always exists, and
-  `plan_layouts` splits parameters by row length if necessary.
+  start at any multiple of lcm(r, align). Adjacent slots, each rounded up, need n <= D * L elements. `_pack_slots`
+  places each slot at the earliest legal offset, which is never later. Therefore a layout of a single row length always
+  exists, and `plan_layouts` splits parameters by row length if necessary.
 
 [Note: Constraints on the shard length]
 A slot that crosses two or more cuts requires L to be a multiple of its row. A slot longer than 2L always crosses two
@@ -191,12 +191,14 @@ def plan_layouts(
     Raises:
         ValueError: an argument is not positive, there are no parameters, a name is repeated, or a shape is invalid.
     """
-    _refuse_nonsense(params, num_shards, align)
-    return _planned(tuple((name, tuple(shape)) for name, shape in params), num_shards, align)
+    _check_arguments(params, num_shards, align)
+    return _plan_cached(tuple((name, tuple(shape)) for name, shape in params), num_shards, align)
 
 
 @lru_cache(maxsize=1024)  # plans of many combinations of settings need the same layouts
-def _planned(params: tuple[tuple[str, tuple[int, ...]], ...], num_shards: int, align: int) -> tuple[FlatLayout, ...]:
+def _plan_cached(
+    params: tuple[tuple[str, tuple[int, ...]], ...], num_shards: int, align: int
+) -> tuple[FlatLayout, ...]:
     slots = [Slot(name, shape, 0) for name, shape in params]
     empty = tuple(slot for slot in slots if slot.numel == 0)
     filled = [slot for slot in slots if slot.numel > 0]
@@ -207,7 +209,7 @@ def _planned(params: tuple[tuple[str, tuple[int, ...]], ...], num_shards: int, a
     return (FlatLayout(empty + first.slots, first.shard_numel, num_shards, align), *others)
 
 
-def _refuse_nonsense(params: Sequence[tuple[str, tuple[int, ...]]], num_shards: int, align: int) -> None:
+def _check_arguments(params: Sequence[tuple[str, tuple[int, ...]]], num_shards: int, align: int) -> None:
     if num_shards < 1 or align < 1:
         raise ValueError(f"num_shards={num_shards} and align={align} must be at least 1")
     if not params:
@@ -234,11 +236,11 @@ def _plan_split(slots: Sequence[Slot], num_shards: int, align: int) -> list[Flat
     # Neither order is better for all models. Trying both costs about a millisecond.
     by_length = [by_row[row] for row in sorted(by_row, reverse=True)]
     by_elements = sorted(by_length, key=lambda same_row: -sum(slot.numel for slot in same_row))
-    plans = [_join(order, num_shards, align) for order in (by_length, by_elements)]
+    plans = [_join_groups(order, num_shards, align) for order in (by_length, by_elements)]
     return min(plans, key=lambda plan: (len(plan), sum(layout.numel for layout in plan)))
 
 
-def _join(groups: Sequence[Sequence[Slot]], num_shards: int, align: int) -> list[FlatLayout]:
+def _join_groups(groups: Sequence[Sequence[Slot]], num_shards: int, align: int) -> list[FlatLayout]:
     """Return layouts that together contain all `groups`.
 
     Each group is added to the layout whose size grows least, or to a new layout if it fits in none.
@@ -273,8 +275,8 @@ def _plan_one(slots: Sequence[Slot], num_shards: int, align: int, effort: int) -
     kinds = _kinds(slots)
     # Search aligned lengths thoroughly. Other lengths are for parameters that are too small or irregular for alignment.
     for unit in dict.fromkeys((align, 1)):
-        for shard in _candidates(kinds, num_shards, unit, align):
-            placed = _pack(kinds, shard, num_shards, align, effort if unit == align else 0)
+        for shard in _candidate_lengths(kinds, num_shards, unit, align):
+            placed = _pack_slots(kinds, shard, num_shards, align, effort if unit == align else 0)
             if placed is not None:
                 return FlatLayout(placed, shard, num_shards, align)
     return None
@@ -300,7 +302,7 @@ def _kinds(slots: Iterable[Slot]) -> list[_Kind]:
     return [_Kind(*key, tuple(groups[key])) for key in sorted(groups, reverse=True)]
 
 
-def _candidates(kinds: Sequence[_Kind], num_shards: int, unit: int, align: int) -> Iterator[int]:
+def _candidate_lengths(kinds: Sequence[_Kind], num_shards: int, unit: int, align: int) -> Iterator[int]:
     """Yield the shard lengths to try: multiples of `unit` up to the limit, in ascending order with growing steps."""
     longest_row = kinds[0].row
     # Lower bound for the end of the last slot if all offsets are aligned. The last slot itself is not rounded up.
@@ -348,7 +350,7 @@ class _PartialOrder(NamedTuple):
     before: "_PartialOrder | None"
 
 
-def _pack(
+def _pack_slots(
     kinds: Sequence[_Kind],
     shard: int,
     num_shards: int,
@@ -391,7 +393,7 @@ def _best_order(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int,
             for i, kind in enumerate(kinds):
                 if not left[i]:
                     continue
-                offset = _earliest(kind, start, shard, align)
+                offset = _first_legal_offset(kind, start, shard, align)
                 if offset is None:
                     return None
                 gaps = order.gaps + offset - order.end
@@ -409,7 +411,7 @@ def _best_order(kinds: Sequence[_Kind], shard: int, num_shards: int, align: int,
     return next(iter(orders.values()), None)
 
 
-def _earliest(kind: _Kind, start: int, shard: int, align: int) -> int | None:
+def _first_legal_offset(kind: _Kind, start: int, shard: int, align: int) -> int | None:
     """Return the first legal offset at or after `start`, a multiple of `align`, or None if no offset is legal.
 
     For example, with 4 rows of 3 elements, shards of 8 and `align` 1, the first legal offset from 0 is 2. The rows then

@@ -90,14 +90,14 @@ def plan_owners(
         zero3_size: number of ranks in a ZeRO-3 group, S.
         join_axes_of: model-parallel axes along which the parts of parameters are joined, by parameter name.
     """
-    work = partial(_work, join_axes_of)
+    work = partial(_slot_cost, join_axes_of)
     chains = [
         chain
         for index, (layout, names) in enumerate(zip(layouts, owned, strict=True))
         if names and replicas > 1
         for chain in _linked_shards(index, layout, names, replicas, zero3_size, work)
     ]
-    runs = _balance(chains, replicas, zero3_size)
+    runs = _balance_runs(chains, replicas, zero3_size)
     cut = []
     for index, (layout, names) in enumerate(zip(layouts, owned, strict=True)):
         bounds = [0] * layout.num_shards if names and replicas > 1 else []
@@ -105,10 +105,10 @@ def plan_owners(
             if chain.layout == index:
                 _write_bounds(bounds, chain, ends, replicas)
         cut.append(replace(layout, bounds=(*bounds, layout.numel) if bounds else ()))
-    return OwnerLayouts(tuple(cut), _owners(cut, owned, replicas, zero3_size, join_axes_of))
+    return OwnerLayouts(tuple(cut), _assign_owners(cut, owned, replicas, zero3_size, join_axes_of))
 
 
-def _work(join_axes_of: Mapping[str, JoinAxis], slot: Slot) -> int:
+def _slot_cost(join_axes_of: Mapping[str, JoinAxis], slot: Slot) -> int:
     """Return the update cost of a slot. For a joined parameter, return the share of each rank on the axis."""
     join_axis = join_axes_of.get(slot.name)
     return update_cost(slot.shape) if join_axis is None else update_cost(join_axis.shape) // join_axis.size
@@ -139,7 +139,7 @@ def _linked_shards(
     cuts = {
         *starts,
         *(slot.offset for slot in layout.slots),
-        *(cut for slot in layout.slots if slot.name not in names for cut in _inside(slot, layout.used)),
+        *(cut for slot in layout.slots if slot.name not in names for cut in _cuts_inside(slot, layout.used)),
     }
     legal = sorted(p for p in cuts if not any(slot.offset < p < slot.end for slot in owned))
     chains = []
@@ -151,7 +151,7 @@ def _linked_shards(
     return chains
 
 
-def _inside(slot: Slot, used: int) -> list[int]:
+def _cuts_inside(slot: Slot, used: int) -> list[int]:
     """Return candidate cuts between the rows of a slot, at approximately equal distances."""
     pieces = min(slot.rows, 1 + _INSIDE * slot.numel // max(used, 1))
     return [slot.offset + slot.rows * i // pieces * slot.row_numel for i in range(1, pieces)] if slot.numel else []
@@ -169,7 +169,7 @@ class _OwnerLoads:
         self._per_work = replicas / max(work, 1)
         self._zero3_size = zero3_size
 
-    def give(self, chain: _LinkedShards, ends: Sequence[int], sign: int) -> None:
+    def add_runs(self, chain: _LinkedShards, ends: Sequence[int], sign: int) -> None:
         """Add the elements and the update cost of each replica's run of `chain` to the loads.
 
         Args:
@@ -189,7 +189,7 @@ class _OwnerLoads:
         )
         return [(s, piece * self._per_element) for s, piece in pieces if piece > 0]
 
-    def best(self, chain: _LinkedShards, replicas: int) -> list[int]:
+    def choose_runs(self, chain: _LinkedShards, replicas: int) -> list[int]:
         """Choose the runs of `chain` that increase the squared loads least.
 
         Return, for each replica, the index of the point at which its run ends.
@@ -223,7 +223,7 @@ class _OwnerLoads:
         return growth + self._zero3_size * sum(share * (2 * ranks[s] + share) for s, share in shares)
 
 
-def _balance(chains: Sequence[_LinkedShards], replicas: int, zero3_size: int) -> list[list[int]]:
+def _balance_runs(chains: Sequence[_LinkedShards], replicas: int, zero3_size: int) -> list[list[int]]:
     """Return the index of the point at which each replica's run ends, for each chain."""
     loads = _OwnerLoads(chains, replicas, zero3_size)
     runs: list[list[int]] = [[] for _ in chains]
@@ -237,11 +237,11 @@ def _balance(chains: Sequence[_LinkedShards], replicas: int, zero3_size: int) ->
             if runs[index] and looked_at > _EFFORT:
                 continue  # keep the runs of this chain
             if runs[index]:
-                loads.give(chain, runs[index], -1)
-            ends = loads.best(chain, replicas)
+                loads.add_runs(chain, runs[index], -1)
+            ends = loads.choose_runs(chain, replicas)
             changed = changed or ends != runs[index]
             runs[index] = ends
-            loads.give(chain, ends, 1)
+            loads.add_runs(chain, ends, 1)
         if not changed:
             break
     return runs
@@ -254,7 +254,7 @@ def _write_bounds(bounds: list[int], chain: _LinkedShards, ends: Sequence[int], 
             bounds[s * replicas + r] = min(max(begins, start), stop)
 
 
-def _owners(
+def _assign_owners(
     layouts: Sequence[FlatLayout],
     owned: Sequence[Collection[str]],
     replicas: int,
@@ -270,18 +270,18 @@ def _owners(
     for layout, names in zip(layouts, owned, strict=True):
         for slot in layout.slots:
             if slot.name in names:
-                of_replica[_holders(layout, slot)[0] % replicas].append((layout, slot))
+                of_replica[_shards_with_rows(layout, slot)[0] % replicas].append((layout, slot))
     owners = {}
     for r, slots in enumerate(of_replica):
         numel = max(1, sum(slot.numel for _, slot in slots))
-        work = max(1, sum(_work(join_axes_of, slot) for _, slot in slots))
+        work = max(1, sum(_slot_cost(join_axes_of, slot) for _, slot in slots))
         loads = [_OwnerLoad()] * zero3_size
         shared_loads: defaultdict[tuple[int, int, int], _OwnerLoad] = defaultdict(
             _OwnerLoad
         )  # by s, axis and coordinate on it
 
         def weight(slot: Slot, numel: int = numel, work: int = work) -> _OwnerLoad:
-            return _OwnerLoad(slot.numel / numel, _work(join_axes_of, slot) / work)
+            return _OwnerLoad(slot.numel / numel, _slot_cost(join_axes_of, slot) / work)
 
         for layout, slot in sorted(slots, key=lambda each: (-max(weight(each[1])), each[1].name)):
             slot_load = weight(slot)
@@ -311,7 +311,7 @@ class _OwnerLoad(NamedTuple):
         return _OwnerLoad(self.elements + more.elements, self.work + more.work)
 
 
-def _holders(layout: FlatLayout, slot: Slot) -> list[int]:
+def _shards_with_rows(layout: FlatLayout, slot: Slot) -> list[int]:
     """Return the indices of the ZeRO-1 shards that contain rows of a slot, or [0] if the slot has no rows."""
     holders = [k for k in range(layout.num_shards) if len(layout.rows_in(slot, layout.shard_range(k)))]
     return holders or [0]

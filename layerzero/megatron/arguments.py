@@ -18,7 +18,7 @@ from layerzero.device.accelerator import default_device_type
 from layerzero.engine.reduction_spec import accumulates_full_gradients
 from layerzero.sharding.launchers import connections_warning
 
-__all__ = ["ParsedArguments", "add_arguments", "chosen_of"]
+__all__ = ["ParsedArguments", "add_arguments", "parse_arguments"]
 
 _log = logging.getLogger("layerzero")
 
@@ -47,7 +47,7 @@ class ParsedArguments(NamedTuple):
     ema_decay: float | None
 
 
-def chosen_of(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
+def parse_arguments(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
     """Return the layerzero settings for Megatron's arguments. If a rank fails, all ranks raise an error.
 
     All ranks must call this function.
@@ -63,8 +63,8 @@ def chosen_of(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
     failure: Exception | None = None
     parsed = ParsedArguments({}, (), None)
     try:
-        _refuse(args)
-        parsed = _translated(args, data_parallel)
+        _refuse_unsupported(args)
+        parsed = _translate_arguments(args, data_parallel)
     except Exception as error:  # the error is sent to the other ranks, and then raised here
         failure = error
     fields: dict[str, object] = {name: repr(value) for name, value in parsed.wrap.items()}
@@ -76,7 +76,7 @@ def chosen_of(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
     return parsed
 
 
-def _translated(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
+def _translate_arguments(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
     if not hasattr(args, "layerzero_config"):
         raise ValueError(
             "the flags of layerzero are missing. Call pretrain(extra_args_provider=layerzero.megatron.add_arguments)"
@@ -91,9 +91,9 @@ def _translated(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
     units = settings.pop("units") or ()
     size = settings.pop("zero3_size")
     if size is None:
-        size = _of_a_node(data_parallel)
+        size = _ranks_per_node(data_parallel)
     elif has_names_of_mindspeed(args.layerzero_config):
-        size = _from_mindspeed(size, args.tensor_model_parallel_size, len(data_parallel))
+        size = _zero3_size_without_tensor_parallel(size, args.tensor_model_parallel_size, len(data_parallel))
     if args.gradient_accumulation_fusion and not accumulates_full_gradients(settings["accumulation"], size):
         raise ValueError(
             "gradient accumulation fusion, which is on by default, adds to full gradients between micro-batches. Add "
@@ -138,7 +138,7 @@ def _connections_warning(args: Namespace) -> str | None:
     return f"{warning}. These flags have {' and '.join(asking)}"
 
 
-def _of_a_node(data_parallel: list[int]) -> int:
+def _ranks_per_node(data_parallel: list[int]) -> int:
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not local_world_size.isdigit() or int(local_world_size) == 0:
         raise ValueError(
@@ -149,7 +149,7 @@ def _of_a_node(data_parallel: list[int]) -> int:
     return sum(rank // int(local_world_size) == own_node for rank in data_parallel)
 
 
-def _from_mindspeed(size: int, tensor: int, data_parallel: int) -> int:
+def _zero3_size_without_tensor_parallel(size: int, tensor: int, data_parallel: int) -> int:
     """Convert MindSpeed's `zero3_size` to layerzero's `zero3_size`, which does not count tensor-parallel ranks.
 
     The result is at most the data-parallel size.
@@ -196,7 +196,7 @@ def _is_set(name: str) -> Callable[[Namespace], Any]:
     return lambda args: getattr(args, name, None)
 
 
-def _saves(args: Namespace) -> bool:
+def _saves_or_loads(args: Namespace) -> bool:
     return bool(args.save or args.load)
 
 
@@ -212,11 +212,13 @@ _RULES: dict[str, _Rule] = {
         "is not tested in Megatron's loop; use adam or sgd",
     ),
     "--use-distributed-optimizer": _Rule(
-        lambda args: _saves(args) and args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable,
+        lambda args: (
+            _saves_or_loads(args) and args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable
+        ),
         "saves buffers that layerzero does not have; add --dist-ckpt-optim-fully-reshardable",
     ),
     "--ckpt-format": _Rule(
-        lambda args: _saves(args) and args.ckpt_format != "torch_dist", "cannot store shards; use torch_dist"
+        lambda args: _saves_or_loads(args) and args.ckpt_format != "torch_dist", "cannot store shards; use torch_dist"
     ),
     "--ckpt-convert-format": _Rule(_is_set("ckpt_convert_format"), "cannot store shards; convert without layerzero"),
     "--non-persistent-ckpt-type": _Rule(
@@ -294,7 +296,7 @@ _RULES: dict[str, _Rule] = {
 }
 
 
-def _refuse(args: Namespace) -> None:
+def _refuse_unsupported(args: Namespace) -> None:
     refusals = [f"{flag} {rule.why}" for flag, rule in _RULES.items() if rule.asks(args)]
     if refusals:
         raise ValueError(f"not supported with layerzero: {'; '.join(refusals)}")

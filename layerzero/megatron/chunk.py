@@ -90,7 +90,7 @@ class ShardedChunk(nn.Module):
         get_state(self).scheduler.recover_interrupted_pass()
         self.zero_grad(set_to_none=True)
         if self.own_gradients is not None:
-            self.own_gradients.forget()
+            self.own_gradients.clear_record()
         if self._shows_whole_gradients:
             self._shows_whole_gradients = False
             for parameter in self.parameters():
@@ -120,7 +120,7 @@ class ShardedChunk(nn.Module):
         has written.
         """
         get_state(self).refreshes.launch_deferred()
-        get_state(self).refreshes.launch_edited()
+        get_state(self).refreshes.refresh_edited()
 
     def broadcast_params(self) -> None:
         """Do nothing, because :func:`~layerzero.megatron.wrap` has already broadcast the first rank's parameters."""

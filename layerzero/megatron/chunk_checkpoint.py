@@ -32,10 +32,10 @@ from layerzero.checkpoint.run_folder import clear_leftovers
 from layerzero.checkpoint.saving import save_with
 from layerzero.checkpoint.state_names import RankLocalNames
 from layerzero.megatron.chunk import ShardedChunk
-from layerzero.megatron.expert_names import experts_of
+from layerzero.megatron.expert_names import expert_names_of
 from layerzero.megatron.global_layout import global_layout_of
 from layerzero.megatron.megatron_optimizer import ShardedMegatronOptimizer
-from layerzero.megatron.parallel_groups import ProcessGroups, all_gather_object, raise_together
+from layerzero.megatron.parallel_groups import ProcessGroups, all_gather_object, raise_on_all_ranks
 from layerzero.optimizers.ema import EMA
 
 __all__ = ["load", "save"]
@@ -64,28 +64,30 @@ def save(
         TypeError, ValueError: as raised by ``layerzero.checkpoint.save``. Ranks of other stages raise RuntimeError.
     """
     folder, groups = Path(path).absolute(), model_chunks[0].groups
-    experts = _experts("save", groups, model_chunks)
+    experts = _expert_names("save", groups, model_chunks)
     own_token = new_token()
     token = all_gather_object(groups, own_token)[0]
     first, partial = token == own_token, partial_path(folder, token)
-    _raise_together("save", groups, _make_room(folder, partial) if first else None)
-    parts = [partial / _part(groups, index) for index in range(len(model_chunks))]
+    _raise_file_errors_on_all_ranks("save", groups, _create_partial_folder(folder, partial) if first else None)
+    parts = [partial / _part_name(groups, index) for index in range(len(model_chunks))]
     scale = None if optimizer is None or optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict()
     failure: Exception | None = None
     try:
         for index, (chunk, part, apart) in enumerate(zip(model_chunks, parts, experts, strict=True)):
             inner = None if optimizer is None else optimizer.sharded[index]
             ema = None if optimizer is None else optimizer.emas[index]
-            average = None if ema is None else _stored_average(ema.state_dict(), apart)
+            average = None if ema is None else _average_to_store(ema.state_dict(), apart)
             chunk_fields = {"places": global_layout_of(chunk, apart), "chunks": len(model_chunks)}
             extra_state = {"extra": extra, "grad_scaler": scale, "ema": average, **chunk_fields}
             save_with(apart, part, chunk, inner, extra_state)
     except Exception as error:
         failure = error
     try:
-        _raise_together("save", groups, failure)
+        _raise_file_errors_on_all_ranks("save", groups, failure)
         written = {part.name for of_rank in all_gather_object(groups, parts) for part in of_rank}
-        _raise_together("save", groups, _publish(partial, folder, written, token) if first else None)
+        _raise_file_errors_on_all_ranks(
+            "save", groups, _publish_parts(partial, folder, written, token) if first else None
+        )
     except Exception:
         if first:
             remove(partial)  # safe: only this save has this token
@@ -107,9 +109,9 @@ def load(
             stage's part of the checkpoint is damaged or does not match the model. All models are unchanged.
     """
     folder, groups = Path(path), model_chunks[0].groups
-    experts = _experts("load", groups, model_chunks)
+    experts = _expert_names("load", groups, model_chunks)
     failure: Exception | None = None
-    parts = [folder / _part(groups, index) for index in range(len(model_chunks))]
+    parts = [folder / _part_name(groups, index) for index in range(len(model_chunks))]
     if not (folder / _MARKER).exists():
         failure = FileNotFoundError(f"{folder} contains no complete checkpoint written by layerzero.megatron.save")
     elif missing := [part.name for part in parts if not part.exists()]:
@@ -117,7 +119,7 @@ def load(
             f"{folder} has no {missing}, because it was saved with another tensor or pipeline layout. Use the layout "
             "of the save"
         )
-    _raise_together("load", groups, failure)
+    _raise_file_errors_on_all_ranks("load", groups, failure)
     prepared: list[PreparedLoad] = []
     try:
         for index, (chunk, part, apart) in enumerate(zip(model_chunks, parts, experts, strict=True)):
@@ -125,7 +127,7 @@ def load(
             prepared.append(prepare_load(part, chunk, inner, apart=apart))
     except Exception as error:
         failure = error
-    _raise_together("load", groups, failure)
+    _raise_file_errors_on_all_ranks("load", groups, failure)
     result: Any = None
     try:
         for index, (prepared_load, apart) in enumerate(zip(prepared, experts, strict=True)):
@@ -133,25 +135,25 @@ def load(
             _load_average(None if optimizer is None else optimizer.emas[index], result.get("ema"), apart)
     except Exception as error:
         failure = error
-    _raise_together("load", groups, failure)
+    _raise_file_errors_on_all_ranks("load", groups, failure)
     if optimizer is not None:
         optimizer.load_scale(result["grad_scaler"])
     return result["extra"]
 
 
-def _experts(call: str, groups: ProcessGroups, model_chunks: Sequence[ShardedChunk]) -> list[RankLocalNames]:
+def _expert_names(call: str, groups: ProcessGroups, model_chunks: Sequence[ShardedChunk]) -> list[RankLocalNames]:
     """Return the checkpoint names of rank-local experts for each chunk. If a rank fails, all ranks raise an error."""
     names: list[RankLocalNames] = []
     failure: Exception | None = None
     try:
-        names = [experts_of(chunk) for chunk in model_chunks]
+        names = [expert_names_of(chunk) for chunk in model_chunks]
     except Exception as error:
         failure = error
-    _raise_together(call, groups, failure)
+    _raise_file_errors_on_all_ranks(call, groups, failure)
     return names
 
 
-def _stored_average(state: Mapping[str, Any], apart: RankLocalNames) -> dict[str, Any]:
+def _average_to_store(state: Mapping[str, Any], apart: RankLocalNames) -> dict[str, Any]:
     """Return the EMA state, with the averages keyed by their names in the checkpoint."""
     return {**state, "averages": apart.joint({apart.stored(name): rows for name, rows in state["averages"].items()})}
 
@@ -171,7 +173,7 @@ def _load_average(ema: EMA | None, saved: Any, apart: RankLocalNames) -> None:
         )
 
 
-def _make_room(folder: Path, partial: Path) -> Exception | None:
+def _create_partial_folder(folder: Path, partial: Path) -> Exception | None:
     """Create the partial folder of a checkpoint. Return the error if that fails, otherwise None."""
     try:
         if folder.name.startswith("."):
@@ -191,10 +193,10 @@ def _make_room(folder: Path, partial: Path) -> Exception | None:
     return None
 
 
-def _publish(partial: Path, folder: Path, written: set[str], token: str) -> Exception | None:
+def _publish_parts(partial: Path, folder: Path, written: set[str], token: str) -> Exception | None:
     """Publish the parts in `partial` as the checkpoint `folder`. Return the error if that fails, otherwise None."""
 
-    def is_there() -> bool:
+    def is_published() -> bool:
         try:
             return (folder / _MARKER).read_text() == token
         except OSError:
@@ -206,7 +208,7 @@ def _publish(partial: Path, folder: Path, written: set[str], token: str) -> Exce
                 f"{partial} lacks {missing}, seen from the first rank. Save to a file system that all ranks share"
             )
         write_file(partial / _MARKER, [token.encode()])
-        claim_path(partial, folder, is_there)
+        claim_path(partial, folder, is_published)
     except (OSError, CheckpointError) as error:
         return error
     try:
@@ -219,10 +221,10 @@ def _publish(partial: Path, folder: Path, written: set[str], token: str) -> Exce
     return None
 
 
-def _raise_together(call: str, groups: ProcessGroups, failure: Exception | None) -> None:
-    """Call :func:`raise_together`, but raise errors about files and paths as the same type on all ranks."""
+def _raise_file_errors_on_all_ranks(call: str, groups: ProcessGroups, failure: Exception | None) -> None:
+    """Call :func:`raise_on_all_ranks`, but raise errors about files and paths as the same type on all ranks."""
     try:
-        raise_together(f"layerzero.megatron.{call}", groups, failure)
+        raise_on_all_ranks(f"layerzero.megatron.{call}", groups, failure)
     except RuntimeError as error:
         for kind in (FileExistsError, FileNotFoundError, PathTakenError, CheckpointError):
             if failure is None and f": {kind.__name__}: " in str(error):
@@ -230,7 +232,7 @@ def _raise_together(call: str, groups: ProcessGroups, failure: Exception | None)
         raise
 
 
-def _part(groups: ProcessGroups, chunk: int) -> str:
+def _part_name(groups: ProcessGroups, chunk: int) -> str:
     tensor, stage = dist.get_rank(groups.tensor), dist.get_rank(groups.pipeline)
     sizes = f"{groups.tensor.size()}-{groups.pipeline.size()}"
     return f"layout-{sizes}-tensor-{tensor:03d}-stage-{stage:03d}-chunk-{chunk:03d}"

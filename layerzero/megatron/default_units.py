@@ -9,13 +9,13 @@ from typing import Any
 from torch import nn
 
 __all__ = [
+    "add_named_modules",
     "default_units",
     "is_expert_parallel",
     "language_model",
-    "named",
+    "matching_names",
     "only_experts",
     "warn_of_layers_without_units",
-    "with_named",
 ]
 
 IsUnit = Callable[[str, nn.Module], bool]
@@ -70,13 +70,13 @@ def only_experts(module: nn.Module) -> bool:
     return bool(marks) and all(marks)
 
 
-def with_named(default: Sequence[IsUnit], names: Sequence[str]) -> IsUnit:
+def add_named_modules(default: Sequence[IsUnit], names: Sequence[str]) -> IsUnit:
     """Return a predicate that selects the default units, and modules whose name or class name is in `names`."""
 
-    return lambda name, module: bool(named(name, module, names)) or any(each(name, module) for each in default)
+    return lambda name, module: bool(matching_names(name, module, names)) or any(each(name, module) for each in default)
 
 
-def named(name: str, module: nn.Module, names: Sequence[str]) -> set[str]:
+def matching_names(name: str, module: nn.Module, names: Sequence[str]) -> set[str]:
     """Return the entries of `names` that equal the module's name, class name or qualified class name."""
     kind = type(module)
     own_names = {name, kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}

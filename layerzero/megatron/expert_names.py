@@ -12,14 +12,14 @@ from layerzero.engine.hooks import get_state
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.global_layout import module_name
 
-__all__ = ["experts_of"]
+__all__ = ["expert_names_of"]
 
 # Names inside a layer's experts: local_experts.3.linear_fc1.weight, or linear_fc1.weight3. A weight1 without a
 # preceding module name belongs to all experts.
 _NUMBER = re.compile(r"^(local_experts\.|(?:\w+\.)+(?:weight|bias))(\d+)(?=\.|$)")
 
 
-def experts_of(chunk: ShardedChunk) -> RankLocalNames:
+def expert_names_of(chunk: ShardedChunk) -> RankLocalNames:
     """Return the checkpoint names of a chunk's experts that differ between data-parallel ranks.
 
     Each name contains the index that the expert has within its layer in the full model. Therefore a checkpoint can be
@@ -31,10 +31,10 @@ def experts_of(chunk: ShardedChunk) -> RankLocalNames:
     groups = chunk.groups
     if groups.expert_zero1 is None:
         return RankLocalNames.nothing()
-    numbers = _numbers(chunk)
+    numbers = _expert_indices(chunk)
     num_experts = getattr(chunk.config, "num_moe_experts", None) or 0
 
-    def split(name: str) -> tuple[str, re.Match[str], range] | None:
+    def split_name(name: str) -> tuple[str, re.Match[str], range] | None:
         """Split the name of an expert's parameter, which may start with ``module.``.
 
         Returns:
@@ -49,28 +49,28 @@ def experts_of(chunk: ShardedChunk) -> RankLocalNames:
 
     def stored(name: str) -> str:
         name = plain_name(name)
-        if (parts := split(name)) is None:
+        if (parts := split_name(name)) is None:
             return name
         prefix, match, local_experts = parts
         return f"{prefix}{match[1]}{local_experts[int(match[2])]}{match.string[match.end() :]}"
 
     def is_elsewhere(name: str) -> bool:
-        parts = split(name)
+        parts = split_name(name)
         return parts is not None and int(parts[1][2]) in range(num_experts) and int(parts[1][2]) not in parts[2]
 
     for member in get_state(chunk).members.values():
-        if member.spec.holders < groups.zero1.size() and split(plain_name(member.name)) is None:
+        if member.spec.num_holders < groups.zero1.size() and split_name(plain_name(member.name)) is None:
             raise ValueError(
                 f"layerzero.megatron.save and load do not support {member.name!r}, because its name does not contain "
                 "the index of its expert. Use Megatron's format torch_dist, with sharded_state_dict of chunks and "
                 "optimizer"
             )
     return RankLocalNames(
-        stored, lambda name: split(name) is not None, is_elsewhere, dist.get_rank(groups.expert_zero1) == 0
+        stored, lambda name: split_name(name) is not None, is_elsewhere, dist.get_rank(groups.expert_zero1) == 0
     )
 
 
-def _numbers(chunk: ShardedChunk) -> dict[str, range]:
+def _expert_indices(chunk: ShardedChunk) -> dict[str, range]:
     """Return the indices of this rank's experts in each layer, by the name prefix of the layer's experts.
 
     The prefixes do not contain the names of wrappers.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerzero.checkpoint.atomic_files import CheckpointError, Manifest, new_token, partial_path, publish_file, remove
 from layerzero.checkpoint.contents_checks import StoredTensor
-from layerzero.checkpoint.dcp_storage import CheckpointContents, check_entry, opened, pieces
+from layerzero.checkpoint.dcp_storage import CheckpointContents, check_entry, iter_pieces, open_safetensors
 from layerzero.checkpoint.safetensors_writer import write_safetensors
 from layerzero.checkpoint.whole_model_files import model_keys
 from layerzero.megatron.global_layout import layer_of, module_name
@@ -32,7 +32,7 @@ def is_megatron_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredPart:
     """A tensor that is stored in one part of a checkpoint."""
 
     manifest: Manifest
@@ -43,9 +43,9 @@ class _Stored:
         tensors = []
         for name, _, sizes in sorted(self.tensor.chunks, key=lambda chunk: chunk[1:]):
             path = self.manifest.path_of(name)
-            with opened(path) as file:
+            with open_safetensors(path) as file:
                 check_entry(path, file, set(file.keys()), self.key, sizes, self.tensor.dtype)
-                tensors += list(pieces(file, self.key, sizes, self.tensor.dtype))
+                tensors += list(iter_pieces(file, self.key, sizes, self.tensor.dtype))
         return torch.cat(tensors) if self.tensor.shape else tensors[0]
 
 
@@ -62,7 +62,7 @@ class _FullTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: dict[tuple[int, ...], tuple[_Stored, int, int]] = field(default_factory=dict)
+    pieces: dict[tuple[int, ...], tuple[_StoredPart, int, int]] = field(default_factory=dict)
 
     def build(self) -> Tensor:
         full = torch.empty(self.shape, dtype=self.dtype)
@@ -110,8 +110,8 @@ def export_parts(
     if os.path.lexists(target):
         raise FileExistsError(f"{target} already exists. Use another path")
     tensors: dict[str, _FullTensor] = {}
-    for part in _parts(Path(path)):
-        _add(tensors, part, dtype, averages=averages)
+    for part in _list_parts(Path(path)):
+        _add_part(tensors, part, dtype, averages=averages)
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     header = {name: (tensors[name].shape, tensors[name].dtype) for name in order}
     partial = partial_path(target, new_token())
@@ -122,7 +122,7 @@ def export_parts(
         stack.pop_all()
 
 
-def _parts(folder: Path) -> Iterator[Path]:
+def _list_parts(folder: Path) -> Iterator[Path]:
     parts = sorted(folder.glob("layout-*"))
     if not parts:
         raise FileNotFoundError(f"{folder} contains no parts of a checkpoint written by layerzero.megatron.save")
@@ -141,7 +141,7 @@ def _parts(folder: Path) -> Iterator[Path]:
     yield from parts
 
 
-def _add(tensors: dict[str, _FullTensor], part: Path, dtype: torch.dtype | None, *, averages: bool) -> None:
+def _add_part(tensors: dict[str, _FullTensor], part: Path, dtype: torch.dtype | None, *, averages: bool) -> None:
     manifest = Manifest.read(part)
     manifest.verify()
     contents = CheckpointContents.read(manifest)
@@ -161,7 +161,7 @@ def _add(tensors: dict[str, _FullTensor], part: Path, dtype: torch.dtype | None,
     for name, key in model_keys(contents, averages=averages).items():
         tensor = contents.tensors[key]
         own = module_name(name)
-        stored = _Stored(manifest, tensor, key)
+        stored = _StoredPart(manifest, tensor, key)
         layer = layer_of(own)
         # Buffers have no entry in `places`, because they are the same on all tensor-parallel ranks.
         position = places.get(own) or {

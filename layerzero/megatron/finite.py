@@ -12,10 +12,10 @@ from layerzero.dtensor.local_shard import plain
 from layerzero.megatron.parallel_groups import ProcessGroups, all_gather_object
 from layerzero.reliability.local_gradient_check import nonfinite_text
 
-__all__ = ["refuse"]
+__all__ = ["refuse_nonfinite"]
 
 
-def refuse(chunks: Iterable[Any], groups: ProcessGroups) -> None:
+def refuse_nonfinite(chunks: Iterable[Any], groups: ProcessGroups) -> None:
     """Raise an error on all ranks of the model if any rank has a final gradient that is NaN or infinite.
 
     All ranks must call this function.
@@ -26,7 +26,10 @@ def refuse(chunks: Iterable[Any], groups: ProcessGroups) -> None:
     chunks = list(chunks)
     rank = dist.get_rank()
     own_messages = [
-        f"rank {rank}: {text}" for chunk in chunks if chunk.own_gradients for text in chunk.own_gradients.bad()
+        f"rank {rank}: {text}"
+        for chunk in chunks
+        if chunk.own_gradients
+        for text in chunk.own_gradients.nonfinite_names()
     ]
     final = []
     for chunk in chunks:

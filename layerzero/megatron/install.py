@@ -25,9 +25,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.megatron.arguments import ParsedArguments, chosen_of
+from layerzero.megatron.arguments import ParsedArguments, parse_arguments
 from layerzero.megatron.chunk import ShardedChunk
-from layerzero.megatron.default_units import default_units, named, with_named
+from layerzero.megatron.default_units import add_named_modules, default_units, matching_names
 from layerzero.megatron.megatron_optimizer import ShardedMegatronOptimizer
 from layerzero.megatron.parallel_groups import all_gather_object
 from layerzero.megatron.versions import SUPPORTED, require_supported
@@ -101,7 +101,7 @@ class _GetModel:
         wrap_with_ddp: bool = True,
         **kwargs: Any,
     ) -> list[Any]:
-        parsed = self._chosen() if wrap_with_ddp else None
+        parsed = self._get_settings() if wrap_with_ddp else None
         chunks = self._build(model_provider_func, *args, wrap_with_ddp=False, **kwargs)
         return chunks if parsed is None else self._wrap(chunks, parsed)
 
@@ -109,18 +109,18 @@ class _GetModel:
         """Return a replacement for ``setup_model_and_optimizer`` that checks the flags before it builds the model."""
 
         @functools.wraps(setup)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            self._settings = None if self._training.get_args().skip_train else self._chosen()
+        def check_then_setup(*args: Any, **kwargs: Any) -> Any:
+            self._settings = None if self._training.get_args().skip_train else self._get_settings()
             try:
                 return setup(*args, **kwargs)
             finally:
                 self._settings = None
 
-        return checked
+        return check_then_setup
 
     def wrap_built(self, model: list[nn.Module], *unused: Any, **unused_too: Any) -> list[Any]:
         """Wrap chunks with layerzero. This method replaces ``_ddp_wrap``, whose other arguments are ignored."""
-        return self._wrap(model, self._chosen())
+        return self._wrap(model, self._get_settings())
 
     def _wrap(self, chunks: list[nn.Module], parsed: ParsedArguments) -> list[ShardedChunk]:
         from megatron.core import parallel_state  # noqa: PLC0415
@@ -131,7 +131,7 @@ class _GetModel:
         if parsed.units:
             stages = parallel_state.get_pipeline_model_parallel_world_size()
             predicates = [default_units(chunk, pipeline_size=stages) for chunk in chunks]
-            units = with_named(predicates, parsed.units)
+            units = add_named_modules(predicates, parsed.units)
         self._ema_decay = parsed.ema_decay
         wrapped = wrap(chunks, config, units=units, **parsed.wrap)
         if self._release < _BUILDERS:  # later loops keep config.finalize_model_grads_func
@@ -139,13 +139,13 @@ class _GetModel:
         _require_all(parsed.units, wrapped)
         return wrapped
 
-    def _chosen(self) -> ParsedArguments:
+    def _get_settings(self) -> ParsedArguments:
         if self._settings is not None:
             return self._settings
         from megatron.core import parallel_state  # noqa: PLC0415
 
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        return chosen_of(self._training.get_args(), sorted(dist.get_process_group_ranks(group)))
+        return parse_arguments(self._training.get_args(), sorted(dist.get_process_group_ranks(group)))
 
     def make_optimizer(
         self, config: Any, model_chunks: list[Any], config_overrides: Any = None, **unused: Any
@@ -162,7 +162,7 @@ class _GetModel:
 def _require_all(units: tuple[str, ...], chunks: list[ShardedChunk]) -> None:
     """Raise ValueError on all ranks if a name in `units` matches no module on any stage."""
     modules = [named_module for chunk in chunks for named_module in chunk.named_modules()]
-    own_names = {matched_name for name, module in modules for matched_name in named(name, module, units)}
+    own_names = {matched_name for name, module in modules for matched_name in matching_names(name, module, units)}
     matched = {
         matched_name for rank_names in all_gather_object(chunks[0].groups, own_names) for matched_name in rank_names
     }

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from layerzero.dtensor.local_shard import plain
 from layerzero.engine.hooks import get_state
 from layerzero.megatron.chunk import ShardedChunk
-from layerzero.megatron.finite import refuse
+from layerzero.megatron.finite import refuse_nonfinite
 from layerzero.megatron.param_groups import Condition, param_groups
-from layerzero.megatron.weights import counts
+from layerzero.megatron.weights import is_counted
 from layerzero.optimizers.compatibility import kinds_that_need_full_params
 from layerzero.optimizers.ema import EMA
 from layerzero.optimizers.kernels import adamw, sgd
@@ -85,7 +85,7 @@ class ShardedMegatronOptimizer:
                 lr_mult=lr_mult,
                 config_overrides=config_overrides,
             )
-            inner = (make_optimizer or self._make)(groups) if groups else None
+            inner = (make_optimizer or self._create_default_optimizer)(groups) if groups else None
             if inner is not None and kinds_that_need_full_params(inner, get_state(chunk).mesh_info.device):
                 raise ValueError(
                     f"{type(inner).__name__} needs full parameters, which is not supported inside Megatron. Return an "
@@ -105,9 +105,9 @@ class ShardedMegatronOptimizer:
                 if chunk.own_gradients is not None:
                     chunk.own_gradients.stop()
                     chunk.own_gradients = None
-        self.is_stub_optimizer = not self._over_model(trains, dist.ReduceOp.MAX).item()
+        self.is_stub_optimizer = not self._reduce_over_model(trains, dist.ReduceOp.MAX).item()
 
-    def _make(self, groups: list[dict[str, Any]]) -> Optimizer:
+    def _create_default_optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
         config = self.config
         settings = {"lr": config.lr, "weight_decay": config.weight_decay}
         if config.optimizer == "sgd":
@@ -141,7 +141,7 @@ class ShardedMegatronOptimizer:
         return self.grad_scaler is not None and not self.config.loss_scale
 
     @property
-    def _checks(self) -> bool:
+    def _checks_gradients(self) -> bool:
         """True if a NaN or infinite gradient raises an error."""
         return any(chunk.own_gradients is not None for chunk in self.model_chunks)
 
@@ -161,7 +161,7 @@ class ShardedMegatronOptimizer:
             optimizer.zero_grad(set_to_none)
         for chunk in self.model_chunks:
             if chunk.own_gradients is not None:
-                chunk.own_gradients.forget()
+                chunk.own_gradients.clear_record()
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, float | None]:
@@ -201,10 +201,10 @@ class ShardedMegatronOptimizer:
         gradients = [rows for chunk in self.model_chunks for rows in chunk.gradient_rows().values() if rows.numel()]
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflows, self.grad_scaler.inv_scale)
-        self._over_model(overflows, dist.ReduceOp.MAX)
+        self._reduce_over_model(overflows, dist.ReduceOp.MAX)
         overflow = bool(overflows.item() > 0)
-        if overflow and self._checks:
-            refuse(self.model_chunks, self.groups)
+        if overflow and self._checks_gradients:
+            refuse_nonfinite(self.model_chunks, self.groups)
         self.grad_scaler.update(overflow)
         if overflow:
             self._note_skipped()
@@ -248,14 +248,14 @@ class ShardedMegatronOptimizer:
         counted, uncounted = [_ZERO.to(self._device)], [_ZERO.to(self._device)]
         for parameter in self.get_parameters():
             if parameter.grad is not None and (rows := plain(parameter.grad)).numel():
-                (counted if self._counts(parameter) else uncounted).append(rows)
+                (counted if self._is_counted(parameter) else uncounted).append(rows)
         squares, uncounted_squares = (
             torch.stack([n.float() for n in torch._foreach_norm(rows)]).square().sum() for rows in (counted, uncounted)
         )
         suspect = ~torch.isfinite(squares + uncounted_squares)
-        squares, suspects = self._over_model(torch.stack([squares, suspect.float()]), dist.ReduceOp.SUM).tolist()
-        if suspects and self._checks:
-            refuse(self.model_chunks, self.groups)
+        squares, suspects = self._reduce_over_model(torch.stack([squares, suspect.float()]), dist.ReduceOp.SUM).tolist()
+        if suspects and self._checks_gradients:
+            refuse_nonfinite(self.model_chunks, self.groups)
         return math.sqrt(squares)
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
@@ -264,22 +264,22 @@ class ShardedMegatronOptimizer:
         Copies that another rank counts are excluded. These are word embeddings shared with another pipeline stage, and,
         except on the first tensor-parallel rank, parameters that are replicated over tensor-parallel ranks.
         """
-        return [plain(p.grad) for p in self.get_parameters() if p.grad is not None and self._counts(p)]
+        return [plain(p.grad) for p in self.get_parameters() if p.grad is not None and self._is_counted(p)]
 
     def count_zeros(self) -> float:
         """Return the number of parameter elements in the full model whose gradient is zero or missing."""
         zeros = torch.zeros((), dtype=torch.float32, device=self._device)
         for parameter in self.get_parameters():
-            if self._counts(parameter):
+            if self._is_counted(parameter):
                 rows = plain(parameter.grad if parameter.grad is not None else parameter)
                 used = 0 if parameter.grad is None else torch.count_nonzero(rows)
                 zeros += rows.numel() - used
-        return self._over_model(zeros, dist.ReduceOp.SUM).item()
+        return self._reduce_over_model(zeros, dist.ReduceOp.SUM).item()
 
-    def _counts(self, parameter: Tensor) -> bool:
-        return counts(parameter, self.groups)
+    def _is_counted(self, parameter: Tensor) -> bool:
+        return is_counted(parameter, self.groups)
 
-    def _over_model(self, value: Tensor, op: Any) -> Tensor:
+    def _reduce_over_model(self, value: Tensor, op: Any) -> Tensor:
         """All-reduce `value` in place over data-parallel ranks, then over model-parallel ranks, and return `value`."""
         for group in (self.groups.zero1, self.groups.model):
             dist.all_reduce(value, op=op, group=group)
@@ -336,7 +336,7 @@ class ShardedMegatronOptimizer:
         if not isinstance(saved, list):
             from layerzero.megatron.sharded_optimizer_state import load_states  # noqa: PLC0415
 
-            load_states(self._stepped(), state_dict)
+            load_states(self._chunk_optimizers(), state_dict)
             self.load_scale(state_dict.get(0, state_dict).get("grad_scaler"))
             return
         if len(saved) != len(self.sharded):
@@ -380,14 +380,14 @@ class ShardedMegatronOptimizer:
 
         states = sharded_states if self.groups.expert_zero1 is None else chained_states
         return states(
-            self._stepped(),
+            self._chunk_optimizers(),
             is_loading=is_loading,
             metadata=metadata,
             grad_scaler=None if self.grad_scaler is None else self.grad_scaler.state_dict(),
             groups=self.groups,
         )
 
-    def _stepped(self) -> list[Any]:
+    def _chunk_optimizers(self) -> list[Any]:
         from layerzero.megatron.sharded_optimizer_state import ChunkOptimizer  # noqa: PLC0415
 
         parts = zip(self.model_chunks, self.sharded, self.emas, strict=True)

@@ -13,7 +13,7 @@ from layerzero.comm.process_groups import groups_so_far, mesh_group
 from layerzero.device.accelerator import default_device_type
 from layerzero.megatron.versions import unsupported_version, version
 
-__all__ = ["NOT_FOUND", "ProcessGroups", "all_gather_object", "process_groups", "raise_together"]
+__all__ = ["NOT_FOUND", "ProcessGroups", "all_gather_object", "process_groups", "raise_on_all_ranks"]
 
 NOT_FOUND = object()  # stands for a tensor that a non-strict load has not found in a Megatron checkpoint
 
@@ -84,7 +84,7 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
         experts = getattr(pg_collection, "expt_dp", None)
     ranks = sorted(dist.get_process_group_ranks(zero1))
     expert_ranks = ranks if experts is None else sorted(dist.get_process_group_ranks(experts))
-    failure = unsupported_version() or _failure(zero3_size, ranks, expert_ranks)
+    failure = unsupported_version() or _layout_error(zero3_size, ranks, expert_ranks)
     fields = {"zero3_size": repr(zero3_size), "experts": f"on {len(expert_ranks)} ranks", "megatron-core": version()}
     size = zero3_size if failure is None else 1
     start = ranks.index(dist.get_rank()) // size * size
@@ -105,7 +105,7 @@ def process_groups(zero3_size: int, *, pg_collection: Any = None) -> ProcessGrou
     return ProcessGroups(zero1, zero3, tensor, pipeline, model, embedding, expert_zero1, expert_zero3)
 
 
-def raise_together(what: str, groups: ProcessGroups, failure: Exception | None) -> None:
+def raise_on_all_ranks(what: str, groups: ProcessGroups, failure: Exception | None) -> None:
     """Raise an error on all ranks of all copies of the model if any rank passes a failure.
 
     All ranks must call this function.
@@ -140,7 +140,7 @@ def all_gather_object(groups: ProcessGroups, fact: Any) -> list[Any]:
     return [fact for _, fact in sorted(gathered, key=lambda entry: entry[0])]
 
 
-def _failure(zero3_size: object, ranks: Sequence[int], expert_ranks: Sequence[int]) -> Exception | None:
+def _layout_error(zero3_size: object, ranks: Sequence[int], expert_ranks: Sequence[int]) -> Exception | None:
     """Return the error for an invalid `zero3_size` or expert layout; None if both are valid.
 
     Args:

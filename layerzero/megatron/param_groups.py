@@ -37,9 +37,9 @@ def param_groups(
         settings: dict[str, Any] = {}
         for key, override in (config_overrides or {}).items():
             if key.matches(parameter, name):
-                _merge(settings, override, name)
+                _merge_override(settings, override, name)
         if config_overrides is None:
-            settings |= _standard(name, parameter, config, no_weight_decay_cond)
+            settings |= _standard_overrides(name, parameter, config, no_weight_decay_cond)
         if scale_lr_cond is not None and scale_lr_cond(name, parameter):
             settings["lr_mult"] = lr_mult
         if is_expert_parallel(parameter):
@@ -53,12 +53,12 @@ def param_groups(
         del settings["optimizer"]
         group_key = tuple(sorted(settings.items()))
         if group_key not in groups:
-            groups[group_key] = _group(config, settings)
+            groups[group_key] = _new_group(config, settings)
         groups[group_key]["params"].append(parameter)
     return [groups[group_key] for group_key in sorted(groups, key=repr)]
 
 
-def _standard(name: str, parameter: nn.Parameter, config: Any, no_decay: Condition | None) -> dict[str, Any]:
+def _standard_overrides(name: str, parameter: nn.Parameter, config: Any, no_decay: Condition | None) -> dict[str, Any]:
     """Return the settings that override Megatron's defaults for a parameter.
 
     Biases and 1-D parameters have no weight decay. The embedding and the output layer may have a separate learning
@@ -80,7 +80,7 @@ def _standard(name: str, parameter: nn.Parameter, config: Any, no_decay: Conditi
     return settings
 
 
-def _merge(settings: dict[str, Any], override: Mapping[str, Any], name: str) -> None:
+def _merge_override(settings: dict[str, Any], override: Mapping[str, Any], name: str) -> None:
     for key, value in override.items():
         if settings.setdefault(key, value) != value:
             raise ValueError(
@@ -88,7 +88,7 @@ def _merge(settings: dict[str, Any], override: Mapping[str, Any], name: str) -> 
             )
 
 
-def _group(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _new_group(config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     group: dict[str, Any] = {
         "params": [],
         "wd_mult": 1.0,

@@ -100,12 +100,12 @@ def global_params(
     """
     params: dict[str, GlobalParam] = {}
     # See [Note: Row numbers in place of parameters].
-    with _row_numbers(members) as member_at:
+    with _replace_by_row_numbers(members) as member_at:
         state: dict[str, Any] = module.sharded_state_dict(  # type: ignore[operator]
             prefix=prefix, sharded_offsets=sharded_offsets, metadata=metadata
         )
 
-        def described(value: Any) -> Any:
+        def describe_value(value: Any) -> Any:
             data = getattr(value, "data", None)
             member = member_at.get(data.untyped_storage().data_ptr()) if isinstance(data, Tensor) else None
             if member is None:
@@ -119,11 +119,11 @@ def global_params(
             if member.master.numel() or of_all_ranks:
                 starts, stops = [rows.start for rows, _ in overlaps], [rows.stop for rows, _ in overlaps]
                 if [*starts, len(required_rows)] != [0, *stops]:
-                    raise NotImplementedError(_odd_pieces(member.spec, value.key))
+                    raise NotImplementedError(_odd_pieces_message(member.spec, value.key))
             result = GlobalParam(member, value.key, tuple(overlaps))
             return params.setdefault(member.name, result)
 
-        dict_list_map_inplace(described, state)
+        dict_list_map_inplace(describe_value, state)
     return state, params
 
 
@@ -133,17 +133,17 @@ def with_weights(state: dict[str, Any]) -> dict[str, Any]:
     `state` is modified in place and returned.
     """
 
-    def filled(value: Any) -> Any:
+    def fill_weights(value: Any) -> Any:
         if not isinstance(value, GlobalParam):
             return value
         return value.entry(value.member.master.to(value.member.gathered.dtype, copy=True))
 
-    dict_list_map_inplace(filled, state)
+    dict_list_map_inplace(fill_weights, state)
     return state
 
 
 @contextmanager
-def _row_numbers(members: Iterable[ManagedParam]) -> Iterator[dict[int, ManagedParam]]:
+def _replace_by_row_numbers(members: Iterable[ManagedParam]) -> Iterator[dict[int, ManagedParam]]:
     """Context manager in which each parameter is replaced with a tensor of its row numbers.
 
     Yields:
@@ -155,7 +155,7 @@ def _row_numbers(members: Iterable[ManagedParam]) -> Iterator[dict[int, ManagedP
         for member in members:
             shape = member.spec.shape
             if not shape:
-                raise NotImplementedError(_odd_pieces(member.spec, member.name))
+                raise NotImplementedError(_odd_pieces_message(member.spec, member.name))
             numbers = torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)).expand(shape)
             stand_in = nn.Parameter(numbers, requires_grad=False)
             vars(stand_in).update(vars(member.gathered))  # attributes that Megatron has set on the parameter
@@ -182,7 +182,7 @@ def _own_part(piece: ShardedTensor, spec: RowShardSpec, required_rows: range) ->
     row_numbers = numbers.as_strided((len(numbers),), (numbers.stride(0),))
     first = int(row_numbers[0])
     if numbers.shape[1:] != spec.shape[1:] or not torch.equal(row_numbers, first + torch.arange(len(row_numbers))):
-        raise NotImplementedError(_odd_pieces(spec, piece.key))
+        raise NotImplementedError(_odd_pieces_message(spec, piece.key))
     start, stop = max(first, required_rows.start), min(first + len(row_numbers), required_rows.stop)
     if start >= stop:
         return None
@@ -203,7 +203,7 @@ def _own_part(piece: ShardedTensor, spec: RowShardSpec, required_rows: range) ->
     )
 
 
-def _odd_pieces(spec: RowShardSpec, key: str) -> str:
+def _odd_pieces_message(spec: RowShardSpec, key: str) -> str:
     return (
         f"{spec.name!r} is stored as {key!r} in pieces that are not contiguous ranges of its rows. Use "
         "layerzero.megatron.save and load"

@@ -28,7 +28,7 @@ from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.megatron.chunk import ShardedChunk
-from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups, raise_together
+from layerzero.megatron.parallel_groups import NOT_FOUND, ProcessGroups, raise_on_all_ranks
 from layerzero.megatron.sharded_model_state import global_params
 from layerzero.optimizers.compatibility import state_after_a_step
 from layerzero.optimizers.ema import EMA
@@ -68,7 +68,7 @@ class ChunkOptimizer(NamedTuple):
             yield member
 
 
-class _Common(NamedTuple):
+class _CommonState(NamedTuple):
     """Unsharded optimizer state: the parameter groups, the distinct step counts, and whether any weight has 16 bits."""
 
     groups: list[dict[str, Any]]
@@ -112,7 +112,7 @@ def sharded_states(
     """
     kind = (metadata or {}).get("distrib_optim_sharding_type")
     tensors: dict[str, Any] = {}
-    common = _Common([], set(), False)
+    common = _CommonState([], set(), False)
     averaged: int | None = None
     failure: Exception | None = None
     try:
@@ -127,15 +127,17 @@ def sharded_states(
             (int(chunk_optimizer.ema.n_averaged) for chunk_optimizer in pairs if chunk_optimizer.ema is not None), None
         )
         in_16_bits = any(
-            _in_16_bits(member)
+            _has_16_bit_weights(member)
             for chunk_optimizer in pairs
             for member in get_state(chunk_optimizer.chunk).members.values()
         )
-        common = _Common(_merged([chunk_optimizer.groups for chunk_optimizer in pairs]), common.steps, in_16_bits)
+        common = _CommonState(
+            _merge_groups([chunk_optimizer.groups for chunk_optimizer in pairs]), common.steps, in_16_bits
+        )
     except Exception as error:
         failure = error
-    raise_together("the optimizer's sharded_state_dict", groups, failure)
-    common = _agreed(common, groups.model)
+    raise_on_all_ranks("the optimizer's sharded_state_dict", groups, failure)
+    common = _merge_over_ranks(common, groups.model)
     # See [Note: Formats of the optimizer state].
     inner: dict[str, Any] = {"param_groups": common.groups, "state": {}}
     for step in common.steps:  # at most one
@@ -184,13 +186,13 @@ def _tensors(
                 rows = _rows_of_state(member, state.get(member.name, None if example_state else {}), steps)
             if member.name in averages:
                 rows[_AVERAGE] = torch.empty_like(member.master) if is_loading else plain(averages[member.name])
-            if kind is not None or _in_16_bits(member):
+            if kind is not None or _has_16_bit_weights(member):
                 masters = "fp32_param" if kind is None else "param"
                 rows[masters] = torch.empty_like(member.master) if is_loading else member.master
             global_param = described[member.name]
             entries = {key: global_param.entry(value, prefix=f"optimizer.state.{key}.") for key, value in rows.items()}
             if entries:  # an empty dict would count as common state, which must not differ between ranks
-                result[_place(index, member)] = entries
+                result[_state_key(index, member)] = entries
     return result
 
 
@@ -214,7 +216,7 @@ def _rows_of_state(member: ManagedParam, state: Mapping[str, Any] | None, steps:
     return rows
 
 
-def _merged(lists: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+def _merge_groups(lists: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Return the settings of the parameter groups of several chunks or stages, without `params` and `step`.
 
     Groups with the same identity become one entry.
@@ -224,8 +226,8 @@ def _merged(lists: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]
     """
     groups_by_identity: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in (group for groups in lists for group in groups):
-        settings = {key: _number(value) for key, value in group.items() if key not in ("params", "step")}
-        if groups_by_identity.setdefault(_identity(group), settings) != settings:
+        settings = {key: _to_number(value) for key, value in group.items() if key not in ("params", "step")}
+        if groups_by_identity.setdefault(_group_identity(group), settings) != settings:
             raise ValueError(
                 f"two parameter groups with equal {', '.join(_IDENTITY)} have different settings, but Megatron's "
                 "format identifies groups only by these values. Use layerzero.megatron.save and load"
@@ -233,7 +235,7 @@ def _merged(lists: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]
     return list(groups_by_identity.values())
 
 
-def _agreed(common: _Common, group: dist.ProcessGroup) -> _Common:
+def _merge_over_ranks(common: _CommonState, group: dist.ProcessGroup) -> _CommonState:
     """Return the merged unsharded state of all ranks in `group`. The result is the same on all ranks.
 
     Raises:
@@ -247,8 +249,8 @@ def _agreed(common: _Common, group: dist.ProcessGroup) -> _Common:
             f"parameters have been stepped {', '.join(f'{step:g}' for step in sorted(steps))} times, but Megatron's "
             "format has one step count for all parameters. Use layerzero.megatron.save and load"
         )
-    return _Common(
-        _merged([rank_common.groups for rank_common in gathered]),
+    return _CommonState(
+        _merge_groups([rank_common.groups for rank_common in gathered]),
         steps,
         any(rank_common.in_16_bits for rank_common in gathered),
     )
@@ -263,17 +265,17 @@ def load_states(pairs: Sequence[ChunkOptimizer], state: Mapping[Any, Any]) -> No
 
     All checks run before any tensor is changed.
     """
-    state = _unchained(state)
+    state = _merge_chained(state)
     inner = state.get("optimizer", state)
     saved, step = inner["param_groups"], _common_step(inner)
     plans = []
     for index, chunk_optimizer in enumerate(pairs):
         tensors = state.get(_TENSORS, {})  # absent if the optimizer stores no tensors
         values = {
-            member.name: _found(member, tensors.get(_place(index, member), {}))
+            member.name: _require_found(member, tensors.get(_state_key(index, member), {}))
             for member in _all_members(chunk_optimizer)
         }
-        settings = [_settings(group, saved) for group in chunk_optimizer.optimizer.param_groups]
+        settings = [_saved_settings(group, saved) for group in chunk_optimizer.optimizer.param_groups]
         for group, saved_settings in zip(chunk_optimizer.optimizer.param_groups, settings, strict=True):
             _refuse_lost_state(chunk_optimizer, group, saved_settings, values)
         plans.append((chunk_optimizer, values, settings))
@@ -291,14 +293,14 @@ def load_states(pairs: Sequence[ChunkOptimizer], state: Mapping[Any, Any]) -> No
             )
             if step is not None and "step" in example_state:
                 for name in names:
-                    values[name]["step"] = _as(example_state["step"], step)
+                    values[name]["step"] = _convert_step(example_state["step"], step)
             groups.append({**group, **saved_settings, "params": names})
             if step is not None and "step" in counting:
-                groups[-1]["step"] = _as(counting["step"], step)
+                groups[-1]["step"] = _convert_step(counting["step"], step)
         chunk_optimizer.optimizer.adopt_state_dict({"state": values, "param_groups": groups})
 
 
-def _unchained(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
+def _merge_chained(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Return the merged state of two chained optimizers. The state of a single optimizer is returned unchanged."""
     if 0 not in state:
         return state
@@ -336,7 +338,7 @@ def _load_average(ema: EMA | None, values: Mapping[str, dict[str, Any]], average
     ema.n_averaged.fill_(int(average_state.get("n_averaged", 1)))
 
 
-def _found(member: ManagedParam, values: Mapping[str, Any]) -> dict[str, Any]:
+def _require_found(member: ManagedParam, values: Mapping[str, Any]) -> dict[str, Any]:
     values = {key: value for key, value in values.items() if key != _AVERAGE or value is not NOT_FOUND}
     if missing := sorted(key for key, value in values.items() if value is NOT_FOUND):
         raise ValueError(
@@ -380,9 +382,9 @@ def _common_step(inner: Mapping[str, Any]) -> float | None:
     return next(iter(counts), None)
 
 
-def _settings(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _saved_settings(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the saved settings for `group`, taken from the saved group with the same identity."""
-    matching = [other for other in saved if _identity(other) == _identity(group)]
+    matching = [other for other in saved if _group_identity(other) == _group_identity(group)]
     if not matching:
         identity = ", ".join(f"{key}={group.get(key)!r}" for key in _IDENTITY)
         raise ValueError(f"the checkpoint has no parameter group with {identity}. Build the optimizer as for the save")
@@ -392,7 +394,7 @@ def _settings(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> d
 _HOW = ("foreach", "fused", "capturable")  # settings that select an implementation; a load does not change them
 
 
-def _as(example: Any, step: float) -> Any:
+def _convert_step(example: Any, step: float) -> Any:
     """Return `step` converted to the type of `example`, which is a tensor or a number."""
     return torch.full_like(example, step) if isinstance(example, Tensor) else type(example)(step)
 
@@ -404,19 +406,19 @@ def _all_members(pair: ChunkOptimizer) -> Iterator[ManagedParam]:
     return (member for group in pair.optimizer.param_groups for member in pair.members(group))
 
 
-def _number(value: Any) -> Any:
+def _to_number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
 
 
-def _place(index: int, member: ManagedParam) -> str:
+def _state_key(index: int, member: ManagedParam) -> str:
     return f"{index}.{member.name}"
 
 
-def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
+def _group_identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(group.get(key) for key in _IDENTITY)
 
 
-def _in_16_bits(member: ManagedParam) -> bool:
+def _has_16_bit_weights(member: ManagedParam) -> bool:
     return member.gathered.dtype != member.master.dtype
 
 

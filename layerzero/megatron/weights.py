@@ -16,10 +16,10 @@ from layerzero.engine.hooks import get_state
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.parallel_groups import ProcessGroups
 
-__all__ = ["counts", "params_norm", "replicas_agree"]
+__all__ = ["is_counted", "params_norm", "replicas_agree"]
 
 
-def counts(parameter: Tensor, groups: ProcessGroups) -> bool:
+def is_counted(parameter: Tensor, groups: ProcessGroups) -> bool:
     """Return whether this rank's rows of a parameter count in sums over all ranks of the model.
 
     Copies that another rank counts are excluded. These are word embeddings shared with another pipeline stage, and,
@@ -40,7 +40,7 @@ def params_norm(model: ShardedChunk | Sequence[ShardedChunk], force_create_fp32_
     groups, device = chunks[0].groups, get_state(chunks[0]).mesh_info.device
     squares = torch.zeros((), dtype=torch.float32, device=device)
     for chunk in chunks:
-        rows = [plain(p) for p in chunk.parameters() if counts(p, groups)]
+        rows = [plain(p) for p in chunk.parameters() if is_counted(p, groups)]
         if rows := [part for part in rows if part.numel()]:
             squares += torch.stack([norm.float() for norm in torch._foreach_norm(rows)]).square().sum()
     for group in (groups.zero1, groups.model):

@@ -111,7 +111,9 @@ def wrap(
         chunks.append(chunk)
         _use_own_output_weight(chunk)
     tied_weight(chunks, groups)  # raises here if the gradients of the tied weight could not be summed later
-    _set(config, chunks, groups, align_grad_reduce=align_grad_reduce, align_param_refresh=align_param_refresh)
+    _set_config_functions(
+        config, chunks, groups, align_grad_reduce=align_grad_reduce, align_param_refresh=align_param_refresh
+    )
     return chunks
 
 
@@ -146,7 +148,7 @@ def _with_experts(units: Units, chunk: ShardedChunk, groups: ProcessGroups) -> U
     return lambda name, module: name in experts or is_unit(name, module)
 
 
-def _set(
+def _set_config_functions(
     config: Any,
     chunks: list[ShardedChunk],
     groups: ProcessGroups,
@@ -186,12 +188,14 @@ def _use_own_output_weight(chunk: ShardedChunk) -> None:
     if not isinstance(output, nn.Module) or getattr(output, "weight", None) is None:
         return
 
-    def use_own(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def drop_weight_argument(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if kwargs.get("weight") is module.weight:
             kwargs = {**kwargs, "weight": None}
         return args, kwargs
 
-    output.register_forward_pre_hook(use_own, prepend=True, with_kwargs=True)  # before the hooks of the unit
+    output.register_forward_pre_hook(
+        drop_weight_argument, prepend=True, with_kwargs=True
+    )  # before the hooks of the unit
 
 
 _REFUSED = {

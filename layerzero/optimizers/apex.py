@@ -3,7 +3,7 @@
 [Note: Apex optimizers]
 This module does not import Apex. It recognizes Apex optimizers by the module of their class. Classes from
 ``apex.optimizers`` are in an allowlist and need no compatibility trial. Derived classes follow the same rules, but also
-go through the trial. Before each step, :func:`prepared` works around two defects of these classes:
+go through the trial. Before each step, :func:`with_preparation` works around two defects of these classes:
 
 - FusedAdam steps only the groups and parameters that were passed to its constructor.
 - FusedSGD overwrites all momentum buffers of a launch if the last parameter of the launch has none yet.
@@ -23,10 +23,10 @@ __all__ = [
     "apex_class",
     "apex_needs_full_params",
     "momentum_before_first",
-    "prepared",
     "refuse_apex",
     "refuse_dtypes",
     "refuse_host",
+    "with_preparation",
 ]
 
 _16_AND_32 = (torch.float32, torch.float16)
@@ -118,7 +118,7 @@ def refuse_host(optimizer: Optimizer) -> None:
         )
 
 
-def prepared(optimizer: Optimizer, take_step: Callable[[], Any]) -> Callable[[], Any]:
+def with_preparation(optimizer: Optimizer, take_step: Callable[[], Any]) -> Callable[[], Any]:
     """Return a function that prepares an Apex optimizer and then calls `take_step`, which steps the optimizer.
 
     See [Note: Apex optimizers]. For other optimizers, return `take_step`.

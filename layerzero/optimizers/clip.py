@@ -59,7 +59,7 @@ def clip_grad_norm_(
         runtime.scheduler.complete_gradients()
     infinite = math.isinf(norm_type)
     op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-    sent, *other_sums = [_reduced(runtime, norm_type, op) for runtime in runtimes.values()]
+    sent, *other_sums = [_reduce_norm(runtime, norm_type, op) for runtime in runtimes.values()]
     for other_sum in other_sums:
         sent = torch.maximum(sent, other_sum) if infinite else sent + other_sum
     for group in extra_groups:
@@ -84,7 +84,7 @@ def _gradients(runtime: LayerZeroState) -> list[Tensor]:
     return [m.sharded.grad for m in runtime.members.values() if m.sharded.grad is not None]
 
 
-def _reduced(runtime: LayerZeroState, norm_type: float, op: dist.ReduceOp.RedOpType) -> Tensor:
+def _reduce_norm(runtime: LayerZeroState, norm_type: float, op: dist.ReduceOp.RedOpType) -> Tensor:
     """Return the sum of p-th powers, or the largest absolute value, of one model's gradients on all of its ranks.
 
     Returns:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from layerzero.optimizers.apex import apex_needs_full_params, prepared, refuse_apex
+from layerzero.optimizers.apex import apex_needs_full_params, refuse_apex, with_preparation
 from layerzero.optimizers.compatibility_trial import TrialError, difference, difference_of_owners, group_kind
-from layerzero.optimizers.optimizer_copy import copy_optimizer, inner_optimizers, unhooked
+from layerzero.optimizers.optimizer_copy import copy_optimizer, inner_optimizers, unwrap_step
 
 __all__ = ["is_elementwise_by_name", "kinds_that_need_full_params", "state_after_a_step"]
 
@@ -93,7 +93,7 @@ def kinds_that_need_full_params(
         ValueError: the optimizer mixes parameters, or the trial failed.
     """
     name = type(optimizer).__name__
-    if reason := _named(optimizer, _IMPOSSIBLE):
+    if reason := _reason_for_class(optimizer, _IMPOSSIBLE):
         raise ValueError(f"{name} is not element-wise: {reason}. {_INSTEAD}")
     refuse_apex(optimizer)
     _require_reachable(optimizer, name)
@@ -105,7 +105,7 @@ def kinds_that_need_full_params(
         )
     if elementwise or (elementwise is None and (is_elementwise_by_name(optimizer) or of_apex is False)):
         return set()
-    if elementwise is None and (reason := _named(optimizer, _MIXES_PARAMETERS)):
+    if elementwise is None and (reason := _reason_for_class(optimizer, _MIXES_PARAMETERS)):
         raise ValueError(f"{name} is not element-wise: {reason}. {_INSTEAD}")
     kinds = {group_kind(group) for group in optimizer.param_groups}
     if elementwise is False or of_apex or type(optimizer) in _ONE_BY_ONE:
@@ -146,12 +146,12 @@ def _run_trial(experiment: Callable[..., str | None], *args: Any) -> str | Trial
         return error
 
 
-def _named(optimizer: Optimizer, reasons: dict[str, str]) -> str | None:
+def _reason_for_class(optimizer: Optimizer, reasons: dict[str, str]) -> str | None:
     return next((reasons[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in reasons), None)
 
 
 def _require_reachable(optimizer: Optimizer, name: str) -> None:
-    closure = inspect.signature(unhooked(type(optimizer).step)).parameters.get("closure")
+    closure = inspect.signature(unwrap_step(type(optimizer).step)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
             f"{name}.step needs a closure, but layerzero calls the closure once and then steps the optimizer without "
@@ -183,5 +183,5 @@ def state_after_a_step(
     parameter = torch.nn.Parameter(torch.full(shape, value, device=device))
     parameter.grad = torch.full(shape, gradient, device=device)
     optimizer_copy = copy_optimizer(optimizer, [(group, [parameter])])
-    prepared(optimizer_copy, partial(unhooked(type(optimizer_copy).step), optimizer_copy))()
+    with_preparation(optimizer_copy, partial(unwrap_step(type(optimizer_copy).step), optimizer_copy))()
     return dict(optimizer_copy.state[parameter]), optimizer_copy.param_groups[0]

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from layerzero.optimizers.apex import apex_class, prepared
-from layerzero.optimizers.optimizer_copy import copy_optimizer, unhooked
+from layerzero.optimizers.apex import apex_class, with_preparation
+from layerzero.optimizers.optimizer_copy import copy_optimizer, unwrap_step
 from layerzero.optimizers.placeholders import placeholder
 from layerzero.optimizers.split_step import Turn, step_param_by_param
 
@@ -57,7 +57,7 @@ class _Data(NamedTuple):
     noise: list[list[Tensor]]  # varying part of the gradient, by step and parameter
     scales: list[float]  # factor of all gradients, by step
 
-    def cut(self, rank: int) -> _Data:
+    def rows_of_rank(self, rank: int) -> _Data:
         """Return the data restricted to the rows of one rank."""
 
         def rows(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -83,14 +83,14 @@ def difference(optimizer: Optimizer, device: torch.device, kind: str | None = No
     Raises:
         TrialError: copying the optimizer or stepping the copy failed.
     """
-    data = _data(device, list(_CUTS))
+    data = _make_data(device, list(_CUTS))
     groups = [group for group in _kinds_of_groups(optimizer) if kind in (None, group_kind(group))]
     if not groups:
         return None
-    with _random_numbers_kept(device), _uncompiled():
+    with _preserve_rng(device), _disable_compile():
         full = _run_full(optimizer, groups, data)
         try:
-            ranks = [_run(optimizer, groups, [data.cut(rank)] * len(groups)) for rank in range(_RANKS)]
+            ranks = [_run_steps(optimizer, groups, [data.rows_of_rank(rank)] * len(groups)) for rank in range(_RANKS)]
         except Exception as error:
             raise TrialError(
                 f"it stepped small parameters, but not their rows on several simulated ranks: {_error_text(error)}"
@@ -121,13 +121,19 @@ def difference_of_owners(optimizer: Optimizer, device: torch.device, full_param_
 def _try_owners(
     optimizer: Optimizer, device: torch.device, full_param_kinds: Set[str], shapes: Sequence[tuple[int, ...]]
 ) -> str | None:
-    data, groups = _data(device, shapes), _kinds_of_groups(optimizer)
+    data, groups = _make_data(device, shapes), _kinds_of_groups(optimizer)
     owned = [group_kind(group) in full_param_kinds for group in groups]
-    with _random_numbers_kept(device), _uncompiled():
+    with _preserve_rng(device), _disable_compile():
         full = _run_full(optimizer, groups, data)
         try:
             ranks = [
-                _run(optimizer, groups, [data if is_owned else data.cut(rank) for is_owned in owned], owned, rank)
+                _run_steps(
+                    optimizer,
+                    groups,
+                    [data if is_owned else data.rows_of_rank(rank) for is_owned in owned],
+                    owned,
+                    rank,
+                )
                 for rank in range(_RANKS)
             ]
         except Exception as error:
@@ -147,16 +153,16 @@ def steps_matrices_separately(optimizer: Optimizer, device: torch.device, dims: 
     Args:
         dims: number of dims of the stack.
     """
-    data = _data(device, [shape for shape in _CUTS if len(shape) == dims])
+    data = _make_data(device, [shape for shape in _CUTS if len(shape) == dims])
     groups = _kinds_of_groups(optimizer)
     if not data.start or apex_class(optimizer) is not None:  # see [Note: Parameters without rows]
         return False
     data = data._replace(cuts=[(0, len(stack) // 2, len(stack), len(stack)) for stack in data.start])
-    with _random_numbers_kept(device), _uncompiled():
+    with _preserve_rng(device), _disable_compile():
         try:
             full = _run_full(optimizer, groups, data)
-            parts = [[data.cut(part)] * len(groups) for part in range(3)]
-            *halves, _ = [_run(optimizer, groups, part, replaces_empty=False) for part in parts]
+            parts = [[data.rows_of_rank(part)] * len(groups) for part in range(3)]
+            *halves, _ = [_run_steps(optimizer, groups, part, replaces_empty=False) for part in parts]
             if _compare(full, halves, data, [False] * len(groups)) is not None:
                 return False
             return all(map(_equals_halves, full.states, *(half.states for half in halves)))
@@ -181,7 +187,7 @@ def _equals_halves(stack: Any, *halves: Any) -> bool:
 
 def _run_full(optimizer: Optimizer, groups: Sequence[dict[str, Any]], data: _Data) -> _Outcome:
     try:
-        return _run(optimizer, groups, [data] * len(groups))
+        return _run_steps(optimizer, groups, [data] * len(groups))
     except Exception as error:
         raise TrialError(f"stepping small parameters raised {_error_text(error)}") from error
 
@@ -191,21 +197,21 @@ def _owner_of(index: int) -> int:
     return index % (_RANKS - 1)
 
 
-def _random_numbers_kept(device: torch.device) -> AbstractContextManager[None]:
+def _preserve_rng(device: torch.device) -> AbstractContextManager[None]:
     if device.type == "cpu":
         return torch.random.fork_rng(devices=[])
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     return torch.random.fork_rng(devices=[index], device_type=device.type)
 
 
-def _seed(device: torch.device) -> None:
+def _seed_generators(device: torch.device) -> None:
     """Seed the generators of `device` and the CPU. ``torch.manual_seed`` would also seed devices initialized later."""
     torch.default_generator.manual_seed(_SEED)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(_SEED)
 
 
-def _uncompiled() -> AbstractContextManager[Any]:
+def _disable_compile() -> AbstractContextManager[Any]:
     """Return a context manager that disables ``torch.compile``, which would compile kernels for each small shape.
 
     If ``torch._dynamo`` has not been imported, the process does not compile, and the context has no effect.
@@ -217,7 +223,7 @@ def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _data(device: torch.device, shapes: Sequence[tuple[int, ...]]) -> _Data:
+def _make_data(device: torch.device, shapes: Sequence[tuple[int, ...]]) -> _Data:
     generator = torch.Generator().manual_seed(_SEED)
 
     def draw(shape: Sequence[int]) -> Tensor:
@@ -255,7 +261,7 @@ def group_kind(group: Mapping[str, Any]) -> str:
     return repr((sorted(settings.items()), bool(decay), type(rate)))
 
 
-def _run(
+def _run_steps(
     optimizer: Optimizer,
     groups: Sequence[dict[str, Any]],
     data: Sequence[_Data],
@@ -273,7 +279,7 @@ def _run(
         replaces_empty: if True, step placeholders instead of parameters without rows; see [Note: Parameters without
             rows].
     """
-    _seed(data[0].start[0].device)
+    _seed_generators(data[0].start[0].device)
     parameters_by_group = [
         [
             torch.nn.Parameter(start.clone() if start.numel() or not replaces_empty else placeholder(start))
@@ -290,7 +296,7 @@ def _run(
             group["lr"] = max(float(rate), _LEAST_RATE)
     if callable(begin := getattr(optimizer_copy, "train", None)):  # schedule-free optimizers must be in training mode
         begin()
-    step = prepared(optimizer_copy, partial(unhooked(type(optimizer_copy).step), optimizer_copy))
+    step = with_preparation(optimizer_copy, partial(unwrap_step(type(optimizer_copy).step), optimizer_copy))
     for number, scale in enumerate(data[0].scales):
         for parameters, group_data in zip(parameters_by_group, data, strict=True):
             for index, parameter in enumerate(parameters):
@@ -333,10 +339,10 @@ def _turns(
                 later.append((group, parameter, parameter.grad))
             if is_owned and (is_later or not is_owned_here):
                 parameter.grad = None
-    return _one_by_one(later)
+    return _step_one_by_one(later)
 
 
-def _one_by_one(later: Iterable[tuple[dict[str, Any], Tensor, Tensor | None]]) -> Iterator[Turn]:
+def _step_one_by_one(later: Iterable[tuple[dict[str, Any], Tensor, Tensor | None]]) -> Iterator[Turn]:
     for group, parameter, gradient in later:
         parameter.grad = gradient
         yield group, parameter

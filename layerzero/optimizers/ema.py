@@ -70,14 +70,14 @@ class EMA:
         self._layouts: list[FlatLayout] = []  # by handle: layout of the handle when it was added
         self._averages: list[Tensor] = []  # by handle: 1-D [L], master dtype
         self._rows: dict[str, tuple[ManagedParam, Tensor]] = {}  # by name: (parameter, this rank's rows of the average)
-        self._follow()
+        self._add_missing_averages()
         if not self._handles:
             raise ValueError(
                 "the model has no trainable sharded parameters to average. Unfreeze the parameters before you create "
                 "the EMA"
             )
 
-    def _follow(self) -> None:
+    def _add_missing_averages(self) -> None:
         """Add an average for each trainable parameter that has none, starting from the parameter's current value."""
         if any(handle.layout is not layout for handle, layout in zip(self._handles, self._layouts, strict=True)):
             raise RuntimeError(
@@ -105,7 +105,7 @@ class EMA:
                 "update() was called inside swapped(), where the masters are the averages. Call it outside of the "
                 "context"
             )
-        self._follow()
+        self._add_missing_averages()
         masters = [handle.weights.master for handle in self._handles]
         if self.n_averaged == 0:
             torch._foreach_copy_(self._averages, masters)
@@ -133,7 +133,7 @@ class EMA:
             with ema.swapped():
                 torch.save(layerzero.full_state_dict(model), "averaged.pt")
         """
-        self._follow()
+        self._add_missing_averages()
         runtime = self._runtime
         if ParamView.UNSHARDED in runtime.status.active_views:
             raise RuntimeError(
@@ -169,7 +169,7 @@ class EMA:
             ``torch.distributed.checkpoint`` can save them and load them in place, even from a checkpoint with a
             different sharding.
         """
-        self._follow()
+        self._add_missing_averages()
         held = [(name, *self._rows[name]) for name in self._runtime.members if name in self._rows]  # same on all ranks
         averages = {name: sharded(rows, member.spec, MutationTracker()) for name, member, rows in held}
         return {"averages": averages, "n_averaged": self.n_averaged}
@@ -182,7 +182,7 @@ class EMA:
             ValueError: names are missing or unexpected, a shape is wrong, or a tensor is sharded differently. The
                 averages are not changed in these cases.
         """
-        self._follow()
+        self._add_missing_averages()
         loaded = state_dict["averages"]
         if loaded.keys() != self._rows.keys():
             missing, unexpected = sorted(self._rows.keys() - loaded.keys()), sorted(loaded.keys() - self._rows.keys())

@@ -62,8 +62,8 @@ def adamw(
     """
     settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     rare = {"amsgrad": amsgrad, "maximize": maximize}
-    return _build(
-        _listed(params),
+    return _build_optimizer(
+        _as_lists(params),
         name="AdamW",
         torch_class=torch.optim.AdamW,
         apex_name="FusedAdam",
@@ -104,8 +104,8 @@ def sgd(
         optimizer = layerzero.optimizers.sgd(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     """
     settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
-    return _build(
-        _listed(params),
+    return _build_optimizer(
+        _as_lists(params),
         name="SGD",
         torch_class=SGD,
         apex_name="FusedSGD",
@@ -147,7 +147,7 @@ def implementation(optimizer: Optimizer) -> str:
     return "torch's choice"
 
 
-def _build(
+def _build_optimizer(
     params: list[Any],
     *,
     name: str,
@@ -214,7 +214,7 @@ class SGD(torch.optim.SGD):  # has the same name as torch's class, because check
         return sparse
 
 
-def _listed(params: Params) -> list[Any]:
+def _as_lists(params: Params) -> list[Any]:
     """Convert `params` and the ``"params"`` of groups to lists, which can be iterated more than once."""
     if isinstance(params, Tensor):
         raise TypeError("params must be an iterable of parameters or groups, got a tensor. Pass a list")

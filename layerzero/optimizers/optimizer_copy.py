@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from layerzero.dtensor.local_shard import plain
 
-__all__ = ["copy_optimizer", "inner_optimizers", "unhooked"]
+__all__ = ["copy_optimizer", "inner_optimizers", "unwrap_step"]
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -64,18 +64,20 @@ def copy_optimizer(optimizer: Optimizer, groups: Sequence[tuple[Mapping[str, Any
         if parameter_with_state is not None:
             for parameter in parameters:
                 values = optimizer.state[parameter_with_state].items()
-                state[parameter] = {key: _like(value, parameter_with_state, parameter) for key, value in values}
+                state[parameter] = {
+                    key: _convert_value(value, parameter_with_state, parameter) for key, value in values
+                }
         new_groups.append((settings, list(parameters)))
     # Other attributes may also refer to parameters. These references must not become copies of the parameters.
     all_parameters = [old for group in optimizer.param_groups for old in group["params"]]
     for old in (*all_parameters, *(key for key in optimizer.state if isinstance(key, Tensor))):
         memo.setdefault(id(old), groups[0][1][0])
     memo[id(optimizer.param_groups)] = [
-        {**{key: _copied(value, memo) for key, value in settings.items() if key != "params"}, "params": parameters}
+        {**{key: _copy_value(value, memo) for key, value in settings.items() if key != "params"}, "params": parameters}
         for settings, parameters in new_groups
     ]
-    optimizer_copy: Optimizer = _blank(optimizer, memo)
-    _fill(optimizer_copy, optimizer, memo)
+    optimizer_copy: Optimizer = _create_blank(optimizer, memo)
+    _copy_attributes(optimizer_copy, optimizer, memo)
     return optimizer_copy
 
 
@@ -88,29 +90,29 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     return optimizers
 
 
-def unhooked(step: Any) -> Any:
+def unwrap_step(step: Any) -> Any:
     """Unwrap an optimizer class's ``step`` from torch's hook wrapper, which also runs the global hooks."""
     return step.__wrapped__ if getattr(step, "__code__", None) is _HOOKED_CODE else step
 
 
-def _blank(optimizer: Optimizer, memo: dict[int, Any]) -> Any:
+def _create_blank(optimizer: Optimizer, memo: dict[int, Any]) -> Any:
     memo[id(optimizer)] = optimizer_copy = object.__new__(type(optimizer))
     return optimizer_copy
 
 
-def _fill(optimizer_copy: Optimizer, optimizer: Optimizer, memo: dict[int, Any]) -> None:
+def _copy_attributes(optimizer_copy: Optimizer, optimizer: Optimizer, memo: dict[int, Any]) -> None:
     for inner in inner_optimizers(optimizer):
         if id(inner) not in memo:
             memo.setdefault(id(inner.state), defaultdict(dict))
-            _fill(_blank(inner, memo), inner, memo)
+            _copy_attributes(_create_blank(inner, memo), inner, memo)
     for key, value in vars(optimizer).items():
         if key in _HOOKS:
             vars(optimizer_copy)[key] = OrderedDict()
         elif key != "step":  # a scheduler may have replaced `step` with a function that is bound to the original
-            vars(optimizer_copy)[key] = _copied(value, memo)
+            vars(optimizer_copy)[key] = _copy_value(value, memo)
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
+def _copy_value(value: Any, memo: dict[int, Any]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, _SHARED):
@@ -120,7 +122,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     return copy.deepcopy(value, memo)
 
 
-def _like(value: Any, old: Tensor, parameter: Tensor) -> Any:
+def _convert_value(value: Any, old: Tensor, parameter: Tensor) -> Any:
     """Convert a state value of the parameter `old` to a state value for `parameter`.
 
     A tensor with the shape of `old` becomes a tensor with the shape of `parameter`, filled with the first element of

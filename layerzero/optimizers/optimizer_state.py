@@ -19,14 +19,14 @@ __all__ = [
     "HOW",
     "Holder",
     "as_one_row",
-    "cut_state",
-    "differ",
-    "is_plain",
-    "kept",
-    "number",
-    "on",
-    "shortened",
-    "show",
+    "is_comparable_on_host",
+    "load_setting",
+    "settings_differ",
+    "shard_state",
+    "shorten_names",
+    "to_device_of",
+    "to_float",
+    "to_public_value",
 ]
 
 
@@ -35,13 +35,13 @@ Holder = (
 )  # ManagedParam: each rank has the state of its rows. OwnedParam: the owner has all state. None: not sharded
 
 
-def show(value: Any, holder: Holder) -> Any:
+def to_public_value(value: Any, holder: Holder) -> Any:
     """Convert an entry of a parameter's state to its public form, in which tensors of rows are sharded tensors."""
     if isinstance(holder, OwnedParam):
         if isinstance(value, (list, tuple)):
-            return type(value)(show(item, holder) for item in value)
+            return type(value)(to_public_value(item, holder) for item in value)
         shape = holder.true_shape(value.shape) if isinstance(value, Tensor) and value.ndim else None
-        return value if shape is None else sharded(value, holder.span_of(shape), MutationTracker())
+        return value if shape is None else sharded(value, holder.state_spec(shape), MutationTracker())
     member = holder
     if member is not None and isinstance(value, Tensor) and value.shape == member.master.shape and value.ndim:
         return sharded(value, member.spec, MutationTracker())
@@ -51,33 +51,33 @@ def show(value: Any, holder: Holder) -> Any:
 HOW = ("foreach", "fused", "capturable", "is_expert_parallel")  # group settings that do not change the results
 
 
-def is_plain(value: Any) -> bool:
+def is_comparable_on_host(value: Any) -> bool:
     """Return whether a group setting can be compared between ranks without a device synchronization."""
     if isinstance(value, Tensor):
         return value.ndim == 0 and value.device.type == "cpu"
     if isinstance(value, (list, tuple)):
-        return all(isinstance(each, Tensor) is False and is_plain(each) for each in value)
+        return all(isinstance(each, Tensor) is False and is_comparable_on_host(each) for each in value)
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def number(value: Any) -> Any:
+def to_float(value: Any) -> Any:
     """Convert numbers and one-element tensors in a group setting to float, for comparison between ranks."""
     if isinstance(value, (list, tuple)):
-        return [number(each) for each in value]
+        return [to_float(each) for each in value]
     value = value.item() if isinstance(value, Tensor) else value
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
-def shortened(names: Iterable[str]) -> str:
+def shorten_names(names: Iterable[str]) -> str:
     ordered = sorted(names)
     return ", ".join(ordered[:4]) + (f" and {len(ordered) - 4} more" if len(ordered) > 4 else "")
 
 
-def differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
+def settings_differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
     return (key in one) != (key in other) or bool(one[key] != other[key])
 
 
-def kept(current: Any, saved: Any) -> Any:
+def load_setting(current: Any, saved: Any) -> Any:
     """Return the value that a hyperparameter has after a load.
 
     If the current value is a 0-dim tensor, it is updated in place, because compiled steps and graphs refer to it.
@@ -87,7 +87,7 @@ def kept(current: Any, saved: Any) -> Any:
     return saved.clone() if isinstance(saved, Tensor) else saved
 
 
-def on(value: Any, master: Tensor) -> Any:
+def to_device_of(value: Any, master: Tensor) -> Any:
     return value.to(master.device) if isinstance(value, Tensor) else value
 
 
@@ -105,25 +105,27 @@ def as_one_row(values: Mapping[str, Any], example: Mapping[str, Any]) -> dict[st
     }
 
 
-def cut_state(values: Mapping[str, Any], holder: Holder, *, copy: bool = True) -> dict[str, Any]:
+def shard_state(values: Mapping[str, Any], holder: Holder, *, copy: bool = True) -> dict[str, Any]:
     """Return a parameter's state, with each tensor of the parameter's shape reduced to this rank's rows.
 
     For an owned parameter, return full tensors on the owner and an empty dict on other ranks.
     """
     if isinstance(holder, OwnedParam):
-        owned_state = {key: _whole(key, value, holder, copy=copy) for key, value in values.items()}
-        return owned_state if holder.is_owned_here else {}
-    return {key: value if holder is None else _cut(key, value, holder, copy=copy) for key, value in values.items()}
+        owned_state = {key: _full_on_owner(key, value, holder, copy=copy) for key, value in values.items()}
+        return owned_state if holder.is_owned_by_this_rank else {}
+    return {
+        key: value if holder is None else _rows_of_rank(key, value, holder, copy=copy) for key, value in values.items()
+    }
 
 
-def _whole(key: str, value: Any, owned: OwnedParam, *, copy: bool) -> Any:
+def _full_on_owner(key: str, value: Any, owned: OwnedParam, *, copy: bool) -> Any:
     if isinstance(value, (list, tuple)):
-        return type(value)(_whole(f"{key}.{index}", item, owned, copy=copy) for index, item in enumerate(value))
+        return type(value)(_full_on_owner(f"{key}.{index}", item, owned, copy=copy) for index, item in enumerate(value))
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value.clone() if isinstance(value, Tensor) and copy else value
     device = owned.member.master.device
     if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalShard):
-        if not value._local_tensor.spec.same_sharding(owned.span_of(value.shape)):
+        if not value._local_tensor.spec.same_sharding(owned.state_spec(value.shape)):
             raise ValueError(
                 f"state {key!r} of {owned.member.name!r} is not sharded like the parameter, whose owner has all rows. "
                 "Load it through a checkpoint"
@@ -131,12 +133,12 @@ def _whole(key: str, value: Any, owned: OwnedParam, *, copy: bool) -> Any:
         return plain(value).to(device, copy=copy)
     full, model_parallel = (
         (value.full_tensor() if isinstance(value, DTensor) else value),
-        owned.span_of(value.shape).model_parallel,
+        owned.state_spec(value.shape).model_parallel,
     )
     return (full if model_parallel is None else full[model_parallel.global_slices]).to(device).clone()
 
 
-def _cut(key: str, value: Any, member: ManagedParam, *, copy: bool) -> Any:
+def _rows_of_rank(key: str, value: Any, member: ManagedParam, *, copy: bool) -> Any:
     if not isinstance(value, Tensor) or (value.ndim == 0 and not isinstance(value, DTensor)):
         return value.clone() if isinstance(value, Tensor) and copy else value
     if isinstance(value, DTensor) and isinstance(value._local_tensor, LocalShard):

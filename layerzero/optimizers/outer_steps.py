@@ -205,7 +205,7 @@ def _agree_and_connect(
         try:
             require_equal(
                 "layerzero.outer, between sites",
-                {**fields, "position of the rank in its site": position, "units": _describe(runtime)},
+                {**fields, "position of the rank in its site": position, "units": _describe_own_part(runtime)},
                 ranks=site_peers,
                 groups=groups_so_far(site_peers),
                 failure=failure,
@@ -221,7 +221,7 @@ def _agree_and_connect(
     return comm
 
 
-def _describe(runtime: LayerZeroState) -> list[object]:
+def _describe_own_part(runtime: LayerZeroState) -> list[object]:
     """Return a description of this rank's part of the model, which ranks at the same position must have in common."""
     return [
         [handle.name, handle.mesh_info.shard_index, handle.trainable, str(handle.weights.master.dtype)]
@@ -328,7 +328,7 @@ class OuterSteps:
         self._broadcast_first_site()
         self._handles = tuple(handle for handle in runtime.handles if handle.trainable)
         self._layouts = tuple(handle.layout for handle in self._handles)
-        self._fragment_handles = _divide(self._handles, settings.fragments)
+        self._fragment_handles = _divide_into_fragments(self._handles, settings.fragments)
         self._fragments: list[_Fragment] = []  # empty during the warm-up
         self._is_open = True
         self._optimizers = tuple(optimizers)
@@ -631,10 +631,10 @@ class OuterSteps:
             for key, flat in named.items():
                 if flat is not None:
                     state[key] |= {
-                        m.name: sharded(rows, m.spec, MutationTracker()) for m, rows in _rows(fragment, flat)
+                        m.name: sharded(rows, m.spec, MutationTracker()) for m, rows in _iter_rows(fragment, flat)
                     }
             if deltas is not None:
-                state["due"] |= {member.name: deltas.due for member, _ in _rows(fragment, fragment.anchor)}
+                state["due"] |= {member.name: deltas.due for member, _ in _iter_rows(fragment, fragment.anchor)}
         return state
 
     @torch.no_grad()
@@ -667,7 +667,7 @@ class OuterSteps:
         self.steps, self._fragments, self._averaged_backwards, self._has_begun = steps, fragments, -1, True
 
 
-def _divide(handles: Sequence[Handle], fragments: int) -> list[tuple[Handle, ...]]:
+def _divide_into_fragments(handles: Sequence[Handle], fragments: int) -> list[tuple[Handle, ...]]:
     """Divide handles, in their order, into fragments of about equal size. The result does not depend on the ranks."""
     sizes = [sum(math.prod(member.spec.true_shape) for member in handle.members) for handle in handles]
     groups: list[list[Handle]] = [[]]
@@ -689,7 +689,7 @@ def _flat_master(handles: Sequence[Handle]) -> Tensor:
     return torch.cat([master.to(dtype) for master in masters])
 
 
-def _rows(fragment: _Fragment, flat: Tensor) -> Iterator[tuple[ManagedParam, Tensor]]:
+def _iter_rows(fragment: _Fragment, flat: Tensor) -> Iterator[tuple[ManagedParam, Tensor]]:
     """Yield each parameter of a fragment with its rows in a tensor [n]."""
     for handle, part in fragment.parts(flat):
         for member in handle.members:
@@ -697,7 +697,7 @@ def _rows(fragment: _Fragment, flat: Tensor) -> Iterator[tuple[ManagedParam, Ten
 
 
 def _load_rows(fragment: _Fragment, flat: Tensor, loaded: Mapping[str, Any]) -> None:
-    for member, rows in _rows(fragment, flat):
+    for member, rows in _iter_rows(fragment, flat):
         rows.copy_(own_rows(member, loaded[member.name], "outer state"))
 
 

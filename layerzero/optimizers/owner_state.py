@@ -19,10 +19,10 @@ from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.sharded_tensor import sharded
 from layerzero.optimizers.owner_step import OwnedParam
 
-__all__ = ["with_other_owners_state"]
+__all__ = ["gather_owner_state"]
 
 
-def with_other_owners_state(
+def gather_owner_state(
     state: Mapping[str, Any], owned: Sequence[OwnedParam], model_ranks: ModelRanks
 ) -> dict[str, Any]:
     """Return `state` with entries added for the parameters that other ranks own.
@@ -36,14 +36,17 @@ def with_other_owners_state(
     Raises:
         TypeError: the state of an owned parameter has a value that cannot be sent. All ranks raise the error.
     """
-    owned_by_key = {_place(param): param for param in owned}
+    owned_by_key = {_owner_key(param): param for param in owned}
     own_state = {
         owner_key: state[param.member.name]
         for owner_key, param in owned_by_key.items()
-        if param.is_owned_here and param.member.name in state
+        if param.is_owned_by_this_rank and param.member.name in state
     }
     text = json.dumps(
-        {owner_key: _described(owned_by_key[owner_key].member.name, values) for owner_key, values in own_state.items()}
+        {
+            owner_key: _describe_state(owned_by_key[owner_key].member.name, values)
+            for owner_key, values in own_state.items()
+        }
     )
     states_by_key: dict[str, dict[str, Any]] = {}
     for message in model_ranks.all_gather_text(text):
@@ -54,11 +57,11 @@ def with_other_owners_state(
     for owner_key, param in owned_by_key.items():
         if owner_key in states_by_key and owner_key not in own_state:
             entries, device = states_by_key[owner_key].items(), model_ranks.mesh_info.device
-            complete[param.member.name] = {key: _made(entry, param, device) for key, entry in entries}
+            complete[param.member.name] = {key: _create_value(entry, param, device) for key, entry in entries}
     return {name: complete[name] for name in sorted(complete)}
 
 
-def _place(owned: OwnedParam) -> str:
+def _owner_key(owned: OwnedParam) -> str:
     """Return a unique key for the combination of a parameter and its owner.
 
     The key contains the coordinates on the model-parallel axes along which parts are not joined, because each of these
@@ -71,14 +74,14 @@ def _place(owned: OwnedParam) -> str:
     return f"{spec.name} at {[model_parallel.place_on(at) for at in range(model_parallel.mesh.ndim) if at != axis]}"
 
 
-def _described(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_state(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return {key: _entry(f"optimizer.state.{name}.{key}", value) for key, value in values.items()}
+        return {key: _describe_value(f"optimizer.state.{name}.{key}", value) for key, value in values.items()}
     except TypeError as error:
         return {"wrong": str(error)}
 
 
-def _entry(path: str, value: Any) -> dict[str, Any]:
+def _describe_value(path: str, value: Any) -> dict[str, Any]:
     if isinstance(value, Tensor):
         if value.ndim and not isinstance(value, DTensor):
             raise TypeError(
@@ -92,21 +95,21 @@ def _entry(path: str, value: Any) -> dict[str, Any]:
         return {"value": value}
     if type(value) in (list, tuple):
         kind = type(value).__name__
-        return {kind: [_entry(f"{path}.{index}", item) for index, item in enumerate(value)]}
+        return {kind: [_describe_value(f"{path}.{index}", item) for index, item in enumerate(value)]}
     raise TypeError(
         f"{path} is a {type(value).__name__}, but the owner of a full parameter can send only tensors, numbers and "
         "lists of them to the other ranks. Use an optimizer with such state, or an element-wise optimizer"
     )
 
 
-def _made(entry: Mapping[str, Any], owned: OwnedParam, device: torch.device) -> Any:
+def _create_value(entry: Mapping[str, Any], owned: OwnedParam, device: torch.device) -> Any:
     if "value" in entry:
         return entry["value"]
     for kind in (list, tuple):
         if kind.__name__ in entry:
-            return kind(_made(item, owned, device) for item in entry[kind.__name__])
+            return kind(_create_value(item, owned, device) for item in entry[kind.__name__])
     dtype = getattr(torch, entry["dtype"])
     if not entry["shape"]:
         return torch.tensor(entry["number"], dtype=dtype)
     rows = torch.empty(0, *entry["shape"][1:], dtype=dtype, device=device)
-    return sharded(rows, owned.span_of(entry["shape"]), MutationTracker())
+    return sharded(rows, owned.state_spec(entry["shape"]), MutationTracker())

@@ -65,11 +65,11 @@ class OwnedParam:
         return self.owner.r == self.member.spec.mesh_info.grid.replica_rank
 
     @property
-    def is_owned_here(self) -> bool:
+    def is_owned_by_this_rank(self) -> bool:
         return self.is_in_owner_group and self.place == self.group_of_ranks.place
 
     @property
-    def is_fully_local(self) -> bool:
+    def owner_has_all_rows(self) -> bool:
         """True if all rows are on the owner."""
         return self.numel_on(self.owner.s) == self.numel
 
@@ -142,7 +142,7 @@ class OwnedParam:
             if axis != self.owner.axis
         )
 
-    def span_of(self, shape: Sequence[int]) -> RowShardSpec:
+    def state_spec(self, shape: Sequence[int]) -> RowShardSpec:
         """Return the sharding of a state tensor of global shape `shape` whose rows are all on the owner."""
         spec, mesh_info = self.member.spec, self.member.spec.mesh_info
         k = self.owner.s * mesh_info.replicas + self.owner.r
@@ -163,17 +163,17 @@ def by_owner_group(owned: Iterable[OwnedParam]) -> dict[OwnerGroup, list[OwnedPa
 
 
 def buffers_of_rounds(owned: Iterable[OwnedParam]) -> Counter[Size]:
-    """Return how many buffers of each size the rounds of `owned` use at the same time; see :func:`_largest`."""
+    """Return how many buffers of each size the rounds of `owned` use at the same time; see :func:`_buffer_sizes`."""
     maximum: Counter[Size] = Counter()
     for owner_group, members in by_owner_group(owned).items():
         counts: Counter[Size] = Counter()
-        for dtype, sizes in _largest(members, owner_group).items():
+        for dtype, sizes in _buffer_sizes(members, owner_group).items():
             counts.update((numel, dtype) for numel in sizes)
         maximum |= counts
     return maximum
 
 
-def _largest(owned: Iterable[OwnedParam], owner_group: OwnerGroup) -> dict[torch.dtype, list[int]]:
+def _buffer_sizes(owned: Iterable[OwnedParam], owner_group: OwnerGroup) -> dict[torch.dtype, list[int]]:
     """Return the sizes, in elements, of the buffers that the rounds of one owner group use, by dtype.
 
     There is one buffer for the largest full parameter that this rank owns, one for the parameter's gradient, and one
@@ -181,13 +181,13 @@ def _largest(owned: Iterable[OwnedParam], owner_group: OwnerGroup) -> dict[torch
     receives the parts. The sizes take all parameters into account, with or without a gradient, so that each step uses
     the same buffers.
     """
-    to_gather = [param for param in owned if param.is_in_owner_group and not param.is_fully_local]
+    to_gather = [param for param in owned if param.is_in_owner_group and not param.owner_has_all_rows]
     sizes_by_dtype = {}
     for dtype in {param.member.master.dtype for param in to_gather}:
         full_numel, rows = 0, dict.fromkeys(owner_group.order, 0)  # `rows` is keyed by owner
         for param in to_gather:
             if param.member.master.dtype == dtype:
-                full_numel = max(full_numel, param.numel if param.is_owned_here else 0)
+                full_numel = max(full_numel, param.numel if param.is_owned_by_this_rank else 0)
                 rows[param.place] = max(rows[param.place], param.numel_on(owner_group.place[0]))
         sizes_by_dtype[dtype] = [
             full_numel,
@@ -224,12 +224,12 @@ def step_owned(
         to_gather: list[tuple[OwnedParam, Tensor]] = []
         for param in members:
             gradient = param.master.grad
-            if gradient is None or (param.is_owned_here and param.is_fully_local):
+            if gradient is None or (param.is_owned_by_this_rank and param.owner_has_all_rows):
                 continue
             param.master.grad = None
-            if param.is_in_owner_group and not param.is_fully_local:
+            if param.is_in_owner_group and not param.owner_has_all_rows:
                 to_gather.append((param, gradient))
-        turns.append(_turns(to_gather, _largest(members, owner_group), owner_group, pool))
+        turns.append(_turns(to_gather, _buffer_sizes(members, owner_group), owner_group, pool))
     try:
         step_param_by_param(inner, take_step, chain.from_iterable(turns))
     finally:
@@ -256,14 +256,14 @@ def _require_gradients_alike(owner_groups: Mapping[OwnerGroup, Sequence[OwnedPar
         number += digest * (owner_group.communicator.size - 1 if owner_group.communicator.rank == 0 else -1)
     reduce_over(model_ranks.control_comms, number, dist.ReduceOp.SUM, Collective.METADATA)
     if number.any():
-        raise RuntimeError(_unlike(own_groups, model_ranks))
+        raise RuntimeError(_gradient_mismatch(own_groups, model_ranks))
 
 
 def _has_gradient(owned: OwnedParam) -> bool:
     return owned.master.grad is not None
 
 
-def _unlike(own_groups: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelRanks) -> str:
+def _gradient_mismatch(own_groups: Mapping[OwnerGroup, Sequence[OwnedParam]], model_ranks: ModelRanks) -> str:
     """Return the error message for a parameter that has a gradient on only some ranks of its owner group.
 
     All ranks must call this function. The message is the same on all ranks.
@@ -337,8 +337,8 @@ class _OwnerRound:
         """
         full, gradient, rows = full[: self.received], gradient[: self.received], rows[: self.sent]
         received = None if received is None else received[: self.received]
-        self._collect(full, rows, received, [param.member.master for param, _ in self._chosen])
-        self._collect(gradient, rows, received, [part for _, part in self._chosen])
+        self._gather_rows(full, rows, received, [param.member.master for param, _ in self._chosen])
+        self._gather_rows(gradient, rows, received, [part for _, part in self._chosen])
         if self._own_param is not None:
             member, master = self._own_param.member, self._own_param.master
             master.data, master.grad = full.view(self._own_param.shape), gradient.view(self._own_param.shape)
@@ -348,35 +348,35 @@ class _OwnerRound:
                 master.grad = None
                 master.data = member.master
         if received is not None:
-            for target, part in self._places(full, received):
+            for target, part in self._iter_received_rows(full, received):
                 target.copy_(part)
         sent = full if received is None else received
         splits = {"from_each": self._to_each, "to_each": self._from_each}
-        all_to_all(self._comm, Collective.OWNER_SCATTER, rows, sent, **splits, name=self._name).wait()
-        for part, (param, _) in zip(self._pieces(rows), self._chosen, strict=True):
+        all_to_all(self._comm, Collective.OWNER_SCATTER, rows, sent, **splits, name=self._param_name).wait()
+        for part, (param, _) in zip(self._split_rows(rows), self._chosen, strict=True):
             param.member.master.copy_(part.view(param.member.master.shape))
 
-    def _collect(self, full: Tensor, rows: Tensor, received: Tensor | None, parts: Sequence[Tensor]) -> None:
-        for piece, part in zip(self._pieces(rows), parts, strict=True):
+    def _gather_rows(self, full: Tensor, rows: Tensor, received: Tensor | None, parts: Sequence[Tensor]) -> None:
+        for piece, part in zip(self._split_rows(rows), parts, strict=True):
             piece.copy_(part.reshape(-1))
         splits = {"from_each": self._from_each, "to_each": self._to_each}
         target = full if received is None else received
-        all_to_all(self._comm, Collective.OWNER_GATHER, target, rows, **splits, name=self._name).wait()
+        all_to_all(self._comm, Collective.OWNER_GATHER, target, rows, **splits, name=self._param_name).wait()
         if received is not None:
-            for piece, part in self._places(full, received):
+            for piece, part in self._iter_received_rows(full, received):
                 part.copy_(piece)
 
     @property
-    def _name(self) -> str:
+    def _param_name(self) -> str:
         return "" if self._own_param is None else self._own_param.member.name
 
-    def _places(self, full: Tensor, received: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _iter_received_rows(self, full: Tensor, received: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield a pair for each rank of the group: its rows in `received`, and the same rows in `full`."""
         if self._own_param is not None:
             pieces = self._own_param.pieces(full)
             for received_rows, piece in zip(torch.split(received, self._from_each), pieces, strict=True):
                 yield received_rows.view(piece.shape), piece
 
-    def _pieces(self, rows: Tensor) -> Sequence[Tensor]:
+    def _split_rows(self, rows: Tensor) -> Sequence[Tensor]:
         """Split the buffer of this rank's rows into one piece for each parameter in the round."""
         return torch.split(rows, [each.numel_on(self._zero3_rank) for each, _ in self._chosen])

@@ -30,7 +30,7 @@ from layerzero.optimizers.owner_groups import (
     owner_group_of,
     positions_across,
 )
-from layerzero.optimizers.owner_state import with_other_owners_state
+from layerzero.optimizers.owner_state import gather_owner_state
 from layerzero.optimizers.owner_step import OwnedParam, buffers_of_rounds, step_owned
 
 __all__ = ["ModelOwners", "OwnerTable", "owners_of"]
@@ -105,10 +105,10 @@ class OwnerTable:
 
     def _assign_owners(self, members: Sequence[ManagedParam]) -> None:
         if members:
-            _own(self._runtime, members, self._inner)
+            _reassign_owners(self._runtime, members, self._inner)
         self._examined |= {member.name for member in members}
 
-    def follow(self) -> None:
+    def update_owners(self) -> None:
         """Update owners and owner groups after the layout has changed."""
         owners, owner_groups = self._model_owners.owners, self._model_owners.groups
         for key, param in self.owned.items():
@@ -123,7 +123,7 @@ class OwnerTable:
         Optimizers step one after another, and never during a reduction. Therefore it is sufficient to register the
         maximum over all users.
         """
-        self._runtime.pools.scratch.expect_also(buffers_of_rounds(self.owned.values()))
+        self._runtime.pools.scratch.add_expected(buffers_of_rounds(self.owned.values()))
 
     def step(self, take_step: Callable[[], Any]) -> None:
         """Update all parameters of the optimizer. Owned parameters are updated as full tensors by their owners."""
@@ -133,14 +133,14 @@ class OwnerTable:
         runtime = self._runtime
         step_owned(self._inner, list(self.owned.values()), runtime.ranks, runtime.pools.scratch, take_step)
 
-    def with_other_owners_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def gather_owner_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return `state`, which is keyed by parameter name, with entries added for parameters that other ranks own.
 
         If there are owned parameters, every rank must call this method.
         """
         if not self.owned:
             return dict(state)
-        return with_other_owners_state(state, list(self.owned.values()), self._runtime.ranks)
+        return gather_owner_state(state, list(self.owned.values()), self._runtime.ranks)
 
     def refuse_numbered_state(self) -> None:
         """Raise NotImplementedError if the optimizer has owned parameters."""
@@ -152,7 +152,7 @@ class OwnerTable:
                 "optimizer.state_dict_by_name() on every rank, or use layerzero.checkpoint.save"
             )
 
-    def refuse(self, method: str) -> None:
+    def refuse_method(self, method: str) -> None:
         """Raise RuntimeError if the optimizer has owned parameters. `method` would see only some of their rows."""
         if self.owned:
             raise RuntimeError(
@@ -162,7 +162,7 @@ class OwnerTable:
 
 
 @torch.no_grad()
-def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Optimizer) -> None:
+def _reassign_owners(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Optimizer) -> None:
     """Assign owners to `members` and reassign the owners of owned parameters. Every rank must call this function.
 
     A parameter may already have an owner because another optimizer, which updates the matrices of a stack separately,
@@ -191,7 +191,7 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
         join_axes = before | _requested_join_axes(to_ask, optimizer, runtime.mesh_info.device)
         changes = names != set(table.owners) or join_axes != before
         if changes:
-            plan, owners = _plan(runtime, names, join_axes)
+            plan, owners = _plan_layouts(runtime, names, join_axes)
             moved_handles = [handle for handle in runtime.handles if handle.layout != plan[handle]]
             runtime.scheduler.recover_interrupted_pass()
             runtime.gradients.apply_user_grads()
@@ -215,20 +215,20 @@ def _own(runtime: LayerZeroState, members: Sequence[ManagedParam], optimizer: Op
     }
     if any(layout.bounds for layout in plan.values()):  # same result on all ranks, even on those whose rows do not move
         runtime.refreshes.launch_deferred()
-        runtime.refreshes.launch_edited()
+        runtime.refreshes.refresh_edited()
     for handle in moved_handles:
         handle.weights.finish_refresh()
-        handle.recut(plan[handle])
+        handle.change_layout(plan[handle])
     for mesh_info in dict.fromkeys(handle.mesh_info for handle in moved_handles):
         connect_pairs(mesh_info.replica_comm, mesh_info.device)  # unequal parts are exchanged by an all-to-all
     table.owners = owners
     scratch = _scratch_buffers(runtime)
-    runtime.pools.scratch.expect(scratch.scratch, scratch.nbytes)
+    runtime.pools.scratch.set_expected(scratch.scratch, scratch.nbytes)
     for other_optimizer in runtime.optimizers:
         other_optimizer.on_layout_change()  # type: ignore[attr-defined]
 
 
-def _plan(
+def _plan_layouts(
     runtime: LayerZeroState, names: Collection[str], join_axes: Mapping[str, JoinAxis]
 ) -> tuple[dict[Handle, FlatLayout], dict[str, ParamOwner]]:
     """Return the new layouts of all handles, and the owners by parameter name."""

@@ -22,12 +22,12 @@ from layerzero.engine.weight_refresh import RefreshRound
 from layerzero.optimizers.compatibility import is_elementwise_by_name
 from layerzero.optimizers.param_owners import OwnerTable
 
-__all__ = ["update"]
+__all__ = ["update_params"]
 
 _MOST = 8  # maximum number of parts; the first update, about an eighth of the work, does not overlap with a refresh
 
 
-def update(
+def update_params(
     inner: Optimizer,
     ownership: OwnerTable,
     names: Mapping[int, str],
@@ -68,7 +68,7 @@ def _step_in_parts(
     refresh: RefreshRound,
     take_step: Callable[[], Any],
 ) -> None:
-    parts = _cut(handles)
+    parts = _split_handles(handles)
     part_of = {member.name: n for n, part in enumerate(parts) for handle in part for member in handle.members}
     groups = inner.param_groups
     params_by_group = [group["params"] for group in groups]
@@ -92,7 +92,7 @@ def _step_in_parts(
             group["params"] = masters
 
 
-def _cut(handles: Sequence[Handle]) -> list[list[Handle]]:
+def _split_handles(handles: Sequence[Handle]) -> list[list[Handle]]:
     """Split the handles into consecutive parts with about the same number of elements."""
     total = sum(handle.layout.numel for handle in handles)
     parts: list[list[Handle]] = []

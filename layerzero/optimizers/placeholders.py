@@ -67,7 +67,7 @@ class Placeholders:
         if parameter not in self._by_param:
             self._by_param[parameter] = _Placeholder(placeholder(parameter), placeholder(parameter))
         replacement, has_gradient = self._by_param[parameter], parameter.grad is not None
-        for tensor in _tensors(values, parameter.shape):
+        for tensor in _tensors_of_shape(values, parameter.shape):
             tensor.data = replacement.state[tensor] if tensor in replacement.state else placeholder(tensor)
         parameter.grad = None
         parameter.data = replacement.elements
@@ -77,14 +77,14 @@ class Placeholders:
     def _remove(self, parameter: Tensor, rows: Tensor, values: Any) -> None:
         replacement = self._by_param[parameter]
         replacement.state = {}
-        for tensor in _tensors(values, replacement.elements.shape):
+        for tensor in _tensors_of_shape(values, replacement.elements.shape):
             replacement.state[tensor] = tensor.data
             tensor.data = tensor.new_empty(rows.shape)
         parameter.grad = None
         parameter.data = rows
 
 
-def _tensors(values: Any, shape: torch.Size) -> Iterator[Tensor]:
+def _tensors_of_shape(values: Any, shape: torch.Size) -> Iterator[Tensor]:
     """Yield the plain tensors of shape `shape` in a parameter's state."""
     for value in tree_leaves(values):
         if type(value) in (Tensor, nn.Parameter) and value.shape == shape:

@@ -28,27 +28,27 @@ from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.param_view import ParamView
 from layerzero.engine.state import LayerZeroState
-from layerzero.optimizers.apex import prepared, refuse_dtypes, refuse_host
+from layerzero.optimizers.apex import refuse_dtypes, refuse_host, with_preparation
 from layerzero.optimizers.compatibility import is_elementwise_by_name, kinds_that_need_full_params
 from layerzero.optimizers.optimizer_state import (
     HOW,
     Holder,
     as_one_row,
-    cut_state,
-    differ,
-    is_plain,
-    kept,
-    number,
-    on,
-    shortened,
-    show,
+    is_comparable_on_host,
+    load_setting,
+    settings_differ,
+    shard_state,
+    shorten_names,
+    to_device_of,
+    to_float,
+    to_public_value,
 )
 from layerzero.optimizers.owner_step import OwnedParam
 from layerzero.optimizers.param_owners import OwnerTable
-from layerzero.optimizers.pipelined_step import update
+from layerzero.optimizers.pipelined_step import update_params
 from layerzero.optimizers.placeholders import Placeholders
 from layerzero.optimizers.state_view import ParamKeyedState
-from layerzero.optimizers.torch_state_dict import by_own_names, first_state, first_states, numbered
+from layerzero.optimizers.torch_state_dict import first_state, first_states, to_numbered, to_own_names
 from layerzero.optimizers.wrapped_optimizer import (
     MasterKeyedState,
     OptimizerProxy,
@@ -110,7 +110,7 @@ def shard_optimizer(optimizer: Optimizer, model: nn.Module, *, elementwise: bool
     return ShardedOptimizer(optimizer, runtime, full_param_kinds)
 
 
-def _trained(runtime: LayerZeroState, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+def _trainable_masters(runtime: LayerZeroState, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the tensors that an optimizer updates: masters of trainable parameters and trainable ignored parameters."""
     for parameter in parameters:
         if parameter.requires_grad:
@@ -159,7 +159,7 @@ class ShardedOptimizer(OptimizerProxy):
                 if parameter in old_state:
                     member = runtime.parameters.managed_param(parameter)
                     holder = None if member is None else self._holder_of(member.sharded)
-                    if values := self._cut_state_of(old_state[parameter], holder, group):
+                    if values := self._shard_state_of(old_state[parameter], holder, group):
                         inner.state[master] = values
         watching = runtime.mesh_info.counters.on_launch
         if watching is not None and not runtime.optimizers:  # if there are several optimizers, count steps once
@@ -198,15 +198,22 @@ class ShardedOptimizer(OptimizerProxy):
             self.before_update()
         if self.guard is not None and not self.guard(self):
             return loss
-        with self._runtime.refreshes.step() as refresh, self._groups_of_masters():
+        with self._runtime.refreshes.step() as refresh, self._use_masters_in_groups():
             names = {id(self._master_of[key]): member.name for key, member in self._member_at.items()}
 
             def update_all(take_step: Callable[[], Any]) -> None:
-                update(self.inner, self._owner_table, names, self._runtime, refresh, prepared(self.inner, take_step))
+                update_params(
+                    self.inner,
+                    self._owner_table,
+                    names,
+                    self._runtime,
+                    refresh,
+                    with_preparation(self.inner, take_step),
+                )
 
             step_without_global_hooks(self.inner, update_all)
         self._runtime.gradients.record_step(list(self._member_at.values()))
-        self._counted.take()
+        self._counted.count_step()
         self._runtime.gradients.settings.note_step(self._settings)
         return loss
 
@@ -214,14 +221,14 @@ class ShardedOptimizer(OptimizerProxy):
         """Return the hyperparameters of each group that must be the same on all ranks, sorted by name."""
         names = sorted(set(self.defaults) - set(HOW))
         return [
-            [(name, number(group[name])) for name in names if name in group and is_plain(group[name])]
+            [(name, to_float(group[name])) for name in names if name in group and is_comparable_on_host(group[name])]
             for group in self.param_groups
         ]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this optimizer's parameters, including gradients accumulated inside ``no_sync``."""
         self._runtime.scheduler.recover_interrupted_pass()
-        self._counted.forget(self.param_groups, self._runtime.gradients.backwards)
+        self._counted.record_zero_grad(self.param_groups, self._runtime.gradients.backwards)
         parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
         if set_to_none or self._runtime.gradients.failed:
             for parameter in parameters:
@@ -235,7 +242,7 @@ class ShardedOptimizer(OptimizerProxy):
         self._runtime.gradients.record_drop(list(self._member_at.values()))
 
     @contextmanager
-    def _groups_of_masters(self, rows_of: Callable[[Tensor], Tensor | None] = plain) -> Iterator[None]:
+    def _use_masters_in_groups(self, rows_of: Callable[[Tensor], Tensor | None] = plain) -> Iterator[None]:
         # See [Note: Parameter groups during a step].
         params_by_group = [group["params"] for group in self.param_groups]
         try:
@@ -244,7 +251,7 @@ class ShardedOptimizer(OptimizerProxy):
                     if master is not parameter:
                         master.grad = None if parameter.grad is None else rows_of(parameter.grad)
                 group["params"] = masters
-            with self._placeholders.replacing(self._without_rows(), self.inner.state):
+            with self._placeholders.replacing(self._masters_without_rows(), self.inner.state):
                 yield
         finally:
             for group, parameters, masters in zip(self.param_groups, params_by_group, self._masters, strict=True):
@@ -253,7 +260,7 @@ class ShardedOptimizer(OptimizerProxy):
                     if master is not parameter:
                         master.grad = None
 
-    def _without_rows(self) -> list[Tensor]:
+    def _masters_without_rows(self) -> list[Tensor]:
         """Return the empty masters that need placeholders during a step; see placeholders.py."""
         if is_elementwise_by_name(self.inner):
             return []
@@ -263,7 +270,7 @@ class ShardedOptimizer(OptimizerProxy):
     def call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the inner optimizer that may write to masters, such as ``train`` or ``eval``."""
         require_unedited(self.param_groups, self.inner.param_groups, self._shown)
-        self._owner_table.refuse(method.__name__)
+        self._owner_table.refuse_method(method.__name__)
         refusal = (
             f"{method.__name__}() was called inside EMA.swapped(), which would undo its writes. Leave the context first"
         )
@@ -273,7 +280,7 @@ class ShardedOptimizer(OptimizerProxy):
             partial(note_edits, parameters),
             refusal if ParamView.EMA in self._runtime.status.active_views else None,
         )
-        with self._groups_of_masters(reduced_grad_rows), writes:
+        with self._use_masters_in_groups(reduced_grad_rows), writes:
             return method(*args, **kwargs)
 
     # Groups
@@ -289,7 +296,7 @@ class ShardedOptimizer(OptimizerProxy):
         listed: list[Tensor] = []
         masters: list[Tensor] = []
         members: list[ManagedParam | None] = []
-        refuse_dtypes(self.inner, _trained(self._runtime, parameters))
+        refuse_dtypes(self.inner, _trainable_masters(self._runtime, parameters))
         for parameter in parameters:
             member = self._runtime.parameters.managed_param(parameter)
             if member is None and not self._runtime.parameters.is_ignored(parameter):
@@ -320,7 +327,7 @@ class ShardedOptimizer(OptimizerProxy):
         """Update the references to masters and owners after the layout has changed."""
         for key, member in self._member_at.items():
             self._master_of[key].data = member.master
-        self._owner_table.follow()
+        self._owner_table.update_owners()
 
     def _master_for(self, parameter: Tensor, member: ManagedParam | None) -> Tensor:
         if member is None:  # shard_model has ignored the parameter, so the optimizer updates it directly
@@ -364,7 +371,7 @@ class ShardedOptimizer(OptimizerProxy):
         """
         self._owner_table.refuse_numbered_state()
 
-        def with_numbers() -> dict[str, Any]:
+        def make_numbered() -> dict[str, Any]:
             state: dict[str, dict[str, Any]] = {}
             for group, names in self._named_groups():
                 entries = [(name, p, self._master_of[id(p)]) for name, p in zip(names, group["params"], strict=True)]
@@ -373,11 +380,11 @@ class ShardedOptimizer(OptimizerProxy):
                 for name, parameter, master in entries:
                     values = self.inner.state.get(master) or (next(initial) if parameter.requires_grad else {})
                     if values:
-                        state[name] = self._shown_state(parameter, values)
+                        state[name] = self._public_state(parameter, values)
             groups = [{"param_names": names, **group, "params": names} for group, names in self._named_groups()]
-            return numbered({"state": state, "param_groups": groups})
+            return to_numbered({"state": state, "param_groups": groups})
 
-        return self._with_hooks(with_numbers)
+        return self._run_state_dict_hooks(make_numbered)
 
     def state_dict_by_name(self) -> dict[str, Any]:
         """Return the state and the groups, with parameters identified by their names in the model.
@@ -401,15 +408,15 @@ class ShardedOptimizer(OptimizerProxy):
             optimizer.load_state_dict(state)
         """
 
-        def with_names() -> dict[str, Any]:
+        def make_named() -> dict[str, Any]:
             stored = ((p, self.inner.state[self._master_of[id(p)]]) for p in self.state)
-            state = {self._name(p): self._shown_state(p, values) for p, values in stored}
+            state = {self._name_of(p): self._public_state(p, values) for p, values in stored}
             groups = [{**group, "params": names} for group, names in self._named_groups()]
-            return {"state": self._owner_table.with_other_owners_state(state), "param_groups": groups}
+            return {"state": self._owner_table.gather_owner_state(state), "param_groups": groups}
 
-        return self._with_hooks(with_names)
+        return self._run_state_dict_hooks(make_named)
 
-    def _with_hooks(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def _run_state_dict_hooks(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state dict from `make`. Run the state-dict hooks before and after `make`."""
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -419,9 +426,9 @@ class ShardedOptimizer(OptimizerProxy):
             result = result if changed is None else changed
         return result
 
-    def _shown_state(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _public_state(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
         holder = self._holder_of(parameter)
-        return {key: show(value, holder) for key, value in values.items()}
+        return {key: to_public_value(value, holder) for key, value in values.items()}
 
     def _named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
         """Return each group with the names of its parameters."""
@@ -431,7 +438,7 @@ class ShardedOptimizer(OptimizerProxy):
         user_names: dict[str, str] = {}  # keyed by the name that the user passed
         for group, names in self._named_groups():
             user_names |= zip(group.get("param_names", names), names, strict=True)
-        return by_own_names(state_dict, [names for _, names in self._named_groups()], self._model, user_names)
+        return to_own_names(state_dict, [names for _, names in self._named_groups()], self._model, user_names)
 
     @torch.no_grad()
     def full_state_dict(self, *, cpu: bool = True, rank0_only: bool = True) -> dict[str, Any]:
@@ -472,7 +479,7 @@ class ShardedOptimizer(OptimizerProxy):
 
         by_name = self._rekey_to_param_names(self.state_dict_by_name())
         state = {name: tree_map(gathered, dict(by_name["state"][name])) for name in sorted(by_name["state"])}
-        return numbered({**by_name, "state": state}) if keeps else {}
+        return to_numbered({**by_name, "state": state}) if keeps else {}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
@@ -510,7 +517,7 @@ class ShardedOptimizer(OptimizerProxy):
             loaded = loaded if changed is None else changed
         loaded = self._rekey_to_param_names(loaded)
         groups = [self.saved_group(group, loaded["param_groups"]) for group in self.param_groups]
-        params_by_name = {self._name(p): (p, group) for group in self.param_groups for p in group["params"]}
+        params_by_name = {self._name_of(p): (p, group) for group in self.param_groups for p in group["params"]}
         if unexpected := sorted(set(loaded["state"]) - set(params_by_name)):
             raise ValueError(
                 f"the optimizer state has parameters that the optimizer does not have: {unexpected}. Load the state of "
@@ -520,26 +527,28 @@ class ShardedOptimizer(OptimizerProxy):
         for name, values in loaded["state"].items():
             parameter, group = params_by_name[name]
             holder = self._holder_of(parameter)
-            cut = self._cut_state_of(values, holder, group, copy=copy)
+            cut = self._shard_state_of(values, holder, group, copy=copy)
             if holder is None:
-                cut = {key: on(v, parameter) if isinstance(v, Tensor) and v.ndim else v for key, v in cut.items()}
+                cut = {
+                    key: to_device_of(v, parameter) if isinstance(v, Tensor) and v.ndim else v for key, v in cut.items()
+                }
             if group.get("fused") or group.get("capturable"):  # step counts must be on the parameter's device
-                cut = {key: on(value, self._master_of[id(parameter)]) for key, value in cut.items()}
-            if not isinstance(holder, OwnedParam) or holder.is_owned_here:
+                cut = {key: to_device_of(value, self._master_of[id(parameter)]) for key, value in cut.items()}
+            if not isinstance(holder, OwnedParam) or holder.is_owned_by_this_rank:
                 new_state[self._master_of[id(parameter)]] = cut
         self.inner.state.clear()
         self.inner.state.update(new_state)
         for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update({key: kept(group.get(key), value) for key, value in saved.items()})
+            group.update({key: load_setting(group.get(key), value) for key, value in saved.items()})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _cut_state_of(
+    def _shard_state_of(
         self, values: Mapping[str, Any], holder: Holder, group: Mapping[str, Any], *, copy: bool = True
     ) -> dict[str, Any]:
         if isinstance(holder, ManagedParam) and not holder.spec.shape:
             values = as_one_row(values, first_state(self.inner, group, holder.master))
-        return cut_state(values, holder, copy=copy)
+        return shard_state(values, holder, copy=copy)
 
     def saved_group(self, group: Mapping[str, Any], saved_groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the hyperparameters of the saved groups that contain the parameters of `group`.
@@ -547,7 +556,7 @@ class ShardedOptimizer(OptimizerProxy):
         Raises:
             ValueError: a parameter is in no saved group, or the saved groups have different hyperparameters.
         """
-        missing = {self._name(parameter) for parameter in group["params"]}
+        missing = {self._name_of(parameter) for parameter in group["params"]}
         names, merged = set(missing), None
         for saved in saved_groups:
             if not names & set(saved["params"]):
@@ -555,17 +564,17 @@ class ShardedOptimizer(OptimizerProxy):
             missing -= set(saved["params"])
             settings = {key: value for key, value in saved.items() if key not in ("params", "param_names", *HOW)}
             if merged is not None and (
-                different := sorted(key for key in merged | settings if differ(merged, settings, key))
+                different := sorted(key for key in merged | settings if settings_differ(merged, settings, key))
             ):
                 raise ValueError(
-                    f"the parameters {shortened(names)} are in one group, but they were saved in groups with different "
-                    f"{', '.join(different)}. Use the same groups as in the saved state"
+                    f"the parameters {shorten_names(names)} are in one group, but they were saved in groups with "
+                    f"different {', '.join(different)}. Use the same groups as in the saved state"
                 )
             merged = settings
         if missing:
             raise ValueError(
-                f"no saved parameter group contains {shortened(missing)}. Load the state of an optimizer with the same "
-                "parameters"
+                f"no saved parameter group contains {shorten_names(missing)}. Load the state of an optimizer with the "
+                "same parameters"
             )
         return merged or {}
 
@@ -576,11 +585,11 @@ class ShardedOptimizer(OptimizerProxy):
 
     def parameter_names(self, group: Mapping[str, Any]) -> list[str]:
         """Return the names that :meth:`state_dict_by_name` uses for the parameters of a group."""
-        return [self._name(parameter) for parameter in group["params"]]
+        return [self._name_of(parameter) for parameter in group["params"]]
 
     def state_by_name(self) -> dict[str, Mapping[str, Any]]:
         """Return the wrapped optimizer's state without a copy, keyed by the names in :meth:`state_dict_by_name`."""
-        return {self._name(p): self.inner.state[self._master_of[id(p)]] for p in self.state}
+        return {self._name_of(p): self.inner.state[self._master_of[id(p)]] for p in self.state}
 
     def owned(self, name: str) -> OwnedParam | None:
         """Return the owned parameter that :meth:`state_dict_by_name` calls `name`, or None if it has no owner."""
@@ -592,12 +601,12 @@ class ShardedOptimizer(OptimizerProxy):
         holder = None if member is None else self._holder_of(member.sharded)
         if not shape or holder is None:
             return None
-        return holder.span_of(shape) if isinstance(holder, OwnedParam) else holder.spec
+        return holder.state_spec(shape) if isinstance(holder, OwnedParam) else holder.spec
 
     def _holder_of(self, parameter: Tensor) -> Holder:
         return self._owner_table.owned.get(id(parameter)) or self._member_at.get(id(parameter))
 
-    def _name(self, parameter: Tensor) -> str:
+    def _name_of(self, parameter: Tensor) -> str:
         member = self._member_at.get(id(parameter))
         if member is not None:
             return member.name

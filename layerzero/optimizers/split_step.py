@@ -31,9 +31,9 @@ def step_param_by_param(optimizer: Optimizer, take_step: Callable[[], Any], turn
         turns: iterator over pairs of a group and a parameter. The parameter is full and has its gradient until the
             iterator advances.
     """
-    before = _Numbers(optimizer)
+    before = _NumbersSnapshot(optimizer)
     take_step()
-    after = _Numbers(optimizer)
+    after = _NumbersSnapshot(optimizer)
     groups = optimizer.param_groups
     try:
         for group, parameter in turns:
@@ -48,13 +48,13 @@ def step_param_by_param(optimizer: Optimizer, take_step: Callable[[], Any], turn
         after.put_back()
 
 
-class _Numbers:
+class _NumbersSnapshot:
     """Copy of the scalars that an optimizer stores outside of its parameter state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         shared_state = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
         tables = [*optimizer.param_groups, vars(optimizer), *(t for t in shared_state.values() if isinstance(t, dict))]
-        self._kept = [(table, {k: _copy(v) for k, v in table.items() if _is_number(v)}) for table in tables]
+        self._kept = [(table, {k: _copy_number(v) for k, v in table.items() if _is_number(v)}) for table in tables]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -62,10 +62,10 @@ class _Numbers:
             for key in [key for key, value in table.items() if _is_number(value) and key not in numbers]:
                 del table[key]
             for key, value in numbers.items():
-                _put(table, key, value)
+                _restore_value(table, key, value)
 
 
-def _put(table: MutableMapping[str, Any], key: str, value: Any) -> None:
+def _restore_value(table: MutableMapping[str, Any], key: str, value: Any) -> None:
     current = table.get(key)
     if (
         isinstance(current, Tensor)
@@ -75,7 +75,7 @@ def _put(table: MutableMapping[str, Any], key: str, value: Any) -> None:
     ):
         current.copy_(value)  # in place, because other code may refer to the tensor
     else:
-        table[key] = _copy(value)
+        table[key] = _copy_number(value)
 
 
 def _is_number(value: Any) -> bool:
@@ -86,7 +86,7 @@ def _is_number(value: Any) -> bool:
     return value is None or isinstance(value, (int, float, str, complex))
 
 
-def _copy(value: Any) -> Any:
+def _copy_number(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     return list(value) if isinstance(value, list) else value

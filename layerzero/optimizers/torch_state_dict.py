@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from layerzero.optimizers.compatibility import state_after_a_step
-from layerzero.optimizers.optimizer_state import shortened
+from layerzero.optimizers.optimizer_state import shorten_names
 
-__all__ = ["by_own_names", "first_state", "first_states", "numbered"]
+__all__ = ["first_state", "first_states", "to_numbered", "to_own_names"]
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _BEFORE_A_STEP = {"step": 0.0, "mu_product": 1.0}  # initial values of scalars that each step increments or multiplies
@@ -44,10 +44,10 @@ def first_states(inner: Optimizer, group: Mapping[str, Any], masters: Iterable[T
             steps = (state_after_a_step(inner, settings, device, gradient=0.0, value=value) for value in (0.0, 1.0))
             trials[device] = [state for state, _ in steps]
         of_zeros, of_ones = trials[device]
-        yield {key: _begun(key, value, of_ones.get(key), master) for key, value in of_zeros.items()}
+        yield {key: _initial_value(key, value, of_ones.get(key), master) for key, value in of_zeros.items()}
 
 
-def _begun(key: str, value: Any, of_ones: Any, master: Tensor) -> Any:
+def _initial_value(key: str, value: Any, of_ones: Any, master: Tensor) -> Any:
     """Return the initial value of a state entry, given its values after steps on parameters of zeros and of ones."""
     if isinstance(value, Tensor) and value.ndim:
         dtype = master.dtype if value.dtype is torch.float32 else value.dtype  # the trial's parameter was fp32
@@ -61,7 +61,7 @@ def _begun(key: str, value: Any, of_ones: Any, master: Tensor) -> Any:
     return torch.full_like(value, initial) if isinstance(value, Tensor) else type(value)(initial)
 
 
-def numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def to_numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a state dict with named parameters to the numbered form of ``torch.optim``."""
     names = [name for group in state_dict["param_groups"] for name in group["params"]]
     number = {name: index for index, name in enumerate(names)}
@@ -69,7 +69,7 @@ def numbered(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": {number[name]: values for name, values in state_dict["state"].items()}, "param_groups": groups}
 
 
-def by_own_names(
+def to_own_names(
     state_dict: Mapping[str, Any],
     own: Sequence[Sequence[str]],
     model: nn.Module,
@@ -108,9 +108,9 @@ def _names_of_numbers(
         names = {number: name for group in pairs for number, name in group}
         if unknown := sorted({name for name in names.values() if name not in aliases}):
             raise ValueError(
-                f"the param_names in the state contain {shortened(unknown)}, which the optimizer does not have. Load "
-                "the state of an optimizer with the same parameters. To load by number, remove param_names from the "
-                "groups of the state"
+                f"the param_names in the state contain {shorten_names(unknown)}, which the optimizer does not have. "
+                "Load the state of an optimizer with the same parameters. To load by number, remove param_names from "
+                "the groups of the state"
             )
         return {number: aliases[name] for number, name in names.items()}
     saved_sizes, own_sizes = [len(group["params"]) for group in groups], [len(names) for names in own_names]
@@ -133,11 +133,11 @@ def _aliases(model: nn.Module, own: Iterable[str]) -> dict[str, str]:
     for names in names_of.values():
         own_name = next((name for name in names if name in own_names), None)
         if own_name is not None:
-            aliases |= {alias: own_name for name in names for alias in (name, _without_wrappers(name))}
+            aliases |= {alias: own_name for name in names for alias in (name, _strip_wrappers(name))}
     return aliases
 
 
-def _without_wrappers(name: str) -> str:
+def _strip_wrappers(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from layerzero.dtensor.local_shard import LocalShard, plain
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
-from layerzero.optimizers.optimizer_copy import unhooked
+from layerzero.optimizers.optimizer_copy import unwrap_step
 
 __all__ = [
     "MasterKeyedState",
@@ -45,11 +45,11 @@ class StepCounter:
         self._stepped = True  # True if a step was taken since gradients were last zeroed
         self._backwards = 0  # number of backward passes when gradients were last zeroed
 
-    def take(self) -> None:
+    def count_step(self) -> None:
         self._counter["taken"] += 1
         self._stepped = True
 
-    def forget(self, groups: Iterable[Mapping[str, Any]], backwards: int) -> None:
+    def record_zero_grad(self, groups: Iterable[Mapping[str, Any]], backwards: int) -> None:
         """Record that gradients are being zeroed. Count a skipped step if no step has used the new gradients.
 
         Args:
@@ -99,9 +99,9 @@ def step_without_global_hooks(inner: Optimizer, update: Callable[[Callable[[], A
         update: function that receives a function that steps `inner`, and calls it one or more times. If `update` is
             None, step `inner` once.
     """
-    update = update or _at_once
+    update = update or _call_now
     replaced = vars(inner).get("step")
-    bare = unhooked(type(inner).step)
+    bare = unwrap_step(type(inner).step)
     if bare is type(inner).step or (replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched")):
         update(inner.step)  # a custom step, which is called unchanged
         return
@@ -123,7 +123,7 @@ def step_without_global_hooks(inner: Optimizer, update: Callable[[Callable[[], A
         post_hook(inner, args, kwargs)
 
 
-def _at_once(take_step: Callable[[], Any]) -> None:
+def _call_now(take_step: Callable[[], Any]) -> None:
     take_step()
 
 
@@ -171,7 +171,8 @@ def require_unedited(
         now = group["params"]
         if len(now) != len(parameters) or any(a is not b for a, b in zip(now, parameters, strict=True)):
             raise RuntimeError(
-                f"the parameters of group {index} were changed from {_shapes(parameters)} to {_shapes(now)}. {_WAY_OUT}"
+                f"the parameters of group {index} were changed from {_format_shapes(parameters)} to "
+                f"{_format_shapes(now)}. {_WAY_OUT}"
             )
 
 
@@ -182,7 +183,7 @@ _WAY_OUT = (
 )
 
 
-def _shapes(parameters: Sequence[Tensor]) -> str:
+def _format_shapes(parameters: Sequence[Tensor]) -> str:
     listed = ", ".join(str(list(parameter.shape)) for parameter in parameters[:4])
     return f"{len(parameters)} of shapes {listed}{', ...' if len(parameters) > 4 else ''}"
 
@@ -229,14 +230,14 @@ class WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable and not self._seen and self._writes(func, args, kwargs):
+        if func._schema.is_mutable and not self._seen and self._is_write(func, args, kwargs):
             if self._refusal is not None:
                 raise RuntimeError(self._refusal)
             self._seen = True
             self._on_first_write()
         return func(*args, **kwargs)
 
-    def _writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue

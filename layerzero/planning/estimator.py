@@ -16,7 +16,7 @@ from layerzero.comm.codecs import ParamRows
 from layerzero.comm.difference_codecs import Int4Difference
 from layerzero.config import LayerZeroConfig
 from layerzero.config.yaml_file import HOP2_CODECS, NAMED_REFRESH_CODECS
-from layerzero.estimates.memory_estimate import on_device
+from layerzero.estimates.memory_estimate import device_bytes
 from layerzero.estimates.specs import UnitSpec
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.compute_cost import ComputeCost
@@ -256,7 +256,7 @@ class Estimator:
     _memories: dict[Candidate, tuple[dict[str, int], int]] = field(default_factory=dict)
     _step_costs: dict[tuple[Candidate, int], StepCost] = field(default_factory=dict)
 
-    def on(self, cluster: Cluster) -> Estimator:
+    def with_cluster(self, cluster: Cluster) -> Estimator:
         """Return an estimator for the same model on another cluster.
 
         If the clusters differ only in the speed of the link between nodes, both share the estimates of memory.
@@ -282,13 +282,13 @@ class Estimator:
             shared_memory="off" if self.cluster.device == "cpu" else "auto",
         )
 
-    def row(self, choice: Candidate) -> Estimate:
+    def estimate(self, choice: Candidate) -> Estimate:
         cluster = self.cluster
         memory, peak = self._memory(replace(choice, micro_batches=1))
         activations = round(self.compute_cost.activation_bytes)
         if activations:
             memory = {**memory, "activations": activations}
-        host = sum(memory.values()) - on_device(memory)
+        host = sum(memory.values()) - device_bytes(memory)
         return Estimate(
             choice=choice,
             memory=memory,
@@ -309,7 +309,7 @@ class Estimator:
         return self._memories[choice]
 
     def _memory_of_units(self, choice: Candidate) -> tuple[dict[str, int], int]:
-        config, units = self.config(choice), self.planned(choice)
+        config, units = self.config(choice), self.unit_specs(choice)
         estimate = predicted_memory(units, config)
         optimizer_kind = "host_optimizer" if config.offload_optimizer else "optimizer"
         memory = {**estimate.kinds, optimizer_kind: optimizer_bytes(units, _STATE)}
@@ -342,7 +342,7 @@ class Estimator:
         """Return the number of ranks over which a scheme other than layerzero shards gradients."""
         return self.cluster.ranks if choice.scheme == "FSDP2" else choice.zero3_size
 
-    def planned(self, choice: Candidate) -> list[UnitSpec]:
+    def unit_specs(self, choice: Candidate) -> list[UnitSpec]:
         key = replace(choice, micro_batches=1)
         if key not in self._units:
             traits = traits_of(
@@ -384,13 +384,13 @@ class Estimator:
         micro-batch. A device waits only for the reductions of the last one, so the estimate is slightly too long.
         """
         simulated_count = min(choice.micro_batches, 3)
-        simulated = self._simulated(choice, simulated_count)
+        simulated = self._simulate_step(choice, simulated_count)
         if choice.micro_batches <= simulated_count:
             return simulated
-        difference = simulated.plus(self._simulated(choice, simulated_count - 1), -1.0)
+        difference = simulated.plus(self._simulate_step(choice, simulated_count - 1), -1.0)
         return simulated.plus(difference, choice.micro_batches - simulated_count)
 
-    def _simulated(self, choice: Candidate, micro_batches: int) -> StepCost:
+    def _simulate_step(self, choice: Candidate, micro_batches: int) -> StepCost:
         key = replace(choice, micro_batches=1), micro_batches
         if key not in self._step_costs:
             machine, program = self.program(replace(choice, micro_batches=micro_batches))
@@ -411,13 +411,13 @@ class Estimator:
                 compute=self.param_dtype.itemsize,
                 reduce=choice.reduce_dtype.itemsize,
                 shards_states=shards_states,
-                update=self._update(
+                update=self._update_seconds(
                     sum(cost.numel for cost in self.unit_costs()) / (cluster.ranks if shards_states else num_shards),
                     in_host=False,
                 ),
             )
             return cluster.machine(num_shards), list(fsdp_program(self.unit_costs(), settings, steps=_STEPS))
-        unit_costs = self.unit_costs(self.planned(choice)) if choice.scheme == LAYERZERO else self.unit_costs()
+        unit_costs = self.unit_costs(self.unit_specs(choice)) if choice.scheme == LAYERZERO else self.unit_costs()
         own_numel = sum(cost.numel for cost in unit_costs) / cluster.ranks
         encoding, decoding = _REFRESH_CODING[choice.refresh_codec] if choice.refresh_codec else (math.inf, math.inf)
         schedule = ScheduleSettings(
@@ -437,7 +437,7 @@ class Estimator:
             offload_params=choice.offload_params,
             ends_stay_gathered=cluster.device != "cpu",
             adds_hop1=cluster.device == "cpu",
-            update=self._update(own_numel, in_host=choice.offload_optimizer),
+            update=self._update_seconds(own_numel, in_host=choice.offload_optimizer),
             memory_speed=cluster.memory_speed * 1e9,
         )
         return cluster.machine(choice.zero3_size), list(layerzero_program(unit_costs, schedule, steps=_STEPS))
@@ -463,7 +463,7 @@ class Estimator:
         codec = NAMED_REFRESH_CODECS[choice.refresh_codec]
         return codec.message_bytes(2**20) / 2**20 if isinstance(codec, Int4Difference) else _LOSSLESS_BITS / 8
 
-    def _update(self, numel: float, *, in_host: bool) -> float:
+    def _update_seconds(self, numel: float, *, in_host: bool) -> float:
         """Return the time in seconds that AdamW needs to update `numel` elements."""
         speed = self.cluster.host_memory_speed / self.cluster.accelerators if in_host else self.cluster.memory_speed
         return 4 * _UPDATED * numel / (speed * 1e9)

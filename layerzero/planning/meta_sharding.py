@@ -27,7 +27,7 @@ __all__ = ["MetaSharding", "optimizer_bytes", "predicted_memory", "traits_of"]
 _STEP = 4  # size of a step counter in bytes
 
 
-class _OnPaper:
+class _MetaMesh:
     """Stand-in for a DeviceMesh that has only the attribute ``mesh``."""
 
     mesh = torch.tensor([0])
@@ -59,7 +59,7 @@ class MetaSharding:
                 f"parameter {odd[0]!r} is a DTensor, which plan does not support. Pass a model with the parameters of "
                 "one rank"
             )
-        mesh = cast(DeviceMesh, _OnPaper())
+        mesh = cast(DeviceMesh, _MetaMesh())
         self.plans = partition(
             model, config.units, mesh_of=lambda name, module: mesh, ignored_modules=config.ignored_modules
         )

@@ -15,12 +15,12 @@ from layerzero.planning.plan_report import (
     HEADER,
     Plan,
     call_text,
-    cells,
     count_text,
     group_size,
     links_text,
     parts_text,
     reduce_text,
+    row_cells,
     settings_text,
     short_settings,
     shown_rows,
@@ -28,7 +28,7 @@ from layerzero.planning.plan_report import (
     yaml_text,
 )
 from layerzero.planning.simulator import simulate
-from layerzero.utils.text_tables import rate, seconds, size
+from layerzero.utils.text_tables import seconds_text, si_text, size_text
 
 try:
     import matplotlib
@@ -100,7 +100,7 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
     sections = [
         ("Peak memory of an accelerator", memory),
         (
-            f"A step of {_name(row)}",
+            f"A step of {_row_name(row)}",
             f'{step}<p class="note">The figure shows the first and the last of {row.choice.micro_batches} '
             "micro-batches. The refresh at the left belongs to the previous step. "
             f"{escape(waits)}.</p>",
@@ -117,8 +117,8 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
         sections.append(("To paste", snippets))
     parts = [
         "<h1>Plan</h1>",
-        f'<p class="answer{"" if plan.best else " none"}">{escape(_answer(plan))}</p>',
-        f"<p>{rate(plan.numel)} parameters in {count_text(plan.units, 'unit')}; {count_text(cluster.nodes, 'node')} "
+        f'<p class="answer{"" if plan.best else " none"}">{escape(_answer_sentence(plan))}</p>',
+        f"<p>{si_text(plan.numel)} parameters in {count_text(plan.units, 'unit')}; {count_text(cluster.nodes, 'node')} "
         f"&times; {count_text(cluster.accelerators, 'accelerator')} of {cluster.memory:.4g} GB, "
         f"{cluster.node_link_text}; "
         f"{speeds_text(plan)}.</p>",
@@ -139,7 +139,7 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
     return f"{head}<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
 
 
-def _answer(plan: Plan) -> str:
+def _answer_sentence(plan: Plan) -> str:
     """Return one sentence: the recommended settings, the fastest other scheme that fits, and the memory of both.
 
     The other scheme has the same number of micro-batches, but may reduce gradients in another dtype.
@@ -147,8 +147,8 @@ def _answer(plan: Plan) -> str:
     best = plan.best
     if best is None:
         return plan.why
-    sentence = f"Use {settings_text(best.choice)}: a simulated step takes {seconds(best.step)}"
-    memory = f"{size(best.peak)} of {size(plan.cluster.room)}"
+    sentence = f"Use {settings_text(best.choice)}: a simulated step takes {seconds_text(best.step)}"
+    memory = f"{size_text(best.peak)} of {size_text(plan.cluster.room)}"
     count = best.choice.micro_batches
     rivals = [each for each in plan.other_schemes if each.fits and each.choice.micro_batches == count]
     fastest = min(rivals, key=lambda each: each.step, default=None)
@@ -157,7 +157,8 @@ def _answer(plan: Plan) -> str:
     change = f"{abs(best.step / fastest.step - 1):.1%}"
     other = f"{_scheme_name(fastest.choice)} and {reduce_text(fastest.choice)} gradients"
     compared = f"{change} {'less' if best.step < fastest.step else 'more'} than with {other}"
-    return f"{sentence}, {compared}, the fastest other scheme that fits, and {memory} instead of {size(fastest.peak)}."
+    peak = size_text(fastest.peak)
+    return f"{sentence}, {compared}, the fastest other scheme that fits, and {memory} instead of {peak}."
 
 
 def _is_comparable(one: Estimate, other: Estimate) -> bool:
@@ -166,7 +167,7 @@ def _is_comparable(one: Estimate, other: Estimate) -> bool:
     return (first.micro_batches, first.reduce_dtype) == (second.micro_batches, second.reduce_dtype)
 
 
-def _name(row: Estimate) -> str:
+def _row_name(row: Estimate) -> str:
     """Return a name of the row that no other row of a figure has."""
     choice = row.choice
     if choice.scheme == LAYERZERO:
@@ -180,7 +181,7 @@ def _scheme_name(choice: Candidate) -> str:
     return choice.scheme if shared is None else f"{choice.scheme} S={shared}"
 
 
-def _figure(height: float) -> Figure:
+def _new_figure(height: float) -> Figure:
     return Figure(figsize=(5.6, height), layout="constrained")
 
 
@@ -189,7 +190,7 @@ def _ticks(axis: Axis, *, most: int = 6) -> None:
     axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10]))
 
 
-def _scaled(longest: float) -> tuple[str, float]:
+def _time_unit(longest: float) -> tuple[str, float]:
     """Return the unit of a time axis, and how many of these units a second has."""
     return ("s", 1.0) if longest >= 1 else ("ms", 1e3)
 
@@ -208,11 +209,11 @@ def _plot_memory(rows: Sequence[Estimate], plan: Plan) -> str:
     bars = {}
     for row in rows:
         kinds = {kind: nbytes for kind, nbytes in row.memory.items() if not kind.startswith("host_")}
-        bars[_name(row)] = {
+        bars[_row_name(row)] = {
             **kinds,
             "gathered at the peak": max(0, row.peak - sum(kinds.values())),
         }
-    figure = _figure(1.8 + 0.32 * len(bars))
+    figure = _new_figure(1.8 + 0.32 * len(bars))
     axes = figure.subplots()
     axes.set_prop_cycle(color=matplotlib.colormaps["tab20"].colors)  # type: ignore[attr-defined]
     bar_ends = [0.0] * len(bars)
@@ -220,9 +221,11 @@ def _plot_memory(rows: Sequence[Estimate], plan: Plan) -> str:
         widths = [kinds.get(kind, 0) / 1e9 for kinds in bars.values()]
         bars_of_kind = axes.barh(list(bars), widths, left=bar_ends, label=kind)
         bar_ends = [start + width for start, width in zip(bar_ends, widths, strict=True)]
-    axes.bar_label(bars_of_kind, [size(row.peak) for row in rows], padding=3)  # at the ends of the last parts
+    axes.bar_label(bars_of_kind, [size_text(row.peak) for row in rows], padding=3)  # at the ends of the last parts
     limit = plan.cluster.room / 1e9
-    axes.axvline(limit, color="red", linestyle="--", label=f"{size(plan.cluster.room)} of {plan.cluster.memory:g} GB")
+    axes.axvline(
+        limit, color="red", linestyle="--", label=f"{size_text(plan.cluster.room)} of {plan.cluster.memory:g} GB"
+    )
     axes.set_xlim(0, max(1.25 * max(bar_ends), 1.05 * limit))
     axes.invert_yaxis()
     axes.set_xlabel("GB")
@@ -239,8 +242,8 @@ def _plot_step(plan: Plan, row: Estimate) -> str:
     outcome = simulate(program, machine)
     start, end = outcome.step_start, outcome.step_ends[-1]
     spans = [span for span in outcome.spans if span.what in _TIMELINE and span.end > start and span.start < end]
-    unit, scale = _scaled(end - start)
-    figure = _figure(3)
+    unit, scale = _time_unit(end - start)
+    figure = _new_figure(3)
     axes = figure.subplots()
     for line, kind in dict.fromkeys(_TIMELINE.values()):
         intervals = [(max(span.start, start), span.end) for span in spans if _TIMELINE[span.what] == (line, kind)]
@@ -256,7 +259,7 @@ def _plot_step(plan: Plan, row: Estimate) -> str:
 
 def _plot_nodes(plan: Plan, row: Estimate, others: Sequence[Estimate], nodes: Sequence[int]) -> str:
     """Plot the time per micro-batch against the number of nodes, for a row and the baselines."""
-    figure = _figure(3.5)
+    figure = _new_figure(3.5)
     axes = figure.subplots()
     lines = {}
     for estimate in (row, *others):
@@ -267,7 +270,7 @@ def _plot_nodes(plan: Plan, row: Estimate, others: Sequence[Estimate], nodes: Se
             for at_nodes in plan.over_nodes([count], choice)
         ]
         lines[_scheme_name(choice)] = points_of_row
-    unit, scale = _scaled(max((step for points in lines.values() for _, step in points), default=0.0))
+    unit, scale = _time_unit(max((step for points in lines.values() for _, step in points), default=0.0))
     for name, points in lines.items():
         axes.plot([count for count, _ in points], [scale * step for _, step in points], marker="o", label=name)
     axes.set_xscale("log", base=2)
@@ -284,5 +287,5 @@ def _table(rows: Sequence[Estimate], best: Estimate | None) -> str:
     lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in HEADER) + "</tr>"]
     for row in rows:
         kind = ' class="best"' if row is best else "" if row.fits else ' class="over"'
-        lines.append(f"<tr{kind}>" + "".join(f"<td>{escape(value)}</td>" for value in cells(row)) + "</tr>")
+        lines.append(f"<tr{kind}>" + "".join(f"<td>{escape(value)}</td>" for value in row_cells(row)) + "</tr>")
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'

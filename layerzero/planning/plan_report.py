@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from layerzero.config import OFFLOADS, LayerZeroConfig
 from layerzero.config.yaml_file import HOP2_CODECS, NAMED_REFRESH_CODECS, dtype_named
-from layerzero.estimates.memory_estimate import on_device
+from layerzero.estimates.memory_estimate import device_bytes
 from layerzero.planning.cluster import Cluster
 from layerzero.planning.estimator import (
     ALIKE_TEXT,
@@ -27,7 +27,7 @@ from layerzero.planning.estimator import (
     simplest_fast_row,
 )
 from layerzero.planning.site_estimate import SiteEstimate, estimate_sites
-from layerzero.utils.text_tables import rate, seconds, size, table
+from layerzero.utils.text_tables import seconds_text, si_text, size_text, table
 
 __all__ = [
     "COLUMNS_TEXT",
@@ -35,12 +35,12 @@ __all__ = [
     "LinkComparison",
     "Plan",
     "call_text",
-    "cells",
     "count_text",
     "group_size",
     "links_text",
     "parts_text",
     "reduce_text",
+    "row_cells",
     "settings_text",
     "short_settings",
     "shown_rows",
@@ -115,15 +115,15 @@ class Plan:
         best = self.best
         if best is None:
             closest = self.rows[0]
-            excess = [size(closest.excess)] if closest.excess else []
-            excess += [f"{size(closest.host_excess)} of host memory a node"] if closest.host_excess else []
+            excess = [size_text(closest.excess)] if closest.excess else []
+            excess += [f"{size_text(closest.host_excess)} of host memory a node"] if closest.host_excess else []
             return (
                 f"No settings fit. The closest are {settings_text(closest.choice)}, which lack {' and '.join(excess)}. "
                 "Shorter micro-batches, recompute, a larger zero3_size or more nodes reduce memory."
             )
         computing = best.parts.get("forward", 0.0) + best.parts.get("backward", 0.0)
         num_too_large = sum(not row.fits for row in self.rows)
-        free = size(max(0.0, self.cluster.room - best.peak))
+        free = size_text(max(0.0, self.cluster.room - best.peak))
         sentence = (
             f"Recommended: {settings_text(best.choice)}. {RULE} "
             f"{computing / best.step:.0%} of a step is forward and backward, and {free} of an accelerator are free."
@@ -150,7 +150,7 @@ class Plan:
         """
         if self.best is None:
             return []
-        units = self.estimator.planned(self.best.choice)
+        units = self.estimator.unit_specs(self.best.choice)
         return list(estimate_sites(self.best, units, sites=sites, between=between, every=every, fragments=fragments))
 
     def over_nodes(self, nodes: Sequence[int], choice: Candidate) -> Iterator[Estimate]:
@@ -159,9 +159,9 @@ class Plan:
         A number of nodes is skipped if the ``zero3_size`` of `choice` does not divide the number of ranks.
         """
         for count in nodes:
-            estimator = self.estimator.on(replace(self.cluster, nodes=count))
+            estimator = self.estimator.with_cluster(replace(self.cluster, nodes=count))
             if estimator.cluster.ranks % choice.zero3_size == 0:
-                yield estimator.row(choice)
+                yield estimator.estimate(choice)
 
     @cached_property
     def links(self) -> tuple[LinkComparison, ...]:
@@ -179,12 +179,14 @@ class Plan:
         comparisons = []
         for between in sorted({own_link, *(each * self.cluster.accelerators for each in _LINKS)}):
             estimator = (
-                self.estimator if between == own_link else self.estimator.on(replace(self.cluster, between=between))
+                self.estimator
+                if between == own_link
+                else self.estimator.with_cluster(replace(self.cluster, between=between))
             )
             schemes: dict[str, Estimate | None] = {}
             for scheme in (LAYERZERO, *OTHER_SCHEMES):
                 schemes[scheme] = simplest_fast_row(
-                    estimator.row(row.choice) for row in fitting if row.choice.scheme == scheme
+                    estimator.estimate(row.choice) for row in fitting if row.choice.scheme == scheme
                 )
             comparisons.append(LinkComparison(between, schemes))
         return tuple(comparisons)
@@ -226,17 +228,17 @@ class Plan:
         fitting = sum(row.fits for row in self.rows)
         rows = self.rows if every_row else shown_rows(self)
         lines = [
-            f"{rate(self.numel)} parameters in {count_text(self.units, 'unit')}, including the root; "
+            f"{si_text(self.numel)} parameters in {count_text(self.units, 'unit')}, including the root; "
             f"{count_text(cluster.nodes, 'node')} x {count_text(cluster.accelerators, 'accelerator')} of "
             f"{cluster.memory:.4g} GB, {cluster.node_link_text}",
             speeds_text(self),
-            f"{fitting} of {len(self.rows)} settings fit into {size(cluster.room)}"
+            f"{fitting} of {len(self.rows)} settings fit into {size_text(cluster.room)}"
             + ("" if every_row else f"; the {len(rows)} {'fastest' if fitting else 'closest'}:"),
             "",
-            table(HEADER, [cells(row) for row in rows]),
+            table(HEADER, [row_cells(row) for row in rows]),
             "",
             "other schemes, by formulas and models:",
-            table(HEADER, [cells(row) for row in self.other_schemes]),
+            table(HEADER, [row_cells(row) for row in self.other_schemes]),
             "",
             *([links, ""] if (links := links_text(self)) else ()),
         ]
@@ -255,12 +257,18 @@ class Plan:
         return self.as_text()
 
 
-def cells(row: Estimate) -> tuple[str, ...]:
+def row_cells(row: Estimate) -> tuple[str, ...]:
     """Return the table cells of a row, in the order of :data:`HEADER`."""
     choice = row.choice
     of_layerzero = choice.scheme == LAYERZERO
     room = row.room - row.peak
-    room_text = f"-{size(-room)}" if room < 0 else f"host -{size(row.host_excess)}" if row.host_excess else size(room)
+    room_text = (
+        f"-{size_text(-room)}"
+        if room < 0
+        else f"host -{size_text(row.host_excess)}"
+        if row.host_excess
+        else size_text(room)
+    )
     return (
         choice.scheme,
         str(group_size(choice) or ""),
@@ -268,14 +276,14 @@ def cells(row: Estimate) -> tuple[str, ...]:
         choice.offload if of_layerzero else "",
         reduce_text(choice),
         str(choice.micro_batches),
-        size(row.peak),
+        size_text(row.peak),
         room_text,
-        size(row.host),
-        size(row.sent["zero3"]),
-        size(row.sent["replica"]),
-        size(row.between),
-        seconds(row.step),
-        rate(row.tokens),
+        size_text(row.host),
+        size_text(row.sent["zero3"]),
+        size_text(row.sent["replica"]),
+        size_text(row.between),
+        seconds_text(row.step),
+        si_text(row.tokens),
     )
 
 
@@ -321,7 +329,7 @@ def links_text(plan: Plan) -> str:
     """Return a table with the steps of all schemes at several speeds of the link, or an empty string for one node."""
 
     def cell(row: Estimate | None) -> str:
-        return "does not fit" if row is None else f"{seconds(row.step)}, {rate(row.tokens)}"
+        return "does not fit" if row is None else f"{seconds_text(row.step)}, {si_text(row.tokens)}"
 
     if not plan.links:
         return ""
@@ -384,10 +392,10 @@ def speeds_text(plan: Plan) -> str:
 
 def _kinds_text(row: Estimate) -> str:
     remarks = {"activations": "estimated", "reduce_buffer": "in backward"}
-    kinds = [(kind, size(nbytes), remarks.get(kind, "")) for kind, nbytes in row.memory.items() if nbytes]
-    if (gathered := row.peak - on_device(row.memory)) > 0:
-        kinds.append(("gathered units", size(gathered), "at the peak"))
-    return table(("kind", "between steps", ""), [*kinds, ("peak of a step", size(row.peak), "")])
+    kinds = [(kind, size_text(nbytes), remarks.get(kind, "")) for kind, nbytes in row.memory.items() if nbytes]
+    if (gathered := row.peak - device_bytes(row.memory)) > 0:
+        kinds.append(("gathered units", size_text(gathered), "at the peak"))
+    return table(("kind", "between steps", ""), [*kinds, ("peak of a step", size_text(row.peak), "")])
 
 
 def parts_text(row: Estimate) -> str:
@@ -400,8 +408,8 @@ def parts_text(row: Estimate) -> str:
         "launch": "launches",
     }
     parts = sorted(row.parts.items(), key=lambda part: -part[1])
-    texts = [f"{named.get(name, f'waiting for {name}')} {seconds(value)}" for name, value in parts if value > 1e-6]
-    return f"a step of {seconds(row.step)}: " + ", ".join(texts)
+    texts = [f"{named.get(name, f'waiting for {name}')} {seconds_text(value)}" for name, value in parts if value > 1e-6]
+    return f"a step of {seconds_text(row.step)}: " + ", ".join(texts)
 
 
 def settings_text(choice: Candidate) -> str:

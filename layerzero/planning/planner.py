@@ -116,9 +116,11 @@ def plan(
             "sequence"
         )
     dtype = dtype_named("param_dtype", param_dtype)
-    counts = sorted(_values("micro_batches", micro_batches, "numbers of at least 1", _is_count))
-    modes = _values("accumulations", accumulations, _listed(ACCUMULATIONS), lambda mode: mode in ACCUMULATIONS)
-    reduce_values = _values("reduce_dtypes", reduce_dtypes, "dtypes or their names", lambda value: True)
+    counts = sorted(_distinct_values("micro_batches", micro_batches, "numbers of at least 1", _is_count))
+    modes = _distinct_values(
+        "accumulations", accumulations, _list_names(ACCUMULATIONS), lambda mode: mode in ACCUMULATIONS
+    )
+    reduce_values = _distinct_values("reduce_dtypes", reduce_dtypes, "dtypes or their names", lambda value: True)
     reduce = list(dict.fromkeys(dtype_named("an element of reduce_dtypes", value) for value in reduce_values))
     tried = _TriedSettings(
         modes,
@@ -130,7 +132,7 @@ def plan(
         counts,
     )
     shape = _shape_of(model)
-    built = _built(model if shape is None else shape)
+    built = _build_model(model if shape is None else shape)
     if units is None:
         units = shape.units if shape is not None else "auto" if block_classes(built) else None
     unit_text = "" if shape is None else "Block" if isinstance(model, TransformerShape) else "auto"
@@ -142,21 +144,23 @@ def plan(
         cost = replace(cost, activation_bytes=activation_bytes) if activation_bytes else cost
     else:
         cost = ComputeCost.of_units(sharding.plans, tokens, recompute=recompute, activation_bytes=activation_bytes)
-    estimator = Estimator(sharding, cost, cluster, dtype, units, unit_text, on_estimate or _nothing)
+    estimator = Estimator(sharding, cost, cluster, dtype, units, unit_text, on_estimate or _do_nothing)
     tried.check(estimator)
 
     def rows_of(size: int) -> list[Estimate]:
         rows: list[Estimate] = []
         for choice in tried.choices(size, cluster.ranks):
-            rows.append(estimator.row(choice))
+            rows.append(estimator.estimate(choice))
             if offload or (offload is None and not rows[-1].fits):
                 combined = [
                     replace(choice, offload_grads=grads, offload_optimizer=optimizer)
                     for grads, optimizer in ((True, False), (False, True), (True, True))
                 ]
-                estimates = [estimator.row(each) for each in combined]
+                estimates = [estimator.estimate(each) for each in combined]
                 if offload or not any(row.fits for row in estimates):
-                    estimates += [estimator.row(replace(each, offload_params=True)) for each in (choice, *combined)]
+                    estimates += [
+                        estimator.estimate(replace(each, offload_params=True)) for each in (choice, *combined)
+                    ]
                 rows += estimates
         return rows
 
@@ -173,7 +177,7 @@ def plan(
     for name in OTHER_SCHEMES:
         for size in groups.get(name, [cluster.accelerators, *_sizes_beyond_a_node(cluster)]):
             estimates = [
-                estimator.row(Candidate(name, size, "full", reduce_dtype=wire, micro_batches=count))
+                estimator.estimate(Candidate(name, size, "full", reduce_dtype=wire, micro_batches=count))
                 for count in counts
                 for wire in reduce
             ]
@@ -186,7 +190,7 @@ def plan(
     )
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
@@ -208,7 +212,7 @@ class _TriedSettings:
         # With one replica, there is no hop 2, and no refresh between ranks.
         between = list(itertools.product(self.replica_reduce_dtypes, self.hop2_codecs, self.refresh_codecs))
         combinations = itertools.product(
-            _distinct(self.accumulations, zero3_size, replicas),
+            _distinct_modes(self.accumulations, zero3_size, replicas),
             self.reduce_dtypes,
             between if replicas > 1 else [(None, None, None)],
             self.accumulation_dtypes,
@@ -267,7 +271,7 @@ def _sizes_to_try(requested: Iterable[int] | None, cluster: Cluster) -> list[int
     if requested is None:
         node = cluster.accelerators
         return sorted({*(size for size in range(1, node + 1) if node % size == 0), cluster.ranks})
-    sizes = sorted(_values("zero3_sizes", requested, "numbers of at least 1", _is_count))
+    sizes = sorted(_distinct_values("zero3_sizes", requested, "numbers of at least 1", _is_count))
     if invalid := [size for size in sizes if cluster.ranks % size]:
         raise ValueError(
             f"zero3_size={invalid[0]} does not divide the {cluster.ranks} ranks of the cluster. Use a divisor"
@@ -275,7 +279,7 @@ def _sizes_to_try(requested: Iterable[int] | None, cluster: Cluster) -> list[int
     return sizes
 
 
-def _values(name: str, given: Iterable[T], expected: str, is_supported: Callable[[T], bool]) -> list[T]:
+def _distinct_values(name: str, given: Iterable[T], expected: str, is_supported: Callable[[T], bool]) -> list[T]:
     """Return the distinct values in an argument that lists values to try.
 
     Raises:
@@ -288,7 +292,7 @@ def _values(name: str, given: Iterable[T], expected: str, is_supported: Callable
     return list(dict.fromkeys(values))
 
 
-def _listed(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
@@ -297,16 +301,18 @@ def _is_count(value: object) -> bool:
 
 
 def _dtypes(name: str, given: Iterable[torch.dtype | str | None]) -> list[torch.dtype | None]:
-    values = _values(name, given, "dtypes, their names or None (`none` on the command line)", lambda value: True)
+    values = _distinct_values(
+        name, given, "dtypes, their names or None (`none` on the command line)", lambda value: True
+    )
     dtypes = [None if value is None else dtype_named(f"an element of {name}", value) for value in values]
     return list(dict.fromkeys(dtypes))
 
 
 def _codecs(name: str, given: Iterable[str | None], known: Iterable[str]) -> list[str | None]:
-    return _values(
+    return _distinct_values(
         name,
         given,
-        f"{_listed(known)} or None (`none` on the command line)",
+        f"{_list_names(known)} or None (`none` on the command line)",
         lambda value: value is None or (isinstance(value, str) and value in known),
     )
 
@@ -316,7 +322,7 @@ def _sizes_beyond_a_node(cluster: Cluster) -> list[int]:
     return [cluster.accelerators * count for count in range(2, cluster.nodes) if cluster.nodes % count == 0]
 
 
-def _distinct(modes: Sequence[str], zero3_size: int, replicas: int) -> list[str]:
+def _distinct_modes(modes: Sequence[str], zero3_size: int, replicas: int) -> list[str]:
     """Return the values of `accumulation` in `modes`, without values equivalent to an earlier value on this mesh."""
     grid = ShardGrid.of_rank(0, data_parallel=zero3_size * replicas, zero3_size=zero3_size)
     dtypes = Precision(torch.float32, torch.float32, torch.float32, torch.float32)
@@ -335,7 +341,7 @@ def _shape_of(model: Model) -> TransformerShape | None:
     return None
 
 
-def _built(model: Any) -> nn.Module:
+def _build_model(model: Any) -> nn.Module:
     if isinstance(model, TransformerShape):
         return model.build()
     if isinstance(model, nn.Module):

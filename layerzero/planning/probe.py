@@ -116,7 +116,7 @@ def _run_probe(mesh_info: MeshInfo, nbytes: int, dtype: torch.dtype) -> ProbeRes
         )
     comm = inside_comm if inside_comm.size > 1 else between_comm
     if comm.size > 1:
-        measured["launch"] = 1e6 * _launch(comm, device, synchronize)
+        measured["launch"] = 1e6 * _launch_seconds(comm, device, synchronize)
     measured["tflops"] = _flops(device, dtype, synchronize) / 1e12
     measured |= _memory(device, mesh_info.zero3_size, nbytes, synchronize)
     worst = _slowest(measured, mesh_info.control_comms)
@@ -140,13 +140,13 @@ def _synchronizer(comms: Sequence[Communicator]) -> Callable[[], None]:
     """Return a function that synchronizes all ranks."""
     buffer = torch.zeros(1)
 
-    def meet() -> None:
+    def synchronize() -> None:
         reduce_over(comms, buffer, dist.ReduceOp.SUM, Collective.METADATA)
 
-    return meet
+    return synchronize
 
 
-def _seconds(operation: Callable[[], object], device: torch.device, synchronize: Callable[[], None]) -> float:
+def _median_seconds(operation: Callable[[], object], device: torch.device, synchronize: Callable[[], None]) -> float:
     """Return the median duration, in seconds, of an operation that all ranks run at once.
 
     The first round is a warm-up and does not count.
@@ -180,8 +180,8 @@ def _link(
     comm: Communicator, nbytes: int, device: torch.device, synchronize: Callable[[], None]
 ) -> tuple[float, float]:
     numel = _numel(nbytes, comm.size)
-    small = _seconds(_gather(comm, _SMALL, device), device, synchronize)
-    large = _seconds(_gather(comm, numel, device), device, synchronize)
+    small = _median_seconds(_gather(comm, _SMALL, device), device, synchronize)
+    large = _median_seconds(_gather(comm, numel, device), device, synchronize)
     return latency_and_bandwidth(small, large, ranks=comm.size, sent=4 * numel * (comm.size - 1))
 
 
@@ -198,7 +198,7 @@ def _processor_per_byte(comm: Communicator, nbytes: int, device: torch.device) -
     return (time.process_time() - began) / (_ROUNDS * 4 * numel * (comm.size - 1))
 
 
-def _launch(comm: Communicator, device: torch.device, synchronize: Callable[[], None]) -> float:
+def _launch_seconds(comm: Communicator, device: torch.device, synchronize: Callable[[], None]) -> float:
     """Return the median time that the host needs to launch a collective, in seconds."""
     out = torch.ones(comm.size, device=device)
     shard = torch.ones(1, device=device)
@@ -225,7 +225,7 @@ def _flops(device: torch.device, dtype: torch.dtype, synchronize: Callable[[], N
         unit(batch).sum().backward()
 
     with torch.enable_grad():
-        return 6 * 8 * width * width * tokens / _seconds(step, device, synchronize)
+        return 6 * 8 * width * width * tokens / _median_seconds(step, device, synchronize)
 
 
 def _memory(device: torch.device, ranks: int, nbytes: int, synchronize: Callable[[], None]) -> dict[str, float]:
@@ -237,14 +237,16 @@ def _memory(device: torch.device, ranks: int, nbytes: int, synchronize: Callable
     host = _host_bytes() / 1e9
     source = torch.ones(nbytes // 4, device=device)
     target = torch.empty_like(source)
-    speed = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device, synchronize) / 1e9
+    speed = 2 * source.nbytes / _median_seconds(lambda: target.copy_(source), device, synchronize) / 1e9
     if device.type == "cpu":
         speeds = {"memory_speed": speed, "host_memory_speed": speed * ranks}
         return {"memory": host / ranks, "reserve": 0.0, "host_memory": host, **speeds}
     on_host: Tensor = host_memory(len(source), source.dtype, device=device)
     second = torch.empty_like(on_host)
-    copied = _seconds(lambda: on_host.copy_(source, non_blocking=True), device, synchronize)
-    in_host = 2 * second.nbytes * ranks / _seconds(lambda: second.copy_(on_host), torch.device("cpu"), synchronize)
+    copied = _median_seconds(lambda: on_host.copy_(source, non_blocking=True), device, synchronize)
+    in_host = (
+        2 * second.nbytes * ranks / _median_seconds(lambda: second.copy_(on_host), torch.device("cpu"), synchronize)
+    )
     total = torch.get_device_module(device).get_device_properties(device).total_memory
     return {
         "memory": total / 1e9,

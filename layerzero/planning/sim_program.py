@@ -34,10 +34,10 @@ __all__ = [
     "WaitReductions",
     "collectives_in",
     "computations_in",
-    "from_events",
+    "program_from_events",
     "read_recording",
-    "resized",
-    "retimed",
+    "replace_collectives",
+    "replace_times",
     "seconds_of",
 ]
 
@@ -109,7 +109,7 @@ class Recording:
     events: tuple[TraceEvent, ...]
 
     def program(self) -> list[Operation]:
-        return from_events(self.events)
+        return program_from_events(self.events)
 
 
 def read_recording(path: str | PathLike[str]) -> Recording:
@@ -138,7 +138,7 @@ def _not_a_trace(path: str | PathLike[str], error: Exception) -> ValueError:
     return ValueError(f"{path} is not a trace file written by layerzero.trace: {type(error).__name__}: {error}")
 
 
-def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
+def program_from_events(events: Sequence[TraceEvent]) -> list[Operation]:
     """Return the program that the recorded events describe, with the recorded computation times."""
     reductions = _reductions(events)
     in_reduction = {event.number for event in events if event.collective in ("hop1", "hop2")}
@@ -171,7 +171,7 @@ def from_events(events: Sequence[TraceEvent]) -> list[Operation]:
                 program.append(reductions[event.number])
                 in_flight = True
         elif event.kind == "launch":
-            program.append(SimLaunch(_exchange(event), event.number))
+            program.append(SimLaunch(_collective_of_event(event), event.number))
         elif event.number in launched and event.kind == "wait":
             program.append(SimWait(event.number))
     return program
@@ -189,7 +189,7 @@ def _reductions(events: Sequence[TraceEvent]) -> dict[int, StartReduction]:
         if event.collective == "hop1" and event.kind == "add":
             added = event.number
         elif event.collective in ("hop1", "hop2") and event.kind == "launch":
-            collective, compute_key = _exchange(event), ("add", f"{event.collective} {event.name}")
+            collective, compute_key = _collective_of_event(event), ("add", f"{event.collective} {event.name}")
             addition = SimCompute(additions.get(event.number, 0.0), compute_key, event.number)
             preceding = reductions.get(added)
             if preceding is not None and event.collective == "hop2" and preceding.collectives[0].unit == event.name:
@@ -202,7 +202,7 @@ def _reductions(events: Sequence[TraceEvent]) -> dict[int, StartReduction]:
     return reductions
 
 
-def _exchange(event: TraceEvent) -> SimCollective:
+def _collective_of_event(event: TraceEvent) -> SimCollective:
     return SimCollective(event.collective, event.name, event.axis, event.communicator, event.ranks, event.bytes)
 
 
@@ -217,7 +217,7 @@ def seconds_of(program: Iterable[Operation]) -> dict[ComputeKey, float]:
     return {compute_key: seconds / len(spans[compute_key]) for compute_key, seconds in total.items()}
 
 
-def retimed(
+def replace_times(
     program: Sequence[Operation],
     seconds: Callable[[ComputeKey], float],
     place: Callable[[ComputeKey], str] = lambda what: "spread",
@@ -259,7 +259,9 @@ def retimed(
     return result
 
 
-def resized(program: Iterable[Operation], bytes_of: Callable[[SimCollective], SimCollective]) -> list[Operation]:
+def replace_collectives(
+    program: Iterable[Operation], bytes_of: Callable[[SimCollective], SimCollective]
+) -> list[Operation]:
     """Return the program, with each collective replaced by the result of `bytes_of` for that collective."""
     result: list[Operation] = []
     for operation in program:

@@ -117,13 +117,13 @@ class _Rank:
             last = index + 1 == settings.micro_batches
             yield from self._forward()
             yield from self._backward(first=index == 0, last=last)
-        yield from self._settle()
+        yield from self._wait_for_reductions()
         for number in self._agreement:
             yield SimWait(number)
         self._agreement = []
         for axis, ranks in (("zero3", settings.zero3_size), ("replica", settings.replicas)):
             if ranks > 1:
-                self._agreement.append(self._take())
+                self._agreement.append(self._next_number())
                 yield SimLaunch(
                     SimCollective("metadata", "", "control", f"{axis} control", ranks, 0.0), self._agreement[-1]
                 )
@@ -135,7 +135,7 @@ class _Rank:
         for index, unit in enumerate(self.units):
             num_launched = yield from self._gather_ahead(self.units, num_launched, index)
             if not index:
-                yield from self._settle()
+                yield from self._wait_for_reductions()
             yield from self._wait_for(unit)
             if index:
                 yield self._compute("forward", unit, unit.forward)
@@ -177,7 +177,7 @@ class _Rank:
             if unit.name in self._refreshes:
                 yield SimWait(self._refreshes.pop(unit.name))
             if self._gathering and unit.name not in self._gathers:
-                self._gathers[unit.name] = self._take()
+                self._gathers[unit.name] = self._next_number()
                 if settings.offload_params:  # on the gather's communicator, so that the gather follows the copy
                     fetch = SimCollective(
                         "fetch",
@@ -190,7 +190,7 @@ class _Rank:
                     yield SimLaunch(fetch, self._gathers[unit.name])
                     if settings.zero3_size == 1:
                         continue
-                    self._gathers[unit.name] = self._take()
+                    self._gathers[unit.name] = self._next_number()
                 nbytes = unit.numel * settings.compute * _share(settings.zero3_size)
                 collective = SimCollective("gather", unit.name, "zero3", "zero3 gather", settings.zero3_size, nbytes)
                 yield SimLaunch(collective, self._gathers[unit.name])
@@ -224,7 +224,7 @@ class _Rank:
     def _copy(self, kind: str, unit: UnitCost, nbytes: float, comm: str) -> Iterator[Operation]:
         if len(self._stores) == 2:
             yield SimWait(self._stores.pop(0))
-        self._stores.append(self._take())
+        self._stores.append(self._next_number())
         yield SimLaunch(SimCollective(kind, unit.name, "host", comm, 1, nbytes), self._stores[-1])
 
     def _hops(self, unit: UnitCost, *, last: bool, crosses: bool) -> tuple[list[SimCollective], list[SimCompute]]:
@@ -258,7 +258,7 @@ class _Rank:
             seconds += self.settings.hop2_coding * numel * (self.settings.replicas - 1)
         return SimCompute(seconds, ("add", f"{collective.kind} {collective.unit}"), self._next_span())
 
-    def _settle(self) -> Iterator[Operation]:
+    def _wait_for_reductions(self) -> Iterator[Operation]:
         if self._has_pending_reductions:
             yield WaitReductions()
         self._has_pending_reductions = False
@@ -281,11 +281,11 @@ class _Rank:
     def _refresh(self, unit: UnitCost) -> Iterator[Operation]:
         settings = self.settings
         if settings.offload_optimizer:  # on the refresh's communicator, so that the refresh follows the copy
-            self._refreshes[unit.name] = self._take()
+            self._refreshes[unit.name] = self._next_number()
             fetch = SimCollective("up", unit.name, "host", "replica", 1, unit.numel / settings.ranks * _MASTER)
             yield SimLaunch(fetch, self._refreshes[unit.name])
         if settings.replicas > 1:
-            self._refreshes[unit.name] = self._take()
+            self._refreshes[unit.name] = self._next_number()
             others = unit.numel / settings.zero3_size * _share(settings.replicas)  # elements of other owners
             nbytes = others * (settings.compute if settings.refreshed is None else settings.refreshed)
             coding = unit.numel / settings.ranks * settings.refresh_encoding + others * settings.refresh_decoding
@@ -295,7 +295,7 @@ class _Rank:
             refresh = SimCollective("refresh", unit.name, "replica", comm, settings.replicas, nbytes, coding)
             yield SimLaunch(refresh, self._refreshes[unit.name])
         if settings.offload_params:
-            self._refreshes[unit.name] = self._take()
+            self._refreshes[unit.name] = self._next_number()
             store = SimCollective(
                 "store", unit.name, "host", "replica", 1, unit.numel / settings.zero3_size * settings.compute
             )
@@ -308,7 +308,7 @@ class _Rank:
         self._span += 1
         return self._span
 
-    def _take(self) -> int:
+    def _next_number(self) -> int:
         self._number += 1
         return self._number
 

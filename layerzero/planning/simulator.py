@@ -143,7 +143,7 @@ def simulate(program: Iterable[Operation], machine: SimMachine) -> SimResult:
     """Simulate a program on a machine. The result is deterministic."""
     host = _Host(machine)
     for operation in program:
-        host.do(operation)
+        host.run_operation(operation)
     host.outcome.seconds = host.world.now
     return host.outcome
 
@@ -187,9 +187,9 @@ class _Simulation:
     def compute(self, seconds: float, what: ComputeKey = ("", "")) -> None:
         task = _computing(seconds, what)
         self._begin(task)
-        self.until(lambda: task.done)
+        self.run_until(lambda: task.done)
 
-    def compute_beside(self, thread: str, seconds: float, what: ComputeKey, then: Callable[[], None]) -> None:
+    def compute_in_background(self, thread: str, seconds: float, what: ComputeKey, then: Callable[[], None]) -> None:
         """Queue a computation in a background thread, after the thread's earlier computations."""
         task = _computing(seconds, what)
         task.then = then
@@ -206,12 +206,12 @@ class _Simulation:
         task.began = self.now
         (self._ended if task.done else self._active).append(task)
 
-    def until(self, done: Callable[[], bool]) -> None:
+    def run_until(self, done: Callable[[], bool]) -> None:
         self._finish_done_tasks()
         while not done():
-            self._go_on()
+            self._advance_time()
 
-    def _go_on(self) -> None:
+    def _advance_time(self) -> None:
         """Advance the time until the next latency has passed or the next demand for a resource is met."""
         users: dict[str, int] = {}
         for task in self._active:
@@ -285,13 +285,13 @@ class _Running:
         self._send()
 
     def _send(self) -> None:
-        self._world.launch(self.collectives[self.num_added], self._add)
+        self._world.launch(self.collectives[self.num_added], self._queue_addition)
 
-    def _add(self) -> None:
+    def _queue_addition(self) -> None:
         collective, addition = self.collectives[self.num_added], self._additions[self.num_added]
         last = self.num_added + 1 == len(self.collectives)
         seconds = addition.seconds + (0.0 if last else self._launch)
-        self._world.compute_beside(f"{collective.axis} sums", seconds, addition.what, self._record_addition)
+        self._world.compute_in_background(f"{collective.axis} sums", seconds, addition.what, self._record_addition)
 
     def _record_addition(self) -> None:
         self.num_added += 1
@@ -308,7 +308,7 @@ class _Host:
         self._running: list[_Running] = []
         self._waits: Counter[str] = Counter()
 
-    def do(self, operation: Operation) -> None:
+    def run_operation(self, operation: Operation) -> None:
         if isinstance(operation, SimCompute):
             self._compute(operation)
         elif isinstance(operation, SimLaunch):
@@ -339,7 +339,7 @@ class _Host:
 
     def _wait(self, done: Callable[[], bool], kind: str) -> None:
         start = self.world.now
-        self.world.until(done)
+        self.world.run_until(done)
         self.outcome.waited += self.world.now - start
         self._waits[kind] += self.world.now - start  # type: ignore[assignment]
 

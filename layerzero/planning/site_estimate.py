@@ -14,7 +14,7 @@ from layerzero.config.yaml_file import HOP2_CODECS
 from layerzero.estimates.specs import UnitSpec
 from layerzero.layout.shard_grid import Extent
 from layerzero.planning.estimator import Estimate
-from layerzero.utils.text_tables import rate, seconds, size, table
+from layerzero.utils.text_tables import seconds_text, si_text, size_text, table
 
 __all__ = ["SiteEstimate", "estimate_sites", "sites_text"]
 
@@ -128,11 +128,11 @@ def sites_text(estimates: Sequence[SiteEstimate]) -> str:
         (
             each.codec or "none",
             str(each.delay),
-            seconds(each.exchange),
-            seconds(each.step),
-            rate(each.tokens),
-            size(each.sent * each.fragments / each.every),
-            size(each.outer_bytes),
+            seconds_text(each.exchange),
+            seconds_text(each.step),
+            si_text(each.tokens),
+            size_text(each.sent * each.fragments / each.every),
+            size_text(each.outer_bytes),
         )
         for each in estimates
     ]
@@ -141,7 +141,7 @@ def sites_text(estimates: Sequence[SiteEstimate]) -> str:
         f"{first.sites} sites, each with {cluster.nodes} x {cluster.accelerators} accelerators and the recommended "
         f"settings, with {first.between:,.4g} Gbit/s from a site to the others:\n"
         f"layerzero.outer(every={first.every}, fragments={first.fragments}). A step of one site takes "
-        f"{seconds(first.row.step)}.\n{table(header, lines, left=1)}\n"
+        f"{seconds_text(first.row.step)}.\n{table(header, lines, left=1)}\n"
         "delay: smallest delay that hides an exchange; exchange: time for one fragment; sent by a site: bytes per "
         "step;\nouter: additional memory per rank. Losses differ from those of synchronous training."
     )

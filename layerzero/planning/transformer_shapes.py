@@ -222,12 +222,12 @@ def read_config(path: str | os.PathLike[str]) -> TransformerShape:
             "builds the model, as module:function, or the sizes of the model"
         )
     try:
-        return _of_gpt2(content) if kind == "gpt2" else _of_llama(content, kind)
+        return _shape_of_gpt2(content) if kind == "gpt2" else _shape_of_llama(content, kind)
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}, which a config of {kind} must have") from None
 
 
-def _of_llama(content: Mapping[str, Any], kind: str) -> TransformerShape:
+def _shape_of_llama(content: Mapping[str, Any], kind: str) -> TransformerShape:
     biases = {bool(content.get(name)) for name in ("attention_bias", "mlp_bias")}
     if len(biases) > 1:
         raise ValueError(
@@ -251,7 +251,7 @@ def _of_llama(content: Mapping[str, Any], kind: str) -> TransformerShape:
     )
 
 
-def _of_gpt2(content: Mapping[str, Any]) -> TransformerShape:
+def _shape_of_gpt2(content: Mapping[str, Any]) -> TransformerShape:
     return TransformerShape(
         layers=content["n_layer"],
         hidden=content["n_embd"],

@@ -133,7 +133,7 @@ def _gradient_record(gradient: Tensor) -> _ExpectedBits:
     return _ExpectedBits(tensor.data_ptr(), 0, write_count, sum64(tensor))
 
 
-def _hook_on(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
+def _register_grad_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
     """Register a hook that is called when the final gradient of a parameter is set; return the hook's handle."""
     return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -213,7 +213,7 @@ class CorruptionGuard:
         """Register gradient hooks on parameters that became trainable. Frozen parameters cannot have such hooks."""
         for name, member in self._runtime.members.items():
             if member.sharded.requires_grad and name not in self._hooked_names:
-                self._hooks.append(_hook_on(member.sharded, self._on_gradient(name)))
+                self._hooks.append(_register_grad_hook(member.sharded, self._on_gradient(name)))
                 self._hooked_names.add(name)
 
     @property
@@ -222,11 +222,11 @@ class CorruptionGuard:
         return (self._steps + 1) % self._every == 0
 
     def _on_gradient(self, name: str) -> Callable[[Tensor], None]:
-        def note(parameter: Tensor) -> None:
+        def record_gradient(parameter: Tensor) -> None:
             if self._is_due and parameter.grad is not None:
                 self._recorded["gradient", name] = _gradient_record(parameter.grad)
 
-        return note
+        return record_gradient
 
     def _before_step(self, *_: object) -> None:
         if self._is_due:
@@ -246,7 +246,7 @@ class CorruptionGuard:
         masters_unchanged = {
             name: is_unchanged for (kind, name), is_unchanged in unchanged.items() if kind == "masters"
         }
-        corruptions = compare(self._runtime, self._changed(unchanged), masters_unchanged).corruptions
+        corruptions = compare(self._runtime, self._list_corruptions(unchanged), masters_unchanged).corruptions
         self.found += corruptions
         if not corruptions:
             return None
@@ -300,7 +300,7 @@ class CorruptionGuard:
         recorded = self._recorded
         current = {key: self._expected_bits(tensor, key[1]) for key, tensor in self._tensors() if key in recorded}
         for key in recorded:
-            if key[0] == "gradient" and (gradient := self._gradient(key[1])) is not None:
+            if key[0] == "gradient" and (gradient := self._final_gradient(key[1])) is not None:
                 current[key] = _gradient_record(gradient)
         unwritten = [key for key, bits in current.items() if bits[:3] == recorded[key][:3]]
         if not unwritten:
@@ -314,7 +314,7 @@ class CorruptionGuard:
             for key, is_different in zip(unwritten, differs, strict=True)
         }
 
-    def _changed(self, unchanged: Mapping[tuple[str, str], bool]) -> list[Corruption]:
+    def _list_corruptions(self, unchanged: Mapping[tuple[str, str], bool]) -> list[Corruption]:
         """Return one corruption for each tensor whose bits have changed without a write."""
         corruptions = []
         for (kind, name), is_unchanged in unchanged.items():
@@ -326,7 +326,7 @@ class CorruptionGuard:
                 )
         return corruptions
 
-    def _gradient(self, name: str) -> Tensor | None:
+    def _final_gradient(self, name: str) -> Tensor | None:
         """Return the final gradient of a parameter.
 
         The result is None if the gradient is not final, for instance after a later backward pass inside ``no_sync``.

@@ -37,7 +37,7 @@ from layerzero.utils.bit_sums import as_integers, sum64
 __all__ = ["Corruption", "Fingerprint", "compare", "fingerprint"]
 
 _SHOWN = 8  # maximum number of elements per entry that are listed
-_UNKNOWN, _CHANGED, _SOUND = range(3)  # state of masters since the last step; see _verdict
+_UNKNOWN, _CHANGED, _SOUND = range(3)  # state of masters since the last step; see _kind_and_replicas
 _KNOWN = {None: _UNKNOWN, False: _CHANGED, True: _SOUND}
 
 
@@ -118,7 +118,9 @@ def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[s
     handles = runtime.handles
     for handle in handles:
         handle.weights.finish_refresh(of_peers=True)
-    sums = torch.stack([_sum(handle) for handle in handles]) if handles else torch.zeros(0, dtype=torch.int64)
+    sums = (
+        torch.stack([_sum_zero3_shard(handle) for handle in handles]) if handles else torch.zeros(0, dtype=torch.int64)
+    )
     suspect = torch.zeros(len(handles), dtype=torch.bool, device=sums.device)
     for mesh_info in {id(handle.mesh_info): handle.mesh_info for handle in handles}.values():
         indices = [index for index, handle in enumerate(handles) if handle.mesh_info is mesh_info]
@@ -151,7 +153,7 @@ def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[s
 
 def _copies_master(handle: Handle) -> bool:
     """Return whether the compute weights must equal the masters, cast to their dtype, in separate memory."""
-    return handle.weights.follows_master and not handle.weights.shares_master
+    return handle.weights.equals_cast_master and not handle.weights.shares_master
 
 
 def _has_unrefreshed_masters(handle: Handle) -> bool:
@@ -159,7 +161,7 @@ def _has_unrefreshed_masters(handle: Handle) -> bool:
     return handle.refresh_due or handle.tracker.dirty
 
 
-def _sum(handle: Handle) -> Tensor:
+def _sum_zero3_shard(handle: Handle) -> Tensor:
     """Return the sum of a handle's ZeRO-3 shard as a 0-dim int64 tensor.
 
     The result is 0 if the shard shares memory with the masters, and the masters were changed but not refreshed yet.
@@ -224,10 +226,10 @@ def _locate(handle: Handle, mesh_info: MeshInfo, masters_unchanged: Mapping[str,
         values = copies[:, position].tolist()
         (parameter, element), owner = owner_of.parameter(position), owner_of.replica(position)
         state = state_lists[owner][names[parameter]] if parameter in names else _SOUND
-        kind, wrong_replicas = _verdict(
+        kind, wrong_replicas = _kind_and_replicas(
             values,
             None if master_bits is None else int(master_bits[position]),
-            owner if handle.weights.follows_master else None,
+            owner if handle.weights.equals_cast_master else None,
             state,
         )
         ranks = tuple(mesh_info.ranks[r * mesh_info.zero3_size + mesh_info.grid.zero3_rank] for r in wrong_replicas)
@@ -238,13 +240,16 @@ def _locate(handle: Handle, mesh_info: MeshInfo, masters_unchanged: Mapping[str,
             ranks,
             handle.name,
             parameter,
-            f"{_elements(element_list)}, {_how(kind, master_bits is not None, is_known=len(ranks) < replicas)}",
+            f"{_format_elements(element_list)}, "
+            f"{_describe_difference(kind, master_bits is not None, is_known=len(ranks) < replicas)}",
         )
         for (kind, ranks, parameter), element_list in elements.items()
     ]
 
 
-def _verdict(values: Sequence[int], master: int | None, owner: int | None, state: int) -> tuple[str, list[int]]:
+def _kind_and_replicas(
+    values: Sequence[int], master: int | None, owner: int | None, state: int
+) -> tuple[str, list[int]]:
     """Return the kind of corruption of one element, and the replicas on which the element is wrong.
 
     Args:
@@ -273,7 +278,7 @@ def _verdict(values: Sequence[int], master: int | None, owner: int | None, state
     return ("masters", [owner]) if state == _CHANGED else ("weights", list(range(len(values))))
 
 
-def _how(kind: str, has_truth: bool, *, is_known: bool) -> str:
+def _describe_difference(kind: str, has_truth: bool, *, is_known: bool) -> str:
     if kind == "weights" or not (has_truth or is_known):
         return "replicas differ, and the wrong replica is unknown"
     if kind == "masters or compute weights":
@@ -283,7 +288,7 @@ def _how(kind: str, has_truth: bool, *, is_known: bool) -> str:
     return "differ from other replicas"
 
 
-def _elements(elements: Sequence[int]) -> str:
+def _format_elements(elements: Sequence[int]) -> str:
     more = f" and {len(elements) - _SHOWN} more" if len(elements) > _SHOWN else ""
     return f"element{'s' * (len(elements) > 1)} {', '.join(map(str, elements[:_SHOWN]))}{more}"
 

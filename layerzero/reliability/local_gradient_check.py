@@ -37,12 +37,12 @@ class LocalGradientCheck:
         for handle in self._handles:
             handle.inspect = None
 
-    def forget(self) -> None:
+    def clear_record(self) -> None:
         """Clear the record."""
         if self._bad:
             torch._foreach_zero_(self._bad)
 
-    def bad(self, among: Collection[str] | None = None) -> list[str]:
+    def nonfinite_names(self, among: Collection[str] | None = None) -> list[str]:
         """Return the names of the parameters whose gradients were not finite, as one text per handle.
 
         This method makes the host wait for the device.
@@ -54,7 +54,7 @@ class LocalGradientCheck:
         for handle, of_handle in zip(self._handles, self._bad, strict=True):
             bad = [handle.members[slot].name for slot, is_bad in enumerate(of_handle.tolist()) if is_bad]
             if names := [name for name in bad if among is None or name in among]:
-                messages.append(_format(handle, names))
+                messages.append(_format_names(handle, names))
         return messages
 
 
@@ -76,7 +76,7 @@ def _mark_nonfinite(bad: Tensor, outgoing: Sequence[tuple[int, Tensor]]) -> None
     bad |= ~torch.isfinite(torch.stack(largest))
 
 
-def _format(handle: Handle, names: list[str]) -> str:
+def _format_names(handle: Handle, names: list[str]) -> str:
     return f"{few_names(names)} ({handle.name})"
 
 

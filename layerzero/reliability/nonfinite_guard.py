@@ -140,7 +140,7 @@ class StepGuard:
             self._lazy_grad.resolve()
             with plain_access():
                 if all(member.sharded.grad is None for member in self._members):
-                    self._own.forget()
+                    self._own.clear_record()
 
     @torch.no_grad()
     def may_step(self, optimizer: ShardedOptimizer) -> bool:
@@ -163,10 +163,10 @@ class StepGuard:
         if not bad.item():
             self.in_a_row = 0 if is_first else self.in_a_row
             if self._own is not None and optimizer is self._optimizers[-1]:
-                self._own.forget()
+                self._own.clear_record()
             return True
         self._refusing = True
-        self._note(gradients)
+        self._record_skipped_step(gradients)
         return False
 
     def _gradients(self) -> dict[str, Tensor]:
@@ -179,12 +179,14 @@ class StepGuard:
             if parameter.grad is not None
         }
 
-    def _note(self, gradients: dict[str, Tensor]) -> None:
+    def _record_skipped_step(self, gradients: dict[str, Tensor]) -> None:
         """Count a skipped step, and log a message or raise an error. All ranks of the model have the same message."""
         rank = dist.get_rank()
-        final = list(dict.fromkeys(self._all_tell(not_finite(gradients))))
-        own_messages = [] if self._own is None else [f"rank {rank}: {text}" for text in self._own.bad(set(final))]
-        messages = self._all_tell(own_messages)
+        final = list(dict.fromkeys(self._gather_texts(not_finite(gradients))))
+        own_messages = (
+            [] if self._own is None else [f"rank {rank}: {text}" for text in self._own.nonfinite_names(set(final))]
+        )
+        messages = self._gather_texts(own_messages)
         if not final:
             self.found = "in another part of the model, on ranks of extra_groups"
         elif self._own is None or self._model_ranks.size == 1:
@@ -192,7 +194,7 @@ class StepGuard:
         else:
             self.found = nonfinite_text(messages, final)
         if self._own is not None:
-            self._own.forget()
+            self._own.clear_record()
         self.skipped += 1
         self.in_a_row += 1
         if self.in_a_row >= self._max_refusals:
@@ -204,7 +206,7 @@ class StepGuard:
         if rank == self._model_ranks.ranks[0]:
             _LOG.warning("layerzero: a step is skipped, because gradients are not finite: %s", self.found)
 
-    def _all_tell(self, texts: list[str]) -> list[str]:
+    def _gather_texts(self, texts: list[str]) -> list[str]:
         return [
             text for message in self._model_ranks.all_gather_text(json.dumps(texts)) for text in json.loads(message)
         ]

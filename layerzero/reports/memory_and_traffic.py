@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from layerzero.device.buffer_pools import BufferPool
 from layerzero.engine.hooks import get_states
 from layerzero.engine.state import LayerZeroState
-from layerzero.estimates.memory_estimate import estimate_memory, on_device, predicted_traffic
+from layerzero.estimates.memory_estimate import device_bytes, estimate_memory, predicted_traffic
 from layerzero.estimates.specs import specs_of
-from layerzero.utils.text_tables import size, table
+from layerzero.utils.text_tables import size_text, table
 
-__all__ = ["MemoryReport", "TrafficReport", "measure", "memory", "traffic"]
+__all__ = ["MemoryReport", "TrafficReport", "measure_memory", "memory", "traffic"]
 
 
 @dataclass(frozen=True)
@@ -73,19 +73,23 @@ class MemoryReport:
     @property
     def total(self) -> int:
         """Measured number of bytes on the device, summed over all kinds."""
-        return on_device(self.measured)
+        return device_bytes(self.measured)
 
     def __str__(self) -> str:
         kinds = [*self.measured, *(kind for kind in self.predicted if kind not in self.measured)]
         kinds = [kind for kind in kinds if self.measured.get(kind) or self.predicted.get(kind)]
         rows = [
-            (kind, size(self.predicted[kind]) if kind in self.predicted else "", size(self.measured.get(kind, 0)))
+            (
+                kind,
+                size_text(self.predicted[kind]) if kind in self.predicted else "",
+                size_text(self.measured.get(kind, 0)),
+            )
             for kind in kinds
         ]
-        rows.append(("on the device", "", size(self.total)))
-        rows.append(("peak of a step", size(self.predicted_peak), size(self.measured_peak)))
+        rows.append(("on the device", "", size_text(self.total)))
+        rows.append(("peak of a step", size_text(self.predicted_peak), size_text(self.measured_peak)))
         if self.shared_segment:
-            rows.append(("shared by the ZeRO-3 group", "", size(self.shared_segment)))
+            rows.append(("shared by the ZeRO-3 group", "", size_text(self.shared_segment)))
         return table(("memory of this rank", "predicted", "measured"), rows)
 
 
@@ -122,13 +126,13 @@ class TrafficReport:
             (
                 collective,
                 str(calls),
-                size(self.predicted[collective]) if collective in self.predicted else "",
-                size(sent),
+                size_text(self.predicted[collective]) if collective in self.predicted else "",
+                size_text(sent),
             )
             for collective, calls in self.calls.items()
             for sent in (self.bytes.get(collective, 0),)
         ]
-        rows += [(f"axis {axis}", "", "", size(sent)) for axis, sent in self.bytes_by_axis.items()]
+        rows += [(f"axis {axis}", "", "", size_text(sent)) for axis, sent in self.bytes_by_axis.items()]
         rows += [("transport", self.transport, "", "")] if self.transport else []
         return table(("sent by this rank", "calls", "predicted", "measured"), rows)
 
@@ -149,15 +153,15 @@ def memory(model: nn.Module) -> MemoryReport:
     if len(reports) == 1:
         return reports[0]
     return MemoryReport(
-        predicted=_total(report.predicted for report in reports),
-        measured=_total(report.measured for report in reports),
+        predicted=_sum_by_key(report.predicted for report in reports),
+        measured=_sum_by_key(report.measured for report in reports),
         shared_segment=sum(report.shared_segment for report in reports),
         predicted_peak=sum(report.predicted_peak for report in reports),
         measured_peak=sum(report.measured_peak for report in reports),
     )
 
 
-def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+def _sum_by_key(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Sum `counts` by key. Keys are in the order of their first occurrence."""
     totals: dict[str, int] = {}
     for mapping in counts:
@@ -169,13 +173,13 @@ def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 def _memory(runtime: LayerZeroState) -> MemoryReport:
     scratch = sum(pool.predicted_bytes for pool in _pools(runtime))
     predicted = estimate_memory(specs_of(runtime.units), runtime.config, scratch=scratch)
-    measured = measure(runtime)
+    measured = measure_memory(runtime)
     return MemoryReport(
         predicted=predicted.kinds,
         measured=measured,
         shared_segment=sum(transport.shared_bytes for transport in runtime.transports),
         predicted_peak=predicted.peak + measured["optimizer"] + measured.get("outer", 0),
-        measured_peak=on_device(measured)
+        measured_peak=device_bytes(measured)
         - measured["cached_buffer"]
         - measured["full_buffer"]
         + max(runtime.pools.full.most_bytes, measured["full_buffer"] + measured["cached_buffer"]),
@@ -195,10 +199,12 @@ def traffic(model: nn.Module, *, reset: bool = False) -> TrafficReport:
     predicted = [report.predicted for report in reports]
     unknown = {collective for report in reports for collective in report.calls.keys() - report.predicted.keys()}
     return TrafficReport(
-        calls=_total(report.calls for report in reports),
-        bytes=_total(report.bytes for report in reports),
-        bytes_by_axis=_total(report.bytes_by_axis for report in reports),
-        predicted={collective: count for collective, count in _total(predicted).items() if collective not in unknown},
+        calls=_sum_by_key(report.calls for report in reports),
+        bytes=_sum_by_key(report.bytes for report in reports),
+        bytes_by_axis=_sum_by_key(report.bytes_by_axis for report in reports),
+        predicted={
+            collective: count for collective, count in _sum_by_key(predicted).items() if collective not in unknown
+        },
         transport=", ".join(sorted({report.transport for report in reports})),
     )
 
@@ -211,11 +217,11 @@ def _traffic(runtime: LayerZeroState, *, reset: bool) -> TrafficReport:
     for (collective, axis), sent_bytes in totals.bytes.items():
         by_collective[collective] += sent_bytes
         by_axis[axis] += sent_bytes
-    predicted = _formulas(runtime, totals.calls)
+    predicted = _predicted_bytes(runtime, totals.calls)
     return TrafficReport(totals.calls, dict(by_collective), dict(by_axis), predicted, runtime.transports[0].traits.name)
 
 
-def _formulas(runtime: LayerZeroState, calls: Mapping[str, int]) -> dict[str, int]:
+def _predicted_bytes(runtime: LayerZeroState, calls: Mapping[str, int]) -> dict[str, int]:
     """Return the predicted number of bytes for each collective that all handles have called equally often."""
     predicted: dict[str, int] = {}
     for collective, sent_by_handle in predicted_traffic(specs_of(runtime.units), runtime.config).items():
@@ -225,7 +231,7 @@ def _formulas(runtime: LayerZeroState, calls: Mapping[str, int]) -> dict[str, in
     return predicted
 
 
-def measure(runtime: LayerZeroState) -> dict[str, int]:
+def measure_memory(runtime: LayerZeroState) -> dict[str, int]:
     measured = Counter(dict.fromkeys(("zero1_shard", "zero3_shard", "full_buffer", "gradient_shard", "optimizer"), 0))
     buffers = runtime.pools
     for handle in runtime.handles:
@@ -233,7 +239,7 @@ def measure(runtime: LayerZeroState) -> dict[str, int]:
         kind = "host_zero3_shard" if weights.host_shard is not None else "zero3_shard"
         measured[kind] += weights.zero3_shard.nbytes
         prefix = "host_" if weights.to_host is not None else ""
-        measured[f"{prefix}zero1_shard"] += 0 if weights.shares_master else _bytes(weights.master)
+        measured[f"{prefix}zero1_shard"] += 0 if weights.shares_master else _storage_bytes(weights.master)
         measured["full_buffer"] += handle.gathered_bytes
         if handle.gradients is not None:
             final = handle.gradients.final.storage
@@ -251,7 +257,7 @@ def measure(runtime: LayerZeroState) -> dict[str, int]:
         if isinstance(value, Tensor)
     ]
     measured["host_optimizer" if runtime.config.offload_optimizer else "optimizer"] = sum(
-        _bytes(tensor) for tensor in tensors
+        _storage_bytes(tensor) for tensor in tensors
     )
     for kind, kept in runtime.kept_bytes.items():
         measured[kind] += kept()
@@ -264,5 +270,5 @@ def _pools(runtime: LayerZeroState) -> list[BufferPool]:
     return list(dict.fromkeys((runtime.pools.scratch, *send_pools)))
 
 
-def _bytes(tensor: Tensor | None) -> int:
+def _storage_bytes(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.untyped_storage().nbytes()

@@ -13,8 +13,8 @@ from torch import nn
 from layerzero.comm.traffic_counters import GATHERS, Collective
 from layerzero.engine.hooks import get_state
 from layerzero.engine.state import LayerZeroState
-from layerzero.reports.memory_and_traffic import measure
-from layerzero.utils.text_tables import seconds, size, table
+from layerzero.reports.memory_and_traffic import measure_memory
+from layerzero.utils.text_tables import seconds_text, size_text, table
 
 __all__ = ["metrics"]
 
@@ -32,7 +32,13 @@ class Metrics(dict[str, float]):
         rows = []
         for name, value in self.items():
             kind = name.split("/")[1] if name.count("/") > 1 else ""
-            text = size(value) if kind in ("memory", "bytes") else seconds(value) if "seconds" in kind else f"{value:g}"
+            text = (
+                size_text(value)
+                if kind in ("memory", "bytes")
+                else seconds_text(value)
+                if "seconds" in kind
+                else f"{value:g}"
+            )
             rows.append((name.removeprefix("layerzero/"), text))
         return table(("layerzero", "this rank"), rows)
 
@@ -80,16 +86,16 @@ def metrics(model: nn.Module, reset: bool = True, *, compare: bool = False) -> M
     totals = counters.take() if reset else counters.totals()
     for (_, axis), nbytes in totals.bytes.items():
         sent_bytes[axis] += nbytes
-    values = Metrics({f"layerzero/memory/{kind}": float(nbytes) for kind, nbytes in measure(runtime).items()})
+    values = Metrics({f"layerzero/memory/{kind}": float(nbytes) for kind, nbytes in measure_memory(runtime).items()})
     values |= {f"layerzero/bytes/{axis}": float(nbytes) for axis, nbytes in sent_bytes.items()}
     values |= {f"layerzero/wait_seconds/{collective}": seconds for collective, seconds in sorted(totals.waited.items())}
     values |= {f"layerzero/steps/{outcome}": float(totals.steps.get(outcome, 0)) for outcome in ("taken", "skipped")}
     if compare:
-        values |= _compared(runtime, totals.waited)
+        values |= _compare_waits(runtime, totals.waited)
     return values
 
 
-def _compared(runtime: LayerZeroState, waited_here: Mapping[str, float]) -> dict[str, float]:
+def _compare_waits(runtime: LayerZeroState, waited_here: Mapping[str, float]) -> dict[str, float]:
     model_ranks, mesh_info = runtime.ranks, runtime.mesh_info
     by_axis = {axis: sum(waited_here.get(each.value, 0.0) for each in along) for axis, along in _ALONG.items()}
     groups = {
@@ -98,7 +104,7 @@ def _compared(runtime: LayerZeroState, waited_here: Mapping[str, float]) -> dict
     }
     entries = [json.loads(text) for text in model_ranks.all_gather_text(json.dumps([by_axis, groups]))]
     waited = {rank: waits for rank, (waits, _) in zip(model_ranks.ranks, entries, strict=True)}
-    values = waited_for({rank: sum(waits.values()) for rank, waits in waited.items()})
+    values = rank_delays({rank: sum(waits.values()) for rank, waits in waited.items()})
     for axis in _ALONG:
         shortest = {
             tuple(groups[axis]): min(waited[rank][axis] for rank in groups[axis])
@@ -112,7 +118,7 @@ def _compared(runtime: LayerZeroState, waited_here: Mapping[str, float]) -> dict
     return values
 
 
-def waited_for(waited: Mapping[int, float]) -> dict[str, float]:
+def rank_delays(waited: Mapping[int, float]) -> dict[str, float]:
     """Return how late the latest ranks are, in seconds, by metric name.
 
     The lateness of a rank is the median wait time of the other ranks minus the wait time of that rank.

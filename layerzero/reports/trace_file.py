@@ -189,7 +189,7 @@ def _write(result: Trace, mesh_info: MeshInfo, rank: int, epoch: float) -> None:
             "replicas": mesh_info.replicas,
             "zero3_size": mesh_info.zero3_size,
             "epoch": epoch,
-            "schedule": [_sparse(event) for event in result.events],
+            "schedule": [_non_default_fields(event) for event in result.events],
         },
     }
     partial = result.path.with_name(
@@ -199,7 +199,7 @@ def _write(result: Trace, mesh_info: MeshInfo, rank: int, epoch: float) -> None:
     partial.replace(result.path)
 
 
-def _sparse(event: TraceEvent) -> dict[str, Any]:
+def _non_default_fields(event: TraceEvent) -> dict[str, Any]:
     """Return the fields of an event that differ from their defaults."""
     values = ((field, getattr(event, field.name)) for field in fields(event))
     return {field.name: value for field, value in values if value != field.default}

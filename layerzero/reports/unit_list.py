@@ -9,7 +9,7 @@ from torch import nn
 
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
-from layerzero.utils.text_tables import size, table
+from layerzero.utils.text_tables import size_text, table
 
 __all__ = ["UnitInfo", "UnitList", "UnitParameter", "units"]
 
@@ -94,7 +94,9 @@ class UnitList(tuple[UnitInfo, ...]):
         for unit in self:
             classes = ", ".join(dict.fromkeys(unit.modules.values()))
             label = f"{unit.name or 'the root'} ({classes})"
-            rows.append((label, "", f"{unit.numel:,}", size(unit.gathered_bytes), f"{unit.local_numel:,} elements"))
+            rows.append(
+                (label, "", f"{unit.numel:,}", size_text(unit.gathered_bytes), f"{unit.local_numel:,} elements")
+            )
             for parameter in unit.parameters:
                 part = f"rows {parameter.rows.start}:{parameter.rows.stop}" if parameter.rows else "no rows"
                 kind = str(parameter.dtype).removeprefix("torch.") + ("" if parameter.requires_grad else ", frozen")

@@ -21,7 +21,7 @@ from layerzero.config import LayerZeroConfig, Precision
 from layerzero.device.accelerator import device_module
 from layerzero.dtensor.extensions import Extension, GatheredBytes, has_extension
 from layerzero.dtensor.model_parallel_spec import ModelParallelSpec, local_part
-from layerzero.dtensor.ops_data import carry_over
+from layerzero.dtensor.ops_data import copy_attributes_and_hooks
 from layerzero.engine.buffers import CastBuffer, keep_dtypes_in_state
 from layerzero.engine.gathered_params import keeps_order
 from layerzero.engine.handle import Handle
@@ -136,7 +136,7 @@ def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> Non
             "may be scaled by another factor, as the model computes in fp16. Compute in bf16, or pass feedback=False"
         )
     codec = config.hop2_codec or (config.refresh_codec if isinstance(config.refresh_codec, Int4Difference) else None)
-    if codec is not None and _has_copies(plans):
+    if codec is not None and _has_replicated_params(plans):
         raise ValueError(
             f"{type(codec).__name__} encodes adjacent parameters with a common scale, so the copies of a parameter on "
             "tensor-parallel ranks, which have different neighbors, would become different. Leave the codec out. "
@@ -144,7 +144,7 @@ def check_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> Non
         )
 
 
-def _has_copies(plans: Sequence[UnitDefinition]) -> bool:
+def _has_replicated_params(plans: Sequence[UnitDefinition]) -> bool:
     """Return whether ranks along a model-parallel axis have copies of a parameter."""
     on_root = [info.parameter for plan in plans if plan.mesh is plans[0].mesh for info in plan.parameters]
     dtensors = [info.parameter for plan in plans for info in plan.parameters if isinstance(info.parameter, DTensor)]
@@ -379,7 +379,7 @@ def build_unit(
     _materialize_together(plan, site, param_init_fn)
     if config.sync_module_states:
         _broadcast_from_rank_0(plan, site)
-    uninitialized = _still_marked(plan, was_on_meta)
+    uninitialized = _uninitialized_tensors(plan, was_on_meta)
     cast_buffers = _cast_buffers(plan, config.buffer_dtype)
     by_name = {info.name: info for info in plan.parameters}
     reshards = config.reshards(plan.name, plan.called[0], mesh_info.zero3_size)
@@ -392,7 +392,7 @@ def build_unit(
         Handle(
             f"unit {plan.name!r}, {each.kind}",
             each.layout,
-            [_original(by_name[slot.name], site) for slot in each.layout.slots],
+            [_handle_arguments(by_name[slot.name], site) for slot in each.layout.slots],
             label=plan.name or "the root",
             precision=each.precision,
             reduction_spec=each.reduction_spec,
@@ -423,21 +423,21 @@ def _take_extensions(plan: UnitDefinition, policy: MixedPrecisionPolicy) -> dict
     for index, info in enumerate(plan.parameters):
         if has_extension(info.parameter):
             module, _ = info.owners[0]
-            plain, extensions[info.name] = Extension.take(info.parameter, module, policy)
+            plain, extensions[info.name] = Extension.split_parameter(info.parameter, module, policy)
             for owner, attribute in info.owners:
                 owner._parameters[attribute] = plain
             plan.parameters[index] = ParamInfo(info.name, plain, info.owners)
     return extensions
 
 
-def _original(
+def _handle_arguments(
     info: ParamInfo, site: UnitMesh
 ) -> tuple[nn.Parameter, tuple[tuple[nn.Module, str], ...], ModelParallelSpec | None]:
     """Return the arguments that `Handle` needs for a parameter: the local part, the owners, the model-parallel spec."""
     parameter, part = info.parameter, info.parameter
     if isinstance(parameter, DTensor):
         part = nn.Parameter(local_part(parameter).detach(), requires_grad=parameter.requires_grad)
-        carry_over(parameter, gathered=part, sharded=part)
+        copy_attributes_and_hooks(parameter, gathered=part, sharded=part)
     return part, info.owners, site.model_parallel_spec_of(parameter)
 
 
@@ -458,7 +458,9 @@ def _tensors_on_meta(plan: UnitDefinition) -> list[UninitializedTensor]:
     return [*parameters, *buffers]
 
 
-def _still_marked(plan: UnitDefinition, was_on_meta: Sequence[UninitializedTensor]) -> list[UninitializedTensor]:
+def _uninitialized_tensors(
+    plan: UnitDefinition, was_on_meta: Sequence[UninitializedTensor]
+) -> list[UninitializedTensor]:
     parameters = {info.name: info.parameter for info in plan.parameters}
     uninitialized = []
     for candidate in was_on_meta:
@@ -492,7 +494,7 @@ def _materialize(plan: UnitDefinition, device: torch.device, param_init_fn: Init
             empty = torch.empty_like(info.parameter, device=device)
             fill_sentinel(local_part(empty))
             parameter = nn.Parameter(empty, requires_grad=info.parameter.requires_grad)
-            carry_over(info.parameter, gathered=parameter, sharded=parameter)
+            copy_attributes_and_hooks(info.parameter, gathered=parameter, sharded=parameter)
             for owner, attribute in info.owners:
                 owner._parameters[attribute] = parameter
             plan.parameters[index] = ParamInfo(info.name, parameter, info.owners)
@@ -525,8 +527,8 @@ def _cast_buffers(plan: UnitDefinition, dtype: torch.dtype | None) -> list[CastB
 @torch.no_grad()
 def _broadcast_from_rank_0(plan: UnitDefinition, site: UnitMesh) -> None:
     for info in plan.parameters:
-        site.take_from_first(info.parameter)
+        site.broadcast_param_from_first(info.parameter)
     for module in plan.modules:
         for buffer in module._buffers.values():
             if buffer is not None:
-                site.send(buffer.detach())
+                site.broadcast_from_first(buffer.detach())

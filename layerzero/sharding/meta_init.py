@@ -39,7 +39,7 @@ class UninitializedTensor:
         """True if loading a state dict writes to the tensor."""
         return self.is_parameter or self.attribute not in self.owner._non_persistent_buffers_set
 
-    def is_left(self, members: Mapping[str, ManagedParam]) -> bool:
+    def is_uninitialized(self, members: Mapping[str, ManagedParam]) -> bool:
         """Return whether this rank's part of the tensor is still uninitialized."""
         tensor = members[self.name].master if self.is_parameter else self.owner._buffers.get(self.attribute)
         if tensor is None:
@@ -51,7 +51,7 @@ class UninitializedTensor:
 @torch.no_grad()
 def fill_sentinel(fresh: Tensor) -> None:
     """Fill a tensor of any dtype with the sentinel, which is a NaN or an unlikely integer."""
-    if _takes_mark(fresh):
+    if _can_hold_sentinel(fresh):
         bits = _bits(fresh)
         bits.fill_(_sentinel_of(fresh, bits))
 
@@ -59,7 +59,7 @@ def fill_sentinel(fresh: Tensor) -> None:
 @torch.no_grad()
 def has_sentinel(tensor: Tensor) -> bool:
     """Return whether any element is uninitialized. For integers and 1-byte dtypes, check whether all elements are."""
-    if not _takes_mark(tensor) or tensor.numel() == 0:
+    if not _can_hold_sentinel(tensor) or tensor.numel() == 0:
         return False
     bits = _bits(tensor)
     marked = bits == _sentinel_of(tensor, bits)
@@ -74,12 +74,12 @@ def initialization_check(
     The check raises an error on all ranks if any rank has an uninitialized tensor.
     """
 
-    def refuse() -> None:
-        uninitialized = [each for each in unwritten if each.is_left(members)]
+    def refuse_uninitialized() -> None:
+        uninitialized = [each for each in unwritten if each.is_uninitialized(members)]
         failure = RuntimeError(_failure_message(uninitialized)) if uninitialized else None
         require_equal("first forward of a model that was built on meta", {}, ranks=ranks, failure=failure)
 
-    return refuse
+    return refuse_uninitialized
 
 
 def _failure_message(uninitialized: Sequence[UninitializedTensor]) -> str:
@@ -88,27 +88,27 @@ def _failure_message(uninitialized: Sequence[UninitializedTensor]) -> str:
     sentences = []
     if loaded:
         sentences.append(
-            f"no values were written to {_format(loaded)} after the model was built on meta. Initialize them in "
+            f"no values were written to {_format_names(loaded)} after the model was built on meta. Initialize them in "
             "param_init_fn or in the module's reset_parameters, or load a state before the first forward "
             "(layerzero.load_full_state_dict, layerzero.checkpoint.load)"
         )
     if buffers:
         module_name, _, attribute = buffers[0].name.rpartition(".")
         sentences.append(
-            f"no values were written to {_format([each.name for each in buffers])} after the model was built on meta. "
-            "State dicts do not contain non-persistent buffers. Initialize them in param_init_fn or in the module's "
-            "reset_parameters, or assign them before the first forward: "
+            f"no values were written to {_format_names([each.name for each in buffers])} after the model was built on "
+            "meta. State dicts do not contain non-persistent buffers. Initialize them in param_init_fn or in the "
+            "module's reset_parameters, or assign them before the first forward: "
             f"model.{module_name + '.' if module_name else ''}{attribute} = ..."
         )
     return ". ".join(sentences)
 
 
-def _format(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     listed = ", ".join(repr(name) for name in names[:_SHOWN])
     return listed + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-def _takes_mark(tensor: Tensor) -> bool:
+def _can_hold_sentinel(tensor: Tensor) -> bool:
     is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     return is_plain and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
 

@@ -135,7 +135,7 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *
     Raises:
         ValueError: `recurse` is False. The root cannot be set separately from the units inside it.
     """
-    runtime = _whole(model, "set_requires_gradient_sync", recurse=recurse)
+    runtime = _get_model_state(model, "set_requires_gradient_sync", recurse=recurse)
     runtime.scheduler.requires_gradient_sync = runtime.scheduler.requires_all_reduce = bool(requires_gradient_sync)
 
 
@@ -151,10 +151,12 @@ def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool, *, recu
     Raises:
         ValueError: `recurse` is False. The root cannot be set separately from the units inside it.
     """
-    _whole(model, "set_requires_all_reduce", recurse=recurse).scheduler.requires_all_reduce = bool(requires_all_reduce)
+    _get_model_state(model, "set_requires_all_reduce", recurse=recurse).scheduler.requires_all_reduce = bool(
+        requires_all_reduce
+    )
 
 
-def _whole(model: nn.Module, method: str, *, recurse: bool) -> LayerZeroState:
+def _get_model_state(model: nn.Module, method: str, *, recurse: bool) -> LayerZeroState:
     if not recurse:
         raise ValueError(
             f"{method}(recurse=False) is not supported: layerzero reduces all units of a model together, in an order "
@@ -260,7 +262,7 @@ def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Modu
         TypeError, ValueError: one of `modules` is not a unit of this model, or is on another mesh.
     """
     runtime, unit = _unit_of(module)
-    runtime.scheduler.prefetched_forward[unit] = _listed(runtime, unit, modules, "forward")
+    runtime.scheduler.prefetched_forward[unit] = _units_to_prefetch(runtime, unit, modules, "forward")
     runtime.scheduler.apply_unit_settings()
 
 
@@ -271,11 +273,11 @@ def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Mod
     backward ends.
     """
     runtime, unit = _unit_of(module)
-    runtime.scheduler.prefetched_backward[unit] = _listed(runtime, unit, modules, "backward")
+    runtime.scheduler.prefetched_backward[unit] = _units_to_prefetch(runtime, unit, modules, "backward")
     runtime.scheduler.apply_unit_settings()
 
 
-def _listed(runtime: LayerZeroState, unit: Unit, modules: Sequence[nn.Module], direction: str) -> list[Unit]:
+def _units_to_prefetch(runtime: LayerZeroState, unit: Unit, modules: Sequence[nn.Module], direction: str) -> list[Unit]:
     method = f"set_modules_to_{direction}_prefetch"
     if isinstance(modules, nn.Module):
         raise TypeError(f"{method} expects a list of units, got one {type(modules).__name__}. Pass [unit]")
@@ -350,7 +352,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def _as_forward(method: Callable[..., Any], module: nn.Module, takes_module: bool) -> Callable[..., Any]:
-    module_ref = weakref.ref(module)  # see `_method`
+    module_ref = weakref.ref(module)  # see `_bind_weakly`
 
     @functools.wraps(method)
     def as_forward(*args: Any, **kwargs: Any) -> Any:
@@ -375,7 +377,7 @@ def bind_methods(runtime: LayerZeroState) -> None:
             for function in (*_OF_MODELS, *_OF_UNITS) if is_root else _OF_UNITS:
                 name = function.__name__
                 if not hasattr(module, name):
-                    setattr(module, name, _method(function, module))
+                    setattr(module, name, _bind_weakly(function, module))
                 else:
                     skipped.setdefault(name, "model" if is_root else type(module).__name__)
     for name, owner in skipped.items():
@@ -397,7 +399,7 @@ _OF_UNITS = (
 )
 
 
-def _method(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
+def _bind_weakly(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
     """Bind a function to a model through a weak reference, because a bound method would create a reference cycle."""
     model_ref = weakref.ref(model)
 
@@ -414,11 +416,11 @@ def show_units_in_repr(units: Iterable[Unit]) -> None:
         sizes = f"zero3_size={unit.mesh_info.zero3_size} of {unit.mesh_info.data_parallel} ranks"
         mark = f"layerzero unit {unit.name!r}" if unit.name else f"layerzero root, {sizes}"
         for module in unit.modules:
-            module.extra_repr = _marked(module, mark)  # type: ignore[method-assign]
+            module.extra_repr = _extra_repr_with_mark(module, mark)  # type: ignore[method-assign]
 
 
-def _marked(module: nn.Module, mark: str) -> Callable[[], str]:
-    """Return an ``extra_repr`` that appends `mark` and holds no strong reference to the module; see `_method`."""
+def _extra_repr_with_mark(module: nn.Module, mark: str) -> Callable[[], str]:
+    """Return an ``extra_repr`` that appends `mark` and holds no strong reference to the module; see `_bind_weakly`."""
     module_ref, own_extra_repr = weakref.ref(module), vars(module).get("extra_repr")
 
     def extra_repr() -> str:

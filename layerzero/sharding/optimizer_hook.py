@@ -30,10 +30,10 @@ def guard_optimizers(runtime: LayerZeroState) -> None:
 def _guard_process() -> None:
     # One permanent hook serves all models in the process. A hook per model could be removed, when its model is garbage
     # collected, while torch iterates over its hooks.
-    register_optimizer_step_pre_hook(_check)
+    register_optimizer_step_pre_hook(_refuse_unsharded_step)
 
 
-def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _refuse_unsharded_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for runtime in list(_RUNTIMES):
         if runtime.closed or optimizer in runtime.optimizers:
             continue

@@ -27,7 +27,7 @@ from layerzero.comm.process_groups import (
     drop_released_groups,
     groups_so_far,
     groups_to_release,
-    settle_releases,
+    wait_for_releases,
 )
 from layerzero.comm.refresh_speed import RefreshSpeed, measure_refresh
 from layerzero.comm.traffic_counters import TrafficCounters
@@ -239,7 +239,7 @@ def shard_model(
     """
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialized. Call torch.distributed.init_process_group() first")
-    root = _agreed_root(model, mesh, zero3_size)
+    root = _agree_on_root_mesh(model, mesh, zero3_size)
     ranks = ranks_in(root)
     fields: dict[str, object] = {}
     plans: list[UnitDefinition] = []
@@ -289,14 +289,14 @@ def shard_model(
     except Exception as error:  # reported to the other ranks, then raised here
         failure = error
     failure = agree_model_parallel(model, root, fields, failure)
-    settle_releases()
+    wait_for_releases()
     created_groups = groups_so_far(*(dist.get_process_group_ranks(root.get_group(axis)) for axis in AXES), ranks)
     require_equal("shard_model", fields | parts_to_compare(plans), ranks=ranks, groups=created_groups, failure=failure)
 
     groups = ModelGroups()
     try:
         runtime = _build(model, plans, further, config, groups, param_init_fn)
-        _open(runtime, plans)
+        _attach_to_model(runtime, plans)
     except BaseException:
         groups.abandon()
         raise
@@ -317,7 +317,7 @@ def _build(
     """
     model_ranks, sites = meshes_of_units(further, groups, sums_locally=config.reduce_scatter_with_fp32_accumulation)
     mesh_info = model_ranks.mesh_info
-    config = _measured(config, plans, model_ranks)
+    config = _choose_refresh_codec(config, plans, model_ranks)
     if not mesh_info.zero3_reduce_comm.held_group.is_local:
         drop_released_groups(model_ranks.all_gather_text(groups_to_release()), model_ranks.ranks)
     averaged = mesh_info.data_parallel
@@ -348,9 +348,9 @@ def _build(
         traits = transports[site.mesh_info].traits
         rank_traits = RankTraits.of(site.mesh_info, traits, offload_params=config.offload_params)
         scratch = scratch.plus(plan_scratch(planned, config, rank_traits))
-    pools.scratch.expect(scratch.scratch, scratch.nbytes)
+    pools.scratch.set_expected(scratch.scratch, scratch.nbytes)
     resources = {
-        each: MeshResources(each, transport, pools, _refresher(each, config, pools))
+        each: MeshResources(each, transport, pools, _create_refresher(each, config, pools))
         for each, transport in transports.items()
     }
     origins: list[tuple[nn.Parameter, str]] = []
@@ -375,7 +375,9 @@ def _build(
     return runtime
 
 
-def _measured(config: LayerZeroConfig, plans: Sequence[UnitDefinition], model_ranks: ModelRanks) -> LayerZeroConfig:
+def _choose_refresh_codec(
+    config: LayerZeroConfig, plans: Sequence[UnitDefinition], model_ranks: ModelRanks
+) -> LayerZeroConfig:
     """Replace ``refresh_codec="auto"`` with the faster codec, which is the same on all ranks of the model."""
     if config.refresh_codec != "auto":
         return config
@@ -392,7 +394,7 @@ def _measured(config: LayerZeroConfig, plans: Sequence[UnitDefinition], model_ra
     return replace(config, refresh_codec=chosen)
 
 
-def _refresher(mesh_info: MeshInfo, config: LayerZeroConfig, pools: ModelPools) -> EncodedRefresher | None:
+def _create_refresher(mesh_info: MeshInfo, config: LayerZeroConfig, pools: ModelPools) -> EncodedRefresher | None:
     if not config.encodes_refreshes or mesh_info.replicas == 1:
         return None
     chosen = config.refresh_codec
@@ -400,7 +402,7 @@ def _refresher(mesh_info: MeshInfo, config: LayerZeroConfig, pools: ModelPools) 
     return EncodedRefresher(mesh_info.new_refresh_comm(), codec, pools.scratch)
 
 
-def _agreed_root(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: int | None) -> DeviceMesh:
+def _agree_on_root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: int | None) -> DeviceMesh:
     """Return the mesh of the root. If `mesh` is invalid on one of its ranks, all of its ranks raise an error."""
     try:
         return as_data_parallel(root_mesh(model, mesh, zero3_size))
@@ -411,7 +413,7 @@ def _agreed_root(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size:
         raise
 
 
-def _open(runtime: LayerZeroState, plans: Iterable[UnitDefinition]) -> None:
+def _attach_to_model(runtime: LayerZeroState, plans: Iterable[UnitDefinition]) -> None:
     """Register the hooks, checks and methods of a sharded model, log its size, and start its watchdog."""
     register_hooks(runtime)
     guard_optimizers(runtime)
@@ -430,10 +432,10 @@ def _open(runtime: LayerZeroState, plans: Iterable[UnitDefinition]) -> None:
         for message in (restart_warning(), connections_warning(mesh_info.device.type)):
             if message:
                 _log.warning("%s", message)
-    _watch(runtime)
+    _start_watchdog(runtime)
 
 
-def _watch(runtime: LayerZeroState) -> None:
+def _start_watchdog(runtime: LayerZeroState) -> None:
     """Start the watchdog that runs by default for models on a device; see [Note: Completion on a device]."""
     mesh_info, ranks = runtime.mesh_info, runtime.ranks.ranks
     if CurrentStream.of(mesh_info.device) is None or not has_peers(ranks):

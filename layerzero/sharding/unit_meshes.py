@@ -52,7 +52,7 @@ def root_mesh(model: nn.Module, mesh: DeviceMesh | MeshOf | None, zero3_size: in
             "mesh and zero3_size are both given, but a mesh determines zero3_size. Pass either mesh or zero3_size"
         )
     if mesh is not None:
-        return _checked(mesh, "", model)
+        return _mesh_of_module(mesh, "", model)
     model_parallel = _model_parallel_mesh(model)
     if model_parallel is None or model_parallel.size() == 1 or model_parallel._get_root_mesh() == model_parallel:
         return init_mesh(zero3_size)
@@ -69,15 +69,15 @@ def unit_meshes(mesh: DeviceMesh | MeshOf | None, root: DeviceMesh) -> MeshOf:
     if mesh is None or isinstance(mesh, DeviceMesh):
         return lambda name, module: root
 
-    def chosen(name: str, module: nn.Module) -> DeviceMesh:
-        unit_mesh = _checked(mesh, name, module) if name else root
+    def mesh_of_unit(name: str, module: nn.Module) -> DeviceMesh:
+        unit_mesh = _mesh_of_module(mesh, name, module) if name else root
         is_same = unit_mesh.shape[-1] == root.shape[-1] and ranks_in(unit_mesh) == ranks_in(root)
         return root if is_same else unit_mesh
 
-    return chosen
+    return mesh_of_unit
 
 
-def _checked(mesh: DeviceMesh | MeshOf, name: str, module: nn.Module) -> DeviceMesh:
+def _mesh_of_module(mesh: DeviceMesh | MeshOf, name: str, module: nn.Module) -> DeviceMesh:
     if not isinstance(mesh, DeviceMesh) and callable(mesh):
         mesh = mesh(name, module)
     check_mesh(mesh)
@@ -183,7 +183,7 @@ class UnitMesh:
             return None
         return ModelParallelSpec.of(parameter, self.model_parallel.mesh, self.model_parallel.global_mesh)
 
-    def take_from_first(self, parameter: nn.Parameter) -> None:
+    def broadcast_param_from_first(self, parameter: nn.Parameter) -> None:
         """Broadcast this rank's part of a parameter from the first rank that has the same part."""
         model_parallel = self.model_parallel_spec_of(parameter)
         copied = (
@@ -192,9 +192,9 @@ class UnitMesh:
             else zip(self.model_parallel.communicators, model_parallel.placements, strict=True)
         )
         comms = [comm for comm, placement in copied if isinstance(placement, Replicate)]
-        self.send(local_part(parameter).detach(), comms)
+        self.broadcast_from_first(local_part(parameter).detach(), comms)
 
-    def send(self, tensor: Tensor, across: Sequence[Communicator] = ()) -> None:
+    def broadcast_from_first(self, tensor: Tensor, across: Sequence[Communicator] = ()) -> None:
         """Broadcast a tensor in place from the first rank to all data-parallel ranks, and along `across`."""
         comms = (*across, self.mesh_info.replica_comm, self.mesh_info.zero3_gather_comm)
         if tensor.numel() == 0 or all(comm.size == 1 for comm in comms):
@@ -223,7 +223,7 @@ def meshes_of_units(
     sites = {}
     for mesh, axes in further.items():
         if mesh != root:
-            _compare(model_ranks, mesh, axes)
+            _require_consistent_meshes(model_ranks, mesh, axes)
         unit_mesh_info = (
             mesh_info
             if mesh == root
@@ -236,7 +236,7 @@ def meshes_of_units(
     return model_ranks, sites
 
 
-def _compare(model_ranks: ModelRanks, mesh: DeviceMesh, further: DeviceMesh | None) -> None:
+def _require_consistent_meshes(model_ranks: ModelRanks, mesh: DeviceMesh, further: DeviceMesh | None) -> None:
     """Raise ValueError on all ranks if the ranks disagree on the mesh of a unit or on its model-parallel mesh."""
     own_entry: dict[str, Any] = {"ranks": ranks_in(mesh), "beside": None, "place": None}
     if further is not None:

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from layerzero.config import AUTO, UNSUPPORTED, Units
-from layerzero.dtensor.extensions import has_extension, inner_tensor, not_extensible
-from layerzero.dtensor.model_parallel_spec import misplaced
+from layerzero.dtensor.extensions import has_extension, inner_tensor, reason_not_extensible
+from layerzero.dtensor.model_parallel_spec import reason_not_shardable
 from layerzero.dtensor.sharded_tensor import RowShardedTensor
 from layerzero.sharding.wrapper_checks import refuse_wrapped_parts
 
@@ -81,7 +81,7 @@ def partition(
     _refuse_sharded_twice(model)
     plans = {"": UnitDefinition("", mesh_of("", model), [model])}
     root_ranks = ranks_in(plans[""].mesh)
-    ignored = _ignored(model, root_ranks, ignored_params or (), ignored_modules or ())
+    ignored = _ignored_param_ids(model, root_ranks, ignored_params or (), ignored_modules or ())
     for unit_name, module in _chosen_units(model, units, ignored):
         if unit_name:
             if unit_name not in plans:
@@ -107,7 +107,7 @@ def partition(
     return list(plans.values())
 
 
-def _ignored(
+def _ignored_param_ids(
     model: nn.Module,
     ranks: Sequence[int],
     ignored_params: Iterable[nn.Parameter] | str,
@@ -123,7 +123,7 @@ def _ignored(
                 f"ignored_params={ignored_params!r} is not supported. Pass parameters of the model, or {UNSUPPORTED!r}"
             )
         frozen = [p for p in model.parameters() if not p.requires_grad and not is_lazy(p)]
-        ignored, ignored_params = {id(p) for p in frozen if _unsupported(p, ranks) is not None}, ()
+        ignored, ignored_params = {id(p) for p in frozen if _reason_unsupported(p, ranks) is not None}, ()
     for position, parameter in enumerate(ignored_params):
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(
@@ -154,7 +154,7 @@ def _ignored(
                 f"ignored_modules contains a {type(entry).__name__} that is not a module of this model. Pass a module "
                 "of the model that you shard, or its name"
             )
-        named = _named(model, "ignored_modules", {entry}) if isinstance(entry, str) else [("", entry)]
+        named = _modules_named(model, "ignored_modules", {entry}) if isinstance(entry, str) else [("", entry)]
         ignored |= {id(p) for _, module in named for p in module.parameters()}
     if owned and ignored == owned and not by_kind:
         raise ValueError(
@@ -203,11 +203,11 @@ def _chosen_units(model: nn.Module, units: Units, ignored: Collection[int]) -> _
     if isinstance(units, str) and units == AUTO:
         units = auto_units(model, ignored)
     if isinstance(units, _Policy) or _takes_recurse(units):
-        return _by_policy(model, units, ignored)
+        return _units_by_policy(model, units, ignored)
     if not isinstance(units, (str, type, nn.Module)) and callable(units):
-        chosen = _by_answer(model, units)
+        chosen = _units_by_predicate(model, units)
     else:
-        chosen = _by_entries(model, units)
+        chosen = _units_by_entries(model, units)
     has_parameters = {unit for unit, module in chosen if any(True for _ in module.parameters())}
     for unit, module in chosen:
         if unit not in has_parameters:
@@ -224,7 +224,7 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
-def _by_answer(model: nn.Module, units: Callable[[str, nn.Module], bool | str]) -> _Chosen:
+def _units_by_predicate(model: nn.Module, units: Callable[[str, nn.Module], bool | str]) -> _Chosen:
     try:
         inspect.signature(units).bind("", model)
     except TypeError as error:
@@ -257,7 +257,7 @@ def _takes_recurse(units: object) -> bool:
         return False
 
 
-def _by_policy(model: nn.Module, policy: Any, ignored: Collection[int]) -> _Chosen:
+def _units_by_policy(model: nn.Module, policy: Any, ignored: Collection[int]) -> _Chosen:
     """Return the modules that FSDP1 would wrap.
 
     Modules without a forward or without parameters to shard are omitted, because FSDP1 would wrap them without effect.
@@ -297,7 +297,7 @@ def _numel(module: nn.Module, ignored: Collection[int]) -> int:
     return sum(p.numel() for p in module.parameters() if id(p) not in ignored and not is_lazy(p))
 
 
-def _by_entries(model: nn.Module, units: Any) -> _Chosen:
+def _units_by_entries(model: nn.Module, units: Any) -> _Chosen:
     if not isinstance(units, (str, type, nn.Module, Iterable)):
         raise TypeError(f"units={units!r} is not supported. {_ACCEPTED}")
     entries: list[Any] = [units]
@@ -322,10 +322,12 @@ def _by_entries(model: nn.Module, units: Any) -> _Chosen:
         elif not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
             raise TypeError(f"units contains {entry!r}, which is not supported. {_ACCEPTED}")
     classes = tuple(entry for entry in entries if isinstance(entry, type))
-    by_name = {name for name, _ in _named(model, "units", {entry for entry in entries if isinstance(entry, str)})}
+    by_name = {
+        name for name, _ in _modules_named(model, "units", {entry for entry in entries if isinstance(entry, str)})
+    }
     missing = [c.__name__ for c in classes if not any(isinstance(m, c) for m in model.modules())]
     if missing:
-        raise _not_there(model, "units", missing)
+        raise _missing_names_error(model, "units", missing)
     single_units = {
         module: name for module, name in names.items() if name in by_name or (name and isinstance(module, classes))
     }
@@ -347,7 +349,7 @@ def _grouped_modules(model: nn.Module, entries: list[Any], names: dict[nn.Module
     selected: set[nn.Module] = set()
     for entry in entries:
         if isinstance(entry, str):
-            selected |= {module for _, module in _named(model, "units", {entry})}
+            selected |= {module for _, module in _modules_named(model, "units", {entry})}
         elif not isinstance(entry, nn.Module):
             raise TypeError(f"units contains a list with {entry!r}, which is not a module. Use modules or their names")
         elif entry not in names:
@@ -442,7 +444,7 @@ def _blocks_or_raise(model: nn.Module) -> set[str]:
     return classes
 
 
-def _named(model: nn.Module, setting: str, names: set[str]) -> list[tuple[str, nn.Module]]:
+def _modules_named(model: nn.Module, setting: str, names: set[str]) -> list[tuple[str, nn.Module]]:
     """Return the modules whose name or class name (with or without its module path) is in `names`."""
     missing, chosen = set(names), []
     for name, module in model.named_modules():
@@ -455,11 +457,11 @@ def _named(model: nn.Module, setting: str, names: set[str]) -> list[tuple[str, n
         elif setting == "units":  # the root is always a unit
             missing -= classes
     if missing:
-        raise _not_there(model, setting, sorted(missing))
+        raise _missing_names_error(model, setting, sorted(missing))
     return chosen
 
 
-def _not_there(model: nn.Module, setting: str, missing: list[str]) -> ValueError:
+def _missing_names_error(model: nn.Module, setting: str, missing: list[str]) -> ValueError:
     module_names = [name for name, _ in model.named_modules() if name]
     listed = ", ".join(module_names[:10]) + (", ..." if len(module_names) > 10 else "")
     classes = ", ".join(sorted({type(module).__name__ for _, module in model.named_modules()})[:10])
@@ -484,7 +486,7 @@ def _refuse_unsupported(info: ParamInfo, ranks: Sequence[int]) -> None:
         raise ValueError(
             f"parameter {name!r} is lazy and has no shape yet. Run a forward, which initializes it, before shard_model"
         )
-    why = _unsupported(parameter, ranks)
+    why = _reason_unsupported(parameter, ranks)
     if why is not None:
         frozen = (
             "" if parameter.requires_grad else f" (ignored_params={UNSUPPORTED!r} ignores all such frozen parameters)"
@@ -495,10 +497,10 @@ def _refuse_unsupported(info: ParamInfo, ranks: Sequence[int]) -> None:
 def _refuse_shared_values(infos: Sequence[ParamInfo]) -> None:
     """Raise ValueError if a tensor-subclass parameter shares its inner tensor with another parameter."""
     plain = [info for info in infos if is_plain_storage(info.parameter)]
-    names = {_memory_of(info.parameter): info.name for info in plain}
+    names = {_storage_and_offset(info.parameter): info.name for info in plain}
     for info in infos:
         if has_extension(info.parameter):
-            other = names.setdefault(_memory_of(inner_tensor(info.parameter)), info.name)
+            other = names.setdefault(_storage_and_offset(inner_tensor(info.parameter)), info.name)
             if other != info.name:
                 raise ValueError(
                     f"parameter {info.name!r} is a {type(info.parameter).__name__} that wraps the tensor of parameter "
@@ -506,11 +508,11 @@ def _refuse_shared_values(infos: Sequence[ParamInfo]) -> None:
                 )
 
 
-def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+def _storage_and_offset(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
-def _unsupported(parameter: nn.Parameter, ranks: Sequence[int]) -> str | None:
+def _reason_unsupported(parameter: nn.Parameter, ranks: Sequence[int]) -> str | None:
     """Return the reason why a parameter cannot be sharded over `ranks`, or None if it can be."""
     dtype = parameter.dtype
     if isinstance(parameter, DTensor):
@@ -520,12 +522,12 @@ def _unsupported(parameter: nn.Parameter, ranks: Sequence[int]) -> str | None:
                 f"a DTensor of another framework on several of the ranks {list(ranks)} that would shard it. If these "
                 "ranks have different parts of it, make its module a unit on another mesh (mesh=callable). Otherwise"
             )
-        if (why := misplaced(parameter.placements, parameter.ndim)) is not None:
+        if (why := reason_not_shardable(parameter.placements, parameter.ndim)) is not None:
             return why
         if not _has_own_memory(local):
             return f"a DTensor whose local tensor is a {type(local).__name__}, a tensor subclass"
     elif has_extension(parameter):
-        if (why := not_extensible(parameter)) is not None:
+        if (why := reason_not_extensible(parameter)) is not None:
             return why
     elif not _is_plain(parameter):
         kind = type(parameter).__name__

@@ -55,7 +55,9 @@ def _refuse_wrapper(module: nn.Module, name: str, wrapped: nn.Module | None) -> 
     if isinstance(module, _WRAPPERS) and wrapped is not None:
         for parameter_name, parameter in wrapped.named_parameters():
             if isinstance(parameter, RowShardedTensor):
-                raise ValueError(_twice(type(module).__name__, f"a model whose parameter {parameter_name!r}"))
+                raise ValueError(
+                    _sharded_twice_message(type(module).__name__, f"a model whose parameter {parameter_name!r}")
+                )
 
 
 def refuse_fully_shard(modules: Iterable[nn.Module]) -> None:
@@ -69,11 +71,11 @@ class _Registry(dict[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         if name == "fully_shard":
-            raise ValueError(_twice("fully_shard (FSDP2)", "a module that"))
+            raise ValueError(_sharded_twice_message("fully_shard (FSDP2)", "a module that"))
         return super().__contains__(name)
 
 
-def _twice(wrapper: str, subject: str) -> str:
+def _sharded_twice_message(wrapper: str, subject: str) -> str:
     return (
         f"{wrapper} of {subject} layerzero has sharded is not supported: layerzero already shards, gathers and "
         "averages over all ranks. Leave the wrapper out, and use layerzero.no_sync and layerzero.clip_grad_norm_"

@@ -78,8 +78,8 @@ class LosslessDifferences:
         compress = self._compressor()
         before, after = old.view(torch.int16), new.view(torch.int16)
         sizes: list[int] = []
-        end = 8 * len(_pieces(len(new)))
-        for piece in _pieces(len(new)):
+        end = 8 * len(_piece_slices(len(new)))
+        for piece in _piece_slices(len(new)):
             change = after[piece] - before[piece]
             sign = change >> 15
             change <<= 1
@@ -106,7 +106,7 @@ class LosslessDifferences:
         if encoded.numel() == weights.nbytes:
             weights.view(torch.uint8).copy_(encoded)
             return
-        decompress, bits, pieces = self._decompressor(), weights.view(torch.int16), _pieces(len(weights))
+        decompress, bits, pieces = self._decompressor(), weights.view(torch.int16), _piece_slices(len(weights))
         sizes = encoded[: 8 * len(pieces)].clone().view(torch.int32).tolist()  # a clone is aligned
         if 8 * len(pieces) + sum(sizes) != encoded.numel():
             raise ValueError(
@@ -115,7 +115,7 @@ class LosslessDifferences:
             )
         packed = iter(torch.split(encoded[8 * len(pieces) :], sizes))
         for piece in pieces:
-            low, high = self._planes(packed, decompress, len(bits[piece]))
+            low, high = self._unpack_planes(packed, decompress, len(bits[piece]))
             change = high.to(torch.int16)
             change <<= 8
             change |= low
@@ -126,7 +126,7 @@ class LosslessDifferences:
             bits[piece] += change
 
     @staticmethod
-    def _planes(packed: Iterator[Tensor], decompress: _Decompress, numel: int) -> list[Tensor]:
+    def _unpack_planes(packed: Iterator[Tensor], decompress: _Decompress, numel: int) -> list[Tensor]:
         planes = [bytearray(decompress(next(packed), numel)) for _ in range(2)]
         if any(len(plane) != numel for plane in planes):
             raise ValueError(f"a piece of {numel} weights has planes of {[*map(len, planes)]} bytes. It is damaged")
@@ -180,7 +180,7 @@ def _zstd_decompressor() -> _Decompress:
     return decompress
 
 
-def _pieces(numel: int) -> list[slice]:
+def _piece_slices(numel: int) -> list[slice]:
     return [slice(first, min(first + _AT_ONCE, numel)) for first in range(0, numel, _AT_ONCE)]
 
 

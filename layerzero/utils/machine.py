@@ -22,10 +22,10 @@ def boot_id() -> str:
 
 def available_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
     """Return the number of bytes that this process may still allocate on its machine and in its container."""
-    return min(_left_of_machine(), _left_of_container(cgroup))
+    return min(_available_on_machine(), _available_in_container(cgroup))
 
 
-def _left_of_machine() -> float:
+def _available_on_machine() -> float:
     with suppress(OSError):  # not on Linux
         for line in Path("/proc/meminfo").read_text().splitlines():
             name, _, value = line.partition(":")
@@ -34,7 +34,7 @@ def _left_of_machine() -> float:
     return math.inf
 
 
-def _left_of_container(root: Path) -> float:
+def _available_in_container(root: Path) -> float:
     """Return the number of bytes that the container of this process may still allocate.
 
     File pages count as free, because the kernel can drop them.
@@ -43,11 +43,11 @@ def _left_of_container(root: Path) -> float:
     for folder, limit, used in ((root, "memory.max", "memory.current"), (root / "memory", *_OLD_NAMES)):
         with suppress(OSError, ValueError):  # no such cgroup version, or the limit is "max"
             max_bytes, used_bytes = (int((folder / name).read_text()) for name in (limit, used))
-            available = min(available, max_bytes - used_bytes + _of_files(folder / "memory.stat"))
+            available = min(available, max_bytes - used_bytes + _file_page_bytes(folder / "memory.stat"))
     return available
 
 
-def _of_files(stat: Path) -> int:
+def _file_page_bytes(stat: Path) -> int:
     """Return the size in bytes of a container's file pages, including those of nested containers."""
     with suppress(OSError, ValueError):
         counters = dict(line.split() for line in stat.read_text().splitlines())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["rate", "seconds", "size", "table"]
+__all__ = ["seconds_text", "si_text", "size_text", "table"]
 
 _LARGE = ("", "k", "M", "G", "T", "P", "E")
 
@@ -26,17 +26,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
     return "\n".join(texts)
 
 
-def size(nbytes: float) -> str:
+def size_text(nbytes: float) -> str:
     """Return a number of bytes as text with a decimal unit, such as ``1.24 GB``."""
     return _with_unit(nbytes, "B")
 
 
-def rate(number: float) -> str:
+def si_text(number: float) -> str:
     """Return a number as text with an SI prefix, such as ``12.3 k``."""
     return _with_unit(number, "").rstrip()
 
 
-def seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
     if value >= 1 or value == 0:
         return f"{value:.2f} s"
     return f"{1e3 * value:.1f} ms" if value >= 1e-3 else f"{1e6 * value:.0f} us"

@@ -78,8 +78,10 @@ def make_packet(version: Version, tensors: Sequence[tuple[Sequence[str], Tensor,
     with ThreadPoolExecutor() as pool:  # compression and checksums release the GIL
         packed = [
             [
-                pool.submit(_pack, new, old, codec)
-                for new, old in zip(_pieces(values), repeat(None) if before is None else _pieces(before), strict=False)
+                pool.submit(_pack_piece, new, old, codec)
+                for new, old in zip(
+                    _split_pieces(values), repeat(None) if before is None else _split_pieces(before), strict=False
+                )
             ]
             for _, values, before in tensors
         ]
@@ -94,7 +96,7 @@ def make_packet(version: Version, tensors: Sequence[tuple[Sequence[str], Tensor,
     return b"".join([start, header, *content])
 
 
-def _pack(now: Tensor, before: Tensor | None, codec: LosslessDifferences) -> tuple[Any, int]:
+def _pack_piece(now: Tensor, before: Tensor | None, codec: LosslessDifferences) -> tuple[Any, int]:
     """Return the data of a piece and the checksum of its values. The data may be the memory of `now`."""
     memory = memory_of(now)
     if before is None:
@@ -155,16 +157,16 @@ class WeightReceiver:
                 If a version is missing, the tensors are not changed.
             ModuleNotFoundError: the packet is compressed with zstd, and zstandard is not installed.
         """
-        version, codec, entries, data = _parse(packet)
+        version, codec, entries, data = _parse_packet(packet)
         self._require_next(version)
         targets = [self._targets(entry, creates=version.base is None) for entry in entries]
         self.version, self._next = None, None  # if an error follows, tensors of two versions remain
         # Threads work on CPU memory only, because the current stream of a device belongs to the calling thread.
         on_cpu = [target.cpu() for target, *_ in targets]  # the target itself if it is on the CPU
-        pieces = [piece for values in on_cpu for piece in _pieces(values)]
+        pieces = [piece for values in on_cpu for piece in _split_pieces(values)]
         checksums = [checksum for entry in entries for checksum in entry.checksums]
         with ThreadPoolExecutor() as pool:
-            if list(pool.map(partial(_write, codec), pieces, data)) != checksums:
+            if list(pool.map(partial(_decode_piece, codec), pieces, data)) != checksums:
                 raise WeightPacketError(
                     f"packet {version.packet + 1} of {version.packets} of version {version.version} gives values with "
                     "a wrong checksum. The packet is damaged, or the weights were changed after the last version. "
@@ -227,7 +229,7 @@ class WeightReceiver:
         return list(by_address.values())
 
 
-def _parse(
+def _parse_packet(
     packet: bytes | bytearray | memoryview,
 ) -> tuple[Version, LosslessDifferences, list[_Entry], list[memoryview]]:
     view = memoryview(packet).cast("B")
@@ -254,7 +256,7 @@ def _parse(
     return version, codec, entries, data
 
 
-def _write(codec: LosslessDifferences, piece: Tensor, data: memoryview) -> int:
+def _decode_piece(codec: LosslessDifferences, piece: Tensor, data: memoryview) -> int:
     """Write the values of a piece, or add a difference to them. Return their checksum, or 0 if nothing changes."""
     if not len(data):
         return 0
@@ -267,7 +269,7 @@ def _write(codec: LosslessDifferences, piece: Tensor, data: memoryview) -> int:
     return zlib.crc32(memory_of(piece))
 
 
-def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+def _split_pieces(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return 1-D views of the pieces of a contiguous tensor."""
     flat = tensor.view(-1)
     return torch.split(flat, _PIECE) if flat.numel() else ()

@@ -64,10 +64,10 @@ class ParameterDifference:
 
     @property
     def ok(self) -> bool:
-        return self.excess <= 1.0
+        return self.relative_to_tolerance <= 1.0
 
     @property
-    def excess(self) -> float:
+    def relative_to_tolerance(self) -> float:
         """The larger of `gradient` and `weight`, divided by the tolerance."""
         return max(self.gradient, self.weight) / self.tolerance
 
@@ -138,8 +138,8 @@ class Comparison:
 
     def add(self, step: int, plain: StepRecord, ours: StepRecord) -> None:
         """Compare the gradients and the weights of one step and record the largest differences."""
-        largest_gradient = _largest(g for g in plain.gradients.values() if g is not None)
-        largest_move = _largest(plain.weights[name] - self._start[name] for name in plain.gradients)
+        largest_gradient = _largest_magnitude(g for g in plain.gradients.values() if g is not None)
+        largest_move = _largest_magnitude(plain.weights[name] - self._start[name] for name in plain.gradients)
         for name in [*plain.weights, *(name for name in ours.weights if name not in plain.weights)]:
             if name not in plain.weights or name not in ours.weights:
                 location = "when sharded" if name in plain.weights else "in the plain run"
@@ -147,9 +147,9 @@ class Comparison:
                 continue
             self._compare_gradient(step, name, plain, ours, FLOOR * largest_gradient)
             weight, start = plain.weights[name], self._start[name]
-            scale = max(_distance(weight, start), FLOOR * largest_move, FLOOR * _largest([weight]))
+            scale = max(_distance(weight, start), FLOOR * largest_move, FLOOR * _largest_magnitude([weight]))
             distance = _distance(ours.weights[name], weight, slack=_ulps(weight))
-            self._record_if_worse(self._weight, name, _relative(distance, scale), step)
+            self._record_if_worse(self._weight, name, _relative_distance(distance, scale), step)
 
     def _compare_gradient(self, step: int, name: str, plain: StepRecord, sharded: StepRecord, floor: float) -> None:
         plain_gradient, gradient = plain.gradients.get(name), sharded.gradients.get(name)
@@ -159,8 +159,10 @@ class Comparison:
             location = "when sharded" if gradient is None else "in the plain run"
             self._record_if_worse(self._gradient, name, math.inf, step, f"no gradient {location}")
         else:
-            scale = max(_largest([plain_gradient]), floor)
-            self._record_if_worse(self._gradient, name, _relative(_distance(gradient, plain_gradient), scale), step)
+            scale = max(_largest_magnitude([plain_gradient]), floor)
+            self._record_if_worse(
+                self._gradient, name, _relative_distance(_distance(gradient, plain_gradient), scale), step
+            )
 
     def _record_if_worse(
         self, largest: dict[str, tuple[float, int]], name: str, value: float, step: int, note: str = ""
@@ -221,13 +223,13 @@ def _ulps(values: Tensor) -> Tensor:
     return (magnitudes / mantissas).nan_to_num(0.0) * (torch.finfo(values.dtype).eps / 2)
 
 
-def _largest(tensors: Iterable[Tensor]) -> float:
+def _largest_magnitude(tensors: Iterable[Tensor]) -> float:
     """Return the largest finite magnitude among the elements of all tensors, or 0 if no tensor has elements."""
     magnitudes = (t.abs().nan_to_num(0.0, posinf=0.0).max().item() for t in tensors if t.numel())
     return float(max(magnitudes, default=0.0))
 
 
-def _relative(distance: float, scale: float) -> float:
+def _relative_distance(distance: float, scale: float) -> float:
     if distance == 0.0:
         return 0.0
     return distance / scale if scale else math.inf

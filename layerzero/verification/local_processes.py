@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-__all__ = ["pickled", "run_on_local_ranks"]
+__all__ = ["pickle_parts", "run_on_local_ranks"]
 
 _GRACE = 2.0  # time in seconds to wait for errors of the other ranks after one rank has failed
 
@@ -40,7 +40,7 @@ class _Failure:
         return "layerzero: " in self.summary
 
 
-def pickled(parts: Mapping[str, object], *, way_out: str) -> bytes:
+def pickle_parts(parts: Mapping[str, object], *, way_out: str) -> bytes:
     """Pickle a dictionary for other processes.
 
     Args:
@@ -69,7 +69,7 @@ def run_on_local_ranks(
 
     Args:
         fn: function that is defined at the top level of a module.
-        arguments: result of :func:`pickled`. Each process unpickles the result and passes it to `fn`.
+        arguments: result of :func:`pickle_parts`. Each process unpickles the result and passes it to `fn`.
         world_size: number of processes.
         timeout: timeout of a collective between the ranks, in seconds.
 
@@ -85,12 +85,12 @@ def run_on_local_ranks(
             for rank in range(world_size):
                 parent_pipe, child_pipe = context.Pipe()
                 process: BaseProcess = context.Process(
-                    target=_work, args=(child_pipe, fn, arguments, rank, world_size, path, timeout), daemon=True
+                    target=_run_rank, args=(child_pipe, fn, arguments, rank, world_size, path, timeout), daemon=True
                 )
                 process.start()
                 child_pipe.close()
                 ranks.append((process, parent_pipe))
-            results, failures = _collect([pipe for _, pipe in ranks])
+            results, failures = _collect_results([pipe for _, pipe in ranks])
         finally:
             for process, pipe in ranks:
                 pipe.close()
@@ -102,7 +102,7 @@ def run_on_local_ranks(
     return results[0]
 
 
-def _collect(pipes: list[Connection]) -> tuple[dict[int, Any], list[_Failure]]:
+def _collect_results(pipes: list[Connection]) -> tuple[dict[int, Any], list[_Failure]]:
     pending = {pipe: rank for rank, pipe in enumerate(pipes)}
     results: dict[int, Any] = {}
     failures: list[_Failure] = []
@@ -148,7 +148,7 @@ def _failure_message(failures: list[_Failure], exit_codes: Mapping[int, int | No
     return "\n".join(lines)
 
 
-def _work(
+def _run_rank(
     pipe: Connection,
     fn: Callable[[int, Mapping[str, Any]], Any],
     arguments: bytes,
@@ -167,15 +167,15 @@ def _work(
         result = fn(rank, parsed)
     except BaseException as error:
         pipe.send(_Failure(rank, time.time(), f"{type(error).__name__}: {error}", traceback.format_exc()))
-        _leave(1)
+        _exit_process(1)
     pipe.send(result)
     # A rank must not exit while another rank may still read from it. The caller closes the pipe after all ranks finish.
     with contextlib.suppress(EOFError, OSError):
         pipe.recv()
-    _leave(0)
+    _exit_process(0)
 
 
-def _leave(status: int) -> NoReturn:
+def _exit_process(status: int) -> NoReturn:
     """Exit without destroying process groups. Destroying them could deadlock with ranks that wait for this rank."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -32,7 +32,7 @@ from layerzero.verification.comparison import StepRecord
 
 __all__ = [
     "PER_MODEL",
-    "ReferenceRun",
+    "PlainRun",
     "TrainingTask",
     "loss_of_output",
     "preserved_rng",
@@ -91,7 +91,7 @@ class TrainingTask:
         _seed(self.seed, 1 + index, rank, 1)
         loss = self.loss_fn(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise TypeError(f"the loss must be a tensor of one element, got {_format(loss)}. Check loss_fn")
+            raise TypeError(f"the loss must be a tensor of one element, got {_describe_value(loss)}. Check loss_fn")
         if not loss.requires_grad:
             raise ValueError("the loss has no gradient, because it depends on no trainable parameter. Check loss_fn")
         (loss / self.micro_batches).backward()  # type: ignore[no-untyped-call]
@@ -107,24 +107,24 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise TypeError(
-            f"the model returned {_format(output)}, which is not a scalar loss and has none as .loss or ['loss']. Pass "
-            "a loss_fn(model, batch) that returns the loss"
+            f"the model returned {_describe_value(output)}, which is not a scalar loss and has none as .loss or "
+            "['loss']. Pass a loss_fn(model, batch) that returns the loss"
         )
     return loss
 
 
-class ReferenceRun:
+class PlainRun:
     """Result of the plain run: initial weights, losses, dtypes, and (on rank 0) a record of each step."""
 
     def __init__(self) -> None:
         self.start: dict[str, Tensor] = {}
-        self.snapshots: list[StepRecord] = []
+        self.records: list[StepRecord] = []
         self.losses: list[float] = []
         self.edited: set[str] = set()  # weights that code other than the optimizer has changed; known on rank 0
         self.dtypes: set[torch.dtype] = set()  # dtypes of the parameters
 
 
-def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, rank: int) -> ReferenceRun:
+def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, rank: int) -> PlainRun:
     """Train without layerzero. See [Note: Plain run].
 
     Args:
@@ -137,9 +137,9 @@ def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, ra
     _require_repeatable(task)
     models = _models_of_ranks(task, world_size, device)
     parameters = dict(models[0].named_parameters())
-    masters = {name: _master(parameter) for name, parameter in parameters.items()}
+    masters = {name: _create_master(parameter) for name, parameter in parameters.items()}
     optimizer = task.optimizer(masters.values())
-    run = ReferenceRun()
+    run = PlainRun()
     run.start = _weights(masters, models[rank])
     run.dtypes = {parameter.dtype for parameter in parameters.values()}
     for step in range(task.steps):
@@ -150,8 +150,8 @@ def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, ra
                 _add_gradients(gradient_sums, model, masters)
         _require_finite(run.losses, step)
         if rank == 0:
-            previous = run.snapshots[-1].weights if run.snapshots else run.start
-            run.edited |= {name for name, p in parameters.items() if _changed(p, previous[name])}
+            previous = run.records[-1].weights if run.records else run.start
+            run.edited |= {name for name, p in parameters.items() if _has_changed(p, previous[name])}
         for name, master in masters.items():
             master.grad = gradient_sums[name].div_(world_size) if name in gradient_sums else None
             if not torch.equal(parameters[name], master.to(parameters[name].dtype)):
@@ -162,7 +162,7 @@ def train_plain(task: TrainingTask, *, world_size: int, device: torch.device, ra
         for name, parameter in parameters.items():
             parameter.data.copy_(masters[name])
         if rank == 0:
-            run.snapshots.append(StepRecord(gradients, _weights(masters, models[rank])))
+            run.records.append(StepRecord(gradients, _weights(masters, models[rank])))
     return run
 
 
@@ -187,10 +187,14 @@ def train_sharded(
             with nullcontext() if last else no_sync(model):
                 task.backward(model, step, micro_batch, rank, device)
         _average_ignored(model)
-        gradients = {name: None if p.grad is None else _whole(p.grad, rank) for name, p in model.named_parameters()}
+        gradients = {
+            name: None if p.grad is None else _full_on_rank_0(p.grad, rank) for name, p in model.named_parameters()
+        }
         optimizer.step()
         optimizer.zero_grad()
-        yield StepRecord(gradients, {name: _whole(tensor, rank) for name, tensor in _trained(model)})
+        yield StepRecord(
+            gradients, {name: _full_on_rank_0(tensor, rank) for name, tensor in _params_and_buffers(model)}
+        )
 
 
 def _require_repeatable(task: TrainingTask) -> None:
@@ -225,7 +229,7 @@ def _models_of_ranks(task: TrainingTask, world_size: int, device: torch.device) 
     return models
 
 
-def _master(parameter: nn.Parameter) -> nn.Parameter:
+def _create_master(parameter: nn.Parameter) -> nn.Parameter:
     """Return the parameter that the optimizer of the plain run updates.
 
     As in a sharded run, a trainable master has at least fp32 precision. If the dtype does not change, the master shares
@@ -247,7 +251,7 @@ def _add_gradients(gradient_sums: dict[str, Tensor], model: nn.Module, masters: 
             gradient_sums[name] = gradient.to(masters[name].dtype, copy=True)
 
 
-def _changed(parameter: Tensor, previous: Tensor) -> bool:
+def _has_changed(parameter: Tensor, previous: Tensor) -> bool:
     """Return whether a parameter differs from `previous`. The two are compared in the parameter's dtype."""
     return not torch.equal(parameter.detach().cpu(), previous.to(parameter.dtype))
 
@@ -260,7 +264,7 @@ def _require_finite(losses: Iterable[float], step: int) -> None:
         )
 
 
-def _trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _params_and_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the tensor of each parameter and each floating-point buffer.
 
     Integer buffers are omitted, because they are counters.
@@ -270,7 +274,7 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weights(masters: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    return {name: masters.get(name, value).detach().cpu().clone() for name, value in _trained(model)}
+    return {name: masters.get(name, value).detach().cpu().clone() for name, value in _params_and_buffers(model)}
 
 
 def _average_ignored(model: nn.Module) -> None:
@@ -286,7 +290,7 @@ def _average_ignored(model: nn.Module) -> None:
             parameter.grad = gradient.div_(dist.get_world_size())
 
 
-def _whole(tensor: Tensor, rank: int) -> Tensor:
+def _full_on_rank_0(tensor: Tensor, rank: int) -> Tensor:
     """Return the full tensor in host memory on rank 0, and an empty tensor on other ranks.
 
     All ranks must call this function.
@@ -318,7 +322,7 @@ def preserved_rng(device: torch.device) -> Iterator[None]:
         random.setstate(state)
 
 
-def _format(value: object) -> str:
+def _describe_value(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return f"a {type(value).__name__}"

@@ -17,15 +17,15 @@ from torch.optim import Optimizer
 
 from layerzero.comm.agreement import require_equal
 from layerzero.comm.difference_codecs import Int4Difference
-from layerzero.comm.texts import need_numpy
+from layerzero.comm.gather_text import need_numpy
 from layerzero.config import UNSUPPORTED, LayerZeroConfig
 from layerzero.device.accelerator import compute_device, default_device_type
 from layerzero.sharding.shard_model import shard_model
 from layerzero.verification.comparison import Comparison, ParameterDifference, VerifyReport
-from layerzero.verification.local_processes import pickled, run_on_local_ranks
+from layerzero.verification.local_processes import pickle_parts, run_on_local_ranks
 from layerzero.verification.training_runs import (
     PER_MODEL,
-    ReferenceRun,
+    PlainRun,
     TrainingTask,
     loss_of_output,
     preserved_rng,
@@ -165,9 +165,9 @@ def verify(
     run_arguments = {"steps": steps, "micro_batches": micro_batches, "seed": seed}
     arguments: dict[str, Any] = {**functions, **run_arguments, "tolerance": tolerance, "settings": settings}
     if not own_ranks:
-        arguments["zero3_sizes"] = _sizes(zero3_sizes, world, settings.get("reshard_after_forward", True))
+        arguments["zero3_sizes"] = _sizes_to_verify(zero3_sizes, world, settings.get("reshard_after_forward", True))
         way_out = "Define it at the top level of a module, or call verify under torchrun, which starts the processes"
-        parts = pickled(arguments, way_out=way_out)
+        parts = pickle_parts(arguments, way_out=way_out)
         report: VerifyReport = run_on_local_ranks(_verify_locally, parts, world_size=world, timeout=timeout)
         return report
     if world != dist.get_world_size():
@@ -175,7 +175,7 @@ def verify(
             f"world_size={world_size}, but torch.distributed is initialized with {dist.get_world_size()} ranks. Leave "
             "world_size out"
         )
-    arguments["zero3_sizes"] = _sizes(zero3_sizes, world, settings.get("reshard_after_forward", True))
+    arguments["zero3_sizes"] = _sizes_to_verify(zero3_sizes, world, settings.get("reshard_after_forward", True))
     return _verify(arguments, device_type=default_device_type(), rank=dist.get_rank())
 
 
@@ -209,7 +209,7 @@ def check_arguments(
     )
 
 
-def _sizes(zero3_sizes: Sequence[int] | None, world: int, reshards: Any) -> list[int]:
+def _sizes_to_verify(zero3_sizes: Sequence[int] | None, world: int, reshards: Any) -> list[int]:
     if not isinstance(world, int) or isinstance(world, bool) or world < 1:
         raise ValueError(f"world_size must be an int >= 1, got {world!r}")
     kept = 1 if isinstance(reshards, bool) or callable(reshards) else reshards
@@ -252,7 +252,7 @@ def _verify(arguments: Mapping[str, Any], *, device_type: str, rank: int) -> Ver
     require_equal("verify", {**numbers, "zero3_sizes": sizes, "tolerance": tolerance}, ranks=range(world))
     device = compute_device(device_type)
     with preserved_rng(device):
-        plain, failure = ReferenceRun(), None
+        plain, failure = PlainRun(), None
         try:
             plain = train_plain(task, world_size=world, device=device, rank=rank)
         except Exception as error:
@@ -260,9 +260,9 @@ def _verify(arguments: Mapping[str, Any], *, device_type: str, rank: int) -> Ver
         require_equal("verify, plain run", {}, ranks=range(world), failure=failure)
         notes = _notes(plain, world)
         rows: list[ParameterDifference] = []
-        for trial in _trials(sizes, tolerance, settings, plain.dtypes):
+        for trial in _create_trials(sizes, tolerance, settings, plain.dtypes):
             rows += _compare(task, trial, plain, rank=rank, device_type=device_type)
-    rows.sort(key=lambda row: (-row.excess, row.name, row.zero3_size))
+    rows.sort(key=lambda row: (-row.relative_to_tolerance, row.name, row.zero3_size))
     shared: list[Any] = [VerifyReport(tuple(rows), world, task.steps, task.micro_batches, notes)]
     dist.broadcast_object_list(shared, src=0)
     report: VerifyReport = shared[0]
@@ -270,7 +270,7 @@ def _verify(arguments: Mapping[str, Any], *, device_type: str, rank: int) -> Ver
 
 
 def _compare(
-    task: TrainingTask, trial: _Trial, plain: ReferenceRun, *, rank: int, device_type: str
+    task: TrainingTask, trial: _Trial, plain: PlainRun, *, rank: int, device_type: str
 ) -> list[ParameterDifference]:
     """Train the sharded model once. Return one row per parameter on rank 0, and an empty list on other ranks."""
     comparison = Comparison(
@@ -282,7 +282,7 @@ def _compare(
     try:
         for step, snapshot in enumerate(records):
             if rank == 0:
-                comparison.add(step, plain.snapshots[step], snapshot)
+                comparison.add(step, plain.records[step], snapshot)
     except Exception as error:
         subject = (
             f"the plain run works, but the sharded run with zero3_size={trial.zero3_size} in {trial.precision} fails"
@@ -291,7 +291,7 @@ def _compare(
     return comparison.rows()
 
 
-def _trials(
+def _create_trials(
     sizes: Sequence[int], tolerance: float | None, settings: Mapping[str, Any], dtypes: set[torch.dtype]
 ) -> list[_Trial]:
     """Return the sharded runs for each of `sizes`.
@@ -312,12 +312,12 @@ def _trials(
     for size in sizes:
         if _epsilon(lowest) > _epsilon(as_built):
             strict = {**settings, "mp_policy": None, "refresh_codec": None, **dict.fromkeys(_DTYPES)}
-            trials.append(_trial(size, as_built, None, strict))
-        trials.append(_trial(size, lowest, tolerance, settings))
+            trials.append(_create_trial(size, as_built, None, strict))
+        trials.append(_create_trial(size, lowest, tolerance, settings))
     return trials
 
 
-def _trial(size: int, dtype: torch.dtype, tolerance: float | None, settings: Mapping[str, Any]) -> _Trial:
+def _create_trial(size: int, dtype: torch.dtype, tolerance: float | None, settings: Mapping[str, Any]) -> _Trial:
     name = str(dtype).removeprefix("torch.")
     return _Trial(size, name, _default_tolerance(dtype) if tolerance is None else tolerance, settings)
 
@@ -335,7 +335,7 @@ def _epsilon(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
 
-def _notes(plain: ReferenceRun, world: int) -> tuple[str, ...]:
+def _notes(plain: PlainRun, world: int) -> tuple[str, ...]:
     """Return remarks about the plain run. All ranks must call this function.
 
     Only rank 0's result includes the remark about in-place changes of weights.

@@ -267,7 +267,8 @@ def _no_room(rank: int, folder: Path) -> None:
             setattr(buddy_snapshots, what, real)
         found = keeper.load()
         assert found is not None and found.extra == 1
-    for what in ("_link", "allocate_file"):  # when a snapshot is inspected, and when a file comes from another node
+    # when a snapshot is inspected, and when a file comes from another node
+    for what in ("_link_files", "allocate_file"):
         real = getattr(snapshot_files, what)
         dist.barrier()
         lost = _node(folder, rank) / "away"

@@ -164,7 +164,7 @@ def test_what_another_job_has_put_there_meanwhile_stays(tmp_path: Path, exchange
 def test_one_that_has_lost_its_name_is_a_checkpoint_until_there_is_another_of_that_name(tmp_path: Path) -> None:
     run_ranks(_one, str(tmp_path / "last"), world_size=1)
     shutil.copytree(tmp_path / "last", tmp_path / "new")
-    hidden = atomic_files.hide(tmp_path / "last", "replaced")
+    hidden = atomic_files.hide_folder(tmp_path / "last", "replaced")
     for place in (hidden, *hidden.iterdir()):
         os.utime(place, (0, 0))
     clear_leftovers(tmp_path / "new" / atomic_files.MANIFEST)

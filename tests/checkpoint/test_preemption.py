@@ -83,7 +83,7 @@ def _left(rank: int) -> None:
     def lost() -> None:
         raise RuntimeError("a rank is gone")
 
-    request._settle = lost
+    request._wait_for_pending = lost
     with pytest.raises(RuntimeError, match="a rank is gone"):
         request.close()
     assert signal.getsignal(signal.SIGTERM) is before and signal.set_wakeup_fd(-1) == -1, "that came first"

@@ -65,13 +65,13 @@ def _threads() -> int:
 def test_the_line_comes_before_the_process_is_killed() -> None:
     for timeout in (12.0, 60.0, 600.0, 1800.0, 86400.0):
         limit = default_limit(timeout)
-        longest = limit + 2 * module._period(limit) + 1  # detected, seen by all ranks, answered by all
+        longest = limit + 2 * module._request_period(limit) + 1  # detected, seen by all ranks, answered by all
         assert longest <= limit + max(5.0, limit / 10) < timeout
         assert limit <= 300
 
 
 def test_a_store_is_asked_rarely_where_the_limit_is_long() -> None:
-    assert module._period(300.0) == 10.0, "1024 ranks: a hundred requests a second"
+    assert module._request_period(300.0) == 10.0, "1024 ranks: a hundred requests a second"
 
 
 @pytest.mark.parametrize("missing", [set(), {0}, {700}, set(range(1000, 1024))])

@@ -203,7 +203,7 @@ def _fails(rank: int) -> list[str]:
         def broken() -> bool:
             raise RuntimeError("this collective was aborted")
 
-        dog._late = broken
+        dog._oldest_pending = broken
         dog._threads[0].join(10)
         assert not dog._threads[0].is_alive()
         train(model, optimizer, range(2, 3))

@@ -114,15 +114,17 @@ def test_one_hardware_queue_for_all_streams_is_warned_of() -> None:
 def test_one_hardware_queue_is_warned_of_in_the_flags_of_megatron(tensor: int, context: int, ending: str) -> None:
     args = Namespace(tensor_model_parallel_size=tensor, context_parallel_size=context, overlap_param_gather=True)
     with ExitStack() as stack:
-        for name in ("_refuse", "require_equal"):
+        for name in ("_refuse_unsupported", "require_equal"):
             stack.enter_context(mock.patch.object(flags, name))
-        stack.enter_context(mock.patch.object(flags, "_translated", lambda *_: flags.ParsedArguments({}, (), None)))
+        stack.enter_context(
+            mock.patch.object(flags, "_translate_arguments", lambda *_: flags.ParsedArguments({}, (), None))
+        )
         stack.enter_context(mock.patch.object(flags, "default_device_type", lambda: "cuda"))
         stack.enter_context(mock.patch.multiple(flags.dist, get_rank=lambda: 0, get_world_size=lambda: 8))
         for connections, expected in (("1", 1), ("32", 0)):
             stack.enter_context(mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS=connections))
             with logged() as lines:
-                flags.chosen_of(args, [0])
+                flags.parse_arguments(args, [0])
             assert len(lines) == expected, lines
             assert all("one hardware queue" in line and line.endswith(ending) for line in lines), lines
 

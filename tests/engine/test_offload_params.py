@@ -261,7 +261,7 @@ def test_copies_of_a_shard_come_one_after_the_other_on_whatever_stream_they_are_
     shard, full = HostShard(2, torch.float32, transfers, pool), torch.empty(2)
     shard.start_fetch(full)
     shard.store(full)
-    with shard.fetched(full, beside=True):
+    with shard.fetch_into(full, on_copy_stream=True):
         transfers.record.append(("gather", None))
     shard.arrive()
     assert transfers.record == [

@@ -142,8 +142,8 @@ def test_reduction_specs_are_those_of_the_table(
                 assert scales == expected, "the mean is taken once"
             assert spec.incoming_dtype == (landing if early else precision.master)
             assert spec.accumulator_is_reduced == early
-            accumulating, reducing = spec.between(lands, waits), spec.between(lands, RANK)
-            assert reducing == spec.stages == accumulating + spec.between(waits, RANK)
+            accumulating, reducing = spec.stages_between(lands, waits), spec.stages_between(lands, RANK)
+            assert reducing == spec.stages == accumulating + spec.stages_between(waits, RANK)
 
 
 # fp16 collectives by arithmetic: the sum of equal gradients, added as backends do
@@ -250,7 +250,7 @@ def carry(ranks: list[Rank], layout: FlatLayout, stages: tuple[ReductionStage, .
         sent = []
         for rank in ranks:
             if NODE in (stage.source, stage.target):
-                rank.sums[RANK].vacate()
+                rank.sums[RANK].set_aside()
             source = rank.sums[stage.source]
             source.seal()
             lease = source.storage.lend_send_buffer(stage.wire_dtype, pool)
@@ -262,7 +262,7 @@ def carry(ranks: list[Rank], layout: FlatLayout, stages: tuple[ReductionStage, .
             peers = [i for i, each in enumerate(ranks) if getattr(each.grid, same) == getattr(rank.grid, same)]
             pending = brought(*(sent[i][own] for i in peers))
             if stage.target is RANK:
-                rank.sums[RANK].settle()
+                rank.sums[RANK].restore()
             rank.sums[stage.target].add_reduction(pending, scale=stage.scale)
 
 
@@ -313,11 +313,11 @@ def follow(program: str, layout: FlatLayout, all_grids: list[ShardGrid], mode: s
             carry(
                 ranks,
                 layout,
-                spec.between(spec.incoming_extent, RANK if action == "r" else spec.accumulator_extent),
+                spec.stages_between(spec.incoming_extent, RANK if action == "r" else spec.accumulator_extent),
                 pool,
             )
         elif action == "s":
-            carry(ranks, layout, spec.between(spec.accumulator_extent, RANK), pool)
+            carry(ranks, layout, spec.stages_between(spec.accumulator_extent, RANK), pool)
         else:
             forgotten = list(expected) if action == "z" else [dropped]
             for slot in forgotten:
@@ -326,7 +326,7 @@ def follow(program: str, layout: FlatLayout, all_grids: list[ShardGrid], mode: s
                 for each in set(rank.sums.values()):
                     each.clear(forgotten)
                 if action == "z":
-                    rank.sums[RANK].settle()
+                    rank.sums[RANK].restore()
     if program[-1] in "rs":
         for rank in ranks:
             final = rank.sums[RANK]

@@ -412,5 +412,7 @@ def test_the_test_notices_units_that_move() -> None:
 
 
 def _addresses_without_homes(rank: int) -> None:
-    with mock.patch.object(FullBufferPool, "_choose", lambda self, storage, cached: random.randrange(len(cached))):
+    with mock.patch.object(
+        FullBufferPool, "_previous_index", lambda self, storage, cached: random.randrange(len(cached))
+    ):
         _addresses(rank)

@@ -316,7 +316,7 @@ def test_of_few_slots_the_search_finds_an_order_that_fits_if_there_is_one(
         return True
 
     kinds = flat_layout._kinds([Slot(name, shape, 0) for name, shape in named(shapes)])
-    placed = flat_layout._pack(kinds, shard_numel, num_shards, align, effort=1_000_000)
+    placed = flat_layout._pack_slots(kinds, shard_numel, num_shards, align, effort=1_000_000)
     assert (placed is not None) == any(fits(order) for order in permutations(shapes))
     if placed is not None:
         FlatLayout(placed, shard_numel, num_shards, align)
@@ -362,9 +362,9 @@ def test_a_broken_layout_cannot_be_made(slots: tuple[Slot, ...], shard_numel: in
 
 
 def test_a_planner_that_ignores_rows_or_alignment_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat_layout, "_earliest", lambda kind, start, shard, align: start)
+    monkeypatch.setattr(flat_layout, "_first_legal_offset", lambda kind, start, shard, align: start)
     with pytest.raises(ValueError, match="is cut"):
         plan_layouts([("weight", (4, 3)), ("bias", (4,))], num_shards=2, align=1)
-    monkeypatch.setattr(flat_layout, "_earliest", lambda kind, start, shard, align: start + 1)
+    monkeypatch.setattr(flat_layout, "_first_legal_offset", lambda kind, start, shard, align: start + 1)
     with pytest.raises(ValueError, match="multiple of align=8"):
         plan_layouts([("weight", (64, 8)), ("bias", (64,))], num_shards=2, align=8)

@@ -20,7 +20,7 @@ import layerzero.megatron
 from layerzero.checkpoint.whole_model_files import inspect
 from layerzero.cli import app
 from layerzero.megatron import chunk_checkpoint
-from layerzero.megatron.expert_names import experts_of
+from layerzero.megatron.expert_names import expert_names_of
 from tests.support.megatron_checkpoints import save as save_in_megatrons_format
 from tests.support.megatron_parallel import SequenceParallelNorm
 from tests.support.megatron_ranks import (
@@ -202,7 +202,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_export_has_all_experts(which
 
 def _by_number(chunks: list[Any], optimizer: Any) -> dict[str, Tensor]:
     """Return the full tensors that this rank has a part of, named with the expert numbers of the full model."""
-    stored = experts_of(chunks[0]).stored
+    stored = expert_names_of(chunks[0]).stored
     found = {}
     for name, value in _all_of(chunks, optimizer).items():
         before, own, *entry = name.split(" ")
@@ -321,7 +321,7 @@ def _misfits(rank: int, folder: str) -> None:
         layerzero.megatron.save(f"{folder}/common", chunks, optimizer, {"ema": averages})
         with pytest.raises(TypeError, match=r"ema.averages.*experts\..* which is a different parameter on other ranks"):
             layerzero.megatron.save(f"{folder}/odd", chunks, optimizer, {"ema": ema})
-        fails = mock.patch.object(chunk_checkpoint, "experts_of", side_effect=KeyError("a layer"))
+        fails = mock.patch.object(chunk_checkpoint, "expert_names_of", side_effect=KeyError("a layer"))
         for call in (layerzero.megatron.save, layerzero.megatron.load):
             with fails if rank == 1 else nullcontext(), pytest.raises((KeyError, RuntimeError), match="a layer"):
                 call(f"{folder}/odd", chunks, optimizer)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerzero.engine.hooks import get_state
-from layerzero.megatron.parallel_groups import _failure
+from layerzero.megatron.parallel_groups import _layout_error
 from layerzero.megatron.weights import replicas_agree
 from tests.support.megatron_compare import assert_same
 from tests.support.megatron_parallel import SequenceParallelNorm
@@ -246,7 +246,7 @@ def _beside_megatrons_loop(rank: int) -> None:
             ValueError,
             match=r"is neither a multiple nor a divisor of expert_model_parallel_size=4.*Use one of \[1, 2, 4, 12\]",
         ):
-            raise _failure(3, range(12), range(0, 12, 4)) or AssertionError
+            raise _layout_error(3, range(12), range(0, 12, 4)) or AssertionError
 
 
 def test_experts_apart_in_megatrons_loop() -> None:

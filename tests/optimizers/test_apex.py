@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 import layerzero
 from layerzero import checkpoint, optimizers
-from layerzero.optimizers.apex import prepared
+from layerzero.optimizers.apex import with_preparation
 from layerzero.optimizers.compatibility import kinds_that_need_full_params
 from layerzero.optimizers.compatibility_trial import difference, group_kind, steps_matrices_separately
 from tests.support import apex_emulation as apex
@@ -204,7 +204,7 @@ def test_weight_decay_after_momentum_is_no_part_of_a_late_momentum() -> None:
         for used in steps:
             for name, parameter in parameters.items():
                 parameter.grad = torch.ones_like(parameter) if name in used else None
-            prepared(optimizer, optimizer.step)()
+            with_preparation(optimizer, optimizer.step)()
         results.append(parameters["late"].detach())
     torch.testing.assert_close(*results)
 

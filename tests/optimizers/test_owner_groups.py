@@ -177,7 +177,7 @@ def _told(rank: int) -> None:
             held = model_parallel.of_state(whole.shape, axis=0, place=place)
             part = whole.T.contiguous().T if rank == place else whole.new_empty(0, 3)
             with Largest() as made:
-                told = held.whole(part)
+                told = held.gather_global(part)
             assert told.dtype == dtype and told.device == whole.device and not told.requires_grad
             assert torch.equal(told.view(torch.uint8), whole.view(torch.uint8))
             assert made.numel <= whole.numel(), "one copy, not one for each place"

@@ -27,7 +27,7 @@ from layerzero.planning import Cluster, Estimate, Plan, TransformerShape, plan
 from layerzero.planning.estimator import _CODING
 from layerzero.planning.plan_html import report_html
 from layerzero.planning.plan_report import links_text, reduce_text
-from layerzero.utils.text_tables import rate, seconds, size
+from layerzero.utils.text_tables import seconds_text, si_text, size_text
 from tests.support.browser import Browser, open_browser
 from tests.support.models import TiedTransformer
 from tests.support.ranks import mesh_of, run_ranks
@@ -84,7 +84,11 @@ def test_the_page_is_one_file_that_asks_for_nothing(found: Plan) -> None:
     charts = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
     for scheme in ("FSDP2", "HSDP", "ZeRO-1"):
         assert scheme in charts[0] and scheme in charts[2], "beside layerzero's memory and times"
-    drawn = [*(kind for kind, nbytes in found.best.memory.items() if nbytes), size(found.best.peak), "7.00 GB of 8 GB"]
+    drawn = [
+        *(kind for kind, nbytes in found.best.memory.items() if nbytes),
+        size_text(found.best.peak),
+        "7.00 GB of 8 GB",
+    ]
     assert not [text for text in drawn if f"{text}</text>" not in charts[0]]
     for text in ("compute", "forward", "backward", "update", "gather", "hop 1", "hop 2", "refresh", "ms"):
         assert f">{text}</text>" in charts[1], text
@@ -136,8 +140,8 @@ def test_a_page_and_a_text_name_the_same_closest_settings() -> None:
     closest = tight.rows[:8]
     shortfalls = [max(row.excess, row.host_excess) for row in tight.rows]
     assert shortfalls == sorted(shortfalls) and len(tight.rows) > 8
-    assert all(f">{size(row.peak)}</td>" in line for row, line in zip(closest, shown, strict=True))
-    assert f"which lack {size(closest[0].excess)}" in tight.why
+    assert all(f">{size_text(row.peak)}</td>" in line for row, line in zip(closest, shown, strict=True))
+    assert f"which lack {size_text(closest[0].excess)}" in tight.why
 
 
 def test_the_page_opens_with_the_answer_in_one_sentence(found: Plan) -> None:
@@ -153,7 +157,9 @@ def test_the_page_opens_with_the_answer_in_one_sentence(found: Plan) -> None:
     word = "less" if best.step < other.step else "more"
     with_other = f"{other.choice.scheme} and {reduce_text(other.choice)} gradients"
     assert f"{percent:.1f}% {word} than with {with_other}, the fastest other scheme that fits" in answer
-    assert answer.endswith(f"and {size(best.peak)} of {size(found.cluster.room)} instead of {size(other.peak)}.")
+    assert answer.endswith(
+        f"and {size_text(best.peak)} of {size_text(found.cluster.room)} instead of {size_text(other.peak)}."
+    )
 
 
 def test_the_answer_about_encoded_gradients_names_the_fastest_other_scheme_whatever_its_dtype() -> None:
@@ -176,7 +182,7 @@ def test_the_answer_names_no_scheme_that_does_not_fit(found: Plan) -> None:
     full = [dataclasses.replace(each, peak=int(each.room) + 1) for each in found.other_schemes]
     answer = _answer(report_html(dataclasses.replace(found, other_schemes=full), nodes=(2,)))
     counts = f"{best.choice.micro_batches} micro-batch"
-    assert f"{size(best.peak)} of {size(found.cluster.room)}; no other scheme fits with {counts}" in answer
+    assert f"{size_text(best.peak)} of {size_text(found.cluster.room)}; no other scheme fits with {counts}" in answer
     slow = [_with_step(each, 10 * best.step) for each in found.other_schemes]
     assert "90.0% less than with " in _answer(report_html(dataclasses.replace(found, other_schemes=slow), nodes=(2,)))
     fast = [_with_step(each, best.step / 2) for each in found.other_schemes]
@@ -328,7 +334,10 @@ def test_sites_are_planned_by_the_command(tmp_path: Path) -> None:
     for each, line in zip(found["sites"], lines[3:6], strict=True):
         cells = line.split()
         assert cells[:2] == [each["codec"] or "none", str(each["delay"])]
-        assert seconds(each["step_seconds"]).split()[0] in cells and size(each["outer_bytes"]).split()[0] in cells
+        assert (
+            seconds_text(each["step_seconds"]).split()[0] in cells
+            and size_text(each["outer_bytes"]).split()[0] in cells
+        )
     for wrong in (["--sites", "2"], ["--between-sites", "1"]):
         done = run(tmp_path, "plan", *sizes, *wrong)
         assert done.returncode == 2 and "--sites and --between-sites need each other" in done.stderr
@@ -343,9 +352,13 @@ def test_json_has_the_data_of_the_text_under_the_documented_keys(tmp_path: Path)
         lines = shown.splitlines()[-len(rows) :]
         for row, line in zip(rows, lines, strict=True):
             assert line.startswith(f"{row['scheme']} ") and row["reduce_dtype"] in line
-            for cell in (size(row["peak_bytes"]), size(row["between_bytes"]), seconds(row["step_seconds"])):
+            for cell in (
+                size_text(row["peak_bytes"]),
+                size_text(row["between_bytes"]),
+                seconds_text(row["step_seconds"]),
+            ):
                 assert cell in line, (cell, line)
-            assert line.endswith(rate(row["tokens_per_second"])) and line.removeprefix(row["scheme"]).count("-") == (
+            assert line.endswith(si_text(row["tokens_per_second"])) and line.removeprefix(row["scheme"]).count("-") == (
                 not row["fits"]
             ) + (row["scheme"] == "layerzero" and not row["offload"])
     assert found["settings"]["fit"] == len(found["rows"]) < found["settings"]["tried"]
@@ -358,7 +371,7 @@ def test_json_has_the_data_of_the_text_under_the_documented_keys(tmp_path: Path)
     for each, line in zip(found["links"], links, strict=True):
         assert line.startswith(f"{each['between']:,.0f} ") and line.endswith(f"{each['advantage']:+.1%}")
         for row in filter(None, each["schemes"].values()):
-            assert f"{seconds(row['step_seconds'])}, {rate(row['tokens_per_second'])}" in line
+            assert f"{seconds_text(row['step_seconds'])}, {si_text(row['tokens_per_second'])}" in line
     every = json.loads(run(tmp_path, *command, "--json", "--all").stdout)
     assert len(every["rows"]) == every["settings"]["tried"]
 
@@ -509,9 +522,9 @@ def _simulate_with_the_defaults_of_a_plan(folder: Path) -> None:
     found = json.loads(run(folder, "simulate", "rank0.json", "--json").stdout)
     assert _documented_keys()["simulate"] == found.keys()
     assert found["cluster"] == Cluster(nodes=2, accelerators=2).as_dict()
-    assert found["steps"] == 2 and f"in {seconds(found['seconds'])}, " in done.stdout
+    assert found["steps"] == 2 and f"in {seconds_text(found['seconds'])}, " in done.stdout
     for kind, each in found["collectives"].items():
-        row = f"{kind} +{each['calls']} +{size(each['sent_bytes'])} +{seconds(each['waited_seconds'])}$"
+        row = f"{kind} +{each['calls']} +{size_text(each['sent_bytes'])} +{seconds_text(each['waited_seconds'])}$"
         assert re.search(row, done.stdout, re.MULTILINE), row
     (folder / "cluster.yaml").write_text("nodes: 2\naccelerators: 2\nbetween: 3\ninside: 7\n")
     found = json.loads(run(folder, "simulate", "rank0.json", "--cluster", "cluster.yaml", "--json").stdout)

@@ -24,11 +24,18 @@ from layerzero.planning import Candidate, Cluster, TransformerShape, plan, read_
 from layerzero.planning.estimator import StepCost, simplest_fast_row
 from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, traits_of
 from layerzero.planning.plan_report import call_text, yaml_text
-from layerzero.planning.sim_program import Operation, SimCompute, SimLaunch, SimWait, StartReduction, from_events
+from layerzero.planning.sim_program import (
+    Operation,
+    SimCompute,
+    SimLaunch,
+    SimWait,
+    StartReduction,
+    program_from_events,
+)
 from layerzero.planning.sim_schedules import ScheduleSettings, UnitCost, layerzero_program
 from layerzero.planning.simulator import SimMachine, simulate
 from layerzero.planning.transformer_shapes import TransformerBlock
-from layerzero.utils.text_tables import rate, seconds, size, table
+from layerzero.utils.text_tables import seconds_text, si_text, size_text, table
 from tests.support.ranks import mesh_of, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -240,7 +247,9 @@ def test_the_schedule_is_the_one_that_the_engine_records(
     ranks: int, zero3_size: int, micro_batches: int, accumulation: str
 ) -> None:
     blocks = 4
-    recorded = from_events(record_blocks(blocks, Settings(ranks, zero3_size, micro_batches, accumulation), steps=3))
+    recorded = program_from_events(
+        record_blocks(blocks, Settings(ranks, zero3_size, micro_batches, accumulation), steps=3)
+    )
     works = [UnitCost(name, 64, 1.0, 2.0) for name in ("the root", *(f"blocks.{index}" for index in range(blocks)))]
     sharding = ScheduleSettings(ranks, zero3_size, micro_batches, accumulation, ends_stay_gathered=False)
     written = list(layerzero_program(works, sharding, steps=3))
@@ -448,9 +457,9 @@ def test_a_model_that_does_not_fit_is_said_to_lack_so_much() -> None:
     assert found.best is None and found.config is None
     closest = min(found.rows, key=lambda row: row.excess)
     assert closest is found.rows[0] and closest.excess == closest.peak - 4e9 > 0
-    assert "No settings fit" in found.why and f"which lack {size(closest.excess)}. " in found.why
+    assert "No settings fit" in found.why and f"which lack {size_text(closest.excess)}. " in found.why
     both = replace(found, rows=(replace(closest, host=1003e9 / 2), *found.rows))
-    assert f"which lack {size(closest.excess)} and 3.00 GB of host memory a node. " in both.why
+    assert f"which lack {size_text(closest.excess)} and 3.00 GB of host memory a node. " in both.why
     with_offload = plan(large, Cluster(nodes=1, accelerators=2, memory=12, reserve=1), micro_batches=[1])
     assert any(row.choice.offload != "-" for row in with_offload.rows), "tried where it does not fit without"
 
@@ -508,7 +517,7 @@ def test_bytes_of_the_schemes_are_those_of_their_formulas() -> None:
     for row in found.rows:
         choice = row.choice
         if choice.zero3_size == node:
-            padded = sum(handle.layout.numel for unit in found.estimator.planned(choice) for handle in unit.handles)
+            padded = sum(handle.layout.numel for unit in found.estimator.unit_specs(choice) for handle in unit.handles)
             wire = choice.reduce_dtype.itemsize
             assert numel <= padded < 1.1 * numel
             reduced = count if choice.accumulation == "local" else 1
@@ -745,9 +754,9 @@ def test_a_plan_needs_no_memory_for_the_model_and_leaves_it_as_it_was() -> None:
 
 
 def test_numbers_have_units_for_people() -> None:
-    assert [size(n) for n in (0, 999, 1000, 1_240_000, 999_600, 5e13)] == [
+    assert [size_text(n) for n in (0, 999, 1000, 1_240_000, 999_600, 5e13)] == [
         "0 B", "999 B", "1.00 kB", "1.24 MB", "1.00 MB", "50.0 TB",
     ]  # fmt: skip
-    assert [seconds(s) for s in (0, 2.5, 0.0125, 1.5e-5)] == ["0.00 s", "2.50 s", "12.5 ms", "15 us"]
-    assert rate(12_345) == "12.3 k"
+    assert [seconds_text(s) for s in (0, 2.5, 0.0125, 1.5e-5)] == ["0.00 s", "2.50 s", "12.5 ms", "15 us"]
+    assert si_text(12_345) == "12.3 k"
     assert table(("a", "bb"), [("x", "1"), ("yy", "22")]) == "a   bb\nx    1\nyy  22"

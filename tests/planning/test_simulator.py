@@ -23,10 +23,10 @@ from layerzero.planning.sim_program import (
     StartReduction,
     StepEnd,
     WaitReductions,
-    from_events,
+    program_from_events,
     read_recording,
-    resized,
-    retimed,
+    replace_collectives,
+    replace_times,
     seconds_of,
 )
 from layerzero.planning.simulator import SimMachine, simulate
@@ -171,7 +171,7 @@ def settings_id(settings: Settings) -> str:
 def test_a_recorded_schedule_keeps_every_collective_and_every_second(settings: Settings) -> None:
     blocks, steps = 3, 2
     events = record_blocks(blocks, settings, steps=steps)
-    program = from_events(events)
+    program = program_from_events(events)
     units, a = blocks + 1, settings.micro_batches
     outcome = simulate(program, MACHINE)
     hop1 = 1 if settings.accumulation == "full" else a
@@ -196,8 +196,10 @@ def test_a_recorded_schedule_keeps_every_collective_and_every_second(settings: S
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=settings_id)
 def test_no_simulation_beats_the_processor_or_a_link_and_all_repeat_exactly(settings: Settings) -> None:
-    program = from_events(record_blocks(3, settings))
-    program = retimed(program, lambda what: 1.0 if what[0] in ("forward", "backward") else 0.0, lambda what: "first")
+    program = program_from_events(record_blocks(3, settings))
+    program = replace_times(
+        program, lambda what: 1.0 if what[0] in ("forward", "backward") else 0.0, lambda what: "first"
+    )
     for inside, between in itertools.product((1e3, 1e5), (1e2, 1e6)):
         outcome = simulate(program, SimMachine(node_size=8, inside=inside, between=between, between_latency=0.01))
         busiest = max(outcome.computed, *outcome.busy.values())
@@ -210,13 +212,15 @@ def test_no_simulation_beats_the_processor_or_a_link_and_all_repeat_exactly(sett
 
 
 def test_times_and_bytes_can_be_replaced() -> None:
-    program = from_events(record_blocks(2, SETTINGS[0], steps=2))
-    told = retimed(program, lambda what: {"forward": 1.0, "backward": 2.0, "add": 0.25}.get(what[0], 0.0))
+    program = program_from_events(record_blocks(2, SETTINGS[0], steps=2))
+    told = replace_times(program, lambda what: {"forward": 1.0, "backward": 2.0, "add": 0.25}.get(what[0], 0.0))
     found = seconds_of(told)
     assert found["forward", "blocks.1"] == pytest.approx(1.0)
     assert found["backward", "the root"] == pytest.approx(2.0)
     assert found["add", "hop2 blocks.0"] == 0.25 and found["update", "optimizer"] == 0.0
-    doubled = resized(told, lambda collective: SimCollective(**{**vars(collective), "bytes": 2 * collective.bytes}))
+    doubled = replace_collectives(
+        told, lambda collective: SimCollective(**{**vars(collective), "bytes": 2 * collective.bytes})
+    )
     before, after = simulate(told, MACHINE), simulate(doubled, MACHINE)
     assert after.bytes == {kind: 2 * sent for kind, sent in before.bytes.items()}
     assert after.computed == before.computed

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import layerzero
-from layerzero.reports.metrics_log import waited_for
+from layerzero.reports.metrics_log import rank_delays
 from tests.support.late_threads import late_threads
 from tests.support.models import IntegerNet, integer_net
 from tests.support.ranks import BOTH, mesh_of, run_ranks
@@ -88,9 +88,9 @@ def test_a_rank_that_is_late_again_and_again_is_named(victim: int, shared_memory
 
 
 def test_who_is_waited_for_waits_least() -> None:
-    assert waited_for({0: 5.0, 1: 1.0, 2: 6.0, 3: 5.0}) == {"layerzero/waited_for/rank_1": 4.0}
-    assert waited_for({0: 2.0}) == {} and waited_for({0: 2.0, 1: 2.0}) == {}
-    assert len(waited_for(dict(enumerate([9.0, 1.0, 2.0, 3.0, 4.0, 9.0, 9.0, 9.0, 9.0])))) == 3
+    assert rank_delays({0: 5.0, 1: 1.0, 2: 6.0, 3: 5.0}) == {"layerzero/waited_for/rank_1": 4.0}
+    assert rank_delays({0: 2.0}) == {} and rank_delays({0: 2.0, 1: 2.0}) == {}
+    assert len(rank_delays(dict(enumerate([9.0, 1.0, 2.0, 3.0, 4.0, 9.0, 9.0, 9.0, 9.0])))) == 3
 
 
 def _emptied(rank: int) -> list[tuple[float, float]]:

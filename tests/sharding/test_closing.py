@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.optim import optimizer as torch_optimizer
 
 import layerzero
-from layerzero.comm.process_groups import settle_releases
+from layerzero.comm.process_groups import wait_for_releases
 from layerzero.engine.hooks import get_state
 from tests.support.late_backend import NAME, register
 from tests.support.models import (
@@ -51,7 +51,7 @@ BESIDE = {
 def counts() -> dict[str, int]:
     """Return the counts of process resources that models use, after collected models have been released."""
     gc.collect()
-    settle_releases()
+    wait_for_releases()
     deadline = time.monotonic() + 3
     while any(thread.name in BESIDE for thread in threading.enumerate()) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -121,7 +121,7 @@ def _at_shutdown(rank: int) -> None:
     with mock.patch.object(threading.Thread, "start", _no_thread):
         del model, optimizer
         gc.collect()
-        settle_releases()
+        wait_for_releases()
     more = grown(before)
     assert not more, more
 
@@ -219,7 +219,7 @@ def _parameters_live_on(rank: int) -> None:
     kept = dict(model.named_parameters())
     del model, optimizer
     gc.collect()
-    settle_releases()
+    wait_for_releases()
     assert not different({name: parameter.full_tensor() for name, parameter in kept.items()}, expected)
 
 

@@ -232,7 +232,7 @@ class Device:
             stack.enter_context(mock.patch("layerzero.sharding.shard_model.HostDeviceCopies", _LateTransfers))
             stack.enter_context(mock.patch.object(CurrentStream, "keep_until_done", self._poison_later))
             stack.enter_context(mock.patch.object(_DeviceStream, "keep_until_done", self._keep))
-            stack.enter_context(mock.patch.object(DeviceBufferPool, "_forget", self._poisons()))
+            stack.enter_context(mock.patch.object(DeviceBufferPool, "_subtract", self._poisons()))
             stack.enter_context(mock.patch.object(Tensor, _REGISTER, self._registers()))
             stack.enter_context(mock.patch.object(torch.autograd.Variable, "_execution_engine", _Engine(self)))
             stack.enter_context(_Computes())
@@ -259,7 +259,7 @@ class Device:
         self.kept.append(tensor)
 
     def _poisons(self) -> Callable[[DeviceBufferPool, Tensor], None]:
-        forget = DeviceBufferPool._forget
+        forget = DeviceBufferPool._subtract
 
         def forgets(pool: DeviceBufferPool, buffer: Tensor) -> None:
             if id(buffer) in self._poisoned:

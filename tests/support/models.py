@@ -176,7 +176,7 @@ def _full(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _gathered(tensors: dict[str, Tensor], mesh_info: MeshInfo) -> dict[str, Tensor]:
     spans = {name: tensor._local_tensor.spec for name, tensor in tensors.items()}
     rows = {name: plain(tensor) for name, tensor in tensors.items()}
-    row_bytes = {name: math.prod(spans[name].stored[1:]) * rows[name].element_size() for name in tensors}
+    row_bytes = {name: math.prod(spans[name].stored_shape[1:]) * rows[name].element_size() for name in tensors}
 
     def sizes(k: int) -> list[int]:
         """Return the bytes of each tensor in the shard at position `k`."""

@@ -131,7 +131,7 @@ class GatheredFullBuffer(FullBuffer):
             return self._all_gather(name)
         if self._comm.size == 1:
             return self._host_shard.start_fetch(self._input)
-        with self._host_shard.fetched(self._input, beside=self._codec is None):
+        with self._host_shard.fetch_into(self._input, on_copy_stream=self._codec is None):
             return self._all_gather(name)
 
     @torch.no_grad()

@@ -70,18 +70,18 @@ _MORE = 5  # address space reserved for each handle in addition to the predicted
 
 def segment_sizes(demand: BufferDemand) -> SegmentSizes:
     """Return the sizes of the segment that contains the buffers of `demand`."""
-    gradients = sum(aligned_bytes(_bytes(each)) for each in demand.gradients)
-    accumulators = sum(aligned_bytes(_bytes(each)) for each in demand.accumulators)
+    gradients = sum(aligned_bytes(_nbytes(each)) for each in demand.gradients)
+    accumulators = sum(aligned_bytes(_nbytes(each)) for each in demand.accumulators)
     predicted = RING_BYTES + aligned_bytes_of_all(demand.send_scratch) + accumulators
     return SegmentSizes(
         num_counters=_FIRST_HANDLE + len(demand.full_buffers),
-        common=sum(aligned_bytes(_bytes(each)) for each in demand.full_buffers),
+        common=sum(aligned_bytes(_nbytes(each)) for each in demand.full_buffers),
         part=predicted + gradients * _MORE,
         predicted=predicted,
     )
 
 
-def _bytes(size: Size) -> int:
+def _nbytes(size: Size) -> int:
     numel, dtype = size
     return numel * dtype.itemsize
 
@@ -126,10 +126,10 @@ class SharedMemoryTransport(Transport):
         comm, pool = self._mesh_info.zero3_reduce_comm, self.send_scratch
         numel = flat.numel() // comm.size
         with launching(comm, Collective.HOP1, name, (comm.size - 1) * numel * flat.element_size()) as issued:
-            send_buffer = flat if pool.holds(flat) else pool.acquire(flat.numel(), flat.dtype).copy_(flat)
+            send_buffer = flat if pool.contains(flat) else pool.acquire(flat.numel(), flat.dtype).copy_(flat)
             number = pool.publish(send_buffer)
 
-            def give_back() -> None:
+            def release_buffers() -> None:
                 pool.mark_consumed(number)
                 if send_buffer is not flat:
                     pool.release(send_buffer)
@@ -137,7 +137,9 @@ class SharedMemoryTransport(Transport):
             # The reader rounds to `wire_dtype`. The result is bitwise identical to that of sending rounded values, but
             # no extra memory is needed.
             parts = partial(pool.parts, number, numel, flat.dtype)
-            return PendingReduction(issued.carried_by(pool.peers_ready(number)), flat, parts, wire_dtype, give_back)
+            return PendingReduction(
+                issued.attach_transfers(pool.peers_ready(number)), flat, parts, wire_dtype, release_buffers
+            )
 
     @property
     def shared_bytes(self) -> int:

@@ -77,7 +77,7 @@ class SharedBufferPool(BufferPool):
         self._used = RING_BYTES  # bytes of the part that are in use
         self._offsets: dict[int, int] = {}  # offset of each buffer in the part, by address of the buffer
         self._sent_as: dict[int, int] = {}  # number of the gradient last sent from each buffer, by address
-        self.kept_bytes = 0  # bytes of the buffers that `keep` has returned
+        self.kept_bytes = 0  # bytes of the buffers that `allocate_permanent` has returned
         self._sent = 0
         self._added = 0
         self._rings: list[ctypes.Array[ctypes.c_uint64]] = [
@@ -109,7 +109,7 @@ class SharedBufferPool(BufferPool):
         self.wait_consumed(buffer)
         return buffer
 
-    def keep(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate_permanent(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a permanent, zero-filled 1-D buffer ``[numel]``, which is never released."""
         buffer = self._grow(numel, dtype)
         self.kept_bytes += aligned_bytes(buffer.nbytes)
@@ -121,7 +121,7 @@ class SharedBufferPool(BufferPool):
         """Wait until all ranks have added the gradient last sent from `buffer`. The buffer may then be overwritten."""
         self._wait(CONSUMED, self._sent_as.get(buffer.data_ptr(), 0))
 
-    def holds(self, tensor: Tensor) -> bool:
+    def contains(self, tensor: Tensor) -> bool:
         """Return whether `tensor` starts at the address of a buffer in this pool."""
         return tensor.data_ptr() in self._offsets
 
@@ -212,7 +212,7 @@ class SharedSendBuffer(SendBuffer):
             self._pool.wait_consumed(self._tensor)
 
     def _allocate(self) -> Tensor:
-        return self._pool.keep(self.numel, self.dtype)
+        return self._pool.allocate_permanent(self.numel, self.dtype)
 
 
 class PeersReady:

@@ -31,7 +31,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-__all__ = ["LINE", "SharedCounters", "refuse_platform"]
+__all__ = ["LINE", "SharedCounters", "unsupported_platform_reason"]
 
 LINE = 64  # bytes in a cache line
 _SLICE = 0.05  # seconds
@@ -50,7 +50,7 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-def refuse_platform() -> str | None:
+def unsupported_platform_reason() -> str | None:
     """Return the reason why this machine is not supported, or None if the machine is supported."""
     if sys.platform != "linux" or _SYSCALL is None:
         return f"{sys.platform} on {platform.machine()} is not supported: Linux on x86-64 or aarch64 is required"
@@ -104,7 +104,7 @@ class SharedCounters:
 
     def increment(self, counter: int) -> None:
         """Increment this rank's counter with index `counter`. See [Note: Futex counters]."""
-        self._add(counter, 1)
+        self._add_and_wake(counter, 1)
 
     def ranks_below(self, counter: int, target: int) -> list[int]:
         """Return the indices of the other ranks whose counter with index `counter` is below `target`."""
@@ -130,18 +130,18 @@ class SharedCounters:
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"timed out after {self._timeout:g} s for rank {self._ranks[rank]}")
         if not _ORDERS_LOADS:
-            self._add(self._num_counters - 1, 0)
+            self._add_and_wake(self._num_counters - 1, 0)
 
     def _is_behind(self, rank: int, counter: int, target: int) -> bool:
         number: int = self._numbers[(rank * self._num_counters + counter) * self._per_line]
         return (number - target) & (2 * _HALF - 1) >= _HALF
 
-    def _add(self, counter: int, count: int) -> None:
+    def _add_and_wake(self, counter: int, count: int) -> None:
         assert _libc is not None
         address = ctypes.c_void_p(self._address + (self.rank * self._num_counters + counter) * LINE)
         operation = _ADD | count << 12
         if _libc.syscall(_SYSCALL, address, _WAKE_OP, _EVERYBODY, None, address, operation) < 0:
-            raise _failure("FUTEX_WAKE_OP")
+            raise _os_error("FUTEX_WAKE_OP")
 
     def _sleep(self, index: int, seen: int) -> bool:
         """Sleep while a counter equals `seen`. Return False if the full time slice has passed."""
@@ -151,7 +151,7 @@ class SharedCounters:
         if _libc.syscall(_SYSCALL, address, _WAIT, ctypes.c_uint32(seen), ctypes.byref(slice_), None, 0) == 0:
             return True
         if ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
-            raise _failure("FUTEX_WAIT")
+            raise _os_error("FUTEX_WAIT")
         return ctypes.get_errno() != errno.ETIMEDOUT
 
     def _is_alive(self, rank: int) -> bool:
@@ -160,6 +160,6 @@ class SharedCounters:
         return kind != fcntl.F_UNLCK
 
 
-def _failure(call: str) -> OSError:
+def _os_error(call: str) -> OSError:
     number = ctypes.get_errno()
     return OSError(number, f"{call}: {os.strerror(number)}")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from layerzero.comm.agreement import has_peers, require_equal
 from layerzero.comm.collectives import Collective, Communicator, broadcast, timeout_of
-from layerzero.comm.transport.shm_counters import refuse_platform
+from layerzero.comm.transport.shm_counters import unsupported_platform_reason
 from layerzero.comm.transport.shm_segment import SegmentDescriptor, SegmentSizes, SharedSegment
 from layerzero.utils.machine import boot_id
 
@@ -32,7 +32,7 @@ def map_shared_segment(comm: Communicator, region: SegmentSizes) -> SharedSegmen
     ranks = dist.get_process_group_ranks(comm.group)
     if not has_peers(ranks):
         return None
-    file, call, problem = -1, SegmentDescriptor(0, -1, 0), refuse_platform()
+    file, call, problem = -1, SegmentDescriptor(0, -1, 0), unsupported_platform_reason()
     if comm.rank == 0 and problem is None:
         try:
             file, call = SharedSegment.create(region, comm.size)
@@ -50,11 +50,11 @@ def map_shared_segment(comm: Communicator, region: SegmentSizes) -> SharedSegmen
         except (OSError, ValueError) as error:
             problem = str(error)
     machine = {"host": socket.gethostname(), "boot": boot_id()}
-    reason = _objection({**machine, "problem": problem}, ranks, problem)
+    reason = _reason_not_to_share({**machine, "problem": problem}, ranks, problem)
     if reason is None:
         assert memory is not None
         problem = memory.check_visible()
-        reason = _objection({"problem": problem}, ranks, problem)
+        reason = _reason_not_to_share({"problem": problem}, ranks, problem)
     if reason is None:
         return memory
     if comm.rank == 0:
@@ -62,7 +62,7 @@ def map_shared_segment(comm: Communicator, region: SegmentSizes) -> SharedSegmen
     return None
 
 
-def _objection(fields: dict[str, object], ranks: list[int], problem: str | None) -> str | None:
+def _reason_not_to_share(fields: dict[str, object], ranks: list[int], problem: str | None) -> str | None:
     """Return the reason why the ranks cannot share memory, or None if they can.
 
     The result is the same on all ranks.

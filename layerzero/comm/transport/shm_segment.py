@@ -30,7 +30,7 @@ from torch import Tensor
 from layerzero.comm.transport.shm_counters import SharedCounters
 from layerzero.utils.machine import available_memory
 
-__all__ = ["SegmentDescriptor", "SegmentSizes", "SharedSegment", "pages"]
+__all__ = ["SegmentDescriptor", "SegmentSizes", "SharedSegment", "round_up_to_pages"]
 
 _PROOF = 0  # index of each rank's first counter, which is incremented when the rank has reserved its memory
 
@@ -75,10 +75,10 @@ class SharedSegment:
         self.region = region
         self._file = file
         self._close = weakref.finalize(self, os.close, file)
-        self._common_start = pages(SharedCounters.nbytes(self.size, region.num_counters))
-        self._parts_start = self._common_start + pages(region.common)
+        self._common_start = round_up_to_pages(SharedCounters.nbytes(self.size, region.num_counters))
+        self._parts_start = self._common_start + round_up_to_pages(region.common)
         self._committed = 0  # number of committed bytes in this rank's part
-        total = _length(region, self.size)
+        total = _segment_nbytes(region, self.size)
         if os.fstat(file).st_size != total:
             raise OSError(f"the shared memory has {os.fstat(file).st_size} bytes, not {total}")
         self._mapping = mmap.mmap(file, total)
@@ -94,9 +94,9 @@ class SharedSegment:
         file = os.memfd_create(call.label, os.MFD_CLOEXEC)
         try:
             os.fchmod(file, 0o600)  # by default, other users could open it through /proc
-            _require(region.common + size * region.predicted)
-            os.ftruncate(file, _length(region, size))
-            os.posix_fallocate(file, 0, pages(SharedCounters.nbytes(size, region.num_counters)))
+            _require_memory(region.common + size * region.predicted)
+            os.ftruncate(file, _segment_nbytes(region, size))
+            os.posix_fallocate(file, 0, round_up_to_pages(SharedCounters.nbytes(size, region.num_counters)))
         except OSError:
             os.close(file)
             raise
@@ -122,8 +122,8 @@ class SharedSegment:
         """
         self.counters.mark_alive()
         page = mmap.PAGESIZE
-        share = -(-pages(self.region.common) // page // self.size) * page
-        start, stop = share * self.rank, min(share * (self.rank + 1), pages(self.region.common))
+        share = -(-round_up_to_pages(self.region.common) // page // self.size) * page
+        start, stop = share * self.rank, min(share * (self.rank + 1), round_up_to_pages(self.region.common))
         if start < stop:
             os.posix_fallocate(self._file, self._common_start + start, stop - start)
         self.mark_committed(self.region.predicted)
@@ -147,11 +147,11 @@ class SharedSegment:
         Raises:
             OSError: there is not enough memory.
         """
-        nbytes = pages(nbytes)
-        assert nbytes <= pages(self.region.part), "a part exceeds its maximum length"
+        nbytes = round_up_to_pages(nbytes)
+        assert nbytes <= round_up_to_pages(self.region.part), "a part exceeds its maximum length"
         if nbytes > self._committed:
-            _require(nbytes - self._committed)
-            start = self._parts_start + self.rank * pages(self.region.part)
+            _require_memory(nbytes - self._committed)
+            start = self._parts_start + self.rank * round_up_to_pages(self.region.part)
             os.posix_fallocate(self._file, start + self._committed, nbytes - self._committed)
             self._committed = nbytes
 
@@ -173,11 +173,11 @@ class SharedSegment:
     def part_of(self, rank: int, numel: int, dtype: torch.dtype, offset: int) -> Tensor:
         """Return a 1-D tensor [numel] that begins at byte `offset` of the part of `rank`."""
         assert offset + numel * dtype.itemsize <= self.region.part
-        return self._tensor(numel, dtype, self._parts_start + rank * pages(self.region.part) + offset)
+        return self._tensor(numel, dtype, self._parts_start + rank * round_up_to_pages(self.region.part) + offset)
 
     def numbers_of(self, rank: int, count: int) -> ctypes.Array[ctypes.c_uint64]:
         """Return the first `count` 8-byte integers in the part of `rank`."""
-        start = self._parts_start + rank * pages(self.region.part)
+        start = self._parts_start + rank * round_up_to_pages(self.region.part)
         return (ctypes.c_uint64 * count).from_buffer(self._mapping, start)
 
     def _tensor(self, numel: int, dtype: torch.dtype, offset: int) -> Tensor:
@@ -186,7 +186,7 @@ class SharedSegment:
         return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=offset)  # keeps the mapping alive
 
 
-def _require(nbytes: int) -> None:
+def _require_memory(nbytes: int) -> None:
     """Raise OSError if fewer than `nbytes` bytes of memory are available.
 
     Without this check, Linux would kill a process when memory runs out.
@@ -196,10 +196,14 @@ def _require(nbytes: int) -> None:
         raise OSError(errno.ENOSPC, f"{nbytes} bytes are needed, {available:.0f} are available")
 
 
-def pages(nbytes: int) -> int:
+def round_up_to_pages(nbytes: int) -> int:
     """Return `nbytes` rounded up to whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _length(region: SegmentSizes, size: int) -> int:
-    return pages(SharedCounters.nbytes(size, region.num_counters)) + pages(region.common) + size * pages(region.part)
+def _segment_nbytes(region: SegmentSizes, size: int) -> int:
+    return (
+        round_up_to_pages(SharedCounters.nbytes(size, region.num_counters))
+        + round_up_to_pages(region.common)
+        + size * round_up_to_pages(region.part)
+    )
