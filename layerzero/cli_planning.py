@@ -24,7 +24,7 @@ from layerzero.planning.planner import plan
 from layerzero.planning.probe import probe as probe_cluster
 from layerzero.planning.sim_program import read_recording
 from layerzero.planning.simulator import simulate
-from layerzero.planning.site_estimate import sites_text
+from layerzero.planning.site_estimate import SitePlan, sites_text
 from layerzero.planning.transformer_shapes import TransformerShape
 from layerzero.utils.import_path import load_named
 from layerzero.utils.text_tables import seconds_text, size_text, table
@@ -116,13 +116,19 @@ def _plan(
         float, typer.Option(help="GB of activations of a micro-batch. Default: estimated from sizes.")
     ] = 0.0,
     sites: Annotated[
-        int, typer.Option(help="Number of sites with --nodes nodes each, for layerzero.outer.", rich_help_panel=_SITES)
-    ] = 1,
+        int | None,
+        typer.Option(help="Number of sites with --nodes nodes each, for layerzero.outer.", rich_help_panel=_SITES),
+    ] = None,
     between_sites: Annotated[
         float | None, typer.Option(help="Gbit/s from a site to the others. Required.", rich_help_panel=_SITES)
     ] = None,
-    every: Annotated[int, typer.Option(help="Steps between two exchanges of a fragment.", rich_help_panel=_SITES)] = 16,
-    fragments: Annotated[int, typer.Option(help="Parts in which the model is exchanged.", rich_help_panel=_SITES)] = 4,
+    every: Annotated[
+        int | None, typer.Option(help="Steps between two exchanges of a fragment. Default: 16.", rich_help_panel=_SITES)
+    ] = None,
+    fragments: Annotated[
+        int | None,
+        typer.Option(help="Parts in which the model is exchanged. Default: 4, or fewer.", rich_help_panel=_SITES),
+    ] = None,
     offload: Annotated[bool, typer.Option("--offload", help="Try offloading for all settings.")] = False,
     every_row: Annotated[bool, typer.Option("--all", help="Show all rows, even those that do not fit.")] = False,
     html: Annotated[Path | None, typer.Option(help="HTML file to write a report with charts to.")] = None,
@@ -149,8 +155,7 @@ def _plan(
             raise ValueError("--batch-tokens and --micro-batches exclude each other. Pass one of them")
         if probe and cluster is not None:
             raise ValueError("--probe and --cluster exclude each other. Pass one of them")
-        if (sites > 1) != (between_sites is not None):
-            raise ValueError("--sites and --between-sites need each other. Pass both, with at least 2 sites")
+        site_plan = _site_plan(sites, between_sites, every, fragments)
         described = None if probe else _read_cluster(cluster, cluster_fields)
         source = _read_model(model, named, optional)  # before the probe, so that a wrong argument is reported at once
         target = _probe_cluster(cluster_fields, quiet=as_json) if described is None else described
@@ -176,17 +181,14 @@ def _plan(
                 activation_bytes=activations * 1e9,
                 on_estimate=progress.count_estimate,
             )
-            at_sites = (
-                result_plan.at_sites(sites, between=between_sites, every=every, fragments=fragments)
-                if between_sites is not None
-                else []
-            )
+            at_sites = [] if site_plan is None else result_plan.at_sites(site_plan)
             if as_json:
                 data = result_plan.as_dict(every_row=every_row) | {"sites": [each.as_dict() for each in at_sites]}
                 result = json.dumps(data, indent=1)
             else:
                 result = result_plan.as_text(every_row=every_row)
                 result += f"\n\n{sites_text(at_sites)}" if at_sites else ""
+                result += "\n\nSites are not estimated, because no settings fit." * (bool(site_plan) and not at_sites)
             progress.clear()
             typer.echo(result)
             if html is not None:
@@ -306,6 +308,17 @@ def add_commands(app: typer.Typer) -> None:
 def _parse_none(names: list[str] | None) -> list[str | None]:
     """Return the values of a repeated option, in which ``none`` stands for None."""
     return [None if name == "none" else name for name in names or ["none"]]
+
+
+def _site_plan(sites: int | None, between: float | None, every: int | None, fragments: int | None) -> SitePlan | None:
+    given = (sites, between, every, fragments)
+    if all(value is None for value in given):
+        return None
+    if sites is None or between is None:
+        raise ValueError(
+            "--every, --fragments, --sites and --between-sites need --sites and --between-sites. Pass both"
+        )
+    return SitePlan(sites, between, 16 if every is None else every, fragments)
 
 
 class _Progress:

@@ -54,6 +54,7 @@ from layerzero.engine.handle import Handle
 from layerzero.engine.hooks import get_state
 from layerzero.engine.managed_param import ManagedParam
 from layerzero.engine.state import LayerZeroState
+from layerzero.layout.fragments import divide_into_fragments
 from layerzero.optimizers.ema import own_rows
 from layerzero.optimizers.sharded_optimizer import ShardedOptimizer
 from layerzero.optimizers.wrapped_optimizer import note_edits
@@ -328,7 +329,7 @@ class OuterSteps:
         self._broadcast_first_site()
         self._handles = tuple(handle for handle in runtime.handles if handle.trainable)
         self._layouts = tuple(handle.layout for handle in self._handles)
-        self._fragment_handles = _divide_into_fragments(self._handles, settings.fragments)
+        self._fragment_handles = _divide_handles(self._handles, settings.fragments)
         self._fragments: list[_Fragment] = []  # empty during the warm-up
         self._is_open = True
         self._optimizers = tuple(optimizers)
@@ -367,7 +368,8 @@ class OuterSteps:
     @torch.no_grad()
     def _before_update(self) -> None:
         """Prepare for an optimizer step. Called by ``optimizer.step()`` when all gradients are final."""
-        if not self._has_begun and not self.settings.warmup:
+        self._require_usable()
+        if not self._has_begun:
             for fragment in self._fragments:  # weights may have been loaded since the anchors were set
                 fragment.anchor.copy_(_flat_master(fragment.handles))
         self._has_begun = True
@@ -567,7 +569,7 @@ class OuterSteps:
     def _require_same_step(self, fragment: _Fragment, headers: Tensor) -> None:
         """Raise RuntimeError on all ranks of the site if the messages of the sites do not belong together."""
         differs = (headers != headers[self._comm.rank]).any()
-        on_any_rank = differs.to(torch.int32)
+        on_any_rank = differs.to(self._runtime.mesh_info.device, torch.int32)
         self._runtime.ranks.reduce(on_any_rank, dist.ReduceOp.MAX)
         if not on_any_rank.item():
             return
@@ -583,7 +585,7 @@ class OuterSteps:
         raise RuntimeError(
             f"layerzero.outer: the sites are at different steps, or have different anchors of fragment "
             f"{fragment.index}, which begins with {fragment.handles[0].name!r} ({sent}). Call step() equally "
-            "often in all sites, and resume all sites from checkpoints of the same step"
+            "often in all sites, load the same weights in all sites, and resume them from checkpoints of the same step"
         )
 
     def _take_outer_step(self, fragment: _Fragment) -> None:
@@ -667,19 +669,10 @@ class OuterSteps:
         self.steps, self._fragments, self._averaged_backwards, self._has_begun = steps, fragments, -1, True
 
 
-def _divide_into_fragments(handles: Sequence[Handle], fragments: int) -> list[tuple[Handle, ...]]:
+def _divide_handles(handles: Sequence[Handle], fragments: int) -> list[tuple[Handle, ...]]:
     """Divide handles, in their order, into fragments of about equal size. The result does not depend on the ranks."""
     sizes = [sum(math.prod(member.spec.true_shape) for member in handle.members) for handle in handles]
-    groups: list[list[Handle]] = [[]]
-    done, total = 0, sum(sizes)
-    for position, (handle, size) in enumerate(zip(handles, sizes, strict=True)):
-        left = len(handles) - position
-        wanted = len(groups) * total <= done * fragments or left <= fragments - len(groups)
-        if groups[-1] and len(groups) < fragments and wanted:
-            groups.append([])
-        groups[-1].append(handle)
-        done += size
-    return [tuple(group) for group in groups]
+    return [tuple(handles[index] for index in indices) for indices in divide_into_fragments(sizes, fragments)]
 
 
 def _flat_master(handles: Sequence[Handle]) -> Tensor:

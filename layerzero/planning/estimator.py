@@ -88,9 +88,11 @@ class Candidate:
         return " ".join(filter(None, (mode, DTYPE_TEXTS[self.accumulation_dtype])))
 
     @property
-    def gradient_dtypes(self) -> tuple[torch.dtype | None, ...]:
-        """Dtypes of hop 1, hop 2 and accumulators. The second and third are None if they are not set."""
-        return self.reduce_dtype, self.replica_reduce_dtype, self.accumulation_dtype
+    def num_narrow(self) -> int:
+        """Number of places in which gradients have a dtype other than fp32: hop 1, hop 2 and accumulators."""
+        hop2 = None if self.hop2_codec is not None else self.replica_reduce_dtype or self.reduce_dtype
+        dtypes = (self.reduce_dtype, hop2, self.accumulation_dtype)
+        return sum(dtype not in (None, torch.float32) for dtype in dtypes)
 
     @property
     def offload(self) -> str:
@@ -215,10 +217,7 @@ _CRITERIA: tuple[tuple[str, Callable[[Estimate], float]], ...] = (
         lambda row: row.choice.offload_optimizer + row.choice.offload_grads + row.choice.offload_params,
     ),
     ("the fewest codecs", lambda row: (row.choice.hop2_codec is not None) + (row.choice.refresh_codec is not None)),
-    (
-        "gradients in fp32",
-        lambda row: sum(dtype not in (None, torch.float32) for dtype in row.choice.gradient_dtypes),
-    ),
+    ("gradients in fp32", lambda row: row.choice.num_narrow),
     ("weights inside a node", lambda row: row.choice.zero3_size > row.cluster.accelerators),
     ("gradients between nodes only once per step", lambda row: row.choice.accumulation == "local"),
     ("the least memory", lambda row: row.peak),
@@ -430,6 +429,7 @@ class Estimator:
             replica_reduce=self._hop2_width(choice),
             hop2_coding=self._hop2_coding(choice),
             refreshed=self._refresh_width(choice),
+            accumulator=(choice.accumulation_dtype or torch.float32).itemsize,
             refresh_encoding=1 / encoding,
             refresh_decoding=1 / decoding,
             offload_grads=choice.offload_grads,

@@ -26,7 +26,7 @@ from layerzero.planning.estimator import (
     Estimator,
     simplest_fast_row,
 )
-from layerzero.planning.site_estimate import SiteEstimate, estimate_sites
+from layerzero.planning.site_estimate import SiteEstimate, SitePlan, estimate_sites
 from layerzero.utils.text_tables import seconds_text, si_text, size_text, table
 
 __all__ = [
@@ -135,23 +135,17 @@ class Plan:
         """Recommended settings; None if no settings fit."""
         return None if self.best is None else self.estimator.config(self.best.choice)
 
-    def at_sites(self, sites: int, *, between: float, every: int = 16, fragments: int = 4) -> list[SiteEstimate]:
+    def at_sites(self, plan: SitePlan) -> list[SiteEstimate]:
         """Estimate training at several sites with :func:`layerzero.outer`, without a codec and with each codec.
 
         Each site has the cluster of this plan and the recommended settings. The list is empty if no settings fit.
 
-        Args:
-            sites: number of sites, at least 2.
-            between: bandwidth from a site to the other sites, in Gbit/s.
-            every, fragments: as in :func:`layerzero.outer`.
-
         Raises:
-            ValueError: an argument is out of range.
+            ValueError: the model has fewer trainable units than `plan` has fragments.
         """
         if self.best is None:
             return []
-        units = self.estimator.unit_specs(self.best.choice)
-        return list(estimate_sites(self.best, units, sites=sites, between=between, every=every, fragments=fragments))
+        return list(estimate_sites(self.best, self.estimator.unit_specs(self.best.choice), plan))
 
     def over_nodes(self, nodes: Sequence[int], choice: Candidate) -> Iterator[Estimate]:
         """Yield the estimate of `choice` for each number of nodes.

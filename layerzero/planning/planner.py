@@ -22,7 +22,7 @@ from layerzero.planning.estimator import LAYERZERO, OTHER_SCHEMES, Candidate, Es
 from layerzero.planning.meta_sharding import MetaSharding
 from layerzero.planning.plan_report import Plan
 from layerzero.planning.transformer_shapes import TransformerShape, read_config
-from layerzero.sharding.build_units import check_codec
+from layerzero.sharding.build_units import check_codec, check_refresh_dtypes
 from layerzero.sharding.unit_selection import block_classes
 
 __all__ = ["plan"]
@@ -223,9 +223,9 @@ class _TriedSettings:
                 LAYERZERO,
                 zero3_size,
                 accumulation,
-                reduce_dtype=hop1,
-                replica_reduce_dtype=None if hop2 is hop1 or hop2_codec is not None else hop2,
-                accumulation_dtype=None if accumulation == "local" else accumulation_dtype,
+                reduce_dtype=hop1 if zero3_size > 1 or hop2 is None or hop2_codec is not None else hop2,
+                replica_reduce_dtype=None if hop2 is hop1 or zero3_size == 1 or hop2_codec is not None else hop2,
+                accumulation_dtype=accumulation_dtype if _has_accumulator(accumulation, zero3_size, replicas) else None,
                 hop2_codec=hop2_codec,
                 refresh_codec=refresh_codec,
                 micro_batches=count,
@@ -234,7 +234,10 @@ class _TriedSettings:
         )
 
     def is_default(self, choice: Candidate) -> bool:
-        """Return whether `choice` has the first `accumulation`, no offload, and no other setting that it could omit."""
+        """Return whether `choice` has the first `accumulation`, no offload, and the settings of least memory savings.
+
+        It has a `hop2_codec` or an `accumulation_dtype` only if all tried values are set.
+        """
         return (
             choice.accumulation == self.accumulations[0]
             and choice.offload == "-"
@@ -260,6 +263,7 @@ class _TriedSettings:
                 check_codec(estimator.sharding.plans, config)
                 if config.encodes_refreshes and cluster.device != "cpu":
                     raise ValueError(f"refreshes of weights on {cluster.device} are not encoded")
+                check_refresh_dtypes(estimator.sharding.plans, config)
             except (TypeError, ValueError) as error:
                 raise ValueError(
                     f"{name} contains {value!r}, which shard_model refuses: {error}. To plan without it, leave it out "
@@ -331,6 +335,11 @@ def _distinct_modes(modes: Sequence[str], zero3_size: int, replicas: int) -> lis
         for mode in reversed(modes)
     }
     return [mode for mode in modes if mode in first.values()]
+
+
+def _has_accumulator(accumulation: str, zero3_size: int, replicas: int) -> bool:
+    """Return whether gradients are accumulated in memory other than that of the final gradients."""
+    return accumulation != "local" and (replicas > 1 or (accumulation == "full" and zero3_size > 1))
 
 
 def _shape_of(model: Model) -> TransformerShape | None:

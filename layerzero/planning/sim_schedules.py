@@ -59,6 +59,7 @@ class ScheduleSettings:
     refreshed: float | None = None  # of an element in an encoded refresh; None if refreshes are not encoded
     refresh_encoding: float = 0.0  # time in seconds in which a rank encodes an element of a refresh
     refresh_decoding: float = 0.0
+    accumulator: int = 4  # of an element of an accumulator between micro-batches
     prefetch: int = 1
     offload_grads: bool = False
     offload_optimizer: bool = False
@@ -215,7 +216,7 @@ class _Rank:
         ):
             # Accumulators are fetched before an addition and stored before the next micro-batch. At most two copies are
             # in flight, because there are two slabs.
-            nbytes = unit.numel / (1 if settings.accumulates_full else settings.zero3_size) * _MASTER
+            nbytes = unit.numel / (1 if settings.accumulates_full else settings.zero3_size) * settings.accumulator
             if not first:
                 yield from self._copy("fetch", unit, nbytes, "from host")
             if not last:
@@ -280,19 +281,29 @@ class _Rank:
 
     def _refresh(self, unit: UnitCost) -> Iterator[Operation]:
         settings = self.settings
+        others = unit.numel / settings.zero3_size * _share(settings.replicas)  # elements that other ranks own
+        if settings.refreshed is not None:  # on a communicator of its own; weights and masters are in host memory
+            self._refreshes[unit.name] = self._next_number()
+            coding = unit.numel / settings.ranks * settings.refresh_encoding + others * settings.refresh_decoding
+            refresh = SimCollective(
+                "refresh",
+                unit.name,
+                "replica",
+                "encoded refresh",
+                settings.replicas,
+                others * settings.refreshed,
+                coding,
+            )
+            yield SimLaunch(refresh, self._refreshes[unit.name])
+            return
         if settings.offload_optimizer:  # on the refresh's communicator, so that the refresh follows the copy
             self._refreshes[unit.name] = self._next_number()
             fetch = SimCollective("up", unit.name, "host", "replica", 1, unit.numel / settings.ranks * _MASTER)
             yield SimLaunch(fetch, self._refreshes[unit.name])
         if settings.replicas > 1:
             self._refreshes[unit.name] = self._next_number()
-            others = unit.numel / settings.zero3_size * _share(settings.replicas)  # elements of other owners
-            nbytes = others * (settings.compute if settings.refreshed is None else settings.refreshed)
-            coding = unit.numel / settings.ranks * settings.refresh_encoding + others * settings.refresh_decoding
-            comm = (
-                "replica" if settings.refreshed is None else "encoded refresh"
-            )  # encoded refreshes have a communicator
-            refresh = SimCollective("refresh", unit.name, "replica", comm, settings.replicas, nbytes, coding)
+            nbytes = others * settings.compute
+            refresh = SimCollective("refresh", unit.name, "replica", "replica", settings.replicas, nbytes)
             yield SimLaunch(refresh, self._refreshes[unit.name])
         if settings.offload_params:
             self._refreshes[unit.name] = self._next_number()

@@ -42,6 +42,7 @@ __all__ = [
     "check_codec",
     "check_meta_init",
     "check_refresh_codec",
+    "check_refresh_dtypes",
     "parts_to_compare",
     "plan_handles",
     "require_equal_encoded_sizes",
@@ -159,15 +160,20 @@ def can_encode_refreshes(plans: Sequence[UnitDefinition], config: LayerZeroConfi
 
 def check_refresh_codec(plans: Sequence[UnitDefinition], config: LayerZeroConfig, mesh: DeviceMesh) -> None:
     """Raise ValueError if `refresh_codec` encodes refreshes but refreshes of the model cannot be encoded."""
-    precisions = _precisions(plans, config)
-    if not config.encodes_refreshes or not precisions or can_encode_refreshes(plans, config, mesh):
-        return
-    if not _runs_on_gloo(mesh):
+    if config.encodes_refreshes and _precisions(plans, config) and not _runs_on_gloo(mesh):
         raise ValueError(
             f"refresh_codec={config.refresh_codec!r} encodes weights on the CPU and sends them with gloo, but this "
             f"model is on {mesh.device_type} and uses {backend_of(mesh.get_group(0), mesh.device_type)}. Leave "
             "refresh_codec out, or pass refresh_codec='auto'"
         )
+    check_refresh_dtypes(plans, config)
+
+
+def check_refresh_dtypes(plans: Sequence[UnitDefinition], config: LayerZeroConfig) -> None:
+    """Raise ValueError if `refresh_codec` encodes refreshes but the dtypes of the model do not allow it."""
+    precisions = _precisions(plans, config)
+    if not config.encodes_refreshes or not precisions or any(each.casts_to_16_bits for each in precisions):
+        return
     computes = sorted({str(each.compute) for each in precisions})
     raise ValueError(
         f"refresh_codec={config.refresh_codec!r} encodes compute weights in bf16 and fp16 that have masters of higher "

@@ -338,9 +338,26 @@ def test_sites_are_planned_by_the_command(tmp_path: Path) -> None:
             seconds_text(each["step_seconds"]).split()[0] in cells
             and size_text(each["outer_bytes"]).split()[0] in cells
         )
-    for wrong in (["--sites", "2"], ["--between-sites", "1"]):
+    assert "Sites are not estimated" in run(tmp_path, "plan", *sizes, *sites, "--memory", "4.0001").stdout
+    for wrong, message in (
+        (["--sites", "2"], "need --sites and --between-sites"),
+        (["--between-sites", "1"], "need --sites and --between-sites"),
+        (["--every", "4"], "need --sites and --between-sites"),
+        (["--sites", "0", "--between-sites", "1"], "sites=0 is not supported"),
+    ):
         done = run(tmp_path, "plan", *sizes, *wrong)
-        assert done.returncode == 2 and "--sites and --between-sites need each other" in done.stderr
+        assert done.returncode == 2 and message in done.stderr and not done.stdout
+
+
+def test_settings_for_slow_links_are_options_of_the_command(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text("nodes: 2\naccelerators: 2\ndevice: cpu\n")
+    sizes = ["--layers", "2", "--hidden", "64", "--vocab", "64", "--heads", "2", "--cluster", "cluster.yaml"]
+    tried = ["--replica-reduce-dtype", "bf16", "--accumulation-dtype", "bf16", "--refresh-codec", "lossless"]
+    tried += ["--refresh-codec", "none", "--zero3-size", "2", "--micro-batches", "1", "--json"]
+    rows = json.loads(run(tmp_path, "plan", *sizes, *tried).stdout)["rows"]
+    assert {row["refresh_codec"] for row in rows} == {None, "lossless"}
+    assert {row["replica_reduce_dtype"] for row in rows if row["reduce_dtype"] == "fp32"} == {"bf16"}
+    assert {row["accumulation_dtype"] for row in rows if row["accumulation"] == "full"} == {"bf16"}
 
 
 def test_json_has_the_data_of_the_text_under_the_documented_keys(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from layerzero.device.buffer_pools import FullBufferPool
 from layerzero.planning import Candidate, Cluster, TransformerShape, plan, read_config
 from layerzero.planning.estimator import StepCost, simplest_fast_row
 from layerzero.planning.meta_sharding import MetaSharding, optimizer_bytes, predicted_memory, traits_of
-from layerzero.planning.plan_report import call_text, yaml_text
+from layerzero.planning.plan_report import call_text, reduce_text, settings_text, yaml_text
 from layerzero.planning.sim_program import (
     Operation,
     SimCompute,
@@ -381,6 +381,25 @@ def test_encoded_refreshes_are_planned_on_processors() -> None:
     fast = plan(SMALL, replace(cluster, between=100.0), refresh_codecs=codecs, **settings)
     times = {row.choice.refresh_codec: row.step for row in fast.rows if row.choice.zero3_size == 2}
     assert times[None] < min(times["lossless"], times["int4_difference"]), "encoding takes longer than sending"
+    offloaded = plan(SMALL, cluster, refresh_codecs=["lossless"], offload=True, **{**settings, "zero3_sizes": [2]})
+    assert min(row.step for row in offloaded.rows) >= lossless.step * (1 - 1e-9), "the refresh is still waited for"
+
+
+def test_an_encoded_refresh_takes_the_time_of_its_coding_and_of_its_bytes() -> None:
+    units = [UnitCost("root", 0.0, 0.0, 0.0), UnitCost("block", 8e6, 0.0, 0.0)]
+    machine = SimMachine(node_size=2, inside=1e30, between=1e6, zero3_size=2)
+    settings = ScheduleSettings(ranks=8, zero3_size=2, micro_batches=1, refreshed=0.5)
+
+    def step(**changes: float) -> float:
+        return simulate(layerzero_program(units, replace(settings, **changes), steps=3), machine).step
+
+    sent_by_node = 8e6 * 3 / 4 * 0.5
+    plain = step()
+    assert step(refreshed=1.0) - plain == pytest.approx(sent_by_node / 1e6)
+    assert step(refresh_encoding=1e-4) == pytest.approx(max(plain, 8e6 / 8 * 1e-4 + plain - sent_by_node / 1e6))
+    assert step(refresh_decoding=1e-4) == pytest.approx(max(plain, 8e6 / 2 * 3 / 4 * 1e-4 + plain - sent_by_node / 1e6))
+    hop2 = [each.collective for each in layerzero_program(units, settings, steps=1) if isinstance(each, SimLaunch)]
+    assert {each.comm for each in hop2 if each.kind == "refresh"} == {"encoded refresh"}
 
 
 def test_dtypes_of_hop_2_and_of_accumulators_are_planned() -> None:
@@ -403,8 +422,54 @@ def test_dtypes_of_hop_2_and_of_accumulators_are_planned() -> None:
     assert narrow.sent["replica"] == pytest.approx(exact.sent["replica"] * (2 + 2) / (2 + 4), rel=1e-9)
     halved = rows["sharded", fp32, None, bf16]
     assert halved.memory["accumulator"] == exact.memory["accumulator"] / 2 and halved.sent == exact.sent
-    large = plan(SMALL, cluster, accumulation_dtypes=["bf16"], micro_batches=[1]).rows
-    assert {row.choice.zero3_size for row in large} == {1, 2, 8}, "it fits with the ranks of a node"
+    for tried in ({"accumulation_dtypes": ["bf16"]}, {"hop2_codecs": ["int8_blocks"]}):
+        large = plan(SMALL, cluster, micro_batches=[1], **tried).rows
+        assert {row.choice.zero3_size for row in large} == {1, 2, 8}, "it fits with the ranks of a node"
+    coded = plan(SMALL, cluster, replica_reduce_dtypes=["bf16"], hop2_codecs=["int8_blocks"], **settings).rows
+    assert {row.choice.replica_reduce_dtype for row in coded} == {None}, "the codec determines what hop 2 sends"
+    alone = {
+        "zero3_sizes": [1, 8],
+        "micro_batches": [2],
+        "accumulation_dtypes": ["bf16"],
+        "replica_reduce_dtypes": ["bf16"],
+    }
+    effects = {
+        (c.zero3_size, c.accumulation, c.reduce_dtype, c.replica_reduce_dtype, c.accumulation_dtype)
+        for row in plan(SMALL, cluster, offload=False, **alone).rows
+        if (c := row.choice)
+    }
+    assert effects == {
+        (1, "sharded", bf16, None, bf16),  # there is no hop 1
+        (1, "local", bf16, None, None),
+        *((8, "sharded", dtype, None, None) for dtype in (fp32, bf16)),  # no hop 2; the accumulator is the gradient
+        *((8, "full", dtype, None, bf16) for dtype in (fp32, bf16)),
+    }
+    slow = plan(SMALL, replace(cluster, between=1.0), replica_reduce_dtypes=[None, "bf16"], **settings).best
+    assert slow is not None and (slow.choice.reduce_dtype, slow.choice.replica_reduce_dtype) == (fp32, bf16)
+
+
+def test_texts_and_data_of_a_row_have_its_dtypes_and_codecs() -> None:
+    choice = Candidate("layerzero", 2, reduce_dtype=torch.float32, accumulation_dtype=torch.bfloat16)
+    assert reduce_text(choice) == "fp32" and choice.accumulation_text == "sharded bf16"
+    for changes, text in (
+        ({"replica_reduce_dtype": torch.bfloat16}, "fp32/bf16"),
+        ({"hop2_codec": "int8_blocks"}, "fp32/int8_blocks"),
+        ({"refresh_codec": "lossless"}, "fp32/fp32/lossless"),
+        ({"hop2_codec": "int4_blocks", "refresh_codec": "lossless"}, "fp32/int4_blocks/lossless"),
+    ):
+        assert reduce_text(replace(choice, **changes)) == text
+    full = replace(choice, hop2_codec="int4_blocks", refresh_codec="int4_difference")
+    assert settings_text(full) == (
+        "zero3_size=2, accumulation='sharded', fp32/int4_blocks gradients, bf16 accumulators, int4_difference refresh, "
+        "1 micro-batch"
+    )
+    tried = {"accumulation_dtypes": ["bf16"], "replica_reduce_dtypes": ["bf16"], "refresh_codecs": ["lossless"]}
+    cluster = Cluster(nodes=4, accelerators=2, device="cpu")
+    found = plan(SMALL, cluster, zero3_sizes=[2], reduce_dtypes=["fp32"], micro_batches=[1], **tried)
+    names = ("reduce_dtype", "replica_reduce_dtype", "accumulation_dtype", "hop2_codec", "refresh_codec")
+    rows = {row["accumulation"]: tuple(row[name] for name in names) for row in found.as_dict()["rows"]}
+    assert rows["sharded"] == ("fp32", "bf16", "bf16", None, "lossless")
+    assert rows["local"] == ("fp32", "bf16", None, None, "lossless")
 
 
 def test_a_codec_that_shard_model_refuses_is_refused() -> None:
@@ -440,12 +505,16 @@ def test_the_sentence_and_the_choice_have_the_same_criteria() -> None:
         ("the fewest micro-batches", {"micro_batches": 2}),
         ("the fewest offloads", {"offload_grads": True}),
         ("the fewest codecs", {"hop2_codec": "int8_blocks"}),
-        ("gradients in fp32", {"reduce_dtype": torch.bfloat16}),
+        ("gradients in fp32", {"replica_reduce_dtype": torch.bfloat16}),
         ("weights inside a node", {"zero3_size": 16}),
         ("gradients between nodes only once per step", {"accumulation": "local"}),
     ]
     worse = [replace(simple, choice=replace(simple.choice, **change)) for _, change in values]
     assert f"prefers {', then '.join(text for text, _ in values)}, then the least memory. " in found.why
+    narrower = replace(simple, choice=replace(simple.choice, reduce_dtype=torch.bfloat16))
+    assert simplest_fast_row([narrower, worse[3]]) is worse[3], "one hop in fp32 is better than none"
+    coded = [replace(simple, choice=replace(simple.choice, refresh_codec=codec)) for codec in ("lossless", None)]
+    assert simplest_fast_row(coded) is coded[1]
     larger = replace(simple, peak=simple.peak + 1)
     for row, simpler in itertools.pairwise([*worse, larger, simple]):
         assert simplest_fast_row([row, simpler]) is simpler
@@ -688,6 +757,11 @@ def test_what_cannot_be_planned_is_refused() -> None:
         ((SMALL, cluster), {"hop2_codecs": [layerzero.Int8Blocks()]}, "or None .*, got .Int8Blocks"),
         ((SMALL, cluster), {"refresh_codecs": ["auto"]}, "'lossless', 'int4_difference' or None .*, got .'auto'."),
         ((SMALL, cluster), {"refresh_codecs": ["lossless"]}, "refresh_codecs contains 'lossless', .* on cuda are not"),
+        (
+            (SMALL, replace(cluster, device="cpu")),
+            {"refresh_codecs": ["lossless"], "param_dtype": "fp32"},
+            "refresh_codecs contains 'lossless', .* computes in torch.float32",
+        ),
         ((SMALL, cluster), {"replica_reduce_dtypes": ["fp4"]}, "an element of replica_reduce_dtypes is 'fp4'"),
         ((SMALL, cluster), {"accumulation_dtypes": []}, r"accumulation_dtypes must be a non-empty list .* got \[\]"),
         (
