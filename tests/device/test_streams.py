@@ -344,7 +344,7 @@ def _dropped(rank: int) -> None:
                 stream.record_event().wait()
             for name, parameter in model.named_parameters():
                 assert not parameter.grad.to_local().any(), (mode, name, "a reduction has written later")
-            for write in (lambda each: each.zero(0), lambda each: each.replace(0, each.final.part(0).clone())):
+            for write in (lambda each: each.zero(0), lambda each: each.replace_rows(0, each.final.part(0).clone())):
                 gradients, waited = get_state(model).handles[0].gradients, mock.Mock()
                 gradients.reduction = waited
                 write(gradients)
