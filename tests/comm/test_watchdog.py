@@ -62,7 +62,7 @@ def _seconds_late(said: str) -> float:
 def test_a_rank_that_does_something_else_is_named_on_all_ranks(victim: int) -> None:
     for said in run_ranks(_sleeps, victim):
         assert f"rank {victim} has not joined, and waits in no collective: at step 0, " in said, said
-        assert "is pending on rank" in said and LIMIT < _seconds_late(said) < LIMIT + 5, said
+        assert "is pending on rank" in said and LIMIT <= _seconds_late(said) < LIMIT + 5, said
         others = [rank for rank in range(4) if rank != victim]
         assert not any(f"rank {rank} has not joined, and waits in no collective" in said for rank in others), said
         assert "does not answer" not in said and "step 0" in said
