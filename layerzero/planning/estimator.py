@@ -49,11 +49,11 @@ ALIKE_TEXT = f"{100 * _ALIKE:.3g}%"
 _CODING = {
     ("int8_blocks", "cuda"): (45e9, 139e9),
     ("int4_blocks", "cuda"): (23e9, 61e9),
-    ("int8_blocks", "cpu"): (0.56e9, 2.7e9),
-    ("int4_blocks", "cpu"): (0.22e9, 0.59e9),
+    ("int8_blocks", "cpu"): (0.48e9, 1.02e9),
+    ("int4_blocks", "cpu"): (0.24e9, 0.64e9),
 }
-# The same for refreshes, in 2 threads of a CPU. For "lossless", with zstd.
-_REFRESH_CODING = {"int4_difference": (0.2e9, 0.5e9), "lossless": (0.2e9, 0.25e9)}
+# The same for refreshes, which only CPUs encode. For "lossless", with zstd.
+_REFRESH_CODING = {"int4_difference": (0.14e9, 0.39e9), "lossless": (0.2e9, 0.25e9)}
 _LOSSLESS_BITS = 4.5  # per weight; measured in the middle of a training (docs/slow-links.md, "Lossless refresh")
 _STEPS = 2  # number of simulated steps; only the last step counts
 

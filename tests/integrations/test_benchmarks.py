@@ -8,6 +8,7 @@ import json
 import math
 import mmap
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -127,6 +128,32 @@ def test_the_page_on_slow_links_has_the_measured_times() -> None:
             assert bool(stated) == bool(measured), (name, rate)
             for value, seconds in zip([stated[0], stated[-1]] if stated else [], measured, strict=True):
                 assert abs(value - seconds) < 0.006 * max(1.0, seconds), (name, rate, seconds)
+
+
+def test_the_page_on_benchmarks_has_the_times_with_kept_weights() -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("## Weights kept during the step")[2].partition("\n## ")[0]
+    lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in re.findall(r"^\| \w.*$", section, re.M)]
+    names = ("layerzero-full-exchanges-keep", "layerzero-full-exchanges-keep-narrow", "fsdp1-hybrid-zero2")
+    assert len(lines) == 8
+    ratios: dict[str, list[float]] = {"two nodes": [], "one machine": []}
+    savings = []
+    for where, micro_batches, reduce, *cells in lines:
+        path = FOLDER / "kept-weights" / f"{where.replace(' ', '-')}.json"
+        found = []
+        for name, cell in zip(names, cells, strict=True):
+            runs = Results.load(path).record(name, int(micro_batches), reduce)["runs"]
+            times = sorted(statistics.median(run["seconds"]) for run in runs)
+            peak = max(max(run["peak_bytes"]) for run in runs) / 1e6
+            text = f"{times[0]:.2f}" if len(times) == 1 else f"{times[0]:.2f} to {times[-1]:.2f}"
+            assert cell == f"{text} s, {peak:.0f} MB", (where, micro_batches, reduce, name)
+            found.append((times, round(peak)))
+        (_, (ours, own_peak), (others, other_peak)) = found
+        ratios[where] += [others[0] / ours[-1], others[-1] / ours[0]]
+        savings.append(other_peak - own_peak)
+    stated = " ".join(section.split())
+    for where, expected in ratios.items():
+        assert f"{min(expected):.1f} to {max(expected):.1f} times" in stated, (where, expected)
+    assert f"{min(savings)} to {max(savings)} MB less memory" in stated
 
 
 def test_a_contest_keeps_its_results_and_goes_on_where_it_stopped(tmp_path: Path, capsys: Any) -> None:

@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 import layerzero
 from layerzero import cli_planning
 from layerzero.cli import app
-from layerzero.config.yaml_file import HOP2_CODECS
+from layerzero.config.yaml_file import HOP2_CODECS, NAMED_REFRESH_CODECS
 from layerzero.planning import Cluster, Estimate, Plan, TransformerShape, plan
-from layerzero.planning.estimator import _CODING
+from layerzero.planning.estimator import _CODING, _REFRESH_CODING
 from layerzero.planning.plan_html import report_html
 from layerzero.planning.plan_report import links_text, reduce_text
 from layerzero.utils.text_tables import seconds_text, si_text, size_text
@@ -286,6 +286,10 @@ def test_the_assumed_times_of_codecs_are_those_that_were_measured() -> None:
         assert [rate / 1e9 for rate in _CODING[f"{codec}_blocks", "cuda"]] == of_gpu
         assert [rate / 1e9 for rate in _CODING[f"{codec}_blocks", "cpu"]] == pytest.approx([float(n) for n in told])
     assert _CODING.keys() == set(itertools.product(HOP2_CODECS, ("cuda", "cpu")))
+    refreshes = re.findall(r"^\| .* of weights.*? \| ([\d.]+) \| ([\d.]+) \|$", section, re.MULTILINE)
+    for codec, stated in zip(("int4_difference", "lossless"), refreshes, strict=True):
+        assert [rate / 1e9 for rate in _REFRESH_CODING[codec]] == pytest.approx([float(n) for n in stated])
+    assert _REFRESH_CODING.keys() == NAMED_REFRESH_CODECS.keys()
 
 
 def test_a_plan_for_one_node_has_no_comparison_of_links() -> None:
