@@ -95,7 +95,7 @@ class CheckpointFiles:
                 raise ValueError(f"the header has the invalid length of {length:,} bytes")
             entries = parse(path, self._read_bytes(file, 8, 8 + length))
             entries.pop("__metadata__", None)
-            _check_order(entries, size - 8 - length)
+            _check_offsets(entries, size - 8 - length)
             for part in parts:
                 stored = self.contents.tensors[part.key]
                 entry, expected = entries[part.key], (DTYPES[stored.dtype], list(part.sizes))
@@ -198,7 +198,7 @@ def _byte_view(tensor: Tensor) -> Tensor:
     return memory.set_(tensor.untyped_storage(), offset, (tensor.nbytes,))  # type: ignore[call-overload, no-any-return]
 
 
-def _check_order(entries: Mapping[str, Any], nbytes: int) -> None:
+def _check_offsets(entries: Mapping[str, Any], nbytes: int) -> None:
     """Raise ValueError unless the tensors fill all bytes of the file without gaps or overlap."""
     end = 0
     for begin, stop in sorted(tuple(entry["data_offsets"]) for entry in entries.values()):

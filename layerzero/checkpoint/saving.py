@@ -175,7 +175,7 @@ class PendingSave:
             self._error = error
 
     def done(self) -> bool:
-        """Return whether the save has ended. If the save failed, :meth:`wait` raises its error."""
+        """Return whether the save has completed. If the save failed, :meth:`wait` raises its error."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:

@@ -132,7 +132,7 @@ class Launch:
         return display_name(self.collective, self.name)
 
     @property
-    def is_waited(self) -> bool:
+    def wait_has_ended(self) -> bool:
         """True if the host's wait for the collective has returned."""
         return self._over or self._mark is not None
 
@@ -251,7 +251,9 @@ class Watchdog:
         if len(self._in_flight) > _MOST and self._removal_lock.acquire(blocking=False):
             try:
                 while (
-                    len(self._in_flight) > _MOST and self._in_flight[0].is_waited and self._in_flight[0].query_is_over()
+                    len(self._in_flight) > _MOST
+                    and self._in_flight[0].wait_has_ended
+                    and self._in_flight[0].query_is_over()
                 ):
                     self._in_flight.popleft()
             finally:

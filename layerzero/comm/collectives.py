@@ -517,7 +517,7 @@ def send_recv(
 
 
 def collective_error(comm: Communicator, collective: Collective, name: str, error: Exception) -> RuntimeError:
-    """Return the error to raise for `error`, which was raised by a wait for other ranks that uses no backend."""
+    """Return the error to raise for `error`, which occurred while this rank waited for ranks that share memory."""
     return LaunchedCollective(comm, collective, name, None).failed(error)
 
 

@@ -64,8 +64,8 @@ class DifferenceCodec(Protocol):
 class Int4Difference:
     """Codec that refreshes weights with 4-bit differences and one bf16 scale per block of 128 weights.
 
-    Pass it as ``shard_model(refresh_codec=layerzero.Int4Difference())``. A refresh takes 4.125 bits per weight instead
-    of 16. Compute weights then differ from the masters, cast to the compute dtype: after a refresh, the error of a
+    Pass it as ``shard_model(refresh_codec=layerzero.Int4Difference())``. A refresh sends 4.125 bits per weight instead
+    of 16. Compute weights then differ slightly from the cast masters: after a refresh, the error of a
     weight is at most 1/13 of the largest difference in its block, plus one rounding. The error is corrected by later
     refreshes and does not accumulate. All replicas have the same weights. Masters, optimizer state and checkpoints
     stay exact.

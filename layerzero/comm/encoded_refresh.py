@@ -139,7 +139,7 @@ class EncodedRefresher:
         pool: pool of host buffers.
 
     Attributes:
-        lossless: True if compute weights equal the masters, cast to their dtype, after each refresh.
+        lossless: True if compute weights equal the cast masters after each refresh.
     """
 
     def __init__(self, comm: Communicator, codec: DifferenceCodec, pool: BufferPool) -> None:

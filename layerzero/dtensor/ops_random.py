@@ -28,7 +28,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 
-__all__ = ["call_on_full", "draw_full", "is_drawing_function", "is_drawing_operator", "is_empty_like", "is_truncating"]
+__all__ = [
+    "call_on_full",
+    "draw_full",
+    "is_drawing_function",
+    "is_drawing_operator",
+    "is_fillable_like",
+    "is_truncating",
+]
 
 _FILLS = ("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_")
 _MAKES = ("rand_like", "randn_like", "randint_like", "bernoulli", "normal", "native_dropout", "_fused_dropout")
@@ -59,8 +66,8 @@ def is_drawing_function(func: Any, args: Any, kwargs: Any) -> bool:
     return func in _FUNCTIONS and (func in _FILLING or not _needs_gradient(args, kwargs))
 
 
-def is_empty_like(func: Any) -> bool:
-    """Return whether the torch function `func` creates a tensor that users may fill with random numbers."""
+def is_fillable_like(func: Any) -> bool:
+    """Return whether `func` is empty_like, zeros_like, ones_like or full_like, whose results users may fill."""
     return func in _ALIKE
 
 

@@ -31,7 +31,7 @@ from layerzero.dtensor.local_shard import LocalShard, plain
 from layerzero.dtensor.mutation_tracker import MutationTracker
 from layerzero.dtensor.op_errors import named_error, penalty_message, row_cut_error, row_move_message
 from layerzero.dtensor.ops_data import CALLS, AbsentAttribute, mark_uninitialized
-from layerzero.dtensor.ops_random import call_on_full, is_drawing_function, is_empty_like
+from layerzero.dtensor.ops_random import call_on_full, is_drawing_function, is_fillable_like
 from layerzero.dtensor.ops_reduction import REDUCTIONS
 from layerzero.dtensor.row_shard_spec import RowShardSpec
 from layerzero.dtensor.sharded_scalar import is_in_place, is_metadata_access, refuse_for_number
@@ -92,7 +92,7 @@ class RowShardedTensor(DTensor):
                 output = func(*args, **kwargs)
                 return (
                     mark_uninitialized(func, _as_row_sharded(output))
-                    if is_empty_like(func)
+                    if is_fillable_like(func)
                     else _mark_derived(output, args)
                 )
         except RuntimeError as error:

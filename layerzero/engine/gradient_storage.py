@@ -93,7 +93,7 @@ class GradientStorage(ABC):
 
     @property
     def blocked(self) -> bool:
-        """True if the storage cannot be opened until a collective that reads another storage has ended."""
+        """True if the storage cannot be opened until a collective that reads another storage has completed."""
         return False
 
     def lease(self) -> Lease:

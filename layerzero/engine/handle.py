@@ -219,12 +219,12 @@ class Handle:
             return
         if self.full_precision is not None:
             self.full_precision.gather()
-            weights.start_gather(None)
+            weights.begin_gather(None)
         elif isinstance(self._gathered_params, ExtendedGather):
             weights.finish_refresh()
-            weights.start_gather(self._gathered_params.gather(name=self.label))
+            weights.begin_gather(self._gathered_params.gather(name=self.label))
         else:
-            weights.start_gather(weights.launch_gather())
+            weights.begin_gather(weights.launch_gather())
 
     def wait(self) -> None:
         """Wait for the gather and fill the gathered parameters."""

@@ -65,7 +65,7 @@ class HandleGradients:
     """Gradient buffers of one trainable handle, and the usage of its parameters.
 
     A backward pass calls :meth:`receive` for each parameter. When all gradients have arrived, or the pass ends,
-    :meth:`start_reduction` returns the reduction that the pass requires.
+    :meth:`create_reduction` returns the reduction that the pass requires.
 
     Args:
         spec: stages of the reduction.
@@ -294,8 +294,8 @@ class HandleGradients:
         if not self.spec.accumulator_is_reduced and (self.incoming is self.accumulator or not self.accumulator.empty):
             self.accumulator.storage.prefetch(keep=not self.accumulator.untouched)
 
-    def start_reduction(self, *, across_replicas: bool) -> HandleReduction | None:
-        """Return the last reduction of this pass, or None if the pass needs no collective.
+    def create_reduction(self, *, across_replicas: bool) -> HandleReduction | None:
+        """Create the reduction of the gradients of this pass, or return None if no collective is needed.
 
         The pass must not add gradients after this call. The caller submits the reduction to streams.
 
@@ -535,7 +535,7 @@ class HandleReduction:
         return stage is self._stages[-1]
 
     def _buffers_used_with_result(self, stage: ReductionStage) -> Iterator[GradientBuffer]:
-        """Yield the buffers that are used when the collective of a stage has ended."""
+        """Yield the buffers that are used when the collective of a stage has completed."""
         yield self.gradients.target_buffer(stage, is_last=self._is_last(stage))
         if not self._is_last(stage):
             separate = self.gradients.accumulator_to_add(self._stages[self._stages.index(stage) + 1])

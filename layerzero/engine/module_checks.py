@@ -105,7 +105,7 @@ class StructureCheck:
                     frozen.append(parameter)
         if added:
             raise RuntimeError(
-                f"{_list_names(added)} joined the model after shard_model. Gradients would not be averaged over the "
+                f"{_format_names(added)} joined the model after shard_model. Gradients would not be averaged over the "
                 "ranks, and no sharded optimizer would update the parameters. Add modules and parameters before "
                 "shard_model (in ignored_modules or ignored_params, to keep them unsharded), or freeze them with "
                 "requires_grad_(False)"
@@ -122,6 +122,6 @@ def replaced_param_error(member: ManagedParam) -> RuntimeError:
     )
 
 
-def _list_names(names: list[str]) -> str:
+def _format_names(names: list[str]) -> str:
     listed = ", ".join(repr(name) for name in names[:4]) + (", ..." if len(names) > 4 else "")
     return f"parameters {listed}" if len(names) > 1 else f"parameter {listed}"

@@ -149,7 +149,7 @@ class ReductionQueue:
         if self._waits_after_no_sync:
             self.wait_until_writable(gradients)
         self._reducing.append(gradients)
-        return gradients.start_reduction(across_replicas=across_replicas)
+        return gradients.create_reduction(across_replicas=across_replicas)
 
     def _start_reduction(self, reduction: HandleReduction | None) -> None:
         if reduction is not None:

@@ -134,7 +134,7 @@ class WeightStorage:
 
     @property
     def equals_cast_master(self) -> bool:
-        """True if refreshed compute weights equal the masters, cast to the compute dtype.
+        """True if refreshed compute weights equal the cast masters.
 
         Otherwise, they differ by the error of a codec; see [Note: Lossy differences] in comm/difference_codecs.py.
         """
@@ -238,13 +238,13 @@ class WeightStorage:
     # Gather and reshard
 
     def launch_gather(self) -> Waitable | None:
-        """Launch the gather of the full buffer, and return it for :meth:`start_gather`."""
+        """Launch the gather of the full buffer, and return it for :meth:`begin_gather`."""
         if self.needs_gather:
             self.finish_refresh()
         return self.buffer.gather(name=self.label)
 
-    def start_gather(self, pending: Waitable | None) -> None:
-        """Record that `pending` fills the full buffer, or other memory from which the unit computes."""
+    def begin_gather(self, pending: Waitable | None) -> None:
+        """Record that the gather `pending` was launched. None means that there is nothing to wait for."""
         self._set_state(GatherState.GATHERING)
         self._gathering = pending
 

@@ -9,8 +9,9 @@ allocated when the first of them is used, so the memory of a model does not depe
 backward passes of units interleave, more buffers may be in use at once. These are then allocated.
 
 On a device, streams wait for reductions instead of the host. Buffers of a unit are needed from the arrival of its
-gradients until the reduction of the unit has ended. At most two units that do not contain each other have buffers: one
-is reduced while the gradients of the next one arrive; see [Note: Scratch memory on a device] in device/buffer_pools.py.
+gradients until the reduction of the unit has completed. At most two units that do not contain each other have buffers:
+one is reduced while the gradients of the next one arrive; see [Note: Scratch memory on a device] in
+device/buffer_pools.py.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from layerzero.device.accelerator import default_device_type
 from layerzero.engine.reduction_spec import accumulates_full_gradients
 from layerzero.sharding.launchers import connections_warning
 
-__all__ = ["ParsedArguments", "add_arguments", "parse_arguments"]
+__all__ = ["ParsedArguments", "add_arguments", "settings_from_arguments"]
 
 _log = logging.getLogger("layerzero")
 
@@ -47,7 +47,7 @@ class ParsedArguments(NamedTuple):
     ema_decay: float | None
 
 
-def parse_arguments(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
+def settings_from_arguments(args: Namespace, data_parallel: list[int]) -> ParsedArguments:
     """Return the layerzero settings for Megatron's arguments. If a rank fails, all ranks raise an error.
 
     All ranks must call this function.

@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.megatron.arguments import ParsedArguments, parse_arguments
+from layerzero.megatron.arguments import ParsedArguments, settings_from_arguments
 from layerzero.megatron.chunk import ShardedChunk
 from layerzero.megatron.default_units import add_named_modules, default_units, matching_names
 from layerzero.megatron.megatron_optimizer import ShardedMegatronOptimizer
@@ -145,7 +145,7 @@ class _GetModel:
         from megatron.core import parallel_state  # noqa: PLC0415
 
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        return parse_arguments(self._training.get_args(), sorted(dist.get_process_group_ranks(group)))
+        return settings_from_arguments(self._training.get_args(), sorted(dist.get_process_group_ranks(group)))
 
     def make_optimizer(
         self, config: Any, model_chunks: list[Any], config_overrides: Any = None, **unused: Any

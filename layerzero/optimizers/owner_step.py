@@ -41,7 +41,7 @@ from layerzero.layout.owner_layout import ParamOwner, update_cost
 from layerzero.optimizers.owner_groups import OwnerGroup
 from layerzero.optimizers.split_step import Turn, step_param_by_param
 
-__all__ = ["OwnedParam", "buffers_of_rounds", "by_owner_group", "step_owned"]
+__all__ = ["OwnedParam", "buffers_of_rounds", "by_owner_group", "step_with_owners"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +198,7 @@ def _buffer_sizes(owned: Iterable[OwnedParam], owner_group: OwnerGroup) -> dict[
     return sizes_by_dtype
 
 
-def step_owned(
+def step_with_owners(
     inner: Optimizer,
     owned: Sequence[OwnedParam],
     model_ranks: ModelRanks,

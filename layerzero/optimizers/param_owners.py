@@ -31,7 +31,7 @@ from layerzero.optimizers.owner_groups import (
     positions_across,
 )
 from layerzero.optimizers.owner_state import gather_owner_state
-from layerzero.optimizers.owner_step import OwnedParam, buffers_of_rounds, step_owned
+from layerzero.optimizers.owner_step import OwnedParam, buffers_of_rounds, step_with_owners
 
 __all__ = ["ModelOwners", "OwnerTable", "owners_of"]
 
@@ -131,7 +131,7 @@ class OwnerTable:
             take_step()
             return
         runtime = self._runtime
-        step_owned(self._inner, list(self.owned.values()), runtime.ranks, runtime.pools.scratch, take_step)
+        step_with_owners(self._inner, list(self.owned.values()), runtime.ranks, runtime.pools.scratch, take_step)
 
     def gather_owner_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return `state`, which is keyed by parameter name, with entries added for parameters that other ranks own.

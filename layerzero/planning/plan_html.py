@@ -168,7 +168,7 @@ def _is_comparable(one: Estimate, other: Estimate) -> bool:
 
 
 def _row_name(row: Estimate) -> str:
-    """Return a name of the row that no other row of a figure has."""
+    """Return a name for the row that is unique within a figure."""
     choice = row.choice
     if choice.scheme == LAYERZERO:
         return f"{short_settings(choice)}, {reduce_text(choice)}, A={choice.micro_batches}"

@@ -118,7 +118,7 @@ def plan(
     dtype = dtype_named("param_dtype", param_dtype)
     counts = sorted(_distinct_values("micro_batches", micro_batches, "numbers of at least 1", _is_count))
     modes = _distinct_values(
-        "accumulations", accumulations, _list_names(ACCUMULATIONS), lambda mode: mode in ACCUMULATIONS
+        "accumulations", accumulations, _format_names(ACCUMULATIONS), lambda mode: mode in ACCUMULATIONS
     )
     reduce_values = _distinct_values("reduce_dtypes", reduce_dtypes, "dtypes or their names", lambda value: True)
     reduce = list(dict.fromkeys(dtype_named("an element of reduce_dtypes", value) for value in reduce_values))
@@ -296,7 +296,7 @@ def _distinct_values(name: str, given: Iterable[T], expected: str, is_supported:
     return list(dict.fromkeys(values))
 
 
-def _list_names(names: Iterable[str]) -> str:
+def _format_names(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
@@ -316,7 +316,7 @@ def _codecs(name: str, given: Iterable[str | None], known: Iterable[str]) -> lis
     return _distinct_values(
         name,
         given,
-        f"{_list_names(known)} or None (`none` on the command line)",
+        f"{_format_names(known)} or None (`none` on the command line)",
         lambda value: value is None or (isinstance(value, str) and value in known),
     )
 

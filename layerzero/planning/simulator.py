@@ -1,4 +1,4 @@
-"""Simulate a program on a machine with discrete events.
+"""Discrete-event simulation of a program on a machine.
 
 Only one rank is simulated, because all ranks run the same program at the same speed. The rank has a processor, a link
 inside its node, and a share of its node's link to other nodes. Concurrent users of a resource get equal shares of it.

@@ -74,8 +74,8 @@ class Fingerprint:
 
     Attributes:
         sums: 64-bit sum of this rank's ZeRO-3 shard of each handle, by name of the handle. If no bit is corrupted, the
-            sums on all replicas are equal. The sum is 0 if the weights share memory with their masters and were changed
-            but not refreshed yet.
+            sums on all replicas are equal. The sum is 0 if the weights share memory with their masters and have changed
+            since the last refresh.
         corruptions: corrupted elements, the same on all ranks; empty if all copies are equal.
     """
 
@@ -152,7 +152,7 @@ def compare(runtime: LayerZeroState, own: Sequence[Corruption], sound: Mapping[s
 
 
 def _copies_master(handle: Handle) -> bool:
-    """Return whether the compute weights must equal the masters, cast to their dtype, in separate memory."""
+    """Return whether the compute weights are in separate memory and must equal the cast masters."""
     return handle.weights.equals_cast_master and not handle.weights.shares_master
 
 
@@ -162,9 +162,9 @@ def _has_unrefreshed_masters(handle: Handle) -> bool:
 
 
 def _sum_zero3_shard(handle: Handle) -> Tensor:
-    """Return the sum of a handle's ZeRO-3 shard as a 0-dim int64 tensor.
+    """Return the 64-bit sum of the bits of a handle's ZeRO-3 shard as a 0-dim int64 tensor.
 
-    The result is 0 if the shard shares memory with the masters, and the masters were changed but not refreshed yet.
+    The result is 0 if the shard shares memory with the masters, and the masters have changed since the last refresh.
     """
     sum_of_bits = sum64(handle.weights.read_zero3())
     return (
@@ -256,7 +256,7 @@ def _kind_and_replicas(
         values: bits of the compute weight on each replica, as integers.
         master: bits of the master cast to the compute dtype, as an integer. If None, the owner's compute weight is the
             master.
-        owner: replica that has the master. If None, no compute weight must equal the master.
+        owner: replica that has the master. None if compute weights need not equal the cast master.
         state: what the owner knows about the bits of its master since the last step: ``_SOUND`` (unchanged),
             ``_CHANGED`` (changed without a write) or ``_UNKNOWN`` (not recorded, or written to).
     """

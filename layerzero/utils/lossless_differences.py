@@ -185,5 +185,5 @@ def _piece_slices(numel: int) -> list[slice]:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor with elements, without numpy. The tensor must outlive the result."""
+    """Return a memoryview of a non-empty contiguous CPU tensor, without numpy. The tensor must outlive it."""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -121,7 +121,7 @@ def _die_before_a_gather(rank: int) -> str:
 )
 def test_a_peer_that_died_is_reported_as_dead(act: Callable[[int], str], collective: str, tmp_path: Path) -> None:
     (message,) = _said(tmp_path, act, world_size=2, victim=1).values()
-    assert "rank 1 has died or has ended" in message and collective in message, message
+    assert "rank 1 has died or has exited" in message and collective in message, message
     assert "different orders" not in message and "onnection" in message.partition("[")[2], message
 
 

@@ -54,7 +54,7 @@ MISTAKES = {
     "collective on one rank": (
         SHARDED + "if dist.get_rank() == 0:\n    state = layerzero.full_state_dict(model)",
         "",
-        "rank 1 has died or has ended",
+        "rank 1 has died or has exited",
     ),
     "save on one rank": (
         SHARDED + "if rank == 0:\n    checkpoint.save('somewhere', model)",

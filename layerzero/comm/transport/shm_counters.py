@@ -126,7 +126,7 @@ class SharedCounters:
                 if self._sleep(index, value):
                     continue
                 if not self._is_alive(rank) and self._is_behind(rank, counter, target):
-                    raise RuntimeError(f"connection closed: rank {self._ranks[rank]} has died or has ended")
+                    raise RuntimeError(f"connection closed: rank {self._ranks[rank]} has died or has exited")
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"timed out after {self._timeout:g} s for rank {self._ranks[rank]}")
         if not _ORDERS_LOADS:

@@ -369,7 +369,7 @@ def test_a_rank_that_is_killed_at_any_moment_is_missed_and_leaves_nothing(
     told = tmp_path / f"said.{1 - victim}"
     said = told.read_text() if told.exists() else ""
     assert codes[victim] == -signal.SIGKILL and codes[1 - victim] == 0, (codes, said)
-    assert act is _meet or f"rank {victim} has died or has ended" in said, f"before the timeout: {said}"
+    assert act is _meet or f"rank {victim} has died or has exited" in said, f"before the timeout: {said}"
     assert said, "within the timeouts of the store"
     assert not [name for name in os.listdir("/dev/shm") if "layerzero" in name]
 
