@@ -621,6 +621,38 @@ def test_weights_may_be_loaded_before_the_first_step() -> None:
     run_ranks(_load_after_outer)
 
 
+def _two_optimizers(rank: int) -> None:
+    mesh = sites_of(2, 2)
+    model = layerzero.shard_model(integer_net(), mesh=mesh["replica", "zero3"], units=IntegerNet.UNITS)
+    parameters = list(model.parameters())
+    optimizers = [layerzero.shard_optimizer(exact_sgd(part), model) for part in (parameters[:2], parameters[2:])]
+    outer = layerzero.outer(model, *optimizers, sites=mesh["site"], every=4, warmup=0)
+    before = [fragment.anchor.clone() for fragment in outer._fragments]
+    integer_loss(model, integer_batch(step=0, rank=rank)).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    outer.step()
+    assert all(torch.equal(fragment.anchor, anchor) for fragment, anchor in zip(outer._fragments, before, strict=True))
+
+
+def test_anchors_are_the_weights_before_the_first_of_two_optimizers() -> None:
+    run_ranks(_two_optimizers)
+
+
+def _skip_first_steps(rank: int) -> None:
+    trained = build(sites_of(2, 1), every=1, warmup=0, codec=layerzero.Int4Blocks())
+    for step in range(4):
+        integer_loss(trained[0], integer_batch(step=step, rank=rank)).backward()
+        if rank >= 2 or step >= 2:  # as if a loss scaler had skipped the first steps of a site
+            trained[1].step()
+        trained[1].zero_grad()
+        trained[2].step()  # raises if the anchors differ
+
+
+def test_a_site_may_skip_its_first_steps() -> None:
+    run_ranks(_skip_first_steps)
+
+
 def _drift(rank: int, case: str) -> None:
     trained = build(sites_of(2, 2), every=2, warmup=2 if case == "weights" else 0, delay=1)
     if case == "steps" and rank >= 2:
