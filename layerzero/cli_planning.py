@@ -194,7 +194,7 @@ def _plan(
             if html is not None:
                 from layerzero.planning.plan_html import write_report  # noqa: PLC0415 - needs the optional matplotlib
 
-                write_report(result_plan, html)  # estimates more rows
+                write_report(result_plan, html, sites=at_sites)  # estimates more rows
                 progress.clear()
                 typer.echo(f"\nwritten: {html}", err=as_json)
     raise typer.Exit(0 if result_plan.best is not None else 1)
@@ -315,9 +315,8 @@ def _site_plan(sites: int | None, between: float | None, every: int | None, frag
     if all(value is None for value in given):
         return None
     if sites is None or between is None:
-        raise ValueError(
-            "--every, --fragments, --sites and --between-sites need --sites and --between-sites. Pass both"
-        )
+        missing = "--sites" if sites is None else "--between-sites"
+        raise ValueError(f"{missing} is missing, but other options about sites were given. Pass it, or leave them out")
     return SitePlan(sites, between, 16 if every is None else every, fragments)
 
 

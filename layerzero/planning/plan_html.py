@@ -28,6 +28,7 @@ from layerzero.planning.plan_report import (
     yaml_text,
 )
 from layerzero.planning.simulator import simulate
+from layerzero.planning.site_estimate import SiteEstimate, sites_text
 from layerzero.utils.text_tables import seconds_text, si_text, size_text
 
 try:
@@ -70,25 +71,28 @@ pre.table { white-space: pre; overflow-x: auto }
 """
 
 
-def write_report(plan: Plan, path: str | os.PathLike[str], *, nodes: Sequence[int] = _NODES) -> None:
+def write_report(
+    plan: Plan, path: str | os.PathLike[str], *, nodes: Sequence[int] = _NODES, sites: Sequence[SiteEstimate] = ()
+) -> None:
     """Write the HTML report of a plan.
 
     Args:
         plan: result of :func:`layerzero.plan`.
         path: path of the HTML file to write.
         nodes: numbers of nodes on the x axis of the figure that shows micro-batch times.
+        sites: result of :meth:`Plan.at_sites`, to be added to the report.
     """
-    Path(path).write_text(report_html(plan, nodes=nodes), encoding="utf-8")
+    Path(path).write_text(report_html(plan, nodes=nodes, sites=sites), encoding="utf-8")
 
 
-def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
+def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES, sites: Sequence[SiteEstimate] = ()) -> str:
     """Return the HTML report of a plan as a string; see :func:`write_report`."""
     cluster = plan.cluster
     rows = list(shown_rows(plan, _SHOWN))
     if plan.best is not None and plan.best not in rows:
         rows = [plan.best, *rows[:-1]]
     row = plan.best or rows[0]
-    comparable = [scheme_row for scheme_row in plan.other_schemes if _is_comparable(scheme_row, row)]
+    comparable = _fastest_of_each_scheme(plan.other_schemes, row.choice.micro_batches)
     with matplotlib.rc_context(_MATPLOTLIB):
         memory, step, times = (
             _plot_memory([*rows, *comparable], plan),
@@ -111,6 +115,8 @@ def report_html(plan: Plan, *, nodes: Sequence[int] = _NODES) -> str:
             "on many ranks. The times of layerzero include this padding. The other schemes are modeled without it.</p>",
         ),
     ]
+    if sites:
+        sections.append(("Training at several sites", f"<pre>{escape(sites_text(sites))}</pre>"))
     if plan.best is not None:
         price = f"<p>{plan.best.price:,.0f} per day.</p>" if plan.best.price else ""
         snippets = f"<pre>{escape(call_text(plan))}</pre><pre>{escape(yaml_text(plan))}</pre>{price}"
@@ -161,10 +167,13 @@ def _answer_sentence(plan: Plan) -> str:
     return f"{sentence}, {compared}, the fastest other scheme that fits, and {memory} instead of {peak}."
 
 
-def _is_comparable(one: Estimate, other: Estimate) -> bool:
-    """Return whether both rows have the same number of micro-batches and the same reduce dtype."""
-    first, second = one.choice, other.choice
-    return (first.micro_batches, first.reduce_dtype) == (second.micro_batches, second.reduce_dtype)
+def _fastest_of_each_scheme(rows: Sequence[Estimate], micro_batches: int) -> list[Estimate]:
+    """Return the fastest row of each scheme and S with `micro_batches` micro-batches. Rows that fit are preferred."""
+    found: dict[str, Estimate] = {}
+    for row in sorted(rows, key=lambda row: (not row.fits, row.step)):
+        if row.choice.micro_batches == micro_batches:
+            found.setdefault(_scheme_name(row.choice), row)
+    return [found[name] for name in dict.fromkeys(_scheme_name(row.choice) for row in rows) if name in found]
 
 
 def _row_name(row: Estimate) -> str:
@@ -172,7 +181,7 @@ def _row_name(row: Estimate) -> str:
     choice = row.choice
     if choice.scheme == LAYERZERO:
         return f"{short_settings(choice)}, {reduce_text(choice)}, A={choice.micro_batches}"
-    return _scheme_name(choice)
+    return f"{_scheme_name(choice)}, {reduce_text(choice)}"
 
 
 def _scheme_name(choice: Candidate) -> str:
@@ -269,7 +278,7 @@ def _plot_nodes(plan: Plan, row: Estimate, others: Sequence[Estimate], nodes: Se
             for count in nodes
             for at_nodes in plan.over_nodes([count], choice)
         ]
-        lines[_scheme_name(choice)] = points_of_row
+        lines[f"{_scheme_name(choice)}, {reduce_text(choice)}"] = points_of_row
     unit, scale = _time_unit(max((step for points in lines.values() for _, step in points), default=0.0))
     for name, points in lines.items():
         axes.plot([count for count, _ in points], [scale * step for _, step in points], marker="o", label=name)

@@ -115,6 +115,11 @@ class SiteEstimate:
         return average_step(self.row.step, self.exchanges, self.plan.every, self.delay)
 
     @property
+    def hides_exchanges(self) -> bool:
+        """True if steps are about as short as without exchanges."""
+        return self.step <= self.row.step * (1 + _TOLERANCE)
+
+    @property
     def tokens(self) -> float:
         """Number of tokens per second at all sites."""
         return self.plan.sites * self.row.tokens_per_step / self.step
@@ -133,6 +138,7 @@ class SiteEstimate:
             "codec": self.codec,
             "fragments": len(self.sent),
             "delay": self.delay,
+            "hides_exchanges": self.hides_exchanges,
             "exchange_seconds": max(self.exchanges),
             "step_seconds": self.step,
             "tokens_per_second": self.tokens,
@@ -168,7 +174,8 @@ def average_step(step: float, exchanges: Sequence[float], every: int, delay: int
                 now = link_is_free
         if number == every * _PERIODS // 2:
             measured_from = now
-    return (now - measured_from) / (every * _PERIODS - every * _PERIODS // 2)
+    simulated = (now - measured_from) / (every * _PERIODS - every * _PERIODS // 2)
+    return max(simulated, sum(exchanges) / every)  # the queue of a link that is slightly too slow grows for long
 
 
 def estimate_sites(row: Estimate, units: Sequence[UnitSpec], plan: SitePlan) -> Iterator[SiteEstimate]:
@@ -208,7 +215,7 @@ def sites_text(estimates: Sequence[SiteEstimate]) -> str:
     lines = [
         (
             each.codec or "none",
-            str(each.delay),
+            str(each.delay) if each.hides_exchanges else "-",
             seconds_text(max(each.exchanges)),
             seconds_text(each.step),
             si_text(each.tokens),
@@ -225,7 +232,8 @@ def sites_text(estimates: Sequence[SiteEstimate]) -> str:
         f"settings, with {plan.between:,.4g} Gbit/s from a site to the others:\n"
         f"layerzero.outer(every={plan.every}, fragments={len(first.sent)}). A step of one site takes "
         f"{seconds_text(first.row.step)}.\n{table(header, lines, left=1)}\n"
-        "delay: smallest delay that hides the exchanges, if any does; exchange: time for the largest fragment;\n"
-        f"sent by a site: bytes per step; outer: additional {memory} per rank. The warm-up is not estimated. Losses\n"
-        "differ from those of synchronous training."
+        "delay: smallest delay that hides the exchanges, or - if the link is too slow for that;\n"
+        "exchange: time for the largest fragment; "
+        f"sent by a site: bytes per step; outer: additional {memory} per rank.\n"
+        "The warm-up is not estimated. Losses differ from those of synchronous training."
     )

@@ -92,7 +92,12 @@ def test_the_page_is_one_file_that_asks_for_nothing(found: Plan) -> None:
     assert not [text for text in drawn if f"{text}</text>" not in charts[0]]
     for text in ("compute", "forward", "backward", "update", "gather", "hop 1", "hop 2", "refresh", "ms"):
         assert f">{text}</text>" in charts[1], text
-    assert all(f">{text}</text>" in charts[2] for text in ("2", "8", "nodes", "layerzero"))
+    assert all(f">{text}</text>" in charts[2] for text in ("2", "8", "nodes"))
+    assert f">layerzero, {reduce_text(found.best.choice)}</text>" in charts[2]
+    rivals = [row for row in found.other_schemes if row.choice.micro_batches == found.best.choice.micro_batches]
+    for scheme in ("FSDP2", "ZeRO-1"):  # in the dtype in which it is the fastest, as in the first sentence
+        fastest = min((row for row in rivals if row.choice.scheme == scheme), key=lambda row: (not row.fits, row.step))
+        assert f">{scheme}, {reduce_text(fastest.choice)}</text>" in charts[0] and f">{scheme}, " in charts[2]
     assert page.count("<table") == 1 and page.count("<tr") == 1 + 8 + len(found.other_schemes)
     assert page == report_html(found, nodes=(2, 8)), "the same plan gives the same page"
 
@@ -130,8 +135,8 @@ def test_a_scheme_with_several_shard_sizes_has_a_bar_and_a_line_for_each() -> No
     assert groups == [2, 4, 8]
     memory, _, times = re.findall(r"<svg.*?</svg>", report_html(found, nodes=(8, 16)), flags=re.DOTALL)
     for chart in (memory, times):
-        assert [chart.count(f">HSDP S={group}</text>") for group in groups] == [1, 1, 1]
-        assert chart.count(">FSDP2</text>") == chart.count(">ZeRO-1</text>") == 1
+        assert [chart.count(f">HSDP S={group}, fp32</text>") for group in groups] == [1, 1, 1]
+        assert chart.count(">FSDP2, fp32</text>") == chart.count(">ZeRO-1, fp32</text>") == 1
 
 
 def test_a_page_and_a_text_name_the_same_closest_settings() -> None:
@@ -337,16 +342,19 @@ def test_sites_are_planned_by_the_command(tmp_path: Path) -> None:
     assert lines[1].startswith("layerzero.outer(every=8, fragments=2).")
     for each, line in zip(found["sites"], lines[3:6], strict=True):
         cells = line.split()
-        assert cells[:2] == [each["codec"] or "none", str(each["delay"])]
+        assert cells[:2] == [each["codec"] or "none", str(each["delay"]) if each["hides_exchanges"] else "-"]
         assert (
             seconds_text(each["step_seconds"]).split()[0] in cells
             and size_text(each["outer_bytes"]).split()[0] in cells
         )
+    assert run(tmp_path, "plan", *sizes, *sites, "--html", "sites.html").returncode == 0
+    page = html.unescape((tmp_path / "sites.html").read_text())
+    assert all(line in page for line in lines), "the report has the table, too"
     assert "Sites are not estimated" in run(tmp_path, "plan", *sizes, *sites, "--memory", "4.0001").stdout
     for wrong, message in (
-        (["--sites", "2"], "need --sites and --between-sites"),
-        (["--between-sites", "1"], "need --sites and --between-sites"),
-        (["--every", "4"], "need --sites and --between-sites"),
+        (["--sites", "2"], "--between-sites is missing"),
+        (["--between-sites", "1"], "--sites is missing"),
+        (["--every", "4"], "--sites is missing"),
         (["--sites", "0", "--between-sites", "1"], "sites=0 is not supported"),
     ):
         done = run(tmp_path, "plan", *sizes, *wrong)

@@ -32,6 +32,7 @@ def _plan(**options: object) -> Plan:
         ([9.0], 4, 3, (9 + 1) / 4),  # a single fragment cannot be exchanged in the step after its outer step
         ([5.0, 5.0], 4, 3, 10 / 4),  # two fragments take turns, and the link is always busy
         ([1.0, 1.0], 2, 1, 1.0),
+        ([4.04] * 4, 16, 15, 1.01),  # the queue of the link grows slowly
         ([1.0, 3.0], 8, 1, (8 + 2) / 8),  # the larger fragment is waited for
         ([1.0, 3.0], 8, 3, 1.0),
         ([2.0, 2.0], 3, 1, 5 / 3),  # starts after steps 1 and 3 of each 3
@@ -56,6 +57,7 @@ def test_the_delay_is_the_smallest_that_hides_exchanges(every: int, seconds: flo
         steps = [average_step(1.0, estimate.exchanges, every, delay) for delay in range(every)]
         assert estimate.step == steps[estimate.delay] <= min(steps) * 1.002
         assert not estimate.delay or steps[estimate.delay - 1] > min(steps) * 1.0005
+        assert estimate.hides_exchanges == (estimate.step < 1.002)
         assert estimate.tokens == pytest.approx(2 * row.tokens_per_step / estimate.step)
 
 
