@@ -374,7 +374,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "a tensor of shape [6, 2], which is not a scalar loss",
     ),
     "no scalar": ({"loss_fn": _scalarless}, "the loss must be a tensor of one element, got a tensor of shape [6, 8]"),
-    "stream": ({"batch_fn": stream_batch}, "two calls of batch_fn(0, 0) returned different batches"),
+    "stream": ({"batch_fn": stream_batch}, "two calls to batch_fn(0, 0) returned different batches"),
     "not finite": ({"model_fn": Exploding}, "not finite in step 0"),
     "refused": ({"model_fn": Scaled}, "the plain run works, but the sharded run with zero3_size=1 in float32 fails"),
 }
