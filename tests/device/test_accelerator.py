@@ -124,7 +124,7 @@ def test_one_hardware_queue_is_warned_of_in_the_flags_of_megatron(tensor: int, c
         for connections, expected in (("1", 1), ("32", 0)):
             stack.enter_context(mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS=connections))
             with logged() as lines:
-                flags.parse_arguments(args, [0])
+                flags.settings_from_arguments(args, [0])
             assert len(lines) == expected, lines
             assert all("one hardware queue" in line and line.endswith(ending) for line in lines), lines
 
