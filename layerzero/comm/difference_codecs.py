@@ -87,7 +87,7 @@ class Int4Difference:
         size = self.message_bytes(len(new))
         is_encoded = size < new.nbytes
         for piece, rows, place in self._iter_pieces(len(new)) if is_encoded else ():
-            difference = new[piece].float().sub_(old[piece].float())  # faster than with mixed dtypes
+            difference = new[piece].float().sub_(old[piece])
             if not difference.abs().amax().isfinite():
                 is_encoded = False
                 break
@@ -113,7 +113,7 @@ class Int4Difference:
         for piece, rows, place in self._iter_pieces(len(weights)):
             total = torch.empty(len(weights[piece]), dtype=torch.float32)
             self._blocks.decode(encoded[place], rows, total)
-            weights[piece] = total.add_(weights[piece].float())
+            weights[piece] = total.add_(weights[piece])
 
     def message_bytes(self, numel: int) -> int:
         """Return the number of bytes of the differences of `numel` weights."""
